@@ -41,11 +41,7 @@ docs: .venv/.installed  ## the pages and the API reference, in site/
 
 bench: .venv/.installed  ## all benchmarks, on a Hopper GPU
 	$(BIN)/python -m benchmarks.peers --out benchmarks/results/peers.json
-	$(BIN)/python -m benchmarks.quantize
-	$(BIN)/python -m benchmarks.transpose
-	$(BIN)/python -m benchmarks.training
-	$(BIN)/python -m benchmarks.mqa
-	$(BIN)/python -m benchmarks.host
+	for name in quantize transpose training mqa host; do $(BIN)/python -m benchmarks $$name || exit; done
 
 validate: .venv/.installed  ## GPU tests, sanitizers and benchmarks, into validation/
 	$(BIN)/python -m tools.validate

@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 
 def installed(name: str) -> bool:
-    """Whether there is a module of this name, without importing it; its parents are imported."""
+    """Find out whether there is a module of this name without importing it; its parents are imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except Exception:  # of a parent
@@ -45,7 +45,7 @@ def installed(name: str) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """What there is of DISTRIBUTIONS, and each DeepGEMM, or why it cannot be imported."""
+    """Return the versions of DISTRIBUTIONS and of each DeepGEMM, or why one cannot be imported."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -61,7 +61,7 @@ def _version(module: ModuleType | Exception) -> str:
 
 @functools.cache
 def _deep_gemm_modules() -> dict[str, ModuleType | Exception]:
-    """Those of DEEP_GEMMS that are installed, by name; fp8moe's drop-in is none."""
+    """Import the installed DEEP_GEMMS by name; fp8moe's drop-in is none."""
     found: dict[str, ModuleType | Exception] = {}
     for name in filter(installed, DEEP_GEMMS):
         try:
@@ -72,32 +72,27 @@ def _deep_gemm_modules() -> dict[str, ModuleType | Exception]:
 
 
 def deep_gemms() -> list[ModuleType]:
-    """Every DeepGEMM that can be imported, a package of its own first."""
+    """Return every DeepGEMM that can be imported, a package of its own first."""
     return [module for module in _deep_gemm_modules().values() if isinstance(module, ModuleType)]
 
 
 def _deep_gemm(name: str) -> Callable:
-    """The function of the first DeepGEMM that has it."""
+    """Return the function of the first DeepGEMM that has it."""
     for module in deep_gemms():
         if hasattr(module, name):
             return getattr(module, name)
     raise LookupError(f"no installed DeepGEMM has {name}")
 
 
-def _pick_rows(data: Tensor, rows: Tensor) -> Tensor:
-    """As bytes: not every version of PyTorch picks rows of FP8 values."""
-    return data.view(torch.uint8)[rows].view(data.dtype)
-
-
 def deep_gemm(a: FP8Tensor, b: FP8Tensor) -> Call:
-    """a (M, K), b (N, K) -> (M, N) bfloat16."""
+    """Make a (M, K) by b (N, K) -> (M, N) bfloat16."""
     out = a.data.new_empty(len(a.data), len(b.data), dtype=torch.bfloat16)
     multiply = partial(_deep_gemm("fp8_gemm_nt"), tuple(a), tuple(b), out, compiled_dims="nk")
     return Call(multiply, lambda _: out)
 
 
 def deep_gemm_contiguous(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
-    """a (R, K), the rows of the groups one behind the other; b (E, N, K) -> (R, N), without the rows of the padding.
+    """Make a (R, K), rows of groups one behind the other, by b (E, N, K) -> (R, N), without the rows of the padding.
 
     Each group is padded with zeros to DeepGEMM's alignment, outside what is timed.
     """
@@ -122,7 +117,7 @@ def deep_gemm_contiguous(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Ca
 
 
 def deep_gemm_masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: int, rows: Tensor) -> Call:
-    """a (E, max_m, K), b (E, N, K), masked_m (E,) -> the `rows` of (E * max_m, N) that are in a group."""
+    """Make a (E, max_m, K) by b (E, N, K), masked_m (E,) -> the `rows` of (E * max_m, N) that are in a group."""
     out = a.data.new_empty(*a.data.shape[:2], b.data.shape[1], dtype=torch.bfloat16)
     multiply = _deep_gemm("fp8_m_grouped_gemm_nt_masked")
     return Call(
@@ -132,7 +127,7 @@ def deep_gemm_masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: i
 
 
 def deep_gemm_k(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
-    """a (M, sum of sizes), b (N, the same), groups of columns -> (E, M, N) float32, to which every call adds."""
+    """Make a (M, sum of sizes) by b (N, same), groups of columns -> (E, M, N) float32, to which every call adds."""
     ends = [0, *accumulate(sizes)]
     operands = []
     for data, scale in (a, b):
@@ -147,7 +142,7 @@ def deep_gemm_k(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
 def deep_gemm_mqa(
     q: Tensor, kv: FP8Tensor, weights: Tensor, starts: Tensor, ends: Tensor, fill: bool, seen: Tensor
 ) -> Call:
-    """Index scores (S, T), zero where `seen` is False, so that what is not filled does not count."""
+    """Make index scores (S, T), zero where `seen` is False, so that what is not filled does not count."""
     score = partial(_deep_gemm("fp8_mqa_logits"), q, tuple(kv), weights, starts, ends, clean_logits=fill)
     return Call(score, lambda out: out[:, : seen.shape[1]].masked_fill(~seen, 0))
 
@@ -155,14 +150,14 @@ def deep_gemm_mqa(
 def deep_gemm_paged(
     q: Tensor, cache: Tensor, weights: Tensor, visible: Tensor, table: Tensor, max_context_len: int, seen: Tensor
 ) -> Call:
-    """Index scores over a paged cache; visible (B, next_n) int32. The metadata of a step is not timed."""
+    """Make index scores over a paged cache; visible (B, next_n) int32. The metadata of a step is not timed."""
     metadata = _deep_gemm("get_paged_mqa_logits_metadata")(visible, BLOCK_TOKENS, _deep_gemm("get_num_sms")())
     score = partial(_deep_gemm("fp8_paged_mqa_logits"), q, cache, weights, visible, table, metadata, max_context_len)
     return Call(partial(score, clean_logits=False), lambda out: out[:, : seen.shape[1]].masked_fill(~seen, 0))
 
 
 def cublas_block(a: FP8Tensor, b: FP8Tensor) -> Call:
-    """a (M, K), b (N, K) -> (M, N) bfloat16, with the scales in the layout that cuBLAS wants."""
+    """Make a (M, K) by b (N, K) -> (M, N) bfloat16, with the scales in the layout that cuBLAS wants."""
     m, blocks = a.scale.shape
     scale_a = torch.empty_strided((m, blocks), (1, m), device=a.data.device).copy_(a.scale)
     scale_b = F.pad(b.scale, (0, align(blocks, 4) - blocks)).t()
@@ -172,14 +167,14 @@ def cublas_block(a: FP8Tensor, b: FP8Tensor) -> Call:
 
 
 def cublas_one_scale(a: Tensor, b: Tensor) -> Call:
-    """E4M3 a (M, K) by b (N, K) with one scale for all of each: what the GPU makes of a product without blocks."""
+    """Make E4M3 a (M, K) by b (N, K) with one scale for each operand: what no block scales would allow."""
     one = torch.ones((), device=a.device)
     multiply = partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one)
     return Call(partial(multiply, out_dtype=torch.bfloat16, use_fast_accum=True), None)
 
 
 def vllm_experts(layer: GroupedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Call:
-    """vLLM's Triton kernels for experts in FP8 blocks, on the layer's weights."""
+    """Make vLLM's Triton kernels for experts in FP8 blocks, on the layer's weights."""
     from vllm.model_executor.layers.fused_moe import fused_experts
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
 
@@ -190,7 +185,7 @@ def vllm_experts(layer: GroupedExperts, x: Tensor, index: Tensor, weights: Tenso
 
 
 def transformers_experts(model: Model, *, device: str = "cuda") -> nn.Module:
-    """transformers' experts in bfloat16 with normal weights that keep the variance, on "grouped_mm"."""
+    """Build transformers' experts in bfloat16, on "grouped_mm", with normal weights that keep the variance."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -207,7 +202,7 @@ def transformers_experts(model: Model, *, device: str = "cuda") -> nn.Module:
 
 @torch.no_grad()
 def dequantized_experts(layer: GroupedExperts, model: Model) -> nn.Module:
-    """transformers' experts in bfloat16 with the values of an FP8 layer."""
+    """Build transformers' experts in bfloat16 with the values of an FP8 layer."""
     up, up_scale, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
     module = transformers_experts(model, device=up.device.type)
     for target, data, scale in ((module.gate_up_proj, up, up_scale), (module.down_proj, down, down_scale)):

@@ -46,12 +46,12 @@ class Operands:
         return torch.empty(shape, dtype=dtype, device=self.device).normal_(std=std, generator=self._generator)
 
     def uniform(self, *shape: int, mean: float) -> Tensor:
-        """float32 from half the mean to one and a half of it: scales."""
+        """Draw float32 scales from half the mean to one and a half of it."""
         low, high = mean / 2, 3 * mean / 2
         return torch.empty(shape, device=self.device).uniform_(low, high, generator=self._generator)
 
     def codes(self, *shape: int) -> Tensor:
-        """E4M3 values as those to which normal data is quantized."""
+        """Draw E4M3 values as those to which normal data is quantized."""
         data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
         for part in data.view(-1).split(AT_ONCE):
             part.copy_(self.normal(part.numel(), std=STD).clamp_(-FP8_MAX, FP8_MAX))
@@ -61,7 +61,7 @@ class Operands:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def kv_cache(self, blocks: int, head_dim: int) -> Tensor:
-        """A paged cache of keys: the values of each block, then their scales."""
+        """Draw a paged cache of keys: the values of each block, then their scales."""
         cache = self.zeros(blocks, CACHE_BLOCK, 1, head_dim + 4, dtype=torch.uint8)
         flat, size = cache.view(blocks, -1), CACHE_BLOCK * head_dim
         flat[:, :size] = self.codes(blocks, size).view(torch.uint8)
@@ -72,12 +72,12 @@ class Operands:
         return torch.as_tensor(values, dtype=dtype).to(self.device)
 
     def rows(self, m: int, k: int) -> FP8Tensor:
-        """(m, k) in blocks of 1x128, with the scales of one block next to each other."""
+        """Draw (m, k) in blocks of 1x128, with the scales of one block next to each other."""
         scale = self.uniform(ceil_div(k, 128), 4 * ceil_div(m, 4), mean=1 / STD)
         return FP8Tensor(self.codes(m, k), scale.t()[:m])
 
     def weights(self, *shape: int) -> FP8Tensor:
-        """(..., n, k) in blocks of 128x128, scaled to keep the variance."""
+        """Draw (..., n, k) in blocks of 128x128, scaled to keep the variance."""
         *lead, n, k = shape
         scale = self.uniform(*lead, ceil_div(n, 128), ceil_div(k, 128), mean=k**-0.5 / STD)
         return FP8Tensor(self.codes(*shape), scale)
@@ -87,8 +87,13 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def flatten(value: object) -> list[Tensor]:
+    """Return the tensors of a result."""
+    return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in flatten(part)]
+
+
 def group_sizes(groups: int, mean_rows: int) -> list[int]:
-    """Rows of each group, 0.7 to 1.3 times the mean, at least 1; always the same."""
+    """Draw the rows of each group, 0.7 to 1.3 times the mean, at least 1; always the same."""
     generator = random.Random(0)
     return [max(1, round(mean_rows * generator.uniform(0.7, 1.3))) for _ in range(groups)]
 
@@ -109,7 +114,7 @@ def gemm(
     tile: str | None = None,
     new_out: bool = False,
 ) -> Callable:
-    """bias: its dtype. pitch: elements from one row of the result to the next. c: "apart" or, in place, "out".
+    """Build `gemm`. bias: its dtype. pitch: elements from a row of the result to the next. c: "apart" or "out".
 
     tile: instead of the chosen one, of a GEMM without the rest. new_out: a call makes its result.
     """
@@ -126,7 +131,7 @@ def gemm(
 
 
 def cublas(make: Operands, m: int, n: int, k: int) -> Callable:
-    """cuBLAS with one scale for each whole operand, which no revision of fp8moe changes."""
+    """Build cuBLAS with one scale for each whole operand, which no revision of fp8moe changes."""
     one = torch.ones((), device=make.device)
     options = {"scale_a": one, "scale_b": one / STD, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     return partial(torch._scaled_mm, make.codes(m, k), make.codes(n, k).t(), **options)
@@ -135,7 +140,7 @@ def cublas(make: Operands, m: int, n: int, k: int) -> Callable:
 def grouped_gemm(
     make: Operands, groups: int, mean_rows: int, n: int, k: int, tile: str | None = None, new_out: bool = False
 ) -> Callable:
-    """tile: instead of the chosen one. new_out: a call makes its result."""
+    """Build `grouped_gemm`. tile: instead of the chosen one. new_out: a call makes its result."""
     offsets = group_offsets(groups, mean_rows)
     out = make.zeros(offsets[-1], n, dtype=torch.bfloat16)
     operands = make.rows(offsets[-1], k), make.weights(groups, n, k), make.integers(offsets)
@@ -145,8 +150,8 @@ def grouped_gemm(
 
 
 def with_tile(tile: str, a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None = None) -> Callable:
-    """A GEMM with the candidate of that name, as `benchmarks.choice` prints it. ValueError if there is none."""
-    from benchmarks.choice import Problem, every_candidate, multiply
+    """Build a GEMM with a tile named as `python -m benchmarks choice` prints it. ValueError if it is no candidate."""
+    from benchmarks.routines.tiles import Problem, every_candidate, multiply
 
     problem = Problem(0 if offsets is None else len(b.data), len(a.data), *b.data.shape[-2:])
     named = {config.name: config for config in every_candidate(problem)}
@@ -155,11 +160,15 @@ def with_tile(tile: str, a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tenso
     return partial(multiply, a, b, out, offsets, named[tile])
 
 
-def grouped_gemm_masked(make: Operands, groups: int, mean_rows: int, max_m: int, n: int, k: int) -> Callable:
+def grouped_gemm_masked(
+    make: Operands, groups: int, mean_rows: int, max_m: int, n: int, k: int, expected_m: int | None = None
+) -> Callable:
+    """Build `grouped_gemm_masked`. expected_m: the rows of a group by the caller; None: their mean."""
     a = FP8Tensor(*(part.unflatten(0, (groups, max_m)) for part in make.rows(groups * max_m, k)))
     out = make.zeros(groups, max_m, n, dtype=torch.bfloat16)
     sizes = make.integers(group_sizes(groups, mean_rows))
-    return partial(fp8moe.grouped_gemm_masked, a, make.weights(groups, n, k), sizes, expected_m=mean_rows, out=out)
+    expected_m = mean_rows if expected_m is None else expected_m
+    return partial(fp8moe.grouped_gemm_masked, a, make.weights(groups, n, k), sizes, expected_m=expected_m, out=out)
 
 
 def grouped_gemm_k(make: Operands, groups: int, m: int, n: int, total_k: int, add: bool = False) -> Callable:
@@ -177,7 +186,7 @@ def _quantize(name: str, make: Operands, m: int, k: int, dtype: str = "bfloat16"
 def mqa_logits(
     make: Operands, queries: int, tokens: int, heads: int = 64, head_dim: int = 128, fill_masked: bool = True
 ) -> Callable:
-    """The last queries over the tokens, each of which sees its own key and those before it."""
+    """Build scores of the last queries, each of which sees its own key and all before it."""
     kv = FP8Tensor(make.codes(tokens, head_dim), make.uniform(tokens, mean=1 / STD))
     q, weights = make.codes(queries, heads, head_dim), make.normal(queries, heads, dtype=torch.float32)
     starts, ends = torch.zeros(queries), torch.arange(tokens - queries, tokens) + 1
@@ -189,20 +198,22 @@ def mqa_logits(
 def paged_mqa_logits(
     make: Operands,
     batch: int,
-    context: int,
+    context: int | Sequence[int],
     next_n: int,
     heads: int = 64,
     head_dim: int = 128,
     max_context_len: int | None = None,
     fill_masked: bool = True,
 ) -> Callable:
-    """One decoding step over contexts of one length, their blocks in random order."""
-    blocks = ceil_div(context, CACHE_BLOCK)
-    table = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(0)).view(batch, blocks)
+    """Build a decoding step over contexts of one length, or of these, with their blocks in random order."""
+    contexts = [context] * batch if isinstance(context, int) else context
+    counts = [ceil_div(length, CACHE_BLOCK) for length in contexts]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
+    table = nn.utils.rnn.pad_sequence(order.split(counts), batch_first=True)
     q = make.codes(batch, next_n, heads, head_dim)
     weights = make.normal(batch * next_n, heads, dtype=torch.float32)
-    operands = make.kv_cache(batch * blocks, head_dim), weights, make.integers([context] * batch)
-    options = {"max_context_len": max_context_len or context, "fill_masked": fill_masked}
+    operands = make.kv_cache(sum(counts), head_dim), weights, make.integers(contexts)
+    options = {"max_context_len": max_context_len or max(contexts), "fill_masked": fill_masked}
     return partial(fp8moe.paged_mqa_logits, q, *operands, make.integers(table), **options)
 
 
@@ -216,7 +227,7 @@ def _forward(module: nn.Module, *inputs: Tensor) -> Callable:
 
 
 def _training(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Callable:
-    """A forward and backward with weights that count as changed: the result, and all gradients that are wanted."""
+    """Build forward and backward with weights that count as changed; a call returns the result and all gradients."""
     leaves = [value for value in (*inputs, *module.parameters()) if value.requires_grad]
 
     def step() -> tuple[Tensor, ...]:
@@ -255,7 +266,7 @@ def linear_training(
     dtype: str = "bfloat16",
     bias: bool = False,
 ) -> Callable:
-    """master_dtype: None for frozen FP8 weights and the gradient of the input alone."""
+    """Build forward and backward; master_dtype None: of frozen FP8 weights, the gradient of the input alone."""
     module = _linear(make, n, k, dtype, bias, master_dtype)
     x, gradient = (make.normal(m, width, dtype=getattr(torch, dtype)) for width in (k, n))
     return _training(module, [x.requires_grad_()], gradient)
@@ -280,7 +291,7 @@ def _experts(
 
 
 def _top_k_index(make: Operands, experts: int, top_k: int, tokens: int) -> Tensor:
-    """Different experts for each token, drawn uniformly."""
+    """Draw different experts for each token, uniformly."""
     draws = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
     return make.integers(draws.topk(top_k).indices, torch.int64)
 
@@ -288,7 +299,7 @@ def _top_k_index(make: Operands, experts: int, top_k: int, tokens: int) -> Tenso
 def _experts_inputs(
     make: Operands, hidden: int, experts: int, top_k: int, tokens: int, dtype: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, the experts of each token, and normalised weights."""
+    """Draw hidden states, the experts of each token, and normalised weights."""
     index = _top_k_index(make, experts, top_k, tokens)
     return make.normal(tokens, hidden, dtype=getattr(torch, dtype)), index, make.uniform(tokens, top_k, mean=1 / top_k)
 
@@ -320,7 +331,7 @@ def experts_training(
     gated: bool = True,
     **options,
 ) -> Callable:
-    """master_dtype: None for frozen FP8 weights and the gradients of the inputs alone."""
+    """Build forward and backward; master_dtype None: of frozen FP8 weights, the gradients of the inputs alone."""
     module = _experts(make, hidden, intermediate, experts, gated, master_dtype, **options)
     x, index, weights = _experts_inputs(make, hidden, experts, top_k, tokens, dtype)
     gradient = make.normal(tokens, hidden, dtype=x.dtype)
@@ -328,7 +339,7 @@ def experts_training(
 
 
 def append_kv(make: Operands, tokens: int, per_block: int = CACHE_BLOCK, head_dim: int = 128) -> Callable:
-    """Keys that go to the first places of shuffled blocks, per_block to each."""
+    """Build the append of keys to the first places of shuffled blocks, per_block to each."""
     blocks = torch.randperm(ceil_div(tokens, per_block), generator=torch.Generator().manual_seed(0))
     slots = make.integers((CACHE_BLOCK * blocks[:, None] + torch.arange(per_block)).flatten()[:tokens])
     cache, keys = make.kv_cache(len(blocks), head_dim), make.normal(tokens, head_dim)
@@ -360,7 +371,7 @@ def combine(make: Operands, hidden: int, experts: int, top_k: int, tokens: int) 
 
 
 def _transposing(operator: Callable) -> Callable:
-    """The call without the padding behind the last group's columns, which is uninitialized."""
+    """Cut off the padding behind the last group's columns, which is uninitialized."""
     _, _, _, _, offsets, *_ = operator()
     width = int(offsets[-1])
 
@@ -378,7 +389,7 @@ def quantize_with_transpose(make: Operands, m: int, k: int) -> Callable:
 def gather_with_transpose(
     make: Operands, hidden: int, experts: int, top_k: int, tokens: int, weighted: bool = False
 ) -> Callable:
-    """Every token quantized into its top_k rows, both ways."""
+    """Build the quantization of every token into its top_k rows, both ways."""
     groups, rows = sort_by_expert(make, experts, top_k, tokens)()
     of_row = make.zeros(tokens * top_k, dtype=torch.int32)
     of_row[rows.flatten().long()] = make.integers(torch.arange(tokens * top_k) // top_k)
@@ -402,7 +413,7 @@ def swiglu_backward_quantize(make: Operands, groups: int, mean_rows: int, interm
 
 
 def _plain_swiglu(operator: Callable) -> tuple[str | int | None, ...]:
-    """Its arguments for a SwiGLU without limit and alpha: a key, in older revisions these two; and for columns."""
+    """Return an operator's arguments for plain SwiGLU: a key, in older revisions limit and alpha; and for columns."""
     names = {argument.name for argument in operator.default._schema.arguments}
     if "beside" in names:
         return "silu", 1
@@ -447,12 +458,12 @@ CALLS: dict[str, Callable[..., Callable]] = {
 
 
 def build(case: Case, make: Operands) -> Callable:
-    """The call of a case, which returns its results."""
+    """Build the call of a case, which returns its results."""
     return CALLS[case.op](make, **case.sizes)
 
 
 def timed() -> list[Case]:
-    """The cases of `benchmarks.shapes`, and beside them what else a layer calls. The digest records them."""
+    """List the cases of `benchmarks.shapes` and what else a layer calls. The digest records them."""
     found = []
 
     def add(op: str, **sizes: object) -> None:
@@ -493,7 +504,7 @@ def timed() -> list[Case]:
 
 
 def more_timed() -> list[Case]:
-    """The other cases of the benchmarks: the parts of a layer, other numbers of tokens, float32 master weights."""
+    """List the other cases: the parts of a layer, other numbers of tokens, float32 master weights."""
     found = []
 
     def add(op: str, **sizes: object) -> None:
@@ -530,3 +541,14 @@ def more_timed() -> list[Case]:
     add("linear_training", m=8192, n=4096, k=7168, master_dtype="float32")
     add("experts_training", **model._asdict(), tokens=8192, master_dtype="float32")
     return found
+
+
+def eager() -> list[Case]:
+    """List the cases whose CPU time is measured: eager calls on few rows."""
+    found = []
+    for n, k in shapes.DENSE_SHAPES:
+        sizes = {"m": 1, "n": n, "k": k}
+        found += [Case("gemm", sizes | {"new_out": True}), Case("linear", sizes)]
+    found.append(Case("grouped_gemm", {"groups": 16, "mean_rows": 1, "n": 1024, "k": 1024, "new_out": True}))
+    experts = {"hidden": 1024, "intermediate": 512, "experts": 16, "top_k": 4, "tokens": 1}
+    return [*found, Case("experts", experts)]

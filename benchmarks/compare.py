@@ -10,8 +10,9 @@ faster. `results` says whether they are equal bit for bit, or how far they are a
 ratio shows what the clock does to all others. Cases that the older revision cannot run are named and left out. The exit
 status is 1 if a threshold is missed or a case fails.
 
-With `--tiles` GEMMs run with given tiles instead of the chosen ones, named as `benchmarks.choice` prints them: what a
-change does to a kernel, before the cost model knows of it.
+With `--clock host` it is the CPU time of eager calls (`benchmarks.calls.eager`). With `--tiles` GEMMs run with given
+tiles instead of the chosen ones, named as `python -m benchmarks choice` prints them: what a change does to a kernel,
+before the cost model knows of it.
 
 REVISION: a git revision of this checkout, or a directory that holds a checkout, for machines without the repository.
 """
@@ -24,19 +25,30 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from benchmarks import calls, command
+from benchmarks import calls, report
 from benchmarks.calls import Case
-from benchmarks.report import Threshold, format_table, format_value, geomean
+from benchmarks.report import ROOT, Bar, Threshold, format_table, format_value, geomean
 
-ROOT = Path(__file__).resolve().parent.parent
-TURNS, REPEATS = 2, 15
-GEOMEAN, LEAST = 0.995, 0.97
 CONTROL = "cublas"
 WIDTH = 80  # of a case's name in a line
 SLOWEST = 10
+
+
+class Clock(NamedTuple):
+    """How revisions are timed: turns of each for a case, repeats or batches in a turn, limits of the ratios."""
+
+    turns: int
+    repeats: int
+    geomean: float
+    least: float
+
+
+# The host's turns are short, so that both revisions meet the same moods of the CPU.
+CLOCKS = {"kernels": Clock(2, 15, 0.995, 0.97), "host": Clock(25, 6, 0.97, 0.9)}
 
 
 class WorkerError(RuntimeError):
@@ -50,7 +62,7 @@ class Worker:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FP8MOE_")}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.compare_worker", str(tree), device, clock],
-            cwd=ROOT,
+            cwd=report.ROOT,
             # Without the lines that some versions of PyTorch log about every profiler session.
             env=environment | {"FP8MOE_CACHE_DIR": str(cache), "KINETO_LOG_LEVEL": "99"},
             stdin=subprocess.PIPE,
@@ -60,11 +72,12 @@ class Worker:
         self.tree = tree
 
     def send(self, do: str, **arguments: object) -> None:
+        """Ask for a method of the worker; `receive` returns its result."""
         with suppress(BrokenPipeError):  # `receive` tells
             print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
 
-    def receive(self) -> object:
-        """The result of the oldest request that has none. WorkerError if it failed, SystemExit if the process did."""
+    def receive(self) -> Any:
+        """Return the result of the oldest open request. WorkerError if it failed, SystemExit if the process did."""
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"the process for {self.tree} ended with exit code {self._process.wait()}")
@@ -73,17 +86,19 @@ class Worker:
             raise WorkerError(reply["error"])
         return reply["result"]
 
-    def ask(self, do: str, **arguments: object) -> object:
+    def ask(self, do: str, **arguments: object) -> Any:
+        """Send a request and return its result."""
         self.send(do, **arguments)
         return self.receive()
 
     def close(self) -> None:
+        """End the process."""
         self._process.kill()
         self._process.communicate()
 
 
 def tree_of(revision: str, directory: Path) -> Path:
-    """A directory that holds the revision: itself if it is one, otherwise `directory`, into which git writes it."""
+    """Return a directory that holds the revision: itself if it is one, otherwise `directory`, which git fills."""
     path = Path(revision)
     if (path / "fp8moe/__init__.py").is_file():
         return path.resolve()
@@ -96,17 +111,8 @@ def tree_of(revision: str, directory: Path) -> Path:
     return directory
 
 
-def measure_in_turns(old: Worker, new: Worker, turns: int, repeats: int) -> tuple[float, float]:
-    """Medians of both in microseconds."""
-    samples: tuple[list[float], list[float]] = [], []
-    for _ in range(turns):
-        for worker, times in zip((old, new), samples, strict=True):
-            times += worker.ask("measure", repeats=repeats)
-    return statistics.median(samples[0]), statistics.median(samples[1])
-
-
-def compare_case(case: Case, old: Worker, new: Worker, turns: int, repeats: int, directory: Path) -> dict:
-    """One row; with `skipped` where the older revision cannot run the case, with `error` where the newer one cannot."""
+def compare_case(case: Case, old: Worker, new: Worker, clock: Clock, directory: Path) -> dict:
+    """Make one row; with `skipped` where the older revision cannot run the case, `error` where the newer one cannot."""
     row: dict = {"case": case.name, "op": case.op, "sizes": case.sizes}
     for worker in (old, new):  # side by side, since most of it is compiling
         worker.send("prepare", **case._asdict())
@@ -119,14 +125,18 @@ def compare_case(case: Case, old: Worker, new: Worker, turns: int, repeats: int,
     if failures:
         return row | failures
     equal, difference = sums[0] == sums[1], 0.0
+    samples: tuple[list[float], list[float]] = [], []
     try:
         if not equal:
             path = str(directory / "results.pt")
             old.ask("save", path=path)
             difference = new.ask("difference", path=path)
-        old_us, new_us = measure_in_turns(old, new, turns, repeats)
+        for _ in range(clock.turns):
+            for worker, times in zip((old, new), samples, strict=True):
+                times += worker.ask("measure", repeats=clock.repeats)
     except WorkerError as error:
         return row | {"error": str(error)}
+    old_us, new_us = map(statistics.median, samples)
     times = {"old_us": old_us, "new_us": new_us, "ratio": old_us / new_us}
     return row | times | {"equal": equal, "difference": difference}
 
@@ -136,35 +146,28 @@ def compare(
     trees: tuple[Path, Path],
     caches: tuple[Path, Path],
     *,
-    turns: int = TURNS,
-    repeats: int = REPEATS,
-    device: str = "cuda",
     clock: str = "kernels",
+    how: Clock | None = None,
+    device: str = "cuda",
     show: Callable[[dict], None] = lambda row: None,
 ) -> list[dict]:
-    """Rows of all cases, the older tree and its cache of kernels first. SystemExit if a process ends.
-
-    clock: what is timed, "kernels" or the "host".
-    """
-    workers: list[Worker] = []
+    """Return rows of all cases; trees and their caches of kernels: the older first. SystemExit if a process ends."""
     rows = []
-    try:
-        for tree, cache in zip(trees, caches, strict=True):
-            workers.append(Worker(tree, cache, device, clock))
+    with ExitStack() as stack:
+        workers = [Worker(*place, device, clock) for place in zip(trees, caches, strict=True)]
+        for worker in workers:
+            stack.callback(worker.close)
         for worker in workers:
             worker.receive()
-        with tempfile.TemporaryDirectory() as directory:
-            for case in cases:
-                rows.append(compare_case(case, *workers, turns, repeats, Path(directory)))
-                show(rows[-1])
-    finally:
-        for worker in workers:
-            worker.close()
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        for case in cases:
+            rows.append(compare_case(case, *workers, how or CLOCKS[clock], Path(directory)))
+            show(rows[-1])
     return rows
 
 
 def with_tiles(cases: Iterable[Case], tiles: Sequence[str]) -> list[Case]:
-    """The GEMMs without addends among the cases, each with every tile; the control stays as it is."""
+    """Return the GEMMs without addends among the cases, each with every tile, and the control as it is."""
     plain = {"gemm": {"m", "n", "k"}, "grouped_gemm": {"groups", "mean_rows", "n", "k"}}
     found = []
     for case in cases:
@@ -176,7 +179,7 @@ def with_tiles(cases: Iterable[Case], tiles: Sequence[str]) -> list[Case]:
 
 
 def format_row(row: dict) -> str:
-    """A line for one case."""
+    """Return a line for one case."""
     if "ratio" not in row:
         what = f"error: {row['error']}" if "error" in row else f"not run by the older: {row['skipped']}"
         return f"{row['case']}  {what}"
@@ -186,12 +189,12 @@ def format_row(row: dict) -> str:
 
 
 def compared(rows: Iterable[dict]) -> list[dict]:
-    """The rows that count: those that both could run, without the control."""
+    """Return the rows that count: those that both could run, without the control."""
     return [row for row in rows if "ratio" in row and row["op"] != CONTROL]
 
 
 def summarize(rows: Sequence[dict]) -> list[dict]:
-    """For each op, and for all but the control: number of cases, ratios, and how many results are equal."""
+    """Return for each op, and for all but the control, the number of cases, their ratios and how many are equal."""
     groups = {op: [row for row in rows if row["op"] == op and "ratio" in row] for op in {row["op"]: 0 for row in rows}}
     lines = []
     for name, group in (groups | {f"all but {CONTROL}": compared(rows)}).items():
@@ -201,51 +204,50 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
     return lines
 
 
-def thresholds(rows: Sequence[dict], geomean_limit: float, least_limit: float) -> list[Threshold]:
-    """What decides: geometric mean and least of the ratios of all cases but the control's, and that none failed."""
-    ratios = [row["ratio"] for row in compared(rows)]
+def thresholds(rows: Sequence[dict], clock: Clock) -> list[Threshold]:
+    """Judge the geometric mean and the least of the ratios of all cases but the control's, and that none failed."""
     found = [
         Threshold("cases that failed", sum("error" in row for row in rows), 0),
-        Threshold("cases compared", len(ratios), 1, at_least=True),
+        Threshold("cases compared", len(compared(rows)), 1, at_least=True),
     ]
-    if ratios:
-        found.append(Threshold("old time / new, geomean", geomean(ratios), geomean_limit, at_least=True))
-        found.append(Threshold("old time / new, least", min(ratios), least_limit, at_least=True))
-    return found
+    bars = [("geomean", clock.geomean, geomean), ("least", clock.least, min)]
+    ratios = (Bar(f"old time / new, {name}", "ratio", limit, at_least=True, over=over) for name, limit, over in bars)
+    return [*found, *report.judge(compared(rows), ratios)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser("compare", "an older revision against this one")
+    """Compare revisions; return 1 if a threshold is missed."""
+    parser = report.parser_of("compare")
+    parser.prog = "python -m benchmarks.compare"
     parser.add_argument("revision", metavar="REVISION", help="a git revision, or a directory with a checkout")
-    parser.add_argument(
-        "--new", default=str(ROOT), metavar="REVISION", help="to compare with, instead of this checkout"
-    )
+    parser.add_argument("--new", default=str(ROOT), metavar="REVISION", help="the newer one; default: this checkout")
+    parser.add_argument("--clock", choices=CLOCKS, default="kernels", help="what is timed (default: kernels)")
     parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name this regular expression finds")
-    parser.add_argument(
-        "--tiles",
-        nargs="+",
-        metavar="TILE",
-        help="the plain cases of gemm and grouped_gemm, with each of these instead of the chosen one: 128x192s*1",
-    )
-    parser.add_argument("--turns", type=int, default=TURNS, help=f"of each revision for a case (default {TURNS})")
-    parser.add_argument("--geomean", type=float, default=GEOMEAN, help=f"threshold of the ratios (default {GEOMEAN})")
-    parser.add_argument("--least", type=float, default=LEAST, help=f"threshold of each ratio (default {LEAST})")
+    tiles = "the plain cases of gemm and grouped_gemm, with each of these instead of the chosen one: 128x192s*1"
+    parser.add_argument("--tiles", nargs="+", metavar="TILE", help=tiles)
+    parser.add_argument("--turns", type=int, help="of each revision for a case")
+    parser.add_argument("--geomean", type=float, help="threshold of the ratios")
+    parser.add_argument("--least", type=float, help="threshold of each ratio")
     args = parser.parse_args(argv)
-    cases = [case for case in calls.timed() + calls.more_timed() if re.search(args.only, case.name)]
+    given = {name: value for name in ("turns", "geomean", "least") if (value := getattr(args, name)) is not None}
+    clock = CLOCKS[args.clock]._replace(**given)
+    every = calls.eager() if args.clock == "host" else calls.timed() + calls.more_timed()
+    cases = [case for case in every if re.search(args.only, case.name)]
     if args.tiles:
         cases = with_tiles(cases, args.tiles)
     if not cases:
         parser.error(f"--only: no case has {args.only!r} in its name")
-    gpu = command.start()
+    gpu = report.start()
     caches = tuple(args.out.resolve() / "kernels" / side for side in ("old", "new"))
     with tempfile.TemporaryDirectory() as directory:
         names = (args.revision, args.new)
         trees = tuple(tree_of(name, Path(directory) / side) for name, side in zip(names, ("old", "new"), strict=True))
-        rows = compare(cases, trees, caches, turns=args.turns, show=lambda row: print(format_row(row), flush=True))
-    made = command.result(gpu, rows, thresholds(rows, args.geomean, args.least), old=args.revision, new=args.new)
+        show = lambda row: print(format_row(row), flush=True)  # noqa: E731
+        rows = compare(cases, trees, caches, clock=args.clock, how=clock, show=show)
+    made = report.result(gpu, rows, thresholds(rows, clock), old=args.revision, new=args.new)
     slowest = sorted(compared(rows), key=lambda row: row["ratio"])[:SLOWEST]
     summary = format_table(summarize(rows), ("op", "cases", "geomean", "least", "equal"))
-    command.finish(args.out / "compare.json", made, "the least ratios", "\n".join(map(format_row, slowest)), summary)
+    report.finish(args.out / "compare.json", made, "the least ratios", "\n".join(map(format_row, slowest)), summary)
     return int(not all(threshold["passed"] for threshold in made["thresholds"]))
 
 

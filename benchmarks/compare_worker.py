@@ -2,36 +2,29 @@
 
 It runs the cases that it is sent with the fp8moe of TREE; all else is of the checkout that it is started in. Requests
 and replies are lines of JSON on standard input and output: {"do": NAME, arguments} is answered by what the method of
-`Worker` with that name returns, as {"result": ...}, or by {"error": text}. CLOCK: "kernels" of calls are timed, or what
-a call takes on the "host".
+`Worker` with that name returns, as {"result": ...}, or by {"error": text}. CLOCK: "kernels" times the kernels of calls,
+"host" the CPU's part.
 """
 
 import gc
+import hashlib
 import importlib
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import timing
 
-WARMUP = 3
-ATTEMPTS = 3  # to profile a call without losing records
-# Odd constants of which each place and each word of a checksum is a multiple, modulo 2**64.
-PLACE, WORD = -7046029254386353131, -4658895280553007687
-WORDS_AT_ONCE = 1 << 24
-
 
 def load(tree: Path) -> str:
-    """Imports fp8moe from `tree`, and returns its file. SystemExit if another one was found."""
+    """Import fp8moe from `tree` and return its file. SystemExit if another one was found."""
     sys.path.insert(0, str(tree))
     file = importlib.import_module("fp8moe").__file__
     sys.path.remove(str(tree))
@@ -40,25 +33,14 @@ def load(tree: Path) -> str:
     return file
 
 
-def flatten(value: object) -> list[Tensor]:
-    """The tensors of a result."""
-    return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in flatten(part)]
-
-
-def checksum(tensor: Tensor) -> int:
-    """A number that tells results of other bits apart: a hash of every eight bytes and their place, summed."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    words = F.pad(data, (0, -len(data) % 8)).view(torch.int64)
-    total = 0
-    for start in range(0, len(words), WORDS_AT_ONCE):
-        part = words[start : start + WORDS_AT_ONCE]
-        mixed = (part ^ torch.arange(start + 1, start + 1 + len(part), device=part.device) * PLACE) * WORD
-        total += ((mixed ^ (mixed >> 29)) * PLACE).sum().item()
-    return total % (1 << 64)
+def checksum(tensor: Tensor) -> str:
+    """Return a hash that tells results of other bits apart."""
+    data = tensor.contiguous().view(-1).view(torch.uint8).cpu()
+    return hashlib.blake2b(data.numpy(), digest_size=16).hexdigest()
 
 
 def difference(old: Tensor, new: Tensor) -> float:
-    """The largest difference over the largest finite magnitude of `old`; equal infinities and two NaNs differ by 0."""
+    """Return the largest difference over the largest finite magnitude of `old`. Equal infinities and NaNs are equal."""
     if old.shape != new.shape:
         return math.inf
     old, new = old.float().flatten(), new.float().flatten()
@@ -69,65 +51,20 @@ def difference(old: Tensor, new: Tensor) -> float:
     return ((new - old)[apart].abs().max() / largest).nan_to_num(nan=math.inf, posinf=math.inf).item()
 
 
-def capture(call: Callable[[], object]) -> tuple[Callable[[], None], object]:
-    """The replay of a CUDA graph of a call, and the result that it writes."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARMUP):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph.replay, result
+def gpu_times(call: Callable[[], object], repeats: int) -> list[float]:
+    """Return microseconds from the start of a call's first kernel to the end of its last, with a cold L2."""
+    return list(timing.measure_in_turn([call], repeats=repeats, rest=timing.SHORT_REST_S)[0].spans_us)
 
 
-class GpuTimer:
-    """Microseconds from the start of a call's first kernel to the end of its last, with a cold L2."""
-
-    def __init__(self) -> None:
-        self._flush = torch.empty(
-            timing.FLUSH_BYTES // timing.FLUSH_DTYPE.itemsize, dtype=timing.FLUSH_DTYPE, device="cuda"
-        )
-        (self._fill,) = {event.name for event in timing.profile(lambda: self._flush.fill_(0))}
-
-    def __call__(self, call: Callable[[], object], repeats: int) -> list[float]:
-        def session() -> None:
-            for repeat in range(repeats):
-                self._flush.fill_(repeat)
-                call()
-
-        def attempt() -> list[float]:
-            torch.cuda.synchronize()
-            time.sleep(timing.SHORT_REST_S)
-            return spans(timing.profile(session), self._fill, repeats)
-
-        for _ in range(ATTEMPTS - 1):
-            with suppress(RuntimeError):  # records were lost
-                return attempt()
-        return attempt()
-
-    def of_graph(self, replay: Callable[[], object], repeats: int) -> list[float]:
-        """The same by CUDA events: the profiler loses records of a graph's kernels."""
-        torch.cuda.synchronize()
-        time.sleep(timing.SHORT_REST_S)
-        return timing.elapsed_each([replay], self._flush, repeats)[0]
-
-
-def spans(events: Iterable[timing.KernelEvent], fill: str, repeats: int) -> list[float]:
-    """Of each repeat of (fill, call) the microseconds from the start of the first kernel to the end of the last.
-
-    RuntimeError if a repeat has other kernels than the first.
-    """
-    timings = timing.attribute(events, fill, repeats, 1)
-    if len({timed.kernels for timed in timings}) > 1:
-        raise RuntimeError("repeats of a call launched different kernels")
-    return [sum(timed.steps_us) for timed in timings]
+def graph_times(replay: Callable[[], object], repeats: int) -> list[float]:
+    """Return the same of a graph by CUDA events: the profiler loses records of a graph's kernels."""
+    flush = timing.warm_up([replay])
+    time.sleep(timing.SHORT_REST_S)
+    return timing.elapsed_each([replay], flush, repeats)[0]
 
 
 def wall_times(call: Callable[[], object], repeats: int) -> list[float]:
-    """Microseconds on the host's clock, for tests without a GPU."""
+    """Return microseconds of calls on the host's clock, for tests without a GPU."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -137,12 +74,12 @@ def wall_times(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def fastest_batch(call: Callable[[], object], repeats: int) -> list[float]:
-    """The least of some times of `timing.host_times`: other work of the machine only ever adds to them."""
+    """Return the least of some times of `timing.host_times`: other work of the machine only ever adds to them."""
     return [min(timing.host_times(call, repeats))]
 
 
 class Worker:
-    """Holds one case at a time."""
+    """The methods that requests name; holds one case at a time."""
 
     def __init__(self, device: str, clock: str = "kernels"):
         from benchmarks import calls  # it imports fp8moe
@@ -152,36 +89,40 @@ class Worker:
         self._graphs = device == "cuda" and clock == "kernels"
         self._timer = wall_times
         if device == "cuda":
-            self._timer = GpuTimer() if clock == "kernels" else fastest_batch
+            self._timer = gpu_times if clock == "kernels" else fastest_batch
         self._call: Callable[[], object] | None = None
-        self._captured: Callable[[], object] | None = None
         self._measure = self._timer
         self._results: list[Tensor] = []
 
-    def prepare(self, op: str, sizes: dict) -> list[int]:
-        """Makes operands and compiles; returns checksums of the results."""
+    def prepare(self, op: str, sizes: dict) -> list[str]:
+        """Make operands and compile; return checksums of the results."""
         self.drop()
         call = self._calls.build(self._calls.Case(op, sizes), self._calls.Operands(self._device))
-        result = call()
+        results = [call()]
         self._measure = self._timer
         if self._graphs and op in self._calls.LAYERS:
             # Of several kernels: what the host takes between them is not to count.
-            self._captured = call  # whose operands the graph reads
-            call, result = capture(call)
+            eager = call
+
+            def keep() -> None:
+                results[:] = [eager()]
+
+            call = timing.capture(keep)  # which leaves the results that the graph writes
             call()
-            self._measure = self._timer.of_graph
-        self._call, self._results = call, flatten(result)
+            self._measure = graph_times
+        self._call, self._results = call, self._calls.flatten(results[-1])
         return [checksum(tensor) for tensor in self._results]
 
     def measure(self, repeats: int) -> list[float]:
+        """Return microseconds of some repeats."""
         return self._measure(self._call, repeats)
 
     def save(self, path: str) -> None:
-        """The results, for `difference` in the other process."""
+        """Write the results for `difference` in the other process."""
         torch.save([tensor.cpu() for tensor in self._results], path)
 
     def difference(self, path: str) -> float:
-        """Of these results from those saved by the older revision."""
+        """Return the largest difference of these results from those that the older revision saved."""
         saved = torch.load(path)
         if len(saved) != len(self._results):
             return math.inf
@@ -189,7 +130,8 @@ class Worker:
         return max(difference(old.to(self._device), new) for old, new in pairs)
 
     def drop(self) -> None:
-        self._call, self._captured, self._results = None, None, []
+        """Free the memory of the case."""
+        self._call, self._results = None, []
         gc.collect()
         if self._device == "cuda":
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""A whole model under GraphDecoder: `python -m benchmarks.decode [--model M] [--batch B ...] [--prompt L ...]`.
+"""A whole model under GraphDecoder: `python -m benchmarks decode [--model M] [--batch B ...] [--prompt L ...]`.
 
 - `ms`: a decode step, from the first of MANY new tokens to the last on the GPU's clock.
 - `floor_ms`: the bytes that a step must read (weights outside the embedding, experts that were hit, keys and values up
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import command, roofline, timing
-from benchmarks.report import Threshold, format_table, select
+from benchmarks import roofline, timing
+from benchmarks.report import Bar, Benchmark, Option, start
 from benchmarks.whole_models import CONFIGS, build
 from fp8moe.decode import GraphDecoder
 from fp8moe.layers.parameters import local
@@ -71,7 +71,7 @@ COLUMNS = ("what", "batch", "prompt", "ms", "tokens_s", "floor_ms", "x_floor", "
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Median of some runs, on the host's clock."""
+    """Return the median seconds of some runs on the host's clock."""
     times = []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
@@ -83,7 +83,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def step_bytes(model: Any, prompts: Tensor, cached: float) -> int:
-    """Bytes that this rank must read for a step after these prompts; cached: of keys and values."""
+    """Count bytes that this rank must read for a step after these prompts; cached: those of keys and values."""
     hit = experts_hit(model, prompts)
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     total = sum(local(p).nbytes for p in model.parameters() if p is head or p is not embedding)
@@ -94,7 +94,7 @@ def step_bytes(model: Any, prompts: Tensor, cached: float) -> int:
 
 
 def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
-    """How many experts of each module, of those that this rank has, the first step after the prompts uses."""
+    """Count for each module the experts of this rank that the first step after the prompts uses."""
     found: dict[nn.Module, Tensor] = {}
     hooks = [
         module.register_forward_pre_hook(lambda module, inputs: found.update({module: inputs[1]}))
@@ -119,7 +119,7 @@ def _experts_here(module: nn.Module) -> range:
 
 
 def shares(replay: Callable[[], object]) -> tuple[int, dict[str, float]]:
-    """Kernels of a step, and the share of each kind in their time; replay: one step."""
+    """Count the kernels of a step and share out their time by kind. replay: runs one step."""
 
     def steps() -> None:
         for _ in range(PROFILED):
@@ -139,7 +139,7 @@ def random_prompts(model: Any, batch: int, length: int) -> Tensor:
 
 
 def step_seconds(decoder: GraphDecoder, prompts: Tensor, **how: Any) -> float:
-    """The median of some calls, or one where the prompts are long."""
+    """Return a decode step's seconds: the median of some calls, or of one where the prompts are long."""
     times = []
     for _ in range(REPEATS if prompts.numel() < MANY_TOKENS else 1):
         before = decoder.stats()
@@ -180,12 +180,13 @@ def measure_prefill(model: Any, batch: int, prompt: int) -> dict:
 
 
 def measure_first(name: str) -> dict:
-    """In a process of its own, twice, with a directory for all that is kept on the disk."""
+    """Measure the first token in two processes, with one directory for all that they keep on the disk."""
     prompt = CASES[0][1]
     with tempfile.TemporaryDirectory() as directory:
         places = ("FP8MOE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
         environment = os.environ | {place: os.path.join(directory, place) for place in places}
-        command_line = [sys.executable, "-m", "benchmarks.decode", "--first-token", "--model", name]
+        program = f"from {__spec__.name} import first_token; first_token({name!r})"
+        command_line = [sys.executable, "-c", program]
         found = []
         for _ in range(2):
             run = subprocess.run(command_line, env=environment, check=True, capture_output=True, text=True)
@@ -195,8 +196,9 @@ def measure_first(name: str) -> dict:
     return {**row, "new_s": new["seconds"], "again_s": again["seconds"]}
 
 
-def first_token(name: str) -> dict:
-    """Seconds from the constructor to the first token, and memory, in this process."""
+def first_token(name: str) -> None:
+    """Print seconds from the constructor to the first token, and memory, of this process, as JSON."""
+    start()
     model = build(name)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -210,56 +212,48 @@ def first_token(name: str) -> dict:
         decoder.generate(prompts[:size], max_new_tokens=2)
     torch.cuda.empty_cache()
     beside = free - torch.cuda.mem_get_info()[0] - decoder.stats().cache_bytes
-    return {"seconds": spent, "beside_gb": beside / 1e9}
+    print(json.dumps({"seconds": spent, "beside_gb": beside / 1e9}))
 
 
-def measure(model: Any, cases: Iterable[tuple[int, int]]) -> list[dict]:
-    """cases: batch and prompt of the decode steps."""
-    return [measure_decode(model, *case) for case in cases] + [measure_prefill(model, *sizes) for sizes in PREFILLS]
+def measure(
+    model: str | None = None, batch: Sequence[int] = (), prompt: Sequence[int] = (512,), bf16: bool = False
+) -> Iterator[dict]:
+    """Measure a model's decode steps and prefill; without a model what `tools.validate` records of the first."""
+    name = model or next(iter(CONFIGS))
+    if model is None:
+        yield measure_first(name)
+    built = build(name, fp8=not bf16)
+    for case in product(batch, prompt) if batch else CASES:
+        yield measure_decode(built, *case) | ({"what": "decode_bf16"} if bf16 else {})
+    for sizes in PREFILLS:
+        yield measure_prefill(built, *sizes)
+    if model is None:
+        yield measure_sampling(built, *CASES[2])
+        del built
+        torch.cuda.empty_cache()
+        built = build(name, fp8=False)
+        for case in BF16_CASES:
+            yield measure_decode(built, *case) | {"what": "decode_bf16"}
 
 
-def thresholds(rows: Sequence[dict]) -> list[Threshold]:
-    """Of the first of CONFIGS; rows of other sizes have none."""
-    found = []
-    for (what, batch, prompt, column), (limit, aim) in LIMITS.items():
-        for row in select(rows, what):
-            if (row["batch"], row["prompt"]) == (batch, prompt):
-                name = f"{what}, batch {batch}, prompt {prompt}, {column}"
-                found.append(Threshold(name, row[column], limit, aim=aim, at_least=column == "tokens_s"))
-    return found
-
-
-def run() -> dict:
-    """What `tools.validate` records."""
-    gpu, name = command.start(), next(iter(CONFIGS))
-    rows = [measure_first(name)]
-    model = build(name)
-    rows += [*measure(model, CASES), measure_sampling(model, 64, 512)]
-    del model
-    torch.cuda.empty_cache()
-    model = build(name, fp8=False)
-    rows += [measure_decode(model, *case) | {"what": "decode_bf16"} for case in BF16_CASES]
-    return command.result(gpu, rows, thresholds(rows))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser("decode", "a whole model: decode steps and prompts")
-    parser.add_argument("--model", choices=CONFIGS, default=next(iter(CONFIGS)))
-    parser.add_argument("--batch", type=int, nargs="+", help="of decode steps; default: those of CASES")
-    parser.add_argument("--prompt", type=int, nargs="+", default=(512,), help="with --batch")
-    parser.add_argument("--bf16", action="store_true", help="the model in bfloat16")
-    parser.add_argument("--first-token", action="store_true", help="only the time to the first token, in this process")
-    args = parser.parse_args(argv)
-    gpu = command.start()
-    if args.first_token:
-        print(json.dumps(first_token(args.model)))
-        return 0
-    model = build(args.model, fp8=not args.bf16)
-    rows = measure(model, product(args.batch, args.prompt) if args.batch else CASES)
-    made = command.result(gpu, rows, () if args.bf16 else thresholds(rows), model=args.model, bf16=args.bf16)
-    command.finish(args.out / "decode.json", made, format_table(rows, COLUMNS))
-    return 0
-
+DECODE = Benchmark(
+    "decode",
+    measure,
+    ("what", "batch", "prompt", "ms", "tokens_s", "floor_ms", "x_floor", "kernels", *KINDS, "other"),
+    [
+        Bar(
+            *(f"{what}, batch {batch}, prompt {prompt}, {column}", column, limit, aim),
+            *({"what": what, "batch": batch, "prompt": prompt}, column == "tokens_s"),
+        )
+        for (what, batch, prompt, column), (limit, aim) in LIMITS.items()
+    ],
+    {
+        "model": Option(next(iter(CONFIGS)), tuple(CONFIGS)),
+        "batch": Option(()),
+        "prompt": Option((512,)),
+        "bf16": Option(False),
+    },
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(DECODE.main())

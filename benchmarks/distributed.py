@@ -38,10 +38,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from benchmarks import command, node, timing
+from benchmarks import node, report, timing
 from benchmarks.decode import ROOM, random_prompts, step_seconds
 from benchmarks.node import DEVICE
-from benchmarks.report import Threshold, format_kinds, select, write_json
+from benchmarks.report import Bar, Threshold, judge, tables_of, write_json
 from benchmarks.roofline import MANY, predicted
 from benchmarks.shapes import MODELS
 from benchmarks.whole_models import CONFIGS, build
@@ -50,6 +50,7 @@ from fp8moe.decode import GraphDecoder
 from fp8moe.distributed import ExpertParallel
 from fp8moe.distributed.peers import Peers
 from fp8moe.distributed.transport import choose_method
+from fp8moe.kernels.experts import operands as kernel
 from fp8moe.kernels.experts.operator import experts_partial
 from fp8moe.quant.formats import FP8Tensor
 
@@ -86,7 +87,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def inputs(tokens: int) -> Inputs:
-    """The same on all ranks."""
+    """Draw inputs, the same on all ranks."""
     random = generator(tokens)
     scores = torch.rand(tokens, MODEL.experts, device=DEVICE, generator=random)
     weights, index = scores.topk(MODEL.top_k)
@@ -101,7 +102,7 @@ def experts() -> GroupedExperts:
 
 
 def local_part(layer: GroupedExperts) -> GroupedExperts:
-    """The experts of this rank alone, in a layer that knows no others, with memory of their own."""
+    """Copy the experts of this rank into a layer that knows no others."""
     count = MODEL.experts // dist.get_world_size()
     sizes = {"num_experts": count, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
     part = GroupedExperts(**sizes, device="meta").to_empty(device=DEVICE)
@@ -121,13 +122,13 @@ def _mesh() -> DeviceMesh:
 
 
 def change(layer: GroupedExperts, **options: Any) -> None:
-    """Have a layer that is spread already run with other options."""
+    """Change the options of a layer that is spread already."""
     layer.parallel.options = ExpertParallel(**options).options
 
 
 @contextmanager
 def without_peers() -> Iterator[None]:
-    """NCCL for everything."""
+    """Use NCCL for everything within the block."""
     of, Peers.of = Peers.of, classmethod(lambda *args: None)
     try:
         yield
@@ -147,7 +148,7 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def microseconds(call: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median over the repeats of what the slowest rank takes, from when all are ready, with a cold L2."""
+    """Return the median of what the slowest rank takes, from when all are ready, with a cold L2."""
     for _ in range(timing.WARMUP):
         call()
     flush = torch.empty(timing.FLUSH_BYTES // 2, dtype=timing.FLUSH_DTYPE, device="cuda")
@@ -168,16 +169,16 @@ def microseconds(call: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 def local_call(part: GroupedExperts, given: Inputs) -> Callable[[], object]:
-    """The experts of this rank on the tokens of all: what there is to compute, and nothing to send."""
+    """Make the call of this rank's experts on the tokens of all: everything to compute and nothing to send."""
     first = dist.get_rank() * part.num_experts
     up, down = (
         FP8Tensor(*pair)
         for pair in ((part.gate_up_proj, part.gate_up_proj_scale_inv), (part.down_proj, part.down_proj_scale_inv))
     )
-    options = {"activation": part.activation, "first_expert": first, "num_experts": MODEL.experts}
     rows = given.top_k_index.numel()
     room = min(rows, max(int(1.25 * rows / dist.get_world_size()), 256 * MODEL.top_k))
-    return lambda: experts_partial(*given, up, down, **options, row_dtype=torch.bfloat16, num_rows=room)
+    shard = kernel.Shard(first, MODEL.experts, num_rows=room, row_dtype=torch.bfloat16)
+    return lambda: experts_partial(*given, kernel.Layer(up, down, part.activation), shard)
 
 
 METHODS = {
@@ -189,7 +190,7 @@ METHODS = {
     "replicated": {"method": "replicated", "uniform": True},
 }
 OWN = [name for name, options in METHODS.items() if options["method"] != "replicated"]
-"""Those with which each rank has tokens of its own."""
+"""Methods with which each rank has tokens of its own."""
 
 
 @torch.no_grad()
@@ -229,7 +230,7 @@ def measure_layers(counts: Sequence[int]) -> Iterator[dict]:
 
 
 def measure_method(layer: GroupedExperts, name: str, tokens: int, expected: Tensor) -> tuple[float, dict[str, float]]:
-    """Microseconds of a call, and how its result agrees with what is expected for the tokens of all ranks."""
+    """Return microseconds of a call, and how its result agrees with that for the tokens of all ranks."""
     world, rank = dist.get_world_size(), dist.get_rank()
     change(layer, **METHODS[name])
     every = inputs(world * tokens)
@@ -241,7 +242,7 @@ def measure_method(layer: GroupedExperts, name: str, tokens: int, expected: Tens
 
 
 def agreement(ours: Tensor, expected: Tensor) -> dict[str, float]:
-    """Shares of all ranks' values that are equal, and that are more than a step away."""
+    """Return the shares of all ranks' values that are equal, and that are more than a step away."""
     size = torch.maximum(expected.float().abs(), expected.float().square().mean(-1, keepdim=True).sqrt())
     step = 2.0 ** (size.log2().floor() - 7)
     far = (ours.float() - expected.float()).abs() > step
@@ -252,7 +253,7 @@ def agreement(ours: Tensor, expected: Tensor) -> dict[str, float]:
 
 
 def measure_scratch(layer: GroupedExperts, given: Inputs) -> dict:
-    """share: what GroupedExperts says of its memory, for the rows that a rank has if they are even."""
+    """Measure memory beside `share`, that of the rows that a rank has if they are even."""
     layer(*given)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -297,7 +298,7 @@ def measure_training(tokens: int, layers: int) -> Iterator[dict]:
 
 
 def trained_part(place: int) -> GroupedExperts:
-    """The experts that this rank has of a layer to train, alone; results are about as large as inputs."""
+    """Make the experts that this rank has of a layer to train; results are about as large as inputs."""
     count = MODEL.experts // dist.get_world_size()
     sizes = {"num_experts": count, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
     part = GroupedExperts(**sizes, device="meta", master_dtype=torch.bfloat16).to_empty(device=DEVICE)
@@ -308,7 +309,7 @@ def trained_part(place: int) -> GroupedExperts:
 
 
 def whole_of(part: GroupedExperts) -> GroupedExperts:
-    """The layer of which each rank has such a part, on the same memory."""
+    """Make the layer of which each rank has such a part, on the same memory."""
     sizes = {"num_experts": MODEL.experts, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
     whole = GroupedExperts(**sizes, device="meta", master_dtype=torch.bfloat16)
     for name, weight in part.named_parameters():
@@ -318,7 +319,7 @@ def whole_of(part: GroupedExperts) -> GroupedExperts:
 
 
 def _routed_here(every: Inputs) -> Inputs:
-    """The same with indices of the experts of this rank; those of others are out of range."""
+    """Number the experts of this rank from 0; those of others are out of range."""
     count = MODEL.experts // dist.get_world_size()
     index = every.top_k_index - dist.get_rank() * count
     return every._replace(top_k_index=torch.where((index >= 0) & (index < count), index, count))
@@ -337,7 +338,7 @@ def _largest(value: float) -> float:
 
 
 def _gradient_error(part: GroupedExperts, x: Tensor, every: Inputs, gradient: Tensor, ours: Tensor) -> float:
-    """Of the gradient of down_proj, against that of the experts alone on the layer's input and gradient."""
+    """Return the error of down_proj's gradient against that of the experts alone on the layer's input and gradient."""
     _pass([part], _routed_here(every._replace(hidden_states=x)), gradient)()
     want = part.down_proj.grad.float()
     part.zero_grad()
@@ -345,7 +346,7 @@ def _gradient_error(part: GroupedExperts, x: Tensor, every: Inputs, gradient: Te
 
 
 def _pass(layers: Sequence[GroupedExperts], given: Inputs, gradient: Tensor) -> Callable[..., Any]:
-    """Forward and backward of layers one after another, with all gradients, eager.
+    """Make forward and backward of layers one after another, with all gradients, eager.
 
     With keep=True it returns the layers' inputs, and the gradients of their results.
     """
@@ -392,66 +393,56 @@ def measure_decode(name: str) -> Iterator[dict]:
     yield {"what": "decode", "model": name, "batch": BATCH, **times}
 
 
-BARS = {
+TIMED = {
     2: ((1, "beyond_us", 18, 12), (64, "over_local", 1.04, 1.02), (4096, "over_local", 1.13, 1.08)),
     8: ((64, "over_local", 1.15, None), (4096, "over_local", 1.25, None)),
 }
 """Ranks -> tokens, column, limit and aim of the fastest way to call the layer."""
-TRAINING_BARS = {2: (1.25, 1.12)}
+LAYER, ROUNDED = "layer, {tokens} tokens a rank", tuple(name for name in METHODS if "exact" not in name)
+FASTEST = {"what": "layer", "method": tuple(OWN)}
+TRAINED = {"what": "training", "method": ("gather", "all_to_all")}
+BARS = [
+    *(
+        Bar(f"{LAYER}, {{method}}, values equal to one GPU's", "equal", least, None, {"method": methods}, at_least=True)
+        for methods, least in ((ROUNDED, 0.9999), ("all_to_all, exact, eager", 1.0))
+    ),
+    Bar(f"{LAYER}, {{method}}, values farther than a step", "farther", 0.0),
+    Bar("scratch of a rank, {tokens} tokens a rank, over its share", "over_share", 1.3, 1.1),
+    Bar("training, relative error of gradients", "gradient_error", 3e-2, None, TRAINED, over=max),
+    Bar("training, gradients equal on repeat", "repeats", 1.0, None, TRAINED, at_least=True, over=min),
+    Bar("node, batch {batch}, the same tokens on all ranks", "same", 1.0, None, {"what": "node"}, at_least=True),
+]
 
 
 def thresholds(rows: Sequence[dict], ranks: int) -> list[Threshold]:
-    """Times have bars where they were set: on 2 and on 8 ranks. Results and memory have them on any number."""
-    found = []
-    layers = {(row["tokens"], row["method"]): row for row in select(rows, "layer")}
-    for tokens, column, limit, aim in BARS.get(ranks, ()):
-        values = [layers[tokens, name][column] for name in OWN if (tokens, name) in layers]
-        if values:
-            found.append(Threshold(f"layer, {tokens} tokens a rank, {column}", min(values), limit, aim))
-    for row in layers.values():
-        if "equal" in row:
-            name = f"layer, {row['tokens']} tokens a rank, {row['method']}"
-            least = 1.0 if "exact" in row["method"] else 0.9999
-            found.append(Threshold(f"{name}, values equal to one GPU's", row["equal"], least, at_least=True))
-            found.append(Threshold(f"{name}, values farther than a step", row["farther"], 0.0))
-    for row in select(rows, "scratch"):
-        name = f"scratch of a rank, {row['tokens']} tokens a rank, over its share"
-        found.append(Threshold(name, row["over_share"], 1.3, 1.1))
-    trained = [row for row in select(rows, "training") if "over_local" in row]
-    if trained:
-        if ranks in TRAINING_BARS:
-            least = min(row["over_local"] for row in trained)
-            found.append(Threshold("training, forward and backward, over_local", least, *TRAINING_BARS[ranks]))
-        error = max(row["gradient_error"] for row in trained)
-        found.append(Threshold("training, relative error of gradients", error, 3e-2))
-        same = float(all(row["repeats"] for row in trained))
-        found.append(Threshold("training, gradients equal on repeat", same, 1.0, at_least=True))
+    """Judge results and memory on any number of ranks; times where bars were set, on 2 and on 8."""
+    bars = [
+        Bar(f"layer, {tokens} tokens a rank, {column}", column, limit, aim, FASTEST | {"tokens": tokens}, over=min)
+        for tokens, column, limit, aim in TIMED.get(ranks, ())
+    ]
     if ranks == 2:
-        for row in select(rows, "decode"):
-            found.append(Threshold("decode, whole model, step over one GPU's", row["over_one_gpu"], 0.80, 0.72))
-    for row in select(rows, "node"):
-        if row["same"] is not None:
-            name = f"node, batch {row['batch']}, the same tokens on all ranks"
-            found.append(Threshold(name, float(row["same"]), 1.0, at_least=True))
-    return found
+        passes, step = "training, forward and backward, over_local", "decode, whole model, step over one GPU's"
+        bars += [Bar(passes, "over_local", 1.25, 1.12, TRAINED, over=min), Bar(step, "over_one_gpu", 0.80, 0.72)]
+    return judge(rows, [*BARS, *bars])
 
 
 def measure(args: Any) -> Iterator[dict]:
-    if "layer" in args.only:
-        yield from measure_layers(args.tokens)
-    if "training" in args.only:
-        yield from measure_training(MANY, args.layers)
-    if "decode" in args.only:
-        yield from measure_decode(args.model)
-    if "node" in args.only:
-        yield from node.measure(args.batch)
+    """Measure the parts that were asked for."""
+    parts = {
+        "layer": lambda: measure_layers(args.tokens),
+        "training": lambda: measure_training(MANY, args.layers),
+        "decode": lambda: measure_decode(args.model),
+        "node": lambda: node.measure(args.batch),
+    }
+    for name in (name for name in PARTS if name in args.only):
+        yield from parts[name]()
 
 
 def work(args: Any) -> None:
-    """What each process does; the first one reports."""
+    """Measure in this process; the first one reports."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    gpu = command.start()
+    gpu = report.start()
     dist.init_process_group("nccl")
     rows, path, made = [], args.out / "distributed.json", {}
     begin = time.perf_counter()
@@ -459,12 +450,12 @@ def work(args: Any) -> None:
         rows.append(row)
         if dist.get_rank() == 0:
             ranks = dist.get_world_size()
-            made = command.result(gpu, rows, thresholds(rows, ranks), ranks=ranks, model=args.model)
+            made = report.result(gpu, rows, thresholds(rows, ranks), ranks=ranks, model=args.model)
             write_json(path, made)
             print(f"{time.perf_counter() - begin:.0f} s: {row}", flush=True)
     if dist.get_rank() == 0:
         shown = rows + (predicted(rows, MODEL) if dist.get_world_size() == 2 else [])
-        command.finish(path, made, *format_kinds(shown, COLUMNS))
+        report.finish(path, made, *tables_of(shown, COLUMNS))
     dist.barrier()  # ExpertParallel agrees over gloo: a process that ends at once may abort (pytorch/pytorch#179291)
     dist.destroy_process_group()
 
@@ -475,7 +466,8 @@ WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser("distributed", "expert parallelism over the GPUs of one node")
+    parser = report.parser_of("distributed")
+    parser.prog = "python -m benchmarks.distributed"
     parser.add_argument("--ranks", type=int, default=2, help="processes, one for each GPU")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS[:-1], metavar="PART")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="T", help="on each rank")

@@ -1,10 +1,9 @@
-"""Adapters on frozen FP8 experts: `python -m benchmarks.lora [--only MODEL ...] [--out DIR]`.
+"""Adapters on frozen FP8 experts: `python -m benchmarks lora [--only MODEL ...] [--out DIR]`.
 
 Forward and backward of GroupedExperts, "frozen", whose gradients are those of its inputs, and of our LoRA layer around
-it, "lora", rank 16 in bfloat16, with the gradients of all adapters beside them: the same FP8 weights, inputs and
-routing. As in `benchmarks.training` times are of the replay of a CUDA graph, by CUDA events and with a cold L2:
-`us`, and `forward_us` of the forward alone, for the tokens of a decode step and of training. `ratio` is "lora" over
-"frozen", `forward_ratio` of the forward; less is better.
+it, "lora", rank 16 in bfloat16, with the gradients of all adapters too: the same FP8 weights, inputs and routing, for
+the tokens of a decode step and of training. Times are those of `benchmarks.training`. `ratio` is "lora" over "frozen",
+`forward_ratio` that of the forward.
 
 `step_bytes` is the largest amount of memory during training steps, AdamW's included, beside the FP8 weights, adapters,
 inputs and output. `allowed_bytes` is what it may be: gradients and both moments of the adapters, what the frozen pass
@@ -14,14 +13,15 @@ check of the pass.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import command, operands, timing
-from benchmarks.report import Threshold, format_kinds, select
+from benchmarks import operands, timing
+from benchmarks.report import Bar, Benchmark, Option
 from benchmarks.shapes import MODELS, Model
 from benchmarks.timing import capture
 from benchmarks.training import MAX_DIFFERENCE, Pass, largest_difference
@@ -30,12 +30,11 @@ from fp8moe import GroupedExperts
 CASES = ("dsv3_ep8", "qwen3_30b")
 DECODED, TOKENS, RANK = 64, 8192, 16
 STEPS = 3
-_TIMES = ("forward_us", "forward_ratio", "us", "ratio")
-COLUMNS = {"experts": ("model", "tokens", "impl", *_TIMES, "step_bytes", "allowed_bytes", "difference")}
+TIMES = ("forward_us", "forward_ratio", "us", "ratio")
 
 
 class Measurement(NamedTuple):
-    """One pass: times in microseconds, memory in bytes. Where there are no adapters, the last two are None."""
+    """Times of a pass in microseconds and bytes of memory; without adapters the last two are None."""
 
     forward_us: float
     us: float
@@ -45,7 +44,7 @@ class Measurement(NamedTuple):
 
 
 def adapt(layer: GroupedExperts, rank: int) -> nn.Module:
-    """peft's LoRA layer around it, with values in all factors."""
+    """Wrap the experts in peft's LoRA layer, with values in all factors."""
     from peft import LoraConfig, get_peft_model
 
     from fp8moe.peft import register
@@ -58,7 +57,7 @@ def adapt(layer: GroupedExperts, rank: int) -> nn.Module:
 
 
 def passes(model: Model, tokens: int, rank: int, *, device: str = "cuda") -> dict[str, Pass]:
-    """Of frozen experts, of the same with adapters, and of others into which these were merged."""
+    """Make passes of frozen experts, of the same with adapters, and of experts into which these were merged."""
     frozen = operands.experts_layer(model, device=device)
     adapted = adapt(frozen, rank)
     merged = copy.deepcopy(adapted).unload_and_optionally_merge_module(True, False, None)
@@ -70,18 +69,17 @@ def passes(model: Model, tokens: int, rank: int, *, device: str = "cuda") -> dic
 
 
 def adapter_bytes(model: Model, rank: int) -> int:
-    """Of all factors, in bfloat16."""
+    """Count the bytes of all factors, in bfloat16."""
     return 2 * rank * model.experts * (2 * model.hidden + 3 * model.intermediate)
 
 
 def activation_bytes(model: Model, tokens: int, rank: int) -> int:
-    """What adapters take beside themselves in a step: scaled copies of the factors and their transposes, and the ranks
-    of rows, kept and for a time."""
+    """Count what adapters take beside themselves in a step: scaled factors, their transposes, and the ranks of rows."""
     return 3 * adapter_bytes(model, rank) + 16 * tokens * model.top_k * rank
 
 
 def measure_step(of: Pass) -> int:
-    """The largest amount of memory in a training step beside what there is before the first, and its output."""
+    """Return the largest amount of memory in a training step beside what there was before the first, and its output."""
     parameters = [value for value in of.layer.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True) if parameters else None
     torch.cuda.synchronize()
@@ -98,7 +96,7 @@ def measure_step(of: Pass) -> int:
 
 
 def check(passes: Mapping[str, Pass]) -> float:
-    """The difference of "lora" from "merged". RuntimeError if it is too large."""
+    """Return the difference of "lora" from "merged". RuntimeError if it is too large."""
 
     def results(of: Pass) -> tuple[Tensor, ...]:
         out = of.forward()
@@ -111,11 +109,12 @@ def check(passes: Mapping[str, Pass]) -> float:
 
 
 def step(of: Pass) -> tuple[Tensor, ...]:
-    """A forward and a backward, with all gradients."""
+    """Run forward and backward; return all gradients."""
     return torch.autograd.grad(of.forward(), of.leaves, of.gradient)
 
 
 def measure(name: str, *, tokens: int = TOKENS, rank: int = RANK) -> dict[str, Measurement]:
+    """Check adapters on the experts of a model; measure them and the frozen experts."""
     model = MODELS[name]
     found = passes(model, tokens, rank)
     difference = check(found)
@@ -129,7 +128,7 @@ def measure(name: str, *, tokens: int = TOKENS, rank: int = RANK) -> dict[str, M
 
 
 def make_rows(name: str, measured: Mapping[str, Measurement], *, tokens: int = TOKENS, rank: int = RANK) -> list[dict]:
-    """A row for each implementation."""
+    """Make a row for each implementation."""
     frozen = measured["frozen"]
     size = {"what": "experts", "model": name, **MODELS[name]._asdict(), "tokens": tokens, "rank": rank}
     return [
@@ -140,33 +139,28 @@ def make_rows(name: str, measured: Mapping[str, Measurement], *, tokens: int = T
     ]
 
 
-def thresholds(rows: Sequence[dict]) -> list[Threshold]:
-    found = []
-    for row in select(rows, "experts"):
-        if row["impl"] != "lora" or row["tokens"] != TOKENS:
-            continue
-        what = f"LoRA on the experts, {row['model']}, {row['tokens']} tokens, rank {row['rank']}"
-        found.append(Threshold(f"{what}, forward and backward / those of frozen experts", row["ratio"], 1.35))
-        memory = row["step_bytes"] / row["allowed_bytes"]
-        found.append(Threshold(f"{what}, memory / adapters, optimizer and activations", memory, 1.0))
-    return found
+def memory_ratio(row: dict) -> float:
+    """Divide a step's memory by what it may be."""
+    return row["step_bytes"] / row["allowed_bytes"]
 
 
-def run(models: Sequence[str] = CASES) -> dict:
-    """Checks and times adapters on the experts of models; {"gpu", "rows", "thresholds"}."""
-    gpu = command.start()
-    cases = [(name, tokens) for name in models for tokens in (DECODED, TOKENS)]
-    rows = [row for name, tokens in cases for row in make_rows(name, measure(name, tokens=tokens), tokens=tokens)]
-    return command.result(gpu, rows, thresholds(rows))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = command.parser("lora", "adapters on frozen experts")
-    parser.add_argument("--only", choices=CASES, nargs="+", default=list(CASES), metavar="MODEL")
-    args = parser.parse_args(argv)
-    result = run(args.only)
-    command.finish(args.out / "lora.json", result, *format_kinds(result["rows"], COLUMNS))
-
+WHAT = "LoRA on the experts, {model}, {tokens} tokens, rank {rank}"
+OURS = {"impl": "lora", "tokens": TOKENS}
+LORA = Benchmark(
+    "lora",
+    lambda only=CASES: [
+        row
+        for name in only
+        for tokens in (DECODED, TOKENS)
+        for row in make_rows(name, measure(name, tokens=tokens), tokens=tokens)
+    ],
+    {"experts": ("model", "tokens", "impl", *TIMES, "step_bytes", "allowed_bytes", "difference")},
+    [
+        Bar(f"{WHAT}, forward and backward / those of frozen experts", "ratio", 1.35, where=OURS),
+        Bar(f"{WHAT}, memory / adapters, optimizer and activations", memory_ratio, 1.0, where=OURS),
+    ],
+    {"only": Option(CASES, CASES)},
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(LORA.main())

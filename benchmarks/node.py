@@ -26,7 +26,7 @@ TRAFFIC = re.compile(r"nccl|barrier|^dispatch", re.IGNORECASE)
 
 
 def measure(batches: Sequence[int] = BATCHES, **changes: Any) -> Iterator[dict]:
-    """Rows `node`, and `traffic` after each. changes: to the model's configuration."""
+    """Yield rows `node`, and `traffic` after each. changes: to the model's configuration."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     model = build(NAME, device=DEVICE, changes=WHOLE[NAME] | changes, mesh=mesh)
     weights = sum(local(value).nbytes for value in model.parameters())
@@ -48,27 +48,27 @@ def measure(batches: Sequence[int] = BATCHES, **changes: Any) -> Iterator[dict]:
 
 
 def same_prompts(model: Any, batch: int) -> Tensor:
-    """The same on all ranks."""
+    """Draw prompts, the same on all ranks."""
     generator = torch.Generator(DEVICE).manual_seed(batch)
     return torch.randint(0, model.config.vocab_size, (batch, PROMPT), device=DEVICE, generator=generator)
 
 
 def same_everywhere(tokens: Tensor) -> bool:
-    """Whether all ranks have the same."""
+    """Find out whether all ranks have the same tokens."""
     parts = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tokens.contiguous())
     return all(part.equal(tokens) for part in parts)
 
 
 def largest(value: float) -> float:
-    """Of the ranks' values."""
+    """Return the largest of the ranks' values."""
     found = torch.tensor(value, dtype=torch.float64, device=DEVICE)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 
 
 def traffic(replay: Callable[[], object]) -> dict:
-    """Kernels of a step, and what share of their time is that of TRAFFIC, on the rank where it is least.
+    """Count the kernels of a step, and TRAFFIC's share of their time on the rank where it is least.
 
     A kernel that waits for another rank has that rank's delay in its time.
     """

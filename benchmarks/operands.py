@@ -12,23 +12,23 @@ ELEMENTS_AT_ONCE = 1 << 28
 
 
 def activation(m: int, k: int, *, device: str = "cuda") -> FP8Tensor:
-    """A random bfloat16 (m, k) activation, quantized in blocks of 1x128."""
+    """Draw a bfloat16 (m, k) activation, quantized in blocks of 1x128."""
     return quantize_1x128(torch.randn(m, k, device=device, dtype=torch.bfloat16))
 
 
 def weight(n: int, k: int, *, device: str = "cuda") -> FP8Tensor:
-    """A random bfloat16 (n, k) weight, quantized in blocks of 128x128."""
+    """Draw a bfloat16 (n, k) weight, quantized in blocks of 128x128."""
     return quantize_128x128(torch.randn(n, k, device=device, dtype=torch.bfloat16))
 
 
 def random_rows(m: int, k: int, *, std: float = 1.0, device: str = "cuda") -> FP8Tensor:
-    """An activation (m, k) in blocks of 1x128, drawn as FP8 values and scales: for sizes too large to quantize."""
+    """Draw FP8 values and scales of an activation (m, k) in blocks of 1x128: for sizes too large to quantize."""
     scale = empty_mn_major((m, ceil_div(k, BLOCK)), device=device)
     return FP8Tensor(_normal_e4m3(m, k, device=device), scale.uniform_(0.5, 1.5).mul_(std / E4M3_STD))
 
 
 def random_experts(experts: int, n: int, k: int, *, std: float = 1.0, device: str = "cuda") -> FP8Tensor:
-    """Weights (experts, n, k) in blocks of 128x128, drawn as FP8 values and scales."""
+    """Draw FP8 values and scales of weights (experts, n, k) in blocks of 128x128."""
     scale = torch.empty(experts, ceil_div(n, BLOCK), ceil_div(k, BLOCK), device=device)
     return FP8Tensor(_normal_e4m3(experts, n, k, device=device), scale.uniform_(0.5, 1.5).mul_(std / E4M3_STD))
 
@@ -42,7 +42,7 @@ def _normal_e4m3(*shape: int, device: str) -> torch.Tensor:
 
 
 def exact(tensor: FP8Tensor) -> torch.Tensor:
-    """The float64 values that a quantized (rows, k) tensor stands for; rows of a block share its scale.
+    """Return the float64 values that a quantized (rows, k) tensor stands for; rows of a block share its scale.
 
     Results are held to this: it takes no code of the package, and is exact where `fp8moe.dequantize` rounds to float32.
     """
@@ -53,7 +53,7 @@ def exact(tensor: FP8Tensor) -> torch.Tensor:
 
 
 def experts_layer(model: Model, *, device: str = "cuda") -> GroupedExperts:
-    """Experts with normal weights, scaled to keep the variance."""
+    """Build experts with normal weights, scaled to keep the variance."""
     hidden, intermediate, experts, _ = model
     sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate}
     layer = GroupedExperts(**sizes, device="meta")
@@ -64,25 +64,25 @@ def experts_layer(model: Model, *, device: str = "cuda") -> GroupedExperts:
 
 
 def route(model: Model, tokens: int) -> torch.Tensor:
-    """top_k different experts for each token, drawn uniformly, always the same: (tokens, top_k) on the CPU."""
+    """Draw top_k different experts for each token, uniformly, always the same: (tokens, top_k) on the CPU."""
     scores = torch.rand(tokens, model.experts, generator=torch.Generator().manual_seed(0))
     return scores.topk(model.top_k).indices
 
 
 def experts_inputs(model: Model, index: torch.Tensor, *, device: str = "cuda") -> tuple[torch.Tensor, ...]:
-    """Random hidden states (T, H), `index` (T, K) on the device, and normalised weights (T, K)."""
+    """Draw hidden states (T, H) and normalised weights (T, K); between them `index` (T, K) on the device."""
     x = torch.randn(len(index), model.hidden, dtype=torch.bfloat16, device=device)
     weights = torch.rand(index.shape, device=device) + 0.1
     return x, index.to(device), weights / weights.sum(-1, keepdim=True)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of `expected`, in float64."""
+    """Return the Frobenius norm of the difference over that of `expected`, in float64."""
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def rounded_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative Frobenius error of `actual` against float64, beyond what rounding the exact result to its dtype costs.
+    """Return the relative Frobenius error of `actual` beyond what rounding the exact result to its dtype costs.
 
     Rounding normal data to bfloat16 costs 1.66e-3 by itself, which would hide the error of the computation.
     """

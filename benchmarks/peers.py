@@ -44,25 +44,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import adapters, command, mqa_cases, operands, roofline, shapes, timing
+from benchmarks import adapters, calls, operands, report, roofline, shapes, timing
 from benchmarks.adapters import Call
-from benchmarks.calls import group_sizes
-from benchmarks.report import digest, format_value, write_json
+from benchmarks.calls import ceil_div, group_sizes
+from benchmarks.report import ROOT, digest, format_value, versions, write_json
 from benchmarks.shapes import MODELS, Model
-from fp8moe import (
-    FP8Tensor,
-    GroupedExperts,
-    gemm,
-    grouped_gemm,
-    grouped_gemm_k,
-    grouped_gemm_masked,
-    mqa_logits,
-    paged_mqa_logits,
-)
-from fp8moe.quant.formats import BLOCK, ceil_div, empty_mn_major
-from tools.validate import versions
+from fp8moe import FP8Tensor, GroupedExperts, grouped_gemm
 
-ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "validation" / "peers.json"
 REPEATS, REST_S = 12, 0.2
 HOST_BATCHES = 10
@@ -70,7 +58,6 @@ PROCESSES = {"gemm": 5, "contiguous": 3, "masked": 3}  # that compile ahead; one
 SAMPLED_ROWS = 1024  # of the GEMMs of a layer, for comparison
 MAX_DIFFERENCE = 1e-2  # relative Frobenius norm
 MAX_LAYER_DIFFERENCE = 0.1  # activations between the GEMMs are rounded to FP8 elsewhere, or not at all
-HEADS, HEAD_DIM = 64, 128  # of DeepSeek-V3.2's indexer
 TOKENS = (1, 8, 64, 512, 2048, 8192)
 GROUPED = ((4096, 7168), (7168, 2048))  # (n, k) of groups: DeepGEMM compiles for each, for seconds
 SKEW, SKEWED = 0.6, ("dsv3_ep8", 2048)  # of the assignments; model and tokens
@@ -78,11 +65,11 @@ STEPS = ((1, 512), (8, 512), (64, 512))  # sequences and tokens of each prompt
 PREFILL = (4, 4096)
 
 Makers = dict[str, Callable[[], Call]]
-"""By implementation, "fp8moe" first: makes the call to be timed."""
+"""Functions that make the calls to be timed, by implementation, "fp8moe" first."""
 
 
 class Case(NamedTuple):
-    """What is measured, a key of `MAKE`, and its sizes."""
+    """A measurement: a key of `MAKE`, and sizes."""
 
     what: str
     sizes: dict[str, Any]
@@ -93,7 +80,7 @@ class Case(NamedTuple):
 
     @property
     def row(self) -> dict:
-        """What its row begins with."""
+        """Return the beginning of the measurement's row."""
         return {"case": self.name, "what": self.what, **self.sizes}
 
 
@@ -101,11 +88,17 @@ def same(out: Tensor) -> Tensor:
     return out
 
 
+def case_of(op: str, device: str, **sizes: Any) -> partial:
+    """Make our call of a case of `benchmarks.calls`; its operands are those of all."""
+    return calls.build(calls.Case(op, sizes), calls.Operands(device))
+
+
 def make_gemm(m: int, n: int, k: int, *, device: str = "cuda") -> Makers:
-    a, b = operands.activation(m, k, device=device), operands.weight(n, k, device=device)
-    out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
+    """Make a dense GEMM beside DeepGEMM's and cuBLAS's."""
+    ours = case_of("gemm", device, m=m, n=n, k=k)
+    a, b = ours.args
     return {
-        "fp8moe": lambda: Call(partial(gemm, a, b, out=out), same),
+        "fp8moe": lambda: Call(ours, same),
         "deep_gemm": lambda: adapters.deep_gemm(a, b),
         "cublas_block": lambda: adapters.cublas_block(a, b),
         "cublas_one_scale": lambda: adapters.cublas_one_scale(a.data, b.data),
@@ -113,9 +106,9 @@ def make_gemm(m: int, n: int, k: int, *, device: str = "cuda") -> Makers:
 
 
 def make_contiguous(groups: int, mean_rows: int, n: int, k: int, *, device: str = "cuda") -> Makers:
+    """Make a GEMM of groups of rows; cuBLAS multiplies as many rows of one matrix."""
+    a, b, _ = case_of("grouped_gemm", device, groups=groups, mean_rows=mean_rows, n=n, k=k).args
     sizes = group_sizes(groups, mean_rows)
-    a = operands.random_rows(sum(sizes), k, device=device)
-    b = operands.random_experts(groups, n, k, device=device)
     return {
         "fp8moe": lambda: plain_groups(a, b, sizes),
         "deep_gemm": lambda: adapters.deep_gemm_contiguous(a, b, sizes),
@@ -124,7 +117,7 @@ def make_contiguous(groups: int, mean_rows: int, n: int, k: int, *, device: str 
 
 
 def plain_groups(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
-    """`grouped_gemm` of rows (R, K) in groups of these sizes."""
+    """Make `grouped_gemm` of rows (R, K) in groups of these sizes."""
     offsets = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=a.data.device)
     out = a.data.new_empty(len(a.data), b.data.shape[1], dtype=torch.bfloat16)
     return Call(partial(grouped_gemm, a, b, offsets, out=out), same)
@@ -133,16 +126,11 @@ def plain_groups(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
 def make_masked(
     groups: int, mean_rows: int, n: int, k: int, expected_m: int, *, max_m: int = 0, device: str = "cuda"
 ) -> Makers:
-    """max_m: rows that a group has room for; 0: those of `shapes.room`."""
-    max_m = max_m or shapes.room(mean_rows)
-    sizes = group_sizes(groups, mean_rows)
-    data = operands.random_rows(groups * max_m, k, device=device).data.view(groups, max_m, k)
-    scale = empty_mn_major((groups, max_m, ceil_div(k, BLOCK)), device=device).uniform_(0.005, 0.015)
-    a, b = FP8Tensor(data, scale), operands.random_experts(groups, n, k, device=device)
-    masked_m = torch.tensor(sizes, dtype=torch.int32, device=device)
-    rows = torch.cat([torch.arange(size) + max_m * group for group, size in enumerate(sizes)]).to(device)
-    out = torch.empty(groups, max_m, n, dtype=torch.bfloat16, device=device)
-    ours = partial(grouped_gemm_masked, a, b, masked_m, expected_m=expected_m, out=out)
+    """Make a GEMM of groups with room for max_m rows; 0: those of `shapes.room`."""
+    sizes = {"groups": groups, "mean_rows": mean_rows, "max_m": max_m or shapes.room(mean_rows), "n": n, "k": k}
+    ours = case_of("grouped_gemm_masked", device, **sizes, expected_m=expected_m)
+    a, b, masked_m = ours.args
+    rows = torch.cat([torch.arange(m) + sizes["max_m"] * group for group, m in enumerate(masked_m.tolist())]).to(device)
     return {
         "fp8moe": lambda: Call(ours, lambda out: out.flatten(0, 1)[rows]),
         "deep_gemm": lambda: adapters.deep_gemm_masked(a, b, masked_m, expected_m, rows),
@@ -150,41 +138,33 @@ def make_masked(
 
 
 def make_along_k(groups: int, m: int, n: int, total_k: int, *, device: str = "cuda") -> Makers:
-    ends = [0, *accumulate(group_sizes(groups, total_k))]
-    offsets = [BLOCK * round(total_k / BLOCK * end / ends[-1]) for end in ends]
-    a, b = (operands.random_rows(rows, total_k, device=device) for rows in (m, n))
-    groups_there = torch.tensor(offsets, dtype=torch.int32, device=device)
-    out = torch.zeros(groups, m, n, device=device)
-    ours = partial(grouped_gemm_k, a, b, groups_there, out=out)
-    sizes = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+    """Make weight gradients that are added to a result, and ours that are written."""
+    ours = case_of("grouped_gemm_k", device, groups=groups, m=m, n=n, total_k=total_k, add=True)
+    a, b, offsets = ours.args
     return {
-        "fp8moe": lambda: Call(partial(ours, accumulate=True), same),
-        "deep_gemm": lambda: adapters.deep_gemm_k(a, b, sizes),
-        "fp8moe_written": lambda: Call(ours, same),
+        "fp8moe": lambda: Call(ours, same),
+        "deep_gemm": lambda: adapters.deep_gemm_k(a, b, offsets.diff().tolist()),
+        "fp8moe_written": lambda: Call(partial(ours, accumulate=False), same),
     }
 
 
 def make_mqa(queries: int, tokens: int, fill: bool, *, device: str = "cuda") -> Makers:
-    q, weights = mqa_cases.quantized_queries(queries, HEADS, HEAD_DIM, device=device)
-    kv = mqa_cases.quantized_keys(torch.randn(tokens, HEAD_DIM, device=device, dtype=torch.bfloat16))
-    starts = torch.zeros(queries, dtype=torch.int32, device=device)
-    ends = torch.arange(queries, dtype=torch.int32, device=device) + (tokens - queries + 1)
-    seen = torch.arange(tokens, device=device) < ends[:, None]
-    ours = partial(mqa_logits, q, kv, weights, starts, ends, fill_masked=fill)
+    """Make causal index scores of the last queries."""
+    ours = case_of("mqa_logits", device, queries=queries, tokens=tokens, fill_masked=fill)
+    seen = torch.arange(tokens, device=device) < ours.args[-1][:, None]
     return {
         "fp8moe": lambda: Call(ours, lambda out: out.masked_fill(~seen, 0)),
-        "deep_gemm": lambda: adapters.deep_gemm_mqa(q, kv, weights, starts, ends, fill, seen),
+        "deep_gemm": lambda: adapters.deep_gemm_mqa(*ours.args, fill, seen),
     }
 
 
 def make_paged(batch: int, context: int, next_n: int, *, device: str = "cuda") -> Makers:
-    step = mqa_cases.Batch((context,) * batch, next_n, HEADS, HEAD_DIM, context)
-    cache = mqa_cases.filled_cache(batch * mqa_cases.blocks_of(context), HEAD_DIM, device=device)
-    table = mqa_cases.block_table(step, len(cache), device=device)
-    q, weights = mqa_cases.quantized_queries(batch, next_n, HEADS, HEAD_DIM, device=device)
-    visible = torch.tensor(step.visible, dtype=torch.int32, device=device).view(batch, next_n)
+    """Make index scores over a paged cache, with the number of keys that each query sees."""
+    made = case_of("paged_mqa_logits", device, batch=batch, context=context, next_n=next_n, fill_masked=False)
+    q, cache, weights, _, table = made.args
+    visible = torch.arange(context - next_n + 1, context + 1, dtype=torch.int32, device=device).repeat(batch, 1)
     seen = torch.arange(context, device=device) < visible.view(-1, 1)
-    ours = partial(paged_mqa_logits, q, cache, weights, visible, table, max_context_len=context, fill_masked=False)
+    ours = partial(made.func, q, cache, weights, visible, table, **made.keywords)
     return {
         "fp8moe": lambda: Call(ours, lambda out: out.masked_fill(~seen, 0)),
         "deep_gemm": lambda: adapters.deep_gemm_paged(q, cache, weights, visible, table, context, seen),
@@ -192,7 +172,7 @@ def make_paged(batch: int, context: int, next_n: int, *, device: str = "cuda") -
 
 
 def peers_there(makers: Makers) -> Makers:
-    """Those whose library is installed."""
+    """Keep the implementations whose library is installed."""
     needs = {"deep_gemm": adapters.deep_gemms, "vllm": lambda: adapters.installed("vllm")}
     needs["transformers_bf16"] = lambda: adapters.installed("transformers")
     return {
@@ -202,13 +182,18 @@ def peers_there(makers: Makers) -> Makers:
     }
 
 
+def empty_row() -> dict:
+    """Make a row without times."""
+    return {"us": {}, "difference": {}, "failed": {}}
+
+
 def sentence(error: Exception) -> str:
-    """The beginning of an exception, in one line."""
+    """Return the beginning of an exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:100]
 
 
 def compared(makers: Makers, largest: float, row: dict, then: Callable[[Callable], Callable] | None = None) -> dict:
-    """The calls of those whose results agree with ours, by name; `row` gets the others' errors and all differences.
+    """Return the calls whose results agree with ours, by name; `row` gets the errors of others and all differences.
 
     then: what is timed in place of a call that has run, such as its CUDA graph.
     """
@@ -233,8 +218,8 @@ def compared(makers: Makers, largest: float, row: dict, then: Callable[[Callable
 
 
 def measure_kernels(makers: Makers, largest: float) -> dict:
-    """Times of kernels."""
-    row: dict = {"us": {}, "difference": {}, "failed": {}}
+    """Time the kernels of each call."""
+    row = empty_row()
     calls = compared(makers, largest, row)
     timed = timing.measure_in_turn(list(calls.values()), repeats=REPEATS, rest=REST_S)
     row["us"] = {name: one.median_us for name, one in zip(calls, timed, strict=True)}
@@ -242,8 +227,8 @@ def measure_kernels(makers: Makers, largest: float) -> dict:
 
 
 def measure_host(m: int, n: int, k: int, *, device: str = "cuda") -> dict:
-    """CPU time of eager calls into memory that is there."""
-    row: dict = {"us": {}, "difference": {}, "failed": {}}
+    """Time the CPU in eager calls that write to memory which is there."""
+    row = empty_row()
     makers = make_gemm(m, n, k, device=device)
     calls = compared({name: makers[name] for name in ("fp8moe", "deep_gemm")}, MAX_DIFFERENCE, row)
     row["us"] = {name: statistics.median(timing.host_times(call, HOST_BATCHES)) for name, call in calls.items()}
@@ -257,12 +242,12 @@ def layer_of(model: Model, device: str) -> GroupedExperts:
 
 @functools.lru_cache(maxsize=1)
 def bfloat16_of(model: Model, device: str) -> torch.nn.Module:
-    """transformers' experts with the values of `layer_of`."""
+    """Make transformers' experts with the values of `layer_of`."""
     return adapters.dequantized_experts(layer_of(model, device), model)
 
 
 def route(model: Model, tokens: int, routing: str) -> Tensor:
-    """Experts (tokens, top_k) of tokens: "random", or "skewed" with SKEW of all assignments on the first expert."""
+    """Choose experts (tokens, top_k): "random", or "skewed" with SKEW of all assignments on the first expert."""
     if routing == "random":
         return operands.route(model, tokens)
     rows = tokens * model.top_k
@@ -272,7 +257,7 @@ def route(model: Model, tokens: int, routing: str) -> Tensor:
 
 
 def both(first: Call, second: Call) -> Call:
-    """The two GEMMs of a layer, each on operands of its own."""
+    """Make one call of the two GEMMs of a layer, each on operands of its own."""
 
     def results(outs: tuple[Any, Any]) -> Tensor:
         parts = [call.result(out) for call, out in zip((first, second), outs, strict=True)]
@@ -283,7 +268,7 @@ def both(first: Call, second: Call) -> Call:
 
 
 def make_layer(model: str, tokens: int, routing: str = "random", *, device: str = "cuda") -> Makers:
-    """A whole layer, and ("_two_gemms") grouped GEMMs of the same sizes alone."""
+    """Make a whole layer, and ("_two_gemms") grouped GEMMs of the same sizes alone."""
     shape = MODELS[model]
     layer = layer_of(shape, device)
     x, index, weights = operands.experts_inputs(shape, route(shape, tokens, routing), device=device)
@@ -304,8 +289,8 @@ def make_layer(model: str, tokens: int, routing: str = "random", *, device: str 
 
 @torch.no_grad()
 def measure_layer(model: str, tokens: int, routing: str = "random", *, device: str = "cuda") -> dict:
-    """A whole layer as a CUDA graph, and kernels: those of our layer, and its GEMMs alone."""
-    row: dict = {"us": {}, "difference": {}, "failed": {}}
+    """Time a whole layer as a CUDA graph, the kernels of ours, and GEMMs of its sizes alone."""
+    row = empty_row()
     makers = make_layer(model, tokens, routing, device=device)
     whole, alone = ({k: v for k, v in makers.items() if k.endswith("_two_gemms") == kind} for kind in (False, True))
     graphs = compared(whole, MAX_LAYER_DIFFERENCE, row, timing.capture)
@@ -324,7 +309,7 @@ def measure_layer(model: str, tokens: int, routing: str = "random", *, device: s
 
 
 def gemms_in_layer(kernels: Sequence[tuple[str, float, float]]) -> float:
-    """From the start of GEMM 1 to the end of GEMM 2; kernels: names, starts, ends. RuntimeError unless two."""
+    """Return the time from the start of GEMM 1 to the end of GEMM 2. RuntimeError unless there are two."""
     found = [(start, end) for name, start, end in kernels if re.match(r"gemm\b", name)]
     if len(found) != 2:
         raise RuntimeError(f"expected two GEMMs in the layer, recorded {', '.join(name for name, *_ in kernels)}")
@@ -332,7 +317,7 @@ def gemms_in_layer(kernels: Sequence[tuple[str, float, float]]) -> float:
 
 
 def _masked(sizes: Mapping[str, int]) -> Sequence[tuple[int, int]]:
-    """(n, k) that are measured of masked groups of so many rows."""
+    """Return the (n, k) that are measured of masked groups of these sizes."""
     return {1024: GROUPED[:1], 192: GROUPED[1:]}.get(sizes["mean_rows"], GROUPED)
 
 
@@ -370,7 +355,7 @@ MAKE: dict[str, Callable[..., Makers]] = {
     "host": make_gemm,
 }
 MEASURE: dict[str, Callable[..., dict]] = {"layer": measure_layer, "host": measure_host}
-"""Those that are not measured by `measure_kernels`."""
+"""Measurements other than `measure_kernels`."""
 WHOLE_MODEL = [
     Case(what, {"batch": batch, "prompt": prompt})
     for what, sizes in {"decode": STEPS, "prefill": (PREFILL,)}.items()
@@ -379,7 +364,7 @@ WHOLE_MODEL = [
 
 
 def whole_model(tree: Path) -> list[dict]:
-    """Rows of `benchmarks.decode` with the fp8moe and the benchmarks of a checkout, in a process of its own."""
+    """Return rows of `benchmarks.decode` of a checkout, in a process of its own."""
     with tempfile.TemporaryDirectory() as out:
         batches = map(str, (batch for batch, _ in STEPS))
         _run_in(tree, "benchmarks.decode", "--batch", *batches, "--prompt", str(STEPS[0][1]), "--out", out)
@@ -387,7 +372,7 @@ def whole_model(tree: Path) -> list[dict]:
 
 
 def vllm_engine(*options: str) -> list[dict]:
-    """The same rows of vLLM's engine, in a process of its own."""
+    """Return the same rows of vLLM's engine, in a process of its own."""
     with tempfile.TemporaryDirectory() as out:
         file = Path(out) / "rows.json"
         _run_in(ROOT, "benchmarks.vllm_engine", str(file), *options)
@@ -395,7 +380,7 @@ def vllm_engine(*options: str) -> list[dict]:
 
 
 def _run_in(tree: Path, module: str, *arguments: str) -> None:
-    """Runs a module of a checkout. If it fails, the end of what it printed is printed, and RuntimeError raised."""
+    """Run a module of a checkout. RuntimeError if it fails, after the end of what it printed has been printed."""
     path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
@@ -411,13 +396,10 @@ def _run_in(tree: Path, module: str, *arguments: str) -> None:
 
 
 class File:
-    """The rows of a run, written after each of them."""
+    """The stored rows of a run, written after each of them."""
 
     def __init__(self, path: Path, head: Mapping[str, Any]):
-        """Rows that the file has stay if it has the same digest, card and versions; if it has others, it says so.
-
-        Of fp8moe it is the digest that counts, not the version's name.
-        """
+        """Keep the file's rows if it has this digest, card and versions; the name of fp8moe's version may differ."""
         self.path = path
         stored = json.loads(path.read_text()) if path.exists() else {}
         known = stored.get("versions", {})
@@ -439,7 +421,7 @@ class File:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """A row for people."""
+    """Return a row as text."""
     unit = "us" if "us" in row else "ms"
     times = [f"{name} {format_value(value)}" for name, value in row[unit].items()]
     failed = [f"{name} failed: {why}" for name, why in row["failed"].items()]
@@ -448,7 +430,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 @torch.no_grad()
 def run_once(chosen: Sequence[Case]) -> None:
-    """Runs cases so that their kernels are compiled, and kept on the disk; what fails will fail where it counts too."""
+    """Run cases so that their kernels are compiled and kept on the disk; what fails fails again when it is measured."""
     for case in chosen:
         for name, make in peers_there(MAKE[case.what](**case.sizes)).items():
             if name != "transformers_bf16":  # which compiles nothing, and has no room beside others
@@ -459,7 +441,7 @@ def run_once(chosen: Sequence[Case]) -> None:
 
 
 def compile_ahead(chosen: Sequence[Case]) -> None:
-    """`run_once` in processes side by side, those of a model's layers in one: most of a first run is compiling."""
+    """Call `run_once` in processes side by side, a model's layers in one: most of a first run is compiling."""
     begin = time.perf_counter()
     parts: dict[tuple, list[str]] = {}
     for place, case in enumerate(chosen):
@@ -475,7 +457,7 @@ def compile_ahead(chosen: Sequence[Case]) -> None:
 
 
 def measure(chosen: Sequence[Case], file: File) -> None:
-    """Measures cases; one that raises is stored with its error, and the others still run."""
+    """Measure cases; one that raises is stored with its error, and the others still run."""
     for case in chosen:
         begin = time.perf_counter()
         try:
@@ -484,7 +466,7 @@ def measure(chosen: Sequence[Case], file: File) -> None:
             else:
                 row = measure_kernels(MAKE[case.what](**case.sizes), MAX_DIFFERENCE)
         except Exception as error:
-            row = {"us": {}, "difference": {}, "failed": {"case": sentence(error)}}
+            row = empty_row() | {"failed": {"case": sentence(error)}}
         file.put(case.row | row)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # also what a graph had for itself
@@ -493,7 +475,7 @@ def measure(chosen: Sequence[Case], file: File) -> None:
 
 
 def measure_whole_models(file: File, sources: Mapping[str, Callable[[], list[dict]]]) -> None:
-    """Runs each source and puts what it measured into the rows of WHOLE_MODEL."""
+    """Run each source and put what it measured into the rows of WHOLE_MODEL."""
     for name, source in sources.items():
         begin = time.perf_counter()
         found, why = [], "it did not measure this"
@@ -520,7 +502,7 @@ def measure_whole_models(file: File, sources: Mapping[str, Callable[[], list[dic
 
 
 def clocks() -> dict[str, str]:
-    """Clocks and power limit of the GPU, as nvidia-smi says them."""
+    """Return clocks and power limit of the GPU, as nvidia-smi says them."""
     fields = ("clocks.max.sm", "clocks.max.memory", "clocks.sm", "power.limit", "temperature.gpu")
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
     done = subprocess.run(query, capture_output=True, text=True, check=True)
@@ -528,7 +510,7 @@ def clocks() -> dict[str, str]:
 
 
 def wanted(names: Sequence[str], pattern: str | None, there: Mapping[str, dict]) -> Iterator[str]:
-    """Those that the pattern names, or without one those that the file does not have whole."""
+    """Yield the names that the pattern finds, or without one those that the file does not have whole."""
     for name in names:
         if (
             re.search(pattern, name)
@@ -548,12 +530,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.against and not args.whole_model:
         parser.error("--against needs --whole-model")
-    command.start()
+    report.start()
     if args.once:
         run_once([case for case in CASES if re.search(args.only or "", case.name)])
         return
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    head = {"digest": digest(ROOT), "date": now, "versions": versions() | adapters.versions(), "clocks": clocks()}
+    head = {
+        "digest": digest(ROOT),
+        "date": now,
+        "versions": versions() | adapters.versions(),
+        "clocks": clocks(),
+    }
     head["copy_tbps"] = roofline.copy_tbps()
     file = File(args.out, head)
     if not args.whole_model:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -25,20 +26,14 @@ from benchmarks.shapes import DENSE_M  # noqa: E402
 
 # Colours of Okabe and Ito, told apart by every kind of colour vision.
 OURS, BEHIND, DEEP_GEMM, CUBLAS, FLOOR = "#0072B2", "#D55E00", "#A6A6A6", "#E69F00", "#000000"
-BFLOAT16, DOTS = "#CC79A7", "#E69F00"
-STAGES = ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#009E73")  # of the kernels of a layer, in their order
-STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "figure.dpi": 150,
-}
+BFLOAT16, DOTS, SKY = "#CC79A7", "#E69F00", "#56B4E9"
+STAGES = (BFLOAT16, DOTS, OURS, SKY, "#009E73")  # of the kernels of a layer, in their order
+STYLE: dict[str, Any] = {f"axes.spines.{side}": False for side in ("top", "right")}
+STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "figure.dpi": 150}
 
 
 def hash_of(result: dict) -> str:
-    """SHA-256 of a stored result: what a picture of it has as its "Source"."""
+    """Return the SHA-256 of a stored result, which a picture of it has as its "Source"."""
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
 
 
@@ -46,7 +41,7 @@ def hash_of(result: dict) -> str:
 def _picture(
     result: dict, path: Path, title: str, size: tuple[float, float], *grid: int, below: float = 0, **options
 ) -> Iterator:
-    """A figure and its axes, written to `path` at the end with the hash of the `result` that it shows.
+    """Yield a figure and its axes; write it to `path` at the end with the hash of the `result` that it shows.
 
     below: the part of its height that a legend takes.
     """
@@ -60,31 +55,43 @@ def _picture(
         plt.close(figure)
 
 
+def _legend(figure: plt.Figure, entries: Sequence[tuple[str, str, str]], **options: object) -> None:
+    """Put a legend of (label, colour, style) below the figure; style: "" for a bar, or that of a line."""
+    shown = []
+    for label, colour, style in entries:
+        marker = (
+            {"marker": "o", "markersize": 3.5, "linestyle": style.strip("o")} if "o" in style else {"linestyle": style}
+        )
+        shown.append(Line2D([], [], color=colour, label=label, **marker) if style else Patch(color=colour, label=label))
+    figure.legend(handles=shown, loc="lower center", frameon=False, **{"ncols": 4, **options})
+
+
+def _note(
+    axes: plt.Axes, text: str, at: tuple[float, float], shift: tuple[float, float] = (4, 0), **how: object
+) -> None:
+    """Write a text beside a point."""
+    axes.annotate(text, at, shift, textcoords="offset points", **{"va": "center", **how})
+
+
+def _over(axes: plt.Axes, at: tuple[float, float], text: str, **how: object) -> None:
+    """Write a text above a point."""
+    _note(axes, text, at, (0, 3), ha="center", va="bottom", color=OURS, **how)
+
+
 def _colour(ratio: float) -> str:
     return BEHIND if float(f"{ratio:.2f}") < 1 else OURS
 
 
 def _categories(axes: plt.Axes, labels: Sequence[str]) -> None:
-    """Names of horizontal bars, the first on top."""
+    """Name horizontal bars, the first on top."""
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
 
 
-def _ratio_bars(axes: plt.Axes, labels: Sequence[str], ratios: Sequence[float], texts: Sequence[str]) -> None:
-    """Speed over DeepGEMM's of each case, with a text after its ratio."""
-    for position, (ratio, text) in enumerate(zip(ratios, texts, strict=True)):
-        axes.barh(position, ratio, 0.62, color=_colour(ratio))
-        label = f"{ratio:.2f}×   {text}"
-        axes.annotate(label, (0, position), (5, 0), textcoords="offset points", va="center", color="white")
-    axes.axvline(1, color=DEEP_GEMM, linewidth=1.6)
-    _categories(axes, labels)
-    axes.set_xlabel("DeepGEMM's time / ours (more is better)")
-
-
-def _ratio(row: dict, other: str = "deep_gemm") -> float | None:
-    """Another's time over ours; None where one of them failed."""
-    found = tables.ratios([row], other)
+def _ratio(row: dict) -> float | None:
+    """Return DeepGEMM's time over ours; None where one of them failed."""
+    found = tables.ratios([row], "deep_gemm")
     return found[0] if found else None
 
 
@@ -93,23 +100,19 @@ def _card(peers: dict) -> str:
 
 
 def draw_overview(peers: dict, path: Path) -> None:
-    """How many times faster the experts layer is than others, by tokens; tokens a second of a whole model."""
+    """Draw how many times faster the experts layer is than others, by tokens; tokens a second of a whole model."""
     rows = tables.layers(peers)
     tokens = sorted({row["tokens"] for row in rows})
-    series = {"vllm": OURS, "transformers_bf16": BFLOAT16, "deep_gemm_two_gemms": "#56B4E9"}
+    series = {"vllm": OURS, "transformers_bf16": BFLOAT16, "deep_gemm_two_gemms": SKY}
     series = {name: colour for name, colour in series.items() if tables.ratios(rows, name)}
-    width = 0.81 / len(series)
-    with _picture(peers, path, f"fp8moe on an {_card(peers)}", (10, 3.9), 1, 2, below=0.1, width_ratios=(3, 2)) as (
-        figure,
-        grid,
-    ):
+    width, title = 0.81 / len(series), f"fp8moe on an {_card(peers)}"
+    with _picture(peers, path, title, (10, 3.9), 1, 2, below=0.1, width_ratios=(3, 2)) as (figure, grid):
         left, right = grid[0]
         for index, (name, colour) in enumerate(series.items()):
-            shift = (index - (len(series) - 1) / 2) * width
             for position, count in enumerate(tokens):
                 found = tables.ratios([row for row in rows if row["tokens"] == count], name)
                 if found:
-                    mean, at = geomean(found), position + shift
+                    mean, at = geomean(found), position + (index - (len(series) - 1) / 2) * width
                     left.bar(at, mean, 0.92 * width, color=colour)
                     left.plot([at] * len(found), found, "o", color=FLOOR, markersize=2.5)
                     left.annotate(f"{mean:.2f}", (at, 0.1), ha="center", color="white", size=7, rotation=90)
@@ -118,13 +121,12 @@ def draw_overview(peers: dict, path: Path) -> None:
         left.set_xlabel("tokens")
         left.set_title("Experts layers of DeepSeek-V3 and Qwen3 models: times faster than")
         _rates_panel(right, select(peers["rows"], "decode"))
-        legend = [Patch(color=colour, label=tables.NAMES[name]) for name, colour in series.items()]
-        legend.append(Line2D([], [], color=FLOOR, marker="o", markersize=2.5, linestyle="", label="one of four models"))
-        figure.legend(handles=legend, loc="lower center", ncols=4, frameon=False)
+        bars = [(tables.NAMES[name], colour, "") for name, colour in series.items()]
+        _legend(figure, [*bars, ("one of four models", FLOOR, "o")])
 
 
 def _rates_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
-    """Tokens a second of decode steps, ours and vLLM's."""
+    """Draw tokens a second of decode steps, ours and vLLM's."""
     beside = any("vllm" in row["tokens_s"] for row in rows)
     for position, row in enumerate(rows):
         for shift, name, colour in ((-0.2 * beside, "fp8moe", OURS), (0.2, "vllm", DEEP_GEMM)):
@@ -139,21 +141,19 @@ def _rates_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
 
 
 def _gemm_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
-    """Times of each shape of one m; ours carries its time and its ratio to DeepGEMM."""
+    """Draw times of each shape of one m; ours carries its time and its ratio to DeepGEMM."""
     series = {"deep_gemm": DEEP_GEMM, "cublas_block": CUBLAS, "fp8moe": OURS}
     height = 0.84 / len(series)
     for position, row in enumerate(rows):
-        us = row["us"]
+        us, ratio = row["us"], _ratio(row)
         for index, (name, colour) in enumerate(series.items()):
             at = position + (index - (len(series) - 1) / 2) * height
             axes.barh(at, us.get(name, 0), 0.92 * height, color=colour)
-        end = max(us["fp8moe"], us.get("cublas_one_scale", 0))
-        if "cublas_one_scale" in us:
-            axes.plot([us["cublas_one_scale"]] * 2, [at - height / 2, at + height / 2], color=FLOOR, linewidth=1.6)
-        ratio = _ratio(row)
+        one_scale = us.get("cublas_one_scale", 0)
+        if one_scale:
+            axes.plot([one_scale] * 2, [at - height / 2, at + height / 2], color=FLOOR, linewidth=1.6)
         text = f"{us['fp8moe']:.{0 if us['fp8moe'] >= 100 else 1}f}" + (f"   {ratio:.2f}×" if ratio else "")
-        colour = _colour(ratio or 1)
-        axes.annotate(text, (end, at), (4, -0.5), textcoords="offset points", va="center", color=colour, size=7.5)
+        _note(axes, text, (max(us["fp8moe"], one_scale), at), (4, -0.5), color=_colour(ratio or 1), size=7.5)
     axes.set_xlim(0, 1.26 * max(max(row["us"].values()) for row in rows))
     _categories(axes, [f"{row['n']} × {row['k']}" for row in rows])
     axes.set_title(f"m = {rows[0]['m']}")
@@ -161,7 +161,7 @@ def _gemm_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
 
 
 def draw_gemm(peers: dict, path: Path) -> None:
-    """One panel for each m."""
+    """Draw one panel for each m."""
     rows = [row for row in select(peers["rows"], "gemm") if "fp8moe" in row["us"]]
     title = f"Dense FP8 GEMM on an {_card(peers)}, cold L2"
     with _picture(peers, path, title, (13.2, 9.2), 2, 3, below=0.03) as (figure, grid):
@@ -170,40 +170,31 @@ def draw_gemm(peers: dict, path: Path) -> None:
                 _gemm_panel(axes, some)
         for line in grid:
             line[0].set_ylabel("n × k")
-        legend = [
-            Patch(color=OURS, label="fp8moe (µs, and times faster than DeepGEMM)"),
-            Patch(color=DEEP_GEMM, label="DeepGEMM"),
-            Patch(color=CUBLAS, label="cuBLAS, block scales"),
-            Line2D([], [], color=FLOOR, label="cuBLAS, one scale per tensor", linewidth=1.6),
-        ]
-        figure.legend(handles=legend, loc="lower center", ncols=4, frameon=False)
+        ours = ("fp8moe (µs, and times faster than DeepGEMM)", OURS, "")
+        others = ("DeepGEMM", DEEP_GEMM, ""), ("cuBLAS, block scales", CUBLAS, "")
+        _legend(figure, [ours, *others, ("cuBLAS, one scale per tensor", FLOOR, "-")])
 
 
 def draw_quantize(result: dict, path: Path) -> None:
-    """Bandwidth of the large cases against a copy, and the time of the small ones."""
-    rows, gpu = result["rows"], result["gpu"].removeprefix("NVIDIA ")
+    """Draw the bandwidth of the large cases against a copy, and the time of the small ones."""
+    rows, title = result["rows"], f"Quantization of bfloat16 on an {result['gpu'].removeprefix('NVIDIA ')}"
     large = [row for row in rows if row["m"] > 64]
     small = [row for row in rows if row["m"] <= 64 and row["op"] == "quantize_1x128"]
-    with _picture(result, path, f"Quantization of bfloat16 on an {gpu}", (9.6, 3.4), 1, 2, width_ratios=(3, 2)) as (
-        _,
-        grid,
-    ):
+    with _picture(result, path, title, (9.6, 3.4), 1, 2, width_ratios=(3, 2)) as (_, grid):
         left, right = grid[0]
-        values = [row["gbps"] / 1e3 for row in large]
-        left.barh(range(len(large)), values, 0.62, color=OURS)
-        for position, (value, row) in enumerate(zip(values, large, strict=True)):
-            text = f"{value:.2f} TB/s, {100 * row['of_copy']:.0f}%"
-            left.annotate(text, (0, position), (5, 0), textcoords="offset points", va="center", color="white")
-        copy = values[0] / large[0]["of_copy"]
+        for position, row in enumerate(large):
+            value = row["gbps"] / 1e3
+            left.barh(position, value, 0.62, color=OURS)
+            _note(left, f"{value:.2f} TB/s, {100 * row['of_copy']:.0f}%", (0, position), (5, 0), color="white")
+        copy = large[0]["gbps"] / 1e3 / large[0]["of_copy"]
         left.axvline(copy, color=FLOOR, linewidth=1.6)
-        left.annotate(f"copy {copy:.2f}", (copy, -0.5), (-4, 2), textcoords="offset points", ha="right", va="bottom")
+        _note(left, f"copy {copy:.2f}", (copy, -0.5), (-4, 2), ha="right", va="bottom")
         _categories(left, [f"{row['op'].removeprefix('quantize_')}  ({row['m']}, {row['k']})" for row in large])
         left.set_ylim(len(large) - 0.5, -0.9)
         left.set_xlabel("bytes read and written, TB/s (more is better)")
         right.plot([row["m"] for row in small], [row["us"] for row in small], "o-", color=OURS)
         for row in small:
-            offset, where = (0, 7), (row["m"], row["us"])
-            right.annotate(f"{row['us']:.2f}", where, offset, textcoords="offset points", ha="center", color=OURS)
+            _over(right, (row["m"], row["us"]), f"{row['us']:.2f}")
         right.set_xscale("log", base=2)
         right.set_xticks([row["m"] for row in small], [str(row["m"]) for row in small])
         right.margins(x=0.08)
@@ -213,55 +204,57 @@ def draw_quantize(result: dict, path: Path) -> None:
         right.set_title(f"1x128 of (rows, {small[0]['k']})")
 
 
-def _ratios_panel(
-    axes: plt.Axes, rows: Sequence[dict], label: str, rate: Callable[[dict], str] = lambda row: ""
-) -> None:
-    """A bar of the geometric mean of each kind of rows, whose sizes the label has; a dot for each of several rows."""
+def _ratios_panel(axes: plt.Axes, rows: Sequence[dict], label: str, with_time: bool = False) -> None:
+    """Draw a bar of the geometric mean of each kind of rows, whose sizes the label has, and dots of several rows.
+
+    with_time: write our time behind the ratio of a single row.
+    """
     kinds: dict[str, list[dict]] = {}
     for row in rows:
         if _ratio(row):
             kinds.setdefault(label.format(**row), []).append(row)
-    means = [geomean(map(_ratio, some)) for some in kinds.values()]
-    _ratio_bars(axes, list(kinds), means, [rate(some[0]) if len(some) == 1 else "" for some in kinds.values()])
     for position, some in enumerate(kinds.values()):
+        ratios = [_ratio(row) for row in some]
+        axes.barh(position, mean := geomean(ratios), 0.62, color=_colour(mean))
+        time = f"{some[0]['us']['fp8moe']:.0f} µs" if with_time and len(some) == 1 else ""
+        _note(axes, f"{mean:.2f}×   {time}", (0, position), (5, 0), color="white")
         if len(some) > 1:
-            axes.plot([_ratio(row) for row in some], [position] * len(some), "o", color=DOTS, markersize=3.5)
+            axes.plot(ratios, [position] * len(some), "o", color=DOTS, markersize=3.5)
+    axes.axvline(1, color=DEEP_GEMM, linewidth=1.6)
+    _categories(axes, list(kinds))
+    axes.set_xlabel("DeepGEMM's time / ours (more is better)")
 
 
 def draw_grouped(peers: dict, path: Path) -> None:
-    """The ratios of the grouped GEMMs to DeepGEMM, one panel for each operation."""
+    """Draw the ratios of the grouped GEMMs to DeepGEMM, one panel for each operation."""
     title = f"Grouped FP8 GEMMs on an {_card(peers)}, cold L2"
-    panels = (
-        ("contiguous", "grouped_gemm", "{groups} × {mean_rows}"),
-        ("masked", "grouped_gemm_masked", "{groups} × {mean_rows}"),
-        ("along_k", "grouped_gemm_k, accumulate=True", "{groups} × {m} × {n}"),
-    )
-    panels = [one for one in panels if tables.ratios(select(peers["rows"], one[0]), "deep_gemm")]
-    with _picture(peers, path, title, (4.7 * len(panels), 4.2), 1, len(panels), below=0.06) as (figure, grid):
-        for axes, (what, shown, label) in zip(grid[0], panels, strict=True):
+    panels = {
+        "contiguous": ("grouped_gemm", "{groups} × {mean_rows}"),
+        "masked": ("grouped_gemm_masked", "{groups} × {mean_rows}"),
+        "along_k": ("grouped_gemm_k, accumulate=True", "{groups} × {m} × {n}"),
+    }
+    there = [what for what in panels if tables.ratios(select(peers["rows"], what), "deep_gemm")]
+    with _picture(peers, path, title, (4.7 * len(there), 4.2), 1, len(there), below=0.06) as (figure, grid):
+        for axes, what in zip(grid[0], there, strict=True):
+            shown, label = panels[what]
             _ratios_panel(axes, select(peers["rows"], what), label)
             axes.set_title(shown)
         grid[0, 0].set_ylabel("groups × rows of a group")
-        legend = [
-            Patch(color=OURS, label="fp8moe, geomean"),
-            Patch(color=BEHIND, label="the same, slower than DeepGEMM"),
-            Line2D([], [], color=DOTS, marker="o", markersize=3.5, linestyle="", label="one shape of the weights"),
-            Line2D([], [], color=DEEP_GEMM, label="DeepGEMM", linewidth=1.6),
-        ]
-        figure.legend(handles=legend, loc="lower center", ncols=4, frameon=False)
+        bars = ("fp8moe, geomean", OURS, ""), ("the same, slower than DeepGEMM", BEHIND, "")
+        _legend(figure, [*bars, ("one shape of the weights", DOTS, "o"), ("DeepGEMM", DEEP_GEMM, "-")])
 
 
 LAYER_LINES = {
-    "fp8moe": ("o-", OURS, "fp8moe"),
-    "vllm": ("o-", DEEP_GEMM, tables.NAMES["vllm"]),
-    "deep_gemm_two_gemms": ("--", FLOOR, tables.NAMES["deep_gemm_two_gemms"]),
-    "transformers_bf16": ("o-", BFLOAT16, tables.NAMES["transformers_bf16"]),
+    "fp8moe": ("fp8moe", OURS, "o-"),
+    "vllm": (tables.NAMES["vllm"], DEEP_GEMM, "o-"),
+    "deep_gemm_two_gemms": (tables.NAMES["deep_gemm_two_gemms"], FLOOR, "--"),
+    "transformers_bf16": (tables.NAMES["transformers_bf16"], BFLOAT16, "o-"),
 }
 
 
 def _layer_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
-    """Time of one model's experts over the tokens, ours and the others'."""
-    for name, (style, colour, _) in LAYER_LINES.items():
+    """Draw the time of one model's experts over the tokens, ours and the others'."""
+    for name, (_, colour, style) in LAYER_LINES.items():
         times = {row["tokens"]: row["us"][name] for row in rows if name in row["us"]}
         axes.plot(times.keys(), times.values(), style, color=colour, markersize=3.5)
     axes.set_title(rows[0]["model"])
@@ -272,111 +265,96 @@ def _layer_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
 
 
 def _stages_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
-    """Share of each kernel in the time of a call, each from the end of the one before it."""
+    """Draw the share of each kernel in the time of a call, each from the end of the one before it."""
     for position, row in enumerate(rows):
         ends = [0.0, *(end for *_, end in row["kernels"])]
-        for index, colour in enumerate(STAGES[: len(row["kernels"])]):
-            share = 100 * (ends[index + 1] - ends[index]) / ends[-1]
-            axes.bar(position, share, 0.72, 100 * ends[index] / ends[-1], color=colour)
+        for start, end, colour in zip(ends, ends[1:], STAGES, strict=False):
+            axes.bar(position, 100 * (end - start) / ends[-1], 0.72, 100 * start / ends[-1], color=colour)
         us = row["us"]["fp8moe"]
-        text = f"{us:.0f} µs" if us < 1000 else f"{us / 1000:.1f} ms"
-        axes.annotate(text, (position, 100), (0, 3), textcoords="offset points", ha="center", color=OURS, size=7.5)
+        _over(axes, (position, 100), f"{us:.0f} µs" if us < 1000 else f"{us / 1000:.1f} ms", size=7.5)
     axes.set_xticks(range(len(rows)), [str(row["tokens"]) for row in rows])
     axes.set_ylim(0, 108)
     axes.set_xlabel("tokens")
 
 
 def draw_experts(peers: dict, path: Path) -> None:
-    """For each model: times of the layer and of others over the tokens, and below where our time goes."""
+    """Draw for each model times of the layer and of others over the tokens, and below where our time goes."""
     rows = [row for row in tables.layers(peers) if "kernels" in row]
     names = list(dict.fromkeys(row["model"] for row in rows))
-    title = f"Experts layer on an {_card(peers)}, cold L2; below where our time goes"
-    with _picture(peers, path, title, (4.2 * len(names), 6.8), 2, len(names), below=0.07, height_ratios=(3, 2)) as (
-        figure,
-        grid,
-    ):
+    title, size = f"Experts layer on an {_card(peers)}, cold L2; below where our time goes", (4.2 * len(names), 6.8)
+    with _picture(peers, path, title, size, 2, len(names), below=0.07, height_ratios=(3, 2)) as (figure, grid):
         for name, (above, below) in zip(names, grid.T, strict=True):
             some = [row for row in rows if row["model"] == name]
             _layer_panel(above, some)
             _stages_panel(below, some)
         grid[0, 0].set_ylabel("CUDA graph, µs (less is better)")
         grid[1, 0].set_ylabel("% of the time")
-        legend = [
-            Line2D([], [], color=colour, marker=style.strip("-") or None, linestyle=style.strip("o"), label=label)
-            for name, (style, colour, label) in LAYER_LINES.items()
-            if any(name in row["us"] for row in rows)
-        ]
-        stages = [
-            Patch(color=colour, label=name) for colour, (name, *_) in zip(STAGES, rows[-1]["kernels"], strict=False)
-        ]
-        figure.legend(handles=legend, loc="lower center", ncols=4, frameon=False, bbox_to_anchor=(0.5, 0.03))
-        figure.legend(handles=stages, loc="lower center", ncols=5, frameon=False)
+        lines = [line for name, line in LAYER_LINES.items() if any(name in row["us"] for row in rows)]
+        _legend(figure, lines, bbox_to_anchor=(0.5, 0.03))
+        stages = zip(STAGES, rows[-1]["kernels"], strict=False)
+        _legend(figure, [(name, colour, "") for colour, (name, *_) in stages], ncols=5)
 
 
 def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
-    """Forward and backward of each implementation, one bar of time; its activation memory in the label."""
+    """Draw forward and backward of each implementation as one bar of time, with its activation memory in the label."""
     for position, row in enumerate(rows):
         colour = OURS if row["impl"] == "fp8" else BFLOAT16
         forward, total = row["forward_us"] / 1e3, row["us"] / 1e3
         axes.barh(position, forward, 0.62, color=colour)
         axes.barh(position, total - forward, 0.62, forward, color=colour, alpha=0.6)
         text = f"{total:.2f} ms" + (f"   {row['speedup']:.2f}×" if row["impl"] == "fp8" else "")
-        axes.annotate(text, (total, position), (4, 0), textcoords="offset points", va="center", color=colour)
+        _note(axes, text, (total, position), color=colour)
     axes.set_xlim(0, 1.3 * max(row["us"] for row in rows) / 1e3)
     labels = ["bfloat16" if row["impl"] == "bf16" else f"FP8, {row['master']} master" for row in rows]
     if all(row["kept_bytes"] for row in rows):  # a bfloat16 linear layer keeps nothing beside its input
         labels = [f"{label}\n{row['kept_bytes'] / 1e9:.2f} GB kept" for label, row in zip(labels, rows, strict=True)]
     _categories(axes, labels)
     axes.set_xlabel("forward, then backward, ms (less is better)")
-    axes.set_title(title)
+    axes.set_title(title.format(**rows[0]))
 
 
 def draw_training(result: dict, path: Path) -> None:
-    """The passes of the layers against bfloat16."""
-    rows, gpu = result["rows"], result["gpu"].removeprefix("NVIDIA ")
-    layer, linear = select(rows, "experts"), select(rows, "linear")
-    titles = "experts of {model}, {tokens} tokens", "linear ({rows}, {in_features}) × ({out_features}, {in_features})"
-    with _picture(result, path, f"Training on an {gpu}, cold L2", (9.6, 3.4), 1, 2) as (_, grid):
-        for axes, found, title in zip(grid[0], (layer, linear), titles, strict=True):
-            _pass_panel(axes, found, title.format(**found[0]))
+    """Draw the passes of the layers against bfloat16."""
+    title = f"Training on an {result['gpu'].removeprefix('NVIDIA ')}, cold L2"
+    with _picture(result, path, title, (9.6, 3.4), 1, 2) as (_, grid):
+        left, right = grid[0]
+        _pass_panel(left, select(result["rows"], "experts"), "experts of {model}, {tokens} tokens")
+        linear = "linear ({rows}, {in_features}) × ({out_features}, {in_features})"
+        _pass_panel(right, select(result["rows"], "linear"), linear)
 
 
 def draw_mqa(peers: dict, path: Path) -> None:
-    """Index scores against DeepGEMM's, of prefill and decoding."""
+    """Draw index scores against DeepGEMM's, of prefill and decoding."""
     title = f"Index scores of sparse attention on an {_card(peers)}, cold L2"
     with _picture(peers, path, title, (11.2, 3.4), 1, 2) as (_, grid):
         left, right = grid[0]
         scores = [row for row in select(peers["rows"], "mqa_logits") if row["fill"]]
-        _ratios_panel(left, scores, "{queries} × {tokens}", lambda row: f"{row['us']['fp8moe']:.0f} µs")
+        _ratios_panel(left, scores, "{queries} × {tokens}", with_time=True)
         left.set_ylabel("queries × keys")
         left.set_title("mqa_logits, causal, -inf filled in")
         paged = select(peers["rows"], "paged_mqa_logits")
-        _ratios_panel(right, paged, "{batch} × {context}, {next_n}", lambda row: f"{row['us']['fp8moe']:.0f} µs")
+        _ratios_panel(right, paged, "{batch} × {context}, {next_n}", with_time=True)
         right.set_ylabel("batch × context, next_n")
         right.set_title("paged_mqa_logits")
 
 
-OF_PEERS = {
-    "overview": draw_overview,
-    "gemm": draw_gemm,
-    "grouped_gemm": draw_grouped,
-    "experts": draw_experts,
-    "mqa": draw_mqa,
-}
+OF_PEERS = {"overview": draw_overview, "gemm": draw_gemm, "grouped_gemm": draw_grouped}
+OF_PEERS |= {"experts": draw_experts, "mqa": draw_mqa}
 OF_KERNELS = {"quantize": draw_quantize, "training": draw_training}
 
 
 def shown(benchmarks: dict) -> dict[str, dict]:
-    """The names of the pictures that have rows, each with the result that it shows; benchmarks: `tables.stored`."""
+    """Map the names of pictures that have rows to the result that each shows; benchmarks: `tables.stored`."""
     peers = benchmarks["peers"]
     of_peers = {name: peers for name in OF_PEERS if peers and name in tables.drawn(peers)}
     return of_peers | {name: benchmarks[name] for name in OF_KERNELS}
 
 
 def draw(out: Path, benchmarks: dict) -> None:
-    """All pictures that have rows; those that have none any more are removed."""
+    """Draw all pictures that have rows; remove those that have none any more."""
     results = shown(benchmarks)
-    for name, picture in (OF_PEERS | OF_KERNELS).items():
+    pictures: dict[str, Callable[[dict, Path], None]] = OF_PEERS | OF_KERNELS
+    for name, picture in pictures.items():
         path = out / f"{name}.png"
         if name in results:
             picture(results[name], path)
@@ -385,10 +363,10 @@ def draw(out: Path, benchmarks: dict) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Draw the stored results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description="draw the stored results")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), metavar="DIR")
-    args = parser.parse_args(argv)
-    draw(args.out, tables.stored())
+    draw(parser.parse_args(argv).out, tables.stored())
 
 
 if __name__ == "__main__":

@@ -1,13 +1,24 @@
-"""What every benchmark reports: means, thresholds, tables and files, with the digest of what the GPU has run."""
+"""What all benchmarks have in common: rows, bars that rows are held to, tables, stored files and the command line."""
 
+import argparse
 import json
 import math
 import os
+import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import fp8moe
+from fp8moe.runtime.architectures import SM90
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -27,17 +38,132 @@ class Threshold:
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def as_dict(self) -> dict:
-        """The fields and `passed`, for JSON."""
+        """Return the fields and `passed`, for JSON."""
         return {**asdict(self), "passed": self.passed}
 
 
+class Bar(NamedTuple):
+    """A limit that rows are held to: each row alone or, with `over`, one number made of the values of all.
+
+    name: the threshold's, which is filled in from the row, or with `over` from the `count` of rows. value: a column, or
+    a function of the row; rows without it are left out. where: columns, and what a row must have there: a value, one of
+    a tuple, or what a function takes.
+    """
+
+    name: str
+    value: str | Callable[[dict], float | None]
+    limit: float
+    aim: float | None = None
+    where: Mapping[str, object] = {}
+    at_least: bool = False
+    unit: str = ""
+    over: Callable[[list[float]], float] | None = None
+
+    def judge(self, rows: Iterable[dict]) -> list[Threshold]:
+        """Return the thresholds that the rows make of this bar."""
+        rows = [row for row in rows if all(_is(row.get(name), wanted) for name, wanted in self.where.items())]
+        of = self.value if callable(self.value) else lambda row: row.get(self.value)
+        found = [(row, value) for row in rows if (value := of(row)) is not None]
+        if self.over is not None and found:
+            found = [({"count": len(found)}, self.over([value for _, value in found]))]
+        limits = (self.limit, self.aim, self.at_least, self.unit)
+        return [Threshold(self.name.format(**about), value, *limits) for about, value in found]
+
+
+def _is(value: object, wanted: object) -> bool:
+    if callable(wanted):
+        return value is not None and wanted(value)
+    return value in wanted if isinstance(wanted, tuple) else value == wanted
+
+
+def judge(rows: Sequence[dict], bars: Iterable[Bar]) -> list[Threshold]:
+    """Return the thresholds that the rows make of all bars."""
+    return [threshold for bar in bars for threshold in bar.judge(rows)]
+
+
+class Option(NamedTuple):
+    """An option of a benchmark's command line. A tuple as the default takes several values, False makes a switch."""
+
+    default: Any
+    choices: Sequence | None = None
+
+    def add(self, parser: argparse.ArgumentParser, name: str) -> None:
+        """Add the option to a parser; the values of an empty tuple are numbers."""
+        several = isinstance(self.default, tuple)
+        more: dict[str, Any] = {"action": "store_true"}
+        if self.default is not False:
+            kind = type(self.default) if not several else type(self.default[0]) if self.default else int
+            more = {"type": kind, "choices": self.choices, "nargs": "+" if several else None}
+        parser.add_argument(f"--{name}", default=self.default, **more)
+
+
+class Benchmark(NamedTuple):
+    """What `python -m benchmarks NAME` does: measure rows, hold them to bars, store and print both.
+
+    measure: yields the rows; its parameters are the options. columns: those that are printed, or by kind of row
+    (`what`). bars: may depend on nothing but the rows.
+    """
+
+    name: str
+    measure: Callable[..., Iterable[dict]]
+    columns: Sequence[str] | Mapping[str, Sequence[str]]
+    bars: Sequence[Bar]
+    options: Mapping[str, Option] = {}
+
+    def run(self, **options: object) -> dict:
+        """Measure; return {"gpu", "rows", the options, "thresholds"}. SystemExit without a Hopper GPU."""
+        gpu = start()
+        rows = list(self.measure(**options))
+        return result(gpu, rows, judge(rows, self.bars), **options)
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Run with the options of the command line; write DIR/NAME.json."""
+        parser = parser_of(self.name)
+        for name, option in self.options.items():
+            option.add(parser, name)
+        options = vars(parser.parse_args(argv))
+        path = options.pop("out") / f"{self.name}.json"
+        made = self.run(**options)
+        finish(path, made, *tables_of(made["rows"], self.columns))
+        return 0
+
+
+def start() -> str:
+    """Seed PyTorch; return the name of the GPU. SystemExit with one sentence if there is none or it is not sm_90."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a Hopper GPU and PyTorch sees no GPU; run it on a machine that has one")
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    if capability != SM90.capability:
+        raise SystemExit(f"this benchmark needs a Hopper (sm_90) GPU; {name} is sm_{capability[0]}{capability[1]}")
+    torch.manual_seed(0)
+    return name
+
+
+def result(gpu: str, rows: Sequence[dict], thresholds: Iterable[Threshold], **more: object) -> dict:
+    """Return what is stored of a run, but for the digest."""
+    return {"gpu": gpu, "rows": rows, **more, "thresholds": [threshold.as_dict() for threshold in thresholds]}
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark, with the directory that results go to."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
+    return parser
+
+
+def finish(path: Path, made: dict, *tables: str) -> None:
+    """Write a result with the digest of what the GPU has run; print the tables and the thresholds."""
+    write_json(path, {"digest": digest(ROOT)} | made)
+    print(*tables, format_thresholds(made["thresholds"]), sep="\n\n")
+
+
 def select(rows: Iterable[dict], what: str) -> list[dict]:
-    """The rows of one kind."""
+    """Return the rows of one kind."""
     return [row for row in rows if row["what"] == what]
 
 
 def geomean(values: Iterable[float]) -> float:
-    """Geometric mean of positive numbers; ValueError if there are none or one is not positive."""
+    """Return the geometric mean of positive numbers; ValueError if there are none or one is not positive."""
     values = list(values)
     if not values or min(values) <= 0:
         raise ValueError(f"geomean needs positive numbers, got {values}")
@@ -45,7 +171,7 @@ def geomean(values: Iterable[float]) -> float:
 
 
 def format_value(value: object) -> str:
-    """A table cell: three to four significant digits, "-" for None."""
+    """Return a cell of a table: three to four significant digits, "-" for None."""
     if value is None:
         return "-"
     if not isinstance(value, float):
@@ -56,44 +182,45 @@ def format_value(value: object) -> str:
 
 
 def format_table(rows: Sequence[dict], columns: Sequence[str]) -> str:
-    """The given columns of the rows as aligned text, numbers to the right."""
+    """Return the given columns of the rows as aligned text, numbers to the right."""
     cells = [list(columns)] + [[format_value(row.get(column)) for column in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     numeric = [all(not isinstance(row.get(column), str) for row in rows) for column in columns]
-    return "\n".join(
+    lines = [
         "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, numeric, strict=True)
-        ).rstrip()
+            f"{cell:{'>' if right else '<'}{width}}" for cell, width, right in zip(line, widths, numeric, strict=True)
+        )
         for line in cells
-    )
+    ]
+    return "\n".join(map(str.rstrip, lines))
 
 
-def format_kinds(rows: Sequence[dict], columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """A table of each kind of row that there is, under its name; columns: by kind."""
+def tables_of(rows: Sequence[dict], columns: Sequence[str] | Mapping[str, Sequence[str]]) -> list[str]:
+    """Return one table or, with columns by kind of row, one of each kind that there is under its name."""
+    if not isinstance(columns, Mapping):
+        return [format_table(rows, columns)]
     kinds = {what: select(rows, what) for what in columns}
     return [f"{what}\n{format_table(found, columns[what])}" for what, found in kinds.items() if found]
 
 
 def format_thresholds(thresholds: Sequence[dict]) -> str:
-    """A table of thresholds as `Threshold.as_dict` gives them."""
+    """Return a table of thresholds as `Threshold.as_dict` gives them."""
+    if not thresholds:
+        return "no threshold applies to these rows"
     rows = [
         {
-            "threshold": threshold["name"],
-            "value": threshold["value"],
-            "need": f"{'>=' if threshold['at_least'] else '<='} {threshold['limit']:g} {threshold['unit']}".rstrip(),
-            "aim": "-" if threshold["aim"] is None else f"{threshold['aim']:g}",
-            "": "pass" if threshold["passed"] else "MISS",
+            **{"threshold": one["name"], "value": one["value"]},
+            "need": f"{'>=' if one['at_least'] else '<='} {one['limit']:g} {one['unit']}".rstrip(),
+            "aim": "-" if one["aim"] is None else f"{one['aim']:g}",
+            "": "pass" if one["passed"] else "MISS",
         }
-        for threshold in thresholds
+        for one in thresholds
     ]
-    return (
-        format_table(rows, ("threshold", "value", "need", "aim", "")) if rows else "no threshold applies to these rows"
-    )
+    return format_table(rows, list(rows[0]))
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Replaces the file in one step, making its directory if there is none."""
+    """Replace a file in one step, and make its directory if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
@@ -101,15 +228,26 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def digest(root: Path) -> str:
-    """What `tools.digest` prints for the checkout at `root`. RuntimeError with its output if that fails."""
+    """Return what `tools.digest` prints for the checkout at `root`. RuntimeError with its output if that fails."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FP8MOE_")}
+    command = [sys.executable, "-m", "tools.digest"]
     done = subprocess.run(
-        [sys.executable, "-m", "tools.digest"],
-        cwd=root,
-        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
+        command, cwd=root, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
     )
     if done.returncode:
         raise RuntimeError(f"no digest of {root}:\n{done.stderr}")
     return done.stdout.split()[-1]
+
+
+def versions() -> dict[str, str]:
+    """Return what results are measured with: the GPU, its driver, and the packages."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    packages = ("torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver,
+        "python": platform.python_version(),
+        "fp8moe": fp8moe.__version__,
+        **{package: metadata.version(package) for package in packages},
+    }

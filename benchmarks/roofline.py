@@ -26,7 +26,7 @@ METHODS = ("gather", "all_to_all, eager", "all_to_all, exact, eager")
 
 @functools.cache
 def copy_tbps() -> float:
-    """Bandwidth of a large copy on the GPU that is here in TB/s, bytes read plus bytes written, the best of COPIES.
+    """Measure the TB/s of a large copy on this GPU, bytes read plus bytes written, the best of COPIES.
 
     Without a GPU that of an H200.
     """
@@ -46,7 +46,7 @@ def copy_tbps() -> float:
 
 
 def least_us(model: Model, tokens: int, active: float, tbps: float) -> list[float]:
-    """Of permute, GEMM 1, GEMM 2 and combine: the larger of bytes at TB/s and operations at TFLOPS.
+    """Bound permute, GEMM 1, GEMM 2 and combine: the larger of bytes at TB/s and operations at TFLOPS.
 
     active: how many experts are in use.
     """
@@ -65,7 +65,7 @@ def least_us(model: Model, tokens: int, active: float, tbps: float) -> list[floa
 
 
 def sent_bytes(model: Model, method: str, ranks: int) -> float:
-    """To each other rank for a token, the mean over even routing; method as `benchmarks.distributed` names it.
+    """Count bytes to each other rank for a token, the mean over even routing; method: of `benchmarks.distributed`.
 
     A quantized token goes out with its scales and routing. Back comes a float32 row from each rank that it went to, or
     with exact=True a bfloat16 row for each expert. Tokens go to ranks that have an expert of them; over NCCL, gather
@@ -81,7 +81,7 @@ def sent_bytes(model: Model, method: str, ranks: int) -> float:
 
 
 def predicted(rows: Iterable[dict], model: Model) -> list[dict]:
-    """What `benchmarks.distributed` would measure on RANKS, from its rows of two; none where it lacks FEW or MANY.
+    """Predict rows of `benchmarks.distributed` on RANKS from its rows of two; none where it lacks FEW or MANY.
 
     A call takes the time of the experts of a rank, a fixed time, and that of its bytes.
 
@@ -115,7 +115,7 @@ def predicted(rows: Iterable[dict], model: Model) -> list[dict]:
 
 
 def _least_of_rank(model: Model, tokens: int, ranks: int) -> float:
-    """Of the experts of one rank on its share of the rows, with even routing."""
+    """Bound the experts of one rank on its share of the rows, with even routing."""
     in_use = model.experts / ranks * (1 - (1 - model.top_k / model.experts) ** (ranks * tokens))
     return sum(least_us(model, tokens, in_use, copy_tbps()))
 

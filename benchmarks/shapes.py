@@ -3,15 +3,7 @@
 from typing import NamedTuple
 
 # (n, k) of the linears of DeepSeek-V3.
-DENSE_SHAPES = (
-    (2112, 7168),
-    (576, 7168),
-    (24576, 1536),
-    (32768, 512),
-    (7168, 16384),
-    (4096, 7168),
-    (7168, 2048),
-)
+DENSE_SHAPES = ((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
 DENSE_M = (1, 16, 64, 128, 512, 4096)
 
 
@@ -36,7 +28,7 @@ EXPERT_SHAPES = ((6144, 7168), (7168, 3072), (4096, 7168), (7168, 2048))
 
 
 def room(mean_rows: int) -> int:
-    """Rows that a group of the masked layout has room for."""
+    """Return the rows that a group of the masked layout has room for."""
     return 4096 if mean_rows >= 192 else 1024
 
 

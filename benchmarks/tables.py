@@ -11,11 +11,10 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.report import geomean, select
+from benchmarks.report import ROOT, geomean, select
 from benchmarks.roofline import NODE, least_us, predicted
 from benchmarks.shapes import MODELS
 
-ROOT = Path(__file__).parent.parent
 VALIDATION = ROOT / "validation" / "kernels.json"
 WHOLE_MODELS = VALIDATION.with_name("models.json")
 PEERS = VALIDATION.with_name("peers.json")
@@ -25,8 +24,6 @@ BESIDE = {
 }
 """Benchmarks that `tools.validate` does not run."""
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
-NOT_MEASURED = "Not measured yet with what the GPU runs now; `python -m benchmarks.{}` on a Hopper GPU does.\n"
-NO_PEERS = NOT_MEASURED.format("peers")
 NO_LAYERS = "The experts layer was not measured in this run.\n"
 NAMES = {
     "deep_gemm": "DeepGEMM",
@@ -41,7 +38,7 @@ WHOLE_MODEL = {"fp8moe": "GraphDecoder", "vllm_fp8moe": "vLLM, `--quantization f
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """In Markdown. Cells that a row lacks at its end are empty; rows and columns of nothing else are left out."""
+    """Make a table in Markdown. Cells that a row lacks at its end are empty; empty rows and columns are left out."""
     filled = [[*row, *[""] * (len(header) - len(row))] for row in rows if any(row[1:])]
     used = [not column or any(row[column] for row in filled) for column in range(len(header))]
     lines = [[cell for cell, use in zip(line, used, strict=True) if use] for line in (header, *filled)]
@@ -50,12 +47,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def ratios(rows: Iterable[dict], other: str, ours: str = "fp8moe") -> list[float]:
-    """Another's time over ours of each row that has both."""
+    """Return another's time over ours of each row that has both."""
     return [row["us"][other] / row["us"][ours] for row in rows if {other, ours} <= row["us"].keys()]
 
 
 def mean_and_worst(rows: Sequence[dict], other: str, ours: str = "fp8moe", worst: Callable = min) -> str:
-    """The geometric mean of the ratios and, of several, the worst; how many have one where others have failed."""
+    """Return the mean of ratios, the worst of several, and how many there are where some have failed."""
     found = ratios(rows, other, ours)
     if not found:
         return ""
@@ -64,7 +61,7 @@ def mean_and_worst(rows: Sequence[dict], other: str, ours: str = "fp8moe", worst
 
 
 def measured_with(peers: dict) -> str:
-    """What a run, or the pieces of one, was made with, in one sentence."""
+    """Say in one sentence what a run, or the pieces of one, was made with."""
     names = {"deep_gemm": "DeepGEMM", "vllm": "vLLM", "transformers": "transformers", "torch": "PyTorch"}
     versions = peers["versions"]
     libraries = [f"{shown} {versions[name]}" for name, shown in names.items() if name in versions]
@@ -73,7 +70,7 @@ def measured_with(peers: dict) -> str:
 
 
 def gemms(peers: dict) -> str:
-    """Kernels beside those of others."""
+    """Make the table of kernels beside those of others."""
     rows = peers["rows"]
 
     def line(what: str, kind: str, belongs: Callable[[dict], bool] = lambda row: True) -> tuple[str, ...]:
@@ -100,7 +97,7 @@ def gemms(peers: dict) -> str:
 
 
 def layer(peers: dict) -> str:
-    """The experts layer beside others, of all models, by tokens."""
+    """Make the table of the experts layer of all models beside others, by tokens."""
     rows = layers(peers)
     if not rows:
         return NO_LAYERS
@@ -117,11 +114,12 @@ def layer(peers: dict) -> str:
 
 
 def count_of_tokens(count: int) -> str:
+    """Return "1 token", "2 tokens"."""
     return f"{count} token{'s' * (count > 1)}"
 
 
 def whole_model(peers: dict) -> str:
-    """GraphDecoder beside vLLM's engine, and that with integrations/vllm; empty where none was measured."""
+    """Make the table of GraphDecoder beside vLLM's engine; empty where none was measured."""
     rows = select(peers["rows"], "decode") + select(peers["rows"], "prefill")
 
     def line(row: dict) -> tuple[str, ...]:
@@ -139,116 +137,77 @@ def whole_model(peers: dict) -> str:
 
 
 def training(rows: Sequence[dict]) -> str:
-    def fp8(what: str, name: str) -> dict[str, float]:
-        return {row["master"]: row[name] for row in select(rows, what) if row["impl"] == "fp8"}
+    """Make the table of training beside bfloat16."""
 
-    layer, linear = fp8("experts", "speedup"), fp8("linear", "speedup")
+    def fp8(what: str, name: str) -> list[float]:
+        found = {row["master"]: row[name] for row in select(rows, what) if row["impl"] == "fp8"}
+        return [found["bfloat16"], found["float32"]]
+
+    experts = "experts of DeepSeek-V3 (32 local), 8192 tokens: time of transformers in bfloat16 / ours"
+    linear = "`FP8Linear`, (8192, 7168) x (4096, 7168): time of bfloat16 / ours"
     return table(
         ("training, forward and backward, master weights in bfloat16 (float32)", ""),
         [
-            (
-                "experts of DeepSeek-V3 (32 local), 8192 tokens: time of transformers in bfloat16 / ours",
-                f"{layer['bfloat16']:.2f} ({layer['float32']:.2f})",
-            ),
-            (
-                "the same, activation memory: ours / that of bfloat16",
-                f"{fp8('experts', 'kept_ratio')['bfloat16']:.2f}",
-            ),
-            (
-                "`FP8Linear`, (8192, 7168) x (4096, 7168): time of bfloat16 / ours",
-                f"{linear['bfloat16']:.2f} ({linear['float32']:.2f})",
-            ),
+            (experts, "{:.2f} ({:.2f})".format(*fp8("experts", "speedup"))),
+            ("the same, activation memory: ours / that of bfloat16", f"{fp8('experts', 'kept_ratio')[0]:.2f}"),
+            (linear, "{:.2f} ({:.2f})".format(*fp8("linear", "speedup"))),
         ],
     )
 
 
 def others(benchmarks: dict) -> str:
-    """What is small or of the CPU."""
+    """Make the table of what is small or of the CPU."""
     quantizers, transposing, host = (benchmarks[name]["rows"] for name in ("quantize", "transpose", "host"))
-    of_copy = {row["op"]: row["of_copy"] for row in quantizers if row["m"] == 65536}
+    large = [f"{row['of_copy']:.0%}" for row in quantizers if row["m"] == 65536]
     (both_ways,) = (row["of_copy"] for row in transposing if row["case"] == "one group")
     small = max(row["us"] for row in quantizers if row["op"] == "quantize_1x128" and row["m"] <= 64)
     calls = [max(row["us"] for row in select(host, what)) for what in ("gemm", "FP8Linear", "GroupedExperts")]
-    first, cached = (
-        max(row["ms"] for row in select(host, f"first call, {source}"))
-        for source in ("empty cache", "from the disk cache")
-    )
+    kinds = (f"first call, {source}" for source in ("empty cache", "from the disk cache"))
+    first, cached = (max(row["ms"] for row in select(host, kind)) for kind in kinds)
     over = [1 + row["regret"] for row in benchmarks["choice"]["rows"]] if "choice" in benchmarks else []
-    what = f"{len(over)} shapes that the choice of tiles has not seen: time over that of the fastest tile"
-    unseen = [(what, f"{sum(over) / len(over):.3f} on average, at most {max(over):.2f}")] if over else []
-    return table(
-        ("", ""),
-        [
-            (
-                "`quantize_1x128`, `quantize_128x128` of (65536, 7168) bfloat16",
-                f"{of_copy['quantize_1x128']:.0%}, {of_copy['quantize_128x128']:.0%} of the copy bandwidth",
-            ),
-            ("the same by rows and by columns at once", f"{both_ways:.0%}"),
-            ("`quantize_1x128` of 1 to 64 rows of 7168", f"at most {small:.1f} us"),
-            (
-                "CPU time of an eager `gemm`, `FP8Linear`, `GroupedExperts`, at most",
-                ", ".join(f"{us:.0f} us" for us in calls),
-            ),
-            ("first call of a new kernel, and from the disk cache", f"{first / 1000:.2f} s, {cached:.1f} ms"),
-            *unseen,
-        ],
-    )
+    on_cpu = ", ".join(f"{us:.0f} us" for us in calls)
+    rows = {
+        "`quantize_1x128`, `quantize_128x128` of (65536, 7168) bfloat16": f"{', '.join(large)} of the copy bandwidth",
+        "the same by rows and by columns at once": f"{both_ways:.0%}",
+        "`quantize_1x128` of 1 to 64 rows of 7168": f"at most {small:.1f} us",
+        "CPU time of an eager `gemm`, `FP8Linear`, `GroupedExperts`, at most": on_cpu,
+        "first call of a new kernel, and from the disk cache": f"{first / 1000:.2f} s, {cached:.1f} ms",
+    }
+    if over:
+        what = f"{len(over)} shapes that the choice of tiles has not seen: time over that of the fastest tile"
+        rows[what] = f"{sum(over) / len(over):.3f} on average, at most {max(over):.2f}"
+    return table(("", ""), rows.items())
 
 
 def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
+    """Make the table of a whole model."""
     plain = {(row["batch"], row["prompt"]): f"{row['ms']:.1f} ms" for row in select(rows, "decode_bf16")}
+    steps = "a step, batch {batch}, prompts of {prompt}", "{ms:.1f} ms", "{tokens_s:.0f}", "{x_floor:.1f}"
+    drawn = "the same drawn with top_k, top_p, a penalty, batch {batch}", "{ms:.1f} ms", "{tokens_s:.0f}"
+    prompts = "{batch} x {prompt} tokens of prompt", "{ms:.0f} ms", "{tokens_s:.0f}"
+    many = "{requests} requests over {slots} slots, new tokens", "{seconds:.0f} s", "{tokens_s:.0f}"
     found = [
-        (
-            f"a step, batch {row['batch']}, prompts of {row['prompt']}",
-            f"{row['ms']:.1f} ms",
-            f"{row['tokens_s']:.0f}",
-            f"{row['x_floor']:.1f}",
-            plain.get((row["batch"], row["prompt"]), ""),
-        )
+        (*(cell.format(**row) for cell in steps), plain.get((row["batch"], row["prompt"]), ""))
         for row in select(rows, "decode")
     ]
-    found += [
-        (
-            f"the same drawn with top_k, top_p, a penalty, batch {row['batch']}",
-            f"{row['ms']:.1f} ms",
-            f"{row['tokens_s']:.0f}",
-            "",
-            "",
-        )
-        for row in select(rows, "sampling")
-    ]
-    found += [
-        (f"{row['batch']} x {row['prompt']} tokens of prompt", f"{row['ms']:.0f} ms", f"{row['tokens_s']:.0f}", "", "")
-        for row in select(rows, "prefill")
-    ]
-    found += [
-        (
-            f"{row['requests']} requests over {row['slots']} slots, new tokens",
-            f"{row['seconds']:.0f} s",
-            f"{row['tokens_s']:.0f}",
-            "",
-            "",
-        )
-        for row in requests
-    ]
+    others = (drawn, select(rows, "sampling")), (prompts, select(rows, "prefill")), (many, requests)
+    found += [tuple(cell.format(**row) for cell in cells) for cells, some in others for row in some]
     for row in select(rows, "first"):
-        found.append(("constructor, three batch sizes, to the first token", f"{row['new_s']:.0f} s", "", "", ""))
-        found.append(("the same with compiled kernels on the disk", f"{row['again_s']:.0f} s", "", "", ""))
-        found.append(("GPU memory beside weights and keys and values", f"{row['beside_gb']:.1f} GB", "", "", ""))
+        found.append(("constructor, three batch sizes, to the first token", f"{row['new_s']:.0f} s"))
+        found.append(("the same with compiled kernels on the disk", f"{row['again_s']:.0f} s"))
+        found.append(("GPU memory beside weights and keys and values", f"{row['beside_gb']:.1f} GB"))
     header = ("Qwen3-30B-A3B's sizes, 48 layers", "time", "tokens/s", "time over that of the bytes read", "bfloat16")
     return table(header, found)
 
 
 def whole_models(rows: Sequence[dict], what: str) -> list[dict]:
-    """The rows of decode steps or of prefill, with their times as those of kernels are."""
+    """Return the rows of decode steps or of prefill with their times where those of kernels are."""
     return [row | {"us": row["ms"]} for row in select(rows, what)]
 
 
 def headline(benchmarks: dict) -> str:
-    """What README begins with: a whole model, the layer and the GEMMs of one run, each mean with its worst case."""
+    """Make the table that README begins with: a whole model, the layer and the GEMMs, means with the worst case."""
     peers = benchmarks["peers"]
-    if not peers:
-        return NO_PEERS
     rows = peers["rows"]
     grouped = [row for row in rows if row["what"] in ("contiguous", "masked")]
     compared = (
@@ -279,12 +238,12 @@ def headline(benchmarks: dict) -> str:
 
 
 def figures(benchmarks: dict) -> str:
-    """All tables, and the pictures of the same run."""
+    """Make all tables of docs/benchmarks.md, and the pictures of the same run."""
     peers = benchmarks["peers"]
     others_there = (
         [f"{measured_with(peers)}\n", *filter(None, (gemms(peers), layer(peers), whole_model(peers)))]
         if peers
-        else [NO_PEERS]
+        else [not_measured("peers")]
     )
     passes = training(benchmarks["training"]["rows"])
     model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
@@ -303,29 +262,30 @@ PICTURES = {
 
 
 def layers(peers: dict) -> list[dict]:
-    """Those that were measured, with random routing."""
+    """Return the layers that were measured with random routing."""
     return [row for row in select(peers["rows"], "layer") if "routing" not in row and row["us"]]
 
 
 def drawn(peers: dict) -> list[str]:
-    """The pictures of which there are rows."""
+    """Return the names of the pictures of which there are rows."""
     of_layers = ("overview", "experts")
     return [name for name in PICTURES if name not in of_layers or layers(peers)]
 
 
 def pictures(folder: str, *names: str) -> list[str]:
-    """Of what compares with others: `benchmarks.plots` draws them from the same file."""
+    """Refer to pictures of what compares with others, which `benchmarks.plots` draws from the same file."""
     return [f"![{PICTURES[name]} beside others]({folder}{name}.png)\n" for name in names]
 
 
 def on(result: dict) -> str:
-    """Where a benchmark ran, as the beginning of its tables."""
+    """Say where a benchmark ran, as the beginning of its tables."""
     return f"On an {result['gpu']}:\n\n"
 
 
 def lora(benchmarks: dict) -> str:
-    rows = [row for row in benchmarks["lora"]["rows"] if row["impl"] == "lora"]
-    goal = next(one["limit"] for one in benchmarks["lora"]["thresholds"] if "frozen experts" in one["name"])
+    """Make the table of adapters on frozen experts."""
+    result = benchmarks["lora"]
+    goal = next(one["limit"] for one in result["thresholds"] if "frozen experts" in one["name"])
     found = table(
         ("", "tokens", "rank", "forward and backward", "over frozen experts", "forward alone", "memory of a step"),
         [
@@ -333,37 +293,34 @@ def lora(benchmarks: dict) -> str:
                 *(row["model"], str(row["tokens"]), str(row["rank"]), f"{row['us'] / 1e3:.1f} ms"),
                 *(f"{row['ratio']:.2f}", f"{row['forward_ratio']:.2f}", f"{row['step_bytes'] / 1e9:.2f} GB"),
             )
-            for row in rows
+            for row in result["rows"]
+            if row["impl"] == "lora"
         ],
     )
-    return f"{on(benchmarks['lora'])}{found}\nThe goal is at most {goal:g} times the time of frozen experts.\n"
+    return f"{on(result)}{found}\nThe goal is at most {goal:g} times the time of frozen experts.\n"
 
 
 def batch_invariance(benchmarks: dict) -> str:
-    if "batch_invariance" not in benchmarks:
-        return NOT_MEASURED.format("batch_invariance")
+    """Make the tables of what the mode costs, by weights and over all."""
     result = benchmarks["batch_invariance"]
     rows = result["rows"]
     tokens = sorted({row["m"] for row in select(rows, "gemm")})
     ratios: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         dense = row["what"] == "gemm"
-        what = f"{row['n']} x {row['k']}" if dense else f"experts, {row['model']}"
-        ratios.setdefault((what, str(row["parts"]) if dense else "1"), []).append(f"{row['ratio']:.2f}")
-    header = ("weights", "parts of K", *(f"{count} token{'s' * (count > 1)}" for count in tokens))
+        what = (f"{row['n']} x {row['k']}", str(row["parts"])) if dense else (f"experts, {row['model']}", "1")
+        ratios.setdefault(what, []).append(f"{row['ratio']:.2f}")
     goals = [
         (one["name"].removeprefix("batch invariance, "), f"{one['value']:.2f}", f"{one['limit']:g}")
         for one in result["thresholds"]
     ]
-    found = table(header, [(*what, *found) for what, found in ratios.items()])
+    found = table(("weights", "parts of K", *map(count_of_tokens, tokens)), [(*k, *v) for k, v in ratios.items()])
     return f"{on(result)}{found}\n{table(('over all', 'measured', 'goal'), goals)}"
 
 
 def roofline(benchmarks: dict) -> str:
-    """Least times of the experts layer beside those measured."""
-    if (peers := benchmarks["peers"]) is None:
-        return NO_PEERS
-    lines = []
+    """Make the table of least times of the experts layer beside those measured."""
+    peers, lines = benchmarks["peers"], []
     names = ("fp8moe", "vllm", "transformers_bf16", "deep_gemm_two_gemms", "fp8moe_two_gemms", "gemms_in_layer")
     for row in select(peers["rows"], "layer"):
         if "routing" not in row and "experts_in_use" in row:
@@ -378,41 +335,30 @@ def roofline(benchmarks: dict) -> str:
 
 
 def mqa(benchmarks: dict) -> str:
+    """Make the table of index scores, their cache and top-k."""
     rows = benchmarks["mqa"]["rows"]
     uneven = {row["fill_masked"]: row for row in select(rows, "uneven")}
     append = {row["tokens"]: row for row in select(rows, "append_kv")}
     top_k = {(row["rows"], row["sorted"]): row["us"] for row in select(rows, "topk")}
     (overlap,) = (row["overlap"] for row in select(rows, "overlap"))
-
-    def both(name: str) -> str:
-        return f"{uneven[True][name]:.2f}, {uneven[False][name]:.2f}"
-
-    own = table(
-        ("", ""),
-        [
-            (
-                "131072 among 63 of 512, with -inf and without: time over that of its bytes at the rate of 64 x 8192",
-                both("over_bytes"),
-            ),
-            ("the same: time over that of as many tokens in equal contexts", both("over_even")),
-            ("`append_kv`, 1 and 128 tokens", f"{append[1]['us']:.1f} us, {append[128]['us']:.1f} us"),
-            ("`append_kv`, 65536 tokens", f"{append[65536]['of_copy']:.0%} of the copy bandwidth"),
-            (
-                "torch.topk, 2048 of 65536, 128 rows, sorted and not",
-                f"{top_k[128, True]:.0f} us, {top_k[128, False]:.0f} us",
-            ),
-            (
-                "torch.topk, 2048 of 16384, 2048 rows, sorted and not",
-                f"{top_k[2048, True]:.0f} us, {top_k[2048, False]:.0f} us",
-            ),
-            ("top 2048 of 16384 shared with float32 scores", f"{overlap:.0%}"),
-        ],
-    )
+    to_bytes, to_even = (f"{uneven[True][name]:.2f}, {uneven[False][name]:.2f}" for name in ("over_bytes", "over_even"))
+    long = "131072 among 63 of 512, with -inf and without: time over that of its bytes at the rate of 64 x 8192"
+    found = {
+        long: to_bytes,
+        "the same: time over that of as many tokens in equal contexts": to_even,
+        "`append_kv`, 1 and 128 tokens": f"{append[1]['us']:.1f} us, {append[128]['us']:.1f} us",
+        "`append_kv`, 65536 tokens": f"{append[65536]['of_copy']:.0%} of the copy bandwidth",
+    }
+    for count, columns in ((128, 65536), (2048, 16384)):
+        what = f"torch.topk, 2048 of {columns}, {count} rows, sorted and not"
+        found[what] = f"{top_k[count, True]:.0f} us, {top_k[count, False]:.0f} us"
+    found["top 2048 of 16384 shared with float32 scores"] = f"{overlap:.0%}"
+    own = table(("", ""), found.items())
     return own + ("\n" + "\n".join(pictures("images/", "mqa")) if benchmarks["peers"] else "")
 
 
 def by_method(title: str, rows: Sequence[dict], names: dict[str, str]) -> str:
-    """A line for each number of tokens, a column for each of `names` that was measured: us, and over `local`."""
+    """Make a table of us, and over `local`, of each number of tokens, by those of `names` that were measured."""
     us = {(row["tokens"], row["method"]): row["us"] for row in rows}
     names = {name: shown for name, shown in names.items() if name in {method for _, method in us}}
 
@@ -427,37 +373,30 @@ def by_method(title: str, rows: Sequence[dict], names: dict[str, str]) -> str:
 
 
 def others_of_two(rows: Sequence[dict]) -> str:
+    """Make the table of agreement, memory, training and decoding on two GPUs."""
     layers = [row for row in select(rows, "layer") if "equal" in row]
-    rounded, exact = ([row["equal"] for row in layers if ("exact" in row["method"]) == kind] for kind in (False, True))
+    rounded, exact = (
+        min(row["equal"] for row in layers if ("exact" in row["method"]) == kind) for kind in (False, True)
+    )
+    trained = [row for row in select(rows, "training") if row["method"] != "local"]
+    scratch = "scratch memory, {tokens} tokens a rank, over that of its even share"
+    passes = "training, {method}, {tokens} tokens a rank, forward and backward, over the experts alone"
+    step = "a step of {model}, batch {batch} in all: two GPUs, one GPU"
+    times = "{ms:.1f} ms, {one_gpu_ms:.1f} ms ({over_one_gpu:.2f})"
+    kinds = (
+        *((scratch, "{over_share:.2f}", select(rows, "scratch")), (passes, "{over_local:.2f}", trained)),
+        (step, times, select(rows, "decode")),
+    )
     lines = [
-        ("values equal to one GPU's, worst of all methods", f"{min(rounded):.4%}"),
-        ("the same, `exact=True`", f"{min(exact):.4%}"),
+        ("values equal to one GPU's, worst of all methods", f"{rounded:.4%}"),
+        ("the same, `exact=True`", f"{exact:.4%}"),
     ]
-    lines += [
-        (f"scratch memory, {row['tokens']} tokens a rank, over that of its even share", f"{row['over_share']:.2f}")
-        for row in select(rows, "scratch")
-    ]
-    lines += [
-        (
-            f"training, {row['method']}, {row['tokens']} tokens a rank, forward and backward, over the experts alone",
-            f"{row['over_local']:.2f}",
-        )
-        for row in select(rows, "training")
-        if row["method"] != "local"
-    ]
-    lines += [
-        (
-            f"a step of {row['model']}, batch {row['batch']} in all: two GPUs, one GPU",
-            f"{row['ms']:.1f} ms, {row['one_gpu_ms']:.1f} ms ({row['over_one_gpu']:.2f})",
-        )
-        for row in select(rows, "decode")
-    ]
+    lines += [(what.format(**row), cell.format(**row)) for what, cell, some in kinds for row in some]
     return table(("two GPUs", ""), lines)
 
 
 def distributed(benchmarks: dict) -> str:
-    if "distributed" not in benchmarks:
-        return NOT_MEASURED.format("distributed")
+    """Make the tables of two GPUs, and of more by prediction."""
     rows = benchmarks["distributed"]["rows"]
     sent = {"gather": "gather", "all_to_all, eager": "all_to_all", "all_to_all, exact, eager": "exact"}
     alone = {"local": "experts alone"}
@@ -473,82 +412,79 @@ def distributed(benchmarks: dict) -> str:
 
 
 def warmup(benchmarks: dict) -> str:
-    if "warmup" not in benchmarks:
-        return NOT_MEASURED.format("warmup")
+    """Make the table of what `fp8moe warmup` takes and leaves."""
     header = ("batches of 1, 8, 64", "CPUs", "kernels", "time", "on disk", "compiled by the model afterwards")
-    return table(
-        header,
-        [
-            (
-                *(row["model"], str(row["cpus"]), str(row["kernels"]), f"{row['seconds']:.0f} s"),
-                *(f"{row['mb']:.0f} MB", str(row["compiled"])),
-            )
-            for row in benchmarks["warmup"]["rows"]
-        ],
-    )
+    cells = "{model}", "{cpus}", "{kernels}", "{seconds:.0f} s", "{mb:.0f} MB", "{compiled}"
+    return table(header, [[cell.format(**row) for cell in cells] for row in benchmarks["warmup"]["rows"]])
 
 
 def serving(benchmarks: dict) -> str:
-    if "serve_gpu" not in benchmarks:
-        return NOT_MEASURED.format("serve")
-    *rows, clients = benchmarks["serve_gpu"]["rows"]
+    """Make the table of the server beside `GraphDecoder.run`."""
+    result = benchmarks["serve_gpu"]
+    *rows, clients = result["rows"]
     ways = {"run": "`GraphDecoder.run`", "whole": "the server's scheduler, whole answers", "stream": "token by token"}
     header = (f"{rows[0]['requests']} requests, {rows[0]['slots']} slots", "new tokens/s", "of `run`")
     done = table(header, [(ways[row["how"]], f"{row['tokens_s']:.0f}", f"{row['of_run']:.2f}") for row in rows])
     equal = f"{clients['equal']} of {clients['clients']} clients, {clients['gone']} of which left early"
-    return f"{on(benchmarks['serve_gpu'])}{done}\nBatch-invariant, {equal}, got the tokens of `generate`.\n"
+    return f"{on(result)}{done}\nBatch-invariant, {equal}, got the tokens of `generate`.\n"
 
 
 def titan(benchmarks: dict) -> str:
-    if "titan" not in benchmarks:
-        return NOT_MEASURED.format("titan")
+    """Make the table of torchtitan's modules."""
     rows = {row["variant"]: row for row in benchmarks["titan"]["rows"] if not row.get("failed")}
     names = {"bf16": "bfloat16", "torchao": "torchao's rowwise FP8", "fp8moe": "fp8moe"}
     header = ("four layers of Qwen3-30B-A3B's size, compiled", "tokens/s", "of bfloat16", "memory")
-    return on({"gpu": rows["bf16"]["gpu"]}) + table(
-        header,
-        [
-            (
-                name,
-                f"{row['tokens_s']:.0f}",
-                f"{row['tokens_s'] / rows['bf16']['tokens_s']:.2f}",
-                f"{row['peak_gib']:.0f} GiB",
-            )
-            for kind, name in names.items()
-            if (row := rows.get(kind))
-        ],
-    )
+    lines = [
+        (
+            *(name, f"{row['tokens_s']:.0f}", f"{row['tokens_s'] / rows['bf16']['tokens_s']:.2f}"),
+            f"{row['peak_gib']:.0f} GiB",
+        )
+        for kind, name in names.items()
+        if (row := rows.get(kind))
+    ]
+    return on(rows["bf16"]) + table(header, lines)
+
+
+def not_measured(name: str) -> str:
+    """Say how to measure what there is no result of."""
+    command = f"{'.' if name in ('peers', 'distributed', 'titan') else ' '}{name}"
+    return f"Not measured yet with what the GPU runs now; `python -m benchmarks{command}` on a Hopper GPU does.\n"
+
+
+def of(name: str, tables: Callable[[dict], str]) -> Callable[[dict], str]:
+    """Make the tables of a benchmark that may not have been measured with these kernels."""
+    return lambda benchmarks: tables(benchmarks) if benchmarks.get(name) else not_measured(name)
 
 
 FILES: dict[str, Callable[[dict], str]] = {
-    "README.md": headline,
+    "README.md": of("peers", headline),
     "docs/benchmarks.md": figures,
-    "docs/batch-invariance.md": batch_invariance,
-    "docs/experts.md": roofline,
+    "docs/batch-invariance.md": of("batch_invariance", batch_invariance),
+    "docs/experts.md": of("peers", roofline),
     "docs/finetuning.md": lora,
     "docs/mqa.md": mqa,
-    "docs/distributed.md": distributed,
-    "docs/warmup.md": warmup,
-    "docs/serving.md": serving,
-    "docs/engines.md": titan,
+    "docs/distributed.md": of("distributed", distributed),
+    "docs/warmup.md": of("warmup", warmup),
+    "docs/serving.md": of("serve_gpu", serving),
+    "docs/engines.md": of("titan", titan),
 }
 
 
 def of_these_kernels(path: Path) -> dict | None:
-    """A stored result; None if there is none, or it is of other kernels than validation/kernels.json."""
+    """Read a stored result; None if there is none, or it is of other kernels than validation/kernels.json."""
     found = json.loads(path.read_text()) if path.exists() else {}
     return found if found.get("digest") == json.loads(VALIDATION.read_text())["digest"] else None
 
 
 def stored() -> dict:
-    """The results of the benchmarks by their names; "peers": a run of `benchmarks.peers`, or None."""
+    """Read the results of the benchmarks by their names; "peers": a run of `benchmarks.peers`, or None."""
     beside = {name: found for name, path in BESIDE.items() if (found := of_these_kernels(path))}
     kernels, models = (json.loads(path.read_text()) for path in (VALIDATION, WHOLE_MODELS))
     return kernels["benchmarks"] | models["models"] | beside | {"peers": of_these_kernels(PEERS)}
 
 
 def with_tables(text: str, tables: str, begin: str = BEGIN, end: str = END) -> str:
-    """The text of a file, with these tables between its marks. ValueError unless it has each once."""
+    """Put tables between the marks of a file's text. ValueError unless it has each once."""
     before, found, rest = text.partition(begin)
     _, ended, after = rest.partition(end)
     if not (found and ended) or begin in rest or end in before + after:

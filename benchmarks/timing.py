@@ -8,7 +8,7 @@ cost little more than one; a call's kernels are those that started between one f
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,6 +43,7 @@ class Timing:
 
     steps_us: for each kernel the median time from the end of the one before it, or from its own start if it is the
         first, to its end. Kernels that overlap, as they do under programmatic dependent launch, count once.
+    spans_us: for each repeat the time from the start of the first kernel to the end of the last.
     places_us: median start and end of each kernel, from the start of the first.
     """
 
@@ -50,16 +51,18 @@ class Timing:
     kernels: tuple[str, ...]
     steps_us: tuple[float, ...] = ()
     places_us: tuple[tuple[float, float], ...] = ()
+    spans_us: tuple[float, ...] = ()
 
     @property
     def median_us(self) -> float:
+        """The median of the samples."""
         return statistics.median(self.samples_us)
 
 
 def attribute(
     events: Iterable[KernelEvent], fill: str, calls: int, repeats: int, *, in_turn: bool = False
 ) -> list[Timing]:
-    """Shares out the events of one session, `repeats` times (fill, call) for each of `calls` calls in order.
+    """Share out the events of one session, `repeats` times (fill, call) for each of `calls` calls in order.
 
     `fill` is the name of the fill's kernel. in_turn: every repeat runs all calls, not every call all its repeats.
     Raises RuntimeError if the events do not fit that order: a fill too many or too few, a call without GPU work, or a
@@ -82,12 +85,16 @@ def attribute(
         if len(kernels) != 1 or () in kernels:
             raise RuntimeError(f"call {call}: expected the same kernels in every repeat, recorded {sorted(kernels)}")
         samples = tuple(sum(event.duration_ns for event in segment) / 1000 for segment in group)
-        steps = tuple(statistics.median(step) / 1000 for step in zip(*map(_steps_ns, group), strict=True))
-        places = tuple(
-            tuple(statistics.median(times) / 1000 for times in zip(*bounds, strict=True))
-            for bounds in zip(*map(_places_ns, group), strict=True)
+        steps = [_steps_ns(segment) for segment in group]
+        places = [[_place_ns(event, segment[0]) for event in segment] for segment in group]
+        medians = (tuple(zip(*times, strict=True)) for times in zip(*places, strict=True))
+        timings.append(
+            Timing(
+                *(samples, kernels.pop(), tuple(statistics.median(step) / 1000 for step in zip(*steps, strict=True))),
+                tuple((statistics.median(starts) / 1000, statistics.median(ends) / 1000) for starts, ends in medians),
+                tuple(sum(step) / 1000 for step in steps),
+            )
         )
-        timings.append(Timing(samples, kernels.pop(), steps, places))
     return timings
 
 
@@ -96,13 +103,13 @@ def _steps_ns(segment: Sequence[KernelEvent]) -> list[int]:
     return [end - before for before, end in pairwise(ends)]
 
 
-def _places_ns(segment: Sequence[KernelEvent]) -> list[tuple[int, int]]:
-    first = segment[0].start_ns
-    return [(event.start_ns - first, event.start_ns + event.duration_ns - first) for event in segment]
+def _place_ns(event: KernelEvent, first: KernelEvent) -> tuple[int, int]:
+    start = event.start_ns - first.start_ns
+    return start, start + event.duration_ns
 
 
 def profile(work: Callable[[], None]) -> list[KernelEvent]:
-    """What the GPU did for `work`, from the torch profiler."""
+    """Return what the GPU did for `work`, from the torch profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
@@ -114,28 +121,41 @@ def profile(work: Callable[[], None]) -> list[KernelEvent]:
 
 
 def measure(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | None = None) -> list[Timing]:
-    """GPU time of each call, in order, with a cold L2.
+    """Measure the GPU time of each call, one after the other, with a cold L2.
 
     Every call runs WARMUP times first, so that compilation and module loading stay out of the numbers. rests: seconds
     of idling before each call's repeats, by default REST_S.
     """
-    flush = _warm_up(calls)
-    fill = _name_of_fill()
+    return _profiled(calls, [[call] for call in calls], _rests(calls, rests), REPEATS)
+
+
+def measure_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest: float = REST_S) -> list[Timing]:
+    """Measure the GPU time of calls that do the same, in turn in every repeat, with a cold L2."""
+    return _profiled(calls, [calls], [rest], repeats)
+
+
+def _profiled(calls: Sequence, groups: Sequence[Sequence], rests: Sequence[float], repeats: int) -> list[Timing]:
+    """Profile groups of calls, each after a rest, its calls in turn in every repeat; again where records were lost."""
+    flush, fill = warm_up(calls), _name_of_fill()
 
     def session() -> None:
-        for call, seconds in _rested(calls, rests):
+        for group, rest in zip(groups, rests, strict=True):
             torch.cuda.synchronize()
-            time.sleep(seconds)
-            for repeat in range(REPEATS):
-                flush.fill_(repeat)
-                call()
+            time.sleep(rest)
+            for repeat in range(repeats):
+                for call in group:
+                    flush.fill_(repeat)
+                    call()
 
-    return attribute(profile(session), fill, len(calls), REPEATS)
+    for _ in range(ATTEMPTS - 1):
+        with suppress(RuntimeError):  # records were lost
+            return attribute(profile(session), fill, len(calls), repeats, in_turn=len(groups) == 1)
+    return attribute(profile(session), fill, len(calls), repeats, in_turn=len(groups) == 1)
 
 
 @functools.cache
 def _name_of_fill() -> str:
-    """What its kernel is called in this version of PyTorch. A short session, which initialises the profiler too."""
+    """Return the name of the fill's kernel in this version of PyTorch, from a short session."""
     flush = torch.empty(1 << 20, dtype=FLUSH_DTYPE, device="cuda")
     flush.fill_(0)
     names = {event.name for event in profile(lambda: flush.fill_(0))}
@@ -144,29 +164,10 @@ def _name_of_fill() -> str:
     return names.pop()
 
 
-def measure_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest: float = REST_S) -> list[Timing]:
-    """GPU time of each of some calls that do the same, one after the other in every repeat, with a cold L2."""
-    flush = _warm_up(calls)
-    fill = _name_of_fill()
-
-    def session() -> None:
-        torch.cuda.synchronize()
-        time.sleep(rest)
-        for repeat in range(repeats):
-            for call in calls:
-                flush.fill_(repeat)
-                call()
-
-    for _ in range(ATTEMPTS - 1):
-        with suppress(RuntimeError):  # records were lost
-            return attribute(profile(session), fill, len(calls), repeats, in_turn=True)
-    return attribute(profile(session), fill, len(calls), repeats, in_turn=True)
-
-
 def capture(call: Callable[[], object]) -> Callable[[], None]:
-    """The replay of a CUDA graph of a call, which may run a backward, after runs on another stream, as PyTorch asks.
+    """Return the replay of a CUDA graph of a call, after runs on another stream, as PyTorch asks for a backward.
 
-    It holds the call, and with it operands that nothing else may hold: the graph has only their addresses.
+    The replay holds the call, and with it operands of which the graph has only the addresses.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -181,30 +182,24 @@ def capture(call: Callable[[], object]) -> Callable[[], None]:
 
 
 def elapsed(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | None = None) -> list[float]:
-    """Median time in microseconds from before each call to after it on the GPU, by CUDA events, with a cold L2.
+    """Return median microseconds from before each call to after it on the GPU, by CUDA events, with a cold L2.
 
     Unlike the sum of the kernels it holds the gaps between them and counts what overlaps once. For calls that the host
     makes in less time than the GPU takes for the fill, such as the replay of a graph: it is never waited for.
     """
-    flush = _warm_up(calls)
-    medians = []
-    for call, rest in _rested(calls, rests):
-        torch.cuda.synchronize()
-        time.sleep(rest)
-        medians += map(statistics.median, elapsed_each([call], flush, REPEATS))
-    return medians
+    pairs = zip(calls, _rests(calls, rests), strict=True)
+    return [us for call, rest in pairs for us in elapsed_in_turn([call], repeats=REPEATS, rest=rest)]
 
 
 def elapsed_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest: float = REST_S) -> list[float]:
-    """The same of some calls, one after the other in every repeat."""
-    flush = _warm_up(calls)
-    torch.cuda.synchronize()
+    """Return the same of calls that take turns in every repeat."""
+    flush = warm_up(calls)
     time.sleep(rest)
     return [*map(statistics.median, elapsed_each(calls, flush, repeats))]
 
 
 def elapsed_each(calls: Sequence[Callable[[], object]], flush: torch.Tensor, repeats: int) -> list[list[float]]:
-    """The same of each repeat, for each call; flush: the tensor whose filling empties the L2 cache."""
+    """Return the same of each repeat for each call; flush: the tensor whose filling empties the L2 cache."""
     for _ in range(FILLS_AHEAD):
         flush.fill_(0)  # while the host gets ahead of the GPU
     events = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls] for _ in range(repeats)]
@@ -219,7 +214,7 @@ def elapsed_each(calls: Sequence[Callable[[], object]], flush: torch.Tensor, rep
 
 
 def host_times(call: Callable[[], object], batches: int, *, calls: int = CALLS_PER_BATCH) -> list[float]:
-    """CPU time in microseconds of one call: its mean in each batch.
+    """Return a call's CPU time in microseconds: its mean in each batch.
 
     A batch starts with an empty queue and is to launch fewer kernels than the GPU's queue holds (1024).
     """
@@ -234,8 +229,8 @@ def host_times(call: Callable[[], object], batches: int, *, calls: int = CALLS_P
     return times[WARMUP_BATCHES:]
 
 
-def _warm_up(calls: Sequence[Callable[[], object]]) -> torch.Tensor:
-    """Runs every call and returns the tensor to fill."""
+def warm_up(calls: Sequence[Callable[[], object]]) -> torch.Tensor:
+    """Run every call, wait for the GPU, and return the tensor to fill."""
     for call in calls:
         for _ in range(WARMUP):
             call()
@@ -244,7 +239,5 @@ def _warm_up(calls: Sequence[Callable[[], object]]) -> torch.Tensor:
     return flush
 
 
-def _rested(
-    calls: Sequence[Callable[[], object]], rests: Sequence[float] | None
-) -> Iterator[tuple[Callable[[], object], float]]:
-    return zip(calls, [REST_S] * len(calls) if rests is None else rests, strict=True)
+def _rests(calls: Sequence, rests: Sequence[float] | None) -> Sequence[float]:
+    return [REST_S] * len(calls) if rests is None else rests

@@ -123,7 +123,7 @@ def convert(model: nn.Module, variant: str) -> None:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """What torchtitan compiles: all parts of a block but dispatch, and of its own experts the computation."""
+    """Compile what torchtitan compiles: all parts of a block but dispatch, and the computation of its own experts."""
     from torchtitan.models.moe import moe
 
     torch._dynamo.config.capture_scalar_outputs = True

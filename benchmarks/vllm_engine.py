@@ -1,12 +1,11 @@
 """vLLM's engine on the whole model of `benchmarks.peers`, in its own process.
 
-    python -m benchmarks.vllm_engine FILE [--quantization fp8moe] [--kernels]
+    python -m benchmarks.vllm_engine FILE [--quantization fp8moe]
 
 Decode steps and a prefill of Qwen3-30B-A3B's sizes in FP8 blocks, random weights with the spread of real ones, greedy.
 vLLM chooses its kernels, or with `--quantization fp8moe` those of integrations/vllm run. It has CUDA graphs of the
 batches that are measured and no prefix cache, and its scheduler runs in this process, so that each step can be timed.
-Rows say how many kernels fp8moe compiled while they were measured; what it compiled before is printed. `--kernels`
-prints where the time of the steps goes, after the measurement.
+Rows say how many kernels fp8moe compiled while they were measured.
 """
 
 import argparse
@@ -17,13 +16,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import fp8moe
 from benchmarks.peers import PREFILL, STEPS
 from benchmarks.report import write_json
 from benchmarks.whole_models import CONFIGS
@@ -48,7 +45,7 @@ AT_ONCE = 16384  # tokens of prompts
 
 
 def write_config(directory: Path) -> None:
-    """config.json as of a checkpoint in FP8 blocks: router, norms and output layer in bfloat16."""
+    """Write the config.json of a checkpoint in FP8 blocks: router, norms and output layer in bfloat16."""
     model_type, options = CONFIGS["qwen3-30b-a3b"]
     plain = ("input_layernorm", "post_attention_layernorm", "mlp.gate")
     skip = [f"model.layers.{i}.{name}" for i in range(options["num_hidden_layers"]) for name in plain]
@@ -61,7 +58,7 @@ def write_config(directory: Path) -> None:
 
 @torch.no_grad()
 def fill(model: Any) -> None:
-    """Random weights in place of vLLM's own, nearly all of which are zero in FP8 and the same in every layer."""
+    """Put random weights in place of vLLM's own, nearly all of which are zero in FP8 and the same in every layer."""
     for name, parameter in model.named_parameters():
         value = parameter.data
         if value.dtype == torch.float32 and "scale" in name.rsplit(".", 1)[-1] and value.dim() >= 2:
@@ -82,37 +79,33 @@ class Engine:
         from vllm import LLM
 
         write_config(Path(directory))
+        graphs = {"cudagraph_capture_sizes": [batch for batch, _ in STEPS]}
+        sizes = {"max_model_len": 9216, "max_num_batched_tokens": AT_ONCE, "max_num_seqs": 128}
+        how = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "generation_config": "vllm"}
+        how |= {"enable_prefix_caching": False, "disable_log_stats": True, "attention_backend": "FLASH_ATTN", **sizes}
         self.llm = LLM(
-            model=directory,
-            quantization=quantization,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=9216,
-            max_num_batched_tokens=AT_ONCE,
-            max_num_seqs=128,
-            enable_prefix_caching=False,
-            gpu_memory_utilization=0.8,
-            attention_backend="FLASH_ATTN",
-            generation_config="vllm",
-            disable_log_stats=True,
-            compilation_config={"cudagraph_capture_sizes": [batch for batch, _ in STEPS]},
+            directory, quantization=quantization, gpu_memory_utilization=0.8, compilation_config=graphs, **how
         )
         self.llm.apply_model(fill)
         self._draw, self._requests = random.Random(1), 0
 
     def prompts(self, batch: int, length: int) -> list[dict]:
+        """Draw prompts of one length."""
         return [{"prompt_token_ids": [self._draw.randrange(1000, 150000) for _ in range(length)]} for _ in range(batch)]
 
     def sampling(self, tokens: int, **more: Any) -> Any:
+        """Make the parameters of a greedy answer of so many tokens."""
         from vllm import SamplingParams
 
-        return SamplingParams(
-            temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, **more
-        )
+        more |= {"max_tokens": tokens, "min_tokens": tokens}
+        return SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **more)
 
-    def step_seconds(self, batch: int, prompt: int, timed: int) -> float:
-        """The median of `timed` steps in which all sequences decode."""
+    def step_seconds(self, batch: int, prompt: int) -> float:
+        """Return the median of TIMED steps in which all sequences decode, after a few that compile at first use."""
+        self._steps(batch, prompt, 4)
+        return self._steps(batch, prompt, TIMED)
+
+    def _steps(self, batch: int, prompt: int, timed: int) -> float:
         from vllm.sampling_params import RequestOutputKind
 
         engine = self.llm.llm_engine
@@ -134,7 +127,7 @@ class Engine:
         return statistics.median(steps)
 
     def prefill_seconds(self, batch: int, prompt: int) -> float:
-        """The median of some runs to the first token."""
+        """Return the median of some runs to the first token."""
 
         def run() -> float:
             prompts = self.prompts(batch, prompt)
@@ -148,89 +141,44 @@ class Engine:
 
 
 class Compilations:
-    """How many kernels fp8moe compiles in this process, or takes from its cache on the disk, in each phase of a run."""
+    """A count of the kernels that fp8moe compiles in this process."""
 
     def __init__(self) -> None:
-        self.phase, self.compiled, self.loaded = "start", Counter[str](), Counter[str]()
-        self._compile, self._load = jit.compile_spec, jit._load_cubin
-        jit.compile_spec, jit._load_cubin = self.compile_spec, self.load_cubin
+        self.count, compile_spec = 0, jit.compile_spec
 
-    def compile_spec(self, spec: jit.KernelSpec) -> jit.Compiled:
-        self.compiled[self.phase] += 1
-        return self._compile(spec)
+        def counted(spec: jit.KernelSpec) -> jit.Compiled:
+            self.count += 1
+            return compile_spec(spec)
 
-    def load_cubin(self, code: bytes, name: str) -> Any:
-        self.loaded[self.phase] += 1
-        return self._load(code, name)
-
-    def while_warming(self, warm: Any) -> Any:
-        """`fp8moe.warm` as a phase of its own; the start goes on after it."""
-
-        def warmed(*shapes: Any, **options: Any) -> None:
-            self.phase = "warm"
-            begin = time.perf_counter()
-            warm(*shapes, **options)
-            print(f"fp8moe.warm: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
-            self.phase = "after warm"
-
-        return warmed
+        jit.compile_spec = counted
 
 
-def measure(quantization: str | None, kernels: bool) -> list[dict]:
-    """Rows as those of `benchmarks.decode`, each with the number of kernels that were compiled for it."""
+def measure(quantization: str | None) -> list[dict]:
+    """Measure rows as those of `benchmarks.decode`, each with the number of kernels that were compiled for it."""
     rows: list[dict] = []
     compilations = Compilations()
-    fp8moe.warm = compilations.while_warming(fp8moe.warm)
-
-    def add(what: str, batch: int, prompt: int, seconds: float, tokens: int) -> None:
-        compiled = compilations.compiled[compilations.phase]
-        row = {"what": what, "batch": batch, "prompt": prompt, "ms": 1e3 * seconds, "tokens_s": tokens / seconds}
-        rows.append(row | {"compiled": compiled})
-        print(rows[-1], file=sys.stderr, flush=True)
-
     with tempfile.TemporaryDirectory() as directory:
-        begin = time.perf_counter()
         engine = Engine(directory, quantization)
-        print(f"engine: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
-        for batch, prompt in STEPS:
-            compilations.phase = f"decode {batch}"
-            engine.step_seconds(batch, prompt, 4)  # compiles what vLLM compiles at first use
-            add("decode", batch, prompt, engine.step_seconds(batch, prompt, TIMED), batch)
-        batch, prompt = PREFILL
-        compilations.phase = "prefill"
-        add("prefill", batch, prompt, engine.prefill_seconds(batch, prompt), batch * prompt)
-        for done, counts in (("compiled", compilations.compiled), ("loaded", compilations.loaded)):
-            print(f"kernels of fp8moe {done}: {dict(counts)}", file=sys.stderr, flush=True)
-        if kernels:
-            for batch, prompt in STEPS:
-                print_kernels(f"decode {batch}", lambda one=(batch, prompt): engine.step_seconds(*one, 16))
-            print_kernels("prefill", lambda: engine.prefill_seconds(*PREFILL))
+        cases = [("decode", engine.step_seconds, *step, 1) for step in STEPS]
+        cases.append(("prefill", engine.prefill_seconds, *PREFILL, PREFILL[1]))
+        for what, seconds_of, batch, prompt, tokens in cases:
+            before = compilations.count
+            seconds = seconds_of(batch, prompt)
+            row = {"what": what, "batch": batch, "prompt": prompt, "ms": 1e3 * seconds}
+            rows.append(row | {"tokens_s": batch * tokens / seconds, "compiled": compilations.count - before})
+            print(rows[-1], file=sys.stderr, flush=True)
     return rows
-
-
-def print_kernels(what: str, run: Any) -> None:
-    """The kernels that take most of the GPU's time in a run, which has prompts in it too."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    found = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
-    total = sum(one.self_device_time_total for one in found)
-    print(f"{what}: {total / 1e3:.1f} ms of kernels", file=sys.stderr)
-    for one in found[:25]:
-        share, each = one.self_device_time_total / total, one.self_device_time_total / one.count
-        print(f"  {share:6.1%} {one.count:6} x {each:8.2f} us  {one.key[:110]}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_engine", description="vLLM's engine, whole model")
     parser.add_argument("file", type=Path, help="for the rows, as JSON")
     parser.add_argument("--quantization", choices=["fp8moe"], help="fp8moe's kernels, by integrations/vllm")
-    parser.add_argument("--kernels", action="store_true", help="print which kernels take the time")
     args = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["FP8MOE_STRICT"] = "1"  # what would run on other kernels is an error
-    rows = measure(args.quantization, args.kernels)
+    rows = measure(args.quantization)
     args.file.write_text(json.dumps(rows))
     sys.stdout.flush()
     os._exit(0)  # the engine takes long to end

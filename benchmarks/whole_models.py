@@ -16,105 +16,37 @@ from fp8moe.distributed.transport import all_gather
 from fp8moe.layers.parameters import local
 from fp8moe.weights import DEFAULT_SKIP
 
-CONFIGS = {
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40, "original_max_position_embeddings": 4096}
+_YARN |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-30b-a3b": (
         "qwen3_moe",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "rope_theta": 1e6,
-            "max_position_embeddings": 40960,
-            "tie_word_embeddings": False,
-        },
+        {"num_hidden_layers": 48, "head_dim": 128, "norm_topk_prob": True, "rope_theta": 1e6}
+        | {"max_position_embeddings": 40960},
     ),
     "glm-4.5-air": (
         "glm4_moe",
-        {
-            "vocab_size": 151552,
-            "hidden_size": 4096,
-            "intermediate_size": 10944,
-            "moe_intermediate_size": 1408,
-            "num_hidden_layers": 46,
-            "num_attention_heads": 96,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "attention_bias": True,
-            "n_routed_experts": 128,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "first_k_dense_replace": 1,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
-            "max_position_embeddings": 131072,
-            "tie_word_embeddings": False,
-        },
+        {"head_dim": 128, "attention_bias": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}},
     ),
-    "deepseek-v3": (  # 4 of its 61 layers, one of them of the 3 dense ones
+    # 4 of its 61 layers, one of them of the 3 dense ones
+    "deepseek-v3": (
         "deepseek_v3",
-        {
-            "vocab_size": 129280,
-            "hidden_size": 7168,
-            "intermediate_size": 18432,
-            "moe_intermediate_size": 2048,
-            "num_hidden_layers": 4,
-            "first_k_dense_replace": 1,
-            "num_attention_heads": 128,
-            "num_key_value_heads": 128,
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "n_group": 8,
-            "topk_group": 4,
-            "routed_scaling_factor": 2.5,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 40,
-                "original_max_position_embeddings": 4096,
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
-            "max_position_embeddings": 163840,
-            "tie_word_embeddings": False,
-        },
+        {"num_hidden_layers": 4, "first_k_dense_replace": 1, "rope_parameters": _YARN}
+        | {"max_position_embeddings": 163840},
     ),
-    "smollm2-moe": (  # SmolLM2-1.7B with 8 experts in the place of each feed-forward module
+    # SmolLM2-1.7B with 8 experts in the place of each feed-forward module
+    "smollm2-moe": (
         "mixtral",
-        {
-            "vocab_size": 49152,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "head_dim": 64,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 130000.0},
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": True,
-        },
+        {"vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24}
+        | {"num_key_value_heads": 32, "head_dim": 64, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 130000.0}},
     ),
 }
-"""transformers' model types and what their configurations have otherwise than by default."""
+"""Model types of transformers, and where a configuration differs from that type's defaults."""
 
 WHOLE = {"deepseek-v3": {"num_hidden_layers": 61, "first_k_dense_replace": 3}}
-"""What the configurations of models that are cut here have in full."""
+"""Options of the whole models whose configurations above are cut."""
 
 STD = 0.02  # of weights
 FP8_STD = 64.0  # of the E4M3 values
@@ -129,7 +61,7 @@ def build(
     changes: Mapping[str, Any] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Any:
-    """The model in eval mode, its experts and linears in FP8, or all of it in bfloat16.
+    """Build the model in eval mode, its experts and linears in FP8, or all of it in bfloat16.
 
     changes: to the model's configuration. mesh: of the ranks that hold the model together, 1-D, on which all of them
     call it with the same tokens; None: the whole model is here. A rank has its part of the values of the whole model:
@@ -146,11 +78,14 @@ def build(
     model_type, options = CONFIGS[name]
     options = options | (changes or {})
     ranks = 1 if mesh is None else mesh.size()
-    config = AutoConfig.for_model(model_type, **_part(options, ranks))
+    whole = AutoConfig.for_model(model_type, **options)
+    shared = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    part = {name: _share(name, getattr(whole, name), ranks) for name in shared}
+    config = AutoConfig.for_model(model_type, **options | part)
     model = _empty(config)
     shapes = {name: value.shape for name, value in model.named_parameters()}
     if ranks > 1:
-        shapes = {k: v.shape for k, v in _empty(AutoConfig.for_model(model_type, **options)).named_parameters()}
+        shapes = {name: value.shape for name, value in _empty(whole).named_parameters()}
         head = model.get_output_embeddings()
         rows = _share("vocab_size", head.out_features, ranks)
         model.set_output_embeddings(nn.Linear(head.in_features, rows, bias=False, device="meta", dtype=torch.bfloat16))
@@ -182,27 +117,22 @@ def build(
 
 
 def _empty(config: Any) -> Any:
-    """The model on the meta device, in bfloat16."""
+    """Build the model on the meta device, in bfloat16."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def _part(options: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """The options of what a rank has of everything but experts and the output layer."""
-    shared = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    return options | {name: _share(name, options[name], ranks) for name in shared}
-
-
 def _share(name: str, size: int, ranks: int) -> int:
+    """Divide a size among ranks. ValueError if it is no multiple."""
     if size % ranks:
         raise ValueError(f"{name}: expected a multiple of the {ranks} ranks, got {size}")
     return size // ranks
 
 
 def _spread(model: Any, mesh: DeviceMesh, shapes: Mapping[str, torch.Size]) -> None:
-    """Share out the experts, and put together what modules give whose weights are smaller than in `shapes`."""
+    """Share out the experts; put together the results of modules whose weights are smaller than in `shapes`."""
     group = mesh.get_group()
 
     def add_up(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -226,7 +156,7 @@ def _spread(model: Any, mesh: DeviceMesh, shapes: Mapping[str, torch.Size]) -> N
 
 
 def _fill(name: str, value: Tensor, whole: torch.Size, rank: int, generator: torch.Generator) -> None:
-    """Values of a parameter of shape `whole`, which its name decides; value: what this rank has of it."""
+    """Fill a parameter of shape `whole` with values that its name decides; value: the part that this rank has."""
     if name.endswith("_scale_inv"):
         value.fill_(STD / FP8_STD)
     elif value.dim() == 1:
@@ -240,7 +170,7 @@ def _fill(name: str, value: Tensor, whole: torch.Size, rank: int, generator: tor
 
 
 def _draw(value: Tensor, whole: torch.Size, corner: list[int], generator: torch.Generator) -> None:
-    """The part from `corner` on of a random matrix of shape `whole`."""
+    """Draw the part from `corner` on of a random matrix of shape `whole`."""
     (row, column), (rows, columns) = corner, value.shape
     std = FP8_STD if value.dtype == torch.float8_e4m3fn else STD
     at_once = max(PIECE // whole[1], 1)

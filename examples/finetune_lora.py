@@ -24,14 +24,14 @@ from fp8moe.runtime.progress import progress, still_running
 
 ATTENTION = ["q_proj", "k_proj", "o_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-TRAINED = 0.8  # of the passage
+TRAINED = 0.8  # share of the passage to train on
 WINDOW = 256  # tokens of a step
 STEPS = {"cuda": 40, "cpu": 6}
 
 
 class Result(NamedTuple):
-    """Losses of the steps; perplexity of the rest of the passage before, with the adapters, and merged; the largest
-    errors of merged weights, see `MergeError`; and what share of all parameters was trained."""
+    """Losses of the steps; perplexity of the rest of the passage before training, with adapters, and merged; the
+    largest errors of merged weights, see `MergeError`; and the share of trained parameters."""
 
     losses: list[float]
     before: float

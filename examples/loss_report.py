@@ -1,4 +1,4 @@
-"""What the two runs of train_moe.py are compared by: means of their losses, a table, JSON and a picture."""
+"""The comparison of the two runs of train_moe.py: means of their losses, a table, JSON and a picture."""
 
 import json
 import math
@@ -15,12 +15,12 @@ from torch import Tensor
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-TAIL = 0.1  # of the losses, whose mean is compared
+TAIL = 0.1  # share of the losses whose mean is compared
 COLOURS = {"bf16": "#CC79A7", "fp8": "#0072B2"}
 
 
 class Result(NamedTuple):
-    """Of one run: the loss of every step, that of the validation text, and tokens/s (None for very short runs)."""
+    """Results of one run: losses of all steps, loss of the validation text, tokens/s (None for very short runs)."""
 
     losses: list[float]
     validation: float
@@ -28,24 +28,24 @@ class Result(NamedTuple):
 
 
 def tail_mean(losses: Sequence[float]) -> float:
-    """Mean of the last tenth of the losses."""
+    """The mean of the last tenth of the losses."""
     count = max(1, round(TAIL * len(losses)))
     return math.fsum(losses[-count:]) / count
 
 
 def summarize(results: dict[str, Result]) -> dict[str, Any]:
-    """What losses.json holds of both runs. `ratio` is FP8's mean of the last tenth of the losses over bfloat16's."""
+    """Return the contents of losses.json. `ratio`: FP8's mean of the last tenth of the losses over bfloat16's."""
     runs = {label: result._asdict() | {"tail_mean": tail_mean(result.losses)} for label, result in results.items()}
     return {"ratio": runs["fp8"]["tail_mean"] / runs["bf16"]["tail_mean"], "runs": runs}
 
 
 def smooth(losses: Sequence[float], width: int) -> Tensor:
-    """Means over `width` losses: for every step from the `width`-th on."""
+    """Return running means over `width` losses, for every step from the `width`-th on."""
     return torch.tensor(losses, dtype=torch.float64).unfold(0, width, 1).mean(-1)
 
 
 def draw(results: dict[str, Result], path: Path) -> None:
-    """Both losses over the steps, and below how far FP8's is from that of bfloat16, smoothed."""
+    """Plot both losses over the steps, and below the smoothed difference of FP8's loss from bfloat16's."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), height_ratios=(3, 2), sharex=True)
     curves = {}
     for label, result in results.items():
@@ -71,7 +71,7 @@ def draw(results: dict[str, Result], path: Path) -> None:
 
 
 def table(content: dict[str, Any]) -> str:
-    """The results for people."""
+    """Return the results as a table."""
     lines = [f"{'':6}{'last tenth':>12}{'validation':>12}{'tokens/s':>12}"]
     for label, run in content["runs"].items():
         speed = "-" if run["tokens_per_second"] is None else f"{run['tokens_per_second']:.0f}"
@@ -81,7 +81,7 @@ def table(content: dict[str, Any]) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that takes the place of `path` in one step, once it is written."""
+    """Yield a temporary file that replaces `path` in one step after it is written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     yield temporary
     temporary.replace(path)

@@ -35,7 +35,7 @@ class Config:
 
 
 class RMSNorm(nn.Module):
-    """In float32, over the last dimension: x (..., H) -> bfloat16."""
+    """RMSNorm in float32 over the last dimension: x (..., H) -> bfloat16."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -179,7 +179,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.Sequential(*(Block(config, dense=layer == 0) for layer in range(config.layers)))
         self.norm = RMSNorm(config.hidden)
         self.lm_head = nn.Linear(config.hidden, VOCABULARY, bias=False)
-        # What is added to the residual stream starts smaller the more layers there are (GPT-2).
+        # Layers that add to the residual stream start smaller in deeper models (GPT-2).
         residual = INIT_STD / math.sqrt(2 * config.layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:

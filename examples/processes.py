@@ -16,28 +16,28 @@ from fp8moe.distributed import ExpertParallel
 
 
 class Processes(NamedTuple):
-    """This process's number among `world`, and their mesh: None for one by itself."""
+    """The rank of this process among `world` processes, and their mesh, None for a single process."""
 
     rank: int = 0
     world: int = 1
     mesh: DeviceMesh | None = None
 
     def part(self, values: Tensor) -> Tensor:
-        """This process's equal part of values (B, ...)."""
+        """Return this process's equal part of values (B, ...)."""
         return values.chunk(self.world)[self.rank]
 
     def mean(self, value: Tensor) -> Tensor:
-        """Over the processes."""
+        """Return the mean over the processes."""
         total = value.clone()
         if self.mesh is not None:
             dist.all_reduce(total)
         return total / self.world
 
     def any(self, flag: bool) -> bool:
-        """Whether it is set in one of them."""
+        """Whether the flag is set in any process."""
         flags = torch.tensor([flag], dtype=torch.int32)
         if self.mesh is not None:
-            dist.all_reduce(flags)  # on the CPU: it does not wait for the GPU
+            dist.all_reduce(flags)  # on the CPU, without waiting for the GPU
         return bool(flags)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList | nn.Sequential) -> None:
@@ -54,14 +54,14 @@ class Processes(NamedTuple):
             fully_shard(module, mesh=self.mesh, ignored_params=set(weights))
 
     def finish(self) -> None:
-        """Leave the group, when all processes are here."""
+        """Leave the group when all processes are here."""
         if self.mesh is not None:
             dist.barrier()
             dist.destroy_process_group()
 
 
 def start(count: int, device: str) -> tuple[Processes, torch.device]:
-    """Join the processes that torchrun has started. SystemExit if they are not as many as `count`."""
+    """Join the processes that torchrun has started. Raises SystemExit unless there are `count`."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != count:
         raise SystemExit(f"--ep {count} in {world} processes: torchrun --nproc-per-node {count} starts as many")
@@ -76,8 +76,8 @@ def start(count: int, device: str) -> tuple[Processes, torch.device]:
 
 
 def exit_with(status: int) -> None:
-    """End this process; one of several without an end of Python, in which a thread of gloo that frees a tensor would
-    abort it (pytorch/pytorch#179291)."""
+    """End this process; one of several processes ends without finalizing Python, where a thread of gloo that frees a
+    tensor would abort it (pytorch/pytorch#179291)."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Text to train on that is on every machine: the source of Python's own standard library, as bytes."""
+"""A training text that every machine has: the source of Python's standard library, as bytes."""
 
 import hashlib
 import sysconfig
@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-VALIDATION_EVERY = 20  # one file in so many is kept for validation
+VALIDATION_EVERY = 20  # every 20th file is kept for validation
 NOT_PYTHONS_OWN = {"site-packages", "dist-packages"}
 
 
 class Text(NamedTuple):
-    """train, validation: (N,) uint8. files: how many there are; digest: of all bytes, to tell one text from another."""
+    """train, validation: (N,) uint8. files: their number. digest: of all bytes, to tell texts apart."""
 
     train: Tensor
     validation: Tensor
@@ -22,7 +22,7 @@ class Text(NamedTuple):
 
 
 def load() -> Text:
-    """All .py files of the standard library in the order of their paths. SystemExit if Python came without them."""
+    """Return all .py files of the standard library, ordered by path. Raises SystemExit if there are none."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     contents = [paths[name].read_bytes() for name in sorted(paths) if not NOT_PYTHONS_OWN & set(name.split("/"))]
@@ -37,5 +37,5 @@ def load() -> Text:
 
 
 def windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
-    """The `length` bytes of text (N,) from each of starts (B,) on, as tokens: (B, length) int64."""
+    """Return `length` bytes of text (N,) from each of starts (B,) on, as tokens (B, length) int64."""
     return text[starts[:, None] + torch.arange(length, device=text.device)].long()

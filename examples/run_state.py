@@ -10,12 +10,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-# So says torch.distributed.checkpoint in a process by itself.
+# A warning of torch.distributed.checkpoint in a single process.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
 def save(directory: Path, step: int, progress: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
-    """As directory/step-N, which takes the place of the checkpoints before it once it is whole."""
+    """Save to directory/step-N; earlier checkpoints are deleted when it is complete."""
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     path = directory / f"step-{step:08}"
     dcp.save({**progress, **states}, checkpoint_id=path)
@@ -26,12 +26,12 @@ def save(directory: Path, step: int, progress: dict[str, Any], model: nn.Module,
 
 
 def latest(directory: Path) -> Path | None:
-    """The newest checkpoint that is whole: its .metadata is written last."""
+    """Return the newest complete checkpoint: its .metadata is written last."""
     return max((path.parent for path in directory.glob("step-*/.metadata")), default=None)
 
 
 def read(path: Path, names: dict[str, Any]) -> dict[str, Any]:
-    """What `save` was given as progress, under these names; tensors are read into those given."""
+    """Load the progress that `save` stored under these names; tensors are read into the given ones."""
     dcp.load(names, checkpoint_id=path)
     return names
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# cuBLAS gives the same bits in every run only with this, which must be set before its first call.
+# cuBLAS gives the same bits in every run only with this variable, which must be set before its first call.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import loss_report
@@ -33,11 +33,11 @@ from fp8moe import GroupedExperts, replace_linears
 
 LABELS = ("bf16", "fp8")
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
-WARMUP = 0.05  # of the steps
+WARMUP = 0.05  # share of the steps
 CLIP = 1.0
 BALANCE_RATE = 1e-3  # of the routers' biases, as in DeepSeek-V3; it decays with the learning rate
 SAVE_EVERY, SHOW_EVERY = 500, 10  # steps
-UNTIMED_STEPS = 5  # the first of a process compile kernels
+UNTIMED_STEPS = 5  # the first steps of a process compile kernels
 VALIDATION_BATCHES = 16
 
 
@@ -85,7 +85,7 @@ class Interrupted(Exception):
 
 
 def to_fp8(model: nn.Module) -> None:
-    """Makes all experts, and all linears but the output layer, FP8 with float32 master weights, in place."""
+    """Make all experts, and all linears but the output layer, FP8 with float32 master weights, in place."""
     for module in model.modules():
         if isinstance(module, MoE):
             module.experts = GroupedExperts.from_experts(module.experts, master_dtype=torch.float32)
@@ -93,7 +93,7 @@ def to_fp8(model: nn.Module) -> None:
 
 
 def make_model(label: str, preset: Preset, seed: int, device: torch.device) -> LanguageModel:
-    """The model of a run, with the same weights for both."""
+    """Return the model of a run; both runs begin with the same weights."""
     torch.manual_seed(seed)
     model = LanguageModel(preset.model).to(device)
     if label == "fp8":
@@ -102,7 +102,7 @@ def make_model(label: str, preset: Preset, seed: int, device: torch.device) -> L
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW; weights of norms do not decay."""
+    """Return AdamW; weights of norms do not decay."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -110,7 +110,7 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimi
 
 
 def schedule(step: int, steps: int) -> float:
-    """What the rates of a step are multiplied with: a linear warm-up to one, then a cosine down to zero."""
+    """Return the factor of the rates of a step: a linear warm-up to one, then a cosine down to zero."""
     warmup = max(1, round(WARMUP * steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -118,7 +118,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 def draw_starts(text: Tensor, steps: int, preset: Preset, seed: int) -> Tensor:
-    """Where the sequences of every step begin, (steps, B): the same for both runs, and whether resumed or not.
+    """Return the beginnings of the sequences of every step, (steps, B): equal in both runs, also if resumed.
 
     No sequence comes again before all of them have come.
     """
@@ -130,7 +130,7 @@ def draw_starts(text: Tensor, steps: int, preset: Preset, seed: int) -> Tensor:
 
 
 class Stopwatch:
-    """Seconds that steps took, without what happens between `pause` and `resume`."""
+    """Measures the seconds of steps, without the time between `pause` and `resume`."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -141,7 +141,7 @@ class Stopwatch:
         self._start = self._now(), step
 
     def pause(self, step: int) -> bool:
-        """Whether it was running."""
+        """Pause, and return whether the clock was running."""
         if self._start is None:
             return False
         self.seconds += self._now() - self._start[0]
@@ -157,7 +157,7 @@ class Stopwatch:
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """A list that an interrupt or a request to terminate is put into, so that the step under way can end."""
+    """Yield a list that collects interrupts and requests to terminate, so that the current step can end."""
     received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
@@ -169,7 +169,7 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """SystemExit if the checkpoint is of a run with other settings."""
+    """Raise SystemExit if the checkpoint is of a run with other settings."""
     found = run_state.read(path, {"settings": dict.fromkeys(settings)})["settings"]
     different = [key for key, value in settings.items() if found[key] != value]
     if different:
@@ -186,7 +186,7 @@ def train(
     *,
     resume: bool,
 ) -> Result:
-    """Runs the steps that are left, saving to `directory` every SAVE_EVERY, when it is interrupted, and at the end.
+    """Run the remaining steps; save to `directory` every SAVE_EVERY steps, on an interrupt, and at the end.
 
     Each process takes its part of every batch. Raises Interrupted after the step in which an interrupt or a request to
     terminate came to one of them.
@@ -196,7 +196,7 @@ def train(
     processes.shard(model, model.blocks)
     optimizer = make_optimizer(model, preset.learning_rate)
     starts = draw_starts(text.train, steps, preset, settings["seed"])
-    losses = torch.zeros(steps, device=device)  # on the device: reading one on the host would wait for its step
+    losses = torch.zeros(steps, device=device)  # on the device: reading a loss on the host would wait for its step
     watch = Stopwatch(device)
     first = 0
     path = run_state.latest(directory) if resume else None
@@ -241,7 +241,7 @@ def train(
 
 @torch.no_grad()
 def validate(model: nn.Module, text: Tensor, preset: Preset, processes: Processes) -> float:
-    """Mean loss of evenly spaced sequences of the text."""
+    """Return the mean loss of evenly spaced sequences of the text."""
     model.eval()
     length = preset.model.sequence + 1
     starts = torch.linspace(0, len(text) - length, VALIDATION_BATCHES * preset.batch, device=text.device).long()
@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--ep is {args.ep}; it must divide the batch of {preset.batch} and the {preset.model.experts} experts"
         )
     processes, device = start(args.ep, kind)
-    # A resumed run repeats what an uninterrupted one does to the last bit.
+    # A resumed run has the bits of an uninterrupted one.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     text = python_text.load()

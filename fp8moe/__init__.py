@@ -1,6 +1,10 @@
 """FP8 layers for mixture-of-experts models on PyTorch, with Hopper kernels compiled at run time.
 
 Importing this needs nothing but PyTorch; CUDA libraries are loaded by the first kernel that runs.
+
+Letters of shapes in all docstrings: T tokens, K experts of a token (top-k) or the inner size of a GEMM, E experts,
+H hidden size, I intermediate size, M and N rows and columns of a result, R rows in expert order; B sequences,
+D values of a head, L columns of a static cache, V tokens of the vocabulary, W ranks of a group.
 """
 
 import sys

@@ -100,23 +100,16 @@ def _add_quantize(commands: Any) -> argparse.ArgumentParser:
         description="Quantize a checkpoint to E4M3 with one scale for each 128x128 block, then print what was written. "
         "An interrupted run is continued by the same command.",
     )
-    parser.add_argument(
-        "--scale-format",
-        choices=("float32", "ue8m0"),
-        default="float32",
-        help="ue8m0: powers of two, one byte a scale; default: %(default)s",
+    add = parser.add_argument
+    form = "ue8m0: powers of two, one byte a scale; default: %(default)s"
+    add("--scale-format", choices=("float32", "ue8m0"), default="float32", help=form)
+    skip = (
+        "modules to leave unquantized, by name or the last part of it, such as '*.layers.0.*' or 'v_proj'; may be "
+        "repeated; default: output layers, embeddings, norms and routers, which are always left out"
     )
-    parser.add_argument(
-        "--skip",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="modules to leave unquantized, by name or the last part of it, such as '*.layers.0.*' or 'v_proj'; may be "
-        "repeated; default: output layers, embeddings, norms and routers, which are always left out",
-    )
-    parser.add_argument(
-        "--allow-nonfinite", action="store_true", help="go on with weights that hold NaN or infinity; default: an error"
-    )
+    add("--skip", action="append", default=[], metavar="PATTERN", help=skip)
+    nonfinite = "go on with weights that hold NaN or infinity; default: an error"
+    add("--allow-nonfinite", action="store_true", help=nonfinite)
     _add_writing(parser, "directory with safetensors in bfloat16, float16 or float32")
     return parser
 
@@ -129,11 +122,8 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
         "one scale for each 128x128 block and the same values, then print what was written. An interrupted run is "
         "continued by the same command.",
     )
-    parser.add_argument(
-        "--requantize",
-        action="store_true",
-        help="quantize again what blocks do not hold exactly, such as one scale a channel; the added error is printed",
-    )
+    again = "quantize again what blocks do not hold exactly, such as one scale a channel; the added error is printed"
+    parser.add_argument("--requantize", action="store_true", help=again)
     _add_writing(parser, "directory of a checkpoint; fp8moe inspect names its format")
     return parser
 
@@ -180,14 +170,8 @@ def _add_warmup(commands: Any) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", nargs="?", type=Path, metavar="SRC", help="a checkpoint, or its config.json")
     add("--model-type", metavar="TYPE", help="instead of SRC: a model type of transformers, such as qwen3_moe")
-    add(
-        "--set",
-        type=_setting,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a value of the configuration, such as hidden_size=2048; may be repeated",
-    )
+    value = "a value of the configuration, such as hidden_size=2048; may be repeated"
+    add("--set", type=_setting, action="append", default=[], metavar="NAME=VALUE", help=value)
     add("--batch-sizes", type=_count, nargs="+", default=[1], metavar="B", help="those of GraphDecoder; default: 1")
     add("--max-length", type=_count, default=4096, metavar="L", help="that of GraphDecoder; default: %(default)s")
     add("--tokens", type=_count, default=8192, metavar="T", help="most tokens of a prefill; default: %(default)s")
@@ -216,24 +200,13 @@ def _add_info(commands: Any) -> argparse.ArgumentParser:
 def _add_writing(parser: argparse.ArgumentParser, source: str) -> None:
     """The arguments of commands that make one checkpoint of another. source: what the latter is."""
     parser.set_defaults(after_interrupt="; the same command goes on behind the last finished shard")
-    parser.add_argument("source", metavar="SRC", help=source)
-    parser.add_argument("target", metavar="DST", help="directory to write; an interrupted run there is resumed")
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="where to quantize, with the same result; default: %(default)s, a GPU if there is one",
-    )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="write to a DST that holds other files, and overwrite those of the same names; default: an error",
-    )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="read finished shards and their sources again; default: compare their sizes and times only",
-    )
+    add = parser.add_argument
+    add("source", metavar="SRC", help=source)
+    add("target", metavar="DST", help="directory to write; an interrupted run there is resumed")
+    where = "where to quantize, with the same result; default: %(default)s, a GPU if there is one"
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=where)
+    force = "write to a DST that holds other files, and overwrite those of the same names; default: an error"
+    add("--force", action="store_true", help=force)
     _add_quiet(parser)
 
 

@@ -1,4 +1,4 @@
-"""What `fp8moe serve` is made of: the handlers of `transformers serve` over the rows of a GraphDecoder.
+"""The parts of `fp8moe serve`: the handlers of `transformers serve` over the rows of a GraphDecoder.
 
 `DecoderManager` generates for many clients at once, `make_app` answers them over HTTP. Fields and answers of the API,
 chat templates and tool calls are transformers'.
@@ -9,23 +9,21 @@ import json
 import logging
 import threading
 import uuid
-from collections.abc import Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 from transformers.cli.serving.model_manager import ModelManager, TimedModel
-from transformers.cli.serving.utils import BaseGenerateManager, CBStreamer, GenerationState, _StreamError
+from transformers.cli.serving.utils import BaseGenerateManager, CBStreamer, GenerationState
 
 from fp8moe.decode import GraphDecoder
-from fp8moe.decode.requests import BatchScheduler, Request, parse_request
+from fp8moe.decode.request import Request, parse_one
+from fp8moe.decode.scheduler import Scheduler
 
 NEW_TOKENS = 1024
 """Most tokens of an answer to a request that does not say, as transformers serve has it; fewer where no more fit."""
-
-_News = list[tuple[Callable[[Any], None], Any]]
-"""Calls for the event loop to make: functions, each with its argument."""
 
 
 class DecoderManager(BaseGenerateManager):
@@ -41,7 +39,6 @@ class DecoderManager(BaseGenerateManager):
         self.error: Exception | None = None
         self._open: set[_Answer] = set()
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()
-        self._news: _News = []
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="fp8moe serve", daemon=True)
         self._thread.start()
@@ -59,30 +56,29 @@ class DecoderManager(BaseGenerateManager):
 
         The answer begins when the queue is first read: nothing runs for a client that has gone before.
         Arguments are those of transformers' managers: inputs["input_ids"] is a list of tokens; a gen_config without
-        max_new_tokens gets what holds. Raises ValueError for a request that `GraphDecoder.run` refuses.
+        max_new_tokens gets what holds. Raises ValueError for a request that `GraphDecoder.run` refuses; the queue's
+        `get` RuntimeError for logits that became NaN, a decoder that failed and a manager that was stopped.
         """
         tokenizer = getattr(processor, "tokenizer", processor)
-        answer = _Answer(self._news)
-        request = self._parse(inputs, gen_config, tokenizer, answer, streams=True)
-        queue = _TextQueue(lambda: self._submit(request), [] if response_parser else _strings(gen_config.stop_strings))
+        answer = _Answer(self._submit)
+        request = self._parse(answer, inputs, gen_config, tokenizer)
+        request.stepwise = True
+        answer.stops = [] if response_parser else _strings(gen_config.stop_strings)
         loop = asyncio.get_running_loop()
-        streamer = CBStreamer(self, request, tokenizer._tokenizer, loop, queue, response_parser)
-        answer.stream(queue, streamer)
-        return queue, streamer
+        answer.streamer = CBStreamer(self, request, tokenizer.backend_tokenizer, loop, answer, response_parser)
+        return answer, answer.streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """Return an answer: its text, the number of tokens of the prompt, and its tokens.
 
-        Arguments and errors are those of `generate_streaming`. Raises RuntimeError, too, for logits that became NaN, a
-        decoder that failed and a manager that was stopped. Cancelling the task cancels the request.
+        Arguments and errors are those of `generate_streaming`. Cancelling the task cancels the request.
         """
-        answer = _Answer(self._news)
-        request = self._parse(inputs, gen_config, getattr(processor, "tokenizer", processor), answer, streams=False)
-        self._submit(request)
+        answer = _Answer(self._submit)
+        request = self._parse(answer, inputs, gen_config, getattr(processor, "tokenizer", processor))
         try:
-            tokens = await answer.future
+            tokens = await answer.get()
         finally:
             self.cancel_request(request)
         text = processor.decode(tokens, skip_special_tokens=True)
@@ -100,7 +96,7 @@ class DecoderManager(BaseGenerateManager):
         self._thread.join()
         self._fail()
 
-    def _parse(self, inputs: dict, config: Any, tokenizer: Any, answer: "_Answer", *, streams: bool) -> Request:
+    def _parse(self, answer: "_Answer", inputs: dict, config: Any, tokenizer: Any) -> Request:
         tokens = torch.tensor(inputs["input_ids"], dtype=torch.int64)
         if config.max_new_tokens is None:
             config.max_new_tokens = max(1, min(NEW_TOKENS, self.decoder.max_length - len(tokens)))
@@ -112,20 +108,20 @@ class DecoderManager(BaseGenerateManager):
             "presence_penalty": getattr(config, "presence_penalty", None),
             "seed": getattr(config, "seed", None),
             "tokenizer": tokenizer,
-            "streamer": answer if streams else None,
         }
         try:
-            return parse_request(self.decoder, arguments, answer, config)
+            answer.request = parse_one(self.decoder, arguments, answer, config)
         except TypeError as error:
             raise ValueError(str(error)) from error
+        return answer.request
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, answer: "_Answer") -> None:
         self._loop = asyncio.get_running_loop()
-        self._open.add(request.key)
+        self._open.add(answer)
         if self._stopping or self.error is not None:
             self._fail()
         else:
-            self._inbox.put(request)
+            self._inbox.put(answer.request)
 
     def _work(self) -> None:
         try:
@@ -141,24 +137,23 @@ class DecoderManager(BaseGenerateManager):
     def _serve(self, first: Request) -> None:
         """Decode until no request is left."""
         with self.decoder.turn(), self.decoder.on_device():
-            scheduler = BatchScheduler(self.decoder)
+            scheduler = Scheduler(self.decoder)
             scheduler.add(first)
             try:
                 while scheduler.busy and not self._stopping:
                     while not self._inbox.empty():
                         if (request := self._inbox.get()) is not None:
                             scheduler.add(request)
-                    self._news += [(answer.finish, result) for answer, result in scheduler.advance()]
-                    if self._news:
-                        self._loop.call_soon_threadsafe(self._tell, self._news[:])
-                        self._news.clear()
+                    if news := scheduler.advance():
+                        told = [(answer.read if not last else answer.finish, value) for answer, value, last in news]
+                        self._loop.call_soon_threadsafe(self._tell, told)
             finally:
                 scheduler.close()
 
-    def _tell(self, news: _News) -> None:
-        for function, argument in news:
-            function(argument)
-        self._open = {answer for answer in self._open if not answer.future.done()}
+    def _tell(self, told: list[tuple[Callable[[Any], None], Any]]) -> None:
+        for function, value in told:
+            function(value if isinstance(value, Exception) else value.tolist())
+        self._open = {answer for answer in self._open if not answer.ended}
 
     def _fail(self) -> None:
         reason = f"the decoder has failed: {self.error}" if self.error else "the server is shutting down"
@@ -167,31 +162,26 @@ class DecoderManager(BaseGenerateManager):
         self._open.clear()
 
 
-class _Answer:
-    """What a client gets: all tokens at the end, in `future`, or their text as it comes, in a queue.
+class _Answer(asyncio.Queue):
+    """An answer to a client: text as it comes from a streamer, then None; or, without a streamer, all tokens at once.
 
-    To the scheduler it is the request's streamer, whose calls become news for the event loop; the rest is called there.
-    generated_tokens: all so far, as CBStreamer reads them.
+    begin: called with the answer when it is first read. stops: strings; the text ends before the first of them, and
+    text that may be the beginning of one is held back. generated_tokens: all so far, as CBStreamer reads them.
     """
 
-    def __init__(self, news: _News):
-        self.future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+    def __init__(self, begin: Callable[["_Answer"], None]):
+        super().__init__()
+        self._begin: Callable[[_Answer], None] | None = begin
+        self.request: Request
+        self.streamer: CBStreamer | None = None
         self.generated_tokens: list[int] = []
-        self._news, self._prompt_came = news, False
+        self.error: RuntimeError | None = None
+        self.ended = False
+        self.stops: list[str] = []
+        self._held, self._stopped = "", False
 
-    def stream(self, queue: asyncio.Queue, streamer: CBStreamer) -> None:
-        self.queue, self.streamer = queue, streamer
-        self.future.add_done_callback(self._end)
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._prompt_came:
-            self._news.append((self._read, value.tolist()))
-        self._prompt_came = True
-
-    def end(self) -> None:
-        """Do nothing: the result comes."""
-
-    def _read(self, tokens: list[int]) -> None:
+    def read(self, tokens: list[int]) -> None:
+        """Take the tokens of a step."""
         self.generated_tokens += tokens
         try:
             self.streamer.put(self)
@@ -199,48 +189,36 @@ class _Answer:
             self.streamer.cancel()
             self.finish(error)
 
-    def finish(self, result: torch.Tensor | Exception) -> None:
-        """result: the tokens (n,), or what ended it."""
-        if self.future.done():
+    def finish(self, result: list[int] | Exception) -> None:
+        """End with all tokens, or with what went wrong."""
+        if self.ended:
             return
+        self.ended = True
         if isinstance(result, Exception):
-            self.future.set_exception(RuntimeError(str(result)))
-        else:
-            self.future.set_result(result.tolist())
-
-    def _end(self, future: asyncio.Future) -> None:
-        if error := future.exception():
-            self.queue.put_nowait(_StreamError(json.dumps(str(error))[1:-1]))  # transformers puts it between quotes
+            self.error = RuntimeError(str(result))
+            super().put_nowait("")  # wakes who waits
+        elif self.streamer is None:
+            super().put_nowait(result)
         else:
             self.streamer.end()
-
-
-class _TextQueue(asyncio.Queue):
-    """A queue whose text ends before the first stop string; text that may be the beginning of one is held back.
-
-    begin: called when it is first read.
-    """
-
-    def __init__(self, begin: Callable[[], None], stops: list[str]):
-        super().__init__()
-        self._begin: Callable[[], None] | None = begin
-        self._stops, self._most_held = stops, max(map(len, stops), default=1) - 1
-        self._held, self._stopped = "", False
 
     async def get(self) -> Any:
         if self._begin is not None:
             begin, self._begin = self._begin, None
-            begin()
-        return await super().get()
+            begin(self)
+        item = None if self.error and self.empty() else await super().get()
+        if self.error and not item:
+            raise self.error
+        return item
 
     def put_nowait(self, item: Any) -> None:
         is_end = item is None
-        if self._stops and (is_end or isinstance(item, str)):
+        if self.stops and (is_end or isinstance(item, str)):
             text = "" if self._stopped else self._held + (item or "")
-            end = _end(text, self._stops)
+            end = _end(text, self.stops)
             self._stopped |= end < len(text)
             if not (self._stopped or is_end):
-                end = max(0, end - self._most_held)
+                end = max(0, end - max(map(len, self.stops)) + 1)
             item, self._held = text[:end], text[end:]
         if item:
             super().put_nowait(item)
@@ -265,16 +243,10 @@ def make_app(name: str, model: Any, tokenizer: Any, manager: DecoderManager | No
     from fastapi import FastAPI, HTTPException
     from fastapi import Request as HTTPRequest
     from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import JSONResponse
+    from fastapi.responses import JSONResponse, StreamingResponse
     from jinja2 import TemplateError
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
-
-    class Chat(_Strict, ChatCompletionHandler):
-        pass
-
-    class Completion(_Strict, CompletionHandler):
-        pass
 
     state, models = _State(manager), ModelManager()
     models.force_model = name
@@ -287,9 +259,16 @@ def make_app(name: str, model: Any, tokenizer: Any, manager: DecoderManager | No
         state.shutdown()
         models.shutdown()
 
+    async def handle(handler, body):
+        body = _prepared(body, model.generation_config if manager else None)
+        response = await handler.handle_request(body, str(uuid.uuid4()))
+        if isinstance(response, StreamingResponse):
+            response.body_iterator = _with_errors(response.body_iterator)
+        return response
+
     def serve_with(handler):
         async def endpoint(request: HTTPRequest, body: dict):
-            answer = asyncio.create_task(handler.handle_request(body, str(uuid.uuid4())))
+            answer = asyncio.create_task(handle(handler, body))
             gone = asyncio.create_task(_client_goes(request))
             try:
                 await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -309,8 +288,8 @@ def make_app(name: str, model: Any, tokenizer: Any, manager: DecoderManager | No
         return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
 
     app = FastAPI(title="fp8moe serve", lifespan=lifespan)
-    app.post("/v1/chat/completions")(serve_with(Chat(models, state)))
-    app.post("/v1/completions")(serve_with(Completion(models, state)))
+    app.post("/v1/chat/completions")(serve_with(ChatCompletionHandler(models, state)))
+    app.post("/v1/completions")(serve_with(CompletionHandler(models, state)))
     app.get("/v1/models")(lambda: listed)
     app.get("/health")(lambda: JSONResponse({}, 200 if state.is_cb_alive() else 503))
     for error_type, answer in {
@@ -327,6 +306,16 @@ async def _client_goes(request: Any) -> None:
     """Return when the client of a request (FastAPI's, whose body was read) closes its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def _with_errors(parts: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """Yield the parts of a stream, and after them the error that ends it, as transformers' streams tell errors."""
+    async with aclosing(parts):
+        try:
+            async for part in parts:
+                yield part
+        except RuntimeError as error:
+            yield f"data: {json.dumps({'error': str(error)})}\n\n"
 
 
 class _State(GenerationState):
@@ -361,27 +350,28 @@ _ONE_FOR_ALL = ("temperature", "top_p", "frequency_penalty", "presence_penalty",
 """Fields that transformers' continuous batching does not take from a request."""
 
 
-class _Strict:
-    """Goes before a handler of transformers: refuses or applies the fields that this would leave out."""
+def _prepared(body: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return a request's body in which its generation_config has what transformers' handlers would leave out.
 
-    def _validate_request(self, body: dict) -> None:
-        super()._validate_request(body)
-        for name, neutral in _UNSERVED.items():
-            if body.get(name) not in neutral:
-                raise ValueError(f"{name}: {json.dumps(body[name])} is not served")
-        for name in () if self.generation_state.manager else _ONE_FOR_ALL:
+    config: the model's, which holds where the request says nothing; None: requests have no settings of their own.
+    Raises ValueError for a field that is not served.
+    """
+    for name, neutral in _UNSERVED.items():
+        if body.get(name) not in neutral:
+            raise ValueError(f"{name}: {json.dumps(body[name])} is not served")
+    body = body | {"max_tokens": body.get("max_completion_tokens", body.get("max_tokens"))}
+    if config is None:
+        for name in _ONE_FOR_ALL:
             if body.get(name) is not None:
                 raise ValueError(f"{name}: this model is served with the settings of its generation_config only")
-
-    def _build_generation_config(self, body: dict, model_generation_config: Any, use_cb: bool = False) -> Any:
-        # Without the seed, which would become PyTorch's, and so that of other clients.
-        config = super()._build_generation_config(body | {"seed": None}, model_generation_config, use_cb=use_cb)
-        if float(body.get("temperature") or 0):  # transformers samples only where the model's configuration says so
-            config.do_sample = True
-        config.seed, config.presence_penalty = body.get("seed"), body.get("presence_penalty")
-        most = body.get("max_completion_tokens", body.get("max_tokens"))
-        if most is not None:
-            config.max_new_tokens = int(most)
-        elif self.generation_state.manager and body.get("generation_config") is None:
-            config.max_new_tokens = None  # as many as there is room for
-        return config
+        return body
+    given = body.get("generation_config")
+    settings = json.loads(config.to_json_string() if given is None else given)
+    settings.pop("_from_model_config", None)  # a configuration with it takes no further settings
+    if given is None:
+        settings["max_new_tokens"] = None  # as many as there is room for
+    if float(body.get("temperature") or 0):  # transformers samples only where the model's configuration says so
+        settings["do_sample"] = True
+    # Not as the request's own seed, which would become PyTorch's, and so that of other clients.
+    settings |= {name: body.get(name) for name in ("seed", "presence_penalty")}
+    return body | {"seed": None, "presence_penalty": None, "generation_config": json.dumps(settings)}

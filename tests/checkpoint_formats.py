@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8moe.hf.architecture import empty_model, locate
+from fp8moe.weights.names import parse
 
 E4M3 = torch.float8_e4m3fn
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
@@ -443,7 +444,7 @@ class Source:
 
         own = AutoConfig.from_pretrained(self.directory)
         others = {name for name, value in self.tensors.items() if value.dim() > 1 and not wanted(name)}
-        located = locate(empty_model(own), others).values()
+        located = locate(empty_model(own), map(parse, others)).values()
         kept = sorted({"lm_head", *(location.key.rpartition(".")[0] for location in located)})
         layout = layout._replace(config=_leave_out(layout.config, kept), root=_leave_out(layout.root, kept))
         values = write_layout(layout, directory, self.tensors, wanted, self.config | (config or {}))

@@ -2,8 +2,8 @@
 
 import torch
 
-from fp8moe.kernels.decoder_ops.decode_attention import NewTokens
-from fp8moe.kernels.decoder_ops.rotary import rotary
+from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention
+from fp8moe.kernels.decoder_ops.rotary import NewTokens, rotary
 
 # sequences; query heads of a key head, key heads, values of a head, of which are rotated, with norms; columns; window
 SHAPES = (
@@ -42,6 +42,11 @@ def make(batch, heads, length, dtype=torch.bfloat16, seed=0):
     return (q, *cache, begin, columns), NewTokens(k, v, cos, sin, *weights, eps=1e-6)
 
 
+def attend(q, keys, values, begin, columns, **how):
+    """`decode_attention` of what `make` returns first."""
+    return decode_attention(q, StaticCache(keys, values, begin, columns), **how)
+
+
 def moved(value, device):
     if isinstance(value, NewTokens):
         return NewTokens(*(moved(part, device) for part in value))
@@ -52,9 +57,8 @@ def expected(q, keys, values, begin, columns, new, window=None):
     """The attention (B, heads * D) in float64, and the cache with the new tokens."""
     keys, values = keys.clone(), values.clone()
     if new is not None:
-        heads = (x[:, None] for x in (q, new.k, new.v, new.cos, new.sin))
-        norms = {"q_weight": new.q_weight, "k_weight": new.k_weight, "eps": new.eps}
-        q = rotary(*heads, keys, values, columns=columns, **norms)[:, 0]
+        tokens = NewTokens(*(x[:, None] for x in new[:4]), *new[4:])
+        q = rotary(q[:, None], tokens, keys, values, columns=columns)[:, 0]
     batch, heads, size = q.shape
     group = heads // keys.shape[1]
     out = torch.zeros(batch, heads, size, dtype=torch.float64)

@@ -6,7 +6,7 @@ from torch import nn
 
 from benchmarks.operands import exact
 from fp8moe.kernels.experts import experts_partial, sort_by_expert
-from fp8moe.kernels.experts.operands import Biases
+from fp8moe.kernels.experts.operands import Biases, Layer, Shard
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
 from fp8moe.layers.experts import GroupedExperts
@@ -62,11 +62,24 @@ def quantized_weights(layer):
     return FP8Tensor(*(part.flatten(1, 2) for part in up)), quantize_128x128(layer.down_proj.detach())
 
 
-def part(layer, x, index, weights, start, end, **options):
-    """What experts [start, end) add to the layer's result."""
-    form = {"activation": layer.activation, "num_experts": layer.num_experts, "row_dtype": torch.bfloat16}
-    form["biases"] = biases_of(layer, start, end)
-    return experts_partial(x, index, weights, *weights_of(layer, start, end), first_expert=start, **form | options)
+def layer_of(layer, start=0, end=None):
+    """What kernels take of frozen experts [start, end)."""
+    return Layer(*weights_of(layer, start, end), layer.activation, biases_of(layer, start, end))
+
+
+def trained_layer(layer):
+    """What kernels take of experts with masters."""
+    return Layer(*quantized_weights(layer), layer.activation)
+
+
+def part(layer, x, index, weights, start, end, *, known=None, partial=None, partial_known=None, **window):
+    """What experts [start, end) add to the layer's result. known: written, the tokens that have a sum."""
+    shard = Shard(**({"first_expert": start, "num_experts": layer.num_experts, "row_dtype": torch.bfloat16} | window))
+    given = {"partial": partial, "partial_known": partial_known, "wants_known": known is not None}
+    sums, now = experts_partial(x, index, weights, layer_of(layer, start, end), shard, **given)
+    if known is not None:
+        known.copy_(now)
+    return sums
 
 
 def in_order(parts):

@@ -12,6 +12,7 @@ from fp8moe.kernels.gemm.epilogue import Columns, Epilogue
 from fp8moe.kernels.gemm.sm90 import TileConfig, with_columns
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.runtime import compilers
+from fp8moe.runtime.architectures import SM90
 from fp8moe.runtime.jit import KernelSpec, full_source
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM
 from tests.ptxas import compile_report
@@ -72,7 +73,7 @@ def counts_shared_memory_alike(spec: KernelSpec, nbytes: int) -> bool:
     errors = []
     for source in (text, wrong):
         with pytest.raises(compilers.CompileError) as error:
-            compilers.compile_source(f'{source}\nstatic_assert(false, "the end");', "gemm.cu", "nvrtc")
+            compilers.compile_source(f'{source}\nstatic_assert(false, "the end");', "gemm.cu", "nvrtc", SM90.flag)
         errors.append(str(error.value))
     assert all("the end" in error for error in errors)
     return ["counts otherwise" in error for error in errors] == [False, True]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe import dequantize, replace_linears
-from fp8moe.hf.fused import latent_attention, norms
+from fp8moe.hf.fused import latent_attention, linears, norms
 from fp8moe.weights import DEFAULT_SKIP
 from tests.transformers_models import BASE, MLA, modules_named, random_model
 
@@ -62,7 +62,7 @@ def step_of(module, attention_mask=None, length=9, **options):
 def fused_step_of(module, attention_mask=None, length=9, **options):
     norm, hidden, embeddings, cache = inputs(module, length)
     assert latent_attention.serves(module, hidden.dtype, embeddings)
-    quantized = latent_attention.wants_quantized(module)
+    quantized = linears.are_fp8(latent_attention.inputs(module))
     normed = norms.norm(norm, hidden, values=not quantized, quantized=quantized)
     how = {"past_key_values": cache, "attention_mask": attention_mask}
     return latent_attention.attend(module, normed, hidden.shape[:2], embeddings, **how, **options)

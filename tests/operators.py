@@ -18,13 +18,16 @@ import fp8moe.kernels
 import fp8moe.layers
 import fp8moe.peft
 import fp8moe.quant
+from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.sampling import SamplingState, Sequences
 from fp8moe.kernels.experts.backward import RowOrder
+from fp8moe.kernels.experts.operands import Biases, Layer, Norm, Shard, TokenOperands
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.indexer.mqa_cache import new_kv_cache
 from fp8moe.quant.formats import FP8Tensor, align
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x128
+from fp8moe.runtime.operator import Signature
 from tests import experts_cases, mqa_cases, sampling_cases
 from tests.gemm_cases import int32
 from tests.random_values import some_slots
@@ -156,12 +159,13 @@ def _transposed_defined(a: SimpleNamespace, results: list[Tensor]) -> list[Tenso
 
 
 def _kept_defined(groups: Tensor, results: list[Tensor]) -> list[Tensor]:
-    """`results` ends in the columns that a forward keeps, which may be empty."""
+    """`results` ends in the columns that a forward keeps, which may be empty, and in what a low rank adds."""
+    *results, up_ranks, down_ranks, dropped = results
     end = (groups.diff() + 127).div(128, rounding_mode="floor").sum() * 128
     kept = []
     for columns in (results[-4:-2], results[-2:]):
         kept += both_ways(columns, end) if columns[0].dim() == 2 else columns
-    return [*results[:-4], *kept]
+    return [*results[:-4], *kept, up_ranks, down_ranks, dropped]
 
 
 def _tokens_kept_defined(a: SimpleNamespace, results: list[Tensor]) -> list[Tensor]:
@@ -782,26 +786,47 @@ def _tokens(draw: Draw, **options: Any) -> tuple:
     return draw.normal(draw.rows, draw.hidden), *draw.routing(), *_layer(draw, draw.hidden, draw.size, **options)
 
 
-def _with_norm(draw: Draw) -> tuple:
-    return *_tokens(draw), "silu", *NO_BIASES, None
+def _layer_operands(draw: Draw, activation: str = SWIGLU, biases: bool = False, **options: Any) -> tuple:
+    """Of `experts`: tokens and a layer, and behind these the fields of `TokenOperands` that options name."""
+    tokens = _odd_tokens(draw) if activation == "gelu" else _tokens(draw)
+    if options.pop("sorted_already", False):
+        options |= sort_by_expert(tokens[1], EXPERTS)._asdict()
+    if "norm" in options:
+        options["norm"] = Norm(draw.normal(tokens[0].shape[1]).to(tokens[0].dtype), 1e-6, options["norm"])
+    data, index, weights, up, up_scale, down, down_scale = tokens
+    added = Biases(*_biases(draw)) if biases else Biases()
+    layer = Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), Activation.from_key(activation), added)
+    return TOKENS.pack(TokenOperands(data, index, weights, layer, **options))
 
 
-def _norm_of(draw: Draw, quantized: bool) -> tuple:
-    return draw.normal(draw.hidden), 1e-6, quantized
+def _residual(draw: Draw) -> Tensor:
+    return draw.normal(draw.rows, draw.hidden)
 
 
 def _odd_tokens(draw: Draw) -> tuple:
     return draw.normal(draw.rows, 131, dtype=torch.float32), *draw.routing(), *_layer(draw, 131, 77, activation="gelu")
 
 
-def _partial(draw: Draw) -> tuple:
-    x, index, weights, *layer = _tokens(draw)
-    return (
-        *(*quantize_1x128(x)[:1], 2 * index, weights, *layer, "silu", *NO_BIASES),
-        *(draw.normal(draw.rows, draw.hidden, dtype=torch.float32), quantize_1x128(x).scale),
-        *(1, 6, 0, TOP_K * draw.rows, torch.bfloat16, torch.float32),
-        *(torch.ones(draw.rows, dtype=torch.bool), torch.zeros(draw.rows, dtype=torch.bool)),
-    )
+def _part(draw: Draw, quantized: bool = False, passes: bool = False, biases: bool = False) -> tuple:
+    """Of `experts`: a rank's share of six experts, or with quantized alone, all three of it."""
+    x, index, weights, up, up_scale, down, down_scale = _tokens(draw)
+    added = Biases(*_biases(draw)) if biases else Biases()
+    layer = Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), Activation(), added)
+    shard, more, scale = Shard(1, 6, row_dtype=torch.bfloat16, out_dtype=torch.float32), {}, None
+    if quantized:
+        x, scale = quantize_1x128(x)
+    if passes:
+        index, shard = 2 * index, shard._replace(num_rows=TOP_K * draw.rows)
+        more = {"residual": draw.normal(draw.rows, draw.hidden, dtype=torch.float32), "wants_known": True}
+        more["residual_known"] = torch.ones(draw.rows, dtype=torch.bool)
+    return TOKENS.pack(TokenOperands(x, index, weights, layer, hidden_scale=scale, shard=shard, **more))
+
+
+def _held_out(draw: Draw) -> tuple:
+    """Of `experts_out`: what `_part` returns without the fields that it lacks."""
+    *tokens, _, _, _, _, scale, first, total, row, rows, row_dtype, out_dtype, _, _, _, _, _ = _part(draw, biases=True)
+    out = draw.normal(draw.rows, draw.hidden, dtype=torch.float32)
+    return *tokens, scale, first, total, row, rows, row_dtype, out_dtype, out
 
 
 def _sorted_rows(draw: Draw) -> tuple:
@@ -809,15 +834,11 @@ def _sorted_rows(draw: Draw) -> tuple:
     return rows, None, draw.offsets(), *_layer(draw, draw.hidden, draw.size), "silu", *_biases(draw)
 
 
-def _quantized_tokens(draw: Draw) -> tuple:
-    return draw.activations(draw.rows, draw.hidden).data, *_tokens(draw)[1:]
-
-
 def _masked_layer(draw: Draw) -> tuple:
     x = draw.activations(EXPERTS, draw.rows, draw.hidden)
     used = draw.integers(0, draw.rows + 2, EXPERTS)
     used[0] = draw.rows
-    return *x, used, *_layer(draw, draw.hidden, draw.size), LIMITED, *_biases(draw), 3
+    return *x, used, *_layer(draw, draw.hidden, draw.size), LIMITED, *_biases(draw)
 
 
 def _masters(draw: Draw, hidden: int, size: int) -> tuple:
@@ -832,13 +853,13 @@ def _experts_training(draw: Draw) -> tuple:
     index, weights = draw.routing()
     order = RowOrder.of_tokens(index, EXPERTS, EXPERTS)
     x = draw.normal(draw.rows, draw.hidden)
-    return x, None, *order, weights, *layer, "silu", up, down, None, torch.bfloat16, torch.bfloat16
+    return x, None, *order, weights, *layer, "silu", up, down, None, torch.bfloat16, torch.bfloat16, *NO_LOW_RANK
 
 
 def _shard_training(draw: Draw) -> tuple:
     x, index, weights, *layer = _tokens(draw, activation="gelu")
     order = RowOrder.of_tokens(2 * index, EXPERTS, 6, first_expert=1, num_rows=TOP_K * draw.rows)
-    return x, None, *order, weights, *layer, "gelu", None, None, None, torch.bfloat16, torch.float32
+    return x, None, *order, weights, *layer, "gelu", None, None, None, torch.bfloat16, torch.float32, *NO_LOW_RANK
 
 
 def _rows_training(draw: Draw, activation: str = "silu", apart: bool = False) -> tuple:
@@ -846,33 +867,48 @@ def _rows_training(draw: Draw, activation: str = "silu", apart: bool = False) ->
     gate, up = (part.contiguous() for part in up.chunk(2, 1)) if apart else (None, up)
     order = RowOrder(draw.offsets(), whole=(2 * draw.rows, 6))
     x = draw.normal(draw.rows, draw.hidden)
-    return x, None, *order, None, *layer, activation, up, down, gate, torch.bfloat16, torch.bfloat16
+    return x, None, *order, None, *layer, activation, up, down, gate, torch.bfloat16, torch.bfloat16, *NO_LOW_RANK
+
+
+def _adapted_training(draw: Draw, activation: str = "silu", dropped: bool = False) -> tuple:
+    """With a low rank."""
+    x, index, weights, *layer = _tokens(draw, activation=activation)
+    order = RowOrder.of_tokens(index, EXPERTS, EXPERTS)
+    columns, rank = align(draw.size, 128), 16
+    shapes = (rank, draw.hidden), (2 * columns, rank), (rank, columns), (draw.hidden, rank)
+    factors = [draw.normal(EXPERTS, *shape) / 8 for shape in shapes]
+    dtypes = torch.bfloat16, torch.bfloat16
+    given = 2 * x if dropped else None
+    return x, None, *order, weights, *layer, activation, None, None, None, *dtypes, *factors, given, 0.0
 
 
 def _training_backward(draw: Draw, training: Callable[[Draw], tuple], routing_grad: bool) -> tuple:
-    x, _, *kept, _, _ = arguments = training(draw)
+    x, _, *kept, _, _, up_a, up_b, down_a, down_b, dropped, dropout = arguments = training(draw)
     out, *saved = OPS.experts_training(*arguments)
-    return draw.normal(*out.shape), *kept, *saved, x.dtype, routing_grad
+    low_rank = up_a, up_b, down_a, down_b, dropped, dropout
+    multiplied = x if up_a is not None and dropped is None else None
+    return draw.normal(*out.shape), *kept, *saved, x.dtype, routing_grad, *low_rank, multiplied
 
 
 def _adapter(draw: Draw) -> tuple:
     return draw.normal(draw.rows, 16), draw.normal(EXPERTS, 16, draw.hidden), draw.offsets()
 
 
-NO_BIASES = (None, None)
-UNSORTED = (None, None)
+TOKENS = Signature(TokenOperands)
+NO_LOW_RANK = (None,) * 6
 LAYER_NAMES = {
     **{"up": "gate_up_proj", "up_scale": "gate_up_proj_scale_inv", "up_bias": "gate_up_proj_bias"},
     **{"down": "down_proj", "down_scale": "down_proj_scale_inv", "down_bias": "down_proj_bias"},
 }
-MASKED_NAMES = LAYER_NAMES | {"x": r"x\.data", "x_scale": r"x\.scale"}
+ROWS_NAMES = LAYER_NAMES | {"groups": "group_offsets"}
+MASKED_NAMES = LAYER_NAMES | {"rows": r"x\.data", "rows_scale": r"x\.scale", "groups": "masked_m"}
 PARTIAL_NAMES = LAYER_NAMES | {
     **{"hidden_states": r"x(\.data)?", "hidden_scale": "x.scale"},
     **{"residual": "partial", "residual_known": "partial_known"},
 }
 TOKEN = {"hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW]), "top_k_weights": ((BAD_ROW, 0), lambda a: [BAD_ROW])}
-NORMED = {name: (index, lambda a: [BAD_ROW, BAD_ROW, None, None]) for name, (index, _) in TOKEN.items()}
-QUANTIZED = {name: (index, lambda a: [BAD_ROW, None, BAD_ROW, BAD_ROW]) for name, (index, _) in TOKEN.items()}
+NORMED = {name: (index, lambda a: [BAD_ROW, BAD_ROW]) for name, (index, _) in TOKEN.items()}
+QUANTIZED = {name: (index, lambda a: [BAD_ROW] * 3) for name, (index, _) in TOKEN.items()}
 IN_LAYERS = "test_experts_training.py: where a value goes depends on the routing"
 SAVED = {"wrong operands": INTERNAL, "ranks are refused": INTERNAL}
 
@@ -895,115 +931,92 @@ LAYERS = {
     "linear_training_backward": Case(
         _linear_backward, bad={"grad": ((0, BAD_ROW, 3), lambda a: [(0, BAD_ROW), 3, 3])}, exempt=SAVED
     ),
-    "experts": Case(
-        lambda draw: (*_tokens(draw), "silu", *NO_BIASES, None, None, *UNSORTED),
-        bad=TOKEN,
-        names=LAYER_NAMES,
-        rows=(16, 300),
-    ),
-    "experts, biases": Case(
-        lambda draw: (*_tokens(draw), "silu limit=1.0 alpha=1.702", *_biases(draw), None, None, *UNSORTED),
-        bad=TOKEN,
-        names=LAYER_NAMES,
-        rows=(16, 300),
-    ),
-    "experts, capacity and residual": Case(
-        lambda draw: (
-            *(*_tokens(draw), LIMITED, *NO_BIASES, max(draw.rows, 1)),
-            *(draw.normal(draw.rows, draw.hidden), *UNSORTED),
-        ),
-        bad=TOKEN,
-        names=LAYER_NAMES,
-        rows=(16, 64),
-    ),
-    "experts, odd sizes": Case(
-        lambda draw: (*_odd_tokens(draw), "gelu", *NO_BIASES, None, None, *UNSORTED), bad=TOKEN, names=LAYER_NAMES
-    ),
-    "experts, sorted already": Case(
-        lambda draw: (
-            *(*(tokens := _tokens(draw)), "silu", *NO_BIASES, None, draw.normal(draw.rows, draw.hidden)),
-            *sort_by_expert(tokens[1], EXPERTS),
-        ),
-        bad=TOKEN,
-        names=LAYER_NAMES,
-        rows=(16, 300),
-    ),
-    "experts_norm": Case(
-        lambda draw: (*_with_norm(draw), draw.normal(draw.rows, draw.hidden), *UNSORTED, *_norm_of(draw, False)),
-        bad=NORMED | {"residual": ((BAD_ROW, 5), lambda a: [(BAD_ROW, 5), BAD_ROW, None, None])},
-        names=LAYER_NAMES,
-        rows=(16, 64, 300),
-    ),
-    "experts_norm, quantized, sorted already": Case(
-        lambda draw: (
-            *(*(tokens := _with_norm(draw)), None, *sort_by_expert(tokens[1], EXPERTS), *_norm_of(draw, True)),
-        ),
-        bad=QUANTIZED,
-        names=LAYER_NAMES,
-        rows=(1, 40),
-    ),
-    "experts_norm, odd sizes": Case(
-        lambda draw: (*_odd_tokens(draw), "gelu", *NO_BIASES, None, None, *UNSORTED, draw.uniform(131), 1e-6, True),
-        bad={"hidden_states": QUANTIZED["hidden_states"]},
-        names=LAYER_NAMES,
-    ),
-    "experts_partial": Case(
-        lambda draw: (
-            *(*_tokens(draw), "silu", *_biases(draw), None, None, 1, 6, 0, None),
-            *(torch.bfloat16, torch.float32, None, None),
-        ),
+    **{
+        f"experts{form}": Case(lambda draw, make=make: make(draw), bad=bad, names=LAYER_NAMES, rows=rows)
+        for form, make, bad, rows in (
+            ("", _layer_operands, TOKEN, (16, 300)),
+            (
+                ", biases",
+                lambda draw: _layer_operands(draw, "silu limit=1.0 alpha=1.702", biases=True),
+                *(TOKEN, (16, 300)),
+            ),
+            (
+                ", capacity and residual",
+                lambda draw: _layer_operands(draw, LIMITED, capacity=max(draw.rows, 1), residual=_residual(draw)),
+                *(TOKEN, (16, 64)),
+            ),
+            (", odd sizes", lambda draw: _layer_operands(draw, "gelu"), TOKEN, (300,)),
+            (
+                ", sorted already",
+                lambda draw: _layer_operands(draw, sorted_already=True, residual=_residual(draw)),
+                *(TOKEN, (16, 300)),
+            ),
+            (
+                ", norm",
+                lambda draw: _layer_operands(draw, residual=_residual(draw), norm=False),
+                NORMED | {"residual": ((BAD_ROW, 5), lambda a: [(BAD_ROW, 5), BAD_ROW])},
+                (16, 64, 300),
+            ),
+            (
+                ", quantized norm, sorted already",
+                lambda draw: _layer_operands(draw, sorted_already=True, norm=True),
+                *(QUANTIZED, (1, 40)),
+            ),
+            (
+                ", norm, odd sizes",
+                lambda draw: _layer_operands(draw, "gelu", norm=True),
+                {"hidden_states": QUANTIZED["hidden_states"]},
+                (300,),
+            ),
+        )
+    },
+    "experts, share": Case(
+        lambda draw: _part(draw, biases=True),
         bad={"hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
         names=PARTIAL_NAMES,
     ),
-    "experts_partial, passes": Case(_partial, names=PARTIAL_NAMES),
+    "experts, quantized share": Case(
+        lambda draw: _part(draw, quantized=True),
+        bad={"hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
+        names=PARTIAL_NAMES,
+    ),
+    "experts, passes": Case(lambda draw: _part(draw, quantized=True, passes=True), names=PARTIAL_NAMES),
+    "experts_out": Case(
+        _held_out,
+        bad={"hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
+        names=PARTIAL_NAMES,
+        fixed=("out",),
+    ),
     "experts_rows": Case(
-        lambda draw: (*_sorted_rows(draw), torch.float32, None),
+        lambda draw: (*_sorted_rows(draw), torch.float32, None, None),
         bad={"rows": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
-        names=LAYER_NAMES,
+        names=ROWS_NAMES,
     ),
     "experts_rows, quantized": Case(
         lambda draw: (
-            *draw.activations(draw.rows, draw.hidden),
-            *_sorted_rows(draw)[2:],
-            torch.bfloat16,
-            (draw.rows + 18, 8),
+            *(*draw.activations(draw.rows, draw.hidden), *_sorted_rows(draw)[2:]),
+            *(torch.bfloat16, (draw.rows + 18, 8), None),
         ),
-        names=LAYER_NAMES,
+        names=ROWS_NAMES,
     ),
-    "experts_held": Case(
-        lambda draw: (
-            *(*_quantized_tokens(draw), "silu", *NO_BIASES),
-            *(draw.activations(draw.rows, draw.hidden).scale, 0, 3, 0, None, torch.bfloat16, torch.bfloat16),
-        ),
-        bad={"hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
-        names=PARTIAL_NAMES,
-    ),
-    "experts_out": Case(
-        lambda draw: (
-            *(*_tokens(draw), "silu", *_biases(draw), None, 1, 6, 0, None, torch.bfloat16, torch.float32),
-            draw.normal(draw.rows, draw.hidden, dtype=torch.float32),
-        ),
-        bad={"hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
-        names=PARTIAL_NAMES,
-        fixed=("out",),
+    "experts_rows, masked": Case(
+        lambda draw: (*_masked_layer(draw), torch.bfloat16, None, 3),
+        lambda a, results: [rows[:count] for rows, count in zip(results[0], a.groups.tolist(), strict=True)],
+        bad={"rows": ((0, BAD_ROW, 5), _masked_row)},
+        names=MASKED_NAMES,
     ),
     "experts_rows_out": Case(
         lambda draw: (
-            *_sorted_rows(draw),
-            torch.float32,
-            None,
+            *(*_sorted_rows(draw), torch.float32, None, None),
             draw.normal(draw.rows, draw.hidden, dtype=torch.float32),
         ),
         bad={"rows": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
-        names=LAYER_NAMES,
+        names=ROWS_NAMES,
         fixed=("out",),
     ),
-    "experts_masked": Case(
-        _masked_layer, _masked_defined, bad={"x": ((0, BAD_ROW, 5), _masked_row)}, names=MASKED_NAMES
-    ),
-    "experts_masked_out": Case(
-        lambda draw: (*_masked_layer(draw), draw.normal(EXPERTS, draw.rows, draw.hidden)),
-        bad={"x": ((0, BAD_ROW, 5), _masked_row)},
+    "experts_rows_out, masked": Case(
+        lambda draw: (*_masked_layer(draw), torch.bfloat16, None, 3, draw.normal(EXPERTS, draw.rows, draw.hidden)),
+        bad={"rows": ((0, BAD_ROW, 5), _masked_row)},
         names=MASKED_NAMES,
         fixed=("out",),
     ),
@@ -1027,7 +1040,7 @@ LAYERS = {
                     *(BAD_ROW, BAD_ROW, (5, first_columns(a.groups, BAD_ROW))),
                     *((5, first_columns(a.groups, BAD_ROW).start // 128),),
                     *((slice(None), first_columns(a.groups, BAD_ROW)),),
-                    (slice(None), first_columns(a.groups, BAD_ROW).start // 128),
+                    *((slice(None), first_columns(a.groups, BAD_ROW).start // 128), None, None, None),
                 ],
             )
         },
@@ -1043,6 +1056,19 @@ LAYERS = {
         lambda a, results: _kept_defined(a.groups, results),
         exempt=SAVED | {"bad values": "those of the rows, whose forward is the same"},
     ),
+    "experts_training, low rank": Case(
+        _adapted_training, lambda a, results: results[:1], exempt=SAVED | {"bad values": IN_LAYERS}
+    ),
+    "experts_training_backward, low rank": Case(
+        lambda draw: _training_backward(draw, _adapted_training, True),
+        sums=(1,),
+        exempt=SAVED | {"bad values": IN_LAYERS},
+    ),
+    "experts_training_backward, low rank of dropped tokens": Case(
+        lambda draw: _training_backward(draw, lambda draw: _adapted_training(draw, "gelu", dropped=True), True),
+        sums=(1,),
+        exempt=SAVED | {"bad values": IN_LAYERS},
+    ),
     "experts_training_backward": Case(
         lambda draw: _training_backward(draw, _experts_training, True),
         sums=(1,),
@@ -1053,7 +1079,7 @@ LAYERS = {
         bad={
             "grad": (
                 (BAD_ROW, 5),
-                lambda a: [BAD_ROW, None, group := group_of(a.groups, BAD_ROW), (group, 5), None],
+                lambda a: [BAD_ROW, group := group_of(a.groups, BAD_ROW), (group, 5)],
             )
         },
         exempt=SAVED,
@@ -1063,7 +1089,7 @@ LAYERS = {
         bad={
             "grad": (
                 (BAD_ROW, 5),
-                lambda a: [BAD_ROW, None, group := group_of(a.groups, BAD_ROW), (group, 5), group],
+                lambda a: [BAD_ROW, group := group_of(a.groups, BAD_ROW), (group, 5), group],
             )
         },
         exempt=SAVED,

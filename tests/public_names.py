@@ -5,7 +5,7 @@ PUBLIC = (
     "fp8moe.distributed",
     "fp8moe.weights",
     "fp8moe.decode",
-    "fp8moe.integrations.deep_gemm",
+    "deep_gemm",
     "fp8moe.peft",
     "fp8moe.hf",
 )

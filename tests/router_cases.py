@@ -2,6 +2,8 @@
 
 import torch
 
+from fp8moe.kernels.decoder_ops import router
+
 SOFTMAX = {"score": "softmax", "normalize": True}
 DEEPSEEK = {"score": "sigmoid", "normalize": True, "scale": 2.5}
 
@@ -20,6 +22,11 @@ FORMS = (
     (1024, 32, SOFTMAX | {"bias": True}),
     (1, 1, SOFTMAX),
 )
+
+
+def route(logits, top_k, *, bias=None, dtype, sort=False, **rule) -> router.ChosenExperts:
+    """`router.route` by the fields of its rule."""
+    return router.route(logits, router.RoutingRule(top_k, **rule), bias=bias, dtype=dtype, sort=sort)
 
 
 def arguments(experts: int, form: dict, device: str = "cpu") -> dict:

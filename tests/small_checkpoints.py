@@ -8,7 +8,7 @@ from torch import nn
 
 from fp8moe import FP8Linear, GroupedExperts, quantize_128x128
 from fp8moe.weights import write as checkpoint_write
-from fp8moe.weights.read import INDEX, SINGLE
+from fp8moe.weights.source import INDEX, SINGLE
 
 HIDDEN, INTERMEDIATE, EXPERTS = 144, 72, 3  # neither a multiple of 128: gate and up have scales of their own
 Q, E = "layers.0.q_proj.weight", "layers.1.experts.2.up_proj.weight"
@@ -142,8 +142,8 @@ def expected_fp8(tensors, scale_format):
     return result
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-3])
+def truncate(path, by=3):
+    path.write_bytes(path.read_bytes()[:-by])
 
 
 class Interrupted(Exception):

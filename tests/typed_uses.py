@@ -14,7 +14,7 @@ import fp8moe
 from fp8moe import peft
 from fp8moe.decode import GraphDecoder, NaNLogits
 from fp8moe.distributed import ExpertParallel
-from fp8moe.hf import ModuleReport, load_model, optimize, register, report
+from fp8moe.hf import ModuleReport, load_model, optimize, register, report, unregister
 from fp8moe.weights import (
     DEFAULT_SKIP,
     CheckpointError,
@@ -111,7 +111,8 @@ def checkpoints(model: nn.Module, directory: Path) -> None:
 
 
 def whole_models(directory: Path, ids: Tensor, requests: list[Mapping[str, Any]]) -> Iterator[Tensor]:
-    register()
+    assert_type(register(), None)
+    assert_type(unregister(), None)
     model = load_model(directory, device="cuda")
     assert_type(report(model), list[ModuleReport])
     assert_type(optimize(model).restore(), None)
@@ -134,3 +135,4 @@ def whole_models(directory: Path, ids: Tensor, requests: list[Mapping[str, Any]]
     GraphDecoder(model)  # type: ignore[call-arg]
     decoder.generate(ids)  # type: ignore[call-arg]
     decoder.generate(ids, max_new_tokens="8")  # type: ignore[arg-type]
+    decoder.stream(ids, max_new_tokens=8, top_k=0.5)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ BEGIN, END = "<!-- tools.commands writes what follows -->\n", "<!-- that was too
 
 
 def measure(target: str, clone: Path, environment: dict[str, str]) -> dict[str, float]:
-    """Seconds and peak memory of `make target`. SystemExit with the end of its output if it fails."""
+    """Measure seconds and peak memory of `make target`. SystemExit with the end of its output if it fails."""
     print("make", target, flush=True)
     output = clone.parent / "output"
     command = ["make", target, f"PYTHON={getattr(sys, '_base_executable', sys.executable)}"]
@@ -50,7 +50,7 @@ def measure(target: str, clone: Path, environment: dict[str, str]) -> dict[str, 
 
 
 def memory_of_session(session: int) -> int:
-    """Bytes that all processes of a session hold, each its share of the pages that several have."""
+    """Count bytes that all processes of a session hold, each its share of the pages that several have."""
     total = 0
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -62,13 +62,13 @@ def memory_of_session(session: int) -> int:
 
 
 def disk_gb(directory: Path) -> float:
-    """What the files of a directory take on the disk."""
+    """Return the GB that the files of a directory take on the disk."""
     sizes = (path.lstat().st_blocks * 512 for path in directory.rglob("*") if not path.is_symlink())
     return round(sum(sizes) / 1e9, 2)
 
 
 def record() -> dict:
-    """The content of the file."""
+    """Measure all; return the content of the file."""
     with tempfile.TemporaryDirectory() as directory:
         home, clone = Path(directory), Path(directory, "fp8moe")
         subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
@@ -89,7 +89,7 @@ def record() -> dict:
 
 
 def sentences() -> str:
-    """What README says of the file; nothing while there is none."""
+    """Write the sentences of README from the file; nothing while there is none."""
     if not FILE.exists():
         return ""
     recorded = json.loads(FILE.read_text())

@@ -12,7 +12,6 @@ import argparse
 import io
 import json
 import logging
-import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 from fp8moe import FP8Tensor
 from tests.compilers import without_graph_caches
 from tests.graph_cases import CASES, Case
+from tools import matrices
+from tools.matrices import Wrong
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "compile.md"
@@ -35,12 +36,8 @@ TRACED, OTHERS = 6, (37, 8, 150)
 """Numbers of tokens: of the call that is traced, and of those that its graph then serves."""
 
 
-class Wrong(Exception):
-    """A result that is not what it must be."""
-
-
 class Trial:
-    """What is tried with one case, column by column."""
+    """One case; a method for each column tries it."""
 
     def __init__(self, case: Case, device: str, directory: Path):
         self.case, self.device, self.directory = case, device, directory
@@ -120,7 +117,7 @@ COLUMNS = ("compile", "backward", "export", "AOTInductor")
 
 
 def rows(names: list[str], device: str = "cpu", columns: tuple[str, ...] = COLUMNS) -> Iterator[tuple[str, dict]]:
-    """Each name with its cells, as they are done."""
+    """Yield each name with its cells, as they are done."""
     warnings.simplefilter("ignore")
     torch._logging.set_logs(all=logging.ERROR)
     for name in names:
@@ -133,11 +130,7 @@ def _cell(attempt: Callable[[], str]) -> str:
     try:
         return attempt()
     except Exception as error:
-        return f"no: {_reason(error)}"
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return f"no: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _check_equal(values: Any, expected: Any) -> None:
@@ -152,39 +145,23 @@ def _check_equal(values: Any, expected: Any) -> None:
             raise Wrong(f"tensor {index} of {len(pairs)} is not that of the eager call")
 
 
-def page(table: dict[str, dict[str, str]], version: str) -> str:
-    """What the tool writes below the mark: the table, with the reasons as notes."""
-    notes: dict[str, int] = {}
-    lines = [f"PyTorch {version}.", "", "| | " + " | ".join(COLUMNS) + " |", "|" + " --- |" * (len(COLUMNS) + 1)]
-    for name, row in table.items():
-        lines.append(f"| {name} | " + " | ".join(_cell_text(row[column], notes) for column in COLUMNS) + " |")
-    lines += ["", "Reasons:", "", *(f"{number}. `{text}`" for text, number in notes.items())]
-    return "\n".join(lines) + "\n"
+def page(table: matrices.Rows, version: str) -> str:
+    """Return what the tool writes below the mark."""
+    return "\n".join([f"PyTorch {version}.", "", *matrices.lines(table, COLUMNS)]) + "\n"
 
 
-def read_page(text: str) -> dict[str, dict[str, str]]:
-    """The table of a page."""
-    notes = dict(re.findall(r"^(\d+)\. `(.*)`$", text, re.MULTILINE))
-    table = {}
-    for line in re.findall(r"^\| (\w.*) \|$", text, re.MULTILINE):
-        name, *cells = line.split(" | ")
-        reasons = (re.sub(r" \((\d+)\)$", lambda found: f": {notes[found[1]]}", cell) for cell in cells)
-        table[name] = dict(zip(COLUMNS, reasons, strict=True))
-    return table
+def read_page(text: str) -> matrices.Rows:
+    """Return the table of a page."""
+    return matrices.read(text, COLUMNS)
 
 
 def kinds(row: dict[str, str]) -> dict[str, str]:
-    """A row without its reasons, which other versions of PyTorch word otherwise."""
+    """Return a row without its reasons, which other versions of PyTorch word otherwise."""
     return {column: cell.partition(": ")[0] for column, cell in row.items()}
 
 
-def _cell_text(cell: str, notes: dict[str, int]) -> str:
-    kind, _, reason = cell.partition(": ")
-    return f"{kind} ({notes.setdefault(reason.replace('`', ''), len(notes) + 1)})" if reason else kind
-
-
 def main() -> None:
-    """See the module's docstring."""
+    """Print rows, or write the page."""
     parser = argparse.ArgumentParser(prog="python -m tools.compile_matrix", description=__doc__.partition("\n")[0])
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], help="print these rows; without any, all to the page")
     parser.add_argument("--device", default="cpu", help="cpu, the default, or cuda")
@@ -194,8 +171,7 @@ def main() -> None:
         table[name] = row
         print(json.dumps({name: row}), flush=True)
     if not options.cases and options.device == "cpu":
-        head, mark, _ = PAGE.read_text().partition(MARK)
-        PAGE.write_text(f"{head}{mark}\n{page(table, torch.__version__.partition('+')[0])}")
+        matrices.write(PAGE, MARK, page(table, torch.__version__.partition("+")[0]))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ _LINE_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*line[ \t].*\n?", re.MULTILINE)
 
 @functools.cache
 def normalize_cuda(source: str) -> str:
-    """The tokens of CUDA C++ text, one a line; a preprocessor directive ends with an empty line."""
+    """Return the tokens of CUDA C++ text, one a line; a preprocessor directive ends with an empty line."""
     source = source.replace("\\\n", "")
     tokens: list[str] = []
     directive, line_start = False, True
@@ -61,34 +61,35 @@ def normalize_cuda(source: str) -> str:
 
 
 def normalize_unit(source: str) -> str:
-    """The same of a whole translation unit, in which files begin and end with #line directives: these do not count."""
+    """Return the same of a translation unit, whose files begin and end with #line directives, which do not count."""
     # Piece by piece, as units share most of their files.
     return "\n".join(filter(None, map(normalize_cuda, _LINE_DIRECTIVE.split(source))))
 
 
 def options() -> list[str]:
-    """The compiler's options."""
+    """Return the compiler's options."""
     from fp8moe.runtime import compilers
+    from fp8moe.runtime.architectures import ARCHITECTURES
 
-    return [compilers.ARCH, compilers.STD, *compilers.PTXAS_OPTIONS]
+    return [*(known.flag for known in ARCHITECTURES), compilers.STD, *compilers.PTXAS_OPTIONS]
 
 
 def source_hash(spec: "KernelSpec") -> str:
-    """SHA-256 over the tokens of a kernel's translation unit."""
+    """Return the SHA-256 of the tokens of a kernel's translation unit."""
     from fp8moe.runtime import jit
 
     return hashlib.sha256(normalize_unit(jit.full_source(spec)).encode()).hexdigest()
 
 
 def fingerprint(calls: Iterable[list[dict]], kernels: "Iterable[KernelSpec]") -> str:
-    """SHA-256 over launches and the kernels that they name by index, as `fp8moe.runtime.record.Recorder` has them."""
+    """Return the SHA-256 of launches and the kernels that they name by index, as a `Recorder` has them."""
     units = [[spec.name, source_hash(spec)] for spec in kernels]
     content = {"options": options(), "kernels": units, "calls": list(calls)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def content(calls: Iterable[list[dict]], kernels: "Iterable[KernelSpec]") -> dict:
-    """What `fingerprint` is taken over, each launch once: calls are lists of places among the launches."""
+    """Return what `fingerprint` hashes, each launch once: calls are lists of places among the launches."""
     launches: dict[str, int] = {}
     numbered = [[launches.setdefault(json.dumps(one), len(launches)) for one in call] for call in calls]
     described = [{"name": spec.name, "constants": constants(spec), "source": source_hash(spec)} for spec in kernels]
@@ -96,56 +97,48 @@ def content(calls: Iterable[list[dict]], kernels: "Iterable[KernelSpec]") -> dic
 
 
 def constants(spec: "KernelSpec") -> dict[str, str]:
-    """The constants that a kernel is compiled with."""
+    """Return the constants that a kernel is compiled with."""
     return {name: str(value) for name, value in spec.defines} | dict(
         re.findall(r"constexpr int (\w+) = (-?\d+);", spec.prelude)
     )
 
 
 def differences(old: dict, new: dict) -> Iterator[str]:
-    """What differs between two results of `content`: a line for each kind of change, and how many calls have it."""
+    """Yield a line for each kind of change between two results of `content`, with the number of calls that have it."""
     if old["options"] != new["options"]:
         yield f"options: {old['options']}, now {new['options']}"
     if len(old["calls"]) != len(new["calls"]):
         yield f"calls: {len(old['calls'])}, now {len(new['calls'])}"
-    found: Counter[str] = Counter()
-    for before, after in zip(old["calls"], new["calls"], strict=False):
-        changes = _changed(_described(old, before), _described(new, after))
-        if changes:
-            found[changes] += 1
-    for changes, count in found.most_common():
-        yield f"{count} calls: {changes}"
+    found = Counter(map(_changes, _described(old), _described(new)))
+    yield from (f"{count} calls: {changes}" for changes, count in found.most_common() if changes)
 
 
-def _described(content: dict, call: list[int]) -> list[dict]:
-    """The launches of a call, each with what its kernel is in place of the number."""
-    launches = [content["launches"][place] for place in call]
-    return [one | {"kernel": content["kernels"][one["kernel"]]} for one in launches]
+def _described(content: dict) -> Iterator[list[dict]]:
+    """Yield the launches of each call, each with its kernel in place of the kernel's number."""
+    launches = [one | {"kernel": content["kernels"][one["kernel"]]} for one in content["launches"]]
+    yield from ([launches[place] for place in call] for call in content["calls"])
 
 
-def _changed(before: list[dict], after: list[dict]) -> str:
-    names = [[one["kernel"]["name"] for one in call] for call in (before, after)]
-    if names[0] != names[1]:
-        return f"launches {', '.join(names[0])}, now {', '.join(names[1])}"
+def _changes(before: list[dict], after: list[dict]) -> str:
+    """Say what is new in the launches of a call: the kernels, or their constants, source and launch."""
+    first, then = (", ".join(one["kernel"]["name"] for one in call) for call in (before, after))
+    if first != then:
+        return f"launches {first}, now {then}"
     found = []
     for old, new in zip(before, after, strict=True):
-        kernel, now = old["kernel"], new["kernel"]
-        parts = {key for key in old if key != "kernel" and old[key] != new[key]}
-        values = kernel["constants"], now["constants"]
+        kernel, was, now = old["kernel"], old["kernel"]["constants"], new["kernel"]["constants"]
         moved = [
-            f"{name} {values[0].get(name)} -> {values[1].get(name)}"
-            for name in sorted(values[0].keys() | values[1].keys())
-            if values[0].get(name) != values[1].get(name)
+            f"{name} {was.get(name)} -> {now.get(name)}" for name in sorted(was | now) if was.get(name) != now.get(name)
         ]
-        if kernel["source"] != now["source"] and not moved:
+        if kernel["source"] != new["kernel"]["source"] and not moved:
             moved = ["its source"]
-        if parts or moved:
-            found.append(f"{kernel['name']}: {', '.join([*moved, *sorted(parts)])}")
+        if moved := moved + sorted(key for key in old if key != "kernel" and old[key] != new[key]):
+            found.append(f"{kernel['name']}: {', '.join(moved)}")
     return "; ".join(found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the digest; with `--against` what differs, and returns 1 if anything does."""
+    """Print the digest; with `--against` what differs, and return 1 if anything does."""
     parser = argparse.ArgumentParser(prog="python -m tools.digest", description="what the GPU runs, as one hash")
     parser.add_argument("--write", metavar="FILE", help="store what it is taken over")
     parser.add_argument("--against", metavar="FILE", help="list what differs from a stored file")

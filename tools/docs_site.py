@@ -39,7 +39,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def with_links(text: str, source: str, folder: str) -> str:
-    """The links of a file in the folder `source` of the repository, for its page in `folder` of the site."""
+    """Rewrite the links of a file in the folder `source` of the repository for its page in `folder` of the site."""
 
     def link(match: re.Match[str]) -> str:
         label, words, path, anchor = match.groups()

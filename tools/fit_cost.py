@@ -1,6 +1,6 @@
 """Fits the cost model of the GEMMs to times of candidates: `python -m tools.fit_cost dense FILE ... [--proposals N]`.
 
-FILE: of `benchmarks.choice` with --fit, as benchmarks/fit/tiles_h200.json, or --models, as measured_h200.json there.
+FILE: of `python -m benchmarks choice --fit`, as benchmarks/fit/tiles_h200.json, or `--models`, as measured_h200.json.
 Prints the constants, for cost.py, and the regret before and after.
 
 By simulated annealing (Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983) of a loss: half the
@@ -18,7 +18,7 @@ from math import exp, log
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.choice import Problem, every_candidate, expected_us
+from benchmarks.routines.tiles import Problem, every_candidate, expected_us
 from fp8moe.kernels.gemm import cost
 from fp8moe.kernels.gemm.sm90 import TileConfig
 
@@ -49,7 +49,7 @@ class Timed(NamedTuple):
 
 
 def load(path: Path) -> list[Timed]:
-    """The rows of a file whose tiles are still candidates."""
+    """Read the rows of a file whose tiles are still candidates."""
     found = []
     for row in json.loads(path.read_text())["rows"]:
         problem = Problem(*(row[field] for field in Problem._fields))
@@ -61,19 +61,19 @@ def load(path: Path) -> list[Timed]:
 
 
 def of_kind(timed: Sequence[Timed], kind: str) -> list[Timed]:
-    """Those whose times `CONSTANTS[kind]` decide."""
+    """Pick the problems whose times `CONSTANTS[kind]` decide."""
     kinds = ("grouped" if one.problem.groups else "swapped" if one.problem.m <= 32 else "dense" for one in timed)
     return [one for one, its in zip(timed, kinds, strict=True) if its == kind]
 
 
 def excess(times: dict[TileConfig, float], chosen: TileConfig) -> float:
-    """How much slower a candidate is than the fastest; differences that no one sees count as none."""
+    """Return how much slower a candidate is than the fastest; differences below UNSEEN_US count as none."""
     best = min(times.values())
     return max(times[chosen] - UNSEEN_US, best) / best - 1
 
 
 def regret(one: Timed) -> float:
-    """How much slower the choice is than the fastest candidate."""
+    """Return how much slower the choice is than the fastest candidate."""
     return excess(one.times, min(one.times, key=lambda config: expected_us(one.problem, config)))
 
 
@@ -111,7 +111,7 @@ def put(constant: str, number: float) -> None:
 
 
 def fit(constants: Sequence[str], loss: Callable[[], float], proposals: int, hold: float) -> dict[str, float]:
-    """Changes constants of the cost model until the loss is low; returns what they are then.
+    """Change constants of the cost model until the loss is low; return what they are then.
 
     hold: what the mean square of their logarithmic changes adds to the loss.
     """

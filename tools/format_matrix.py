@@ -17,16 +17,11 @@ from torch import Tensor, nn
 
 from fp8moe import FP8Linear, GroupedExperts, dequantize
 from fp8moe.hf import load_model, report
-from fp8moe.weights import (
-    convert_checkpoint,
-    find_format,
-    inspect_checkpoint,
-    load_fp8_checkpoint,
-    quantize_checkpoint,
-)
+from fp8moe.weights import convert_checkpoint, find_format, inspect_checkpoint, load_fp8_checkpoint, quantize_checkpoint
 from tests.checkpoint_formats import LAYOUTS, Source
 from tests.tiny_moe_models import MODELS, TinyModel
-from tools.model_matrix import ROOT, Refusal, Wrong, cell, check_close, check_decoder, logits_of, prepare
+from tools.matrices import Wrong
+from tools.model_matrix import ROOT, Refusal, cell, check_close, check_decoder, logits_of, prepare
 
 FILE = ROOT / "validation" / "formats.json"
 COLUMNS = ("inspect", "load_model", "load_fp8_checkpoint", "from_pretrained", "decode", "quantize", "convert")
@@ -38,7 +33,7 @@ SIZES = {"hidden_size": 160, "moe_intermediate_size": 96, "num_hidden_layers": 1
 
 
 def source_of(layout: str, directory: Path) -> Source:
-    """What to write in this layout: a model of text, or one with a text_config, or GPT-OSS."""
+    """Build what is written in a layout: a model of text, or one with a text_config, or GPT-OSS."""
     if "text_config" in layout:
         tiny = MODELS["Qwen3VLMoeForConditionalGeneration"]
     elif LAYOUTS[layout].experts == "gpt-oss":
@@ -50,7 +45,7 @@ def source_of(layout: str, directory: Path) -> Source:
 
 
 class Trial:
-    """What is tried with one layout, column by column."""
+    """One layout; a method for each column tries it."""
 
     def __init__(self, layout: str, directory: Path):
         source = source_of(layout, directory / "source")
@@ -116,7 +111,7 @@ class Trial:
 
     @torch.no_grad()
     def _error(self, model: nn.Module) -> str:
-        """How far FP8 weights are from the values in the checkpoint."""
+        """Say how far FP8 weights are from the values in the checkpoint."""
         largest, count = 0.0, 0
         for name, module in model.named_modules():
             if not isinstance(module, FP8Linear | GroupedExperts):
@@ -133,7 +128,7 @@ class Trial:
 
 
 def wanted(layout: str) -> Callable[[str], bool]:
-    """Whether a weight is quantized: linears and experts of the language model, in GPT-OSS experts alone."""
+    """Make the test whether a weight is quantized: linears and experts of the language model, in GPT-OSS experts."""
     only_experts = LAYOUTS[layout].experts == "gpt-oss"
 
     def quantized(name: str) -> bool:
@@ -145,7 +140,7 @@ def wanted(layout: str) -> Callable[[str], bool]:
 
 
 def _in_rows(module: nn.Module, weight: str, matrices: int) -> Tensor:
-    """A weight of a module of transformers, (..., N, K), gate and up one after the other."""
+    """Return a weight of a module of transformers, (..., N, K), gate and up one after the other."""
     value = module.get_parameter(weight)
     if getattr(module, "is_transposed", False):
         value = value.mT
@@ -155,13 +150,13 @@ def _in_rows(module: nn.Module, weight: str, matrices: int) -> Tensor:
 
 
 def _dequantized(data: Tensor, scale: Tensor, matrices: int) -> Tensor:
-    """The values of a weight; gate and up of experts have blocks of their own."""
+    """Return the values of a weight; gate and up of experts have blocks of their own."""
     parts = zip(data.chunk(matrices, -2), scale.chunk(matrices, -2), strict=True)
     return torch.cat([dequantize(part) for part in parts], -2)
 
 
 def row_of(layout: str, directory: Path, columns: Iterable[str] = COLUMNS) -> dict:
-    """What `find_format` says of a layout, and its cells, by column."""
+    """Return what `find_format` says of a layout, and its cells by column."""
     torch.manual_seed(0)
     trial = Trial(layout, directory)
     cells = {column: cell(getattr(trial, column)).replace(f"{trial.directory}: ", "") for column in columns}
@@ -174,7 +169,7 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Print rows, or write the file."""
     parser = argparse.ArgumentParser(prog="python -m tools.format_matrix", description=__doc__.partition("\n")[0])
     parser.add_argument("layouts", nargs="*", help="print the rows of these layouts; without any, all go to the file")
     names = parser.parse_args().layouts

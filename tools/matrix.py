@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def ends(name: str) -> list[str]:
-    """Requirements of the oldest release that pyproject.toml allows, and of the newest."""
+    """Return requirements of the oldest release that pyproject.toml allows, and of the newest."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     every = project["dependencies"] + project["optional-dependencies"]["transformers"]
     bound = next(match[1] for text in every if (match := re.match(rf"{name}>=([\d.]+)", text)))
@@ -76,7 +76,7 @@ def ends(name: str) -> list[str]:
 
 
 def interpreters(names: Iterable[str]) -> list[str]:
-    """Those that run: a version manager may have commands of versions that it has not installed."""
+    """Keep the commands that run: a version manager may have some of versions that it has not installed."""
     return [
         name
         for name in names
@@ -85,7 +85,7 @@ def interpreters(names: Iterable[str]) -> list[str]:
 
 
 def copy_tree(tree: Path) -> Path:
-    """The source tree without what was built in it, for a wheel in which nothing is left from before."""
+    """Copy the source tree without what was built in it, for a wheel with nothing left from before."""
     ignored = shutil.ignore_patterns(".*", "build", "dist", "site", "*.egg-info", "__pycache__")
     return Path(shutil.copytree(ROOT, tree, ignore=ignored))
 
@@ -102,32 +102,37 @@ def try_out(tree: Path, environment: Path, python: str, requirements: list[str])
     run([python, "-m", "pip", "check"])
     without_package(tree, work / "tree")
     run_readme(python, work)
-    files = [f"tests/test_{name}.py" for name in TESTS]
-    run([python, "-m", "pytest", "-q", "-x", "-k", "not sample_of_the_rows", *files], cwd=work / "tree")
+    run([python, "-m", "pytest", "-q", "-x", "-k", "not sample_of_the_rows", *tests_of(tree)], cwd=work / "tree")
     versions = "; ".join(f"print('{name}', metadata.version('{name}'))" for name in ("fp8moe", "torch", "transformers"))
     return run([python, "-c", f"from importlib import metadata; {versions}"]).strip().replace("\n", ", ")
 
 
+def tests_of(tree: Path) -> list[Path]:
+    """Return the files of TESTS, but for those of the GPU, relative to the tree."""
+    found = (path for name in TESTS for path in tree.glob(f"tests/*/test_{name}.py"))
+    return [path.relative_to(tree) for path in found if path.parent.name != "gpu"]
+
+
 def without_package(tree: Path, target: Path) -> None:
-    """A copy of the tree where `import fp8moe` finds what is installed."""
+    """Copy the tree so that `import fp8moe` finds what is installed."""
     shutil.copytree(tree, target, ignore=lambda folder, _: ["fp8moe"] if Path(folder) == tree else [])
 
 
 def run_readme(python: str, work: Path) -> None:
-    """README's Python blocks in ``work``, beside a tiny model; ``work / "tree"`` is of `without_package`."""
+    """Run README's Python blocks in ``work``, beside a tiny model; ``work / "tree"`` is of `without_package`."""
     run([python, "-c", _MAKE_MODEL, work], cwd=work / "tree")
     (work / "block.py").write_text(readme_blocks() + _AFTER_BLOCKS)
     run([python, "-I", "block.py"], cwd=work)
 
 
 def readme_blocks() -> str:
-    """The Python blocks of README, one after the other."""
+    """Return the Python blocks of README, one after the other."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S))
 
 
 def run(command: list, cwd: Path | None = None) -> str:
-    """What the command prints; raises Failed."""
+    """Return what the command prints; raise Failed."""
     done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True)
     if done.returncode:
         end = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])

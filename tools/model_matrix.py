@@ -34,11 +34,11 @@ from fp8moe.hf.fused import find_fused
 from fp8moe.hf.reporting import experts_modules
 from fp8moe.layers.replaced import matches
 from fp8moe.weights import DEFAULT_SKIP, CheckpointError, quantize_checkpoint
-from fp8moe.weights.expert_names import module_of
-from fp8moe.weights.formats import FP8
-from fp8moe.weights.read import open_checkpoint
 from tests.checkpoint_formats import LAYOUTS, Layout, Source
 from tests.tiny_moe_models import LEFT_OUT, MODELS, moe_classes
+from tools import matrices
+from tools.matrices import Wrong
+from tools.mutations import read_parts, shards
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
@@ -91,12 +91,8 @@ WORDS = {
 _PACKAGE = str(Path(fp8moe.__file__).parent)
 
 
-class Wrong(Exception):
-    """A result that is not what it must be."""
-
-
 class Trial:
-    """What is tried with one model, column by column; later ones build on what earlier ones have made."""
+    """One model; a method for each column tries it, and later ones build on what earlier ones have made."""
 
     def __init__(self, name: str, directory: Path):
         self.tiny = tiny = MODELS[name]
@@ -196,7 +192,7 @@ class Trial:
         return self._how_published()
 
     def _published(self) -> Iterator[tuple[Path, Tensor]]:
-        """A checkpoint in each layout that is published, and the logits of the values that it holds."""
+        """Yield a checkpoint in each layout that is published, and the logits of the values that it holds."""
         source = Source(self.unquantized, type(self._from_pretrained(self.unquantized)))
         for name in self.layouts:
             layout, directory = LAYOUTS[name], self.unquantized.with_name(name)
@@ -204,24 +200,21 @@ class Trial:
             yield directory, logits_of(source.write(layout, directory, wanted.__contains__), self.tokens)
 
     def _how_published(self) -> str | None:
-        """What there is to say beside "yes": the layouts, if they are not blocks, or that experts are not in FP8."""
+        """Return the note beside "yes": the layouts, if they are not blocks, or that experts are not in FP8."""
         if self.layouts != ("block",):
             return " and ".join(self.layouts)
         return None if _has_fp8_experts(self.unquantized.with_name("block")) else "its experts are not in FP8 there"
 
     def _from_pretrained(self, directory: Path, experts_implementation: str = "eager") -> nn.Module:
         model, info = self.tiny.auto_class.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            experts_implementation=experts_implementation,
-            output_loading_info=True,
+            directory, dtype=torch.float32, experts_implementation=experts_implementation, output_loading_info=True
         )
         if left := {kind: sorted(map(str, names))[:3] for kind, names in info.items() if names}:
             raise Wrong(f"transformers reports {left}")
         return model
 
     def _step(self, model: nn.Module) -> dict[str, Tensor]:
-        """The gradients of the experts' weights for one batch."""
+        """Return the gradients of the experts' weights for one batch."""
         torch.manual_seed(0)  # of dropout
         model.zero_grad()
         logits = model(input_ids=self.tokens).logits
@@ -243,17 +236,18 @@ class Refusal(ValueError):
 
 
 def _is_published_in_fp8(name: str, value: Tensor, layout: Layout) -> bool:
-    """Whether a weight is: linears and experts in the layers of the language model; of GPT-OSS experts alone."""
+    """Find out whether a weight is published in FP8: linears and experts in layers; of GPT-OSS experts alone."""
     fused = value.dim() == 3 and re.search(r"(\.experts|moe)\b", name) is not None
     if layout.experts == "gpt-oss":
         return fused
     linear = name.endswith(".weight") and value.dim() == 2
     in_layers = ".layers." in f".{name}" and not re.search("vis|audio|compressor|indexer", name)
-    return (linear or fused) and in_layers and not matches(module_of(name) or "", DEFAULT_SKIP)
+    module = name.removesuffix(".weight") if linear else name.rpartition(".")[0]
+    return (linear or fused) and in_layers and not matches(module, DEFAULT_SKIP)
 
 
 def row_of(name: str) -> dict[str, str]:
-    """The cells of one model, by column."""
+    """Return the cells of one model, by column."""
     prepare()
     with tempfile.TemporaryDirectory() as directory:
         try:
@@ -265,7 +259,7 @@ def row_of(name: str) -> dict[str, str]:
 
 
 def prepare() -> None:
-    """FP8 models on a CPU: transformers would turn their weights into bfloat16 for want of a GPU."""
+    """Let transformers keep FP8 weights on a CPU, which it would turn into bfloat16 for want of a GPU."""
     import transformers
     from transformers.quantizers import quantizer_finegrained_fp8
 
@@ -293,7 +287,7 @@ def cell(attempt: Callable[[], str | None]) -> str:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether fp8moe has raised this error on purpose."""
+    """Find out whether fp8moe has raised this error on purpose."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     ours = _PACKAGE in frame.filename and (frame.line or "").startswith("raise ")
     return isinstance(error, Refusal) or (isinstance(error, ValueError | TypeError) and ours)
@@ -313,8 +307,9 @@ def _check_experts(model: nn.Module) -> None:
 
 
 def _has_fp8_experts(directory: Path) -> bool:
-    tensors = {name: info for name, info in open_checkpoint(directory).tensors.items() if info.dtype == FP8}
-    return any(".experts." in name or len(info.shape) == 3 for name, info in tensors.items())
+    headers = [read_parts(path)[0] for path in shards(directory)]
+    tensors = {name: info for header in headers for name, info in header.items() if info.get("dtype") == "F8_E4M3"}
+    return any(".experts." in name or len(info["shape"]) == 3 for name, info in tensors.items())
 
 
 @torch.no_grad()
@@ -364,7 +359,7 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 
 
 def rows(names: Iterable[str]) -> Iterable[tuple[str, dict[str, str]]]:
-    """Each name with its cells, as they are done; a process that dies or hangs costs its own row only."""
+    """Yield each name with its cells, as they are done; a process that dies or hangs costs its own row only."""
     context = multiprocessing.get_context("fork")  # what is imported here need not be imported again
     for name in names:
         receiver, sender = context.Pipe(duplex=False)
@@ -386,48 +381,29 @@ def _send_row(sender: Connection, name: str) -> None:
         sender.send(row_of(name))
 
 
-def page(table: dict[str, dict[str, str]], version: str) -> str:
-    """What the tool writes below the mark: the table, the reasons as notes, what was left out."""
-    notes: dict[str, int] = {}
+def page(table: matrices.Rows, version: str) -> str:
+    """Return what the tool writes below the mark: the table, the reasons as notes, what was left out."""
     counts = ", ".join(f"{sum(row[column].startswith('yes') for row in table.values())} {column}" for column in COLUMNS)
-    lines = [
-        f"transformers {version}, {len(table)} model classes; yes: {counts}.",
-        "",
-        "| model class | " + " | ".join(COLUMNS) + " |",
-        "|" + " --- |" * (len(COLUMNS) + 1),
-    ]
-    for name, row in sorted(table.items(), key=lambda item: item[0].lower()):
-        lines.append(f"| {name} | " + " | ".join(_cell_text(row[column], notes) for column in COLUMNS) + " |")
-    lines += ["", "Reasons:", "", *(f"{number}. {in_words(text)}: `{text}`" for text, number in notes.items())]
-    lines += ["", "Left out:", "", *(f"- {name}: {LEFT_OUT[name]}" for name in sorted(moe_classes() - set(table)))]
-    return "\n".join(lines) + "\n"
+    ordered = dict(sorted(table.items(), key=lambda item: item[0].lower()))
+    found = [f"transformers {version}, {len(table)} model classes; yes: {counts}.", ""]
+    found += matrices.lines(ordered, COLUMNS, "model class", lambda reason: f"{in_words(reason)}: ")
+    found += ["", "Left out:", "", *(f"- {name}: {LEFT_OUT[name]}" for name in sorted(moe_classes() - set(table)))]
+    return "\n".join(found) + "\n"
 
 
 def in_words(reason: str) -> str:
-    """What a reason means to someone who does not know the code."""
+    """Return what a reason means to someone who does not know the code."""
     return next((words for pattern, words in WORDS.items() if re.search(pattern, reason)), "published layout")
 
 
-def read_page(text: str) -> tuple[str, dict[str, dict[str, str]]]:
-    """The version of transformers and the table of a page."""
+def read_page(text: str) -> tuple[str, matrices.Rows]:
+    """Return the version of transformers and the table of a page."""
     version = re.search(r"^transformers (\S+),", text, re.MULTILINE).group(1)
-    notes = dict(re.findall(r"^(\d+)\. [^`]*: `(.*)`$", text, re.MULTILINE))
-    table = {}
-    for line in re.findall(r"^\| (\w+ \|.*) \|$", text, re.MULTILINE):
-        name, *cells = line.split(" | ")
-        table[name] = dict(
-            zip(COLUMNS, (re.sub(r" \((\d+)\)$", lambda m: f": {notes[m[1]]}", c) for c in cells), strict=True)
-        )
-    return version, table
-
-
-def _cell_text(cell: str, notes: dict[str, int]) -> str:
-    kind, _, reason = cell.partition(": ")
-    return f"{kind} ({notes.setdefault(reason, len(notes) + 1)})" if reason else kind
+    return version, matrices.read(text, COLUMNS)
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Print rows, or write the page."""
     parser = argparse.ArgumentParser(prog="python -m tools.model_matrix", description=__doc__.partition("\n")[0])
     parser.add_argument("classes", nargs="*", help="print the rows of these classes; without any, all go to the page")
     names = parser.parse_args().classes
@@ -438,8 +414,7 @@ def main() -> None:
         table[name] = row
         print(json.dumps({name: row}), flush=True)
     if not names:
-        head, mark, _ = PAGE.read_text().partition(MARK)
-        PAGE.write_text(f"{head}{mark}\n{page(table, metadata.version('transformers'))}")
+        matrices.write(PAGE, MARK, page(table, metadata.version("transformers")))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ sizes of these checkpoints' models.
 
 import argparse
 import functools
+import re
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from benchmarks.tables import table, with_tables
 from fp8moe.layers.replaced import DEFAULT_SKIP, matches
-from fp8moe.weights.expert_names import parse_fused
-from fp8moe.weights.formats import scale_shape
+from fp8moe.quant.formats import ceil_div
 from tools.model_matrix import MARK as MATRIX
 from tools.model_matrix import PAGE as MATRIX_PAGE
 from tools.model_matrix import read_page
@@ -115,47 +116,48 @@ class Sizes(NamedTuple):
     parameters: int
 
     def gpus(self, memory: float) -> int | None:
-        """The fewest GPUs that hold their part of the experts and everything else; None if COUNTS has not so many."""
+        """Return the fewest GPUs that hold their part of the experts and all else; None if COUNTS has not so many."""
         return next((count for count in COUNTS if self.experts / count + self.rest <= FULL * memory), None)
 
 
 def config_of(name: str) -> PreTrainedConfig:
-    """The configuration of one of MODELS; what its numbers leave out transformers' defaults have."""
+    """Return the configuration of one of MODELS; its numbers replace transformers' defaults."""
     model = MODELS[name]
     return AutoConfig.for_model(model.model_type, **model.numbers)
 
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model without memory for its parameters."""
+    """Build a model without memory for its parameters."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 @functools.cache
 def published(name: str) -> Sizes:
-    """The sizes of one of MODELS."""
+    """Return the sizes of one of MODELS."""
     return sizes(on_meta(config_of(name)))
 
 
 def sizes(model: nn.Module) -> Sizes:
-    """What the module's docstring counts, of each parameter once."""
+    """Count bytes as `fp8moe quantize` writes them, and parameters, each once."""
     experts = rest = parameters = 0
     for name, weight in model.named_parameters():
         module, _, last = name.rpartition(".")
-        fused = parse_fused(name, tuple(weight.shape)) is not None
+        fused = weight.dim() == 3 and bool(re.search(r"\bexperts\.(gate_up|up|down)_proj$", name))
         linear = last == "weight" and type(model.get_submodule(module)) is nn.Linear
         size = 2 * weight.numel()
         if fused or (linear and not matches(module, DEFAULT_SKIP)):
-            rows, columns = scale_shape(name, tuple(weight.shape))[-2:]
-            matrices = weight.shape[0] if fused else 1
-            size = weight.numel() + 4 * matrices * rows * columns
+            *lead, rows, columns = weight.shape
+            parts = 2 if fused and last == "gate_up_proj" else 1  # which have blocks of their own
+            blocks = prod(lead) * parts * ceil_div(rows // parts, 128) * ceil_div(columns, 128)
+            size = weight.numel() + 4 * blocks
         experts, rest = (experts + size, rest) if fused else (experts, rest + size)
         parameters += weight.numel()
     return Sizes(experts, rest, parameters)
 
 
 def works(name: str, matrix: dict[str, dict[str, str]]) -> str:
-    """What docs/models.md says of the class of a model, in words."""
+    """Say in words what docs/models.md has of the class of a model."""
     if MODELS[name].instead:
         return MODELS[name].instead
     kind = AutoModelForCausalLM._model_mapping[type(config_of(name))].__name__
@@ -174,7 +176,7 @@ LLAMA_4 = ["Llama-4-Scout, Maverick", "109, 400", "", "", "", "bfloat16, FP8", "
 
 
 def readme() -> str:
-    """The table of README."""
+    """Make the table of README."""
     _, matrix = read_page(MATRIX_PAGE.read_text(encoding="utf-8").partition(MATRIX)[2])
     found = lines((name, published(name)) for name in MODELS)
     rows = [

@@ -40,9 +40,8 @@ from fp8moe.weights import (
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
-from fp8moe.weights.read import CONFIG
 from tests.checkpoint_formats import LAYOUTS, Layout, as_gpt_oss, write_layout
-from tools.mutations import MUTATIONS
+from tools.mutations import CONFIG, MUTATIONS
 
 SECONDS = 60  # a case that takes longer hangs
 MEMORY = 4 << 30  # bytes that the process may ask for; a case that wants more is a failure
@@ -178,7 +177,7 @@ def _write_format(directory: Path, layout: Layout, sources: Path) -> None:
 
 
 def _make_transformers_models(directory: Path) -> None:
-    """Two models, unquantized and in FP8: one has the names of its tensors, one is converted by transformers."""
+    """Write two models, unquantized and in FP8: transformers converts the names of one of them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
@@ -196,7 +195,7 @@ def _inspect(checkpoint: Path) -> None:
 
 
 def _inspect_by_command(checkpoint: Path) -> None:
-    """Raises ValueError where the command ends with a message."""
+    """Run `fp8moe inspect`; raise ValueError where the command ends with a message."""
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")):
         try:
             command_line(["inspect", str(checkpoint)])
@@ -251,7 +250,7 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 
 def attempt(reader: Callable[[Path], None], checkpoint: Path) -> str | None:
-    """Empty if the reader is content, None if it refuses as it should, else what went wrong."""
+    """Return "" if the reader is content, None if it refuses as it should, else what went wrong."""
     try:
         with _time_limit(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -267,7 +266,7 @@ def attempt(reader: Callable[[Path], None], checkpoint: Path) -> str | None:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether this is an error that names what is wrong, and not one that was merely not foreseen."""
+    """Find out whether an error names what is wrong, and is not one that was merely not foreseen."""
     if not str(error) or not all(line.isprintable() for line in str(error).split("\n")):
         return False
     if isinstance(error, CheckpointError):

@@ -13,9 +13,18 @@ from random import Random
 
 import torch
 
-from fp8moe.weights.formats import DTYPES
-from fp8moe.weights.read import CONFIG, GENERATION_CONFIG, INDEX, SINGLE
-
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (64, 32, 16)},
+    **{
+        f"{sign.upper()}{bits}": getattr(torch, f"{sign.strip('i')}int{bits}")
+        for sign in "iu"
+        for bits in (64, 32, 16, 8)
+    },
+    **{"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    **{"F8_E8M0": torch.float8_e8m0fnu, "BOOL": torch.bool},
+}
 DEEP = 100_000
 NUMBERS = [
     *("-1", "0", "1", "1.5", "-0.0", "1e400", "NaN", "Infinity", "-Infinity", "true", "null", '"1"', "[1]"),
@@ -37,10 +46,7 @@ TEXTS = [
 NAMES = [
     *("", "__metadata__", "weight", ".", "x" * DEEP, "a\nb", "a\0b", "\x1b[31mred", "\ud800", "naïve", "_scale_inv"),
     *("experts.300000000000000.gate_proj.weight", "layers.0.experts.300000000000000.gate_proj.weight"),
-    *(
-        f"layers.0.experts.{number}.up_proj.weight"
-        for number in ("9" * 18, "9" * 19, "9" * 5000, "00", "-1", "٣", "²", "1.0")
-    ),
+    *(f"layers.0.experts.{n}.up_proj.weight" for n in ("9" * 18, "9" * 19, "9" * 5000, "00", "-1", "٣", "²", "1.0")),
     *("layers.0.experts.gate_up_proj", "layers.0.experts.down_proj_scale_inv", "experts" + ".experts" * 10_000),
     *("layers.0.q_proj.weight_scale_inv", "layers.0.q_proj.scale", ".scale", "scale"),
 ]
@@ -49,19 +55,28 @@ FILES = [
     *(INDEX, CONFIG, "shards/../model.safetensors", "~", "\n", "naïve"),
 ]
 SCALES = (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.0)
+Mutation = Callable[[Path, Random], None]
+MUTATIONS: dict[str, Mutation] = {}
 
 
-class _Raw:
+def mutation(name: str) -> Callable[[Mutation], Mutation]:
+    """Enter a function into MUTATIONS."""
+    return lambda function: MUTATIONS.setdefault(name, function)
+
+
+class Raw:
     """JSON text that no Python value stands for, held by place markers until it is written."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
 
     def marker(self, text: str) -> str:
+        """Return the value that stands for a text."""
         self._texts.append(text)
         return f"@raw{len(self._texts) - 1}@"
 
     def dump(self, content: object) -> bytes:
+        """Return the JSON of a value, with texts in place of their markers."""
         text = json.dumps(content)
         for i, raw in enumerate(self._texts):
             text = text.replace(f'"@raw{i}@"', raw)
@@ -69,49 +84,56 @@ class _Raw:
 
 
 def shards(directory: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint."""
     return sorted(path for path in directory.glob("*.safetensors") if path.is_file())
 
 
 def read_parts(path: Path) -> tuple[dict, bytes]:
-    """Header and data of a safetensors file."""
+    """Return header and data of a safetensors file."""
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     return json.loads(content[8:end]), content[end:]
 
 
 def write_parts(path: Path, header: bytes, data: bytes) -> None:
+    """Write header and data of a safetensors file."""
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
-def _tensor_names(header: dict) -> list[str]:
+def tensor_names(header: dict) -> list[str]:
+    """Return the names of a header that are those of tensors."""
     return [name for name in header if name != "__metadata__"]
 
 
-def _in_header(change: Callable[[dict, _Raw, Random], None]) -> Callable[[Path, Random], None]:
-    """A mutation of a shard's parsed header."""
+def in_header(name: str) -> Callable:
+    """Enter a change of a shard's parsed header, of one of its tensors by name, into MUTATIONS."""
 
-    def mutate(directory: Path, rng: Random) -> None:
-        path = rng.choice(shards(directory))
-        header, data = read_parts(path)
-        raw = _Raw()
-        change(header, raw, rng)
-        write_parts(path, raw.dump(header), data)
+    def enter(change: Callable[[dict, str, Raw, Random], None]) -> Callable:
+        @mutation(f"header: {name}")
+        def mutate(directory: Path, rng: Random) -> None:
+            path = rng.choice(shards(directory))
+            header, data = read_parts(path)
+            raw = Raw()
+            change(header, rng.choice(tensor_names(header)), raw, rng)
+            write_parts(path, raw.dump(header), data)
 
-    return mutate
+        return mutate
+
+    return enter
 
 
-def header_field(header: dict, raw: _Raw, rng: Random) -> None:
-    entry = header[rng.choice(_tensor_names(header))]
+@in_header("field")
+def _(header: dict, name: str, raw: Raw, rng: Random) -> None:
     field = rng.choice(("dtype", "shape", "data_offsets", "more"))
     if field == "more" or rng.random() < 0.9:
-        entry[field] = raw.marker(rng.choice(VALUES))
+        header[name][field] = raw.marker(rng.choice(VALUES))
     else:
-        del entry[field]
+        del header[name][field]
 
 
-def header_number(header: dict, raw: _Raw, rng: Random) -> None:
-    entry = header[rng.choice(_tensor_names(header))]
-    numbers = entry[rng.choice(("shape", "data_offsets"))]
+@in_header("number")
+def _(header: dict, name: str, raw: Raw, rng: Random) -> None:
+    numbers = header[name][rng.choice(("shape", "data_offsets"))]
     if not numbers or rng.random() < 0.1:
         numbers.append(raw.marker(rng.choice(NUMBERS)))
         return
@@ -119,8 +141,8 @@ def header_number(header: dict, raw: _Raw, rng: Random) -> None:
     numbers[i] = numbers[i] + rng.choice((-1, 1)) if rng.random() < 0.2 else raw.marker(rng.choice(NUMBERS))
 
 
-def header_entry(header: dict, raw: _Raw, rng: Random) -> None:
-    name = rng.choice(_tensor_names(header))
+@in_header("entry")
+def _(header: dict, name: str, raw: Raw, rng: Random) -> None:
     kind = rng.choice(("replace", "delete", "add"))
     if kind == "delete":
         del header[name]
@@ -130,73 +152,70 @@ def header_entry(header: dict, raw: _Raw, rng: Random) -> None:
         header[rng.choice(NAMES)] = rng.choice((raw.marker(rng.choice(VALUES)), header[name]))
 
 
-def header_name(header: dict, raw: _Raw, rng: Random) -> None:
-    name = rng.choice(_tensor_names(header))
+@in_header("name")
+def _(header: dict, name: str, raw: Raw, rng: Random) -> None:
     header[rng.choice(NAMES)] = header.pop(name)
 
 
-def header_empty_tensor(header: dict, raw: _Raw, rng: Random) -> None:
+@in_header("empty tensor")
+def _(header: dict, name: str, raw: Raw, rng: Random) -> None:
     shape = rng.choice(([0], [0, 144], [2**40, 0, 0], [0, 2**62, 2**62], [3, 0, 144], [2**31, 2**31, 0], [0] * 70))
-    end = max(header[name]["data_offsets"][1] for name in _tensor_names(header))
+    end = max(header[other]["data_offsets"][1] for other in tensor_names(header))
     entry = {"dtype": rng.choice(list(DTYPES)), "shape": shape, "data_offsets": [end, end]}
-    header[rng.choice([*NAMES, *_tensor_names(header)])] = entry
+    header[rng.choice([*NAMES, *tensor_names(header)])] = entry
 
 
-def header_shape(header: dict, raw: _Raw, rng: Random) -> None:
-    entry = header[rng.choice(_tensor_names(header))]
-    shape = entry["shape"]
+@in_header("shape")
+def _(header: dict, name: str, raw: Raw, rng: Random) -> None:
+    shape = header[name]["shape"]
     ones = [1] * rng.choice((1, 2, 8, 62, 63, 64, 70, 1000))
     halved = [shape[0] // 2, 2, *shape[1:]] if shape and shape[0] % 2 == 0 else [1, *shape]
-    entry["shape"] = rng.choice((shape[::-1], ones + shape, shape + ones, [math.prod(shape)], halved))
+    header[name]["shape"] = rng.choice((shape[::-1], ones + shape, shape + ones, [math.prod(shape)], halved))
 
 
-def header_dtype(header: dict, raw: _Raw, rng: Random) -> None:
-    entry = header[rng.choice(_tensor_names(header))]
+@in_header("dtype")
+def _(header: dict, name: str, raw: Raw, rng: Random) -> None:
     others = ["F4", "F6_E2M3", "C64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "f32", "F128", ""]
-    same_width = [name for name, dtype in DTYPES.items() if dtype.itemsize == DTYPES[entry["dtype"]].itemsize]
-    entry["dtype"] = rng.choice(rng.choice((others, same_width)))
+    width = DTYPES[header[name]["dtype"]].itemsize
+    same_width = [other for other, dtype in DTYPES.items() if dtype.itemsize == width]
+    header[name]["dtype"] = rng.choice(rng.choice((others, same_width)))
 
 
-def header_metadata(header: dict, raw: _Raw, rng: Random) -> None:
+@in_header("metadata")
+def _(header: dict, name: str, raw: Raw, rng: Random) -> None:
     value = raw.marker(rng.choice(VALUES))
     header["__metadata__"] = value if rng.random() < 0.5 else {"format": value}
 
 
+@mutation("header: text")
 def header_text(directory: Path, rng: Random) -> None:
+    """Replace a shard's header by another text."""
     path = rng.choice(shards(directory))
     write_parts(path, rng.choice(TEXTS), read_parts(path)[1])
 
 
-def header_duplicate(directory: Path, rng: Random) -> None:
+@mutation("header: duplicate")
+def _(directory: Path, rng: Random) -> None:
     path = rng.choice(shards(directory))
     header, data = read_parts(path)
-    name = rng.choice(_tensor_names(header))
-    again = json.dumps({name: header[rng.choice(_tensor_names(header))]})
+    name, other = (rng.choice(tensor_names(header)) for _ in range(2))
+    again = json.dumps({name: header[other]})
     write_parts(path, (json.dumps(header)[:-1] + "," + again[1:]).encode(), data)
 
 
-def header_length(directory: Path, rng: Random) -> None:
+@mutation("header: length")
+def _(directory: Path, rng: Random) -> None:
     path = rng.choice(shards(directory))
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
-    lengths = (
-        0,
-        1,
-        2,
-        length - 1,
-        length + 1,
-        len(content),
-        len(content) - 8,
-        10**8,
-        10**8 + 1,
-        2**31,
-        2**63,
-        2**64 - 1,
+    near = (length - 1, length + 1, len(content), len(content) - 8)
+    path.write_bytes(
+        rng.choice((0, 1, 2, *near, 10**8, 10**8 + 1, 2**31, 2**63, 2**64 - 1)).to_bytes(8, "little") + content[8:]
     )
-    path.write_bytes(rng.choice(lengths).to_bytes(8, "little") + content[8:])
 
 
-def header_bytes(directory: Path, rng: Random) -> None:
+@mutation("header: bytes")
+def _(directory: Path, rng: Random) -> None:
     path = rng.choice(shards(directory))
     content = bytearray(path.read_bytes())
     end = 8 + int.from_bytes(content[:8], "little")
@@ -205,7 +224,9 @@ def header_bytes(directory: Path, rng: Random) -> None:
     path.write_bytes(content)
 
 
+@mutation("data: bytes")
 def data_bytes(directory: Path, rng: Random) -> None:
+    """Change some bytes of tensors."""
     path = rng.choice(shards(directory))
     header, data = read_parts(path)
     data = bytearray(data)
@@ -214,24 +235,25 @@ def data_bytes(directory: Path, rng: Random) -> None:
     write_parts(path, json.dumps(header).encode(), bytes(data))
 
 
-def scale_values(directory: Path, rng: Random) -> None:
-    """Values that no scale can have, in any of the scales; in e8m0, also in bytes, there is only NaN."""
+@mutation("data: scales")
+def _(directory: Path, rng: Random) -> None:
     path = rng.choice(shards(directory))
     header, data = read_parts(path)
-    names = [name for name in _tensor_names(header) if name.endswith(("_scale_inv", "_scale", ".scale"))]
+    names = [name for name in tensor_names(header) if name.endswith(("_scale_inv", "_scale", ".scale"))]
     if not names:
         return data_bytes(directory, rng)
     entry = header[rng.choice(names)]
     begin, end = entry["data_offsets"]
     values = torch.frombuffer(bytearray(data[begin:end]), dtype=DTYPES[entry["dtype"]])
+    bad = {"F8_E8M0": (math.nan,), "U8": (255,)}.get(entry["dtype"], SCALES)  # in e8m0, also in bytes, only NaN is bad
     for _ in range(rng.randint(1, 3)):
-        bad = {"F8_E8M0": math.nan, "U8": 255}.get(entry["dtype"])
-        values[rng.randrange(len(values))] = rng.choice(SCALES) if bad is None else bad
+        values[rng.randrange(len(values))] = rng.choice(bad)
     changed = values.view(torch.uint8).numpy().tobytes()
     write_parts(path, json.dumps(header).encode(), data[:begin] + changed + data[end:])
 
 
-def file_size(directory: Path, rng: Random) -> None:
+@mutation("file: size")
+def _(directory: Path, rng: Random) -> None:
     path = rng.choice(list(directory.iterdir()))
     size = path.stat().st_size
     size = rng.choice((0, 1, 7, 8, 9, size // 2, size - 1, size + 1, 2 * size, rng.randrange(size), 2**40))
@@ -239,21 +261,19 @@ def file_size(directory: Path, rng: Random) -> None:
         file.truncate(size)  # beyond the end it is a hole, which takes no room on the disk
 
 
-def file_contents(directory: Path, rng: Random) -> None:
-    """One file with the contents of another."""
+@mutation("file: contents")
+def _(directory: Path, rng: Random) -> None:
     first, second = (rng.choice(list(directory.iterdir())) for _ in range(2))
     first.write_bytes(second.read_bytes())
 
 
-def file_kind(directory: Path, rng: Random) -> None:
-    """Something else than a file where one was."""
+@mutation("file: kind")
+def _(directory: Path, rng: Random) -> None:
     path = rng.choice(list(directory.iterdir()))
     content = path.read_bytes()
     path.unlink()
-    kind = rng.choice(
-        ("none", "directory", "pipe", "socket", "nowhere", "loop", "zero", "null", "parent", "unreadable")
-    )
-    targets = {"nowhere": "nowhere", "loop": path.name, "zero": "/dev/zero", "null": "/dev/null", "parent": "."}
+    links = {"nowhere": "nowhere", "loop": path.name, "zero": "/dev/zero", "null": "/dev/null", "parent": "."}
+    kind = rng.choice(("none", "directory", "pipe", "socket", "unreadable", *links))
     if kind == "directory":
         path.mkdir()
     elif kind == "pipe":
@@ -263,22 +283,20 @@ def file_kind(directory: Path, rng: Random) -> None:
     elif kind == "unreadable":
         path.write_bytes(content)
         path.chmod(0)  # which does not stop root
-    elif kind in targets:
-        path.symlink_to(targets[kind])
+    elif kind in links:
+        path.symlink_to(links[kind])
 
 
-def _in_json(*files: str) -> Callable[[Path, Random], None]:
-    """A value anywhere in one of these JSON files replaced, deleted or put under another name."""
+def change_json(*files: str) -> Mutation:
+    """Make a mutation that replaces, deletes or renames a value anywhere in one of these JSON files."""
 
     def mutate(directory: Path, rng: Random) -> None:
         paths = [directory / file for file in files if (directory / file).is_file()]
         if not paths:
             return header_text(directory, rng)
-        path = rng.choice(paths)
-        raw = _Raw()
+        path, raw = rng.choice(paths), Raw()
         content = json.loads(path.read_bytes())
-        places = _places(content)
-        owner, key = rng.choice(places)
+        owner, key = rng.choice(_places(content))
         kind = rng.choice(("value", "value", "value", "delete", "rename"))
         if kind == "value":
             owner[key] = raw.marker(rng.choice(VALUES))
@@ -292,22 +310,15 @@ def _in_json(*files: str) -> Callable[[Path, Random], None]:
 
 
 def _places(content: dict | list) -> list[tuple[dict | list, str | int]]:
-    """(container, key) of every value in a parsed JSON text."""
+    """Return (container, key) of every value in a parsed JSON text."""
     keys = list(content) if isinstance(content, dict) else range(len(content))
     inner = [content[key] for key in keys if isinstance(content[key], dict | list)]
     return [(content, key) for key in keys] + [place for part in inner for place in _places(part)]
 
 
-def _text_of(*files: str) -> Callable[[Path, Random], None]:
-    def mutate(directory: Path, rng: Random) -> None:
-        (directory / rng.choice(files)).write_bytes(rng.choice(TEXTS))
-
-    return mutate
-
-
-def quantization_value(directory: Path, rng: Random) -> None:
-    """quantization_config itself, or one value of it."""
-    raw = _Raw()
+@mutation("config: quantization")
+def _(directory: Path, rng: Random) -> None:
+    raw = Raw()
     content = json.loads((directory / CONFIG).read_bytes())
     names = ("quant_method", "weight_block_size", "activation_scheme", "modules_to_not_convert", "scale_fmt", "fmt")
     value = raw.marker(rng.choice([*VALUES, "128", "[128]", "[128,64]", "[128,128,128]", '"128"']))
@@ -318,8 +329,8 @@ def quantization_value(directory: Path, rng: Random) -> None:
     (directory / CONFIG).write_bytes(raw.dump(content))
 
 
-def index_file(directory: Path, rng: Random) -> None:
-    """Other files in the index."""
+@mutation("index: file")
+def _(directory: Path, rng: Random) -> None:
     path = directory / INDEX
     index = json.loads(path.read_bytes()) if path.is_file() else {"weight_map": {"x": SINGLE}}
     places = index["weight_map"]
@@ -328,28 +339,8 @@ def index_file(directory: Path, rng: Random) -> None:
     path.write_text(json.dumps(index))
 
 
-MUTATIONS: dict[str, Callable[[Path, Random], None]] = {
-    "header: field": _in_header(header_field),
-    "header: number": _in_header(header_number),
-    "header: entry": _in_header(header_entry),
-    "header: name": _in_header(header_name),
-    "header: empty tensor": _in_header(header_empty_tensor),
-    "header: shape": _in_header(header_shape),
-    "header: dtype": _in_header(header_dtype),
-    "header: metadata": _in_header(header_metadata),
-    "header: text": header_text,
-    "header: duplicate": header_duplicate,
-    "header: length": header_length,
-    "header: bytes": header_bytes,
-    "data: bytes": data_bytes,
-    "data: scales": scale_values,
-    "file: size": file_size,
-    "file: contents": file_contents,
-    "file: kind": file_kind,
-    "index: value": _in_json(INDEX),
-    "index: file": index_file,
-    "index: text": _text_of(INDEX),
-    "config: value": _in_json(CONFIG, GENERATION_CONFIG),
-    "config: quantization": quantization_value,
-    "config: text": _text_of(CONFIG, GENERATION_CONFIG),
-}
+for _kind, _files in (("index", (INDEX,)), ("config", (CONFIG, GENERATION_CONFIG))):
+    mutation(f"{_kind}: value")(change_json(*_files))
+    mutation(f"{_kind}: text")(
+        lambda directory, rng, files=_files: (directory / rng.choice(files)).write_bytes(rng.choice(TEXTS))
+    )

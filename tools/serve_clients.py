@@ -5,7 +5,7 @@ tokens, three of four as streams; every tenth goes before its answer is whole. T
 `generate`, one prompt at a time, and memory and requests are counted when all have gone.
 
 The model is in float32 throughout: GraphDecoder is batch invariant on a GPU only, and with experts in FP8 rounding
-would now and then decide between two tokens. `benchmarks.serve` compares such a model's, on a GPU.
+would now and then decide between two tokens. `python -m benchmarks serve_gpu` compares such a model's, on a GPU.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ NAME = "tiny"
 
 
 def requests() -> list[tuple[str, int]]:
-    """Prompts, and how many tokens are asked for."""
+    """Draw prompts, and how many tokens are asked for."""
     draw = random.Random(0)
     letters = [chr(code) for code in range(33, 127)]
     return [("".join(draw.choices(letters, k=draw.randint(*PROMPTS))), draw.randint(*ANSWERS)) for _ in range(CLIENTS)]
 
 
 def goes(index: int) -> bool:
-    """Whether a client does not wait for its answer."""
+    """Decide whether a client does not wait for its answer."""
     return index % GOES_EVERY == GOES_EVERY - 1
 
 
@@ -123,7 +123,7 @@ def run() -> dict[str, Any]:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Write validation/serve.json."""
     torch.set_num_threads(1)
     found = run()
     versions = {name: metadata.version(name) for name in PACKAGES}

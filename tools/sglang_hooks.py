@@ -5,18 +5,15 @@ its modules for experts and linears import; fp8moe is installed as the README of
 runs: SGLang's kernels for a CPU need AMX. It takes about ten minutes and 3 GB.
 """
 
-import argparse
 import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.report import write_json
-from tools.vllm_serving import ROOT, commands_of, make_environment, pip
+from benchmarks.report import ROOT
+from tools.environments import PYTHON, commands_of, make, parser_of, pip, store
 
 FILE = ROOT / "validation" / "sglang.json"
 README = ROOT / "integrations/sglang/README.md"
@@ -32,35 +29,25 @@ IMPORTED = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.sglang_hooks", description=__doc__.splitlines()[0])
-    parser.add_argument("--torch", default="torch==2.13.0", help="pip requirement and options of its CPU build")
-    parser.add_argument("--out", type=Path, default=FILE, metavar="FILE")
-    args = parser.parse_args()
+    """Run the tests with each version and write the file."""
+    args = parser_of("sglang_hooks", FILE, reuses=False).parse_args()
     rows = {}
     for version, (digest, transformers) in VERSIONS.items():
         with tempfile.TemporaryDirectory() as directory:
             environment = Path(directory) / "environment"
-            make_environment(environment, args.torch)
+            make(environment, args.torch)
             (Path(directory) / "sglang.txt").write_text(f"sglang=={version} --hash=sha256:{digest}")
             pip(environment, "install", f"transformers=={transformers}", *IMPORTED)
             pip(environment, "install", "--no-deps", "--require-hashes", "-r", f"{directory}/sglang.txt")
             pip(environment, *commands_of(README)[0][1:])
             rows[version] = run_tests(environment)
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    write_json(args.out, {"date": date, "python": sys.version.split()[0], "torch": args.torch, "tests": rows})
+    store(args.out, {"python": PYTHON, "torch": args.torch, "tests": rows})
 
 
 def run_tests(environment: Path) -> dict[str, int]:
-    """How many passed. RuntimeError with the output if any failed or was skipped."""
-    command = [
-        environment / "bin/python",
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/guests/test_sglang.py",
-    ]
+    """Count tests that passed. RuntimeError with the output if any failed or was skipped."""
+    tests = "tests/guests/test_sglang.py"
+    command = [environment / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     found = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}

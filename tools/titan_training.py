@@ -8,22 +8,17 @@ one in bfloat16 than BAR fails it, as do one that falls by less than FALL, and l
 not refused. It takes a quarter of an hour on two cores, and 3 GB.
 """
 
-import argparse
-import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.report import write_json
+from benchmarks.report import ROOT
+from tools.environments import commands_of, make, parser_of, pip, store, versions
 
-ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "validation/torchtitan.json"
 README = ROOT / "integrations/torchtitan/README.md"
 TORCHTITAN = ("torchtitan==0.3.0", "triton")  # it imports triton, which PyTorch's CPU build lacks
@@ -43,17 +38,10 @@ LOSS = re.compile(r"step:\s*(\d+).*?loss:\s*([\d.]+)")
 
 
 def install(environment: Path, torch_requirement: str) -> None:
-    """torchtitan into a new environment, and fp8moe as the README says."""
-    venv.create(environment, with_pip=True)
-    command = re.search(r"```\n(pip .+)\n", README.read_text())[1]
-    for arguments in (f"pip install {torch_requirement}", f"pip install {' '.join(TORCHTITAN)}", command):
-        print(arguments, flush=True)
-        subprocess.run([environment / "bin/python", "-m", *shlex.split(arguments), "-q"], cwd=ROOT, check=True)
-
-
-def versions(python: Path) -> dict[str, str]:
-    program = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {PACKAGES}}}))"
-    return json.loads(subprocess.check_output([python, "-c", program], text=True))
+    """Install torchtitan into a new environment, and fp8moe as the README says."""
+    make(environment, torch_requirement)
+    pip(environment, "install", *TORCHTITAN)
+    pip(environment, *commands_of(README)[0][1:])
 
 
 class Runs:
@@ -63,7 +51,7 @@ class Runs:
         self.python = python
 
     def run(self, processes: int, options: Sequence[str], in_fp8: Sequence[str] = ()) -> tuple[list[float], str]:
-        """The losses of a run, and all that it printed."""
+        """Return the losses of a run, and all that it printed."""
         program = ["-m", "examples.titan.debug_moe", "--training.steps", str(STEPS), *options]
         if in_fp8:
             program += ["--override.imports", *in_fp8]
@@ -81,7 +69,7 @@ class Runs:
         return found
 
     def resumed(self) -> list[dict]:
-        """FP8 from step 10 of a run in FP8, which must have the same losses, and in bfloat16."""
+        """Resume a run in FP8 at step 10, in FP8, which must give the same losses, and in bfloat16."""
         with tempfile.TemporaryDirectory() as directory:
             checkpoint = ("--dump_folder", directory, "--checkpoint.enable", "--checkpoint.interval", "10")
             whole = self.losses(1, checkpoint, (EXPERTS, LINEARS))[10:]
@@ -106,11 +94,7 @@ def compare(name: str, plain: Sequence[float], fp8: Sequence[float], **more: obj
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.titan_training", description=__doc__.splitlines()[0])
-    parser.add_argument("--torch", default="torch==2.13.0", help="pip requirement and options of its CPU build")
-    parser.add_argument("--environment", type=Path, help="a directory to install into, or where all is installed")
-    parser.add_argument("--out", type=Path, default=FILE, metavar="FILE")
-    args = parser.parse_args()
+    args = parser_of("titan_training", FILE).parse_args()
     with tempfile.TemporaryDirectory() as directory:
         environment = args.environment or Path(directory) / "environment"
         if not environment.exists():
@@ -121,10 +105,8 @@ def main() -> int:
             plain, fp8 = (runs.losses(processes, options, chosen) for chosen in ((), in_fp8))
             rows.append(compare(name, plain, fp8, processes=processes, in_fp8=list(in_fp8)))
         rows += [*runs.resumed(), runs.refused()]
-        installed = versions(python)
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    bars = {"apart": BAR, "fall": FALL}
-    write_json(args.out, {"date": date, "versions": installed, "bars": bars, "rows": rows})
+        installed = versions(environment, PACKAGES)
+    store(args.out, {"versions": installed, "bars": {"apart": BAR, "fall": FALL}, "rows": rows})
     return int(not all(row["passed"] for row in rows))
 
 

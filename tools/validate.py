@@ -12,27 +12,25 @@ same one.
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from importlib import import_module, metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
 import torch
 
-import fp8moe
-from benchmarks.report import digest, write_json
-from fp8moe.runtime import config, sm90
+from benchmarks.__main__ import BENCHMARKS as BY_NAME
+from benchmarks.report import ROOT, digest, versions, write_json
+from fp8moe.runtime import config
+from fp8moe.runtime.architectures import SM90
 
-ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 BENCHMARKS = {
     "benchmarks": ("quantize", "transpose", "host", "training", "mqa", "lora"),
@@ -45,8 +43,8 @@ _SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d
 
 
 def require_gpu() -> None:
-    """SystemExit with one sentence unless there is a Hopper GPU and the settings are the defaults."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != sm90.CAPABILITY:
+    """Raise SystemExit unless there is a Hopper GPU and the settings are the defaults."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != SM90.capability:
         raise SystemExit("validation needs a Hopper (sm_90) GPU that PyTorch can use")
     defaults = {"backend": "auto", "num_sms": None, "compiler": "nvrtc", "batch_invariant": False}
     changed = [f"FP8MOE_{name.upper()}" for name, value in defaults.items() if getattr(config.settings, name) != value]
@@ -54,22 +52,8 @@ def require_gpu() -> None:
         raise SystemExit(f"validation records what the defaults do: unset {', '.join(changed)}")
 
 
-def versions() -> dict[str, str]:
-    """What the results were measured with."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    packages = ("torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver,
-        "python": platform.python_version(),
-        "fp8moe": fp8moe.__version__,
-        **{package: metadata.version(package) for package in packages},
-    }
-
-
 def parse_junit(report: Path) -> dict:
-    """Counts of a pytest run and the names of what failed, from its JUnit file."""
+    """Return counts of a pytest run and the names of what failed, from its JUnit file."""
     outcomes: dict[str, list[str]] = {"failed": [], "skipped": [], "passed": []}
     for case in ElementTree.parse(report).iter("testcase"):
         tags = {child.tag for child in case}
@@ -80,21 +64,21 @@ def parse_junit(report: Path) -> dict:
 
 
 def environment_of_one_in(processes: int) -> dict[str, str]:
-    """For one of some processes side by side: their threads share the cores."""
+    """Return the environment of one of some processes side by side, whose threads share the cores."""
     return os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
 
 
 def run_tests(root: Path) -> dict:
-    """The GPU tests, in a process for each core but two: most of their time is the CPU's."""
+    """Run the GPU tests, in a process for each core but two: most of their time is the CPU's."""
     processes = max(1, (os.cpu_count() or 1) - 2)
     spread = ("-n", str(processes), "--dist", "worksteal") if processes > 1 else ()
     return run_alone(root, _pytest(root, *spread, "tests/gpu", processes=processes))
 
 
 def run_alone(root: Path, beside_others: dict) -> dict:
-    """Tests with those that failed beside others run once more, one after the other: some measure the CPU's time.
+    """Run tests that failed beside others once more, one after the other: some measure the CPU's time.
 
-    Those that pass then are no failures, and are listed as "passed_alone".
+    Tests that pass then are no failures; they are listed as "passed_alone".
     """
     failed = beside_others["failures"]
     if not failed or any(name.startswith("::") for name in failed):  # a file that cannot be collected
@@ -112,7 +96,7 @@ def run_alone(root: Path, beside_others: dict) -> dict:
 
 
 def run_failures(root: Path, content: dict, current: str) -> dict:
-    """The content of the file with the tests that failed in it run once more.
+    """Return the content of the file with its failed tests run once more.
 
     SystemExit if it has none of the `current` digest.
     """
@@ -122,7 +106,7 @@ def run_failures(root: Path, content: dict, current: str) -> dict:
 
 
 def _pytest(root: Path, *arguments: str, processes: int) -> dict:
-    """Outcomes of GPU tests in so many processes."""
+    """Return outcomes of GPU tests in so many processes."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -133,13 +117,13 @@ def _pytest(root: Path, *arguments: str, processes: int) -> dict:
 
 
 def parse_sanitizer(output: str) -> int | None:
-    """Errors, or hazards of any severity, in the summary of compute-sanitizer; None without a summary."""
+    """Count errors, or hazards of any severity, in the summary of compute-sanitizer; None without a summary."""
     found = _SUMMARY.findall(output)
     return sum(int(count) for match in found for count in match if count) if found else None
 
 
 def find_sanitizer() -> str:
-    """Path of compute-sanitizer; SystemExit if there is none."""
+    """Return the path of compute-sanitizer; SystemExit if there is none."""
     directories = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
     path = shutil.which("compute-sanitizer", path=directories)
     if path is None:
@@ -148,7 +132,7 @@ def find_sanitizer() -> str:
 
 
 def run_sanitizer(root: Path) -> dict:
-    """The reduced set of operations under each tool, side by side; the script also checks its own results."""
+    """Run the reduced set of operations under each tool, side by side; the script also checks its own results."""
     sanitizer = find_sanitizer()
     # Without PyTorch's caching allocator every tensor is an allocation of its own, whose bounds memcheck knows.
     environment = environment_of_one_in(len(SANITIZERS))
@@ -160,15 +144,8 @@ def run_sanitizer(root: Path) -> dict:
         command = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--print-limit", "20"]
         command += [sys.executable, "tests/gpu/sanitize_cases.py"]
         try:
-            done = subprocess.run(
-                command,
-                cwd=root,
-                env=environment,
-                timeout=TIMEOUT_S,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
+            piped = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            done = subprocess.run(command, cwd=root, env=environment, timeout=TIMEOUT_S, **piped)
         except subprocess.TimeoutExpired as error:
             output = (error.stdout or b"").decode(errors="replace")
             return {"errors": None, "exit_code": None, "tail": output.splitlines()[-TAIL_LINES:]}
@@ -182,7 +159,7 @@ def run_sanitizer(root: Path) -> dict:
 def run_benchmarks(
     names: Sequence[str], save: Callable[[dict], object] = lambda results: None, done: dict | None = None
 ) -> dict:
-    """Rows and thresholds of these benchmarks; one that raises is recorded with its error and the others still run.
+    """Run benchmarks; one that raises is recorded with its error and the others still run.
 
     save: called with the results after each. done: results of an earlier run; those without an error stay.
     """
@@ -191,35 +168,32 @@ def run_benchmarks(
         if name in results:
             continue
         try:
-            results[name] = import_module(f"benchmarks.{name}").run()
+            results[name] = BY_NAME[name].run()
         except Exception:
             results[name] = {"error": traceback.format_exc()}
         save(results)
     return results
 
 
-PARTS = {
+PARTS: dict[str, Callable[[Path, Callable, dict], dict]] = {
     "tests": lambda root, save, done: run_tests(root),
     "sanitizer": lambda root, save, done: run_sanitizer(root),
-    **{
-        part: lambda root, save, done, names=names: run_benchmarks(names, save, done)
-        for part, names in BENCHMARKS.items()
-    },
+    "benchmarks": lambda root, save, done: run_benchmarks(BENCHMARKS["benchmarks"], save, done),
+    "models": lambda root, save, done: run_benchmarks(BENCHMARKS["models"], save, done),
 }
-"""What is recorded, and how: with the checkout, what writes the file while a part goes on, and what of it is done."""
+"""What is recorded, and how: from the checkout, with what writes the file meanwhile, and what of the part is done."""
 FILES = {"kernels.json": ("tests", "sanitizer", "benchmarks"), "models.json": ("models",)}
 """In validation/: which parts a file has. The first is what vouches for the kernels."""
 
 
 def merge(stored: dict, current: str, part: str, result: dict) -> dict:
-    """The content of the file with one more part; `stored` counts only if it has the `current` digest."""
-    kept = stored if stored.get("digest") == current else {}
-    parts = {**kept, part: result}
+    """Add one more part to the content of the file; `stored` counts only if it has the `current` digest."""
+    parts = {**(stored if stored.get("digest") == current else {}), part: result}
     return {"digest": current, **{name: parts[name] for name in PARTS if name in parts}}
 
 
 def problems(content: dict, current: str, needed: Iterable[str] = FILES["kernels.json"]) -> list[str]:
-    """What keeps a validation file from vouching for the `current` digest: one sentence each, empty if nothing does."""
+    """Say what keeps a validation file from vouching for the `current` digest, in a sentence each."""
     found = []
     if content.get("digest") != current:
         found.append("the digest is not that of what the GPU runs now: run `make validate` again")
@@ -228,43 +202,44 @@ def problems(content: dict, current: str, needed: Iterable[str] = FILES["kernels
         found += [f"failed: {name}" for name in tests["failures"]]
         if not tests["passed"] or tests["exit_code"]:
             found.append(f"{tests['passed']} GPU tests passed and pytest ended with exit code {tests['exit_code']}")
-    if sanitizer := content.get("sanitizer"):
-        for tool in SANITIZERS:
-            result = sanitizer[tool]
-            if result["errors"] != 0 or result["exit_code"] != 0:
-                found.append(f"{tool}: {result['errors']} errors, exit code {result['exit_code']}")
-    for part, names in BENCHMARKS.items():
-        if benchmarks := content.get(part):
-            results = {name: benchmarks.get(name, {"error": "missing"}) for name in names}
-            found += [f"benchmark {name}: {result['error']}" for name, result in results.items() if "error" in result]
+    for tool in SANITIZERS if "sanitizer" in content else ():
+        result = content["sanitizer"][tool]
+        if result["errors"] != 0 or result["exit_code"] != 0:
+            found.append(f"{tool}: {result['errors']} errors, exit code {result['exit_code']}")
+    for name, result in recorded(content):
+        if "error" in result:
+            found.append(f"benchmark {name}: {result['error']}")
     return found
 
 
+def recorded(content: dict) -> Iterator[tuple[str, dict]]:
+    """Yield the names of the benchmarks of parts that are there, and their results; an error where one is missing."""
+    for part, names in BENCHMARKS.items():
+        if part in content:
+            yield from ((name, content[part].get(name, {"error": "missing"})) for name in names)
+
+
 def missed_thresholds(content: dict) -> list[str]:
-    """The thresholds that the recorded benchmarks miss."""
-    results = [content.get(part, {}).get(name, {}) for part, names in BENCHMARKS.items() for name in names]
-    missed = [one for result in results for one in result.get("thresholds", ()) if not one["passed"]]
+    """List the thresholds that the recorded benchmarks miss."""
+    missed = [one for _, result in recorded(content) for one in result.get("thresholds", ()) if not one["passed"]]
     return [f"{one['name']}: {one['value']:.4g}, limit {one['limit']:g} {one['unit']}".rstrip() for one in missed]
 
 
 def summary(content: dict, current: str, needed: Iterable[str] = FILES["kernels.json"]) -> str:
-    """What was recorded and what is wrong with it, for people."""
+    """Say what was recorded and what is wrong with it."""
     lines = [f"digest {content['digest'][:16]}"]
     if tests := content.get("tests"):
         lines.append(f"tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped")
     if sanitizer := content.get("sanitizer"):
         lines.append("sanitizer: " + ", ".join(f"{tool} {sanitizer[tool]['errors']} errors" for tool in SANITIZERS))
-    for part, names in BENCHMARKS.items():
-        if benchmarks := content.get(part):
-            rows = {name: len(benchmarks.get(name, {}).get("rows", ())) for name in names}
-            lines.append(f"{part}: " + ", ".join(f"{name} {count} rows" for name, count in rows.items()))
+    rows = [f"{name} {len(result.get('rows', ()))} rows" for name, result in recorded(content)]
+    lines += [f"benchmarks: {', '.join(rows)}"] if rows else []
     lines += [f"threshold missed: {threshold}" for threshold in missed_thresholds(content)]
-    lines += [f"problem: {problem}" for problem in problems(content, current, needed)]
-    return "\n".join(lines)
+    return "\n".join(lines + [f"problem: {problem}" for problem in problems(content, current, needed)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the chosen parts and writes the file; 1 if anything in it failed. Missed thresholds are only listed."""
+    """Run the chosen parts and write the file; return 1 if anything in it failed. Missed thresholds are only listed."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.validate", description="check and time every kernel on this GPU"
     )

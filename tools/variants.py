@@ -12,21 +12,22 @@ from benchmarks import calls
 from benchmarks.calls import Case, Operands
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.decode_attention import DTYPES as ATTENTION_DTYPES
-from fp8moe.kernels.decoder_ops.decode_attention import NewTokens, decode_attention
+from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention
 from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
-from fp8moe.kernels.decoder_ops.rotary import rotary
-from fp8moe.kernels.decoder_ops.router import route, router_logits
+from fp8moe.kernels.decoder_ops.rotary import NewTokens, rotary
+from fp8moe.kernels.decoder_ops.router import RoutingRule, route, router_logits
 from fp8moe.kernels.decoder_ops.sampling import SamplingState, Sequences, sample, sample_next
-from fp8moe.kernels.experts import combine, experts_partial, experts_rows, experts_training
+from fp8moe.kernels.experts import combine, experts_of_rows, experts_of_tokens, experts_partial, experts_training
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
-from fp8moe.kernels.experts.operands import Biases
+from fp8moe.kernels.experts.operands import Biases, Layer, Masters, Norm, Shard, TokenOperands
 from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
 from fp8moe.kernels.linear.projection import projection
 from fp8moe.quant.formats import ceil_div
+from fp8moe.runtime.operator import Signature
 from fp8moe.runtime.peer_table import Targets
 from fp8moe.runtime.record import reserved
 
@@ -67,7 +68,7 @@ class Untouched(Operands):
 
 
 def cases() -> Iterator[Case]:
-    """By the functions and layers of the public API."""
+    """Yield cases of the functions and layers of the public API."""
     yield from (case for case in calls.timed() if case.op != "cublas")
     for m, (n, k) in product(ODD_M, ODD_SHAPES):
         yield Case("gemm", {"m": m, "n": n, "k": k})
@@ -108,7 +109,7 @@ def cases() -> Iterator[Case]:
 
 
 def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of operators, in forms in which no function or layer above calls them."""
+    """Yield calls of operators in forms in which no function or layer above calls them."""
     ops = torch.ops.fp8moe
     rows, experts = make.rows(200, 1024), make.weights(4, 512, 1024)
     offsets, sizes = make.integers([0, 50, 60, 150, 200]), make.integers([50, 10, 40, 20])
@@ -132,8 +133,8 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for rank, width, ends, count in ((16, 2048, offsets, 200), (48, 264, offsets, 200), (16, 264, few, 20)):
         x, factors, ranks = make.normal(count, width), make.normal(4, rank, width), make.normal(count, rank)
         for tokens in (None, make.zeros(count, dtype=torch.int32)):
-            yield lambda x=(x, factors, ends, tokens): lora_shrink(*x)
-            yield lambda x=(ranks, x, ends, tokens): lora_gradient(*x)
+            yield partial(lora_shrink, *(x, factors, ends, tokens))
+            yield partial(lora_gradient, *(ranks, x, ends, tokens))
     yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None, None)
     for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
         keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))
@@ -165,7 +166,7 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def batch_invariant_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of what runs other kernels where results are to be batch invariant."""
+    """Yield calls that run other kernels where results are to be batch invariant."""
 
     def invariant(call: Callable[[], object]) -> None:
         with fp8moe.batch_invariant():
@@ -184,12 +185,12 @@ def batch_invariant_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def layout_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of grouped GEMMs in DeepGEMM's layouts."""
+    """Yield calls of grouped GEMMs in DeepGEMM's layouts."""
     for groups, rows, alignment in product((1, 64), (200, 40000), (None, 128)):
         a, b, out = make.rows(rows, 1024), make.weights(groups, 512, 1024), make.zeros(rows, 512, dtype=torch.bfloat16)
         layout = make.zeros(groups if alignment else rows, dtype=torch.int32)
         options = {"alignment": alignment, "expected_m": max(1, rows // groups - 127)}
-        yield lambda call=(a, b, layout, out), options=options: grouped_gemm_by_layout(*call, **options)
+        yield partial(grouped_gemm_by_layout, *(a, b, layout, out), **options)
     for groups, m, n, add in product((1, 7), (8, 272), (16, 1000), (False, True)):
         k, sizes = 128 * groups, make.integers([128] * groups)
         a, b = ((make.codes(size * k), make.rows(size, k).scale) for size in (m, n))
@@ -198,50 +199,48 @@ def layout_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of one rank's experts."""
+    """Yield calls of one rank's experts."""
     for tokens, hidden, top_k in product((1, 70, 1000), (16, 1040, 7168), (8, 40)):
         operands = (*make.rows(tokens, hidden), make.zeros(tokens, top_k, dtype=torch.int32), tokens * top_k)
-        yield lambda operands=operands: torch.ops.fp8moe.permute_fp8(*operands)
+        yield partial(torch.ops.fp8moe.permute_fp8, *operands)
     for (hidden, size, experts, top_k), tokens, activation in (
         *product(((1024, 512, 16, 4), (200, 72, 5, 2)), (1, 70), ("silu", "gelu")),
         *product(((7168, 2048, 256, 8),), (8, 512, 32768), ("silu",)),
     ):
         here = ceil_div(experts, 2)
-        form = {"activation": Activation(name=activation)}
         weights = make.weights(here, 2 * size, hidden), make.weights(here, hidden, size)
+        layer = Layer(*weights, Activation(name=activation))
         index, routing = make.zeros(tokens, top_k, dtype=torch.int64), make.uniform(tokens, top_k, mean=1.0)
-        share = form | {"first_expert": experts - here, "num_experts": experts}
-        window = {"first_row": tokens, "num_rows": tokens, "partial": make.zeros(tokens, hidden, dtype=torch.float32)}
-        for x, dtype, options in (
-            (make.normal(tokens, hidden), torch.bfloat16, {}),
-            (make.rows(tokens, hidden), torch.bfloat16, window),
-            (make.rows(tokens, hidden), torch.float32, {}),
+        share = Shard(experts - here, experts, row_dtype=torch.bfloat16)
+        window = share._replace(first_row=tokens, num_rows=tokens)
+        added = {"partial": make.zeros(tokens, hidden, dtype=torch.float32)}
+        some = added | {"partial_known": make.zeros(tokens, dtype=torch.bool), "wants_known": True}
+        for x, shard, options in (
+            (make.normal(tokens, hidden), share, {}),
+            (make.rows(tokens, hidden), window, added),
+            (make.rows(tokens, hidden), share._replace(row_dtype=torch.float32), {}),
+            (make.normal(tokens, hidden), window, some),
         ):
-            options = share | options | {"row_dtype": dtype}
-            yield lambda operands=(x, index, routing, *weights), options=options: experts_partial(*operands, **options)
-        some = {name: make.zeros(tokens, dtype=torch.bool) for name in ("partial_known", "known")}
-        options = share | window | some | {"row_dtype": torch.bfloat16}
-        operands = make.normal(tokens, hidden), index, routing, *weights
-        yield lambda operands=operands, options=options: experts_partial(*operands, **options)
+            operands = x, index, routing, layer, shard
+            yield lambda operands=operands, options=options: experts_partial(*operands, **options)
         if hidden > 1024:
             continue
         offsets = make.integers([tokens * group // here for group in range(here + 1)])
         for x, training in product((make.normal(tokens, hidden), make.rows(tokens, hidden)), (False, True)):
-            options = form | {"training": training, "whole": (2 * tokens, experts)}
-            yield lambda operands=(x, offsets, *weights), options=options: experts_rows(*operands, **options)
+            options = {"training": training, "whole": (2 * tokens, experts)}
+            yield lambda operands=(x, offsets, layer), options=options: experts_of_rows(*operands, **options)
         up, down = (make.zeros(*weight.data.shape, dtype=torch.bfloat16).requires_grad_() for weight in weights)
-        trained = {"up_master": up, "down_master": down}
         x, grad = make.normal(tokens, hidden), make.zeros(tokens, hidden, dtype=torch.float32)
-        options = form | trained | {"row_dtype": torch.float32}
-        yield _backward(experts_rows, (x, offsets, *weights), options, grad)
-        options = share | trained | {"num_rows": tokens, "out_dtype": torch.float32}
-        yield _backward(experts_training, (x, index, routing, *weights), options, grad)
+        trained = {"masters": Masters(up, down)}
+        yield _backward(experts_of_rows, (x, offsets, layer), trained | {"row_dtype": torch.float32}, grad)
+        shard = Shard(experts - here, experts, num_rows=tokens, out_dtype=torch.float32)
+        yield _backward(experts_training, (x, index, routing, layer), trained | {"shard": shard}, grad)
     index = make.zeros(100, 4, dtype=torch.int64)
     yield lambda: torch.ops.fp8moe.sort_by_expert(index, 64, None, 32, 50, 200)
 
 
 def held_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of experts for callers that hold the weights."""
+    """Yield calls of experts for callers that hold the weights."""
     layer = make.weights(16, 1024, 1024), make.weights(16, 1024, 512)
     for tokens in (1, 200):
         x, rows = make.normal(tokens, 1024), make.rows(tokens, 1024)
@@ -262,7 +261,7 @@ def held_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of what goes to the memory of several GPUs, and of the sums of what has come."""
+    """Yield calls that write to the memory of several GPUs, and that sum up what has come."""
     for peers, dtype, index_dtype, tokens in product((1, 2, 8), DTYPES, (torch.int32, torch.int64), (1, 300)):
         for hidden in (272, 7168):
             x = make.normal(tokens, hidden, dtype=getattr(torch, dtype))
@@ -270,17 +269,17 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
             index = make.zeros(peers * tokens, 8, dtype=torch.int32)
             buffer = Received(data, make.zeros(*scale.shape, dtype=torch.float32), index)
             operands = (x, make.zeros(tokens, 8, dtype=index_dtype), [buffer] * peers, peers - 1, 64 * peers)
-            yield lambda operands=operands: dispatch(*operands)
+            yield partial(dispatch, *operands)
     for peers, dtype, to_all, tokens in product((2, 8), ("bfloat16", "float32"), (False, True), (2, 400)):
         targets = Targets(peers, 8 * tokens, to_all, (0,) * (2 * peers + 1))
         dtype = getattr(torch, dtype)
-        share = {"first_expert": 4, "num_experts": 8, "row_dtype": dtype, "num_rows": 4 * tokens}
+        shard = Shard(4, 8, num_rows=4 * tokens, row_dtype=dtype)
         weights = make.weights(4, 416, 1040), make.weights(4, 1040, 208)
         index = make.zeros(tokens, 8, dtype=torch.int32)
         for activation, first_row in product(("silu", "gelu"), (0, 4 * tokens)):
-            options = share | {"activation": Activation(name=activation), "first_row": first_row}
-            operands = (make.rows(tokens, 1040), index, *weights)
-            yield lambda to=targets, operands=operands, options=options: send_rows(to, *operands, **options)
+            layer = Layer(*weights, Activation(name=activation))
+            operands = targets, make.rows(tokens, 1040), index, layer, shard._replace(first_row=first_row)
+            yield lambda operands=operands: send_rows(*operands)
     kinds = tuple(getattr(torch, dtype) for dtype in DTYPES)
     rows, indices = (torch.bfloat16, torch.float32), (torch.int32, torch.int64)
     for *dtypes, index_dtype in product(rows, kinds, kinds, indices):
@@ -289,7 +288,7 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def column_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of GEMMs and experts with a scale for each output channel, and with biases."""
+    """Yield calls of GEMMs and experts with a scale for each output channel, and with biases."""
     for channels, dtype, tokens in product((False, True), (None, torch.bfloat16, torch.float32), (1, 70, 2000)):
 
         def weights(*shape: int, channels: bool = channels) -> fp8moe.FP8Tensor:
@@ -301,27 +300,26 @@ def column_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
         operands, added = (make.rows(tokens, 1040), weights(1000, 1040)), bias(1000)
         yield lambda operands=operands, added=added: fp8moe.gemm(*operands, bias=added)
-        layer = weights(4, 416, 1040), weights(4, 1040, 208)
-        options = {"activation": Activation(limit=7.0, alpha=1.702), "biases": Biases(bias(4, 416), bias(4, 1040))}
-        options |= {"first_expert": 4, "num_experts": 8, "row_dtype": torch.bfloat16}
+        activation, biases = Activation(limit=7.0, alpha=1.702), Biases(bias(4, 416), bias(4, 1040))
+        layer = Layer(weights(4, 416, 1040), weights(4, 1040, 208), activation, biases)
+        shard = Shard(4, 8, row_dtype=torch.bfloat16)
         index, routing = make.zeros(tokens, 8, dtype=torch.int32), make.uniform(tokens, 8, mean=1.0)
-        operands = make.normal(tokens, 1040), index, routing, *layer
-        yield lambda operands=operands, options=options: experts_partial(*operands, **options)
+        operands = make.normal(tokens, 1040), index, routing, layer, shard
+        yield lambda operands=operands: experts_partial(*operands)
         if tokens > 1:
             targets = Targets(2, 4 * tokens, False, (0,) * 5)
-            operands = make.rows(tokens, 1040), index, *layer
-            options = options | {"first_row": 0, "num_rows": 8 * tokens}
-            yield lambda to=targets, operands=operands, options=options: send_rows(to, *operands, **options)
+            operands = targets, make.rows(tokens, 1040), index, layer, shard._replace(num_rows=8 * tokens)
+            yield lambda operands=operands: send_rows(*operands)
 
 
 def _backward(call: Callable, operands: tuple, options: dict, grad: torch.Tensor) -> Callable[[], object]:
-    """Forward and backward, with gradients of the first operand too."""
+    """Make forward and backward, with gradients of the first operand too."""
     x = operands[0].requires_grad_()
     return lambda: call(x, *operands[1:], **options).backward(grad)
 
 
 def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of what surrounds the experts in a decoder layer."""
+    """Yield calls of what surrounds the experts in a decoder layer."""
     for dtype, rows, hidden in product(DTYPES, (1, 200), (64, 131, 2048, 7168)):
         x = make.normal(rows, hidden, dtype=getattr(torch, dtype))
         weight = make.zeros(hidden, dtype=x.dtype)
@@ -341,35 +339,33 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
             for shape in ((tokens, hidden), (hidden,), (experts, hidden))
         )
         options = {"residual": x, "quantized": tokens == 1, "dtype": getattr(torch, out_dtype)}
-        yield lambda x=(x, norm_weight, 1e-6, weight), options=options: norm_logits(*x, **options)
+        yield partial(norm_logits, *(x, norm_weight, 1e-6, weight), **options)
     for dtype, out_dtype, (experts, groups), score, normalize in product(
         DTYPES, DTYPES, ((128, 1), (256, 8), (1024, 1)), ("softmax", "sigmoid"), (False, True)
     ):
         logits, bias = make.normal(70, experts, dtype=getattr(torch, dtype)), make.uniform(experts, mean=0.0)
-        form = {"score": score, "num_groups": groups, "top_groups": ceil_div(groups, 2), "normalize": normalize}
+        rule = RoutingRule(8, score, normalize, groups, ceil_div(groups, 2))
         for given in (None, bias):
-            options = form | {"bias": given, "dtype": getattr(torch, out_dtype)}
-            yield lambda logits=logits, options=options: route(logits, 8, **options)
-    forms = (
-        (128, {"score": "softmax", "normalize": True}),
-        (256, {"score": "sigmoid", "normalize": True, "num_groups": 8, "top_groups": 4}),
-    )
-    for dtype, out_dtype, tokens, (experts, form) in product(DTYPES, DTYPES, (1, 16), forms):
+            options = {"bias": given, "dtype": getattr(torch, out_dtype)}
+            yield lambda logits=logits, rule=rule, options=options: route(logits, rule, **options)
+    rules = (128, RoutingRule(8, "softmax", True)), (256, RoutingRule(8, "sigmoid", True, 8, 4))
+    for dtype, out_dtype, tokens, (experts, rule) in product(DTYPES, DTYPES, (1, 16), rules):
         logits, bias = make.normal(tokens, experts, dtype=getattr(torch, dtype)), make.uniform(experts, mean=0.0)
-        options = form | {"bias": bias if "num_groups" in form else None, "dtype": getattr(torch, out_dtype)}
-        yield lambda logits=logits, options=options: route(logits, 8, **options, sort=True)
-    layer = *make.weights(16, 1024, 1024), *make.weights(16, 1024, 512)
+        options = {"bias": bias if rule.num_groups > 1 else None, "dtype": getattr(torch, out_dtype), "sort": True}
+        yield lambda logits=logits, rule=rule, options=options: route(logits, rule, **options)
+    layer = Layer(make.weights(16, 1024, 1024), make.weights(16, 1024, 512), Activation())
     for tokens in (1, 60):
         index, routing = make.zeros(tokens, 4, dtype=torch.int64), make.uniform(tokens, 4, mean=1.0)
-        operands = make.normal(tokens, 1024), index, routing, *layer, "silu", None, None, None, None
         order = make.integers([0] * 16 + [tokens * 4]), make.zeros(tokens, 4, dtype=torch.int32)
-        yield lambda operands=operands, order=order: torch.ops.fp8moe.experts(*operands, *order)
+        operands = TokenOperands(make.normal(tokens, 1024), index, routing, layer, groups=order[0], rows=order[1])
+        yield lambda operands=operands: experts_of_tokens(operands)
     for dtype, weights_dtype, tokens, hidden in product(DTYPES, DTYPES, (1, 60), (1024, 1040, 7168)):
-        layer = *make.weights(16, 1024, hidden), *make.weights(16, hidden, 512), "silu", None, None, None
+        layer = Layer(make.weights(16, 1024, hidden), make.weights(16, hidden, 512), Activation())
         x, index = make.normal(tokens, hidden, dtype=getattr(torch, dtype)), make.zeros(tokens, 4, dtype=torch.int64)
-        operands = x, index, make.normal(tokens, 4, dtype=getattr(torch, weights_dtype)), *layer, x, None, None
-        for norm in ((make.zeros(hidden, dtype=x.dtype), 1e-6, quantized) for quantized in (False, True)):
-            yield lambda operands=operands, norm=norm: torch.ops.fp8moe.experts_norm(*operands, *norm)
+        routing, weight = make.normal(tokens, 4, dtype=getattr(torch, weights_dtype)), make.zeros(hidden, dtype=x.dtype)
+        for norm in (Norm(weight, 1e-6, quantized) for quantized in (False, True)):
+            operands = TokenOperands(x, index, routing, layer, residual=x, norm=norm)
+            yield lambda operands=operands: torch.ops.fp8moe.experts(*Signature(TokenOperands).pack(operands))
     for dtype, tokens, (heads, key_heads, size, rotated, norm) in product(
         DTYPES,
         (1, 300),
@@ -380,9 +376,8 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         tables = [make.normal(1, tokens, rotated, dtype=dtype) for _ in range(2)]
         cache = [make.zeros(1, key_heads, tokens, size, dtype=dtype) for _ in range(2)]
         weight = make.normal(size, dtype=dtype) if norm else None
-        operands = (q, k, v, *tables, *cache)
-        norms = {"q_weight": weight, "k_weight": weight, "eps": 1e-6}
-        yield lambda operands=operands, norms=norms: rotary(*operands, **norms)
+        operands = q, NewTokens(k, v, *tables, weight, weight, 1e-6), *cache
+        yield lambda operands=operands: rotary(*operands)
         if tokens > 1 or dtype not in ATTENTION_DTYPES:
             continue
         for batch, new in product((1, 8, 64), (False, True)):
@@ -392,15 +387,13 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
             places = [make.zeros(batch, dtype=torch.int64)] * 2
             for quantized in (False, True):
                 options = {"new": tokens_of, "quantized": quantized}
-                yield lambda operands=(rows[0], *cached, *places), options=options: decode_attention(
-                    *operands, **options
-                )
+                operands = rows[0], StaticCache(*cached, *places)
+                yield lambda operands=operands, options=options: decode_attention(*operands, **options)
     for tokens, (columns, hidden) in product((1, 64, 300), ((2112, 7168), (1040, 272))):
         operands = make.rows(tokens, hidden), make.weights(columns, hidden)
         for bias in (None, make.zeros(columns, dtype=torch.bfloat16)):
             for dtype in (torch.bfloat16, torch.float32):
-                options = {"bias": bias, "out_dtype": dtype}
-                yield lambda operands=operands, options=options: projection(*operands, **options)
+                yield partial(projection, *operands, **{"bias": bias, "out_dtype": dtype})
     for dtype, vocabulary in product(DTYPES, (40_000, 40_001)):
         logits = make.normal(2, vocabulary, dtype=getattr(torch, dtype))
         dtypes = (torch.float32, torch.int32, *(torch.float32,) * 4, *(torch.int64,) * 2)
@@ -416,7 +409,7 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def all_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """All of them, made one after the other, so that few operands are in memory at a time."""
+    """Yield all calls, made one after the other, so that few operands are in memory at a time."""
     for case in cases():
         yield calls.build(case, make)
     yield from operator_calls(make)

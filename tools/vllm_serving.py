@@ -7,11 +7,9 @@ command, and in the ways of `SERVED`. The log probabilities of prompts, all sent
 answers is fp8moe's reference. It takes about ten minutes and 4 GB.
 """
 
-import argparse
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import statistics
@@ -21,17 +19,15 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-import venv
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
 import torch
 
-from benchmarks.report import write_json
+from benchmarks.report import ROOT
+from tools.environments import commands_of, make, parser_of, pip, store, versions
 
-ROOT = Path(__file__).parent.parent
 FILE = ROOT / "validation" / "vllm.json"
 README = ROOT / "integrations/vllm/README.md"
 VLLM = (
@@ -56,11 +52,8 @@ START_S, REQUEST_S, STOP_S = 400, 300, 60
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.vllm_serving", description=__doc__.splitlines()[0])
-    parser.add_argument("--torch", default="torch==2.13.0", help="pip requirement and options of its CPU build")
-    parser.add_argument("--environment", type=Path, help="a directory to install into, or where all is installed")
-    parser.add_argument("--out", type=Path, default=FILE, metavar="FILE")
-    args = parser.parse_args()
+    """Serve a checkpoint in all ways and write the file."""
+    args = parser_of("vllm_serving", FILE).parse_args()
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         environment = args.environment or work / "environment"
@@ -68,41 +61,18 @@ def main() -> None:
             install(environment, args.torch, work)
         prompts, expected, without_experts = make_checkpoint(work)
         rows = [serve(environment, work, options, prompts, expected) for options in SERVED]
-        installed = versions(environment)
-    content = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": installed,
-        "prompt_tokens": sum(map(len, expected)),
-        "bar": {"median": MAX_MEDIAN_DIFFERENCE},
-        "model_without_experts": without_experts,
-        "served": rows,
-    }
-    write_json(args.out, content)
+        installed = versions(environment, PACKAGES)
+    found = {"prompt_tokens": sum(map(len, expected)), "bar": {"median": MAX_MEDIAN_DIFFERENCE}}
+    store(args.out, {"versions": installed, **found, "model_without_experts": without_experts, "served": rows})
     failed = [row for row in rows if row["median"] > MAX_MEDIAN_DIFFERENCE]
     sys.exit(f"above {MAX_MEDIAN_DIFFERENCE}: {failed}" if failed else 0)
 
 
-def commands_of(readme: Path) -> tuple[list[str], list[str]]:
-    """The two commands that a README of integrations/ begins with."""
-    install, serve = re.search(r"```\n(.+)\n(.+)\n```", readme.read_text()).groups()
-    return shlex.split(install), shlex.split(serve)
-
-
-def make_environment(environment: Path, torch_requirement: str) -> None:
-    venv.create(environment, with_pip=True)
-    pip(environment, "install", *shlex.split(torch_requirement))
-
-
-def pip(environment: Path, *arguments: str) -> None:
-    print("pip", *arguments, flush=True)
-    subprocess.run([environment / "bin/python", "-m", "pip", "-q", *arguments], cwd=ROOT, check=True)
-
-
 def install(environment: Path, torch_requirement: str, work: Path) -> None:
-    """vLLM into a new environment, and fp8moe as the README says."""
+    """Install vLLM into a new environment, and fp8moe as the README says."""
     vllm, broken = VLLM
     (work / "vllm.txt").write_text(vllm)
-    make_environment(environment, torch_requirement)
+    make(environment, torch_requirement)
     pip(environment, "download", "--no-deps", "--require-hashes", "-r", f"{work}/vllm.txt", "-d", str(work))
     pip(environment, "install", *map(str, work.glob("*.whl")))
     pip(environment, "uninstall", "-y", *broken.split())
@@ -114,7 +84,7 @@ def install(environment: Path, torch_requirement: str, work: Path) -> None:
 
 
 def make_checkpoint(work: Path) -> tuple[list[list[int]], list[list[float]], dict]:
-    """A checkpoint in FP8 blocks in work/fp8; prompts, what load_model says of them, and how much the experts do."""
+    """Write a checkpoint in FP8 blocks to work/fp8; return prompts, load_model's answers, and the experts' part."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -143,7 +113,7 @@ def make_checkpoint(work: Path) -> tuple[list[list[int]], list[list[float]], dic
 
 @torch.no_grad()
 def log_probabilities(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[float]]:
-    """Of each token of each prompt but the first."""
+    """Return the log probability of each token of each prompt but the first."""
     found = []
     for prompt in prompts:
         scores = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
@@ -158,24 +128,14 @@ def compare(found: list[list[float]], expected: list[list[float]]) -> dict:
 
 
 def serve(environment: Path, work: Path, options: str, prompts: list[list[int]], expected: list[list[float]]) -> dict:
-    """Serves the checkpoint by the README's command with more options; how much its answers differ."""
+    """Serve the checkpoint by the README's command with more options; return how much its answers differ."""
     begin = time.perf_counter()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     readme = [str(work / "fp8") if word == "MODEL" else word for word in commands_of(README)[1]]
-    more = [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--max-model-len",
-        "256",
-        "--max-num-seqs",
-        "8",
-        "--gpu-memory-utilization",
-        "0.3",
-    ]
+    more = ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "256", "--max-num-seqs", "8"]
+    more += ["--gpu-memory-utilization", "0.3"]
     command = [str(environment / "bin" / readme[0]), *readme[1:], *more, *options.split()]
     print(*command, flush=True)
     environ = os.environ | ENVIRONMENT | {"PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"}
@@ -206,7 +166,7 @@ def serve(environment: Path, work: Path, options: str, prompts: list[list[int]],
 
 
 def wait(server: subprocess.Popen, health: str) -> None:
-    """Until it answers. RuntimeError if it ends, or after START_S."""
+    """Wait until the server answers. RuntimeError if it ends, or after START_S."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < START_S:
         if server.poll() is not None:
@@ -220,7 +180,7 @@ def wait(server: subprocess.Popen, health: str) -> None:
 
 
 def ask(url: str, model: str, prompt: list[int]) -> list[float]:
-    """The log probability of each token of a prompt but the first."""
+    """Ask the server for the log probability of each token of a prompt but the first."""
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -228,12 +188,6 @@ def ask(url: str, model: str, prompt: list[int]) -> list[float]:
     with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
         (choice,) = json.load(answer)["choices"]
     return [each[str(token)]["logprob"] for each, token in zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)]
-
-
-def versions(environment: Path) -> dict[str, str]:
-    code = f"from importlib.metadata import version; print({{name: version(name) for name in {PACKAGES}}})"
-    done = subprocess.run([environment / "bin/python", "-c", code], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.replace("'", '"'))
 
 
 if __name__ == "__main__":

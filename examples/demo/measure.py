@@ -1,4 +1,4 @@
-"""What the demo measures of one version of a model: its text, its perplexity, and how fast it decodes.
+"""The measurements of one version of a model: its text, its perplexity, and its decode speed.
 
 passage.txt, on which perplexity is measured, is the beginning of Lewis Carroll's "Alice's Adventures in Wonderland"
 (1865; chapter 1 and the first half of chapter 2), which is in the public domain.
@@ -29,7 +29,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def encode(tokenizer: Any, prompt: str) -> Tensor:
-    """The prompt as the user's turn of a conversation: (1, T)."""
+    """Return the prompt as the user's turn of a conversation, (1, T)."""
     return tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )["input_ids"]
@@ -65,12 +65,12 @@ def measure(model: Any, tokenizer: Any, question: Tensor, tokens: Tensor, new_to
 
 
 def passage() -> str:
-    """The text that perplexity is measured on: 3383 tokens for SmolLM2."""
+    """Return the text for perplexity: 3383 tokens for SmolLM2."""
     return Path(__file__).with_name("passage.txt").read_text(encoding="utf-8")
 
 
 def generate(model: Any, tokens: Tensor, count: int, end: int | None) -> Iterator[int]:
-    """Up to `count` greedy tokens after `tokens` (1, T), stopping before `end`. One yield a token, once it is known."""
+    """Yield up to `count` greedy tokens after `tokens` (1, T), one by one, stopping before `end`."""
     name = versions.cache_name(model.forward)
     cache = None
     for _ in range(count):
@@ -103,7 +103,7 @@ def decode_with_graphs(model: Any, question: Tensor, count: int) -> tuple[float,
 
 
 def equal_tokens(answer: list[int], other: list[int]) -> int:
-    """How many tokens the two share before they part."""
+    """Return the length of the common prefix of two texts in tokens."""
     pairs = zip(answer, other, strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(answer), len(other)))
 

@@ -1,4 +1,4 @@
-"""What the demo counts while it works: decoder layers."""
+"""The progress of the demo, counted in decoder layers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from fp8moe.runtime.progress import progress
 
 @contextmanager
 def passes(model: Any, count: int, label: str) -> Iterator[None]:
-    """Count the decoder layers that ``count`` forward passes run: one pass may take a minute, one layer does not."""
+    """Show progress over the decoder layers of ``count`` forward passes: a pass may take a minute, a layer does not."""
     layers = model.model.layers
     with progress(total=count * len(layers), label=label, unit=" layers") as bar:
 

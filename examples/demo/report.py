@@ -1,4 +1,4 @@
-"""What the demo prints: texts side by side, a table of the measurements, and what was done to the model."""
+"""The output of the demo: texts side by side, a table of measurements, and the changes of the model."""
 
 import shutil
 import textwrap
@@ -20,7 +20,7 @@ class Count(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Of a model: elements in its linears and experts, how many of them are FP8, and the bytes of all that is stored.
+    """Sizes of a model: elements of its linears and experts, how many of them are FP8, and all stored bytes.
 
     Embedding, output layer and routers are in the bytes only. What is not FP8, nor a scale, is counted as bfloat16.
     """
@@ -32,7 +32,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one version of the model did: its greedy answer, perplexity of the passage, decode speed in tokens/s.
+    """Results of one version of the model: greedy answer, perplexity of the passage, decode speed in tokens/s.
 
     graph_tokens_per_second: with CUDA graphs, and graph_tokens_equal: how many of the answer's first tokens they gave
     too; None where no graph was captured, as by the reference backend.
@@ -59,7 +59,7 @@ def weights(model: nn.Module) -> Weights:
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Named parameters and buffers that a checkpoint holds; tied ones once."""
+    """Return the named parameters and buffers of a checkpoint; tied ones once."""
     seen = set()
     for name, tensor in module.state_dict().items():
         if tensor.data_ptr() not in seen:
@@ -68,7 +68,7 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def legend(layers: int, mixture: Path) -> str:
-    """What the three versions are, and why some weights stay in bfloat16."""
+    """Describe the three versions, and why some weights stay in bfloat16."""
     *first, last = (str(index % layers) for index in smollm2.KEPT_LAYERS)
     kept = f"layers {', '.join(first)} and {last}, and {', '.join(smollm2.KEPT_PROJECTIONS)} in all of them"
     parts = {
@@ -94,7 +94,7 @@ def legend(layers: int, mixture: Path) -> str:
 
 
 def results(columns: Sequence[Measurement]) -> str:
-    """The table, and how far perplexities are apart. Columns: the dense model in bfloat16 and in FP8, the mixture."""
+    """Return the table and the differences of perplexities. Columns: dense in bfloat16, dense in FP8, mixture."""
     bf16, fp8, mixture = columns
     captured = all(column.graph_tokens_per_second is not None for column in columns)
     shares = [column.weights.fp8 / column.weights.projections for column in columns]

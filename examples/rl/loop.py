@@ -24,7 +24,7 @@ from examples.demo.upcycle import quantize
 from fp8moe.decode import GraphDecoder
 from fp8moe.runtime.progress import progress
 
-PROMPTS, GROUP = 8, 8  # of a step, and answers to each of them
+PROMPTS, GROUP = 8, 8  # prompts of a step, and answers to each prompt
 PROMPT, ANSWER = 2, 6  # tokens
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1},
@@ -45,15 +45,15 @@ class Step(NamedTuple):
 
 
 def make_trainer(seed: int, device: torch.device) -> Any:
-    """A Mixtral model with random weights in float32."""
+    """Return a Mixtral model with random weights in float32."""
     torch.manual_seed(seed)
     config = MixtralConfig(**SIZES)
-    # Experts in a loop: it runs in float32 on any device.
+    # A loop over the experts runs in float32 on any device.
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").to(device)
 
 
 def make_generator(trainer: Any) -> Any:
-    """The model with its linears and experts in FP8, and the rest in bfloat16, on a CPU in float32."""
+    """Return the model with linears and experts in FP8, and the rest in bfloat16, or float32 on a CPU."""
     dtype = torch.bfloat16 if trainer.device.type == "cuda" else torch.float32
     generator = copy.deepcopy(trainer).to(dtype).eval()
     quantize(generator)
@@ -61,19 +61,19 @@ def make_generator(trainer: Any) -> Any:
 
 
 def rewards_of(tokens: Tensor) -> Tensor:
-    """How many tokens of an answer are odd after an even one or even after an odd one, as a share: (B, T) -> (B,)."""
+    """Return the share of an answer's tokens that are odd after even or even after odd: (B, T) -> (B,)."""
     odd = tokens % 2
     return (odd[:, PROMPT:] != odd[:, PROMPT - 1 : -1]).float().mean(1)
 
 
 def advantages_of(rewards: Tensor) -> Tensor:
-    """Rewards less the mean of those to the same prompt, by their standard deviation: (B,) -> (B,)."""
+    """Normalize rewards by mean and standard deviation of the answers to the same prompt: (B,) -> (B,)."""
     groups = rewards.view(PROMPTS, GROUP)
     return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
 
 
 def train(steps: int, seed: int, device: torch.device) -> list[Step]:
-    """What each step has measured, before its update.
+    """Measurements of each step, before its update.
 
     On a GPU the decoder is batch invariant: what it says of a token does not depend on the other sequences. That takes
     flash attention, which a CPU does not have.
@@ -101,7 +101,7 @@ def train(steps: int, seed: int, device: torch.device) -> list[Step]:
 
 
 def update(trainer: Any, optimizer: torch.optim.Optimizer, tokens: Tensor, logprobs: Tensor) -> Step:
-    """A step of the optimizer.
+    """Take a step of the optimizer.
 
     tokens: (B, T). logprobs: of the answers, (B, ANSWER), by the generator.
     """

@@ -28,7 +28,7 @@ SINGLE_DEVICE = ("set_device", "reset_peak_memory_stats", "empty_cache", "memory
 
 
 def prepare() -> None:
-    """Have torchtitan find PyTorch's CPU where it looks for an accelerator. Before torchtitan is imported."""
+    """Make torchtitan use the CPU as its accelerator. Call it before torchtitan is imported."""
     device = types.SimpleNamespace(**{name: getattr(torch.cpu, name) for name in dir(torch.cpu) if name[0] != "_"})
     device.__dict__.update({name: lambda *args, **options: {} for name in SINGLE_DEVICE})
     device.device_count = lambda: int(os.environ["WORLD_SIZE"])
@@ -49,7 +49,7 @@ def prepare() -> None:
     from torchtitan.models.common.attention import FlexAttention
 
     FlexAttention._compiled_flex_attn = attention
-    # Gloo has no reduction that multiplies first.
+    # Gloo has no premultiplied sum.
     divide = FSDPModule.set_gradient_divide_factor
 
     def without_factor(self, factor: float) -> None:
@@ -75,7 +75,7 @@ def _dense(block_mask) -> torch.Tensor:
 
 @functools.cache
 def assets() -> Path:
-    """A directory with a tokenizer, a token a byte, and a text."""
+    """Return a directory with a tokenizer, one token per byte, and a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from examples import python_text
@@ -95,7 +95,7 @@ def assets() -> Path:
 
 
 def config():
-    """torchtitan's configuration of the run."""
+    """Return torchtitan's configuration of the run."""
     from torchtitan.models import qwen3
     from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 

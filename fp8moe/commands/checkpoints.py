@@ -3,6 +3,7 @@
 import argparse
 import json
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -11,32 +12,17 @@ from fp8moe.weights import DEFAULT_SKIP, convert_checkpoint, inspect_checkpoint,
 
 
 def quantize(options: argparse.Namespace) -> int:
-    device = _device(options)
+    own = {"skip": (*DEFAULT_SKIP, *options.skip), "scale_format": options.scale_format}
+    own |= {"allow_nonfinite": options.allow_nonfinite, **_writing(options)}
     with shown(not options.quiet):
-        quantize_checkpoint(
-            options.source,
-            options.target,
-            skip=(*DEFAULT_SKIP, *options.skip),
-            scale_format=options.scale_format,
-            device=device,
-            allow_nonfinite=options.allow_nonfinite,
-            force=options.force,
-            verify=options.verify,
-        )
+        quantize_checkpoint(options.source, options.target, **own)
     return _describe(options)
 
 
 def convert(options: argparse.Namespace) -> int:
-    device = _device(options)
+    requantize, writing = options.requantize, _writing(options)
     with shown(not options.quiet):
-        error = convert_checkpoint(
-            options.source,
-            options.target,
-            requantize=options.requantize,
-            device=device,
-            force=options.force,
-            verify=options.verify,
-        )
+        error = convert_checkpoint(options.source, options.target, requantize=requantize, **writing)
     status = _describe(options)
     if error is not None:
         print(f"quantized again, with a relative error of {error:.2%} added")
@@ -50,11 +36,12 @@ def inspect(options: argparse.Namespace) -> int:
     return 1 if report.problems else 0
 
 
-def _device(options: argparse.Namespace) -> str | None:
-    """The device to quantize on, None for a GPU if there is one. Raises ValueError for one that is missing."""
+def _writing(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of every function that writes a checkpoint. Raises ValueError for a GPU that is missing."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but PyTorch finds no GPU that it can use; --device cpu works too")
-    return None if options.device == "auto" else options.device
+    device = None if options.device == "auto" else options.device
+    return {"device": device, "force": options.force}
 
 
 def _describe(options: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ import torch
 
 from fp8moe import __version__
 from fp8moe.runtime import config
+from fp8moe.runtime.architectures import ARCHITECTURES
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.sm90 import ARCH
 
 PACKAGES = ("torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "transformers", "gguf")
 
@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
     versions |= {package: _version(package) for package in PACKAGES}
     settings = {f"FP8MOE_{name.upper()}": value for name, value in asdict(config.settings).items()}
     devices = {device: _backend(device) for device in _devices()}
-    compiling = {ARCH: _compiles()}
+    compiling = {known.flag: _compiles(known.flag) for known in ARCHITECTURES}
     if options.json:
         report = {"versions": versions, "settings": settings, "devices": devices, "compiling": compiling}
         print(json.dumps(report, default=str, indent=2))
@@ -52,12 +52,12 @@ def _backend(device: str) -> str:
         return f"{name}cannot run: {error}"
 
 
-def _compiles() -> str:
+def _compiles(arch: str) -> str:
     """Ask NVRTC for a kernel that does nothing. Any failure at all is the answer, so it is printed, not raised."""
     try:
         from cuda.core import Program, ProgramOptions
 
-        Program('extern "C" __global__ void nothing() {}', "c++", ProgramOptions(arch=ARCH)).compile("cubin")
+        Program('extern "C" __global__ void nothing() {}', "c++", ProgramOptions(arch=arch)).compile("cubin")
     except Exception as error:
         return f"no: {error}"
     return "yes"

@@ -13,7 +13,7 @@ import torch
 
 from fp8moe.runtime import config
 from fp8moe.runtime.progress import shown, still_running
-from fp8moe.weights.find_format import find_format
+from fp8moe.weights import find_format
 
 PACKAGES = ("transformers", "fastapi", "uvicorn", "openai")
 MAX_LENGTH = 4096

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from fp8moe.kernels.gemm.warmup import Family
+from fp8moe.kernels.gemm.warmup import Family, RequiredKernels
 from fp8moe.runtime import config, jit
 from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.progress import progress, shown, still_running
 from fp8moe.runtime.record import in_own_process
 from fp8moe.runtime.sm90 import USUAL_SMS
-from fp8moe.weights.read import CONFIG, read_json
+from fp8moe.weights.source import CONFIG, read_json
 
 _FEW_ENOUGH = 8192  # tokens: prompts of more need no further kernels, but those of GEMMs
 _WAY_OUT = "expected a directory of your own, writable by nobody else, with 256 MB of room (docs/warmup.md)"
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_source(options: argparse.Namespace) -> dict[str, Any]:
-    """What config.json holds, or would hold. Raises ValueError where there is none."""
+    """Return what config.json holds, or would hold. Raises ValueError where there is none."""
     if (options.source is None) == (options.model_type is None):
         raise ValueError("expected either SRC or --model-type")
     if options.source is None:
@@ -82,7 +82,7 @@ def _print_missing(
 
 
 def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argparse.Namespace) -> list[KernelSpec]:
-    """All that may be launched."""
+    """Return all kernels that may be launched."""
     if importlib.util.find_spec("transformers") is None:
         raise RuntimeError("transformers, which makes the models, is not installed: pip install transformers")
     from fp8moe.decode.prefill import MOST_WHOLE_TOKENS
@@ -98,8 +98,8 @@ def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argpars
 
 def _record(
     source: dict[str, Any], batch_sizes: list[int], tokens: int, sms: int, given: Collection[str] = ()
-) -> tuple:
-    """The kernels and families of `integrations.decode.required_kernels`. given: names of the source set by hand."""
+) -> RequiredKernels:
+    """Find what the model of a configuration needs. given: names of the source that were set by hand."""
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
@@ -107,7 +107,6 @@ def _record(
     from fp8moe.hf.architecture import reason_of
 
     logging.set_verbosity_error()
-    torch.set_num_threads(1)
     model_type = source.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"model_type is {model_type!r}; it must be one that transformers knows, such as 'qwen3_moe'")
@@ -118,7 +117,7 @@ def _record(
         made = CONFIG_MAPPING[model_type].from_dict(source)
     except Exception as error:  # a broken config.json makes transformers raise anything
         raise ValueError(f"config.json: transformers cannot read it ({reason_of(error)})") from None
-    return tuple(required_kernels([made], batch_sizes, tokens, sms))
+    return required_kernels([made], batch_sizes, tokens, sms)
 
 
 def _variants(family: Family, rows: int, tokens: int, decoder: int, sms: int) -> set[KernelSpec]:
@@ -143,7 +142,7 @@ def _missing(pool: ProcessPoolExecutor, kernels: list[KernelSpec]) -> list[Kerne
 
 
 def _raise_error(spec: KernelSpec, error: BaseException | None) -> None:
-    """That of compiling the kernel, if there is one."""
+    """Raise the error of a compilation, if there is one, naming its kernel."""
     if isinstance(error, BrokenProcessPool):
         raise error  # of all kernels that were still to come
     if error is not None:
@@ -157,7 +156,7 @@ def _described(spec: KernelSpec) -> str:
 
 @contextmanager
 def _processes(count: int, directory: Path) -> Iterator[ProcessPoolExecutor]:
-    """With `directory` as their cache. Where this process stops early they stop after what they are at."""
+    """Start processes with `directory` as their cache. Where this one stops early they finish what they are at."""
     pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_begin, initargs=(directory,))
     try:
         yield _started(pool)
@@ -168,7 +167,7 @@ def _processes(count: int, directory: Path) -> Iterator[ProcessPoolExecutor]:
 
 
 def _started(pool: ProcessPoolExecutor) -> ProcessPoolExecutor:
-    """The pool, with its processes started so that Ctrl-C, which reaches all of a terminal, ends this process alone.
+    """Start the processes of a pool so that Ctrl-C, which reaches all of a terminal, ends this process alone.
 
     A signal that is blocked here stays blocked in what is started meanwhile, from its first instruction on.
     """

@@ -1,6 +1,6 @@
 """Generation with transformers models whose decode step is replayed from a CUDA graph."""
 
 from fp8moe.decode.decoder import GraphDecoder
-from fp8moe.decode.generation import NaNLogits
+from fp8moe.decode.scheduler import NaNLogits
 
 __all__ = ["GraphDecoder", "NaNLogits"]

@@ -5,10 +5,9 @@ row of the batch is a sequence, whose keys the kernel finds in the cache by thei
 padding it is PyTorch's own choice of a causal attention, cuDNN's on a GPU, which is faster.
 
 An `AttentionMetadata` stands in the place of a mask. Attention that takes a mask has transformers' own, for which
-`take_offsets_of_rows` lets the rows have lengths of their own.
+`hf.patches.take_offsets_of_rows` lets the rows have lengths of their own.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8moe.hf import versions
 from fp8moe.hf.fused.attention import AttentionMetadata, UnsupportedAttention, check_metadata
-from fp8moe.kernels.decoder_ops.decode_attention import decode_attention
+from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention
 from fp8moe.runtime import config
 
 NAME = "fp8moe_decode"
@@ -131,8 +129,8 @@ def attend(
     if new == 1:
         shape = batch, metadata.key_heads, metadata.length, size
         cache = (x.as_strided(shape, x.stride()) for x in (key, value))
-        where = metadata.begin, metadata.columns
-        out = decode_attention(query[:, :, 0], *cache, *where, window=metadata.window, scale=scaling)
+        cache = StaticCache(*cache, metadata.begin, metadata.columns)
+        out = decode_attention(query[:, :, 0], cache, window=metadata.window, scale=scaling)
         return out.view(batch, 1, heads, size), None
     if metadata.whole:
         keys, values = key[:, :, :new], value[:, :, :new]
@@ -195,33 +193,3 @@ def _flash_attention(
         **windows,
     )
     return output
-
-
-@functools.cache
-def take_offsets_of_rows() -> None:
-    """Let transformers' masks for "sdpa" and "eager" take a q_offset (B,) too: one for each row of the batch.
-
-    Models ask for the names "sdpa" and "eager", so those must stay. All that transformers itself passes, an int or a
-    tensor of no dimension, goes to its own functions as it is.
-    """
-    from transformers import AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-
-    for name, of_rows in (("sdpa", sdpa_mask), ("eager", versions.eager_mask)):
-        AttentionMaskInterface.register(name, _with_offsets_of_rows(ALL_MASK_ATTENTION_FUNCTIONS[name], of_rows))
-
-
-def _with_offsets_of_rows(mask: Callable, of_rows: Callable) -> Callable:
-    @functools.wraps(mask)
-    def build(*args, **kwargs) -> Tensor | None:
-        offset = kwargs.get("q_offset")
-        if not isinstance(offset, Tensor) or offset.dim() == 0:
-            return mask(*args, **kwargs)
-        function = kwargs["mask_function"]
-
-        def shifted(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return function(batch, head, query + offset[batch], key)
-
-        return of_rows(*args, **kwargs | {"q_offset": 0, "mask_function": shifted, "allow_is_causal_skip": False})
-
-    return build

@@ -122,9 +122,9 @@ def has_states(cache: Any) -> bool:
 
 
 _COLUMNS = {"keys": 2, "values": 2, "indexer_keys": 1}
-"""What a layer keeps of each token, and along which dimension."""
+"""Tensors of a layer that have a column for each token, and the dimension of the columns."""
 STATES = ("conv_states", "recurrent_states")
-"""What a layer keeps of a whole sequence: dicts."""
+"""Dicts of a layer whose tensors have a state for each whole sequence."""
 
 
 def _row_tensors(index: int, layer: Any) -> dict[Any, Tensor]:

@@ -1,13 +1,14 @@
-"""Arguments of GraphDecoder.generate from what transformers' ``model.generate(custom_generate=decoder)`` hands over."""
+"""The arguments of transformers' ``model.generate(custom_generate=decoder)``, as options of GraphDecoder.generate."""
 
-import inspect
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8moe.decode.arguments import GenerateArguments, integers
+from fp8moe.decode.request import Options
+from fp8moe.decode.sampling import integers
 from fp8moe.decode.step import positions_of
 from fp8moe.hf import versions
 
@@ -16,8 +17,8 @@ _WITHOUT_EFFECT = ("use_cache", "logits_to_keep", "cache_position", "output_atte
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
-def translate(input_ids: Tensor, config: Any, model_arguments: dict[str, Any]) -> GenerateArguments:
-    """input_ids (B, L), generation config, model arguments, as transformers has prepared them -> generate's arguments.
+def translate(input_ids: Tensor, config: Any, model_arguments: dict[str, Any]) -> Options:
+    """Make options of generate from the input_ids (B, L), generation config and model arguments of transformers.
 
     Raises ValueError with the name of what GraphDecoder does not serve.
     """
@@ -32,8 +33,7 @@ def translate(input_ids: Tensor, config: Any, model_arguments: dict[str, Any]) -
     mask = model_arguments.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
     _check_model_arguments(mask, model_arguments)
-    return GenerateArguments(
-        input_ids=input_ids,
+    return Options(
         attention_mask=mask,
         max_new_tokens=config.max_length - input_ids.shape[1],
         eos_token_id=() if config.eos_token_id is None else None,
@@ -85,20 +85,16 @@ def as_output(result: Tensor | tuple[Tensor, Tensor]) -> Any:
     return GenerateDecoderOnlyOutput(sequences=result)
 
 
-def streamer_of_caller() -> Any:
-    """Return the streamer of the ``model.generate`` that is calling; None: it has none.
+def check_streamer(caller: FrameType) -> None:
+    """Raise ValueError for a streamer of the ``model.generate`` that is calling: it hands a custom_generate none.
 
-    It is a local variable there, for which frames are walked: ``generate`` takes ``streamer`` as a parameter of its own
-    and hands a custom_generate no argument that its own sampling takes too (transformers 5.24,
-    ``_extract_generation_mode_kwargs``).
+    So it does with every argument of its own sampling (transformers 5.24, ``_extract_generation_mode_kwargs``).
     """
-    from transformers import GenerationMixin
-
-    code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("streamer")
+    if caller.f_locals.get("streamer") is not None:
+        raise ValueError(
+            "streamer: model.generate does not pass it on; give it to the decoder, as "
+            "custom_generate=functools.partial(decoder, streamer=streamer)"
+        )
 
 
 def _check_model_arguments(mask: Tensor, arguments: dict[str, Any]) -> None:

@@ -1,34 +1,58 @@
 """GraphDecoder: generation with a transformers model whose decode step is replayed from a CUDA graph."""
 
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any, NoReturn, SupportsIndex
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from typing import Any, NoReturn, SupportsIndex, Unpack
 
 import torch
 from torch import Tensor
 
 from fp8moe.decode import custom_generate
-from fp8moe.decode.arguments import Call, GenerateArguments, integer, parse, parse_prefix
 from fp8moe.decode.attention import NAME as FLASH
 from fp8moe.decode.cache import has_states
-from fp8moe.decode.generation import Generation
-from fp8moe.decode.model_use import ModelState, TurnLock, check_eval, ranks_of, refits_of
-from fp8moe.decode.prefill import MOST_GRAPH_TOKENS, Prefix, compile_for_prompts
+from fp8moe.decode.prefill import MOST_GRAPH_TOKENS, compile_for_prompts
+from fp8moe.decode.prefix import Prefix
 from fp8moe.decode.probe import (
     check_batch_invariance,
     check_model,
     device_of,
     find_capabilities,
 )
-from fp8moe.decode.requests import ROWS_PER_NEWCOMER, Result, run
+from fp8moe.decode.request import Options, Request, parse, parse_prefix
+from fp8moe.decode.sampling import integer
+from fp8moe.decode.scheduler import ROWS_PER_NEWCOMER, Result, decode, run
 from fp8moe.decode.stats import Records, Stats, cache_bytes, pool_bytes
 from fp8moe.decode.step import Capabilities, Step, capture_stream
+from fp8moe.decode.use import ModelState, check_eval, ranks_of
 from fp8moe.hf.fused import FusedModule, find_fused
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime import config
 from fp8moe.runtime.checks import describe
+from fp8moe.weights.closing import refits_of
+
+
+class _TurnLock:
+    """A lock whose holder may be a suspended generator: a thread that asks for it twice gets an error and no wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    def __enter__(self) -> None:
+        if self._holder == threading.get_ident():
+            raise RuntimeError(
+                "the decoder is at work: this thread has a stream or run of it that has not ended; finish it or close "
+                "it first"
+            )
+        self._lock.acquire()
+        self._holder = threading.get_ident()
+
+    def __exit__(self, *exception: object) -> None:
+        self._holder = None
+        self._lock.release()
 
 
 class GraphDecoder:
@@ -118,7 +142,7 @@ class GraphDecoder:
         self.model = model
         self.ranks = ranks_of(model)
         self.batch_sizes = tuple(sizes)
-        self._lock = TurnLock()
+        self._lock = _TurnLock()
         self._batch_invariant = config.settings.batch_invariant
         self._records = Records()
         self._pool: tuple[int, int] | None = None
@@ -135,31 +159,11 @@ class GraphDecoder:
         self._state = ModelState(model)
         refits_of(model).captures.add(self._state)
 
-    def generate(
-        self,
-        input_ids: Tensor,
-        *,
-        max_new_tokens: int,
-        attention_mask: Tensor | None = None,
-        eos_token_id: int | Iterable[int] | None = None,
-        pad_token_id: int | None = None,
-        do_sample: bool = False,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        presence_penalty: float | None = None,
-        seed: int | Iterable[int] | None = None,
-        streamer: Any = None,
-        stop_strings: str | Iterable[str] | None = None,
-        tokenizer: Any = None,
-        prefix: Prefix | None = None,
-        return_logprobs: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def generate(self, input_ids: Tensor, **options: Unpack[Options]) -> Tensor | tuple[Tensor, Tensor]:
         """Return the prompts, each followed by its continuation, as ``model.generate`` does.
 
         input_ids: (B, L) integers. Shorter prompts are padded on the left.
+        max_new_tokens: most tokens of a continuation.
         attention_mask: (B, L), 0 where a prompt is padded. None: where it has the pad token, if that is no end token;
             otherwise none is padded.
         eos_token_id: a sequence ends after any of these tokens. None: those of ``model.generation_config``; (): none.
@@ -190,40 +194,20 @@ class GraphDecoder:
         RuntimeError if the weights have changed since the capture otherwise than by a complete `fp8moe.refit`, or
         change meanwhile, or the decoder is closed.
         """
-        arguments = GenerateArguments(
-            input_ids=input_ids,
-            max_new_tokens=max_new_tokens,
-            attention_mask=attention_mask,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            do_sample=do_sample,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            seed=seed,
-            streamer=streamer,
-            stop_strings=stop_strings,
-            tokenizer=tokenizer,
-            prefix=prefix,
-            return_logprobs=return_logprobs,
-        )
-        return self._generate(parse(self, arguments, self.model.generation_config))
+        return self._only(parse(self, input_ids, options, self.model.generation_config))
 
-    def stream(self, input_ids: Tensor, **kwargs: Any) -> Iterator[Tensor]:
+    def stream(self, input_ids: Tensor, **options: Unpack[Options]) -> Iterator[Tensor]:
         """Yield the new tokens of each step, (B,) int64 on the device of ``input_ids``, until every sequence has ended.
 
         After its end a sequence has pad tokens. Arguments and errors are those of `generate`, but for return_logprobs;
         what is wrong is raised here, what happens on the way from the iterator. A step is yielded while the GPU is at
         work on the next one. Leaving the loop or closing the iterator frees the decoder.
         """
-        arguments = GenerateArguments.bind(input_ids=input_ids, **kwargs)
-        call = parse(self, arguments, self.model.generation_config)
-        if call.return_logprobs:
+        request = parse(self, input_ids, options, self.model.generation_config)
+        if request.return_logprobs:
             raise ValueError("return_logprobs: stream yields tokens alone; generate returns logprobs")
-        return self._stream(call)
+        request.stepwise = True
+        return self._steps(request)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -295,31 +279,32 @@ class GraphDecoder:
         """Generate for ``model.generate(..., custom_generate=decoder)``, which calls this with what it has prepared.
 
         Settings come from ``generation_config``; presence_penalty, seed, prefix and return_logprobs may be given to
-        ``model.generate`` as well. It passes no tokenizer on: for stop strings give it
-        ``custom_generate=functools.partial(decoder, tokenizer=tokenizer, stop_strings=...)``.
+        ``model.generate`` as well. It passes no tokenizer and no streamer on: give it
+        ``custom_generate=functools.partial(decoder, streamer=streamer)``, and for stop strings
+        ``functools.partial(decoder, tokenizer=tokenizer)``.
 
         Returns what `generate` does; with return_dict_in_generate the tokens are in a GenerateDecoderOnlyOutput.
 
         Raises ValueError naming what is not served: another model, beams, several sequences for a prompt, logits
-        processors and stopping criteria that `generate` has no argument for, scores, model arguments.
+        processors and stopping criteria that `generate` has no argument for, scores, model arguments, a streamer that
+        ``model.generate`` was given and that would get no tokens.
         """
         if model is not self.model:
             raise ValueError(f"custom_generate: this decoder was made for another {type(self.model).__name__}")
+        custom_generate.check_streamer(sys._getframe(1))
         custom_generate.check_processors(logits_processor, generation_config)
         custom_generate.check_criteria(stopping_criteria, generation_config)
-        callers = custom_generate.streamer_of_caller()  # has been given the prompts
-        arguments = replace(
-            custom_generate.translate(input_ids, generation_config, model_arguments),
-            streamer=streamer or callers,
-            stop_strings=stop_strings,
-            tokenizer=tokenizer,
-            presence_penalty=presence_penalty,
-            seed=seed,
-            prefix=prefix,
-            return_logprobs=return_logprobs,
-        )
-        call = parse(self, arguments, generation_config)
-        result = self._generate(replace(call, streamer_has_prompts=callers is not None))
+        options = {
+            **custom_generate.translate(input_ids, generation_config, model_arguments),
+            "streamer": streamer,
+            "stop_strings": stop_strings,
+            "tokenizer": tokenizer,
+            "presence_penalty": presence_penalty,
+            "seed": seed,
+            "prefix": prefix,
+            "return_logprobs": return_logprobs,
+        }
+        result = self._only(parse(self, input_ids, options, generation_config))
         return custom_generate.as_output(result) if generation_config.return_dict_in_generate else result
 
     def close(self) -> None:
@@ -375,35 +360,21 @@ class GraphDecoder:
         with current, torch.autocast(self.device.type, enabled=False):
             yield
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _generate(self, call: Call) -> Tensor | tuple[Tensor, Tensor]:
-        with self.turn(), self.on_device(), self._generation(call) as generation:
-            if call.streamer is None and call.stop is None:
-                generation.run()
-            else:
-                for _ in generation.follow():
-                    pass
-            tokens, logprobs = generation.result()
-        return (tokens, logprobs) if call.return_logprobs else tokens
+    def _only(self, request: Request) -> Any:
+        """Return the result of a request that is alone. Raises NaNLogits."""
+        ((_, result, _),) = decode(self, request)
+        if isinstance(result, ValueError):
+            raise result
+        return result
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _stream(self, call: Call) -> Iterator[Tensor]:
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-        with self.turn(), self._generation(call) as generation:
-            steps = generation.follow()
-            while True:
-                with self.on_device(stream):  # only here: the caller's own is in force while it holds the tokens
-                    tokens = next(steps, None)
-                    if tokens is None:
-                        generation.result()  # raises if logits became NaN
-                        return
-                yield tokens
-
-    def _generation(self, call: Call) -> Generation:
-        size = next(size for size in self.batch_sizes if size >= len(call.tokens))
-        return Generation(self.steps[size], call, self._records)
+    def _steps(self, request: Request) -> Iterator[Tensor]:
+        """Yield the tokens of each step of a request that is alone. Raises NaNLogits at the end."""
+        with closing(decode(self, request)) as coming:
+            for _, value, last in coming:
+                if not last:
+                    yield value
+                elif isinstance(value, ValueError):
+                    raise value
 
     def _find_capabilities(self, fuse: bool) -> Capabilities:
         """Find the model's capabilities, with flash attention where it serves the model."""

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.decode.cache import STATES
-from fp8moe.decode.model_use import check_eval
 from fp8moe.decode.step import PLAIN, Capabilities, Step, positions_of, vocabulary
 from fp8moe.decode.transfers import HostReads
+from fp8moe.decode.use import check_eval
 from fp8moe.hf import versions
 from fp8moe.hf.fused import Optimized
 from fp8moe.runtime.checks import FLOATING

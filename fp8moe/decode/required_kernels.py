@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,21 +15,12 @@ from fp8moe.decode.step import Step
 from fp8moe.hf.fused import find_fused
 from fp8moe.hf.skeleton import skeletons
 from fp8moe.kernels.decoder_ops import router
-from fp8moe.kernels.gemm.warmup import Family, families
+from fp8moe.kernels.gemm.warmup import RequiredKernels, lengths, required_by
 from fp8moe.layers import experts_source
-from fp8moe.layers.warmup import lengths
 from fp8moe.quant.formats import FP8Tensor
-from fp8moe.runtime.jit import KernelSpec
-from fp8moe.runtime.record import Recorder, reserved
+from fp8moe.runtime.record import reserved
 
 _CPU = torch.device("cpu")
-
-
-class RequiredKernels(NamedTuple):
-    """kernels: those that were launched. families: of GEMMs, each with its rows for one token."""
-
-    kernels: set[KernelSpec]
-    families: dict[Family, int]
 
 
 def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: int, num_sms: int) -> RequiredKernels:
@@ -40,17 +32,13 @@ def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens:
     one of these is among. Raises ValueError for a model that `skeletons` or GraphDecoder refuses.
     """
     models = [model for config in configs for model in skeletons(config)]
-    recorder = Recorder(num_sms)
     # PyTorch's own kernels need a GPU, or on a CPU hours.
     attention._flash_attention = _no_flash_attention
     F.scaled_dot_product_attention = _no_attention
     F.linear = lambda x, weight, bias=None: torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
     experts_source.Weight.quantize = _of_the_first_expert(experts_source.Weight.quantize)
     router._gemm = lambda x, weight: x.new_zeros((len(x), len(weight)), dtype=torch.float32)
-    with torch.no_grad():
-        for model in models:
-            _run(model, {1, *batch_sizes}, lengths(tokens))
-    return RequiredKernels(set(recorder.kernels), dict(families))
+    return required_by([partial(_run, model, {1, *batch_sizes}, lengths(tokens)) for model in models], num_sms)
 
 
 def _run(model: Any, batch_sizes: Iterable[int], lengths: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""What GraphDecoder measures of its calls, and the memory that it holds. Nothing here makes the GPU wait."""
+"""Times of a GraphDecoder's calls, and the memory that it holds. Nothing here makes the GPU wait."""
 
 import math
 import time

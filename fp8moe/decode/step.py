@@ -3,47 +3,33 @@
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from fp8moe.decode.attention import AttentionMetadataBuilder, take_offsets_of_rows, used_by
+from fp8moe.decode.attention import AttentionMetadataBuilder, used_by
 from fp8moe.decode.cache import CachePosition, clear_rows, copy_rows, has_states, reset, static_cache
-from fp8moe.decode.model_use import ranks_of, refits_of
-from fp8moe.decode.prefill import Prefix, ShortPrompts, columns_at_a_time
+from fp8moe.decode.memory import columns_at_a_time
+from fp8moe.decode.prefill import ShortPrompts
+from fp8moe.decode.prefix import Prefix
+from fp8moe.decode.sampling import GREEDY, Sampling, empty_state, write
 from fp8moe.decode.transfers import integers_on
+from fp8moe.decode.use import ranks_of
 from fp8moe.hf import versions
 from fp8moe.hf.fused import Optimized
-from fp8moe.kernels.decoder_ops.sampling import IN_PROMPT, SamplingState, Sequences, sample_next
+from fp8moe.hf.patches import take_offsets_of_rows
+from fp8moe.kernels.decoder_ops.sampling import Sequences, sample_next
 from fp8moe.runtime import config
 from fp8moe.runtime.fixed_rows import linears_by_fixed_rows
+from fp8moe.weights.closing import refits_of
 
 WARM_UP_RUNS = 3
-PENALTIES = ("repetition_penalty", "presence_penalty")  # these change greedy decoding too
-NAMES = ("temperature", "top_k", "top_p", "min_p", *PENALTIES)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Parameters of one sequence, with the values that `SamplingState` gives them. The default is greedy."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    seed: int = 0
-
-
-GREEDY = Sampling()
 
 
 class Capabilities(NamedTuple):
-    """What a model can do in a decoder, as `probe.find_capabilities` finds it out.
+    """Abilities of a model in a decoder, as `probe.find_capabilities` finds them.
 
     attention: implementation that reads the cache, None for the model's own.
     ragged: the rows of a batch may have lengths of their own.
@@ -83,8 +69,6 @@ class Step:
         capabilities: Capabilities = PLAIN,
         prefill_chunk: int | None = None,
     ):
-        if capabilities.ragged:
-            take_offsets_of_rows()
         self.model = model
         self.size = size
         self.capabilities = capabilities
@@ -263,7 +247,7 @@ class Step:
         whole: bool = False,
         last: Tensor | None = None,
     ) -> Tensor:
-        """The logits (B, vocabulary) after the last token of each row, or after token last[b, 0], last (B, 1)."""
+        """Return the logits (B, vocabulary) after each row's last token, or after token last[b, 0], last (B, 1)."""
         options = {versions.cache_name(self.model.forward): self.cache, "use_cache": True}
         if (
             last is None
@@ -274,6 +258,8 @@ class Step:
         configs = (self.model.config, self.model.config.get_text_config(decoder=True))
         if any(getattr(one, "output_router_logits", False) for one in configs):
             options["output_router_logits"] = False  # the loss of routers wants a mask of the tokens alone
+        if self.capabilities.ragged:
+            take_offsets_of_rows()  # `unregister` may have taken them back
         self.metadata.next_call(whole=whole)
         fused = nullcontext() if self.capabilities.fused is None else self.capabilities.fused.in_force()
         rows = nullcontext() if last is None else _head_reads(self.model, last)
@@ -309,7 +295,7 @@ class Step:
             target.index_copy_(0, rows, values)
 
     def leave(self, rows: Tensor) -> None:
-        """Free these rows: each then sees one column."""
+        """Release finished rows: their lengths are 0, so that later steps read one column of the cache for them."""
         if self.capabilities.attention is None:
             clear_rows(self.cache, rows)  # they may hold NaN, and masked values are multiplied by 0
         self.finished.index_fill_(0, rows, True)
@@ -317,7 +303,7 @@ class Step:
             tensor.index_fill_(0, rows, 0)
 
     def clear(self) -> None:
-        """Free all rows, for `adopt` to fill."""
+        """Release all rows, for `adopt` to fill."""
         self.start(self.size, 1, None, [], 0)
         self.finished.fill_(True)
 
@@ -393,36 +379,3 @@ def positions_of(mask: Tensor) -> Tensor:
 def capture_stream(device: int) -> torch.cuda.Stream:
     """Return the stream of all decoders' captures: cuBLAS keeps a workspace for every stream that it was called on."""
     return torch.cuda.Stream(device)
-
-
-def empty_state(size: int, vocabulary: int, device: torch.device) -> SamplingState:
-    """Make the state of `size` greedy sequences without a prompt."""
-
-    def filled(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((size,), value, dtype=dtype, device=device)
-
-    greedy = Sampling()
-    return SamplingState(
-        **{name: filled(getattr(greedy, name), torch.float32) for name in NAMES if name != "top_k"},
-        top_k=filled(greedy.top_k, torch.int32),
-        seed=filled(greedy.seed, torch.int64),
-        step=filled(0, torch.int64),
-        seen=torch.zeros(size, vocabulary, dtype=torch.uint8, device=device),
-    )
-
-
-def write(state: SamplingState, row: int, sampling: Sampling, prompt_ids: Tensor, mask: Tensor | None = None) -> None:
-    """Begin a sequence in a row: its parameters, and its prompt as the tokens that were seen.
-
-    prompt_ids (L,), mask (L,): False where the prompt is padded. Waits for nothing on the device.
-    """
-    for name in (*NAMES, "seed"):
-        getattr(state, name)[row].fill_(getattr(sampling, name))
-    state.step[row].zero_()
-    vocabulary = state.seen.shape[1]
-    # The last column takes the padding, and tokens that the model reads but has no logits for.
-    ids = prompt_ids.clamp(max=vocabulary)
-    if mask is not None:
-        ids = ids.masked_fill(~mask, vocabulary)
-    seen = torch.zeros(vocabulary + 1, dtype=torch.uint8, device=ids.device)
-    state.seen[row].copy_(seen.index_fill_(0, ids, IN_PROMPT)[:vocabulary])

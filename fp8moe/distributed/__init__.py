@@ -18,33 +18,33 @@ _PAYLOADS = ("fp8", "bf16")
 
 
 class ExpertParallel(ParallelStyle):
-    """Spreads the experts of a layer over the W ranks of a mesh; each rank calls it with tokens of its own.
+    """Spreads the experts of a layer over the W ranks of a mesh; each rank calls the layer with its own tokens.
 
         parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
 
     It applies to `GroupedExperts`, frozen or trained, and to transformers' experts modules that run on fp8moe. Rank r
-    then has experts [r * E/W, (r + 1) * E/W): the parameters become DTensors, Shard(0), on the mesh, which is 1-D;
-    those that are such DTensors already stay. As with PyTorch's own styles the values are those of rank 0, and with
-    ``src_data_rank=None`` those of each rank. `num_experts` stays E, and top_k_index has indices of all experts.
+    then has experts [r * E/W, (r + 1) * E/W): parameters become DTensors, Shard(0), on the 1-D mesh; parameters that
+    are such DTensors stay. As with PyTorch's own styles the values are those of rank 0, or with ``src_data_rank=None``
+    of each rank. `num_experts` stays E, and top_k_index has indices of all experts.
 
-    The layer's forward takes (T_r, H) tokens on rank r, any number, also 0, and all ranks must call it together, with
-    the same dtype, top_k and residual or none; so must they call the backward. The result is that of one GPU's layer:
-    bit by bit with `exact`, and without gradients where the GPUs of a node write to each other's memory; otherwise
-    partial sums in float32 are added in the order of the ranks and rounded once. Equal inputs give equal bits, as do
-    their gradients. Calls first exchange T_r and what must agree over a CPU (gloo): wrong arguments on one rank raise
-    the same ValueError on all. In a CUDA graph nothing is exchanged: every rank has as many tokens, and captures and
-    replays together with the others. Under torch.compile the layer is a graph break.
+    The layer's forward takes (T_r, H) tokens on rank r, any number, also 0. All ranks must call forward and backward
+    together, with the same dtype, the same top_k, and all or none with a residual. The result equals that of one GPU's
+    layer bit by bit with `exact`, and also without gradients if the GPUs of a node can write to each other's memory;
+    otherwise float32 partial sums are added in the order of ranks and rounded once. Equal inputs give equal bits, in
+    results and gradients. Ranks first exchange T_r and the properties that must agree over a CPU (gloo): wrong
+    arguments on one rank raise the same ValueError on all. In a CUDA graph nothing is exchanged: all ranks have the
+    same number of tokens, and capture and replay together. Under torch.compile the layer is a graph break.
 
     Args:
-        method: "gather": every rank gets all tokens. "all_to_all": a token goes to the ranks that have experts of it;
-            eager calls wait for the device, and CUDA graphs take "gather" instead. "replicated": tokens, routing and
-            results are the same on all ranks. "auto": gather on a node; over NCCL gather or
-            all_to_all, by the number of tokens and ranks.
-        payload: of tokens sent without gradients: "fp8", quantized 1x128 once, as the experts would, or "bf16", as they
-            are. Training sends them as they are.
-        exact: get back a row for each token and expert and add them up where the token is: one GPU's bits. With methods
-            all_to_all and auto. A CUDA graph has room for all rows on every rank.
-        uniform: every rank brings as many tokens in each call: nothing is exchanged, and nothing checked on all ranks.
+        method: "gather": every rank gets all tokens. "all_to_all": a token goes to the ranks that have its experts;
+            eager calls wait for the device, and CUDA graphs use "gather". "replicated": tokens, routing and results are
+            the same on all ranks. "auto": gather on one node; over NCCL gather or all_to_all, by the number of tokens
+            and ranks.
+        payload: format of tokens sent without gradients: "fp8", quantized 1x128 once, as the experts would do, or
+            "bf16", unchanged. Training sends tokens unchanged.
+        exact: return a row for each token and expert, and add them up on the token's rank, for one GPU's bits. With
+            methods all_to_all and auto. A CUDA graph has room for all rows on every rank.
+        uniform: all ranks have the same number of tokens in each call: nothing is exchanged or checked across ranks.
 
     Raises ValueError for an unknown method or payload, or exact with another method. `parallelize_module` raises the
     same ValueError on all ranks for a mesh that is not 1-D or does not divide the experts, for other modules, and for
@@ -81,7 +81,7 @@ class ExpertParallel(ParallelStyle):
 
 
 def _describe(module: nn.Module, mesh: DeviceMesh) -> str:
-    """The experts in a line, the same on all ranks where they are the same. Raises for a module that is none."""
+    """Describe the experts in one line, to compare across ranks. Raises TypeError or ValueError for other modules."""
     count = getattr(module, "num_experts", None)
     parameters = {name: value for name, value in module._parameters.items() if value is not None}
     fused = all(value.dim() and len(value) == count for value in parameters.values())
@@ -104,12 +104,12 @@ def _describe(module: nn.Module, mesh: DeviceMesh) -> str:
 
 
 def _shard(value: nn.Parameter, mesh: DeviceMesh, source: int | None) -> nn.Parameter:
-    """This rank's part of the experts as a DTensor, in memory of its own."""
+    """Return this rank's experts as a DTensor in memory of its own."""
     values = value.detach()
     if values.is_meta:
         part = values[: len(values) // mesh.size()]
     else:
-        # As bytes: gloo and NCCL do not scatter float8.
+        # Scatter bytes, as gloo and NCCL do not scatter float8.
         part = distribute_tensor(values.view(torch.uint8), mesh, [Shard(0)], src_data_rank=source).to_local()
         part = (part.clone() if source is None else part).view(value.dtype)
     sharded = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other before they send data, over a CPU: one wrong call is an error on all."""
+"""The exchange between ranks, over a CPU, before they send data: a wrong call on one rank is an error on all."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -10,17 +10,15 @@ from torch.distributed import ProcessGroup
 
 from fp8moe.runtime.checks import FLOATING
 
-# That the call can have a backward, and what wants gradients of it.
+# Bits of `CallSummary.gradients`: the call may have a backward; the operands that need gradients.
 GRADIENTS = ("training", "hidden_states", "top_k_weights", "parameters")
 
 
-class Call(NamedTuple):
-    """A rank's call of a layer, in numbers. All but `tokens` must be the same on all ranks.
+class CallSummary(NamedTuple):
+    """A rank's call of a layer in numbers. All but `tokens` must be equal on all ranks.
 
-    wrong: 1 where the arguments fail a check.
-    layer: which of the layers that the group shares is called.
-    dtype: of hidden_states, its index in `runtime.checks.FLOATING`.
-    gradients: a bit for each of `GRADIENTS`.
+    wrong: 1 if the arguments fail a check. layer: number of the layer, see `Agreement.new_layer`. dtype: of
+    hidden_states, its index in `runtime.checks.FLOATING`. gradients: a bit for each of `GRADIENTS`.
     """
 
     tokens: int = 0
@@ -35,7 +33,7 @@ def _gradients(bits: int) -> str:
     return " and ".join(name for bit, name in enumerate(GRADIENTS) if bits >> bit & 1) or "none"
 
 
-_SAME = {  # what is expected, and how a number is shown
+_SAME = {  # fields that must be equal: beginning of the error message, and the text for a number
     "layer": ("expected all ranks to call the same layer", "the {}. of those made parallel".format),
     "dtype": ("hidden_states: expected the same dtype on all ranks", FLOATING.__getitem__),
     "top_k": ("top_k_index: expected the same number of experts a token on all ranks", str),
@@ -44,20 +42,20 @@ _SAME = {  # what is expected, and how a number is shown
 
 
 class Agreement:
-    """The exchange of calls among the ranks of a group. `of` makes it once for each group.
+    """Exchanges calls among the ranks of a group. `of` makes one for each group.
 
-    group: the group itself where it serves the CPU over gloo, otherwise a new one with the same ranks that does.
+    group: the given group if it serves CPUs over gloo, otherwise a new gloo group of the same ranks.
     """
 
     def __init__(self, group: ProcessGroup):
-        self._group = ref(_cpu_group(group))  # lives as long as its group does, and does not keep it alive
+        self._group = ref(_cpu_group(group))  # a weak reference: an agreement does not keep its group alive
         self.world = dist.get_world_size(group)
-        self._mine, self._all = torch.zeros(2, self.world, len(Call._fields), dtype=torch.int64)
+        self._mine, self._all = torch.zeros(2, self.world, len(CallSummary._fields), dtype=torch.int64)
         self._layers = 0
 
     @classmethod
     def of(cls, group: ProcessGroup) -> "Agreement":
-        """The agreement of this group. The first time all its ranks must ask."""
+        """Return the agreement of a group. All ranks must call it together the first time."""
         if group not in _agreements:
             _agreements[group] = cls(group)
         return _agreements[group]
@@ -67,16 +65,16 @@ class Agreement:
         return self._group()
 
     def new_layer(self) -> int:
-        """A number for a layer: the same on all ranks, which make their layers in the same order."""
+        """Return a number for a new layer, equal on all ranks, as they make layers in the same order."""
         self._layers += 1
         return self._layers
 
-    def calls(self, call: Call, error: Exception | None = None) -> list[int]:
-        """The tokens of every rank; raises the same ValueError on all of them where a call is wrong or differs.
+    def calls(self, call: CallSummary, error: Exception | None = None) -> list[int]:
+        """Return the number of tokens of every rank. error: of a check of this rank's arguments.
 
-        error: what is wrong with this rank's arguments.
+        Raises the same ValueError on all ranks if a call is wrong or calls differ.
         """
-        # Equal rows to all ranks: over gloo an all-to-all takes a third less time than an all-gather.
+        # An all-to-all of equal rows takes a third less time over gloo than an all-gather.
         self._mine.copy_(torch.tensor(call._replace(wrong=int(error is not None))))
         dist.all_to_all_single(self._all, self._mine, group=self.group)
         rows = self._all.tolist()
@@ -84,12 +82,12 @@ class Agreement:
         if rows != [[0, *call[2:]]] * self.world:
             self.raise_together(error)
             for name, (expected, shown) in _SAME.items():
-                column = Call._fields.index(name) - 1
+                column = CallSummary._fields.index(name) - 1
                 check_same(expected, [shown(row[column]) for row in rows])
         return tokens
 
     def raise_together(self, error: Exception | None) -> None:
-        """On every rank the same ValueError, if one of them has an error."""
+        """Raise the same ValueError on every rank if one of them has an error."""
         sentences = self.gather(None if error is None else str(error) or repr(error))
         wrong = [sentence for sentence in sentences if sentence is not None]
         if not wrong:
@@ -99,7 +97,7 @@ class Agreement:
         raise ValueError("; ".join(f"{ranks}: {text}" for text, ranks in _by_value(sentences) if text)) from error
 
     def gather(self, value: object) -> list:
-        """What each rank gives, in their order."""
+        """Return the values of all ranks, in the order of ranks."""
         values = [None] * self.world
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -109,14 +107,14 @@ _agreements: WeakKeyDictionary[ProcessGroup, Agreement] = WeakKeyDictionary()
 
 
 def check_same(expected: str, values: list) -> None:
-    """ValueError unless the values of all ranks are equal."""
+    """Raise ValueError unless the values of all ranks are equal."""
     different = _by_value(values)
     if len(different) > 1:
         raise ValueError(f"{expected}, got {'; '.join(f'{value} on {ranks}' for value, ranks in different)}")
 
 
 def _by_value(values: Iterable) -> list[tuple[object, str]]:
-    """Each value that occurs, with the ranks that have it."""
+    """Group ranks by their value: (value, "rank 0" or "ranks 0, 2")."""
     holders: dict[object, list[int]] = {}
     for rank, value in enumerate(values):
         holders.setdefault(value, []).append(rank)
@@ -126,5 +124,5 @@ def _by_value(values: Iterable) -> list[tuple[object, str]]:
 def _cpu_group(group: ProcessGroup) -> ProcessGroup:
     if "cpu:gloo" in dist.get_backend_config(group).split(","):
         return group
-    # Only the group's own ranks take part, so that every slice of a mesh can make one.
+    # use_local_synchronization: only the group's own ranks take part, so every slice of a mesh can make a group.
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)

@@ -1,4 +1,4 @@
-"""Forwards a layer whose experts are spread over the ranks of a group."""
+"""The forward of a layer whose experts are spread over the ranks of a group."""
 
 from typing import NamedTuple
 
@@ -7,14 +7,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fp8moe.distributed.agreement import Agreement, Call
+from fp8moe.distributed.agreement import Agreement, CallSummary
 from fp8moe.distributed.local import LocalExperts, capturing
 from fp8moe.distributed.peers import Peers
 from fp8moe.distributed.transport import (
     AllToAll,
     ExactAllToAll,
     ExactGather,
-    ExactTransport,
     Gather,
     Replicated,
     Tokens,
@@ -27,7 +26,7 @@ from fp8moe.distributed.transport import (
     weighted_sum,
 )
 from fp8moe.kernels.experts import checks
-from fp8moe.kernels.experts.operands import Layer, Operands
+from fp8moe.kernels.experts.operands import TokenOperands
 from fp8moe.layers.experts import flattened
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize import quantize_1x128
@@ -48,24 +47,25 @@ class Options(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A call's arguments, flat and checked, and whether it is one that can have a backward."""
+    """A call's arguments, flattened and checked. trains: the call may have a backward."""
 
     tokens: Tokens
     residual: Tensor | None
     local: LocalExperts
     trains: bool
 
-    def call(self, layer: int) -> Call:
+    def summary(self, layer: int) -> CallSummary:
         x, index, routing = self.tokens
         bits = self.trains, recorded(x), recorded(routing), recorded(*self.local.weights.tensors())
         gradients = sum(bit << position for position, bit in enumerate(bits))
-        return Call(len(x), 0, layer, FLOATING.index(x.dtype), index.shape[1], gradients)
+        return CallSummary(len(x), 0, layer, FLOATING.index(x.dtype), index.shape[1], gradients)
 
 
 class Dispatcher:
-    """What `parallel` of one layer is. Ranks must call it together, with the same residual or none.
+    """Runs the forward of one layer, as its attribute `parallel`. Ranks must call it together, all or none with a
+    residual.
 
-    group: of the ranks that share the experts, in the order of experts. num_experts: E, of all of them.
+    group: the ranks that share the experts, in the order of experts. num_experts: E, of all ranks.
     """
 
     def __init__(self, group: ProcessGroup, num_experts: int, options: Options):
@@ -86,11 +86,11 @@ class Dispatcher:
         top_k_weights: Tensor,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """What a `GroupedExperts` with all experts returns for the tokens of this rank."""
+        """Return the result of a `GroupedExperts` with all experts for the tokens of this rank."""
         alone = self.options.uniform or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
         inputs, error = None, None
         try:
-            inputs = self._inputs(experts, hidden_states, top_k_index, top_k_weights, residual)
+            inputs = self._inputs(experts, Tokens(hidden_states, top_k_index, top_k_weights), residual)
         except (TypeError, ValueError, RuntimeError) as caught:
             if alone:
                 raise
@@ -103,26 +103,18 @@ class Dispatcher:
             out = self._run(inputs, counts)
         return out.view(hidden_states.shape)
 
-    def _inputs(
-        self,
-        experts: nn.Module,
-        hidden_states: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        residual: Tensor | None,
-    ) -> Inputs:
-        x, index, routing, residual = flattened(hidden_states, top_k_index, top_k_weights, residual)
+    def _inputs(self, experts: nn.Module, tokens: Tokens, residual: Tensor | None) -> Inputs:
+        x, index, routing, residual = flattened(*tokens, residual)
         weights = experts.local_weights()
         check_derivatives(_NAME, x, routing, *weights.tensors())
-        layer = Layer(weights.up, weights.down, experts.activation, weights.biases)
-        checks.experts(Operands(x, index, routing, layer, residual=residual))
+        checks.tokens(TokenOperands(x, index, routing, weights.layer, residual=residual))
         first = self.rank * (self.num_experts // self.world)
-        local = LocalExperts(weights, experts.activation, first, self.num_experts, x.dtype)
+        local = LocalExperts(weights, first, self.num_experts, x.dtype)
         return Inputs(Tokens(x, index, routing), residual, local, experts.trains(weights, x, routing))
 
     def _counts(self, inputs: Inputs | None, error: Exception | None) -> list[int]:
-        """How many tokens each rank has; the same ValueError on all ranks if one has an error or they disagree."""
-        counts = self.agreement.calls(Call() if error else inputs.call(self.layer), error)
+        """Return the tokens of each rank. Raises the same ValueError on all ranks for an error or a difference."""
+        counts = self.agreement.calls(CallSummary() if error else inputs.summary(self.layer), error)
         if self.options.method == "replicated" and len(set(counts)) > 1:
             raise ValueError(f"hidden_states: expected the same tokens on all ranks, got {counts} tokens")
         return counts
@@ -132,25 +124,32 @@ class Dispatcher:
         if not inputs.trains:
             return autograd.run(lambda *_: self._infer(inputs, counts), _NAME, x, routing, *local.weights.tensors())
         if self.options.exact:
-            exact = self._exact_transport(index, counts)
-            tokens = send(exact.transport, inputs.tokens._replace(top_k_weights=routing.detach()))
-            groups, rows, count = local.sort(tokens, exact.transport.num_rows)
-            assignments = sum(counts) * index.shape[1]
-            y = local.results(permute(tokens.hidden_states, rows, count), groups, assignments, True)
-            return combine_exact(exact, y, rows, routing, local.dtype)
+            return self._run_exact(inputs, counts)
         transport = self._transport(index, counts)
         partial = local.partial_sums_with_gradients(send(transport, inputs.tokens), transport.num_rows)
         return collect(transport, partial, local.dtype)
 
-    def _infer(self, inputs: Inputs, counts: list[int]) -> Tensor:
-        local, (x, index, routing), residual = inputs.local, inputs.tokens, inputs.residual
-        if self.options.exact:
-            exact = self._exact_transport(index, counts)
+    def _run_exact(self, inputs: Inputs, counts: list[int]) -> Tensor:
+        local, (_, index, routing), trains = inputs.local, inputs.tokens, inputs.trains
+        if capturing(index):
+            exact = ExactGather(self.group, counts, index, self.num_experts)
+        else:
+            exact = ExactAllToAll(self.group, index, self.num_experts)
+        if trains:
+            tokens = send(exact.transport, inputs.tokens._replace(top_k_weights=routing.detach()))
+        else:
             tokens = exact.transport.send(self._quantized(inputs.tokens))
-            groups, rows, count = local.sort(tokens, exact.transport.num_rows)
-            assignments = sum(counts) * index.shape[1]
-            y = local.results(local.quantized_rows(tokens, rows, count), groups, assignments, False)
-            return weighted_sum(exact.back(y, rows), exact.row_index, routing, local.dtype, residual)
+        groups, rows, count = local.sort(tokens, exact.transport.num_rows)
+        x = permute(tokens.hidden_states, rows, count) if trains else local.quantized_rows(tokens, rows, count)
+        y = local.results(x, groups, sum(counts) * index.shape[1], trains)
+        if trains:
+            return combine_exact(exact, y, rows, routing, local.dtype)
+        return weighted_sum(exact.back(y, rows), exact.row_index, routing, local.dtype, inputs.residual)
+
+    def _infer(self, inputs: Inputs, counts: list[int]) -> Tensor:
+        local, (x, index, _), residual = inputs.local, inputs.tokens, inputs.residual
+        if self.options.exact:
+            return self._run_exact(inputs, counts)
         replicated = self.options.method == "replicated"
         total = counts[0] if replicated else sum(counts)
         expected_rows = ceil_div(total * index.shape[1], self.world)
@@ -165,15 +164,15 @@ class Dispatcher:
         return peers.gather(local, inputs.tokens, max(counts), expected_rows, residual)
 
     def _quantized(self, tokens: Tokens) -> Tokens:
-        """Tokens as they are sent without gradients."""
+        """Return tokens in the format in which they are sent without gradients."""
         if self.options.payload == "bf16":
             return tokens
         return tokens._replace(hidden_states=quantize_1x128(tokens.hidden_states))
 
     def _peers(self, x: Tensor) -> Peers | None:
-        """The GPUs of one node that can serve the call without NCCL.
+        """Return the GPUs of one node that can serve the call without NCCL, or None.
 
-        Then gather sends a token only where a rank has an expert of it, so that auto has no need of all_to_all.
+        With them gather sends a token only to ranks that have one of its experts, so auto does not need all_to_all.
         """
         method, payload = self.options.method, self.options.payload
         supported = method == "replicated" or (method != "all_to_all" and payload == "fp8")
@@ -188,8 +187,3 @@ class Dispatcher:
         if method == "gather" or capturing(index):
             return Gather(self.group, counts)
         return AllToAll(self.group, index, self.num_experts)
-
-    def _exact_transport(self, index: Tensor, counts: list[int]) -> ExactTransport:
-        if capturing(index):
-            return ExactGather(self.group, counts, index, self.num_experts)
-        return ExactAllToAll(self.group, index, self.num_experts)

@@ -1,97 +1,82 @@
-"""What the experts of one rank compute of the tokens that have come to it."""
+"""The computation of one rank's experts for the tokens that it has received."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8moe.distributed.transport import Tokens
-from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.backward import experts_training
-from fp8moe.kernels.experts.operands import pad_columns, row_dtype
-from fp8moe.kernels.experts.operator import experts_partial, experts_rows
+from fp8moe.kernels.experts.operands import Shard, pad_columns, row_dtype
+from fp8moe.kernels.experts.operator import experts_of_rows, experts_partial
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.layers.experts import Weights
 from fp8moe.quant.formats import FP8Tensor, align
 
-# What a rank makes room for: so many times the expected rows, and at least all rows of so many tokens.
-_SLACK = 1.25
-_ALWAYS = 256
+# A rank has room for _SLACK times the expected rows, and at least for all rows of _ALWAYS tokens.
+_SLACK, _ALWAYS = 1.25, 256
 
 
 class LocalExperts(NamedTuple):
     """The experts of one rank in one call.
 
-    first: the index of the first of them. total: E, of all ranks.
-    dtype: of the tokens before they were quantized.
+    first: index of the rank's first expert. total: E, of all ranks. dtype: of the tokens before quantization.
     """
 
     weights: Weights
-    activation: Activation
     first: int
     total: int
     dtype: torch.dtype
 
     @property
     def count(self) -> int:
-        return len(self.weights.down.data)
+        return len(self.weights.layer.down.data)
 
     def partial_sums(self, tokens: Tokens, expected_rows: int, num_rows: int | None) -> Tensor:
-        """(N, H) float32: each token's sum over the experts here, in as many `passes` as it takes."""
-        index, sums, known = tokens.top_k_index, None, None
-        passes = self.passes(index, expected_rows, num_rows)
-        for options in passes:
-            options |= {"partial": sums, "partial_known": known}
-            last = options is passes[-1]
-            known = None if last else torch.empty(len(index), dtype=torch.bool, device=index.device)
-            options |= {"biases": self.weights.biases, "known": known}
-            sums = experts_partial(*tokens, self.weights.up, self.weights.down, **options)
+        """Return each token's sum over this rank's experts, (N, H) float32, computed in `passes`."""
+        sums = known = None
+        passes = self.passes(tokens.top_k_index, expected_rows, num_rows)
+        for shard in passes:
+            before = {"partial": sums, "partial_known": known}
+            last = shard is passes[-1]
+            sums, known = experts_partial(*tokens, self.weights.layer, shard, **before, wants_known=not last)
         return sums
 
-    def passes(self, top_k_index: Tensor, expected_rows: int, num_rows: int | None = None) -> list[dict[str, Any]]:
-        """What `experts_partial` takes in each pass over the rows that there is room for, besides tokens and weights.
+    def passes(self, top_k_index: Tensor, expected_rows: int, num_rows: int | None = None) -> list[Shard]:
+        """Return the shard of each pass over the rows that there is room for.
 
-        expected_rows: assignments to this rank if routing is even. num_rows: how many there are; None: the device
-        knows, and is asked where one pass may not do. In a CUDA graph, which cannot ask, passes run for all that there
-        could be: the first rows come last, as passes before it that find none cost little.
+        expected_rows: assignments to this rank if routing is even. num_rows: actual assignments; None: read from the
+        device if one pass may not suffice. A CUDA graph cannot read them and has passes for the most possible rows; the
+        first rows come last, as earlier passes without rows cost little.
         """
         room = max(int(expected_rows * _SLACK), _ALWAYS * max(top_k_index.shape[1], 1))
         most = top_k_index.numel()
         if num_rows is None:
             num_rows = most if most <= room or capturing(top_k_index) else self.rows_here(top_k_index)
-        options = {"activation": self.activation, "first_expert": self.first, "num_experts": self.total}
-        options |= {"row_dtype": row_dtype(self.dtype), "num_rows": min(room, most)}
-        return [options | {"first_row": row} for row in reversed(range(0, max(num_rows, 1), room))]
+        shard = Shard(self.first, self.total, num_rows=min(room, most), row_dtype=row_dtype(self.dtype))
+        return [shard._replace(first_row=row) for row in reversed(range(0, max(num_rows, 1), room))]
 
     def partial_sums_with_gradients(self, tokens: Tokens, num_rows: int | None) -> Tensor:
-        """`partial_sums` with a backward, which needs room for all rows, and for one if there are none."""
+        """Compute `partial_sums` with a backward: with room for all rows, at least one."""
         if num_rows is None and not capturing(tokens.top_k_index):
             num_rows = self.rows_here(tokens.top_k_index)
-        return experts_training(
-            *tokens,
-            self.weights.up,
-            self.weights.down,
-            activation=self.activation,
-            up_master=self.weights.up_master,
-            down_master=self.weights.down_master,
-            first_expert=self.first,
-            num_experts=self.total,
-            num_rows=None if num_rows is None else min(align(max(num_rows, 1), 128), tokens.top_k_index.numel()),
-            out_dtype=torch.float32,
-        )
+        if num_rows is not None:
+            num_rows = min(align(max(num_rows, 1), 128), tokens.top_k_index.numel())
+        shard = Shard(self.first, self.total, num_rows=num_rows, out_dtype=torch.float32)
+        return experts_training(*tokens, *self.weights, shard=shard)
 
     def rows_here(self, index: Tensor) -> int:
-        """Assignments to the experts here. It waits for the device."""
+        """Return the number of assignments to this rank's experts. It waits for the device."""
         return int(((index >= self.first) & (index < self.first + self.count)).sum())
 
     def sort(self, tokens: Tokens, num_rows: int | None) -> tuple[Tensor, Tensor, int]:
-        """Groups and rows of the assignments to the experts here, and for how many rows there is room."""
+        """Return groups and rows of the assignments to this rank's experts, and the number of rows with room."""
         count = tokens.top_k_index.numel() if num_rows is None else num_rows
         return *sort_by_expert(tokens.top_k_index, self.count, first_expert=self.first, num_rows=count), count
 
     def quantized_rows(self, tokens: Tokens, rows: Tensor, count: int) -> FP8Tensor:
-        """The tokens in the order of experts, quantized."""
+        """Return the tokens in the order of experts, quantized."""
         x = tokens.hidden_states
         data, scale = x if isinstance(x, FP8Tensor) else (x, None)
         hidden = data.shape[1]
@@ -100,22 +85,11 @@ class LocalExperts(NamedTuple):
         return FP8Tensor(a.data[:, :hidden], a.scale)
 
     def results(self, x: Tensor | FP8Tensor, groups: Tensor, assignments: int, training: bool) -> Tensor:
-        """The results (R, H) of rows x in the order of experts. assignments: of the tokens of all ranks."""
-        return experts_rows(
-            x,
-            groups,
-            self.weights.up,
-            self.weights.down,
-            activation=self.activation,
-            biases=self.weights.biases,
-            row_dtype=row_dtype(self.dtype),
-            whole=(assignments, self.total),
-            up_master=self.weights.up_master,
-            down_master=self.weights.down_master,
-            training=training,
-        )
+        """Return the results (R, H) of rows x in the order of experts. assignments: of the tokens of all ranks."""
+        options = {"row_dtype": row_dtype(self.dtype), "whole": (assignments, self.total), "training": training}
+        return experts_of_rows(x, groups, self.weights.layer, masters=self.weights.masters, **options)
 
 
 def capturing(like: Tensor) -> bool:
-    """Whether the call becomes part of a CUDA graph."""
+    """Whether a call with this tensor is captured in a CUDA graph."""
     return like.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""One node: tokens and the experts' results go straight to the memory of the other GPUs: PyTorch's symmetric memory."""
+"""Expert parallelism on one node: GPUs write tokens and results to each other's memory (PyTorch's symmetric memory)."""
 
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -22,8 +22,8 @@ from fp8moe.runtime.launch import current_stream, device_guard
 from fp8moe.runtime.peer_table import MAX_PEERS, SIGNALS_BYTES, Targets, meeting, no_meeting
 
 
-class _Buffer:
-    """Symmetric memory: as many zeros on each rank of a group, bytes at `addresses`. All ranks make it together.
+class _PeerBuffer:
+    """Symmetric memory: `nbytes` zeros on each rank of a group, at `addresses`. All ranks make it together.
 
     Raises ValueError in the capture of a CUDA graph.
     """
@@ -40,16 +40,16 @@ class _Buffer:
         self._handle = symmetric_memory.rendezvous(self.memory, group.group_name)
         ranks = range(dist.get_world_size(group))
         self.addresses = [self._handle.get_buffer(rank, (nbytes,), torch.uint8).data_ptr() for rank in ranks]
-        # No rank writes before all have come here: the memory may have served another buffer, which one still reads.
+        # No rank writes before all are here: the memory may have been another buffer, which a rank still reads.
         torch.cuda.synchronize(device)
         Agreement.of(group).gather(None)
 
     def barrier(self) -> None:
-        """On the current stream: what ranks have written before it is there for all after it."""
+        """Wait, on the current stream, until all ranks are here: everything they wrote before is visible to all."""
         self._handle.barrier(channel=0)
 
 
-class _Received(_Buffer):
+class _ReceiveBuffer(_PeerBuffer):
     """Room for the tokens of all ranks (`Received`)."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int):
@@ -57,7 +57,7 @@ class _Received(_Buffer):
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def parts(self, room: int, hidden: int, top_k: int) -> tuple[Received, list[int]]:
-        """All tokens, `room` of each rank, and the addresses of the slots of this rank on each peer."""
+        """Return `Received` with `room` tokens of each rank, and the addresses of this rank's slots on all peers."""
         slots, begin, parts, offsets = self.world * room, 0, [], []
         for dtype, columns in received_columns(hidden, top_k):
             nbytes = columns * dtype.itemsize
@@ -68,33 +68,32 @@ class _Received(_Buffer):
 
 
 class Peers:
-    """The GPUs of a group, one for each rank, and the buffers that they write to each other.
+    """The GPUs of a group, one for each rank, and the buffers through which they exchange data.
 
-    One object serves all layers of a group, on one stream at a time: their calls come after one another. Each rank has
-    room for the tokens of all (`Received`), and for a row for each assignment of its own tokens, the result of that
-    expert. It adds up these rows as a layer with all experts would: the results are those of one GPU, bit for bit.
+    One object serves all layers of a group, on one stream at a time: calls follow each other. Each rank has a buffer
+    for the tokens of all ranks (`Received`), and one for a result row for each assignment of its own tokens. It adds up
+    these rows as a layer with all experts would: the results have the bits of one GPU.
 
-    A buffer is written again only when all have read it. In `gather` there are two points at which all ranks wait for
-    each other: after the tokens, before the experts read them; and after the rows, before they are added up. Who writes
-    tokens has passed the second point of the call before, to which all came after they had read their tokens. Who
-    writes rows has passed the first point of this call, to which all came after they had added up those of the call
-    before. So it is enough that tokens and rows lie in different memory. `replicated` sends no tokens, and waits at its
-    beginning instead.
+    No buffer is overwritten before all ranks have read it. `gather` has two meetings, at which all ranks wait for each
+    other: the first after tokens are sent and before experts read them, the second after rows are sent and before they
+    are added up. A rank sends tokens after the second meeting of the last call, when all ranks have read their tokens.
+    A rank sends rows after the first meeting of this call, when all ranks have added up the rows of the last call. So
+    tokens and rows only need different buffers. `replicated` sends no tokens, and waits at its beginning instead.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device):
-        self._group, self.device = ref(group), device  # peers live as long as their group
+        self._group, self.device = ref(group), device  # a weak reference: peers do not keep their group alive
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self._signals = _Buffer(group, device, SIGNALS_BYTES)
-        self._buffers: dict[type[_Buffer], _Buffer] = {}
-        self._outgrown: list[_Buffer] = []  # CUDA graphs may have their addresses
+        self._signals = _PeerBuffer(group, device, SIGNALS_BYTES)
+        self._buffers: dict[type[_PeerBuffer], _PeerBuffer] = {}
+        self._outgrown: list[_PeerBuffer] = []  # kept, as CUDA graphs may have their addresses
         self._captured = False
 
     @classmethod
     def of(cls, group: ProcessGroup, x: Tensor) -> "Peers | None":
-        """The peers that serve tokens like x, or None where a GPU cannot reach the memory of all others.
+        """Return the peers of a group for tokens like x, or None if a GPU cannot reach the memory of all others.
 
-        The first time all ranks must ask, and not in a CUDA graph.
+        All ranks must call it together the first time, and not in a CUDA graph.
         """
         if group not in _peers:
             reached = cls.reaches(group, x)
@@ -103,7 +102,7 @@ class Peers:
 
     @staticmethod
     def reaches(group: ProcessGroup, x: Tensor) -> bool:
-        """Whether each rank has a GPU of its own, the kernels run there, and it can write the memory of all others."""
+        """Whether each rank has its own GPU, which runs the kernels and can write to the memory of all others."""
         agreement = Agreement.of(group)
         mine = str(torch.cuda.get_device_properties(x.device).uuid) if use_cuda(x) else None
         uuids = agreement.gather(mine)
@@ -113,19 +112,20 @@ class Peers:
     def gather(
         self, local: LocalExperts, tokens: Tokens, room: int, expected_rows: int, residual: Tensor | None = None
     ) -> Tensor:
-        """The sums over all experts for the tokens of this rank, (T, H) in their dtype, plus a residual of that dtype.
+        """Return the sums over all experts for the tokens of this rank, (T, H) in their dtype, plus a residual.
 
-        tokens: not quantized; H a multiple of 16. room: the tokens of the rank that has most; expected_rows: see
-        `LocalExperts.passes`; both the same on all ranks. Nothing waits for the device but for what `passes` asks.
+        tokens: not quantized; H a multiple of 16. room: the most tokens of a rank. expected_rows: see
+        `LocalExperts.passes`. room and expected_rows are equal on all ranks. Only `LocalExperts.passes` may wait for
+        the device.
 
-        Raises ValueError in a CUDA graph for more tokens than any call before its capture has had.
+        Raises ValueError in a CUDA graph for more tokens than in any call before its capture.
         """
         if not room:
             return _nothing(tokens, residual)
         x, index = row_major(tokens.hidden_states), tokens.top_k_index.contiguous()
         hidden, top_k = x.shape[1], index.shape[1]
-        buffer = self._buffer(_Received, received_bytes(self.world * room, hidden, top_k))
-        rows = self._buffer(_Buffer, room * top_k * hidden * row_dtype(x.dtype).itemsize)
+        buffer = self._buffer(_ReceiveBuffer, received_bytes(self.world * room, hidden, top_k))
+        rows = self._buffer(_PeerBuffer, room * top_k * hidden * row_dtype(x.dtype).itemsize)
         received, slots = buffer.parts(room, hidden, top_k)
         device = self.device.index
         launch = dispatch.launcher(device, x, index, room, self.world, local.total // self.world).launch
@@ -138,11 +138,11 @@ class Peers:
     def replicated(
         self, local: LocalExperts, tokens: Tokens, expected_rows: int, residual: Tensor | None = None
     ) -> Tensor:
-        """`gather` for tokens that are on all ranks: (T, H), equal on all of them."""
+        """Return the sums of `gather` for tokens that all ranks have: (T, H), equal on all ranks."""
         x, index = tokens.hidden_states, tokens.top_k_index.contiguous()
         if not len(x):
             return _nothing(tokens, residual)
-        rows = self._buffer(_Buffer, index.numel() * x.shape[1] * row_dtype(x.dtype).itemsize)
+        rows = self._buffer(_PeerBuffer, index.numel() * x.shape[1] * row_dtype(x.dtype).itemsize)
         rows.barrier()
         self._compute(local, x, index, expected_rows, rows, index.numel(), to_all=True)
         return self._combine(rows, local, tokens._replace(top_k_index=index), residual)
@@ -153,21 +153,20 @@ class Peers:
         x: Tensor | FP8Tensor,
         index: Tensor,
         expected_rows: int,
-        rows: _Buffer,
+        rows: _PeerBuffer,
         each: int,
         *,
         to_all: bool,
     ) -> None:
-        """The experts here, whose results go to the ranks of the tokens or to all; then all ranks wait."""
+        """Run this rank's experts, send results to the tokens' ranks or to all ranks, and wait for all ranks."""
         passes = local.passes(index, expected_rows)
-        for options in passes:
-            meeting = self._meeting() if options is passes[-1] else no_meeting(self.world)
+        for shard in passes:
+            meeting = self._meeting() if shard is passes[-1] else no_meeting(self.world)
             targets = Targets(self.world, each, to_all, (*rows.addresses, *meeting))
-            options |= {"biases": local.weights.biases}
-            send_rows(targets, x, index, local.weights.up, local.weights.down, **options)
+            send_rows(targets, x, index, local.weights.layer, shard)
 
-    def _combine(self, rows: _Buffer, local: LocalExperts, tokens: Tokens, residual: Tensor | None) -> Tensor:
-        """(T, H): the weighted sums of the rows that have come for these tokens."""
+    def _combine(self, rows: _PeerBuffer, local: LocalExperts, tokens: Tokens, residual: Tensor | None) -> Tensor:
+        """Return the weighted sums (T, H) of the rows received for these tokens."""
         x, index, weights = tokens
         (count, hidden), top_k = x.shape, index.shape[1]
         out = torch.empty((count, hidden), dtype=x.dtype, device=self.device)
@@ -182,8 +181,8 @@ class Peers:
     def _meeting(self) -> tuple[int, ...]:
         return meeting(self._signals.addresses, self.rank)
 
-    def _buffer(self, kind: type[_Buffer], nbytes: int) -> Any:
-        """The buffer of this kind, made anew where it is too small."""
+    def _buffer(self, kind: type[_PeerBuffer], nbytes: int) -> Any:
+        """Return the buffer of this kind; a new one replaces a buffer that is too small."""
         self._captured |= torch.cuda.is_current_stream_capturing()
         buffer = self._buffers.get(kind)
         if buffer is None or buffer.memory.numel() < nbytes:
@@ -197,21 +196,21 @@ _peers: WeakKeyDictionary[ProcessGroup, Peers | None] = WeakKeyDictionary()
 
 
 def received_columns(hidden: int, top_k: int) -> tuple[tuple[torch.dtype, int], ...]:
-    """Dtype and columns of the parts of `Received`."""
+    """Return dtype and columns of each part of `Received`."""
     return (torch.float8_e4m3fn, hidden), (torch.float32, ceil_div(hidden, BLOCK)), (torch.int32, top_k)
 
 
 def received_bytes(slots: int, hidden: int, top_k: int) -> int:
-    """The bytes of so many slots, each part at a multiple of 256."""
+    """Return the bytes of `slots` slots of `Received`, each part at a multiple of 256."""
     return sum(align(slots * columns * dtype.itemsize, 256) for dtype, columns in received_columns(hidden, top_k))
 
 
 def _nothing(tokens: Tokens, residual: Tensor | None) -> Tensor:
-    """The result for no tokens on any rank."""
+    """Return the result if no rank has tokens."""
     return torch.zeros_like(tokens.hidden_states) if residual is None else residual.clone()
 
 
 def _can_write(device: int, uuids: set[str]) -> bool:
-    """Whether the GPU can write the memory of those with these ids; it cannot tell of one that it does not see."""
+    """Whether `device` has peer access to all GPUs with these UUIDs, all of them visible to this process."""
     visible = {str(torch.cuda.get_device_properties(other).uuid): other for other in range(torch.cuda.device_count())}
     return uuids <= visible.keys() and all(torch.cuda.can_device_access_peer(device, visible[uuid]) for uuid in uuids)

@@ -1,4 +1,4 @@
-"""Sends tokens to the ranks of their experts and results back: gather, all_to_all, replicated, and exact results."""
+"""Collectives that send tokens to the ranks of their experts and results back."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -17,23 +17,23 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import FP8Tensor, align, ceil_div
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 
-# PyTorch 2.13 has renamed it.
+# PyTorch 2.13 has renamed all_gather_into_tensor.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_ALIGNMENT = 16  # bytes at whose multiples the parts of a packed row begin: where kernels can load them
+_ALIGNMENT = 16  # bytes: the parts of a packed row begin at its multiples, as kernels load them
 
-# Bytes of partial sums of one rank from which two collectives with fewer bytes beat one. At 200 GB/s, NCCL's on a node,
-# 4 MB take the 20 us that it costs to start another.
+# Bytes of one rank's partial sums from which two collectives with fewer bytes beat one: at NCCL's 200 GB/s on a node
+# 4 MB take 20 us, the cost of starting another collective.
 _SLICED_FROM = 4 << 20
 
-# Two H200s over NVLink, DeepSeek-V3's layer: NCCL moves 200 GB/s. A token costs gather 7392 bytes there and 28672 back
-# for each other rank. Eager all_to_all of few tokens takes 1.5 ms more: it waits for sizes.
+# Measured on two H200s over NVLink with DeepSeek-V3's layer: NCCL moves 200 GB/s; gather sends 7392 bytes of a token to
+# each other rank and gets 28672 back. Eager all_to_all of few tokens takes 1.5 ms more, as it waits for sizes.
 _MICROSECONDS_A_ROW = 0.18
 _MICROSECONDS_A_CALL = 1500
 
 
 class Tokens(NamedTuple):
-    """What experts need of T tokens: (T, H), quantized 1x128 or not; (T, K) int32 or int64; (T, K)."""
+    """Inputs of experts for T tokens: (T, H), quantized 1x128 or not; (T, K) int32 or int64; (T, K)."""
 
     hidden_states: Tensor | FP8Tensor
     top_k_index: Tensor
@@ -41,10 +41,10 @@ class Tokens(NamedTuple):
 
 
 class Transport(ABC):
-    """Sends the tokens of one call to the ranks of their experts, and their sums back.
+    """Sends the tokens of one call to the ranks of their experts, and partial sums back.
 
-    room: rows that `out` sends, at least as many as this rank has tokens.
-    num_rows: assignments to this rank's experts, where the host knows how many there are.
+    room: rows that `out` sends, at least the tokens of this rank.
+    num_rows: assignments to this rank's experts, or None if the host does not know them.
     """
 
     room: int
@@ -52,24 +52,24 @@ class Transport(ABC):
 
     @abstractmethod
     def out(self, rows: Tensor) -> Tensor:
-        """A row for each token of this rank, (T, C) or (room, C), to those for each token here, (N, C)."""
+        """Send a row per token of this rank, (T, C) or (room, C). Returns a row per received token, (N, C)."""
 
     @abstractmethod
     def back(self, rows: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-        """(N, C) back to the tokens' ranks: each token's sum in float32, in the order of ranks, rounded once.
+        """Send rows (N, C) back to the tokens' ranks: the adjoint of `out`. residual: (T, C) of `dtype`, is added.
 
-        residual: (T, C) of that dtype, to which the result is added. It is the adjoint of `out`.
+        Returns each token's sum (T, C), in float32 in the order of ranks, rounded once to `dtype`.
         """
 
     def send(self, tokens: Tokens) -> Tokens:
-        """The tokens of this rank to those here, all of a token in one row of one collective."""
+        """Send the tokens of this rank in one collective, a row for each. Returns the received tokens."""
         return _unpack(self.out(_pack(tokens, self.room)), tokens)
 
 
 class Gather(Transport):
-    """Every rank gets all tokens; partial sums go back to the ranks of the tokens.
+    """Sends all tokens to every rank, and partial sums back to the tokens' ranks.
 
-    Two collectives whose sizes the host knows: W times the tokens of the rank that has most, there and back.
+    Two collectives of W times the most tokens of a rank, a size that the host knows.
     """
 
     def __init__(self, group: ProcessGroup, tokens: list[int]):
@@ -86,12 +86,12 @@ class Gather(Transport):
 
 
 class AllToAll(Transport):
-    """Each token goes once to every rank that has experts of it. The host reads sizes: no CUDA graph.
+    """Sends each token once to every rank that has one of its experts. The host reads sizes: not for CUDA graphs.
 
-    Two collectives of as many rows as there are pairs of a token and a rank, after one of their numbers.
+    One collective for sizes, then two collectives with a row for each pair of a token and a rank.
 
-    assignments_sent, assignments_received: to and from each rank. assignment_rows: (T, K) int32, the row of each
-    assignment among those sent, in the order of ranks.
+    assignments_sent, assignments_received: how many, to and from each rank. assignment_rows: (T, K) int32, the row of
+    each assignment among the sent ones, in the order of ranks.
     """
 
     def __init__(self, group: ProcessGroup, top_k_index: Tensor, num_experts: int):
@@ -119,9 +119,9 @@ class AllToAll(Transport):
 
 
 class Replicated(Transport):
-    """Every rank has the tokens already; partial sums go to all ranks.
+    """Sends partial sums to all ranks, which already have the tokens.
 
-    Every rank adds up those of all, for all tokens or, where there are many, for a slice of them each.
+    Every rank adds up the partial sums of all ranks; if there are many, only for a slice of the tokens.
     """
 
     def __init__(self, group: ProcessGroup, tokens: list[int]):
@@ -147,7 +147,7 @@ class Replicated(Transport):
 
 
 class ExactTransport(ABC):
-    """Returns rows in the order of experts to their tokens' ranks, which add up what one GPU would: exact=True.
+    """Sends a result row for each assignment back to its token's rank, which adds them up as one GPU would.
 
     transport: sends the tokens. row_index: (T, K) int32, each assignment's row in the result of `back`.
     """
@@ -157,15 +157,15 @@ class ExactTransport(ABC):
 
     @abstractmethod
     def back(self, y: Tensor, rows: Tensor) -> Tensor:
-        """y (R, H), of assignments that have the rows (N, K) of it, to the ranks of their tokens: (P, H)."""
+        """Send y (R, H) to the tokens' ranks. rows: (N, K), each assignment's row of y. Returns (P, H)."""
 
     @abstractmethod
     def out(self, grad: Tensor, rows: Tensor, count: int) -> Tensor:
-        """The adjoint of `back`: (P, H) -> (count, H), with anything in rows of no assignment."""
+        """Apply the adjoint of `back`: (P, H) -> (count, H); rows of no assignment hold any values."""
 
 
 class ExactAllToAll(ExactTransport):
-    """Returns as many rows as there are assignments: for eager calls."""
+    """Exchanges as many rows as there are assignments: for eager calls."""
 
     def __init__(self, group: ProcessGroup, top_k_index: Tensor, num_experts: int):
         self.transport = AllToAll(group, top_k_index, num_experts)
@@ -173,18 +173,18 @@ class ExactAllToAll(ExactTransport):
 
     def back(self, y: Tensor, rows: Tensor) -> Tensor:
         transport = self.transport
-        y = y.index_select(0, rows.flatten().index_select(0, self._order(rows)).long())
+        y = y.index_select(0, self._rows_here(rows).long())
         return _exchange(transport.group, y, transport.assignments_received, transport.assignments_sent)
 
     def out(self, grad: Tensor, rows: Tensor, count: int) -> Tensor:
         transport = self.transport
         received = _exchange(transport.group, grad, transport.assignments_sent, transport.assignments_received)
-        return received.index_select(0, _inverse(rows.flatten().index_select(0, self._order(rows)), count))
+        return received.index_select(0, _inverse(self._rows_here(rows), count))
 
-    def _order(self, rows: Tensor) -> Tensor:
-        """The assignments that are here, in the order of tokens."""
-        here = torch.where(rows >= 0, 0, -1)
-        return _inverse(sort_by_expert(here, 1).rows, self.transport.num_rows)
+    def _rows_here(self, rows: Tensor) -> Tensor:
+        """Return the rows of the assignments to this rank, in the order of tokens."""
+        here = sort_by_expert(torch.where(rows >= 0, 0, -1), 1).rows
+        return rows.flatten().index_select(0, _inverse(here, self.transport.num_rows))
 
 
 class ExactGather(ExactTransport):
@@ -205,31 +205,31 @@ class ExactGather(ExactTransport):
 
 
 def choose_method(tokens: int, top_k: int, world: int) -> str:
-    """The method of "auto" over NCCL, by what gather and all_to_all send, and what a call costs besides.
+    """Return the method of "auto" over NCCL, by the rows of gather and all_to_all and the cost of a call.
 
-    tokens: at most so many a rank. It is the same on all ranks.
+    tokens: the most of a rank, so that the method is the same on all ranks.
     """
-    spared = (1 - 1 / world) ** top_k  # of the ranks: those that have no expert of a token
+    spared = (1 - 1 / world) ** top_k  # share of the ranks that have no expert of a token
     saved = _MICROSECONDS_A_ROW * tokens * (world - 1) * spared
     return "all_to_all" if saved > _MICROSECONDS_A_CALL else "gather"
 
 
 def _owners(top_k_index: Tensor, num_experts: int, world: int) -> Tensor:
-    """The rank that has the expert of each assignment, (T, K) int64; -1 for none."""
+    """Return the rank that has the expert of each assignment, (T, K) int64; -1 for none."""
     index = top_k_index.long()
     inside = (index >= 0) & (index < num_experts)
     return torch.where(inside, index.div(num_experts // world, rounding_mode="floor"), -1)
 
 
 def _inverse(row_index: Tensor, count: int) -> Tensor:
-    """For each of `count` rows the position in row_index, flattened, that holds it: (count,) int64; 0 for none."""
+    """Return the flat position in row_index of each of `count` rows, (count,) int64; 0 for rows that do not occur."""
     flat = torch.where(row_index >= 0, row_index, count).flatten().long()
     order = torch.arange(flat.numel(), device=flat.device)
     return order.new_zeros(count + 1).scatter_(0, flat, order)[:count]
 
 
 def all_gather(group: ProcessGroup, rows: Tensor) -> Tensor:
-    """The rows of all ranks, (W * R, C); every rank has as many."""
+    """Return the rows of all ranks, (W * R, C); every rank has R."""
     out = rows.new_empty((dist.get_world_size(group) * rows.shape[0], rows.shape[1]))
     if out.numel():
         _all_gather(_bytes(out), _bytes(rows.contiguous()), group=group)
@@ -239,9 +239,9 @@ def all_gather(group: ProcessGroup, rows: Tensor) -> Tensor:
 def _exchange(
     group: ProcessGroup, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
 ) -> Tensor:
-    """An all-to-all: rows in the order of the ranks that they go to become rows in the order of those they come from.
+    """Run an all-to-all: rows are in the order of their destination ranks, the result in the order of source ranks.
 
-    sent, received: how many rows go to each rank and come from each; None for as many to and from all.
+    sent, received: how many rows go to and come from each rank; None: equally many.
     """
     out = rows.new_empty((len(rows) if sent is None else sum(received), rows.shape[1]))
     width = rows.shape[1] * rows.itemsize
@@ -252,17 +252,17 @@ def _exchange(
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    """The rows themselves, or a copy with `count` of them, the last ones zeros."""
+    """Return `rows`, padded to `count` rows with zeros."""
     return rows if len(rows) == count else F.pad(rows, (0, 0, 0, count - len(rows)))
 
 
 def _rows_by_rank(ranks: int, size: int, tokens: int, device: torch.device) -> Tensor:
-    """Indices (tokens, ranks) int32 of each token's rows in what `ranks` ranks have sent, `size` rows each."""
+    """Return the indices (tokens, ranks) int32 of each token's rows among `size` rows of each rank."""
     return torch.arange(ranks * size, dtype=torch.int32, device=device).view(ranks, size).t()[:tokens]
 
 
 def _ordered_sum(rows: Tensor, row_index: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-    """The sum of each token's rows (R, C), in the order of row_index (T, W) int32: (T, C), rounded once."""
+    """Sum each token's rows (R, C) in the order of row_index (T, W) int32. Returns (T, C), rounded once."""
     ones = torch.ones(row_index.shape, dtype=torch.float32, device=row_index.device)
     return weighted_sum(rows, row_index, ones, dtype, residual)
 
@@ -270,7 +270,7 @@ def _ordered_sum(rows: Tensor, row_index: Tensor, dtype: torch.dtype, residual: 
 def weighted_sum(
     rows: Tensor, row_index: Tensor, weights: Tensor, dtype: torch.dtype, residual: Tensor | None = None
 ) -> Tensor:
-    """`combine` for any number of columns, and float16 too."""
+    """Compute `combine` for any number of columns, and for float16 too."""
     rows, columns = rows.float() if rows.dtype is torch.float16 else rows, rows.shape[1]
     if columns % 8 == 0:
         return combine(rows, row_index, weights, dtype, residual=residual)
@@ -279,42 +279,40 @@ def weighted_sum(
 
 
 def _bytes(value: Tensor) -> Tensor:
-    # All backends know bytes; few know float8, and not all bfloat16.
+    # All backends send bytes; few send float8, and not all bfloat16.
     return value.view(torch.uint8).view(-1)
 
 
 def send(transport: Transport, tokens: Tokens) -> Tokens:
-    """`Transport.send` with gradients of hidden_states, which are not quantized, and top_k_weights."""
+    """Compute `Transport.send` with gradients of hidden_states, not quantized, and top_k_weights."""
     return Tokens(*_Send.apply(transport, *tokens))
 
 
 def collect(transport: Transport, partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """`Transport.back` with a gradient, which travels in the dtype of the result."""
-    return _with_adjoint(partial, lambda rows: transport.back(rows, dtype), lambda grad: transport.out(grad).float())
+    """Compute `Transport.back` with a gradient, which is sent in the dtype of the result."""
+    return _Linear.apply(partial, lambda rows: transport.back(rows, dtype), lambda grad: transport.out(grad).float())
 
 
 def permute(x: Tensor, rows: Tensor, count: int) -> Tensor:
-    """x (N, H) to `count` rows by rows (N, K), with a gradient; some token in rows of no assignment."""
+    """Copy tokens x (N, H) to expert rows, differentiably. rows: (N, K), the row of each assignment.
+
+    Returns (count, H); rows of no assignment hold any token.
+    """
     tokens, dtype = _inverse(rows, count).div(max(rows.shape[1], 1), rounding_mode="floor"), x.dtype
-    return _with_adjoint(x, lambda x: x.index_select(0, tokens), lambda grad: _ordered_sum(grad, rows, dtype))
+    return _Linear.apply(x, lambda x: x.index_select(0, tokens), lambda grad: _ordered_sum(grad, rows, dtype))
 
 
 def combine_exact(exact: ExactTransport, y: Tensor, rows: Tensor, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weighted sums (T, H) of the rows y (R, H) that all ranks have, with gradients of y and top_k_weights."""
+    """Return the weighted sums (T, H) of the rows y (R, H) of all ranks, with gradients of y and top_k_weights."""
     count = len(y)
-    returned = _with_adjoint(y, lambda y: exact.back(y, rows), lambda grad: exact.out(grad, rows, count))
+    returned = _Linear.apply(y, lambda y: exact.back(y, rows), lambda grad: exact.out(grad, rows, count))
     return _WeightedSum.apply(returned, exact.row_index, top_k_weights, dtype)
 
 
-def _with_adjoint(x: Tensor, function: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
-    """``function(x)`` of a linear function, whose gradient the adjoint takes to that of x."""
-    return _Linear.apply(x, function, adjoint)
-
-
 def _differentiated_once(backward: Callable) -> Callable:
-    """A backward of an autograd.Function whose gradients cannot be differentiated: that is an error.
+    """Wrap a backward of an autograd.Function: differentiating its gradients raises an error.
 
-    Collectives show autograd nothing, so that a second derivative would lack what has gone over them.
+    Autograd does not see collectives, so a second derivative would lack the terms of other ranks.
     """
 
     @functools.wraps(backward)
@@ -329,7 +327,7 @@ def _differentiated_once(backward: Callable) -> Callable:
 
 
 class _Once(torch.autograd.Function):
-    """A gradient, and what it was computed from."""
+    """Ties a gradient to the tensors that it was computed from, so that differentiating it raises an error."""
 
     @staticmethod
     def forward(ctx, value, *_):
@@ -349,13 +347,15 @@ class _Send(torch.autograd.Function):
     @staticmethod
     @_differentiated_once
     def backward(ctx, d_hidden, _, d_weights):
-        # What is asked for is the same on all ranks: they have agreed on it.
+        # The needed gradients are the same on all ranks: the ranks have agreed on them.
         back, needed = ctx.transport.back, ctx.needs_input_grad
         d_hidden = back(d_hidden, ctx.dtypes[0]) if needed[1] else None
         return None, d_hidden, None, back(d_weights.float(), ctx.dtypes[1]) if needed[3] else None
 
 
 class _Linear(torch.autograd.Function):
+    """``function(x)`` for a linear function; `adjoint` maps the gradient of the result to that of x."""
+
     @staticmethod
     def forward(ctx, x, function, adjoint):
         ctx.adjoint = adjoint
@@ -377,9 +377,9 @@ class _WeightedSum(torch.autograd.Function):
     @_differentiated_once
     def backward(ctx, grad):
         y, row_index, weights = ctx.saved_tensors
-        d_y = y.new_zeros(len(y) + 1, y.shape[1])  # assignments to no expert share the last row
+        d_y = y.new_zeros(len(y) + 1, y.shape[1])  # assignments to no expert write to the last row
         d_weights = torch.zeros_like(weights)
-        # The gradient of the weights takes that of the result quantized, as on one GPU.
+        # As on one GPU, the gradient of the weights uses the quantized gradient of the result.
         quantized, grad = dequantize(quantize_1x128(grad)), grad.float()
         for k in range(row_index.shape[1]):
             row, inside = row_index[:, k].long(), row_index[:, k] >= 0
@@ -391,10 +391,10 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _pack(tokens: Tokens, rows: int) -> Tensor:
-    """Tokens as `rows` rows (int64, whatever they mean), the last ones without experts; indices become int32."""
+    """Pack tokens into `rows` rows of raw int64; padding rows have no experts. Indices become int32."""
     x, index, weights = tokens
     if index.dtype is torch.int64:
-        index = index.clamp(-1, torch.iinfo(torch.int32).max)  # what does not fit is no expert either
+        index = index.clamp(-1, torch.iinfo(torch.int32).max)  # a clamped index is still no expert
     parts = [*(x if isinstance(x, FP8Tensor) else (x,)), index, weights]
     columns = _columns(tokens)
     width = sum(align(count * dtype.itemsize, _ALIGNMENT) for dtype, count in columns)
@@ -409,17 +409,16 @@ def _pack(tokens: Tokens, rows: int) -> Tensor:
 
 
 def _unpack(rows: Tensor, like: Tokens) -> Tokens:
-    """The tokens in rows that ranks have packed from tokens like these: views of the rows."""
+    """Return the tokens in packed rows, as views. like: tokens with the same dtypes and columns."""
     *x, index, weights = _views(rows, _columns(like))
     return Tokens(x[0] if len(x) == 1 else FP8Tensor(*x), index, weights)
 
 
 def _columns(tokens: Tokens) -> list[tuple[torch.dtype, int]]:
-    """Dtype and number of the columns of each part."""
+    """Return dtype and number of columns of each part."""
     x, index, _ = tokens
-    values = x if isinstance(x, FP8Tensor) else (x,)
-    routing = [(torch.int32, index.shape[1]), (torch.float32, index.shape[1])]
-    return [(value.dtype, value.shape[1]) for value in values] + routing
+    values, top_k = x if isinstance(x, FP8Tensor) else (x,), index.shape[1]
+    return [*((value.dtype, value.shape[1]) for value in values), (torch.int32, top_k), (torch.float32, top_k)]
 
 
 def _views(rows: Tensor, columns: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:

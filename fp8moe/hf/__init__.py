@@ -2,7 +2,7 @@
 
 from fp8moe.hf.fused import optimize
 from fp8moe.hf.load import load_model
-from fp8moe.hf.registration import register
+from fp8moe.hf.patches import register, unregister
 from fp8moe.hf.reporting import ModuleReport, report
 
-__all__ = ["ModuleReport", "load_model", "optimize", "register", "report"]
+__all__ = ["ModuleReport", "load_model", "optimize", "register", "report", "unregister"]

@@ -5,25 +5,15 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fp8moe.weights.expert_names import (
-    DOWN,
-    GATE,
-    GATE_UP,
-    UP,
-    W_BLOCK,
-    W_NAMES,
-    ExpertNames,
-    parse_expert,
-)
-from fp8moe.weights.match import state_of
-from fp8moe.weights.read import GENERATION_CONFIG, Checkpoint, count_problems, read_json
+from fp8moe.weights.names import DOWN, GATE, GATE_UP, UP, W_BLOCK, W_NAMES, ExpertNames, Name, parse
+from fp8moe.weights.place import state_of
 from fp8moe.weights.sharded import class_of
+from fp8moe.weights.source import GENERATION_CONFIG, Checkpoint, count_problems, read_json
 
 # While transformers makes a model, it changes PyTorch's default dtype and how its models tie weights, for all threads.
 # Without this lock, a model that is made meanwhile gets the other one's dtype, or weights that are not tied.
@@ -33,8 +23,7 @@ construction_lock = threading.RLock()
 _ONE_EXPERT = "experts.*."  # in transformers' patterns of names
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """Where transformers puts a tensor.
 
     name: what the model calls the tensor; one expert's with its number: mlp.experts.7.gate_proj.weight.
@@ -42,10 +31,15 @@ class Location:
     takes more than a name, or the place in a fused parameter, and which of the converter's sources this is.
     """
 
-    name: str
+    name: Name
     key: str
     converter: Any = None
     pattern: str | None = None
+
+    @property
+    def steps(self) -> str:
+        """The converter's operations, for a message."""
+        return ", ".join(type(step).__name__ for step in self.converter.operations)
 
 
 def read_config(checkpoint: Checkpoint) -> Any:
@@ -114,44 +108,53 @@ class Locator:
         self._converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
         self._renamings = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
         self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        self._stacked = {id(each): _stacked(each) for each in self._converters}
         self._state = state_of(model)
         self._prefix = model.base_model_prefix
 
-    def locate(self, name: str) -> Location:
+    def locate(self, name: Name) -> Location:
         from transformers.core_model_loading import rename_source_key
 
-        key, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
-        expert = parse_expert(rename_source_key(name, self._renamings, [])[0])
-        if key not in self._state and name in self._state:
-            return Location(name, name)
+        key, pattern = rename_source_key(name.text, self._renamings, self._converters, self._prefix, self._state)
+        if key not in self._state and name.text in self._state:
+            return Location(name, name.text)
         if pattern is None:
-            return Location(key, key)
-        if expert is not None and _merges(self._by_pattern[pattern], key):
-            own_name = f"{key.rpartition('.')[0]}.{expert.expert}.{expert.projection}.weight"
-            return Location(own_name, key)
-        return Location(key, key, self._by_pattern[pattern], pattern)
+            return Location(name if key == name.text else parse(key), key)
+        converter = self._by_pattern[pattern]
+        stacked = self._stacked[id(converter)]
+        if stacked is not None and (stacked == GATE_UP) == key.endswith(f".{GATE_UP}"):
+            renamed = rename_source_key(name.text, self._renamings, [])[0]
+            renamed = name if renamed == name.text else parse(renamed)
+            if renamed.expert is not None:
+                module = key.rpartition(".")[0]
+                text = f"{module}.{renamed.expert}.{renamed.projection}.weight"
+                return Location(renamed._replace(text=text, module=module), key)
+        return Location(parse(key), key, converter, pattern)
 
 
-def locate(model: Any, names: Iterable[str]) -> dict[str, Location]:
-    """Where each tensor of a checkpoint goes in this model."""
+def locator(model: nn.Module) -> Locator | None:
+    """Return what tells the places of tensors in a model of transformers; None for other models."""
+    return Locator(model) if is_of_transformers(model) else None
+
+
+def locate(model: Any, names: Iterable[Name]) -> dict[str, Location]:
+    """Find where each tensor of a checkpoint goes in this model."""
     from transformers.core_model_loading import dot_natural_key
 
-    locator = Locator(model)
-    return {name: locator.locate(name) for name in sorted(names, key=dot_natural_key)}  # some depend on those before
+    found, names = Locator(model), sorted(names, key=lambda name: dot_natural_key(name.text))
+    return {name.text: found.locate(name) for name in names}  # some depend on those before
 
 
-def _merges(converter: Any, key: str) -> bool:
-    """Whether it only stacks the experts' matrices, those of gate above those of up."""
+def _stacked(converter: Any) -> str | None:
+    """The projection that a converter makes by stacking the experts' matrices, gate above up, and nothing else."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
-    sources = [parse_expert(pattern.replace("\\", "").replace("*", "0")) for pattern in converter.source_patterns]
-    projections = [source and source.projection for source in sources]
-    steps = [(type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")]
-    if len(steps) < len(converter.operations):
-        return False
-    if key.endswith(f".{GATE_UP}"):
-        return projections == [GATE, UP] and steps == [(MergeModulelist, 0), (Concatenate, 1)]
-    return projections in ([UP], [DOWN]) and steps == [(MergeModulelist, 0)]
+    sources = [parse(pattern.replace("\\", "").replace("*", "0")) for pattern in converter.source_patterns]
+    projections = [source.projection if source.expert is not None else None for source in sources]
+    steps = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
+    if projections == [GATE, UP] and steps == [(MergeModulelist, 0), (Concatenate, 1)]:
+        return GATE_UP
+    return projections[0] if projections in ([UP], [DOWN]) and steps == [(MergeModulelist, 0)] else None
 
 
 def convert(model: Any, sources: Mapping[str, Location], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -194,3 +197,15 @@ def reason_of(error: Exception) -> str:
     """The first line of an error of transformers, which may have many."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def ignored_layers(model: nn.Module) -> tuple[str, ...]:
+    """Patterns of the layers for multi-token prediction, behind the others, which transformers' models do not have."""
+    return predicted_layers(model.config) if is_of_transformers(model) else ()
+
+
+def predicted_layers(config: Any) -> tuple[str, ...]:
+    """Patterns of the layers for multi-token prediction that a configuration has behind the others."""
+    config = config.get_text_config(decoder=True)
+    count, first = getattr(config, "num_nextn_predict_layers", None) or 0, getattr(config, "num_hidden_layers", 0)
+    return tuple(f"model.layers.{first + index}.*" for index in range(count))

@@ -1,11 +1,13 @@
-"""transformers' experts on GroupedExperts: the implementation of experts that `register` makes known to it."""
+"""transformers' experts on GroupedExperts: the implementation of experts that `register` adds."""
 
+import functools
+import gc
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8moe.hf.name import NAME
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
 from fp8moe.kernels.experts.operands import Norm
 from fp8moe.layers import experts_source
@@ -14,6 +16,12 @@ from fp8moe.layers.master import Fingerprint
 from fp8moe.layers.parameters import local
 from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime import autograd
+
+NAME = "fp8moe"
+"""The name in transformers of fp8moe's experts, of its expert parallelism and of its quantization method."""
+
+BOUND = ("forward", "_old_forward")
+"""Attributes that hold the bound forward of a module that accelerate has hooked: once unhooked, and while hooked."""
 
 
 def experts_forward(
@@ -27,7 +35,7 @@ def experts_forward(
     rows: Tensor | None = None,
     norm: Norm | None = None,
 ) -> Tensor | tuple[Tensor, Normed | None]:
-    """What transformers calls as the forward of its experts modules, with the arguments of `GroupedExperts.forward`.
+    """Run an experts module of transformers, whose forward calls this, with the arguments of `GroupedExperts.forward`.
 
     ``self`` may hold the experts of one rank only. Where `fp8moe.distributed.ExpertParallel` has spread them, arguments
     and result are those of all experts. Otherwise experts of other ranks have an index outside the range, as
@@ -51,8 +59,41 @@ def experts_forward(
     return out if norm is None else (out, None)
 
 
+def keep_forwards() -> None:
+    """Bind `experts_forward` to every experts module that has chosen it: they run on fp8moe without transformers.
+
+    Forwards of the class that accelerate has bound to a module are replaced likewise.
+    """
+    for module in [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]:
+        if "is_transposed" not in vars(module) or chosen_implementation(module) != NAME:
+            continue
+        bound = {name: vars(module)[name] for name in BOUND if name in vars(module)} or {"forward": None}
+        for name, forward in bound.items():
+            if forward is None or (isinstance(forward, MethodType) and forward.__func__ is type(module).forward):
+                setattr(module, name, functools.partial(_kept_forward, module))
+
+
+def is_kept(module: nn.Module) -> bool:
+    """Return whether the module's own forward is the one that `keep_forwards` gave it."""
+    return getattr(vars(module).get("forward"), "func", None) is _kept_forward
+
+
+def _kept_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run an experts module of transformers on fp8moe as long as its configuration says so."""
+    return (
+        experts_forward(module, *args, **kwargs)
+        if chosen_implementation(module) == NAME
+        else type(module).forward(module, *args, **kwargs)
+    )
+
+
+def chosen_implementation(module: nn.Module) -> str | None:
+    """Return the experts_implementation of a model or an experts module."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
 def cached_layer(module: nn.Module) -> GroupedExperts:
-    """The frozen layer that is cached beside an experts module of transformers, made anew when its weights change."""
+    """Return the frozen layer that is cached beside an experts module, made anew when the weights have changed."""
     cached = module.__dict__.get("_fp8moe")
     # A compiled forward cannot tell whether weights have changed: it uses the copy that the last eager call has left.
     if cached is None or cached.layer is None or not (torch.compiler.is_compiling() or cached.is_of(module)):
@@ -83,9 +124,9 @@ class _CachedLayer:
         self.weights = weights
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether the layer was made from the weights that the module has now, as far as anything shows.
+        """Return whether the layer was made from the module's weights, as far as their addresses and versions show.
 
-        Weights may be exchanged for an evaluation where nothing does: with another mode it is made anew.
+        Weights may be exchanged for an evaluation without a trace: a layer of another mode counts as outdated.
         """
         same_mode = self.layer is not None and self.layer.training == module.training
         return same_mode and self.weights is not None and self.weights.matches(_weights(module))
@@ -104,7 +145,7 @@ def _make_cached(module: nn.Module) -> _CachedLayer:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Why `grouped_experts` refuses the module, or None. Reads no weights: asks a twin without data."""
+    """Say why `grouped_experts` refuses the module, or None. Reads no weights: tries a twin without data."""
     try:
         grouped_experts(_without_data(module))
     except (TypeError, ValueError) as error:
@@ -115,7 +156,7 @@ def refusal(module: nn.Module) -> str | None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def grouped_experts(module: nn.Module) -> GroupedExperts:
-    """A frozen layer of the experts that are on this rank."""
+    """Make a frozen layer of the experts that are on this rank."""
     try:
         if getattr(module, "block_size", ()) is None:
             raise ValueError(f"module: one scale per tensor; expected blocks of {BLOCK}x{BLOCK}")
@@ -129,7 +170,7 @@ def grouped_experts(module: nn.Module) -> GroupedExperts:
 
 
 def _without_data(module: nn.Module) -> nn.Module:
-    """The module with its tensors on the meta device, in plain dictionaries: those of offloaded modules load them."""
+    """Copy the module to the meta device. The copy has plain dictionaries: an offloaded module's would load tensors."""
     tensors = {
         kind: {name: value if value is None else value.to("meta") for name, value in getattr(module, kind).items()}
         for kind in ("_parameters", "_buffers")
@@ -139,13 +180,13 @@ def _without_data(module: nn.Module) -> nn.Module:
 
 
 def _on_this_rank(module: nn.Module) -> nn.Module:
-    """The module with its parameters, or with their local parts where they are DTensors."""
+    """Copy the module with its parameters, of DTensors the local parts."""
     parameters = {name: value if value is None else local(value) for name, value in module._parameters.items()}
     return _twin(module, _parameters=parameters)
 
 
 def _twin(module: nn.Module, **attributes: Any) -> nn.Module:
-    """A second object with the attributes of the module, but for these: FSDP2's modules cannot be copied."""
+    """Make a second object with the module's attributes, except these. copy.copy fails for modules of FSDP2."""
     twin = object.__new__(type(module))
     twin.__dict__ = {**vars(module), **attributes}
     return twin

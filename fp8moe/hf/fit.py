@@ -5,7 +5,7 @@ scales for. Importing this imports transformers.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -23,21 +23,21 @@ from fp8moe.hf.experts import refusal
 from fp8moe.hf.versions import ShapesBeforeLoading
 from fp8moe.layers.replaced import casts_to_weight
 from fp8moe.quant.formats import BLOCK
-from fp8moe.weights.expert_names import GATE_UP, parse_fused
-from fp8moe.weights.formats import DTYPES, SCALE, Layout, weight_of
-from fp8moe.weights.gpt_oss import as_stored
-from fp8moe.weights.match import state_of
-from fp8moe.weights.quantize import Fit, OutputPlan
-from fp8moe.weights.read import CheckpointError
+from fp8moe.weights.formats import DTYPES
+from fp8moe.weights.names import GATE_UP, SCALE, parse
+from fp8moe.weights.place import state_of
+from fp8moe.weights.quantize import OutputPlan
+from fp8moe.weights.source import CheckpointError
+from fp8moe.weights.stored import StoredWeight
 
 _EXPERTS = ".experts"  # the end of the names of modules that transformers makes its FP8 experts of
 
 
-def fit_to_transformers(plan: OutputPlan, wanted: Set[str]) -> Fit:
-    """The part of a plan that transformers can have in FP8, and what of ``wanted`` it has as fused experts.
+def fit_to_transformers(plan: OutputPlan, wanted: Mapping[str, StoredWeight]) -> None:
+    """Limit a plan to what transformers can have in FP8, and add what of ``wanted`` it has as fused experts.
 
-    wanted: tensors that may become FP8. Fused experts that transformers renames, such as Granite's, get the names of
-    its model, which it reads, too: it would not rename their scales.
+    wanted: tensors that may become FP8, by name. Fused experts that transformers renames, such as Granite's, get the
+    names of its model, which it reads, too: it would not rename their scales.
 
     Where transformers cannot make the model, nothing is checked, and a note says so.
 
@@ -46,51 +46,50 @@ def fit_to_transformers(plan: OutputPlan, wanted: Set[str]) -> Fit:
     try:
         fitting = _Fitting(plan)
     except ValueError as error:
-        return Fit(plan, notes=[f"not checked against transformers: {error}"])
+        plan.notes.append(f"not checked against transformers: {error}")
+        return
     fitting.add_renamed_experts(wanted)
     fitting.keep_what_has_no_fp8_form()
     fitting.keep_what_would_not_load()
-    return fitting.fit
 
 
 class _Fitting:
     def __init__(self, plan: OutputPlan):
-        self.source = plan.source
-        self.fit = Fit(plan)
-        self.model = empty_model(read_config(plan.source))
+        self.plan = plan
+        checkpoint = plan.weights.checkpoint
+        self.directory = checkpoint.directory
+        self.model = empty_model(read_config(checkpoint))
         self.modules = dict(self.model.named_modules())
-        self.locations = locate(self.model, plan.source.tensors)
+        self.locations = locate(self.model, (weight.name for weight in plan.weights.stored))
         self.biased: set[str] = set()  # modules of experts that transformers' FP8 experts cannot stand for
-        unquantized = {name: info.spec for name, info in as_stored(plan.source).tensors.items()}
         try:
-            self.known = _rehearse(self.model, unquantized, None)
+            self.known = _rehearse(self.model, plan.weights.stored, None)
         except Exception as error:
-            raise ValueError(f"it cannot load {plan.source.directory} ({reason_of(error)})") from error
+            raise ValueError(f"it cannot load {self.directory} ({reason_of(error)})") from error
 
-    def add_renamed_experts(self, wanted: Set[str]) -> None:
-        quantized = dict(self.fit.plan.quantized)
-        for name in sorted(wanted - quantized.keys()):
-            location = self.locations[name]
-            fused = location.converter is None and parse_fused(location.key, self.source.tensors[name].shape)
-            if fused and location.key not in {*self.source.tensors, *quantized.values()}:
-                quantized[name] = location.key
-        self.fit.plan = replace(self.fit.plan, quantized=quantized)
+    def add_renamed_experts(self, wanted: Mapping[str, StoredWeight]) -> None:
+        taken = {*self.locations, *(name.text for name in self.plan.quantized.values())}
+        for text in sorted(wanted.keys() - self.plan.quantized.keys()):
+            location = self.locations[text]
+            fused = location.name.projection is not None and location.name.expert is None
+            if fused and location.converter is None and len(wanted[text].shape) == 3 and location.key not in taken:
+                self.plan.quantized[text] = location.name
 
     def keep_what_has_no_fp8_form(self) -> None:
         """Keep weights unquantized that are not, as they are in the checkpoint, those of a linear or of experts."""
         state = state_of(self.model)
         uses = Counter(id(value) for value in state.values())
         in_float32 = self.model._get_dtype_plan(torch.float16)
-        for name in sorted(self.fit.plan.quantized):
-            key, converter = self.locations[name].key, self.locations[name].converter
+        for text in sorted(self.plan.quantized):
+            name, key, *_ = location = self.locations[text]
             if key not in state:
                 continue  # transformers does not read it
             module, _, parameter = key.rpartition(".")
             linear = type(self.modules[module]) is nn.Linear and parameter == "weight"
-            experts = module.endswith(_EXPERTS) and parse_fused(key, tuple(state[key].shape)) is not None
-            if converter is not None:
-                steps = ", ".join(type(step).__name__ for step in converter.operations)
-                self._keep(module, f"transformers converts it when it loads it ({steps}), but not its scales")
+            experts = module.endswith(_EXPERTS) and name.projection is not None and state[key].dim() == 3
+            if location.converter is not None:
+                why = f"transformers converts it when it loads it ({location.steps}), but not its scales"
+                self._keep(module, why)
             elif uses[id(state[key])] > 1:
                 self._keep(module, "tied to another weight")
             elif any(f".{pattern}." in f".{key}." for pattern in in_float32):
@@ -106,7 +105,7 @@ class _Fitting:
                 else:
                     self.biased.add(module)
         if self.biased:
-            self.fit.notes.append(
+            self.plan.notes.append(
                 f"{len(self.biased)} experts modules have biases: load_model loads them, transformers' from_pretrained "
                 "has no FP8 experts with biases"
             )
@@ -114,19 +113,23 @@ class _Fitting:
     def keep_what_would_not_load(self) -> None:
         """Keep modules unquantized as long as transformers would find anything missing, left over or misshapen."""
         while new := self._complaints():
-            before = len(self.fit.plan.unconverted)
+            before = len(self.plan.unconverted)
             for key, kind in sorted(new.items()):
                 module = self._module_of(key)
                 if module is not None:
                     self._keep(module, f"transformers would call its {key.rpartition('.')[2]} {kind}")
-            if len(self.fit.plan.unconverted) == before:
+            if len(self.plan.unconverted) == before:
                 self._refuse(f"{key}: {kind} when transformers loads the result" for key, kind in sorted(new.items()))
 
     def _complaints(self) -> dict[str, str]:
         """What transformers would say of the result that it does not say of the source."""
-        plan = self._without_biased(self.fit.plan)
+        without_biases = {
+            text: name for text, name in self.plan.quantized.items() if self._module(text) not in self.biased
+        }
+        plan = replace(self.plan, quantized=without_biases, unconverted=self.plan.unconverted | self.biased)
+        outputs = plan.outputs()
         try:
-            report = _rehearse(self.model, plan.layout, plan.quantization_config)
+            report = _rehearse(self.model, outputs, plan.quantization_config(outputs))
         except Exception as error:
             experts = {name for name in self.modules if name.endswith(_EXPERTS)} - plan.unconverted
             if not experts:
@@ -134,35 +137,28 @@ class _Fitting:
             for module in experts:
                 self._keep(module, f"transformers cannot make FP8 experts of it ({reason_of(error)})")
             return self._complaints()
-        new = {key: kind for key, kind in report.items() if key not in self.known and weight_of(key) not in self.known}
+        new = {key: kind for key, kind in report.items() if key not in self.known and _weight(key) not in self.known}
         without_room = {key for key, kind in new.items() if kind == "mismatched" and self._has_half_blocks(key)}
         if without_room == new.keys() != set():
-            self.fit.notes.append(
+            self.plan.notes.append(
                 f"{len(without_room)} experts modules have an intermediate size that is no multiple of {BLOCK}: "
                 "load_model loads them, transformers' from_pretrained has no room for their scales"
             )
         return {key: kind for key, kind in new.items() if key not in without_room}
 
-    def _without_biased(self, plan: OutputPlan) -> OutputPlan:
-        """The plan with experts that have biases as they are in the source."""
-        quantized = {
-            name: stored
-            for name, stored in plan.quantized.items()
-            if self.locations[name].key.rpartition(".")[0] not in self.biased
-        }
-        unconverted = plan.unconverted | self.biased
-        return replace(plan, source=as_stored(plan.source), quantized=quantized, unconverted=unconverted)
-
     def _has_half_blocks(self, key: str) -> bool:
         """Whether this is the scale of gate and up, with a block of transformers' that would have rows of both."""
-        weight = self.model.get_parameter(key.removesuffix(SCALE)) if key.endswith(GATE_UP + SCALE) else None
+        weight = self.model.get_parameter(_weight(key)) if key.endswith(GATE_UP + SCALE) else None
         return weight is not None and weight.shape[1] // 2 % BLOCK != 0
+
+    def _module(self, text: str) -> str:
+        """The module that a tensor of the source goes into."""
+        return self.locations[text].key.rpartition(".")[0]
 
     def _module_of(self, key: str) -> str | None:
         """The linear or experts module that a key of transformers' report is about, also one that it did not rename."""
-        name = weight_of(key)
-        if name in self.locations:
-            key = self.locations[name].key
+        if _weight(key) in self.locations:
+            key = self.locations[_weight(key)].key
         while key:
             key = key.rpartition(".")[0]
             if key.endswith(_EXPERTS) or isinstance(self.modules.get(key), nn.Linear):
@@ -170,16 +166,20 @@ class _Fitting:
         return None
 
     def _keep(self, module: str, reason: str) -> None:
-        plan = self.fit.plan
-        names = {name for name in plan.quantized if self.locations[name].key.rpartition(".")[0] == module}
+        names = {text for text in self.plan.quantized if self._module(text) == module}
         if names:
-            self.fit.kept[module] = reason
-        quantized = {name: stored for name, stored in plan.quantized.items() if name not in names}
-        source = as_stored(plan.source, {name.rpartition(".")[0] for name in names})
-        self.fit.plan = replace(plan, source=source, quantized=quantized, unconverted=plan.unconverted | {module})
+            self.plan.kept[module] = reason
+        for text in names:
+            del self.plan.quantized[text]
+        self.plan.unconverted.add(module)
 
     def _refuse(self, problems: Iterable[str]) -> NoReturn:
-        raise CheckpointError(f"cannot quantize {self.source.directory}", problems)
+        raise CheckpointError(f"cannot quantize {self.directory}", problems)
+
+
+def _weight(key: str) -> str:
+    """The weight that a key of transformers' report is the scale of; the key of another tensor itself."""
+    return parse(key).weight
 
 
 _PLAIN, _FP8 = "fp8moe_rehearsal", "fp8moe_fp8_rehearsal"
@@ -219,13 +219,17 @@ for _method in (_PLAIN, _FP8):
     register_quantization_config(_method)(FineGrainedFP8Config)
 
 
-def _rehearse(model: Any, layout: Layout, quantization: Mapping[str, Any] | None) -> dict[str, str]:
-    """What transformers says of a checkpoint with these tensors: "missing", "unexpected" or "mismatched", by name.
+def _rehearse(model: Any, weights: Iterable[StoredWeight], quantization: Mapping[str, Any] | None) -> dict[str, str]:
+    """What transformers says of a checkpoint of these weights: "missing", "unexpected" or "mismatched", by name.
 
     model: of the same class and configuration; the names are those of its state dict. quantization: what config.json
     has of it, None for an unquantized checkpoint. Raises what transformers raises.
     """
-    tensors = {name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta") for name, spec in layout.items()}
+    tensors = {
+        name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
+        for weight in weights
+        for name, spec in weight.specs().items()
+    }
     method = {"quant_method": _PLAIN if quantization is None else _FP8}
     with construction_lock, _quiet():
         loaded, report = type(model).from_pretrained(

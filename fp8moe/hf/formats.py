@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8moe.hf.name import NAME
-from fp8moe.weights.find_format import Found, QuantizedWeight, examine, is_expert
-from fp8moe.weights.formats import SCALE
-from fp8moe.weights.read import CheckpointError, open_checkpoint
+from fp8moe.hf.experts import NAME
+from fp8moe.weights.names import CHANNEL_SCALE, SCALE
+from fp8moe.weights.source import CheckpointError
+from fp8moe.weights.stored import StoredWeight, open_weights
 from fp8moe.weights.untrusted import printable
 
 _DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # of NVFP4 it loses a scale
@@ -26,21 +26,12 @@ _ON_TRITON = (
 )
 
 
-def check_formats() -> None:
-    """Have from_pretrained refuse quantized checkpoints that would not get to fp8moe, or not with their scales.
+def check_unquantized(load):
+    """Wrap the loading of weights: it refuses quantized checkpoints that have no quantizer in transformers.
 
     transformers skips a quantization method that it does not know, and casts FP8 codes to bfloat16 as if they were
-    values. Its FP8 quantizer reports scales of other names as unexpected, and leaves its own as the memory was; its
-    FP8 experts have no biases and no norms. Its MXFP4 quantizer gives GPT-OSS experts of Triton's.
+    values.
     """
-    from transformers import PreTrainedModel
-    from transformers.quantizers import HfQuantizer
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
-    load, preprocess = PreTrainedModel._load_pretrained_model, HfQuantizer.preprocess_model
-    finalize = PreTrainedModel._finalize_model_loading
-    if hasattr(load, "_fp8moe"):
-        return
 
     @functools.wraps(load)
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
@@ -48,11 +39,28 @@ def check_formats() -> None:
             _check(model, checkpoint_files, None)
         return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
+    return _load_pretrained_model
+
+
+def check_quantized(preprocess):
+    """Wrap a quantizer's preparation of a model: it refuses checkpoints whose weights would not get to fp8moe.
+
+    transformers' FP8 quantizer reports scales of other names as unexpected, and leaves its own as the memory was; its
+    FP8 experts have no biases and no norms. Its MXFP4 quantizer makes experts of Triton's.
+    """
+
     @functools.wraps(preprocess)
     def preprocess_model(self, model, *args, **kwargs):
         if kwargs.get("checkpoint_files"):
             _check(model, kwargs["checkpoint_files"], self)
         return preprocess(self, model, *args, **kwargs)
+
+    return preprocess_model
+
+
+def check_loaded(finalize):
+    """Wrap the end of loading: it refuses FP8 modules whose weights came without scales."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     @functools.wraps(finalize)
     def _finalize_model_loading(model, load_config, loading_info, *args, **kwargs):
@@ -62,10 +70,7 @@ def check_formats() -> None:
             _check_loaded(model, report, quantizer.pre_quantized)
         return report
 
-    _load_pretrained_model._fp8moe = True
-    PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)
-    PreTrainedModel._finalize_model_loading = staticmethod(_finalize_model_loading)
-    HfQuantizer.preprocess_model = preprocess_model
+    return _finalize_model_loading
 
 
 def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
@@ -77,31 +82,31 @@ def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
     if not fine_grained and not asked:
         return
     try:
-        found = examine(open_checkpoint(Path(files[0]).parent))
+        found = open_weights(Path(files[0]).parent)
     except CheckpointError:
         return  # not safetensors: no format of ours, and transformers says what is wrong
     method = None if quantizer is None else quantizer.quantization_config.quant_method
-    refused, why = found.weights, f"{_WITHOUT_SCALES}, and {_CONVERTS}" if found.format.exact else _WITHOUT_SCALES
+    weights = found.quantized
+    refused, why = weights, f"{_WITHOUT_SCALES}, and {_CONVERTS}" if found.format.exact else _WITHOUT_SCALES
     if fine_grained:
         runs = not asked or found.format.loads
         refused = [
-            weight for weight in found.weights if _is_lost(weight) or not runs or (asked and weight.kind != "fp8-block")
+            weight for weight in weights if _is_lost(weight) or not runs or (asked and weight.kind != "fp8-block")
         ]
         if not refused:
-            refused, why = [weight for weight in found.weights if _has_bias(weight, found)], _WITH_BIASES
-    elif method == "mxfp4" and any(weight.interleaved for weight in found.weights):
+            tensors = found.checkpoint.tensors
+            refused, why = [weight for weight in weights if weight.name.bias in tensors], _WITH_BIASES
+    elif method == "mxfp4" and any(weight.interleaved for weight in weights):
         dequantized = quantizer.quantization_config.dequantize and found.format.loads
-        refused, why = [] if dequantized else found.weights, _ON_TRITON
+        refused, why = [] if dequantized else weights, _ON_TRITON
     elif quantizer is not None:
         known = _DEQUANTIZED.get(method, ())
         refused = [
-            weight
-            for weight in found.weights
-            if is_expert(weight) and (weight.kind not in known or len(weight.shape) == 3)
+            weight for weight in weights if weight.is_expert and (weight.kind not in known or len(weight.shape) == 3)
         ]
     if not refused:
         return
-    says, weight = f"{found.checkpoint.directory}: {found.format.reason}", refused[0].weight
+    says, weight = f"{found.checkpoint.directory}: {found.format.reason}", refused[0].name.text
     if not found.format.loads:
         raise ValueError(printable(f"{says}; from_pretrained would not run {weight} on fp8moe"))
     raise ValueError(printable(f"{says}, where {why.format(weight)}"))
@@ -141,11 +146,6 @@ def _runs_experts(config: Any) -> bool:
     return any(getattr(part, "_experts_implementation", None) == NAME for part in parts)
 
 
-def _is_lost(weight: QuantizedWeight) -> bool:
+def _is_lost(weight: StoredWeight) -> bool:
     """Whether transformers' FP8 quantizer would not find the scale under this name."""
-    return weight.scale is None or (weight.has_own_scale and weight.scale.endswith("_scale"))
-
-
-def _has_bias(weight: QuantizedWeight, found: Found) -> bool:
-    """Whether it is one of fused experts with biases."""
-    return f"{weight.weight}_bias" in found.checkpoint.tensors
+    return weight.scale is None or (not weight.shared and weight.scale.name.endswith(CHANNEL_SCALE))

@@ -1,8 +1,8 @@
-"""transformers' indexers of sparse attention on fp8moe's kernels: its selection, scored in FP8."""
+"""transformers' indexers of sparse attention on fp8moe's kernels, with scores in FP8."""
 
 import functools
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8moe.hf.experts import BOUND
 from fp8moe.hf.versions import CACHE_NAMES
 from fp8moe.kernels.indexer.checks import NUM_HEADS
 from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS
@@ -18,9 +19,11 @@ from fp8moe.layers.mqa_indexer import LOGITS_AT_A_TIME, TRANSFORMERS_CLASSES, in
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 
-_MODULES = ("deepseek_v32", "glm_moe_dsa")
+CLASSES = dict(zip(TRANSFORMERS_CLASSES, ("deepseek_v32", "glm_moe_dsa"), strict=True))
+"""Classes of transformers' indexers, and the models that they are of."""
+
 _PARAMETERS = ("self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids")
-"""And the cache."""
+"""The parameters of their forward, before the cache."""
 
 _PACKED_QUERIES = 16
 """Sequences that have at most so many queries together share a launch: each query is scored with the keys of all."""
@@ -29,18 +32,10 @@ _ROW_ALIGNMENT = 16
 """Bytes. `mqa_logits` reads keys in place, without a copy, if their rows begin at multiples of it."""
 
 
-def route_indexers() -> None:
-    """Run the indexers of transformers' DeepSeek-V3.2 and GLM-MoE-DSA on fp8moe. A second call changes nothing.
-
-    One that this version of transformers calls with other arguments is left as it is.
-    """
-    for module, name in zip(_MODULES, TRANSFORMERS_CLASSES, strict=True):
-        cls = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
-        if is_routed(cls):
-            continue
-        parameters = tuple(inspect.signature(cls.forward).parameters)
-        if parameters in [(*_PARAMETERS, cache_name) for cache_name in CACHE_NAMES]:
-            cls.forward, cls.__call__ = _routed(cls.forward), _call
+def is_known(path: str) -> bool:
+    """Return whether transformers calls the indexers of the class at this path with the arguments of `routed`."""
+    parameters = tuple(inspect.signature(pkgutil.resolve_name(path).forward).parameters)
+    return parameters in [(*_PARAMETERS, cache_name) for cache_name in CACHE_NAMES]
 
 
 def is_routed(cls: type[nn.Module]) -> bool:
@@ -48,7 +43,7 @@ def is_routed(cls: type[nn.Module]) -> bool:
 
 
 def refusal(indexer: nn.Module) -> str | None:
-    """Why a routed indexer stays with transformers, or None for one that runs on fp8moe."""
+    """Say why a routed indexer stays with transformers, or None for one that runs on fp8moe."""
     if indexer.n_heads in NUM_HEADS and indexer.head_dim in HEAD_DIMS:
         return None
     return (
@@ -61,23 +56,23 @@ def _either(sizes: Sequence[int]) -> str:
     return " or ".join(map(str, sizes))
 
 
-_BOUND = ("forward", "_old_forward")
-"""Attributes in which accelerate's hooks leave the bound forward that they found: once removed, and while in force."""
+def called(theirs):
+    """Wrap the call of an indexer: a forward of transformers that is bound to it is replaced by fp8moe's before."""
 
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """nn.Module.__call__ of an indexer; a forward of transformers that is bound to it becomes fp8moe's first."""
-    if is_routed(type(module)):
-        ours = type(module).forward
-        for name in _BOUND:
-            bound = vars(module).get(name)
+    @functools.wraps(theirs)
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ours = type(self).forward
+        for name in BOUND if is_routed(type(self)) else ():
+            bound = vars(self).get(name)
             if isinstance(bound, MethodType) and bound.__func__ is ours.__wrapped__:
-                setattr(module, name, MethodType(ours, module))
-    return nn.Module.__call__(module, *args, **kwargs)
+                setattr(self, name, MethodType(ours, self))
+        return theirs(self, *args, **kwargs)
+
+    return __call__
 
 
-def _routed(theirs):
-    """transformers' forward of an indexer, with fp8moe's in its place where the sizes are ours."""
+def routed(theirs):
+    """Wrap transformers' forward of an indexer: fp8moe's runs where the sizes are ours."""
     interleaved = interleaves(theirs)
 
     @functools.wraps(theirs)
@@ -107,7 +102,7 @@ def _routed(theirs):
 
 
 def _selected(q: Tensor, weights: Tensor, rows: Tensor, attention_mask: Tensor, top_k: int) -> Tensor:
-    """What the queries of each sequence select among its keys where the mask lets them, best first.
+    """Select the best keys of each query's sequence where the mask lets it, best first.
 
     q: (B, S, H, D) float8_e4m3fn. weights: (B, S, H) float32. rows: keys as `_key_rows` makes them, (B, T, bytes).
     attention_mask: broadcast to (B, S, T), bool, or added to the scores.
@@ -131,7 +126,7 @@ def _selected(q: Tensor, weights: Tensor, rows: Tensor, attention_mask: Tensor, 
 
 
 def _logits(q: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
-    """The scores of each sequence's queries for its own keys, (B, S, T) float32, in one launch."""
+    """Score each sequence's queries with its own keys in one launch: (B, S, T) float32."""
     batch, length, _, head_dim = q.shape
     keys = rows.shape[1]
     starts = (torch.arange(batch, dtype=torch.int32, device=q.device) * keys)[:, None].expand(batch, length).flatten()
@@ -146,20 +141,20 @@ def _logits(q: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
 
 
 def _key_rows(k: Tensor) -> Tensor:
-    """Keys (B, S, D) quantized into rows of bytes (B, S, D + 16): E4M3 values, then the float32 scale four times."""
+    """Quantize keys (B, S, D) into rows of bytes (B, S, D + 16): E4M3 values, then the float32 scale four times."""
     data, scale = quantize_1x128(k.flatten(0, 1))
     scales = scale.expand(-1, _ROW_ALIGNMENT // scale.itemsize).contiguous()
     return torch.cat((data.view(torch.uint8), scales.view(torch.uint8)), dim=1).unflatten(0, k.shape[:2])
 
 
 def _keys(rows: Tensor, head_dim: int) -> FP8Tensor:
-    """Views of rows (T, D + 16): data (T, D), scale (T,)."""
+    """View rows (T, D + 16) as data (T, D) and scale (T,)."""
     data, scales = rows.split((head_dim, _ROW_ALIGNMENT), dim=1)
     return FP8Tensor(data.view(torch.float8_e4m3fn), scales.view(torch.float32)[:, 0])
 
 
 def _cached(cache: Any, layer: int, rows: Tensor) -> Tensor:
-    """All rows of the cache after the new ones were added to it."""
+    """Add rows to the cache. Returns all that it has then."""
     before = getattr(cache.layers[layer], "indexer_keys", None)
     if before is not None and before.dtype != rows.dtype:
         raise ValueError(

@@ -13,7 +13,7 @@ from fp8moe.quant.formats import BLOCK
 
 
 def refusal(weight: Tensor, block_size: Sequence[int] | None, activation_scale: Tensor | None) -> str | None:
-    """Why a linear of transformers in FP8 stays with it, or None for one that runs on fp8moe."""
+    """Say why an FP8 linear of transformers stays with it, or None for one that runs on fp8moe."""
     if weight.dtype is not torch.float8_e4m3fn:
         return f"weights in {weight.dtype}; fp8moe runs torch.float8_e4m3fn"
     if activation_scale is not None:
@@ -24,23 +24,14 @@ def refusal(weight: Tensor, block_size: Sequence[int] | None, activation_scale: 
 
 
 def is_routed() -> bool:
-    """Whether `route_linears` has put fp8moe in the place of transformers' function."""
+    """Return whether `routed` is in the place of transformers' fp8_linear."""
     from transformers.integrations import finegrained_fp8
 
     return hasattr(finegrained_fp8.fp8_linear, "_fp8moe")
 
 
-def route_linears() -> None:
-    """Run transformers' FP8 linears on fp8moe. A second call changes nothing."""
-    from transformers.integrations import finegrained_fp8
-
-    # FP8Linear.forward looks this function up in its module at each call.
-    if not is_routed():
-        finegrained_fp8.fp8_linear = routed(finegrained_fp8.fp8_linear)
-
-
 def routed(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """transformers' fp8_linear, with fp8moe's in its place where the format is ours."""
+    """Wrap transformers' fp8_linear, which its linears look up at each call: fp8moe's runs where the format is ours."""
 
     @functools.wraps(theirs)
     def fp8_linear(
@@ -67,7 +58,7 @@ _float_scales = WeakTensorKeyDictionary()  # e8m0 scale -> (its Fingerprint, its
 
 
 def _float_scale(scale: Tensor) -> Tensor:
-    """The scale in float32; of e8m0 scales a copy is kept for as long as they live."""
+    """Return the scale in float32. A copy of an e8m0 scale is kept as long as that lives."""
     if scale.dtype is torch.float32:
         return scale
     if torch.compiler.is_compiling():
@@ -82,7 +73,7 @@ def _float_scale(scale: Tensor) -> Tensor:
 
 
 def refresh(module: nn.Module) -> None:
-    """Bring copies of scales of this module up to date."""
+    """Bring the copies of this module's scales up to date."""
     for value in module._parameters.values() if _float_scales else ():
         if value is not None and value in _float_scales:
             _float_scale(value)

@@ -6,10 +6,9 @@ Checkpoint and model are matched by the headers of the files; tensors are read w
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial, reduce
-from pathlib import Path
 from types import EllipsisType
 from typing import Any, NoReturn
 
@@ -22,29 +21,20 @@ from fp8moe.hf.architecture import (
     convert,
     empty_model,
     locate,
+    predicted_layers,
     read_config,
     read_generation_config,
 )
 from fp8moe.hf.versions import conversions_to_save
 from fp8moe.layers.replaced import as_patterns, casts_to_weight
-from fp8moe.weights.as_blocks import as_blocks, dequantized, inexact_weights
-from fp8moe.weights.find_format import QuantizedWeight
-from fp8moe.weights.formats import (
-    DTYPE_NAMES,
-    DTYPES,
-    FLOATS,
-    FP8,
-    SCALE,
-    TensorSpec,
-    quantization_config,
-    scale_name,
-    scale_of,
-    weight_of,
-)
-from fp8moe.weights.load import copy_tensor, ignored_names, warn_of_unused
-from fp8moe.weights.match import TIED, LoadPlan, find_destination, plan_load, state_of, ties
-from fp8moe.weights.read import Checkpoint, CheckpointError, TensorInfo, TensorReader, open_checkpoint
+from fp8moe.weights.formats import DTYPE_NAMES, DTYPES, FLOATS, FP8, TensorSpec, quantization_config
+from fp8moe.weights.load import ignored_names, warn_of_unused
+from fp8moe.weights.names import CHANNEL_SCALE, SCALE, SCALE_ROLE, Name, parse
+from fp8moe.weights.place import TIED, Plan, Target, copy_weight, match, state_of
+from fp8moe.weights.source import Checkpoint, CheckpointError, Reader
+from fp8moe.weights.stored import StoredWeight, Weights, open_weights
 from fp8moe.weights.untrusted import printable
+from fp8moe.weights.views import dequantized, in_blocks, inexact_problems
 
 
 def load_model(
@@ -81,34 +71,33 @@ def load_model(
     """
     from fp8moe.hf.quantizer import ReplaceModules
 
-    directory, device = Path(directory), torch.device(device)
-    patterns = as_patterns("ignore", ignore)
-    stored = open_checkpoint(directory)
+    device, patterns, weights = torch.device(device), as_patterns("ignore", ignore), open_weights(directory)
+    stored, what = weights.checkpoint, f"cannot load {directory}"
     if not stored.config:
-        raise CheckpointError(f"cannot load {directory}", [*stored.problems, "config.json: missing or empty"])
-    blocks, found = as_blocks(stored)
+        raise CheckpointError(what, [*stored.problems, "config.json: missing or empty"])
+    weights.check(what)
     try:
         config, generation_config = read_config(stored), read_generation_config(stored)
         dtype = _dtype(dtype, config, stored)
         quantization = _without_quantization(config)  # or transformers would quantize by itself
         patterns += predicted_layers(config)
-        matched = _match(blocks, empty_model(config), patterns, found.unused)
+        matched = _match(weights, empty_model(config), patterns)
         if any(problem.endswith(TIED) for problem in matched.problems):  # then transformers does not tie them
             config.tie_word_embeddings = config.get_text_config(decoder=True).tie_word_embeddings = False
-            matched = _match(blocks, empty_model(config), patterns, found.unused)
+            matched = _match(weights, empty_model(config), patterns)
     except CheckpointError:
         raise
     except ValueError as error:
-        raise CheckpointError(f"cannot load {directory}", [*stored.problems, str(error)]) from error
+        raise CheckpointError(what, [*stored.problems, str(error)]) from error
     problems = matched.problems + matched.cast_by_transformers(dtype)
-    problems += inexact_weights(found) if not problems else ()
+    problems += inexact_problems(weights) if not problems else ()
     if problems:
-        raise CheckpointError(f"cannot load {directory}", problems)
+        raise CheckpointError(what, problems)
     if not matched.replaced:
-        warnings.warn(printable(f"{directory}: {found.format.reason}; nothing of it runs on fp8moe"), stacklevel=2)
-    if found.unused - matched.plan.destinations.keys():
-        warn_of_unused(directory)
-    with matched.checkpoint.reader() as reader, construction_lock:
+        warnings.warn(printable(f"{directory}: {weights.format.reason}; nothing of it runs on fp8moe"), stacklevel=2)
+    warn_of_unused(weights, matched.plan)
+    reader = Reader(stored.directory)
+    with construction_lock:
         model, report = type(matched.model).from_pretrained(
             None,
             config=matched.model.config,
@@ -117,14 +106,15 @@ def load_model(
             quantization_config=ReplaceModules(matched.replaced, matched.channels, device),
             output_loading_info=True,
         )
+    reader.close()
     left = [f"{key}: {kind}" for kind, keys in report.items() for key in sorted(map(str, keys))]
     if left:
-        raise CheckpointError(f"cannot load {directory}, transformers reports", left)
+        raise CheckpointError(f"{what}, transformers reports", left)
     if matched.channels:
         model.save_pretrained = _refuse_to_save  # its names are not those that transformers gives such scales
     if matched.replaced:
-        as_stored = quantization is not None and all(map(_is_as_in_the_model, found.weights))
-        model.config.quantization_config = quantization if as_stored else _quantization_of(model)
+        as_stored = quantization is not None and all(map(_is_as_in_the_model, weights.quantized))
+        model.config.quantization_config = quantization if as_stored else _quantization_of(model, matched.channels)
         for part in _parts(model.config):
             if hasattr(part, "expert_dtype"):  # of DeepSeek-V4: "fp4"
                 part.expert_dtype = "fp8"
@@ -134,15 +124,18 @@ def load_model(
     return model
 
 
-def _is_as_in_the_model(weight: QuantizedWeight) -> bool:
+def _is_as_in_the_model(weight: StoredWeight) -> bool:
     """Whether a checkpoint's weight is stored in blocks, under names that its configuration tells transformers of."""
-    return weight.kind == "fp8-block" and not weight.transposed and not str(weight.scale).endswith("_scale")
+    return weight.kind == "fp8-block" and not weight.transposed and not weight.scale.name.endswith(CHANNEL_SCALE)
 
 
-def _quantization_of(model: nn.Module) -> dict[str, Any]:
+def _quantization_of(model: nn.Module, channels: set[str]) -> dict[str, Any]:
     """What config.json is to say of what the model holds, for a checkpoint in another format."""
-    layout = {name: TensorSpec(DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in state_of(model).items()}
-    return quantization_config(layout, "float32", ())
+    tensors = (
+        (parse(key, value.dim()), TensorSpec(DTYPE_NAMES[value.dtype], tuple(value.shape)))
+        for key, value in state_of(model).items()
+    )
+    return quantization_config(tensors, "float32", (), channels=bool(channels))
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> NoReturn:
@@ -175,13 +168,6 @@ def _parts(config: Any) -> list[Any]:
     return [config, *(part for part in parts if part is not None)]
 
 
-def predicted_layers(config: Any) -> tuple[str, ...]:
-    """Patterns of the layers for multi-token prediction, behind the others, which transformers' models do not have."""
-    config = config.get_text_config(decoder=True)
-    count, first = getattr(config, "num_nextn_predict_layers", None) or 0, getattr(config, "num_hidden_layers", 0)
-    return tuple(f"model.layers.{first + index}.*" for index in range(count))
-
-
 class _LazyTensor:
     """A tensor that is made when it is read, which transformers does as with the tensors of safetensors files."""
 
@@ -194,35 +180,38 @@ class _LazyTensor:
 
 @dataclass
 class _Match:
-    """A checkpoint, in blocks, and the model that it is for.
+    """A checkpoint, and the model that it is for.
 
     model: on the meta device, with fp8moe's modules in it. replaced: their names; channels: of those with a scale for
-    each output channel. plan: of the tensors that go into the
-    model as they are. conversions: of the others, the sources of each of transformers' and the keys of what it makes.
-    problems: all that does not fit.
+    each output channel. plan: of the weights that go into the model as they are. conversions: of the others, the
+    sources of each of transformers', and the keys of what it makes. problems: all that does not fit.
     """
 
-    checkpoint: Checkpoint
     model: nn.Module
     replaced: list[str]
     channels: set[str]
-    plan: LoadPlan
-    conversions: list[tuple[dict[str, Location], list[str]]]
+    plan: Plan
+    conversions: list[tuple[dict[str, Location], dict[str, StoredWeight], list[str]]]
     problems: list[str]
 
-    def tensors(self, reader: TensorReader, device: torch.device) -> dict[str, _LazyTensor]:
+    def tensors(self, reader: Reader, device: torch.device) -> dict[str, _LazyTensor]:
         """The model's state dict, of tied tensors the first."""
         state = state_of(self.model)
         first = {id(value): key for key, value in reversed(state.items())}
+        moves = defaultdict(list)
+        for move in self.plan.moves:
+            moves[move[1].key].append(move)
         tensors = {}
-        for key, parts in self.plan.sources.items():
-            target = state[key]
-            read = partial(self._read, key, target, list(parts.values()), reader, device)
-            tensors[first[id(target)]] = _LazyTensor(read)
-        for sources, keys in self.conversions:
+        for of_key in moves.values():
             made: dict[str, Tensor] = {}
-            for key in keys:
-                tensors[key] = _LazyTensor(partial(self._convert, key, sources, made, reader))
+            targets = {place.key: state[place.key] for _, *places in of_key for place in places if place is not None}
+            read = partial(_read, targets, of_key, reader, device)
+            for name, target in targets.items():
+                tensors[first[id(target)]] = _LazyTensor(partial(_made, made, name, read))
+        for locations, sources, keys in self.conversions:
+            made = {}
+            read = partial(_convert, self.model, locations, sources, reader)
+            tensors |= {key: _LazyTensor(partial(_made, made, key, read)) for key in keys}
         return tensors
 
     def cast_by_transformers(self, dtype: torch.dtype) -> list[str]:
@@ -237,112 +226,127 @@ class _Match:
             if value.dtype == torch.float8_e4m3fn and cast(key)
         ]
 
-    def _read(self, key: str, target: Tensor, names: list[str], reader: TensorReader, device: torch.device) -> Tensor:
-        """The value on the device of `target`, a tensor of the state dict. What is not FP8 keeps its dtype."""
-        dtypes = [DTYPES[self.checkpoint.tensors[name].dtype] for name in names]
-        in_fp8 = target.dtype == torch.float8_e4m3fn or key.endswith(SCALE)
-        stored = reduce(torch.promote_types, dtypes) if not in_fp8 else None
-        value = torch.empty(target.shape, dtype=stored or target.dtype, device=device)
-        for name in names:
-            copy_tensor(reader, name, self.plan.destinations[name], value)
-        is_parameter = isinstance(target, nn.Parameter)
-        return nn.Parameter(value, requires_grad=target.requires_grad) if is_parameter else value
 
-    def _convert(self, key: str, sources: dict[str, Location], made: dict[str, Tensor], reader: TensorReader) -> Tensor:
-        """One of the tensors that a conversion makes; ``made`` holds the others until they are asked for."""
-        if key not in made:
-            made.update(convert(self.model, sources, {name: reader.read(name) for name in sources}))
-        return made.pop(key)
+def _made(made: dict[str, Tensor], key: str, make: Callable[[], dict[str, Tensor]]) -> Tensor:
+    """One of the tensors that are made together; ``made`` holds the others until they are asked for."""
+    if key not in made:
+        made.update(make())
+    return made.pop(key)
 
 
-def _match(checkpoint: Checkpoint, model: nn.Module, ignore: tuple[str, ...], unused: Collection[str]) -> _Match:
+def _read(targets: Mapping[str, Tensor], moves: list[tuple], reader: Reader, device: torch.device) -> dict[str, Tensor]:
+    """The values of tensors of the state dict, on the device. What is not FP8 keeps the dtype that is stored."""
+    values = {}
+    for key, target in targets.items():
+        dtype = target.dtype
+        if dtype != torch.float8_e4m3fn and not key.endswith(SCALE):
+            dtype = reduce(torch.promote_types, (DTYPES[weight.dtype] for weight, *_ in moves))
+        values[key] = torch.empty(target.shape, dtype=dtype, device=device)
+    for weight, place, scale_place in moves:
+        copy_weight(reader, weight, place, values[place.key], scale_place, scale_place and values[scale_place.key])
+    return {
+        key: nn.Parameter(value, requires_grad=targets[key].requires_grad)
+        if isinstance(targets[key], nn.Parameter)
+        else value
+        for key, value in values.items()
+    }
+
+
+def _convert(
+    model: nn.Module, locations: dict[str, Location], sources: dict[str, StoredWeight], reader: Reader
+) -> dict[str, Tensor]:
+    """What one of transformers' conversions makes."""
+    values = {name: weight.whole(reader) for name, weight in sources.items()}
+    return convert(model, locations, values)
+
+
+def _match(weights: Weights, model: nn.Module, ignore: tuple[str, ...]) -> _Match:
     """Put fp8moe's modules into a model on the meta device where the checkpoint has FP8 weights, and match the two.
 
-    checkpoint: in blocks. ignore, unused: patterns and names of tensors that may be left over.
+    ignore: patterns of names of tensors that may be left over.
     """
-    from fp8moe.hf.quantizer import replace_modules, use_channel_scales
+    from fp8moe.hf.quantizer import replace_modules
 
-    state = state_of(model)
-    weights = {name: _weight_of(name, checkpoint) for name in checkpoint.tensors}
-    locations = locate(model, {weight or name for name, weight in weights.items()})
-    for name, location in locations.items():
-        if _is_only_transposed(location, checkpoint.tensors.get(name), state):
-            locations[name] = Location(location.key, location.key)
+    target, blocks = Target(state_of(model)), in_blocks(weights)
+    names = {weight.name.text: _name_to_locate(weight, weights) for weight in blocks}
+    locations = locate(model, names.values())
+    for weight in blocks:
+        location = locations[names[weight.name.text].text]
+        if _is_only_transposed(location, weight, target.state):
+            locations[weight.name.text] = Location(parse(location.key), location.key)
 
-    def model_name(name: str) -> str:
-        weight = weights[name]
-        return locations[name].name if weight is None else scale_name(locations[weight].name)
+    def located(weight: StoredWeight) -> Name:
+        name = locations[names[weight.name.text].text].name
+        if names[weight.name.text] is weight.name:
+            return name
+        return name._replace(text=name.scale, role=SCALE_ROLE)
 
-    problems: list[str] = []
-    replaced: list[str] = []
-    channels: set[str] = set()
-    modules = {}
-    for module, names in _fp8_modules(checkpoint, state, model_name).items():
-        if _can_be_fp8(model, module, [locations[name] for name in names]):
-            modules[module] = names[0]
-        else:
-            checkpoint = dequantized(checkpoint, names)
-    tied = {key: keys for keys in ties(state) for key in keys}
-    for module, name in sorted(modules.items()):
+    modules = defaultdict(list)  # that FP8 weights go into, each with these
+    for weight in blocks:
+        place = target.find(located(weight)) if weight.dtype == FP8 else None
+        if place is not None:
+            modules[place.key.rpartition(".")[0]].append(weight)
+    plain = {module for module, parts in modules.items() if not _can_be_fp8(model, module, parts, locations)}
+    in_bfloat16 = {weight.name.text for module in plain for weight in modules.pop(module) if weight.grid is not None}
+    blocks = [dequantized(weight) if weight.name.text in in_bfloat16 else weight for weight in blocks]
+    problems, replaced, channels = [], [], set()
+    tied = {key: keys for keys in target.ties for key in keys}
+    for module, (weight, *_) in sorted(modules.items()):
+        text = weight.name.text
         others = [key for key in tied.get(f"{module}.weight", ()) if key.rpartition(".")[0] not in modules]
-        if others:
-            problems.append(f"{name}: {FP8}, but the model ties it to {others[0]}, which is not")
-            continue
         kind = type(model.get_submodule(module))
-        if locations[name].key == f"{module}.weight" and kind is not nn.Linear:
-            problems.append(f"{name}: {FP8}, but of {kind.__name__}: fp8moe runs linears and experts in FP8")
-            continue
-        try:
-            replace_modules(model, [module])
-            replaced.append(module)
-            if _has_channels(name, checkpoint):
-                channels.add(module)
-                use_channel_scales(model, [module])
-        except (TypeError, ValueError) as error:
-            problems.append(f"{name}: {error}")
-
-    groups: dict[str, dict[str, Location]] = defaultdict(dict)
-    for name in checkpoint.tensors:
-        if weights[name] is None and locations[name].converter is not None and locations[name].key in state:
-            groups[locations[name].key][name] = locations[name]
-    conversions = []
-    for group in groups.values():
-        keys, wrong = _conversion(checkpoint, model, state, group)
+        if others:
+            problems.append(f"{text}: {FP8}, but the model ties it to {others[0]}, which is not")
+        elif locations[text].key == f"{module}.weight" and kind is not nn.Linear:
+            problems.append(f"{text}: {FP8}, but of {kind.__name__}: fp8moe runs linears and experts in FP8")
+        else:
+            try:
+                replace_modules(model, [module], [module] if weight.kind == "fp8-channel" else [])
+                replaced.append(module)
+                channels |= {module} if weight.kind == "fp8-channel" else set()
+            except (TypeError, ValueError) as error:
+                problems.append(f"{text}: {error}")
+    groups: dict[str, dict[str, StoredWeight]] = defaultdict(dict)
+    for weight in blocks:
+        location = locations[names[weight.name.text].text]
+        if names[weight.name.text] is weight.name and location.converter is not None and location.key in target.state:
+            groups[location.key][weight.name.text] = weight
+    conversions, converted = [], set()
+    for sources in groups.values():
+        of_sources = {text: locations[text] for text in sources}
+        keys, wrong = _conversion(sources, model, target.state, of_sources)
         problems += wrong
-        conversions.append((group, keys))
-    converted = {key for _, keys in conversions for key in keys}
-    sources = set().union(*groups.values())
-    rest = {name: info for name, info in checkpoint.tensors.items() if name not in sources}
-    plan = plan_load(
-        replace(checkpoint, tensors=rest),
-        {key: value for key, value in state_of(model).items() if key not in converted},
-        ignored_names(model, ignore, unused),
-        model_name,
+        conversions.append((of_sources, sources, keys))
+        converted |= {*keys}
+    plan = match(
+        weights.checkpoint,
+        [weight for weight in blocks if not any(weight.name.text in sources for sources in groups.values())],
+        Target({key: value for key, value in state_of(model).items() if key not in converted}),
+        ignored_names(model, ignore, weights.unused),
+        located,
     )
-    return _Match(checkpoint, model, replaced, channels, plan, conversions, problems + plan.problems)
+    return _Match(model, replaced, channels, plan, conversions, problems + plan.problems)
 
 
-def _weight_of(name: str, checkpoint: Checkpoint) -> str | None:
-    """The weight that this tensor is the scale of; None if it is no scale."""
-    weight = weight_of(name)
-    return weight if weight is not None and (weight in checkpoint.tensors or name.endswith(SCALE)) else None
+def _name_to_locate(weight: StoredWeight, weights: Weights) -> Name:
+    """The name that transformers is asked for: of a scale of its own, as of all experts, that of its weight."""
+    name = weight.name
+    if name.role != SCALE_ROLE or weight.coded:
+        return name
+    known = name.weight in weights.checkpoint.tensors or name.text.endswith(SCALE)
+    return name._replace(text=name.weight, role="weight") if known else name
 
 
-def _has_channels(weight: str, checkpoint: Checkpoint) -> bool:
-    """Whether the scale of an FP8 weight is one for each output channel."""
-    scale, shape = scale_of(weight, checkpoint.tensors), checkpoint.tensors[weight].shape
-    return scale is not None and shape[-2] > 1 and checkpoint.tensors[scale].shape == (*shape[:-1], 1)
-
-
-def _is_only_transposed(location: Location, info: TensorInfo | None, state: Mapping[str, Tensor]) -> bool:
+def _is_only_transposed(location: Location, weight: StoredWeight, state: Mapping[str, Tensor]) -> bool:
     """Whether transformers would only transpose an FP8 weight that has the model's shape already."""
-    if location.converter is None or info is None or info.dtype != FP8 or location.key not in state:
+    if location.converter is None or weight.dtype != FP8 or location.key not in state:
         return False
-    steps = {type(step).__name__ for step in location.converter.operations}
-    return steps == {"Transpose"} and info.shape == tuple(state[location.key].shape)
+    return location.steps == "Transpose" and weight.shape == tuple(state[location.key].shape)
 
 
-def _can_be_fp8(model: nn.Module, name: str, weights: Iterable[Location]) -> bool:
+def _can_be_fp8(
+    model: nn.Module, name: str, weights: Iterable[StoredWeight], locations: Mapping[str, Location]
+) -> bool:
     """False for a linear that computes something else, as DeepSeek-V4's by group, or whose weight's dtype is read.
 
     And for one whose weight transformers puts together of several, or takes from a larger one.
@@ -350,41 +354,33 @@ def _can_be_fp8(model: nn.Module, name: str, weights: Iterable[Location]) -> boo
     module = model.get_submodule(name)
     if not isinstance(module, nn.Linear):
         return True
-    converted = any(location.converter is not None for location in weights)
+    converted = any(locations[weight.name.text].converter is not None for weight in weights)
     return type(module) is nn.Linear and not converted and not casts_to_weight(model, name)
 
 
-def _fp8_modules(
-    checkpoint: Checkpoint, state: Mapping[str, Tensor], model_name: Callable[[str], str]
-) -> dict[str, list[str]]:
-    """The modules that FP8 weights go into, each with these, where it has a form that fp8moe knows."""
-    modules = defaultdict(list)
-    for name, info in checkpoint.tensors.items():
-        destination = find_destination(model_name(name), state) if info.dtype == FP8 else None
-        if destination is not None:
-            modules[destination.key.rpartition(".")[0]].append(name)
-    return modules
-
-
 def _conversion(
-    checkpoint: Checkpoint, model: nn.Module, state: Mapping[str, Tensor], sources: dict[str, Location]
+    sources: Mapping[str, StoredWeight],
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    locations: dict[str, Location],
 ) -> tuple[list[str], list[str]]:
     """The keys of what a conversion makes, and what is wrong with it, tried without data."""
-    name, location = next(iter(sources.items()))
-    steps = ", ".join(type(step).__name__ for step in location.converter.operations)
-    quantized = [name for name in sources if checkpoint.tensors[name].dtype == FP8]
+    name, location = next(iter(locations.items()))
+    quantized = [text for text, weight in sources.items() if weight.dtype == FP8]
     if quantized:
-        return [], [f"{quantized[0]}: {FP8}, but transformers makes {location.key} of it by {steps}, without its scale"]
-    infos = {name: checkpoint.tensors[name] for name in sources}
+        how = f"transformers makes {location.key} of it by {location.steps}, without its scale"
+        return [], [f"{quantized[0]}: {FP8}, but {how}"]
     expected = state[location.key].dtype
-    for name, info in infos.items():
-        if not (expected.is_floating_point and info.dtype in FLOATS) and DTYPES.get(info.dtype) != expected:
-            return [location.key], [f"{name}: dtype {info.dtype}, expected {expected}"]
-    values = {name: torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta") for name, info in infos.items()}
+    for text, weight in sources.items():
+        if not (expected.is_floating_point and weight.dtype in FLOATS) and DTYPES.get(weight.dtype) != expected:
+            return [location.key], [f"{text}: dtype {weight.dtype}, expected {expected}"]
+    values = {
+        text: torch.empty(weight.shape, dtype=DTYPES[weight.dtype], device="meta") for text, weight in sources.items()
+    }
     try:
-        made = convert(model, sources, values)
+        made = convert(model, locations, values)
     except Exception as error:  # of transformers' operations, given tensors that are too few or misshapen
-        return [location.key], [f"{name}: transformers cannot make {location.key} of it by {steps} ({error})"]
+        return [location.key], [f"{name}: transformers cannot make {location.key} of it by {location.steps} ({error})"]
     problems = [
         f"{key}: transformers makes {tuple(value.shape)} of {name}, expected "
         + (f"{tuple(state[key].shape)}" if key in state else "an entry of the model")

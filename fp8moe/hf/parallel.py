@@ -10,55 +10,38 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe.hf import linears, versions
-from fp8moe.hf.name import NAME
+from fp8moe.hf.experts import NAME, chosen_implementation, experts_forward
 from fp8moe.quant.formats import BLOCK
 
 
-def route_parallelism() -> None:
-    """Run the experts that transformers shards by expert on fp8moe.distributed. A second call changes nothing."""
-    from transformers import PreTrainedModel
-
-    if not dist.is_available() or hasattr(PreTrainedModel.maybe_distribute_model.__func__, "_fp8moe"):
-        return
-    PreTrainedModel.maybe_distribute_model = classmethod(_checked(PreTrainedModel.maybe_distribute_model.__func__))
-    if versions.has_ep_size():
-        PreTrainedModel._resolve_parallel_plans = _without_rules(PreTrainedModel._resolve_parallel_plans)
-        _register_implementation()
-    else:
-        versions.complete_plans_of_fp8_models()
-        versions.register_style(_check, functools.partial(_spread, same_tokens=True))
-
-
-def _checked(theirs):
-    """transformers' sharding of a model that has no data yet, with the plan and the shards made ours."""
+def checked(theirs):
+    """Wrap transformers' sharding of a model that has no data yet: its plan becomes ours, its shards are checked."""
 
     @functools.wraps(theirs)
     def maybe_distribute_model(cls, model, distributed_config, mesh):
         if mesh is None:
             return theirs(cls, model, distributed_config, mesh)
-        if _implementation_of(model) == NAME and not versions.has_ep_size():
+        if chosen_implementation(model) == NAME and not versions.has_ep_size():
             versions.adapt_plans(model, distributed_config)
         model = theirs(cls, model, distributed_config, mesh)
         check_whole_blocks(model)
         return model
 
-    maybe_distribute_model._fp8moe = True
     return maybe_distribute_model
 
 
-def _without_rules(theirs):
-    """transformers' plans of a model, where an empty tp_plan means what transformers says of it: no rule applies.
+def without_rules(theirs):
+    """Wrap transformers' plans of a model: an empty tp_plan means that no rule applies, as transformers documents it.
 
-    transformers refuses it itself. With it only the experts are sharded, and attention is the same on all ranks.
+    Only the experts are sharded then, and attention is the same on all ranks. transformers itself refuses such a plan.
     """
 
     @functools.wraps(theirs)
     def _resolve_parallel_plans(self, distributed_config):
-        if distributed_config.tp_plan != {} or distributed_config.ep_size == 1 or _implementation_of(self) != NAME:
+        if distributed_config.tp_plan != {} or distributed_config.ep_size == 1 or chosen_implementation(self) != NAME:
             return theirs(self, distributed_config)
         replicated = dataclasses.replace(distributed_config, tp_plan=dict.fromkeys(self.tp_plan, "replicate"))
         return {}, *theirs(self, replicated)[1:]
@@ -66,56 +49,61 @@ def _without_rules(theirs):
     return _resolve_parallel_plans
 
 
-def _register_implementation() -> None:
-    """Make "fp8moe" an ep_implementation of transformers, which "auto" then is for experts of that name."""
-    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+@functools.cache
+def implementation() -> type:
+    """Return the class of fp8moe's ep_implementation, for versions of transformers that have these."""
+    from transformers.distributed.expert_parallel import EPImplementation
 
     class Implementation(EPImplementation):
         """Experts for the tokens that this rank has; ranks of the tensor-parallel mesh have equal ones."""
 
         def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any):
-            _check(experts)
+            check_chosen(experts)
             super().__init__(experts, ep_mesh, tp_mesh)
             self.experts = experts
-            _spread(experts, ep_mesh, self.shares_batch)
+            spread(experts, ep_mesh, self.shares_batch)
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             from torch.distributed.tensor import DTensor, Replicate, Shard
 
-            _check(self.experts)
+            check_chosen(self.experts)
             inputs = hidden_states, top_k_index, top_k_weights
             if self.shares_batch or self.tp_mesh.size() == 1:
-                return self.experts_forward(*inputs)
+                return experts_forward(self.experts, *inputs)
             # Each rank takes a part of the tokens to the experts of all, so that none is computed twice.
             whole = [DTensor.from_local(value, self.tp_mesh, [Replicate()], run_check=False) for value in inputs]
-            part = self.experts_forward(*(value.redistribute(placements=[Shard(0)]).to_local() for value in whole))
+            mine = (value.redistribute(placements=[Shard(0)]).to_local() for value in whole)
+            part = experts_forward(self.experts, *mine)
             size = {"shape": hidden_states.shape, "stride": hidden_states.stride()}
             return DTensor.from_local(part, self.tp_mesh, [Shard(0)], run_check=False, **size).full_tensor()
 
-    theirs = EPImplementationInterface()["auto"]
-
-    def choose(experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> EPImplementation:
-        return (Implementation if _implementation_of(experts) == NAME else theirs)(experts, ep_mesh, tp_mesh)
-
-    EPImplementationInterface.register(NAME, Implementation)
-    EPImplementationInterface.register("auto", choose)
+    return Implementation
 
 
-def _implementation_of(module: nn.Module) -> str | None:
-    """The experts_implementation of a model or an experts module."""
-    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+def automatic(theirs):
+    """Wrap transformers' ep_implementation "auto": it is fp8moe's for experts that fp8moe runs."""
+
+    def choose(experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> Any:
+        chosen = implementation() if chosen_implementation(experts) == NAME else theirs
+        return chosen(experts, ep_mesh, tp_mesh)
+
+    return choose
 
 
-def _check(experts: nn.Module) -> None:
-    """ValueError for experts that other code runs, which knows those of this rank alone."""
-    if _implementation_of(experts) != NAME:
+def style() -> Any:
+    """Make fp8moe's style of plans for experts, for versions of transformers that have these."""
+    return versions.make_style(check_chosen, functools.partial(spread, same_tokens=True))
+
+
+def check_chosen(experts: nn.Module) -> None:
+    """Raise ValueError for experts that other code runs, which knows the experts of this rank alone."""
+    if (chosen := chosen_implementation(experts)) != NAME:
         raise ValueError(
-            f"experts_implementation: expected {NAME!r} for experts that fp8moe has spread over ranks, got "
-            f"{_implementation_of(experts)!r}"
+            f"experts_implementation: expected {NAME!r} for experts that fp8moe has spread over ranks, got {chosen!r}"
         )
 
 
-def _spread(experts: nn.Module, mesh: Any, same_tokens: bool) -> None:
+def spread(experts: nn.Module, mesh: Any, same_tokens: bool) -> None:
     """Have the module run with the experts of all ranks of the mesh, which have its parameters as DTensors."""
     from fp8moe.distributed import ExpertParallel
 
@@ -125,7 +113,7 @@ def _spread(experts: nn.Module, mesh: Any, same_tokens: bool) -> None:
 
 
 class _ShardedWeight(NamedTuple):
-    """A weight whose rows or columns are spread over ranks: `size` of them in each of its `parts`."""
+    """A weight whose rows or columns are spread over ranks: each of its `parts` has `size` of them."""
 
     name: str
     what: str
@@ -136,7 +124,7 @@ class _ShardedWeight(NamedTuple):
 
 
 def check_whole_blocks(model: nn.Module) -> None:
-    """ValueError if a shard of an FP8 weight that fp8moe runs ends inside a block of its scale.
+    """Raise ValueError if a shard of an FP8 weight that fp8moe runs ends inside a block of its scale.
 
     model: of transformers, with DTensors as parameters; they may be on the meta device. Every rank finds the same.
     """
@@ -173,7 +161,7 @@ def _sharded_weights(model: nn.Module) -> Iterator[_ShardedWeight]:
 
 
 def _runs_here(module: nn.Module, weight: torch.Tensor) -> bool:
-    """Whether fp8moe runs this weight of a module in FP8."""
+    """Return whether fp8moe runs this weight of a module in FP8."""
     if linears.refusal(weight, getattr(module, "block_size", None), getattr(module, "activation_scale", None)):
         return False
-    return weight.ndim == 2 or _implementation_of(module) == NAME
+    return weight.ndim == 2 or chosen_implementation(module) == NAME

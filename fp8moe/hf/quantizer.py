@@ -1,6 +1,6 @@
 """What makes transformers' from_pretrained build a model with fp8moe's modules. Importing it imports transformers."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -9,8 +9,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fp8moe.hf.experts import grouped_experts
-from fp8moe.hf.name import NAME
+from fp8moe.hf.experts import NAME, grouped_experts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.layers.parameters import frozen
 
@@ -19,10 +18,10 @@ from fp8moe.layers.parameters import frozen
 class ReplaceModules(QuantizationConfigMixin):
     """names: of the modules that become fp8moe's; channels: of those with channel scales. device: of the model."""
 
-    def __init__(self, names: Iterable[str], channels: Iterable[str], device: torch.device):
+    def __init__(self, names: Iterable[str], channels: Collection[str], device: torch.device):
         self.quant_method = NAME
         self.names = list(names)
-        self.channels = list(channels)
+        self.channels = set(channels)
         self.device = device
 
 
@@ -39,8 +38,7 @@ class _Quantizer(HfQuantizer):
         return []
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        replace_modules(model, self.quantization_config.names)
-        use_channel_scales(model, self.quantization_config.channels)
+        replace_modules(model, self.quantization_config.names, self.quantization_config.channels)
 
     def postprocess_model(self, model: nn.Module, **kwargs: Any) -> None:
         self.remove_quantization_config(model)
@@ -53,21 +51,19 @@ class _Quantizer(HfQuantizer):
         return False
 
 
-def replace_modules(model: nn.Module, names: Iterable[str]) -> None:
+def replace_modules(model: nn.Module, names: Iterable[str], channels: Collection[str] = ()) -> None:
     """Put an FP8Linear or a GroupedExperts in the place of each of these linears and experts modules.
+
+    channels: the names of those that get a scale for each output channel in place of those of blocks.
 
     Raises TypeError or ValueError for a module that is neither.
     """
     for name in names:
         module = model.get_submodule(name)
-        replace = FP8Linear.from_linear if type(module) is nn.Linear else grouped_experts
-        model.set_submodule(name, replace(module))
-
-
-def use_channel_scales(model: nn.Module, names: Iterable[str]) -> None:
-    """Give modules of fp8moe without data a scale for each output channel in place of those of blocks."""
-    for name in names:
-        module = model.get_submodule(name)
+        module = (FP8Linear.from_linear if type(module) is nn.Linear else grouped_experts)(module)
         for weight, scale in zip(module.weight_names[::2], module.weight_names[1::2], strict=True):
-            value = getattr(module, weight)
-            setattr(module, scale, frozen(torch.empty((*value.shape[:-1], 1), device=value.device)))
+            if name in channels:
+                value = getattr(module, weight)
+                shape = (*value.shape[:-1], 1)
+                setattr(module, scale, frozen(torch.empty(shape, dtype=torch.float32, device=value.device)))
+        model.set_submodule(name, module)

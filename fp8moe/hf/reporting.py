@@ -1,15 +1,17 @@
-"""What runs the experts, linears and indexers of a model: fp8moe, or whom else, and why."""
+"""Report what runs the experts, linears and indexers of a model, and why."""
 
+import functools
 import re
 import warnings
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fp8moe.hf import experts, indexers, linears
-from fp8moe.hf.name import NAME
+from fp8moe.hf.experts import NAME
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.layers.mqa_indexer import TRANSFORMERS_CLASSES, FP8MQAIndexer
@@ -24,7 +26,7 @@ _THEIRS = "transformers"
 
 
 class ModuleReport(NamedTuple):
-    """One module of a model.
+    """What runs one module of a model.
 
     name: its path in the model. module_class: the name of its class. runs_on: "fp8moe", "transformers" or "PyTorch";
     "refused" where its first forward will raise an error. why: the reason; of refused ones, that error's message.
@@ -37,7 +39,7 @@ class ModuleReport(NamedTuple):
 
 
 def report(model: nn.Module) -> list[ModuleReport]:
-    """What runs each experts module, linear layer and indexer of ``model``, in the order of its modules.
+    """Tell what runs each experts module, linear layer and indexer of ``model``, in the order of its modules.
 
     model: a model of transformers, before or after `register`, or one of `load_model`. Nothing is computed, quantized
         or changed.
@@ -59,7 +61,7 @@ def report(model: nn.Module) -> list[ModuleReport]:
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that hold the weights of routed experts, with their names: the innermost that look like it."""
+    """Yield the innermost modules that look like routed experts, with their names."""
     names: list[str] = []
     for name, module in reversed(list(model.named_modules())):  # what is inside a module comes before it
         own_name = name.rpartition(".")[2]
@@ -73,18 +75,49 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def warn_of_others(model: nn.Module) -> None:
-    """Warn of each class of experts that takes no experts_implementation; for models that were asked for fp8moe."""
+    """Warn of each class of experts, in a model that was asked for fp8moe, that takes no experts_implementation."""
     classes = {type(module).__name__ for _, module in experts_modules(model) if not _takes_implementation(module)}
     for name in sorted(classes):
         text = f"{name} does not run on fp8moe with experts_implementation={NAME!r}: {_NO_CHOICE}"
         warnings.warn(text, stacklevel=1)  # Python shows the same text of the same place once
 
 
+def warning_of_model(theirs: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a method of a model, or of a quantizer that takes one: it warns then if the model has chosen fp8moe."""
+
+    @functools.wraps(theirs)
+    def method(*args: Any, **kwargs: Any) -> None:
+        theirs(*args, **kwargs)
+        model = next(value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module))
+        if experts.chosen_implementation(model) == NAME:
+            warn_of_others(model)
+
+    return method
+
+
+def warning_of_parts(theirs: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `set_experts_implementation`: it warns then of the parts of the model that are asked to change to fp8moe."""
+
+    @functools.wraps(theirs)
+    def set_experts_implementation(self: Any, experts_implementation: str | dict[str, str]) -> None:
+        theirs(self, experts_implementation)
+        implementation = experts_implementation
+        asked = implementation if isinstance(implementation, dict) else {"": implementation}
+        configs = {"": self.config} | {name: getattr(self.config, name, None) for name in self.config.sub_configs}
+        for config in [configs.get(name) for name, wanted in asked.items() if wanted == NAME]:
+            if config is not None:
+                parts = (part for part in self.modules() if getattr(part, "config", None) is config)
+                for part in islice(parts, 1):  # what it contains has the same configuration
+                    warn_of_others(part)
+
+    return set_experts_implementation
+
+
 _NO_CHOICE = "its forward does not go through transformers' experts interface, and stays with transformers"
 
 
 def _takes_implementation(module: nn.Module) -> bool:
-    """Whether transformers' decorator has made this experts module, which then calls the implementation chosen."""
+    """Return whether the experts module calls the implementation chosen, by transformers' decorator of its class."""
     return isinstance(module, GroupedExperts) or hasattr(module, "is_transposed")
 
 

@@ -1,4 +1,4 @@
-"""transformers models without weights: one layer of each kind, in memory that is reserved and takes no room."""
+"""transformers models without weights: one layer of each kind, in reserved memory."""
 
 import copy
 import re
@@ -8,28 +8,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8moe.hf import register
 from fp8moe.hf.architecture import construction_lock, empty_model, reason_of
-from fp8moe.hf.name import NAME
+from fp8moe.hf.experts import NAME
+from fp8moe.hf.patches import register
 from fp8moe.hf.quantizer import replace_modules
-from fp8moe.layers.replaced import matches
+from fp8moe.layers.replaced import DEFAULT_SKIP, matches
 from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime.record import reserve_memory
-from fp8moe.weights.find_format import declared
-from fp8moe.weights.quantize import DEFAULT_SKIP
+from fp8moe.weights.declared import declared
 
 _UNCONVERTED = ("modules_to_not_convert", "ignore", "exclude_modules")
-"""The entries of configurations that name the modules that are not quantized: transformers', compressed-tensors' and
-ModelOpt's.
-"""
+"""Entries of configurations for modules that are not quantized: of transformers, compressed-tensors and ModelOpt."""
 
 
 def skeletons(config: Any) -> list[Any]:
-    """The models that a configuration may become: what it says of FP8, or where it says nothing, two.
+    """Build meta models: the FP8 one that the configuration declares, else one unquantized and one quantized.
 
-    These are the model as it is, whose experts `register` quantizes, and what `quantize_checkpoint` makes of it.
-    Their dtype is that of the configuration if it has 16 bits, otherwise bfloat16. All kernels that a layer of the
-    whole model runs, one of these layers runs too.
+    The unquantized one has experts that `register` quantizes, the other is what `quantize_checkpoint` makes of it. The
+    dtype is the configuration's if that has 16 bits, otherwise bfloat16. The layers of a skeleton run all kernels that
+    layers of the whole model run.
 
     Raises ValueError for a configuration that transformers cannot make a model of, or not in FP8, or that is quantized
     otherwise.
@@ -63,7 +60,7 @@ def _skeleton(config: Any, quantization: Mapping[str, Any] | None) -> Any:
 
 
 def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
-    """Make modules FP8 that transformers' from_pretrained does in a model of such a checkpoint."""
+    """Make those modules FP8 that transformers' from_pretrained makes FP8 for a checkpoint of this quantization."""
     from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
     from transformers.utils.quantization_config import FineGrainedFP8Config
@@ -96,7 +93,7 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
 
 
 def _is_named(name: str, given: Iterable[str]) -> bool:
-    """Whether a configuration names a module, or one around it: by a pattern, or "re:" and a regular expression."""
+    """Return whether `given` names a module, or one around it: by a pattern, or "re:" and a regular expression."""
     parts = name.split(".")
     around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     by_regex = any(re.match(entry.removeprefix("re:"), name) for entry in given if entry.startswith("re:"))
@@ -125,7 +122,7 @@ def _keep_one_layer_of_each_kind(model: Any) -> None:
 
 
 def _kind(layer: nn.Module, listed: list[Any]) -> tuple:
-    """What two layers have in common that run the same kernels. listed: what the configuration says of this one."""
+    """Return what is equal in layers that run the same kernels. listed: the configuration's values for this layer."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     tensors = tuple((name, value.shape, value.dtype) for name, value in layer.state_dict().items())
     return modules, tensors, repr(listed)

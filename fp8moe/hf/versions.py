@@ -1,20 +1,22 @@
-"""All that differs between the supported versions of transformers: 5.17, the oldest, and the newest two, 5.23 and 5.24.
+"""What differs between the supported versions of transformers: 5.17, the oldest, and the newest two, 5.23 and 5.24.
 
 Each part goes with the last version that it names.
 """
 
 import functools
-import importlib.util
 import inspect
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8moe.hf.name import NAME
-from fp8moe.weights.formats import SCALE, as_float
+from fp8moe.hf.experts import NAME, experts_forward
+from fp8moe.weights.formats import as_float
+from fp8moe.weights.names import SCALE
 
 # Until 5.23: models take their cache as `past_key_values`, later as `cache`.
 
@@ -22,7 +24,7 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 
 def cache_name(forward: Callable) -> str | None:
-    """The name of the cache among the parameters of a forward; None if it takes none."""
+    """Return the name of the cache among the parameters of a forward; None if it takes none."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)
 
@@ -30,7 +32,7 @@ def cache_name(forward: Callable) -> str | None:
 def update_cache(
     past_key_values: Any, cache: Any, keys: Tensor, values: Tensor, layer: int, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """All keys and values of a layer after new ones were added to the cache, which is one of the first two arguments.
+    """Add new keys and values to the cache, which is one of the first two arguments. Returns all that the layer has.
 
     kwargs: further arguments of the forward, which later versions hand to the cache.
     """
@@ -55,7 +57,7 @@ LATER_DIGESTS = {
 
 
 def eager_mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor:
-    """The mask of transformers' `eager_mask`, made on one device."""
+    """Make the mask of transformers' `eager_mask` on one device."""
     from transformers.masking_utils import sdpa_mask
 
     seen = sdpa_mask(*args, **kwargs)
@@ -66,20 +68,28 @@ def eager_mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor:
 
 
 def has_ep_size() -> bool:
-    """Whether transformers' DistributedConfig has an ep_size, and implementations for it can be registered."""
-    return importlib.util.find_spec("transformers.distributed.expert_parallel") is not None
+    """Return whether transformers' DistributedConfig has an ep_size, whose implementations can be registered."""
+    return dist.is_available() and find_spec("transformers.distributed.expert_parallel") is not None
 
 
-_STYLES = {"moe_tp_experts": f"{NAME}_experts", "ep_router": None}
-"""Styles of plans for experts, and what takes their place: the router needs nothing."""
+def has_styles() -> bool:
+    """Return whether transformers shards experts by the styles of a plan instead."""
+    return dist.is_available() and not has_ep_size()
 
 
-def register_style(check: Callable[[nn.Module], None], spread: Callable[[nn.Module, Any], None]) -> None:
-    """Have experts of our style be prepared by `spread(experts, mesh)`, and `check(experts)` precede each call."""
+STYLE = f"{NAME}_experts"
+"""Our style of plans for experts."""
+
+_STYLES = {"moe_tp_experts": STYLE, "ep_router": None}
+"""transformers' styles of plans for experts, and what takes their place: the router needs nothing."""
+
+
+def make_style(check: Callable[[nn.Module], None], spread: Callable[[nn.Module, Any], None]) -> Any:
+    """Make fp8moe's style: `spread(experts, mesh)` prepares experts, `check(experts)` precedes each of their calls."""
     from transformers.distributed import tensor_parallel
 
     class Style(tensor_parallel.TensorParallelLayer):
-        """What a plan that shards the parameters by expert does with an experts module."""
+        """The style of an experts module in a plan that shards its parameters by expert."""
 
         def should_use_local_tensors(self, module: nn.Module) -> bool:
             return True
@@ -90,9 +100,10 @@ def register_style(check: Callable[[nn.Module], None], spread: Callable[[nn.Modu
 
         def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
             spread(module, mesh)
+            module.forward = functools.partial(experts_forward, module)
             return super().install_forward(module, mesh)
 
-    tensor_parallel.ParallelInterface.register(_STYLES["moe_tp_experts"], Style())
+    return Style()
 
 
 def adapt_plans(model: Any, distributed_config: Any) -> None:
@@ -103,7 +114,7 @@ def adapt_plans(model: Any, distributed_config: Any) -> None:
 
 
 def _adapted(plan: dict[str, str], model: Any) -> dict[str, str]:
-    """The plan with our style for experts, and rules for their scales, if it shards them whole."""
+    """Put our style for experts, and rules for their scales, into a plan that shards whole experts."""
     whole = [name for name, style in plan.items() if style == "grouped_gemm"]
     if not whole:
         return plan
@@ -113,14 +124,11 @@ def _adapted(plan: dict[str, str], model: Any) -> dict[str, str]:
     return plan | scales if getattr(model, "is_quantized", False) else plan
 
 
-def complete_plans_of_fp8_models() -> None:
-    """Keep the rules that transformers' plan for an FP8 model loses: those of whole modules, and of experts' scales.
+def complete_plan(theirs):
+    """Wrap the plan of transformers' FP8 quantizer: it keeps the rules of whole modules and of the scales of experts.
 
-    For Qwen3 it leaves rules of weights alone, so that nothing takes DTensors apart.
+    For Qwen3 transformers leaves rules of weights alone, so that nothing takes DTensors apart.
     """
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
-    theirs = FineGrainedFP8HfQuantizer.update_tp_plan
 
     @functools.wraps(theirs)
     def update_tp_plan(self, config):
@@ -133,14 +141,14 @@ def complete_plans_of_fp8_models() -> None:
         config.base_model_tp_plan = plan
         return config
 
-    FineGrainedFP8HfQuantizer.update_tp_plan = update_tp_plan
+    return update_tp_plan
 
 
 # 5.17: from_pretrained takes tensors of any shape on the meta device, and reports none of them as mismatched.
 
 
 class ShapesBeforeLoading:
-    """Beside a quantizer, which it has note the shapes of the model's state dict before tensors are loaded."""
+    """A mixin of quantizers: it notes the shapes of the model's state dict before tensors are loaded."""
 
     _shapes: dict[str, torch.Size]
 
@@ -149,7 +157,7 @@ class ShapesBeforeLoading:
         self._shapes = {name: value.shape for name, value in model.state_dict().items()}
 
     def changed_shapes(self, loaded: nn.Module) -> set[str]:
-        """The names of tensors that have another shape since they were loaded."""
+        """Return the names of tensors that have another shape since they were loaded."""
         return {name for name, value in loaded.state_dict().items() if value.shape != self._shapes[name]}
 
 
@@ -157,21 +165,22 @@ class ShapesBeforeLoading:
 # one that its own save_pretrained has dropped.
 
 
-def complete_scales_of_fp8_models() -> None:
-    """Have from_pretrained give FP8 modules scales in float32 or E8M0, in the shapes that they were made with."""
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer as Quantizer
+def note_shapes(theirs):
+    """Wrap the FP8 quantizer's preparation of a model: it notes the shapes of scales for `complete_scales`."""
 
-    before, after = Quantizer._process_model_before_weight_loading, Quantizer._process_model_after_weight_loading
-    if hasattr(after, "_fp8moe"):
-        return
-
-    @functools.wraps(before)
+    @functools.wraps(theirs)
     def _process_model_before_weight_loading(self, model, *args, **kwargs):
-        before(self, model, *args, **kwargs)
+        theirs(self, model, *args, **kwargs)
         scales = {name: value for name, value in model.named_parameters() if name.endswith(SCALE)}
         self._fp8moe_shapes = {name: value.shape for name, value in scales.items()}
 
-    @functools.wraps(after)
+    return _process_model_before_weight_loading
+
+
+def complete_scales(theirs):
+    """Wrap what the FP8 quantizer does after loading: scales are float32 or E8M0 then, in the shapes noted before."""
+
+    @functools.wraps(theirs)
     def _process_model_after_weight_loading(self, model, *args, **kwargs):
         for name, shape in self._fp8moe_shapes.items():
             module, _, own_name = name.rpartition(".")
@@ -181,18 +190,16 @@ def complete_scales_of_fp8_models() -> None:
             if scale.numel() == shape.numel():
                 scale = scale.reshape(shape)
             setattr(model.get_submodule(module), own_name, nn.Parameter(scale, requires_grad=False))
-        return after(self, model, *args, **kwargs)
+        return theirs(self, model, *args, **kwargs)
 
-    _process_model_after_weight_loading._fp8moe = True
-    Quantizer._process_model_before_weight_loading = _process_model_before_weight_loading
-    Quantizer._process_model_after_weight_loading = _process_model_after_weight_loading
+    return _process_model_after_weight_loading
 
 
 # 5.17: quantizers know no model when they change its conversions, and none of them adds those of scales.
 
 
 def conversions_to_save(model: Any) -> list:
-    """What save_pretrained undoes in a model with FP8 weights: names, and experts that are stored one by one."""
+    """Return the conversions that save_pretrained undoes in a model with FP8 weights: names, and fused experts."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -207,7 +214,7 @@ def conversions_to_save(model: Any) -> list:
 
 
 def _with_scales(conversions: list, model: nn.Module) -> list:
-    """These conversions and, where the model has the scales of what one makes, another of these."""
+    """Add to each conversion of weights the same conversion of their scales, where the model has such."""
     from transformers.core_model_loading import WeightConverter
 
     scales = [name for name, _ in model.named_parameters() if name.endswith(SCALE)]

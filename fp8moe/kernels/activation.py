@@ -1,4 +1,4 @@
-"""What an expert computes between its two GEMMs: SwiGLU and its clamped forms, and the plain activations."""
+"""Activations between the two GEMMs of an expert: SwiGLU, its clamped forms, and plain activations."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The names are those of transformers' configurations.
+# Names as in transformers' configurations.
 FUNCTIONS = {
     "silu": F.silu,
     "swish": F.silu,
@@ -28,14 +28,14 @@ class Activation:
 
     name: a key of `FUNCTIONS`, f below.
     gated: the up projection yields gate and up, and the result is ``f(gate) * up``; otherwise it is ``f(up)``.
-    limit: of gated experts; first ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
-    alpha: of gated silu experts with a limit; then ``gate * sigmoid(alpha * gate) * (up + 1)``, the form of GPT-OSS.
-    key: all of it as text, such as "silu limit=7.0", the form that operators take and exported programs hold.
+    limit: only if gated; first ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
+    alpha: only for gated silu with a limit; then ``gate * sigmoid(alpha * gate) * (up + 1)``.
+    key: the activation as text, such as "silu limit=7.0", as operators take it and exported programs store it.
 
     SwiGLU: "GLU Variants Improve Transformer", arXiv:2002.05202, section 2. Squared ReLU: "Primer", arXiv:2109.08668,
     section 4.1.
 
-    Raises ValueError for a name that is not known or a combination that means nothing.
+    Raises ValueError for an unknown name or a meaningless combination.
     """
 
     limit: float | None = None
@@ -60,7 +60,7 @@ class Activation:
     @staticmethod
     @lru_cache(maxsize=256)
     def from_key(key: str) -> "Activation":
-        """The activation that has this key. Raises ValueError for a text that is no key."""
+        """Return the activation with this key. Raises ValueError for any other text."""
         name, *words = key.split(" ")
         gated = "no_gate" not in words
         try:
@@ -71,16 +71,16 @@ class Activation:
 
     @property
     def is_swiglu(self) -> bool:
-        """Whether it is a form of SwiGLU, what `grouped_gemm_swiglu` computes."""
+        """Whether this is a form of SwiGLU, which `grouped_gemm_swiglu` computes."""
         return self.gated and self.name in ("silu", "swish")
 
     @property
     def form(self) -> int:
-        """The form of a SwiGLU, as cuda/swiglu.cuh numbers them: 1 plain, 2 clamped, 3 clamped with an alpha."""
+        """The number of a SwiGLU's form in cuda/common/swiglu.cuh: 1 plain, 2 clamped, 3 clamped with an alpha."""
         return 1 if self.limit is None else 2 if self.alpha is None else 3
 
     def __call__(self, projected: Tensor) -> Tensor:
-        """projected (..., 2I), gate then up, or (..., I) without a gate -> (..., I) in the same dtype."""
+        """Apply it to projected (..., 2I), gate then up, or (..., I) without a gate. Returns (..., I), same dtype."""
         if not self.gated:
             return FUNCTIONS[self.name](projected)
         gate, up = projected.chunk(2, dim=-1)
@@ -108,7 +108,7 @@ def _sigmoid(x: Tensor) -> Tensor:
     return sigmoid * (1 - sigmoid)
 
 
-# Of the functions with the same names in `FUNCTIONS`.
+# Derivatives of the functions with the same names in `FUNCTIONS`.
 _DERIVATIVES = {
     "silu": _silu,
     "swish": _silu,
@@ -124,10 +124,10 @@ _DERIVATIVES = {
 
 
 def activation_backward(projected: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """The derivative with respect to ``projected`` and the value of ``activation(projected)``.
+    """Return the gradient of ``projected``, and the value ``activation(projected)``.
 
-    projected: (..., 2I), gate then up, or (..., I) without a gate; grad: (..., I), with respect to the value.
-    Where a limit clamps gate or up, that gets no gradient. Returns tensors shaped as projected and as grad.
+    projected: (..., 2I), gate then up, or (..., I) without a gate. grad: (..., I), the gradient of the value.
+    A clamped gate or up gets no gradient.
     """
     function, derivative = FUNCTIONS[activation.name], _DERIVATIVES[activation.name]
     if not activation.gated:
@@ -148,7 +148,7 @@ def activation_backward(projected: Tensor, grad: Tensor, activation: Activation)
         d_gate = grad * linear * derivative(clamped)
     d_up = grad * value
     if limit is not None:
-        # A NaN is not beyond the limit: it stays.
+        # A NaN does not exceed the limit: its gradient stays NaN.
         d_gate = torch.where(gate > limit, 0, d_gate)
         d_up = torch.where(up.abs() > limit, 0, d_up)
     return torch.cat([d_gate, d_up], dim=-1), value * linear
@@ -157,9 +157,10 @@ def activation_backward(projected: Tensor, grad: Tensor, activation: Activation)
 def weighted_backward(
     projected: Tensor, d_h: Tensor, row_weights: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`activation_backward` of rows with a weight each (R,), in float32; and the gradient of the weights (R,).
+    """Compute `activation_backward` in float32 for rows weighted by row_weights (R,).
 
-    d_h: (R, I), without the weights.
+    d_h: (R, I), the gradient without the weights. Returns the gradient of `projected`, the values without the weights,
+    and the gradient of the weights (R,).
     """
     d_h = d_h.float()
     d_projected, values = activation_backward(projected.float(), row_weights[:, None] * d_h, activation)

@@ -10,8 +10,8 @@ from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
 from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.checks import MAX_EXPERTS
-from fp8moe.kernels.experts.operands import Biases, Norm, row_dtype
-from fp8moe.kernels.experts.operator import experts, experts_rows
+from fp8moe.kernels.experts.operands import Biases, Layer, Masters, Norm, TokenOperands, row_dtype
+from fp8moe.kernels.experts.operator import experts_of_rows, experts_of_tokens
 from fp8moe.layers import experts_source
 from fp8moe.layers.master import MASTER_DTYPES, MasterModule, check_master_dtype, part_of, quantized, quantized_gate_up
 from fp8moe.layers.parameters import check_not_parametrized, frozen, local
@@ -25,19 +25,15 @@ _NAME = "fp8moe.GroupedExperts"
 
 
 class Weights(NamedTuple):
-    """FP8 weights and biases, and the masters that they were quantized from."""
+    """FP8 weights with biases and activation, and the masters that they were quantized from."""
 
-    up: FP8Tensor
-    down: FP8Tensor
-    biases: Biases = Biases()
-    up_master: Tensor | None = None
-    down_master: Tensor | None = None
+    layer: Layer
+    masters: Masters = Masters()
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Those that could get gradients: the masters, or else the FP8 weights and the biases."""
-        if self.up_master is not None:
-            return self.up_master, self.down_master
-        return *self.up, *self.down, *self.biases
+        layer = self.layer
+        return self.masters[:2] if self.masters.up_master is not None else (*layer.up, *layer.down, *layer.biases)
 
 
 class GroupedExperts(MasterModule):
@@ -93,14 +89,14 @@ class GroupedExperts(MasterModule):
             but gated silu run as PyTorch operations between the GEMMs.
         gated: whether there is a gate; otherwise an expert computes ``down_e @ f(up_e @ x)``.
         swiglu_limit: of gated experts: first ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
-        swiglu_alpha: with a limit and "silu": then ``gate * sigmoid(alpha * gate) * (up + 1)``, the form of GPT-OSS.
+        swiglu_alpha: with a limit and "silu": then ``gate * sigmoid(alpha * gate) * (up + 1)``.
         decode_capacity: calls with at most so many tokens use the masked layout, where every expert has room for that
             many rows; others, and all by default, put the rows of one expert after those of another. The results are
             the same as long as the experts of each token are distinct.
         weight_scales: "block", or "channel" for scales (E, 2I, 1) and (E, H, 1), as compressed-tensors' FP8 checkpoints
             have them: the sums of both GEMMs are multiplied by them. For inference only: ValueError with a
             master_dtype, RuntimeError in the backward.
-        bias: whether both projections have biases, as GPT-OSS has them. For inference only, likewise.
+        bias: whether both projections have biases. For inference only, likewise.
 
     Raises TypeError for a size that is no int, ValueError for a size or decode_capacity below one, more than 1024
     experts, an unknown activation, or activation arguments that do not go together.
@@ -188,7 +184,7 @@ class GroupedExperts(MasterModule):
             - fused experts in bfloat16, float16 or float32: gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj
               (E, H, I), perhaps with a gate_up_proj_bias (E, 2I) or up_proj_bias (E, I), and a down_proj_bias (E, H),
               which are shared. Quantized expert by expert. Where ``is_transposed``, weights are (E, columns, rows), and
-              without ``is_concatenated`` rows of gate and up take turns, in the bias too (GPT-OSS).
+              without ``is_concatenated`` rows of gate and up take turns, in the bias too.
             - fused FP8 experts, transformers' FP8Experts with blocks of 128x128: the weights are shared, not copied.
               Scales must have the shape that they have here; where I is not a multiple of 128 they are taken for gate's
               blocks and then up's, which is what checkpoints hold.
@@ -356,22 +352,19 @@ class GroupedExperts(MasterModule):
         if recorded(residual):
             return residual.view_as(hidden_states) + self(hidden_states, top_k_index, top_k_weights), None
         weights = self.whole_weights()
-        check_derivatives(_NAME, x, routing, *weights.tensors())
         normed = None
         if self.trains(weights, x, routing):
-            masters = {"up_master": weights.up_master, "down_master": weights.down_master}
-            out = experts_training(x, index, routing, weights.up, weights.down, activation=self.activation, **masters)
+            check_derivatives(_NAME, x, routing, *weights.tensors())
+            out = experts_training(x, index, routing, *weights)
             out = out if residual is None else residual + out
         else:
-            capacity = self.decode_capacity
-            if capacity is not None and x.shape[0] > capacity:
+            capacity, order = self.decode_capacity, (groups, rows)
+            if capacity is None or x.shape[0] > capacity:
                 capacity = None
-            options = {"activation": self.activation, "capacity": capacity, "residual": residual, "norm": norm}
-            if capacity is None:
-                options |= {"groups": groups, "rows": rows}
-            out = experts(x, index, routing, *weights.up, *weights.down, **options, **weights.biases._asdict())
-            if norm is not None:
-                out, normed = out
+            else:
+                order = None, None
+            operands = TokenOperands(x, index, routing, weights.layer, capacity, residual, *order, norm=norm)
+            out, normed = experts_of_tokens(operands)
         return out.view(hidden_states.shape), normed
 
     def forward_rows(self, rows: Tensor | FP8Tensor, group_offsets: Tensor) -> Tensor:
@@ -389,27 +382,18 @@ class GroupedExperts(MasterModule):
         inputs = tuple(rows) if isinstance(rows, tuple) else (rows,)
         check_derivatives(_NAME, *inputs, *weights.tensors())
         dtype = rows.dtype if isinstance(rows, Tensor) else torch.bfloat16
-        out = experts_rows(
-            rows,
-            group_offsets,
-            weights.up,
-            weights.down,
-            activation=self.activation,
-            biases=weights.biases,
-            row_dtype=row_dtype(dtype),
-            up_master=weights.up_master,
-            down_master=weights.down_master,
-            training=self.trainable and self.training,
-        )
+        options = {"row_dtype": row_dtype(dtype), "training": self.trainable and self.training}
+        out = experts_of_rows(rows, group_offsets, weights.layer, masters=weights.masters, **options)
         return out.to(dtype)
 
     def whole_weights(self) -> Weights:
         """`local_weights` that are those of all experts; ValueError for a part of them."""
         weights = self.local_weights()
         down = self.down_proj
-        if weights.down.data.shape != down.shape:
+        here = weights.layer.down.data.shape
+        if here != down.shape:
             raise ValueError(
-                f"down_proj: expected all of it on this rank, got {tuple(weights.down.data.shape)} of a DTensor "
+                f"down_proj: expected all of it on this rank, got {tuple(here)} of a DTensor "
                 f"{tuple(down.shape)} with {down.placements}; call the module that fully_shard was applied to, or "
                 "spread the experts by fp8moe.distributed.ExpertParallel"
             )
@@ -423,23 +407,25 @@ class GroupedExperts(MasterModule):
             up, up_scale, down, down_scale = map(local, parameters)
             biases = (getattr(self, name) for name in self.bias_names)
             biases = Biases(*(bias if bias is None else local(bias) for bias in biases))
-            return Weights(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), biases)
+            return Weights(Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), self.activation, biases))
         up, _, down, _ = parameters
         masters = [part_of(f"{_NAME}: {self.up_name}", up), part_of(f"{_NAME}: down_proj", down)]
         # Gate and up apart, so that no block holds rows of both.
         both = masters[0].detach().unflatten(1, (-1, self.intermediate_size))
         data, scale = quantized(both, parameter=up)
         down_copy = quantized(masters[1].detach(), parameter=down)
-        return Weights(FP8Tensor(data.flatten(1, 2), scale.flatten(1, 2)), down_copy, Biases(), *masters)
+        up_copy = FP8Tensor(data.flatten(1, 2), scale.flatten(1, 2))
+        return Weights(Layer(up_copy, down_copy, self.activation), Masters(*masters))
 
     def trains(self, weights: Weights, *inputs: Tensor) -> bool:
         """Whether a call is one that can have a backward."""
         if self.trainable:
             # Activation checkpointing runs the first forward without gradients: it must have the same bits.
             return self.training or recorded(*inputs, *weights.tensors())
-        # Otherwise the backward of `experts` raises an error.
-        differentiable = weights.biases.down_bias is None and not has_channel_scales(*weights.up)
-        return differentiable and recorded(*inputs) and not recorded(*weights.tensors())
+        # Otherwise the backward of `experts_of_tokens` raises an error.
+        layer = weights.layer
+        differentiable = layer.biases.down_bias is None and not has_channel_scales(*layer.up)
+        return recorded(*inputs) and differentiable and not recorded(*weights.tensors())
 
     def extra_repr(self) -> str:
         text = (
@@ -504,18 +490,13 @@ def experts_rows_training(
     if masters[0].shape != masters[1].shape:
         raise ValueError(f"up: expected shape {tuple(masters[0].shape)} like gate, got {tuple(masters[1].shape)}")
     gate_part, up_part, down_part = masters
-    out = experts_rows(
-        rows,
-        group_offsets,
+    layer = Layer(
         quantized_gate_up(gate_part.detach(), up_part.detach(), parameters=(gate, up)),
         quantized(down_part.detach(), parameter=down),
-        activation=activation,
-        row_dtype=row_dtype(rows.dtype),
-        gate_master=gate_part,
-        up_master=up_part,
-        down_master=down_part,
-        training=True,
+        activation,
     )
+    given = Masters(up_part, down_part, gate_part)
+    out = experts_of_rows(rows, group_offsets, layer, row_dtype=row_dtype(rows.dtype), masters=given, training=True)
     return out.to(rows.dtype)
 
 

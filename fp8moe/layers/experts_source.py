@@ -18,6 +18,7 @@ from fp8moe.kernels.experts.operands import Biases
 from fp8moe.layers.linear import check_linear
 from fp8moe.layers.parameters import check_not_sharded, is_sharded, local
 from fp8moe.layers.replaced import check_no_hooks, check_only_weights
+from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div, has_channel_scales
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.runtime.checks import FLOATING, describe
@@ -59,7 +60,8 @@ class Weight:
         count = len(self.parts)
         data = torch.empty((count, matrices * rows, columns), dtype=torch.float8_e4m3fn, device=self.device)
         scale = torch.empty((count, matrices * blocks[0], blocks[1]), dtype=torch.float32, device=self.device)
-        for expert, parts in enumerate(self.parts):
+        check_scale_format(scale_format)
+        for expert, parts in enumerate(self.parts if self.device.type != "meta" else ()):  # which has no values
             for i, part in enumerate(parts):
                 if isinstance(part, Tensor):
                     part = quantize_128x128(part.detach(), scale_format=scale_format)

@@ -1,4 +1,4 @@
-"""FP8Linear, a linear layer for FP8 inference and training, and replace_linears, which replaces nn.Linear by it."""
+"""FP8Linear, a linear layer for FP8 inference and training, and replace_linears, which puts it into a model."""
 
 import math
 from collections import Counter
@@ -11,14 +11,8 @@ from fp8moe.kernels.linear.forward import apply as linear
 from fp8moe.kernels.linear.training import linear_training
 from fp8moe.layers.master import MasterModule, check_master_dtype, quantized
 from fp8moe.layers.parameters import check_not_parametrized, check_not_sharded, frozen
-from fp8moe.layers.replaced import (
-    as_patterns,
-    check_no_casts,
-    check_no_hooks,
-    check_only_weights,
-    check_skip,
-    matches,
-)
+from fp8moe.layers.replaced import as_patterns, check_no_casts, check_no_hooks, check_only_weights, check_skip, matches
+from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import BLOCK, ceil_div, has_channel_scales
 from fp8moe.quant.quantize import quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
@@ -28,21 +22,21 @@ from fp8moe.runtime.checks import FLOATING, check_dtype, check_floating, check_i
 class FP8Linear(MasterModule):
     """``y = x @ W.T + bias`` with FP8 weights in 128x128 blocks and the input quantized 1x128 in each call.
 
-    Takes the place of ``nn.Linear``: any leading dimensions, any number of features (it need not be a multiple of 128),
-    output in the dtype of the input, bfloat16, float16 or float32. The state dict is that of FP8 checkpoints:
+    Replaces ``nn.Linear``: any leading dimensions, any number of features (not only multiples of 128), output in the
+    dtype of the input, bfloat16, float16 or float32. The state dict has the names and layout of FP8 checkpoints:
 
         weight            (out_features, in_features) float8_e4m3fn
         weight_scale_inv  (ceil(out_features/128), ceil(in_features/128)) float32; value = weight * its block's scale
         bias              (out_features,) of ``dtype``
 
-    Moving or casting the module (``.to()``, ``.half()``...) moves all three and casts the bias only. Weight and scale
-    are frozen; input and bias get gradients, computed in FP8 (LoRA). Where in_features is not a multiple of 16 or
+    Moving or casting the module (``.to()``, ``.half()``...) moves all three tensors and casts only the bias. Weight and
+    scale are frozen; input and bias get gradients, computed in FP8 (LoRA). If in_features is not a multiple of 16 or
     out_features not of 8, each call makes padded copies of the weight.
 
     With a ``master_dtype`` the layer is trained. Its weight is then an ordinary parameter of that dtype, and the state
-    dict that of ``nn.Linear``. The weight's FP8 copy, a byte for each element, is made in the first call after an
-    optimizer's step and serves until the next step. Forward, input gradient and weight gradient run in FP8 with float32
-    sums (DeepSeek-V3, arXiv:2412.19437, section 3.3); `fp8moe.kernels.linear.training` says what is kept for the
+    dict that of ``nn.Linear``. The first call after an optimizer's step makes an FP8 copy of the weight, a byte per
+    element, which serves until the next step. Forward, input gradient and weight gradient run in FP8 with float32 sums
+    (DeepSeek-V3, arXiv:2412.19437, section 3.3); `fp8moe.kernels.linear.training` describes the memory kept for the
     backward. The backward raises RuntimeError if the weight has changed in place since the forward, and for second
     derivatives. ``from_linear(trained)`` makes the layer for inference.
 
@@ -51,13 +45,13 @@ class FP8Linear(MasterModule):
     `fp8moe.layers.master.invalidate`.
 
     Args:
-        in_features, out_features, bias, device: as in ``nn.Linear``, which the initialization follows too. TypeError
-            for a size that is no int, ValueError for a negative one.
-        dtype: bfloat16, float16 or float32, the dtype of the bias; TypeError for another.
-        master_dtype: bfloat16 or float32, of a weight to train, or None; TypeError for another.
-        weight_scales: "block", or "channel" for a weight_scale_inv (out_features, 1), as compressed-tensors' FP8
-            checkpoints have it: the sums are multiplied by it. For inference only: ValueError with a master_dtype,
-            RuntimeError in the backward.
+        in_features, out_features, bias, device: as in ``nn.Linear``, as is the initialization. Raises TypeError for a
+            size that is no int, ValueError for a negative one.
+        dtype: of the bias, bfloat16, float16 or float32; TypeError for others.
+        master_dtype: of a weight to train, bfloat16 or float32, or None; TypeError for others.
+        weight_scales: "block", or "channel" for a weight_scale_inv (out_features, 1) that multiplies the sums, as in
+            compressed-tensors' FP8 checkpoints. For inference only: ValueError with a master_dtype, RuntimeError in the
+            backward.
     """
 
     weight_names = ("weight", "weight_scale_inv")
@@ -101,16 +95,16 @@ class FP8Linear(MasterModule):
     def from_linear(
         cls, linear: nn.Module, *, scale_format: str = "float32", master_dtype: torch.dtype | None = None
     ) -> "FP8Linear":
-        """The FP8 layer of ``linear``: its weight quantized, or kept to be trained, and its bias (the same Parameter).
+        """Make the FP8 layer of ``linear``: the weight is quantized or kept to be trained, the bias is shared.
 
         linear: nn.Linear with a bfloat16, float16 or float32 weight, on any device, or an FP8Linear with a
-            master_dtype; TypeError otherwise, as for a subclass with a forward of its own, and ValueError for hooks,
-            a replaced forward, adapters and parametrizations, and for a DTensor.
-        scale_format: of frozen weight scales, "float32" or "ue8m0" (powers of two). ValueError for another, and for
+            master_dtype. Raises TypeError for others, such as a subclass with its own forward; ValueError for hooks, a
+            replaced forward, adapters, parametrizations and DTensors.
+        scale_format: of frozen weight scales, "float32" or "ue8m0" (powers of two). ValueError for others, and for
             "ue8m0" with a master_dtype.
-        master_dtype: bfloat16 or float32 for a layer to train. Its weight is the Parameter of ``linear``, so that
-            optimizers that have it go on working, or where the dtype differs a new one; it requires a gradient if that
-            of ``linear`` does.
+        master_dtype: bfloat16 or float32 for a layer to train. Its weight is the Parameter of ``linear``, which its
+            optimizers go on updating, or a new one if the dtype differs; it requires a gradient if the weight of
+            ``linear`` does.
         """
         check_master_dtype(master_dtype)
         check_linear("linear", linear)
@@ -121,7 +115,9 @@ class FP8Linear(MasterModule):
             raise ValueError(f"scale_format: expected 'float32' with a master_dtype, got {scale_format!r}")
         new = cls(linear.in_features, linear.out_features, bias=False, device="meta", master_dtype=master_dtype)
         check_not_sharded("linear.weight", weight)
-        if master_dtype is None:
+        if master_dtype is None and weight.is_meta:
+            check_scale_format(scale_format)  # and `new` has tensors of the right shapes
+        elif master_dtype is None:
             data, scale = quantize_128x128(weight.detach(), scale_format=scale_format)
             new.weight, new.weight_scale_inv = frozen(data), frozen(scale)
         elif weight.dtype == master_dtype:
@@ -138,7 +134,7 @@ class FP8Linear(MasterModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize as ``nn.Linear`` does; then quantize the weight, unless it is a master."""
+        """Initialize weight and bias as ``nn.Linear`` does; quantize the weight unless it is a master."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         if self.trainable:
             self.weight.uniform_(-bound, bound)
@@ -175,9 +171,9 @@ class FP8Linear(MasterModule):
 
 
 def check_linear(name: str, module: nn.Module) -> None:
-    """TypeError for anything but a linear layer that computes ``x @ weight.T + bias``, ValueError if it has more to it.
+    """Raise TypeError unless `module` computes ``x @ weight.T + bias``, ValueError if it has further parameters.
 
-    Hooks are apart: `fp8moe.layers.replaced.check_no_hooks`.
+    Hooks are checked by `fp8moe.layers.replaced.check_no_hooks`.
     """
     if not isinstance(module, nn.Linear | FP8Linear):
         raise TypeError(f"{name}: expected an nn.Linear, got {type(module).__name__}")
@@ -189,24 +185,24 @@ def check_linear(name: str, module: nn.Module) -> None:
 def replace_linears(
     model: nn.Module, *, skip: Iterable[str] = ("lm_head",), master_dtype: torch.dtype | None = None
 ) -> list[str]:
-    """Put an `FP8Linear` in place of each nn.Linear inside ``model``, and return the qualified names replaced.
+    """Replace each nn.Linear inside ``model`` by an `FP8Linear`. Returns the qualified names of replaced modules.
 
     skip: fnmatch patterns; a module stays if one matches its qualified name ("model.layers.0.mlp.gate_proj") or the
         last part of it ("gate_proj").
-    master_dtype: bfloat16 or float32 for layers to train, which keep their Parameters where these have that dtype (see
+    master_dtype: bfloat16 or float32 for layers to train, which keep Parameters of that dtype (see
         `FP8Linear.from_linear`). None for frozen FP8 weights; then each FP8Linear with a master is replaced too.
 
-    Only modules of exactly the class nn.Linear are replaced: a subclass may compute something else. An nn.Linear whose
-    weight another module owns too (an output layer tied to the embedding) stays: quantizing it would untie the two and
-    cost memory. So do the linears of an nn.TransformerEncoderLayer, which reads their weights itself when it evaluates.
-    One nn.Linear under several names becomes one FP8Linear under the same names, unless a name is skipped.
-    Beside the model, memory holds one layer's FP8 copy at a time.
+    Only modules of exactly the class nn.Linear are replaced: a subclass may compute something else. Two kinds stay: an
+    nn.Linear whose weight another module owns too (an output layer tied to the embedding), as quantizing it would untie
+    the two and cost memory; and the linears of an nn.TransformerEncoderLayer, which reads their weights itself in eval
+    mode. One nn.Linear under several names becomes one FP8Linear under the same names, unless a name is skipped. Memory
+    beside the model holds one layer's FP8 copy at a time.
 
-    Raises TypeError, with the model untouched, for a model that is no module or itself a linear (use
-    `FP8Linear.from_linear`), a ``skip`` that is a single string, an nn.Linear of another dtype than bfloat16, float16
-    and float32, or another master_dtype than bfloat16 and float32; and ValueError, the model untouched too, for an
-    nn.Linear with hooks or a replaced forward, which would not run any more, for one to whose weight's dtype the module
-    around it casts its input (T5's wo), for a DTensor, and for a pattern of your own that matches no module.
+    Raises, with the model untouched, TypeError for a model that is no module or is itself a linear (use
+    `FP8Linear.from_linear`), a ``skip`` that is a single string, an nn.Linear in a dtype other than bfloat16, float16
+    and float32, or a wrong master_dtype; ValueError for an nn.Linear with hooks or a replaced forward, which would no
+    longer run, for one whose enclosing module casts the input to the weight's dtype (T5's wo), for a DTensor, and for a
+    pattern of your own that matches no module.
     """
     check_master_dtype(master_dtype)
     if not isinstance(model, nn.Module):

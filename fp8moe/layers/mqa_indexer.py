@@ -1,4 +1,4 @@
-"""FP8MQAIndexer, the lightning indexer that chooses which cached tokens a query attends to, scored in FP8."""
+"""FP8MQAIndexer, the lightning indexer: it chooses the cached tokens that a query attends to, by scores in FP8."""
 
 import inspect
 
@@ -14,35 +14,36 @@ from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
-from fp8moe.runtime.checks import FLOATING, check_device, check_floating, check_int, check_tensor, describe
+from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_floating, check_int, check_tensor, describe
 
 LOGITS_AT_A_TIME = 1 << 28
-"""How many logits a long prefill holds at a time: 1 GiB of float32."""
+"""Logits that a long prefill keeps in memory at a time: 1 GiB of float32."""
 
 TRANSFORMERS_CLASSES = ("DeepseekV32Indexer", "GlmMoeDsaIndexer")
-"""Indexers of transformers that compute what FP8MQAIndexer does."""
+"""Indexers of transformers that FP8MQAIndexer can replace."""
 
 
 class FP8MQAIndexer(nn.Module):
     """The lightning indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1), in FP8.
 
-    Query token s scores key t with ``sum over h of w[s, h] * relu(q[s, h] . k[t])``, and attends to the top_k tokens of
-    the highest scores. q is projected from q_resid, the normed low-rank query of the attention, and k, one for all
-    heads, and w from hidden_states; the first rope_head_dim values of q and k carry rotary positions. Keys and queries
-    are quantized with one scale for each head_dim values, and scored by `fp8moe.mqa_logits` or, over the paged cache
-    of `fp8moe.kernels.indexer.mqa_cache`, by `fp8moe.paged_mqa_logits`. The Hadamard rotation of DeepSeek's own code,
-    which leaves dot products as they are, is left out, as in transformers. The state dict is that of the checkpoint:
+    Query token s scores key t with ``sum over h of w[s, h] * relu(q[s, h] . k[t])``, and attends to the top_k tokens
+    with the highest scores. q is projected from q_resid, the normed low-rank query of the attention; k, one for all
+    heads, and w are projected from hidden_states; the first rope_head_dim values of q and k carry rotary positions.
+    Keys and queries are quantized with one scale for each head_dim values, and scored by `fp8moe.mqa_logits` or, over
+    the paged cache of `fp8moe.kernels.indexer.mqa_cache`, by `fp8moe.paged_mqa_logits`. The Hadamard rotation of
+    DeepSeek's own code, which does not change dot products, is omitted, as in transformers. The state dict is that of
+    the checkpoint:
 
         wq_b.weight, wq_b.weight_scale_inv  FP8Linear (num_heads * head_dim, q_lora_rank), no bias
         wk.weight, wk.weight_scale_inv      FP8Linear (head_dim, hidden_size), no bias
         k_norm.weight, k_norm.bias          LayerNorm (head_dim,) of ``dtype``
         weights_proj.weight                 (num_heads, hidden_size) float32
 
-    wq_b and wk may be replaced by any linear layer of their sizes, such as an nn.Linear. Casting the module, as with
+    wq_b and wk may be any linear layers of these sizes, such as nn.Linear. Casting the module, as with
     ``model.to(torch.bfloat16)``, casts k_norm and weights_proj too: weights_proj is then no longer float32.
 
-    Shapes below: S query tokens, B sequences of the decode batch with next_n query tokens each. Indices do not carry
-    gradients: nothing here is recorded for a backward.
+    Shapes below: S query tokens, B sequences of the decode batch with next_n query tokens each. Indices have no
+    gradients: nothing is recorded for a backward.
 
     Args:
         hidden_size, q_lora_rank: widths of hidden_states and q_resid.
@@ -52,7 +53,7 @@ class FP8MQAIndexer(nn.Module):
         interleaved: whether the rotary pairs are the values (2i, 2i + 1), as in GLM, or i and i + rope_head_dim / 2.
         scale_format: of queries and keys, "float32" or "ue8m0" (powers of two).
 
-    Raises ValueError for another size or scale_format, TypeError for a size that is no int, or another dtype.
+    Raises ValueError for a wrong size or scale_format, TypeError for a size that is no int or a wrong dtype.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class FP8MQAIndexer(nn.Module):
 
     @classmethod
     def from_transformers(cls, indexer: nn.Module, *, scale_format: str = "float32") -> "FP8MQAIndexer":
-        """The indexer that selects what one of transformers' does: DeepseekV32Indexer or GlmMoeDsaIndexer.
+        """Make the indexer that selects the same as transformers' DeepseekV32Indexer or GlmMoeDsaIndexer.
 
-        The four layers are those of ``indexer``, shared as they are and not quantized; `fp8moe.replace_linears` with
+        It shares the four layers of ``indexer``, which are not quantized; `fp8moe.replace_linears` with
         ``skip=("weights_proj",)`` quantizes the weights of wq_b and wk.
 
         Raises TypeError for a module of another class, ValueError for sizes that `FP8MQAIndexer` does not take.
@@ -137,23 +138,23 @@ class FP8MQAIndexer(nn.Module):
         slots: Tensor | None = None,
         kv_slots: Tensor | None = None,
     ) -> Tensor:
-        """Prefill: what the tokens of one or more sequences, one sequence after the other, select.
+        """Prefill: select keys for the tokens of one or more sequences, one sequence after the other.
 
         hidden_states: (S, hidden_size), q_resid: (S, q_lora_rank), bfloat16, float16 or float32.
-        position_embeddings: cos and sin, (S, rope_head_dim) each, of the tokens' positions, the rope_head_dim / 2
-            angles twice in a row, as transformers makes them.
-        starts, ends: (S,) int32: query s selects from the keys ``starts[s]`` up to ``ends[s]``, clamped as by
-            `mqa_logits`. For causal attention the first key of its sequence, and the one after its own.
+        position_embeddings: cos and sin, (S, rope_head_dim) each, of the tokens' positions; the rope_head_dim / 2
+            angles stand twice in a row, as in transformers.
+        starts, ends: (S,) int32: query s selects from the keys ``starts[s]`` up to ``ends[s]``, clamped as in
+            `mqa_logits`. For causal attention: the first key of its sequence, and the key after its own.
         kv_cache, slots: a paged cache and (S,) int32 slots in it. The new keys are written there first.
-        kv_slots: (T,) int32, with a cache: the keys to choose from are those in these slots, such as a sequence's
-            earlier ones and the new ones, and ``starts`` and ``ends`` count them. Otherwise they are the S new ones.
-            A slot that the cache does not have, such as -1, reads as a key of zeros, whose score of 0 may be among the
-            best: ``ends`` must leave it out.
-        Returns (S, top_k) int32, the best first: positions counted from ``starts``; -1 where a query sees fewer keys.
+        kv_slots: (T,) int32, with a cache: select from the keys in these slots, such as a sequence's earlier and new
+            keys; ``starts`` and ``ends`` are places in kv_slots. Without it: select from the S new keys. A slot outside
+            of the cache, such as -1, reads as a key of zeros, whose score of 0 may be among the best: ``ends`` must
+            exclude it.
+        Returns (S, top_k) int32, the best first: positions counted from ``starts``; -1 if a query sees fewer keys.
 
         The scores take S * T * 4 bytes, of which at most about 1 GiB exist at a time.
         Raises, before it writes, TypeError for a wrong type or dtype, ValueError for a wrong shape or device, a cache
-        without slots, or slots without one.
+        without slots, or slots without a cache.
         """
         if (kv_cache is None) != (slots is None) or (kv_cache is None and kv_slots is not None):
             raise ValueError("kv_cache, slots, kv_slots: expected a cache with slots, and perhaps kv_slots, or none")
@@ -177,7 +178,7 @@ class FP8MQAIndexer(nn.Module):
             kv = read_kv(kv_cache, kv_slots)
         queries = (q, weights, starts, ends)
         chunk = max(1, LOGITS_AT_A_TIME // max(1, kv.data.shape[0]))
-        if tokens <= chunk:  # a compiled graph serves any number of tokens; in a loop it would be made for one
+        if tokens <= chunk:  # no loop: a graph compiled with a loop would serve only one number of tokens
             return self._selected(kv, *queries)
         parts = zip(*(value.split(chunk) for value in queries), strict=True)
         return torch.cat([self._selected(kv, *part) for part in parts])
@@ -194,15 +195,15 @@ class FP8MQAIndexer(nn.Module):
         block_table: Tensor,
         max_context_len: int,
     ) -> Tensor:
-        """A decode step: writes the new keys to the paged cache, then selects from it. Can be captured in a CUDA graph.
+        """Decode step: write the new keys to the paged cache, then select from it. Can be captured in a CUDA graph.
 
         hidden_states: (B * next_n, hidden_size), q_resid: (B * next_n, q_lora_rank), position_embeddings: cos and sin,
             (B * next_n, rope_head_dim) each, as in `forward`; next_n is 1 to 4.
-        kv_cache, context_lens, block_table, max_context_len: as in `paged_mqa_logits`; the lengths count the new
-            tokens. The token of a query is the last that it sees, and its key goes there. A query that sees none (an
-            unused row has a context of 0), or whose block the table or the cache does not have, writes nothing. A key
-            past max_context_len is written all the same, though nothing is selected there.
-        Returns (B * next_n, top_k) int32 positions, the best first; -1 where a query sees fewer tokens.
+        kv_cache, context_lens, block_table, max_context_len: as in `paged_mqa_logits`; lengths include the new tokens.
+            A query's own token is the last that it sees: its key is written there, also past max_context_len, where no
+            key is selected. A query writes nothing if it sees no token (a context of 0 marks an unused row), or if its
+            block is not in the table or the cache.
+        Returns (B * next_n, top_k) int32 positions, the best first; -1 if a query sees fewer tokens.
 
         Raises, before it writes, TypeError for a wrong type or dtype, ValueError for a wrong shape or device.
         """
@@ -240,11 +241,11 @@ class FP8MQAIndexer(nn.Module):
         return score_operands(self, hidden_states, q_resid, position_embeddings, **options)
 
     def _selected(self, kv: FP8Tensor, q: Tensor, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-        """What these queries select from the keys."""
+        """Select keys for these queries."""
         return _select(mqa_logits(q, kv, weights, starts, ends), self.top_k, starts.clamp(min=0)[:, None])
 
     def _check_tokens(self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> int:
-        """Types, dtypes, shapes and devices of what `_project` takes. Returns the number of tokens."""
+        """Check types, dtypes, shapes and devices of the arguments of `_project`. Returns the number of tokens."""
         _check("hidden_states", hidden_states, FLOATING, (None, self.hidden_size), hidden_states)
         tokens = hidden_states.shape[0]
         _check("q_resid", q_resid, FLOATING, (tokens, self.q_lora_rank), hidden_states)
@@ -265,12 +266,12 @@ def score_operands(
     interleaved: bool,
     scale_format: str = "float32",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is scored: queries in FP8, weights of their heads, and keys.
+    """Project the operands of the scores: queries in FP8, weights of their heads, and keys.
 
     indexer: has the layers wq_b, wk, k_norm and weights_proj of `FP8MQAIndexer`.
     hidden_states: (..., hidden_size), q_resid: (..., q_lora_rank), cos and sin: (..., rope_head_dim).
-    Returns q (..., H, D) float8_e4m3fn; weights (..., H) float32, in which are the scales of q, 1/sqrt(D) for the dot
-    products, and 1/sqrt(H); k (..., D), not quantized.
+    Returns q (..., H, D) float8_e4m3fn; weights (..., H) float32, which include the scales of q, 1/sqrt(D) and
+    1/sqrt(H); k (..., D), not quantized.
     """
     cos, sin = position_embeddings
     k = indexer.k_norm(indexer.wk(hidden_states).to(indexer.k_norm.weight.dtype))
@@ -286,14 +287,14 @@ def score_operands(
 
 
 def interleaves(forward) -> bool:
-    """Whether a forward of transformers' indexers rotates neighbouring values, as GLM-MoE-DSA's does."""
+    """Whether a forward of transformers' indexers rotates pairs of neighbouring values, as GLM-MoE-DSA does."""
     return "apply_rotary_pos_emb_interleave" in inspect.unwrap(forward).__code__.co_names
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotary positions on the first values of x (..., D); cos and sin (..., R) hold their R/2 angles twice in a row.
+    """Rotate the first R values of x (..., D); cos and sin (..., R) hold R/2 angles twice in a row.
 
-    As in transformers, pairs that were interleaved are not afterwards: queries and keys are permuted alike.
+    As in transformers, interleaved pairs are separated afterwards: queries and keys are permuted alike.
     """
     width = cos.shape[-1]
     turned, rest = x.split((width, x.shape[-1] - width), dim=-1)
@@ -303,14 +304,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _select(logits: Tensor, top_k: int, starts: Tensor | int = 0) -> Tensor:
-    """Columns of the top_k logits of each row less `starts`, int32, and -1 for those that are masked or missing."""
+    """Return the columns of the top_k logits of each row minus `starts`, int32; -1 for masked or missing ones."""
     values, columns = logits.topk(min(top_k, logits.shape[1]), dim=-1)
     columns = torch.where(values == -torch.inf, -1, columns - starts).int()
     return F.pad(columns, (0, top_k - columns.shape[1]), value=-1)
 
 
 def _slots(seen: Tensor, block_table: Tensor, num_blocks: int) -> Tensor:
-    """The slots of the last token that each query sees, (B * next_n,) int32; -1 where it has none.
+    """Return the slot of the last token that each query sees, (B * next_n,) int32; -1 for none.
 
     seen: (B, next_n) int64. block_table: (B, max_blocks) int32.
     """
@@ -327,11 +328,9 @@ def _slots(seen: Tensor, block_table: Tensor, num_blocks: int) -> Tensor:
 def _check(
     name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], like: Tensor
 ) -> None:
-    """A tensor of one of the dtypes on the device of `like`, of a shape whose first size may be None for any."""
+    """Check type, dtype, shape and device of a tensor; the first size of `shape` may be None for any."""
     check_tensor(name, value)
-    if value.dtype not in dtypes:
-        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{name}: expected {expected}, got {value.dtype}")
+    check_dtype(name, value, *dtypes)
     first = 1 if shape[0] is None else 0
     if value.dim() != len(shape) or value.shape[first:] != shape[first:]:
         expected = str(shape).replace("None", "any")

@@ -1,6 +1,6 @@
-"""What modules with FP8 parameters share: keeping them FP8 and frozen, and refusing what would not respect that.
+"""Helpers for modules with FP8 parameters, which are frozen, and checks against their misuse.
 
-Parameters may be DTensors: their shards are told by `to_local`, which needs no part of torch.distributed.
+Parameters may be DTensors. A DTensor is recognized by its method `to_local`, without importing torch.distributed.
 """
 
 from torch import Tensor, nn
@@ -11,17 +11,17 @@ def frozen(value: Tensor) -> nn.Parameter:
 
 
 def local(value: Tensor) -> Tensor:
-    """The part of a DTensor that is on this rank, to which gradients of the DTensor come back; other tensors as is."""
+    """Return the part of a DTensor on this rank, through which its gradients flow; other tensors unchanged."""
     return value.to_local() if is_sharded(value) else value
 
 
 def is_sharded(value: Tensor) -> bool:
-    """Whether this is a DTensor."""
+    """Whether a tensor is a DTensor."""
     return hasattr(value, "to_local")
 
 
 def check_not_parametrized(name: str, module: nn.Module) -> None:
-    """RuntimeError where something is added to FP8 weights in each call, as peft does to parameters: wrong results."""
+    """Raise RuntimeError for a parametrization, such as peft's: adding to FP8 weights would give wrong results."""
     if "parametrizations" in module._modules:
         raise RuntimeError(
             f"{name}: a parametrization cannot change FP8 weights; for adapters of peft, call "
@@ -30,6 +30,6 @@ def check_not_parametrized(name: str, module: nn.Module) -> None:
 
 
 def check_not_sharded(name: str, value: Tensor) -> None:
-    """ValueError for a DTensor: what a rank holds of it need not be whole blocks."""
+    """Raise ValueError for a DTensor: the part on a rank may not consist of whole blocks."""
     if is_sharded(value):
         raise ValueError(f"{name}: expected a whole weight to quantize, got a DTensor with {value.placements}")

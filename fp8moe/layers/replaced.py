@@ -1,4 +1,4 @@
-"""Modules in whose place others are put: patterns of names say which, and what else they compute must not get lost."""
+"""Replacement of modules: patterns of the names to skip, and checks for computations that would get lost."""
 
 import inspect
 import re
@@ -13,17 +13,17 @@ DEFAULT_SKIP = (
     *("*embed*", "wte", "wpe", "shared", "*norm"),
     *("gate", "*.gate.*", "router", "*.router.*", "router_gate", "shared_expert_gate"),
     *("weights_proj", "eh_proj"),  # DeepSeek's indexer and multi-token prediction
-    "dt_proj",  # of Mamba, which reads the weight itself
+    "dt_proj",  # Mamba reads the weight itself
 )
-"""Modules that stay as they are by default: output layers, embeddings, norms, routers, and what DeepSeek's and
-transformers' FP8 checkpoints leave unquantized.
+"""Modules that are skipped by default: output layers, embeddings, norms, routers, and modules that DeepSeek's and
+transformers' FP8 checkpoints do not quantize.
 """
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def as_patterns(argument: str, patterns: Iterable[str]) -> tuple[str, ...]:
-    """The patterns of a caller's argument. TypeError, naming it, for a single string."""
+    """Return the patterns of the argument named `argument`. Raises TypeError for a single string."""
     if isinstance(patterns, str):
         raise TypeError(
             f"{argument}: expected a sequence of patterns, got the string {patterns!r}; did you mean ({patterns!r},)?"
@@ -32,13 +32,13 @@ def as_patterns(argument: str, patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def matches(module: str, patterns: Iterable[str]) -> bool:
-    """Whether an fnmatch pattern matches the qualified name of a module, or the last part of it."""
+    """Whether an fnmatch pattern matches the qualified name of a module or the last part of its name."""
     last = module.rpartition(".")[2]
     return any(fnmatchcase(module, pattern) or fnmatchcase(last, pattern) for pattern in patterns)
 
 
 def check_skip(model: nn.Module, skip: Iterable[str]) -> None:
-    """ValueError for a pattern that matches no module, but for the default ones."""
+    """Raise ValueError for a pattern that matches no module, unless it is one of `DEFAULT_SKIP`."""
     names = [name for name, _ in model.named_modules()]
     for pattern in skip:
         if pattern not in DEFAULT_SKIP and not any(matches(name, (pattern,)) for name in names):
@@ -46,7 +46,7 @@ def check_skip(model: nn.Module, skip: Iterable[str]) -> None:
 
 
 def casts_to_weight(model: nn.Module, name: str) -> str | None:
-    """The class of a module around this one that casts to the dtype of its weight, as T5's does, or None."""
+    """Return the class of an enclosing module that casts to this module's weight dtype, as T5's does, or None."""
     parts = name.split(".")
     for depth in range(len(parts)):
         kind = type(model.get_submodule(".".join(parts[:depth])))
@@ -57,7 +57,7 @@ def casts_to_weight(model: nn.Module, name: str) -> str | None:
 
 @cache
 def _read_dtypes(kind: type[nn.Module]) -> frozenset[str]:
-    """The paths of submodules the dtype of whose weight is read by the class's forward or by a method that it calls."""
+    """Return the paths of submodules whose ``weight.dtype`` is read by the class's forward or a method it calls."""
     found, methods = set(), ["forward"]
     for method in methods:
         try:
@@ -71,7 +71,7 @@ def _read_dtypes(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def check_no_casts(model: nn.Module, name: str) -> None:
-    """ValueError for a module to whose weight's dtype a module around it casts the input."""
+    """Raise ValueError if an enclosing module casts the input to the dtype of this module's weight."""
     if kind := casts_to_weight(model, name):
         raise ValueError(
             f"{name}: {kind} casts the input to the dtype of its weight, which would be FP8; leave it out with "
@@ -80,10 +80,10 @@ def check_no_casts(model: nn.Module, name: str) -> None:
 
 
 def check_no_hooks(name: str, module: nn.Module) -> None:
-    """ValueError for hooks and replaced forwards, of the module or of one inside it: they would not run any more.
+    """Raise ValueError for hooks and replaced forwards of the module or its submodules: they would no longer run.
 
-    Hooks by which accelerate only moves the inputs to a module's device may go: without them another device is an
-    error.
+    Hooks of accelerate that only move inputs to the module's device are accepted: without them, an input on another
+    device is an error.
     """
     for path, inner in module.named_modules():
         hooks = [kind.strip("_").replace("_", " ") for kind in _HOOKS if getattr(inner, kind)]
@@ -95,7 +95,7 @@ def check_no_hooks(name: str, module: nn.Module) -> None:
 
 
 def check_only_weights(name: str, linear: nn.Module) -> None:
-    """ValueError for a linear layer with other parameters than its own: adapters, parametrizations."""
+    """Raise ValueError for a linear layer with further parameters: adapters, parametrizations."""
     extra = sorted({path for path, _ in linear.named_parameters()} - {"weight", "weight_scale_inv", "bias"})
     if extra:
         raise ValueError(f"{name}: expected the parameters weight and bias only, got also {extra}")

@@ -1,6 +1,7 @@
 """warm: kernels of linears and experts are compiled before a call needs them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.api import experts
-from fp8moe.kernels.gemm.warmup import Family, families
+from fp8moe.kernels.gemm.warmup import RequiredKernels, lengths, required_by
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.formats import FP8Tensor
@@ -18,7 +19,7 @@ from fp8moe.runtime import config, jit
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_int
 from fp8moe.runtime.launch import num_sms
-from fp8moe.runtime.record import Recorder, in_own_process, reserve_memory, reserved
+from fp8moe.runtime.record import in_own_process, reserve_memory, reserved
 from fp8moe.runtime.sm90 import USUAL_SMS
 
 
@@ -62,11 +63,20 @@ def warm(
     Raises ValueError for another shape, for no shapes or counts, a size or a count below one, and for what the classes
     refuse; TypeError for a size or count that is no int; RuntimeError if the compiler is missing.
     """
-    shapes, tokens = _checked_shapes(shapes), max(_checked_counts(token_counts))
+    sizes = [tuple(shape) for shape in shapes]
+    for shape in sizes:
+        if len(shape) not in (2, 4):
+            raise ValueError(f"shapes: expected (N, K) or (E, I, H, top_k), got {shape}")
+        _checked("shapes", shape)
+    counts = _checked("token_counts", token_counts)
+    for argument, given in (("shapes", sizes), ("token_counts", counts)):
+        if not given:
+            raise ValueError(f"{argument}: expected at least one")
+    tokens = max(counts)
     on_gpu = torch.cuda.is_available() and use_cuda(torch.empty(0, device="cuda"))
     sms = num_sms(torch.cuda.current_device()) if on_gpu else min(USUAL_SMS, config.settings.num_sms or USUAL_SMS)
     options = _Options(activation, bias, weight_scales, dtype)
-    kernels, found = in_own_process(_record, shapes, tokens, options, sms)
+    kernels, found = in_own_process(_record, sizes, tokens, options, sms)
     for family, rows in found.items():
         kernels |= family.all_variants(rows, rows * tokens, sms)
     if on_gpu:
@@ -75,44 +85,24 @@ def warm(
         jit.compile_all(kernels)
 
 
-def lengths(tokens: int) -> list[int]:
-    """Powers of two up to `tokens`, and `tokens`: numbers that a kernel, but for GEMMs, serves all of or one among."""
-    return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
+def _checked(argument: str, values: Iterable[int]) -> tuple[int, ...]:
+    values = tuple(values)
+    for value in values:
+        check_int(argument, value, at_least=1)
+    return values
 
 
-def _checked_shapes(shapes: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
-    checked = [tuple(shape) for shape in shapes]
-    for shape in checked:
-        if len(shape) not in (2, 4):
-            raise ValueError(f"shapes: expected (N, K) or (E, I, H, top_k), got {shape}")
-        for size in shape:
-            check_int("shapes", size, at_least=1)
-    if not checked:
-        raise ValueError("shapes: expected at least one")
-    return checked
+def _record(shapes: Iterable[tuple[int, ...]], tokens: int, options: _Options, sms: int) -> RequiredKernels:
+    return required_by(_calls(shapes, lengths(tokens), options), sms)
 
 
-def _checked_counts(token_counts: Iterable[int]) -> list[int]:
-    counts = list(token_counts)
-    for count in counts:
-        check_int("token_counts", count, at_least=1)
-    if not counts:
-        raise ValueError("token_counts: expected at least one")
-    return counts
-
-
-def _record(
-    shapes: Iterable[tuple[int, ...]], tokens: int, options: _Options, sms: int
-) -> tuple[set[jit.KernelSpec], dict[Family, int]]:
-    """The kernels that are launched for `lengths`, and the GEMMs' families, each with its rows for one token."""
-    torch.set_num_threads(1)
-    recorder = Recorder(sms)
-    with torch.no_grad():
-        for shape in shapes:
-            module = _module(shape, options)
-            for count in lengths(tokens):
-                _call(module, shape, count, options)
-    return set(recorder.kernels), dict(families)
+def _calls(
+    shapes: Iterable[tuple[int, ...]], counts: Iterable[int], options: _Options
+) -> Iterator[Callable[[], object]]:
+    """Yield a call of a module of each shape for each number of tokens."""
+    for shape in shapes:
+        module = _module(shape, options)
+        yield from (partial(_call, module, shape, count, options) for count in counts)
 
 
 def _module(shape: tuple[int, ...], options: _Options) -> nn.Module:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fp8moe.hf.name import NAME
+from fp8moe.hf.experts import NAME
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 

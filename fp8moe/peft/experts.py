@@ -1,13 +1,7 @@
-"""peft's LoRA layers for experts, and the FP8 experts with a low-rank addition to each weight that it runs.
-
-From ranks to H or I the FP8 GEMMs add the product to their sums, before these are rounded. To ranks, and to the
-gradients of factors, two kernels read rows in the order of experts, or tokens where these lie, so that there is no
-matrix (R, H) beside those of the FP8 layer (`kernels.experts.lora`).
-"""
+"""peft's LoRA layers for experts: adapters as peft stores them, joined to the `LowRank` that FP8 experts run with."""
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,33 +9,12 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 
 from fp8moe.hf.experts import cached_layer
-from fp8moe.kernels.activation import Activation, weighted_backward
-from fp8moe.kernels.experts import checks
-from fp8moe.kernels.experts.backward import RowOrder, no_double_backward, values_of
-from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
-from fp8moe.kernels.experts.operands import Layer, Operands, pad_columns, row_dtype, without_padding
-from fp8moe.kernels.experts.swiglu import swiglu_backward_quantize_rows, swiglu_quantize_rows
+from fp8moe.kernels.experts.backward import experts_training
+from fp8moe.kernels.experts.operands import Layer, LowRank
 from fp8moe.layers.experts import GroupedExperts, flattened
 from fp8moe.peft.layer import FP8LoraLayer, Stored, check_base, check_config
-from fp8moe.quant.formats import BLOCK, FP8Tensor
-from fp8moe.quant.quantize import quantize_1x128
-from fp8moe.quant.transpose import transpose_fp8
-from fp8moe.runtime.backend import use_cuda
+from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime.checks import FLOATING
-from fp8moe.runtime.operator import define
-
-
-class Factors(NamedTuple):
-    """What is added to the weights of experts: ``up_b @ up_a`` and ``down_b @ down_a``, scaled already.
-
-    up_a (E, r, H), up_b (E, P, r), down_a (E, r, Q), down_b (E, H, r), bfloat16. I is padded with zeros to a multiple
-    of 128: P is that, twice with a gate, and Q. H and r are padded to multiples of 16.
-    """
-
-    up_a: Tensor
-    up_b: Tensor
-    down_a: Tensor
-    down_b: Tensor
 
 
 class ExpertsB(nn.Module):
@@ -159,11 +132,9 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         x, index, weights, _ = flattened(hidden_states, top_k_index, top_k_weights, None)
         dropout = self._dropout(added.values())
         with torch.autocast(x.device.type, enabled=False):
-            layer, factors = self._layer(), self._factors(added)
-            checks.experts(Operands(x, index, weights, layer))
-            inputs = x, F.dropout(x, dropout) if dropout else None, weights
-            options = layer.activation, dropout
-            out = _AdaptedExperts.apply(*inputs, *factors, *layer.up, *layer.down, index, options)
+            dropped = F.dropout(x, dropout) if dropout else None
+            low_rank = self._low_rank(added)._replace(dropped=dropped, dropout=dropout)
+            out = experts_training(x, index, weights, self._layer(), low_rank=low_rank)
         out = out.view(hidden_states.shape)
         return out if residual is None else residual + out
 
@@ -187,12 +158,10 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         """The FP8 weights of the base layer, or of the copy that transformers' unquantized experts run on."""
         base = self.get_base_layer()
         check_base(self.name, base)  # it may have been spread since
-        layer = base if isinstance(base, GroupedExperts) else cached_layer(base)
-        weights = layer.whole_weights()
-        return Layer(weights.up, weights.down, layer.activation)
+        return (base if isinstance(base, GroupedExperts) else cached_layer(base)).whole_weights().layer
 
-    def _factors(self, added: dict[str, tuple["LoraExperts", list[str]]]) -> Factors:
-        """Those of the adapters side by side, with zeros to sizes that kernels want."""
+    def _low_rank(self, added: dict[str, tuple["LoraExperts", list[str]]]) -> LowRank:
+        """Join the factors of all adapters side by side, with zeros to sizes that kernels want."""
         base = self.get_base_layer()
         hidden, size = base.down_proj.shape[1:]
         (up_a, up_b), (down_a, down_b) = (
@@ -202,7 +171,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         more_hidden, more_columns = -hidden % 16, -size % BLOCK
         up_b = _pad(up_b.unflatten(1, (-1, size)), (0, 0, 0, more_columns)).flatten(1, 2)
         up_a, down_b = _pad(up_a, (0, more_hidden)), _pad(down_b, (0, 0, 0, more_hidden))
-        return Factors(up_a, up_b, _pad(down_a, (0, more_columns)), down_b)
+        return LowRank(up_a, up_b, _pad(down_a, (0, more_columns)), down_b)
 
     def joined(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
         """A and scaled B of the adapters in bfloat16, side by side, of a rank that is a multiple of 16."""
@@ -251,161 +220,3 @@ def _join(parts: list[Tensor], dim: int) -> Tensor:
 def _pad(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """`F.pad`, which copies also where there is nothing to add."""
     return F.pad(x, sizes) if any(sizes) else x
-
-
-class _AdaptedExperts(torch.autograd.Function):
-    """What `experts_training` computes for frozen weights, plus what `Factors` add.
-
-    x: (T, H). dropped: x after dropout, which the first factors read; None: x. dropout: of what the second ones read,
-    the result of the activation.
-
-    Gradients of x, dropped, top_k_weights and the factors are straight through every quantization. Those of the factors
-    come from activations and gradients in bfloat16, before these are quantized. Equal inputs give equal bits. The
-    backward raises RuntimeError if the FP8 weights have been changed in place since the forward; so does a backward of
-    the backward. Beside its arguments the forward keeps ``2 * R * P`` bytes for R = T * K rows (and ``R * Q`` of a mask
-    with dropout), ``4 * R * r``, and a copy of what the first factors read if that is not bfloat16.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, x, dropped, top_k_weights, up_a, up_b, down_a, down_b, up, up_scale, down, down_scale, top_k_index, options
-    ):
-        activation, dropout = options
-        hidden, size = down.shape[1:]
-        layer = Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), activation).padded(BLOCK)
-        order = RowOrder.of_tokens(top_k_index, len(up_a), len(up_a))
-        groups = order.groups
-        ctx.call = order, activation, dropout, x.dtype
-        read = pad_columns((x if dropped is None else dropped).bfloat16(), up_a.shape[2])  # by the first factors
-        up_ranks = lora_shrink(read, up_a, groups, order.tokens())
-        a, _, _ = order.gather(x, layer.down.data.shape[1], None, False)
-        projected = order.multiply(a, layer.up, torch.bfloat16, low_rank=(up_ranks, up_b))
-        del a
-        h, values = _activate(projected, groups, activation, size)
-        mask = None
-        if dropout:
-            values, mask = torch.native_dropout(values, dropout, True)
-        down_ranks = lora_shrink(values, down_a, groups)
-        del values
-        y = order.multiply(h, layer.down, row_dtype(x.dtype), low_rank=(down_ranks, down_b))
-        del h
-        out = without_padding(order.sum(y, top_k_weights, x.dtype), hidden)
-        del y
-        # With the FP8 weights, so that autograd refuses a backward after they were merged into.
-        weights = up, up_scale, down, down_scale
-        ctx.save_for_backward(
-            read, top_k_weights, up_a, up_b, down_a, down_b, *weights, projected, up_ranks, down_ranks, mask
-        )
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        with torch.autocast(grad.device.type, enabled=False):
-            grads = _Gradients.apply(ctx.call, ctx.needs_input_grad[:2], grad.contiguous(), *ctx.saved_tensors)
-        return *grads, *[None] * (len(ctx.needs_input_grad) - len(grads))
-
-
-class _Gradients(torch.autograd.Function):
-    """Those of x, dropped, top_k_weights and the factors, which depend on all of them: but no further derivative."""
-
-    @staticmethod
-    def forward(ctx, call, needed, grad, *saved):
-        read, top_k_weights, up_a, up_b, down_a, down_b, *saved = saved
-        up, up_scale, down, down_scale, projected, up_ranks, down_ranks, mask = saved
-        order, activation, dropout, dtype = call
-        layer = Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), activation).padded(BLOCK)
-        groups, tokens, row_weights = order.groups, order.tokens(), order.row_weights(top_k_weights)
-        keep = 1 / (1 - dropout)
-
-        # As in `kernels.experts.backward`, gradients come without the weights of the rows, which take them later.
-        grad_read = pad_columns(grad.bfloat16(), down_b.shape[1])
-        d_ranks = lora_shrink(grad_read, down_b.mT.contiguous(), groups, tokens)
-        rows, _, _ = order.gather(grad, layer.down.data.shape[1], None, False)
-        low_rank = (d_ranks, down_a.mT.contiguous()) if mask is None else None
-        d_h = order.multiply(rows, transpose_fp8(layer.down), torch.bfloat16, low_rank=low_rank)
-        del rows
-        if mask is not None:
-            d_h += torch.ops.aten.native_dropout_backward(grouped_mm(d_ranks, down_a, groups), mask, keep)
-        d_rows, dots, d_projected, values = _activate_backward(projected, d_h, row_weights, groups, activation)
-        del d_h
-        if mask is not None:
-            values = torch.ops.aten.native_dropout_backward(values, mask, keep)
-        d_ranks, down_ranks = (_weighted(ranks, row_weights) for ranks in (d_ranks, down_ranks))
-        d_down_a = lora_gradient(d_ranks, values, groups)
-        del values
-        d_up_b = lora_gradient(up_ranks, d_projected, groups).mT
-        d_ranks = lora_shrink(d_projected, up_b.mT.contiguous(), groups)
-        del d_projected
-        d_down_b = lora_gradient(down_ranks, grad_read, groups, tokens).mT
-        d_up_a = lora_gradient(d_ranks, read, groups, tokens)
-
-        d_x = d_read = None
-        if needed[0]:
-            low_rank = None if needed[1] else (d_ranks, up_a.mT.contiguous())
-            dx = order.multiply(d_rows, transpose_fp8(layer.up), row_dtype(dtype), low_rank=low_rank)
-            d_x = without_padding(order.sum(dx, None, dtype), grad.shape[1])
-            del dx
-        if needed[1]:
-            d_read = without_padding(order.sum(grouped_mm(d_ranks, up_a, groups), None, dtype), grad.shape[1])
-        d_weights = order.by_assignment(dots).to(top_k_weights.dtype)
-        return d_x, d_read, d_weights, d_up_a, d_up_b, d_down_a, d_down_b
-
-    @staticmethod
-    def backward(ctx, *grads):
-        no_double_backward(ctx, *grads)
-
-
-def _weighted(ranks: Tensor, row_weights: Tensor) -> Tensor:
-    """ranks (R, r) times the weights of the rows, rounded once."""
-    return torch.mul(ranks, row_weights[:, None], out=torch.empty_like(ranks))
-
-
-def _activate(projected: Tensor, groups: Tensor, activation: Activation, size: int) -> tuple[FP8Tensor, Tensor]:
-    """The activation of projected (R, 2I) or (R, I), quantized by rows, and in bfloat16.
-
-    size: the columns that are not padding.
-    """
-    if activation.is_swiglu:
-        return swiglu_quantize_rows(projected, groups, activation=activation, values=True)
-    values = values_of(projected, activation, size)
-    return quantize_1x128(values), values.bfloat16()
-
-
-def _activate_backward(
-    projected: Tensor, d_h: Tensor, row_weights: Tensor, groups: Tensor, activation: Activation
-) -> tuple[FP8Tensor, Tensor, Tensor, Tensor]:
-    """The gradient of projected, quantized by rows; that of row_weights (R,); the first in bfloat16; and the values of
-    `_activate` in bfloat16.
-
-    d_h: (R, I), without the weights of the rows.
-    """
-    if activation.is_swiglu:
-        return swiglu_backward_quantize_rows(projected, d_h, row_weights, groups, activation=activation, values=True)
-    d_projected, values, dots = weighted_backward(projected, d_h, row_weights, activation)
-    return quantize_1x128(d_projected), dots, d_projected.bfloat16(), values.bfloat16()
-
-
-def grouped_mm(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
-    """``a[rows of e] @ b[e]``: a (R, K), b (E, K, N), groups (E + 1,) -> (R, N). Rows of no group are any values.
-
-    bfloat16, sums in float32, K and N multiples of 8. Waits for nothing on a GPU; elsewhere a loop defines the result.
-    """
-    return torch.ops.fp8moe.adapter_product(a, b, groups)
-
-
-def _grouped_mm(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
-    if len(a) and use_cuda(a):
-        return F.grouped_mm(a, b, offs=groups[1:])
-    out = a.new_zeros((a.shape[0], b.shape[2]))
-    offsets = groups.tolist()
-    with torch.autocast(a.device.type, enabled=False):
-        for start, end, matrix in zip(offsets, offsets[1:], b, strict=False):
-            out[start:end] = (a[start:end].float() @ matrix.float()).bfloat16()
-    return out
-
-
-define(
-    "adapter_product(Tensor a, Tensor b, Tensor groups) -> Tensor",
-    _grouped_mm,
-    lambda a, b, groups: a.new_empty((a.shape[0], b.shape[2])),
-)

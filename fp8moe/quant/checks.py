@@ -1,4 +1,4 @@
-"""Checks of quantized operands, in the manner of `runtime.checks`, and the layout of scales that the kernels load."""
+"""Checks of quantized operands, and the layout of scales that the kernels load."""
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ from fp8moe.quant.formats import (
 )
 from fp8moe.runtime.checks import check_device, check_dtype, describe
 
-FLOAT8 = (torch.float8_e4m3fn,)  # of operands
+FLOAT8 = (torch.float8_e4m3fn,)  # dtypes of operands
 FLOAT32 = torch.float32
 
 
 def fp8_operand(name: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The two tensors of an FP8Tensor or of any other (data, scale) pair."""
+    """Return the two tensors of an FP8Tensor or of any other (data, scale) pair. Raises TypeError for anything else."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{name}: expected an FP8Tensor or a (data, scale) pair, got {describe(pair)}")
     data, scale = pair
@@ -30,7 +30,7 @@ def fp8_operand(name: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]
 
 
 def fp8_data(name: str, data: Tensor, dimensions: str) -> torch.Size:
-    """The shape of a float8 tensor with such dimensions."""
+    """Return the shape of a float8 tensor. Raises unless it has as many dimensions as `dimensions` ("(M, K)")."""
     check_dtype(name, data, *FLOAT8)
     shape = data.shape
     if len(shape) != dimensions.count(",") + 1:
@@ -46,7 +46,7 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, int], device: torch.
 
 
 def check_weight_scale(name: str, weight: FP8Tensor, device: torch.device, projections: int = 1) -> None:
-    """The scale of weights (..., N, K), in blocks or of channels. projections: matrices one below the other in N."""
+    """Check the block or channel scales of weights (..., N, K). projections: matrices stacked along N."""
     data, scale = weight
     if not has_channel_scales(data, scale):
         *lead, n, k = data.shape
@@ -61,13 +61,13 @@ def check_scale_format(scale_format: str) -> None:
 
 
 def check_no_channels(name: str, weight: FP8Tensor) -> None:
-    """ValueError for a scale of channels, where gradients are computed: they take the transposed weight in blocks."""
+    """Raise ValueError for channel scales: gradients multiply by the transposed weight, which needs block scales."""
     if has_channel_scales(*weight):
         raise ValueError(f"{name}: expected scales of 128x128 blocks for gradients, got one for each output channel")
 
 
 def check_vector(name: str, value: Tensor, dtype: torch.dtype, length: int | None, device: torch.device) -> None:
-    """Dtype, shape and device of a vector; length: None for any."""
+    """Check dtype, shape and device of a vector; length: None for any."""
     check_dtype(name, value, dtype)
     if value.dim() != 1 or (length is not None and value.shape[0] != length):
         raise ValueError(f"{name}: expected shape ({'R' if length is None else length},), got {tuple(value.shape)}")
@@ -75,7 +75,7 @@ def check_vector(name: str, value: Tensor, dtype: torch.dtype, length: int | Non
 
 
 def check_groups(group_offsets: Tensor, rows: int, device: torch.device) -> int:
-    """Dtype, shape and device of `group_offsets`, and `check_padded`. Returns E."""
+    """Check dtype, shape and device of `group_offsets` (E + 1,), and `check_padded`. Returns E."""
     check_vector("group_offsets", group_offsets, torch.int32, None, device)
     if group_offsets.shape[0] < 2:
         raise ValueError(f"group_offsets: expected shape (E + 1,) with E >= 1, got {tuple(group_offsets.shape)}")
@@ -85,15 +85,15 @@ def check_groups(group_offsets: Tensor, rows: int, device: torch.device) -> int:
 
 
 def check_padded(rows: int, groups: int) -> None:
-    """That the offsets of so many rows in padded groups fit int32."""
+    """Raise unless the offsets of `rows` rows in `groups` padded groups fit int32."""
     if padded_rows(rows, groups) >= 1 << 31:
         raise ValueError(f"expected fewer than 2**31 rows with every group padded to a multiple of 128, got {rows}")
 
 
 def mn_major(activation_scale: Tensor, *, of_more_rows: bool = False) -> Tensor:
-    """``activation_scale`` (M, K blocks) MN-major and 16-byte aligned: itself where it lies so, otherwise a copy.
+    """Return ``activation_scale`` (M, K blocks), or a copy if it is not MN-major and 16-byte aligned.
 
-    of_more_rows: columns may lie further apart, as where the rows are some of more.
+    of_more_rows: accept a larger pitch between columns, as in a slice of rows.
     """
     m = activation_scale.shape[0]
     row, column = activation_scale.stride()

@@ -36,7 +36,7 @@ from fp8moe.runtime.sm90 import WARP
 
 INPUT_TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
 
-# Constants of each kernel: warps of a thread block, and what one of them, or all together, take.
+# Macros of each kernel: WARPS of a thread block; rows of a warp; columns of a thread block.
 _CONSTANTS = {
     "quantize_1x128": {"WARPS": 4, "ROWS_PER_WARP": 8},
     "quantize_128x128": {"WARPS": 8},
@@ -80,9 +80,9 @@ def quantize_128x128(w: Tensor, *, scale_format: str = "float32", out: FP8Tensor
 
 
 class Requantizer:
-    """``quantize_128x128(w, out=out)`` of one tensor after the other into the same memory, in one launch each.
+    """Repeats ``quantize_128x128(w, out=out)`` for tensors w laid out like `like`, in one launch each.
 
-    like, out: of a `quantize_128x128`, which has checked them. It counts no new version of `out`.
+    like, out: arguments of a call of `quantize_128x128`, which has checked them. The version of `out` is not increased.
     """
 
     def __init__(self, like: Tensor, out: FP8Tensor):
@@ -94,10 +94,10 @@ class Requantizer:
         contiguous = like.is_contiguous() and data.is_contiguous() and scale.is_contiguous()
         self._launcher = None
         if use_cuda(like) and like.numel() and contiguous and has_vector_rows(like) and not self._data % 16:
-            self._launcher = launcher(self._device, "quantize_128x128", _matrices(like), True)
+            self._launcher = launcher(self._device, "quantize_128x128", _merged(like, 2), True)
 
     def takes(self, w: Tensor) -> bool:
-        """Whether it can: not a tensor of another layout than `like`, or one that overlaps `out`."""
+        """Whether w can be quantized here: it is laid out like `like` and does not overlap `out`."""
         if self._launcher is None or (w.dtype, w.device, w.shape, w.stride()) != self._layout:
             return False
         start = w.data_ptr()
@@ -106,14 +106,14 @@ class Requantizer:
         return apart and not start % 16
 
     def __call__(self, w: Tensor) -> None:
-        """Quantize a tensor that it `takes`."""
+        """Quantize a tensor for which `takes` is true."""
         assert self._launcher is not None
         with device_guard(self._device):
             self._launcher.launch(current_stream(self._device), w.data_ptr(), self._data, self._scale)
 
 
 def quantize_128x1(x: Tensor) -> FP8Tensor:
-    """Transpose and quantize, one scale per column and 128 rows of x: an operand whose K runs along the rows of x.
+    """Transpose x and quantize it, one scale per column and 128 rows of x: an operand whose K runs along x's rows.
 
     x: (K, M) bfloat16, float16 or float32, any strides.
     Returns data (M, K) contiguous and MN-major scale (M, ceil(K/128)): what `quantize_1x128(x.t())` returns.
@@ -124,7 +124,7 @@ def quantize_128x1(x: Tensor) -> FP8Tensor:
 
 
 def quantize_channels(w: Tensor) -> FP8Tensor:
-    """Quantize weights with one scale for each output channel, as checkpoints have it; PyTorch operations.
+    """Quantize weights with one scale per output channel, with PyTorch operations on any device.
 
     w: (..., N, K) of a floating dtype, K > 0. Returns data (..., N, K) and scale (..., N, 1) float32.
     """
@@ -170,34 +170,30 @@ def dequantize(t: FP8Tensor | tuple[Tensor, Tensor], *, dtype: torch.dtype = tor
 
 
 def input_defines(dtype: torch.dtype, *, vector: bool = True) -> tuple[tuple[str, int | str], ...]:
-    """What cuda/input.cuh wants defined.
-
-    dtype: of the input. vector: its rows start at multiples of 16 bytes and are multiples of 16 bytes long.
-    """
+    """Return the macros that cuda/common/input.cuh needs. dtype: of the input. vector: see `has_vector_rows`."""
     return ("INPUT", INPUT_TYPES[dtype]), ("VECTOR", int(vector))
 
 
 def quantizer_defines(
     dtype: torch.dtype, *, ue8m0: bool = False, vector: bool = True
 ) -> tuple[tuple[str, int | str], ...]:
-    """What cuda/quantize.cuh wants defined. ue8m0: scales are rounded up to powers of two."""
+    """Return the macros that cuda/common/quantize.cuh needs. ue8m0: scales are rounded up to powers of two."""
     return (*input_defines(dtype, vector=vector), ("UE8M0", int(ue8m0)), *SCALE_DEFINES)
 
 
 def kernel_spec(name: str, dtype: torch.dtype, ue8m0: bool, vector: bool) -> KernelSpec:
-    """The kernel "quantize_1x128", "quantize_128x128" or "quantize_128x1"; the rest as for `quantizer_defines`."""
+    """Return the kernel "quantize_1x128", "quantize_128x128" or "quantize_128x1"; otherwise as `quantizer_defines`."""
     defines = quantizer_defines(dtype, ue8m0=ue8m0, vector=vector)
     return KernelSpec(f"{name}.cu", name, (*defines, *_CONSTANTS[name].items()))
 
 
 @planned
 def launcher(device_index: int, name: str, x: Tensor, vector: bool, ue8m0: bool = False) -> PointerLauncher:
-    """The launcher of a kernel of `kernel_spec` for inputs laid out like x, data and scale, in this order.
+    """Return the launcher of a kernel of `kernel_spec` for (x, data, scale).
 
-    x: (M, K), for "quantize_128x128" (E, N, K), for "quantize_128x1" (K, M), with stride 1 in its last dimension, not
-        empty. vector: `has_vector_rows` of the inputs.
-    Data is at a multiple of 16 bytes, and contiguous. The scale of row i and K block j of "quantize_1x128" is element
-    i + j * align(M, 4).
+    x: (M, K), for "quantize_128x128" (E, N, K), for "quantize_128x1" (K, M); last stride 1, not empty.
+    vector: `has_vector_rows` of x. data: contiguous, at a multiple of 16 bytes. scale of "quantize_1x128": row i and K
+    block j at element i + j * align(M, 4).
     """
     constants = _CONSTANTS[name]
     *lead, rows, columns = x.shape
@@ -224,7 +220,7 @@ def has_vector_rows(x: Tensor) -> bool:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x itself, or a contiguous copy where its last dimension is strided."""
+    """Return x, or a contiguous copy if its last dimension is strided."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -240,14 +236,9 @@ def _check_matrix(x: Tensor) -> None:
         raise ValueError(f"x: expected shape (K, M), got {tuple(x.shape)}")
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x (..., K) as a matrix."""
-    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _matrices(w: Tensor) -> Tensor:
-    """w (..., N, K) with one leading dimension."""
-    return w.reshape(math.prod(w.shape[:-2]), *w.shape[-2:])
+def _merged(x: Tensor, kept: int) -> Tensor:
+    """Return x with all but its last `kept` dimensions merged into one."""
+    return x if x.dim() == kept + 1 else x.reshape(math.prod(x.shape[:-kept]), *x.shape[-kept:])
 
 
 def _launch(name: str, x: Tensor, scale_format: str, results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -258,19 +249,19 @@ def _launch(name: str, x: Tensor, scale_format: str, results: tuple[Tensor, Tens
 
 
 def _launch_128x1(x: Tensor) -> tuple[Tensor, Tensor]:
-    results = _empty_128x1(x)
+    results = _empty_1x128(x.t(), "float32")
     if x.stride(0) == 1 and x.shape[0] > 1:
         return _launch("quantize_1x128", x.t(), "float32", results)
     return _launch("quantize_128x1", x, "float32", results)
 
 
 def _reference_1x128(x: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
-    data, scale = reference.quantize_1x128(_rows(x), scale_format == "ue8m0")
+    data, scale = reference.quantize_1x128(_merged(x, 1), scale_format == "ue8m0")
     return (data, scale) if x.dim() == 2 else (data.view(x.shape), scale.view(*x.shape[:-1], scale.shape[-1]))
 
 
 def _reference_128x128(w: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
-    data, scale = reference.quantize_128x128(_matrices(w), scale_format == "ue8m0")
+    data, scale = reference.quantize_128x128(_merged(w, 2), scale_format == "ue8m0")
     return data.view(w.shape), scale.view(*w.shape[:-2], *scale.shape[-2:])
 
 
@@ -296,7 +287,7 @@ def _check_out(w: Tensor, scale_format: str, data: Tensor, scale: Tensor) -> Non
 def _write_128x128(
     quantize: Callable[..., tuple[Tensor, Tensor]], w: Tensor, scale_format: str, data: Tensor, scale: Tensor
 ) -> None:
-    """quantize(w, scale_format, results) writes to contiguous results."""
+    """Quantize w into data and scale, by way of a copy where ``quantize(w, scale_format, results)`` cannot write."""
     for name, value in (("data", data), ("scale", scale)):
         if overlap(value, w):
             raise ValueError(f"out.{name}: expected memory of its own, got a tensor that overlaps w")
@@ -304,7 +295,7 @@ def _write_128x128(
         quantize(w, scale_format, (data, scale))
         return
     found = quantize(w, scale_format, _empty_128x128(w, scale_format))
-    # Eight values at a time, where rows of eights lie so.
+    # Copy eight values at a time where rows are multiples of eight values.
     pitches = (data.shape[-1], data.storage_offset(), *data.stride()[:-1])
     wide = torch.int64 if data.stride(-1) == 1 and not any(pitch % 8 for pitch in pitches) else torch.uint8
     data.view(wide).copy_(found[0].view(wide))
@@ -312,7 +303,7 @@ def _write_128x128(
 
 
 def _launch_128x128(w: Tensor, scale_format: str, results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return _launch("quantize_128x128", _matrices(w), scale_format, results)
+    return _launch("quantize_128x128", _merged(w, 2), scale_format, results)
 
 
 def _copy_128x128(w: Tensor, scale_format: str, results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -321,14 +312,10 @@ def _copy_128x128(w: Tensor, scale_format: str, results: tuple[Tensor, Tensor]) 
     return results
 
 
-def _empty_128x1(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _empty_1x128(x.t(), "float32")
-
-
 _quantize_1x128 = operator(
     "quantize_1x128(Tensor x, str scale_format) -> (Tensor, Tensor)",
     check=lambda x, scale_format: _check_input("x", x, 1),
-    cuda=lambda x, scale_format: _launch("quantize_1x128", _rows(x), scale_format, _empty_1x128(x, scale_format)),
+    cuda=lambda x, scale_format: _launch("quantize_1x128", _merged(x, 1), scale_format, _empty_1x128(x, scale_format)),
     reference=_reference_1x128,
     fake=_empty_1x128,
 )
@@ -351,5 +338,5 @@ _quantize_128x1 = operator(
     check=_check_matrix,
     cuda=_launch_128x1,
     reference=lambda x: reference.quantize_1x128(x.t(), False),
-    fake=_empty_128x1,
+    fake=lambda x: _empty_1x128(x.t(), "float32"),
 )

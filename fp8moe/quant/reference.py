@@ -1,4 +1,4 @@
-"""Reference quantizers in plain PyTorch, on any device: they define what the CUDA kernels must return, bit for bit.
+"""Reference quantizers in plain PyTorch, on any device: they define the results of the CUDA kernels bit for bit.
 
 Per block: ``scale = max(amax, 1e-12) / 448`` and ``data = e4m3(x / scale)``, both quotients correctly rounded float32,
 the cast saturating and to nearest even. A NaN makes its whole block NaN, an infinity the scale infinite, so that
@@ -15,9 +15,9 @@ from fp8moe.quant.formats import BLOCK, FP8_MAX, SCALE_FLOOR, ceil_div, empty_mn
 
 
 class Results(NamedTuple):
-    """Data and scale of R rows; of the transpose, whose groups are padded; and the offsets (E + 1,) of its groups.
+    """Data and scale of R rows, of their transpose with padded groups, and the offsets (E + 1,) of these groups.
 
-    A kernel that quantizes rows alone leaves the last three None.
+    The last three are None if rows alone are quantized.
     """
 
     rows: Tensor
@@ -28,7 +28,7 @@ class Results(NamedTuple):
 
 
 def quantize_1x128(x: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    """x (M, K) -> data (M, K), MN-major scale (M, ceil(K/128))."""
+    """Quantize x (M, K) to data (M, K) and MN-major scale (M, ceil(K/128))."""
     rows, k = x.shape
     k_blocks = ceil_div(k, BLOCK)
     blocks = _pad(x.float(), rows, k_blocks * BLOCK).view(rows, k_blocks, BLOCK)
@@ -38,7 +38,7 @@ def quantize_1x128(x: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantize_128x128(w: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    """w (E, N, K) -> data (E, N, K), contiguous scale (E, ceil(N/128), ceil(K/128))."""
+    """Quantize w (E, N, K) to data (E, N, K) and contiguous scale (E, ceil(N/128), ceil(K/128))."""
     experts, n, k = w.shape
     n_blocks, k_blocks = ceil_div(n, BLOCK), ceil_div(k, BLOCK)
     padded = _pad(w.float(), n_blocks * BLOCK, k_blocks * BLOCK)
@@ -51,7 +51,7 @@ def quantize_128x128(w: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
 def quantize_with_transpose(
     x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None
 ) -> Results:
-    """What ``quant.transpose.quantize_with_transpose`` describes; every row is quantized, also those of no group."""
+    """Compute ``quant.transpose.quantize_with_transpose``, with rows of no group quantized too."""
     rows, used = x, None
     if tokens is not None:
         used = (tokens >= 0) & (tokens < x.shape[0])
@@ -64,7 +64,7 @@ def quantize_with_transpose(
 
 
 def both_ways(rows: Tensor, weighted: Tensor, group_offsets: Tensor | None) -> Results:
-    """`rows` (R, F) row by row, and `weighted` (R, F) transposed with every group padded."""
+    """Quantize `rows` (R, F), and the transpose of `weighted` (R, F) with every group padded."""
     starts, ends, offsets = pad_groups(group_offsets, rows.shape[0], rows.device)
     column = torch.arange(padded_rows(rows.shape[0], len(starts)), device=rows.device)
     group = (torch.searchsorted(offsets, column, right=True) - 1).clamp(max=len(starts) - 1)
@@ -74,27 +74,27 @@ def both_ways(rows: Tensor, weighted: Tensor, group_offsets: Tensor | None) -> R
 
 
 def pad_groups(group_offsets: Tensor | None, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """First row and end of each of E groups, and the offsets (E+1,) of the padded groups; None: one group of `rows`."""
+    """Return first rows (E,), ends (E,), and offsets (E+1,) of the padded groups. group_offsets None: one group."""
     if group_offsets is None:
         group_offsets = torch.arange(2, device=device) * rows
     starts = group_offsets[:-1].long().clamp(0, rows)
     ends = group_offsets[1:].long().clamp(max=rows).maximum(starts)
     sizes = (ends - starts + BLOCK - 1) // BLOCK * BLOCK
-    # The sum is more than there are columns only where groups overlap.
+    # The clamp matters only if groups overlap: their sum then exceeds the columns.
     ends_padded = sizes.cumsum(0).clamp(max=padded_rows(rows, len(sizes)))
     return starts, ends, torch.cat([sizes.new_zeros(1), ends_padded])
 
 
 def gather(x: Tensor, index: Tensor, used: Tensor) -> Tensor:
-    """Rows of x (M, F) at `index` (N,), zeros where not `used` (N,)."""
+    """Return the rows of x (M, F) at `index` (N,), zeros where `used` (N,) is false."""
     if not x.shape[0]:
         return x.new_zeros(len(index), x.shape[1])
     return torch.where(used[:, None], x[torch.where(used, index, 0).long()], 0)
 
 
 def block_scale(amax: Tensor, ue8m0: bool) -> Tensor:
-    """Scale of blocks whose largest magnitudes are ``amax`` (float32). Every NaN comes out as 0x7fc00000."""
-    # By a tensor: PyTorch divides by a number as a multiplication with its reciprocal on a GPU.
+    """Return the scales of blocks with the largest magnitudes ``amax`` (float32). Every NaN becomes 0x7fc00000."""
+    # Divide by a tensor: on a GPU PyTorch turns division by a number into multiplication by its reciprocal.
     scale = amax.clamp(min=SCALE_FLOOR) / amax.new_tensor(FP8_MAX)
     if ue8m0:
         scale = up_to_power_of_two(scale)
@@ -102,17 +102,17 @@ def block_scale(amax: Tensor, ue8m0: bool) -> Tensor:
 
 
 def up_to_power_of_two(scale: Tensor) -> Tensor:
-    """Positive float32 values rounded up to powers of two."""
+    """Round positive float32 values up to powers of two."""
     # Adding the full mantissa carries into the exponent unless the mantissa was zero.
     return ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
 
 
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Zeros after the last row and column; contiguous."""
+    """Pad x (..., M, F) to (..., rows, columns) with zeros; contiguous."""
     return F.pad(x, (0, columns - x.shape[-1], 0, rows - x.shape[-2])).contiguous()
 
 
 def _cast(quotient: Tensor) -> Tensor:
-    """Saturating cast to E4M3. Every NaN becomes the positive one (0x7f), as it does in the GPU's instruction."""
+    """Cast to E4M3, saturating. Every NaN becomes 0x7f, as in the GPU's instruction."""
     saturated = quotient.clamp(-FP8_MAX, FP8_MAX)
     return torch.where(saturated.isnan(), torch.nan, saturated).to(torch.float8_e4m3fn)

@@ -18,10 +18,10 @@ from fp8moe.runtime.launch import PointerLauncher, planned
 from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import WARP
 
-TILE_BYTES = BLOCK * BLOCK  # of the transposed tile in shared memory
-STRIP = 8  # columns of tiles that thread blocks take side by side
-_GATHER_STRIP = 4  # fewer where tokens are read several times, so that L2 still has them
-_WARPS = 8  # of a thread block
+TILE_BYTES = BLOCK * BLOCK  # bytes of the transposed tile in shared memory
+STRIP = 8  # columns of tiles that neighbouring thread blocks take
+_GATHER_STRIP = 4  # the same where tokens are read several times: fewer, so that they stay in L2
+_WARPS = 8  # warps of a thread block
 
 
 class Transposed(NamedTuple):
@@ -41,7 +41,7 @@ class Transposed(NamedTuple):
 def quantize_with_transpose(
     x: Tensor, group_offsets: Tensor | None = None, *, tokens: Tensor | None = None, row_weights: Tensor | None = None
 ) -> Transposed:
-    """Quantize the rows of x in blocks of 1x128, and its transpose too, reading x once.
+    """Quantize the rows of x, and of its transpose, in blocks of 1x128, reading x once.
 
     A weight gradient ``dY.T @ X`` sums over tokens, so its operands need blocks of 128 tokens along K, beside the
     blocks of 128 features that forward and input gradient need: DeepSeek-V3, arXiv:2412.19437, section 3.3.
@@ -50,14 +50,11 @@ def quantize_with_transpose(
     group_offsets: (E+1,) int32: group e has the rows ``group_offsets[e]`` up to ``group_offsets[e+1]``, any number of
         them. Both ends are clamped to [0, R], and a group whose end comes before its start is empty. None: one group
         of all rows.
-    tokens: (R,) int32: row r is ``x[tokens[r]]``, or zeros where that is outside [0, M). None: R = M, row r is x[r].
-    row_weights: (R,) float32: multiply the rows in float32 for `columns`, not for `rows`.
-    Returns `Transposed`. Rows of no group are uninitialized. A NaN or infinity stays visible in its block of the row
-    and in its block of the column, and reaches no other. Equal inputs give equal bits. The results are detached from
-    the autograd graph.
-
-    On the CUDA backend the host neither knows nor waits for the group sizes, so that a call can be captured in a CUDA
-    graph.
+    tokens: (R,) int32: row r is ``x[tokens[r]]``, or zeros if tokens[r] is outside [0, M). None: R = M, row r is x[r].
+    row_weights: (R,) float32: factors of the rows, in float32, for `columns` but not for `rows`.
+    Returns `Transposed`, detached from the autograd graph. Rows of no group are uninitialized. A NaN or infinity
+    reaches its block of the row and its block of the column, and no other. Equal inputs give equal bits. On the CUDA
+    backend a call can be captured in a CUDA graph: the host does not need the group sizes.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device.
     """
@@ -72,13 +69,12 @@ def quantize_with_transpose(
 def transpose_fp8(w: FP8Tensor) -> FP8Tensor:
     """Transpose weights quantized in blocks of 128x128, bit for bit.
 
-    A block of 128x128 has one scale, whichever way it is read. So the input gradient uses the very values that the
-    forward used: DeepSeek-V3, arXiv:2412.19437, section 3.3.
+    A block of 128x128 keeps its one scale when it is transposed, so the input gradient uses exactly the values of the
+    forward: DeepSeek-V3, arXiv:2412.19437, section 3.3.
 
     w: FP8Tensor or (data, scale): data (..., N, K) float8_e4m3fn, scale (..., ceil(N/128), ceil(K/128)) float32, as
-        `quantize_128x128` returns them; any N and K. Other layouts than contiguous ones are copied first.
-    Returns data (..., K, N) and scale (..., ceil(K/128), ceil(N/128)), both contiguous and detached from the autograd
-    graph.
+        `quantize_128x128` returns them; any N and K. Operands that are not contiguous are copied first.
+    Returns data (..., K, N) and scale (..., ceil(K/128), ceil(N/128)), contiguous, detached from the autograd graph.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, device or scale shape.
     """
@@ -86,8 +82,8 @@ def transpose_fp8(w: FP8Tensor) -> FP8Tensor:
     return FP8Tensor(*_transpose_fp8(detached(data), detached(scale)))
 
 
-class _Results(ctypes.Structure):
-    """``struct Results`` of cuda/row_tiles.cuh."""
+class _ResultPointers(ctypes.Structure):
+    """``struct Results`` of cuda/common/row_tiles.cuh."""
 
     _pointers_ = 6
     _fields_ = (
@@ -97,8 +93,8 @@ class _Results(ctypes.Structure):
     )
 
 
-class _Source(ctypes.Structure):
-    """``struct Source`` of cuda/quantize_transpose.cu."""
+class _GatheredRows(ctypes.Structure):
+    """``struct Source`` of cuda/ops/quantize_transpose.cu."""
 
     _pointers_ = 3
     _fields_ = (
@@ -117,15 +113,15 @@ def tile_spec(
     weighted: bool = False,
     **defines: int,
 ) -> KernelSpec:
-    """The kernel `name` over quantize_tile.cuh, whose ``struct Source`` is `source`.
+    """Return the kernel `name`, which includes quantize_tile.cuh and has the ``struct Source`` `source`.
 
-    dtype, vector: of its values, as for `quantizer_defines`. shared_bytes: dynamic, of a thread block. weighted: the
-    columns have weights. defines: its own constants.
+    dtype, vector: of its input, as for `quantizer_defines`. shared_bytes: dynamic shared memory of a thread block.
+    weighted: rows have weights for the transpose. defines: further macros of this kernel.
     """
     defines |= {
         "WARPS": _WARPS,
         "WEIGHTED": int(weighted),
-        "RESULTS_BYTES": ctypes.sizeof(_Results),
+        "RESULTS_BYTES": ctypes.sizeof(_ResultPointers),
         "SOURCE_BYTES": ctypes.sizeof(source),
         "SHARED_BYTES": shared_bytes,
     }
@@ -133,7 +129,8 @@ def tile_spec(
 
 
 def kernel_spec(dtype: torch.dtype, vector: bool, weighted: bool) -> KernelSpec:
-    return tile_spec("quantize_transpose", _Source, dtype, shared_bytes=TILE_BYTES, vector=vector, weighted=weighted)
+    options = {"shared_bytes": TILE_BYTES, "vector": vector, "weighted": weighted}
+    return tile_spec("quantize_transpose", _GatheredRows, dtype, **options)
 
 
 def tile_launcher(
@@ -146,16 +143,16 @@ def tile_launcher(
     column_tiles: int,
     strip: int = STRIP,
 ) -> PointerLauncher:
-    """The launcher of a kernel of `tile_spec`, on the current device, for `Results`, the contiguous group offsets or
-    None, and the operands to which the pointers in `source` point, in this order.
+    """Return the launcher of a kernel of `tile_spec` on the current device.
 
-    source: its ``struct Source``, sizes filled in. rows, width, groups: of the results. column_tiles: of 128 columns,
-    the tiles that a row of thread blocks takes.
+    Its operands: the tensors of `Results`, contiguous group offsets or None, then the tensors of `source`.
+    source: the kernel's ``struct Source`` with its sizes. rows, width, groups: of the results. column_tiles: tiles of
+    128 columns side by side.
     """
     row_tiles = padded_rows(rows, groups) // BLOCK
     sizes = {"num_rows": rows, "num_groups": groups, "row_tiles": row_tiles, "column_tiles": column_tiles}
     pitches = {"row_scale_pitch": align(rows, 4), "column_scale_pitch": align(width, 4)}
-    results = _Results(width=width, **pitches, **sizes, strip=strip)
+    results = _ResultPointers(width=width, **pitches, **sizes, strip=strip)
     smem = int(dict(spec.defines)["SHARED_BYTES"])
     grid = row_tiles * column_tiles
     return PointerLauncher(load(spec), grid=grid, block=_WARPS * WARP, smem=smem, args=(results, source))
@@ -165,11 +162,11 @@ def tile_launcher(
 def launcher(
     device_index: int, x: Tensor, rows: int, groups: int, vector: bool, weighted: bool, strip: int
 ) -> PointerLauncher:
-    """The launcher of `quantize_with_transpose`, see `tile_launcher`, for x, tokens and row_weights; these may be None.
+    """Return the `tile_launcher` of `quantize_with_transpose`, whose source is x, tokens or None, row_weights or None.
 
-    x: (M, F) with stride 1 in its last dimension. vector: `has_vector_rows` of x. weighted: there are row weights.
+    x: (M, F), last stride 1. vector: `has_vector_rows` of x. weighted: there are row weights.
     """
-    source = _Source(row_stride=x.stride(0), num_tokens=x.shape[0])
+    source = _GatheredRows(row_stride=x.stride(0), num_tokens=x.shape[0])
     sizes = {"rows": rows, "width": x.shape[1], "groups": groups, "column_tiles": ceil_div(x.shape[1], BLOCK)}
     return tile_launcher(kernel_spec(x.dtype, vector, weighted), source, **sizes, strip=strip)
 
@@ -177,7 +174,7 @@ def launcher(
 def launch(
     x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None, results: Results
 ) -> Results:
-    """Fill `results` as `quantize_with_transpose` describes, and return them."""
+    """Compute `quantize_with_transpose` into `results`, and return them."""
     rows, groups = results.rows.shape[0], results.offsets.shape[0] - 1
     if not results.columns.numel():
         results.offsets.copy_(pad_groups(group_offsets, rows, x.device)[2])
@@ -193,12 +190,12 @@ def launch(
 
 
 def transposed(rows: Tensor, row_scale: Tensor, columns: Tensor, column_scale: Tensor, offsets: Tensor) -> Transposed:
-    """The tensors that an operator returns, by name."""
+    """Name the tensors that an operator returns."""
     return Transposed(FP8Tensor(rows, row_scale), FP8Tensor(columns, column_scale), offsets)
 
 
 def empty_results(like: Tensor, rows: int, features: int, groups: int) -> Results:
-    """Uninitialized results for `rows` rows of `features` in `groups` groups, on the device of `like`."""
+    """Return uninitialized results for (rows, features) in `groups` groups, on the device of `like`."""
     columns = empty_quantized(like, features, padded_rows(rows, groups))
     return Results(*empty_quantized(like, rows, features), *columns, like.new_empty((groups + 1,), dtype=torch.int32))
 
@@ -238,16 +235,16 @@ _quantize_with_transpose = operator(
 
 
 def fp8_kernel_spec(load_aligned: bool, store_aligned: bool) -> KernelSpec:
-    """The kernel for rows of the input, and of the output, that are vectors of 16 bytes, or are not."""
+    """Return the kernel. load_aligned, store_aligned: `has_vector_rows` of input and output."""
     alignment = (("LOAD_ALIGNED", int(load_aligned)), ("STORE_ALIGNED", int(store_aligned)))
     return KernelSpec("transpose_fp8.cu", "transpose_fp8", (("BLOCK", BLOCK), ("WARPS", _WARPS), *alignment))
 
 
 @planned
 def fp8_launcher(device_index: int, data: Tensor, scale: Tensor, load_aligned: bool) -> PointerLauncher:
-    """The launcher for weights like these, contiguous and not empty, data_out and scale_out, in this order.
+    """Return the launcher for (data, scale, data_out, scale_out), contiguous and not empty.
 
-    load_aligned: `has_vector_rows` of the data. data_out is at a multiple of 16 bytes.
+    load_aligned: `has_vector_rows` of data. data_out is at a multiple of 16 bytes.
     """
     n, k = data.shape[-2:]
     return PointerLauncher(

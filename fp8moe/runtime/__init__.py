@@ -1,1 +1,1 @@
-"""What every op stands on and nothing of FP8: compiling, caching, launching, plans, backends, settings, operators."""
+"""The base of every operation, without FP8: compiling, caching, launching, plans, backends, settings, operators."""

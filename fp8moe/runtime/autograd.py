@@ -1,6 +1,7 @@
 """Operations without a backward: the forward takes inputs that require gradients, a backward says there is none."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch.autograd import forward_ad
 from fp8moe.runtime.operator import define
 
 
-def run(op, name: str, *args) -> Tensor:
+def run(op, name: str, *args) -> Any:
     """``op(*args)``; where gradients are being recorded, with a result whose backward raises RuntimeError."""
     check_derivatives(name, *args)
     if recorded(*args):
@@ -89,7 +90,8 @@ class _ForwardOnly(torch.autograd.Function):
     def forward(ctx, op, name, *args):
         ctx.name = name
         ctx.save_for_backward(*(arg if isinstance(arg, Tensor) else None for arg in args))
-        return op(*args)
+        results = op(*args)
+        return tuple(results) if isinstance(results, list) else results  # autograd takes a list for no tensor
 
     @staticmethod
     def backward(ctx, grad, *_):

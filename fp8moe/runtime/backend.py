@@ -4,7 +4,8 @@ import importlib.util
 
 import torch
 
-from fp8moe.runtime import config, sm90
+from fp8moe.runtime import config
+from fp8moe.runtime.architectures import ARCHITECTURES
 
 # (settings.backend, device index) -> may the kernels run there. A refusal is never stored: it is raised.
 _decisions: dict[tuple[str, int], bool] = {}
@@ -49,7 +50,7 @@ def _no_cuda_tensor(tensor: torch.Tensor) -> str:
 def _decide(backend: str, index: int) -> bool:
     # PyTorch for ROCm also says "cuda", and reports the same capability for some AMD GPUs.
     capability = torch.cuda.get_device_capability(index) if torch.version.cuda else None
-    if capability != sm90.CAPABILITY:
+    if capability not in [known.capability for known in ARCHITECTURES]:
         if backend == "cuda":
             raise RuntimeError(
                 f"FP8MOE_BACKEND=cuda, but the kernels need a Hopper GPU (sm_90) and cuda:{index} is "

@@ -1,4 +1,4 @@
-"""Checks of what callers pass. An error names the argument, what is needed and what came."""
+"""Checks of arguments. Each error names the argument, the expected value and the value received."""
 
 import operator
 
@@ -21,7 +21,7 @@ def check_int(name: str, value: int, at_least: int | None = None) -> None:
 
 
 def check_floating(dtype: torch.dtype) -> None:
-    """The argument ``dtype`` of a module."""
+    """Check the argument ``dtype`` of a module."""
     if dtype not in FLOATING:
         raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
 
@@ -34,7 +34,7 @@ def check_dtype(name: str, value: Tensor, *dtypes: torch.dtype) -> None:
 
 
 def check_device(name: str, value: Tensor, device: torch.device, like: str) -> None:
-    """That it is on the device of the argument `like`."""
+    """Raise unless `value` is on `device`, the device of the argument named `like`."""
     if value.device != device:
         raise ValueError(f"{name}: expected on {device} like {like}, got {value.device}")
 
@@ -42,7 +42,7 @@ def check_device(name: str, value: Tensor, device: torch.device, like: str) -> N
 def check_like(
     name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device, like: str
 ) -> None:
-    """Dtype, shape and device of a tensor; `like` names an argument on that device."""
+    """Check dtype, shape and device of a tensor; `like` names an argument on that device."""
     check_dtype(name, value, *dtypes)
     if value.shape != shape:
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
@@ -55,7 +55,7 @@ def check_contiguous(name: str, value: Tensor) -> None:
 
 
 def check_address(name: str, value: Tensor) -> None:
-    """Not for fake tensors, which have none."""
+    """Raise unless `value` starts at a multiple of 16 bytes. Fake tensors have no address: do not call it for them."""
     if (address := value.data_ptr()) % 16:
         raise ValueError(f"{name}: expected to start at a multiple of 16 bytes, got address {address:#x}")
 
@@ -63,13 +63,13 @@ def check_address(name: str, value: Tensor) -> None:
 def check_out(
     out: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device, like: str
 ) -> None:
-    """`check_like`, and that it is contiguous."""
+    """Raise unless `out` has this dtype, shape and device and is contiguous."""
     check_like("out", out, dtypes, shape, device, like)
     check_contiguous("out", out)
 
 
 def check_own_memory(out: Tensor, operands: dict[str, Tensor | None]) -> None:
-    """The address of ``out``, and that it shares no memory with an operand."""
+    """Raise unless `out` starts at a multiple of 16 bytes and shares no memory with an operand."""
     check_address("out", out)
     begin, end = _span(out)
     for name, value in operands.items():
@@ -80,14 +80,14 @@ def check_own_memory(out: Tensor, operands: dict[str, Tensor | None]) -> None:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether the memory from the first to the last byte of one meets that of the other."""
+    """Whether the memory ranges of two tensors, from first to last byte, overlap."""
     begin, end = _span(one)
     other_begin, other_end = _span(other)
     return begin < other_end and other_begin < end
 
 
 def row_major(data: Tensor) -> Tensor:
-    """``data`` (R, K) as kernels load it, rows at multiples of 16 bytes: itself where it lies so, otherwise a copy."""
+    """Return ``data`` (R, K), or a copy if its rows do not start at multiples of 16 bytes, as kernels load them."""
     row, column = data.stride()
     if column == 1 and row >= data.shape[1] and not row * data.itemsize % 16 and not data.data_ptr() % 16:
         return data
@@ -95,20 +95,20 @@ def row_major(data: Tensor) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """``x`` contiguous and at a multiple of 16 bytes: itself where it lies so, otherwise a copy."""
+    """Return ``x``, or a copy if it is not contiguous or does not start at a multiple of 16 bytes."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 
 
 def describe(value: object) -> str:
-    """What came, for a message: one line."""
+    """Describe a value in one line, for an error message."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
     return f"{type(value).__name__} {' '.join(repr(value).split()):.60}"
 
 
 def _span(value: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and of the one past the last."""
+    """Return the address of the first byte of a tensor, and the address past its last byte."""
     begin = value.data_ptr()
     if value.is_contiguous():
         return begin, begin + value.nbytes

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from fp8moe.runtime.driver import cuda_core
-from fp8moe.runtime.sm90 import ARCH
 
 STD = "c++17"
 PTXAS_OPTIONS = ("-v",)
@@ -24,18 +23,19 @@ class CompileError(RuntimeError):
     """The compiler rejected the source; the message ends with its log."""
 
 
-def compile_source(text: str, name: str, compiler: str) -> tuple[bytes, str]:
-    """The cubin of CUDA C++ for `ARCH`, and the compiler's log with the report of ``ptxas -v``.
+def compile_source(text: str, name: str, compiler: str, arch: str) -> tuple[bytes, str]:
+    """The cubin of CUDA C++, and the compiler's log with the report of ``ptxas -v``.
 
-    text: the whole translation unit. name: its name in messages. compiler: "nvrtc" or "nvcc".
+    text: the whole translation unit. name: its name in messages. compiler: "nvrtc" or "nvcc". arch: the flag of
+    an `Architecture`.
     Raises CompileError if the source does not compile, RuntimeError if the compiler is not installed.
     """
-    return _run_nvcc(text, name, "cubin") if compiler == "nvcc" else _compile_nvrtc(text, name)
+    return _run_nvcc(text, name, "cubin", arch) if compiler == "nvcc" else _compile_nvrtc(text, name, arch)
 
 
-def ptx_of(text: str, name: str, compiler: str) -> bytes:
+def ptx_of(text: str, name: str, compiler: str, arch: str) -> bytes:
     """The PTX of a source that compiles. Arguments and errors as for `compile_source`."""
-    return _run_nvcc(text, name, "ptx")[0] if compiler == "nvcc" else _ptx_nvrtc(text, name)
+    return _run_nvcc(text, name, "ptx", arch)[0] if compiler == "nvcc" else _ptx_nvrtc(text, name, arch)
 
 
 @functools.cache
@@ -69,12 +69,12 @@ def _nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
-def _compile_nvrtc(text: str, name: str) -> tuple[bytes, str]:
+def _compile_nvrtc(text: str, name: str, arch: str) -> tuple[bytes, str]:
     version = _nvrtc_version()
     core = cuda_core()
     log = io.StringIO()
     # NVRTC has a cache of its own, which leaves no log to read registers and spills from.
-    options = core.ProgramOptions(name=name, arch=ARCH, std=STD, ptxas_options=list(PTXAS_OPTIONS), no_cache=True)
+    options = core.ProgramOptions(name=name, arch=arch, std=STD, ptxas_options=list(PTXAS_OPTIONS), no_cache=True)
     program = core.Program(text, "c++", options)
     try:
         cubin = bytes(program.compile("cubin", logs=log).code)
@@ -85,7 +85,7 @@ def _compile_nvrtc(text: str, name: str) -> tuple[bytes, str]:
     return cubin, log.getvalue().replace("\0", "").strip()
 
 
-def _ptx_nvrtc(text: str, name: str) -> bytes:
+def _ptx_nvrtc(text: str, name: str, arch: str) -> bytes:
     """Through the bindings, because `Program.compile("ptx")` needs a driver, which a machine without a GPU has not."""
     _nvrtc_version()
     from cuda.bindings import nvrtc
@@ -97,7 +97,7 @@ def _ptx_nvrtc(text: str, name: str) -> bytes:
 
     program = check(*nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
     try:
-        check(*nvrtc.nvrtcCompileProgram(program, 2, [f"-arch={ARCH}".encode(), f"-std={STD}".encode()]))
+        check(*nvrtc.nvrtcCompileProgram(program, 2, [f"-arch={arch}".encode(), f"-std={STD}".encode()]))
         ptx = b" " * check(*nvrtc.nvrtcGetPTXSize(program))
         check(*nvrtc.nvrtcGetPTX(program, ptx))  # writes into the bytes object
     finally:
@@ -119,9 +119,9 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def _run_nvcc(text: str, name: str, target: str) -> tuple[bytes, str]:
-    virtual = ARCH.replace("sm_", "compute_")
-    code = ARCH if target == "cubin" else virtual
+def _run_nvcc(text: str, name: str, target: str, arch: str) -> tuple[bytes, str]:
+    virtual = arch.replace("sm_", "compute_")
+    code = arch if target == "cubin" else virtual
     with tempfile.TemporaryDirectory(prefix="fp8moe-") as directory:
         source = Path(directory) / (re.sub(r"\W", "_", name) + ".cu")
         output = source.with_suffix("." + target)

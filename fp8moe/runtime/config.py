@@ -1,4 +1,4 @@
-"""Every environment variable that fp8moe reads, in one place.
+"""The environment variables that fp8moe reads.
 
 | variable               | values                | meaning                                                        |
 | ---------------------- | --------------------- | -------------------------------------------------------------- |
@@ -11,8 +11,8 @@
 | FP8MOE_COMPILER        | nvrtc, nvcc           | which compiler builds the kernels                              |
 | FP8MOE_BATCH_INVARIANT | 0, 1                  | bits of a token do not depend on what else is in its batch     |
 
-A variable that is set to the empty string counts as unset. What is printed goes to the logger "fp8moe", level INFO; on
-standard error where the program has no handlers of its own.
+An empty value counts as unset. Printed lines go to the logger "fp8moe", level INFO, which writes to standard error
+unless the program has installed handlers.
 """
 
 import logging
@@ -48,7 +48,7 @@ def _get(name: str) -> str:
 
 
 def _choice(name: str, allowed: tuple[str, ...]) -> str:
-    """One of `allowed`, in any case; the first is the default."""
+    """Read a variable that takes one of `allowed`, in upper or lower case; the first is the default."""
     value = _get(name).lower() or allowed[0]
     if value not in allowed:
         raise ValueError(f"{name} is {_get(name)!r}; it must be one of {', '.join(allowed)}")
@@ -74,9 +74,9 @@ def _path(name: str) -> Path | None:
 
 
 def _default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/fp8moe`, `~/.cache/fp8moe`, or a directory of this user's where there is no home."""
+    """Return `$XDG_CACHE_HOME/fp8moe`, `~/.cache/fp8moe`, or a temporary directory of this user without a home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the XDG specification: a relative path is to be ignored
+    if not os.path.isabs(base):  # the XDG specification ignores relative paths
         base = os.path.expanduser("~/.cache")
     if not os.path.isabs(base):
         return Path(tempfile.gettempdir()) / f"fp8moe-{os.getuid()}"
@@ -105,16 +105,16 @@ settings: Settings
 
 
 def __getattr__(name: str) -> Settings:
-    # The environment is read at the first use of `settings`, so that the command line can report what is wrong with it.
+    # The environment is read at the first use of `settings`, so that the command line can report a wrong value.
     if name == "settings":
         return reload()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def reload() -> Settings:
-    """Read the environment again and replace `config.settings`; ValueError for a value that is not allowed.
+    """Read the environment again and replace `config.settings`. Raises ValueError for a value that is not allowed.
 
-    Kernels that are already loaded stay as they are, and launch plans, of which each limit of SMs has its own.
+    Loaded kernels and launch plans stay: a plan is kept for each limit of SMs.
     """
     global settings
     settings = _read()
@@ -127,20 +127,20 @@ def reload() -> Settings:
     return settings
 
 
-_blocks: dict[object, bool] = {}  # the modes of all blocks that are open, the last one entered at the end
-_outside = False  # the mode outside of them
-_entering = threading.RLock()  # a block may also end while the garbage collector runs
+_blocks: dict[object, bool] = {}  # the modes of the open `batch_invariant` blocks, in the order of entry
+_outside = False  # the mode outside of all blocks
+_entering = threading.RLock()  # reentrant: the garbage collector may close a block while another one is entered
 
 
 @contextmanager
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
-    """Within it the bits of a token's result do not depend on what else is in its batch; docs/batch-invariance.md.
+    """Make the bits of a token's result independent of the rest of its batch in a block; docs/batch-invariance.md.
 
-    enabled: False for the usual choice of tiles, where FP8MOE_BATCH_INVARIANT=1 holds. The mode is the process's, not
-    the thread's: of blocks that are open in several threads, the last one entered decides. CUDA graphs and
-    `GraphDecoder`s keep the mode that they were captured in.
+    enabled: False restores the usual choice of tiles under FP8MOE_BATCH_INVARIANT=1. The mode belongs to the process,
+    not the thread: with blocks open in several threads, the last one entered decides. CUDA graphs and `GraphDecoder`s
+    keep the mode of their capture.
 
-    Raises TypeError for anything but True and False, RuntimeError inside of what torch.export traces.
+    Raises TypeError if `enabled` is not a bool, RuntimeError while torch.export traces.
     """
     global settings, _outside
     if not isinstance(enabled, bool):

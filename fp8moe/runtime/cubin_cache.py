@@ -1,4 +1,4 @@
-"""Compiled kernels on disk; what goes wrong with the disk costs a compile and breaks no run."""
+"""The cache of compiled kernels on disk. A disk error costs a compilation and breaks no run."""
 
 import functools
 import hashlib
@@ -14,27 +14,26 @@ if TYPE_CHECKING:
 
 _MAGIC = b"fp8moe-cubin-1\n"
 _HEADER = len(_MAGIC) + hashlib.sha256().digest_size
-_MAX_BYTES = 256 << 20  # least recently read entries go first
+_MAX_BYTES = 256 << 20  # beyond it, the least recently read entries are deleted
 
 
 class CubinCache:
     """Maps a key (bytes) to a cubin (bytes) in `directory`/kernels, which is created with mode 0700.
 
-    A cubin is code, so the directory has to be the user's own, and every entry carries a SHA-256 digest of its key and
-    its cubin: an entry that is truncated, damaged, or belongs to another key is ignored, and the next compile replaces
-    it.
+    A cubin is code, so the directory must belong to the user. Every entry carries a SHA-256 digest of its key and
+    cubin: a truncated, damaged or foreign entry is ignored, and the next compilation replaces it.
     """
 
     def __init__(self, directory: Path):
         self._directory = directory
         try:
             self._files = _open(directory)
-        except (OSError, _Unsafe) as error:
+        except OSError as error:
             self._files = None
             self._warn(error)
 
     def get(self, key: bytes) -> bytes | None:
-        """The cubin stored under `key`, or None if there is none, or none that can be trusted."""
+        """Return the cubin stored under `key`, or None without a sound entry."""
         if self._files is None:
             return None
         try:
@@ -45,7 +44,7 @@ class CubinCache:
         return cubin if entry[:_HEADER] == _header(key, cubin) else None
 
     def put(self, key: bytes, cubin: bytes) -> None:
-        """Store a cubin, replacing what is there in one step, so that other processes see the old or the new one."""
+        """Store a cubin in one step: other processes see the old entry or the new one."""
         if self._files is None:
             return
         try:
@@ -62,10 +61,6 @@ class CubinCache:
         )
 
 
-class _Unsafe(Exception):
-    pass
-
-
 def _header(key: bytes, cubin: bytes) -> bytes:
     return _MAGIC + hashlib.sha256(hashlib.sha256(key).digest() + cubin).digest()
 
@@ -76,7 +71,7 @@ def _open(directory: Path) -> "FileStreamProgramCache":
     directory.mkdir(mode=0o700, exist_ok=True)
     _require_own(directory, 0o022)
     kernels.mkdir(mode=0o700, exist_ok=True)
-    # Nothing for others here: the files inside are then safe whatever the umask.
+    # With no access for other users here, the files inside are safe whatever the umask.
     _require_own(kernels, 0o077)
     return cuda_core().utils.FileStreamProgramCache(kernels, max_size_bytes=_MAX_BYTES)
 
@@ -84,12 +79,12 @@ def _open(directory: Path) -> "FileStreamProgramCache":
 def _require_own(directory: Path, forbidden: int) -> None:
     status = os.stat(directory)
     if status.st_uid != os.getuid():
-        raise _Unsafe(f"{directory} belongs to user {status.st_uid}, not to you")
+        raise PermissionError(f"{directory} belongs to user {status.st_uid}, not to you")
     if status.st_mode & forbidden:
-        raise _Unsafe(f"{directory} has mode {status.st_mode & 0o777:o}, which lets other users in")
+        raise PermissionError(f"{directory} has mode {status.st_mode & 0o777:o}, which lets other users in")
 
 
 @functools.cache
 def open_cache(directory: Path) -> CubinCache:
-    """The cache in a directory, opened once per process."""
+    """Return the cache in a directory, opened once per process."""
     return CubinCache(directory)

@@ -1,4 +1,4 @@
-"""Thin access to the CUDA driver: checked calls, calls that a stream capture would otherwise forbid, and cuda.core."""
+"""Access to the CUDA driver: checked calls, loading of code under stream capture, and the import of cuda.core."""
 
 import re
 import threading
@@ -11,7 +11,7 @@ _importing = threading.Lock()
 
 
 def cuda_core() -> ModuleType:
-    """cuda.core with all that is in it: while a thread imports it first, others find it without its classes (1.2)."""
+    """Import cuda.core under a lock: cuda.core 1.2 is visible to other threads while half imported."""
     with _importing:
         import cuda.core
 
@@ -19,7 +19,7 @@ def cuda_core() -> ModuleType:
 
 
 class DriverError(RuntimeError):
-    """A CUDA driver call failed. `name` is the driver's name of the error, such as CUDA_ERROR_INVALID_IMAGE."""
+    """A CUDA driver call failed. `name`: the driver's name of the error, such as CUDA_ERROR_INVALID_IMAGE."""
 
     def __init__(self, function: str, name: str):
         super().__init__(f"{function} failed: {name}")
@@ -37,7 +37,7 @@ def check(function: Any, *args: Any) -> Any:
 
 
 def driver_version() -> tuple[int, int]:
-    """(major, minor) of the CUDA version that the installed driver supports. RuntimeError if there is no driver."""
+    """Return (major, minor) of the CUDA version that the driver supports. Raises RuntimeError without a driver."""
     from cuda.bindings import driver
 
     try:
@@ -49,18 +49,18 @@ def driver_version() -> tuple[int, int]:
     return version // 1000, version % 1000 // 10
 
 
-# What the driver says of code that is newer than it, or of another architecture.
+# Errors of the driver for code that is newer than the driver or for another architecture.
 _CANNOT_RUN = re.compile(r"UNSUPPORTED_PTX_VERSION|NO_BINARY_FOR_GPU|INVALID_IMAGE|INVALID_SOURCE")
 
 
 @contextmanager
 def loading_code() -> Iterator[None]:
-    """Around driver calls that load a compiled kernel: allowed under a stream capture, and with a clear error.
+    """Allow driver calls that load a compiled kernel under a stream capture, and make their errors clear.
 
-    Loading allocates memory, which a capture in global mode (PyTorch's default) forbids; the first call of a kernel may
-    well happen inside one. Nothing is captured here, so relaxing the mode for the thread is safe.
+    Loading allocates memory, which a capture in global mode (PyTorch's default) forbids, and the first call of a kernel
+    may happen inside a capture. Loading itself is not captured, so the relaxed mode is safe for this thread.
 
-    Raises RuntimeError if the driver is missing, or cannot run what the compiler has made.
+    Raises RuntimeError if the driver is missing or cannot run the compiled code.
     """
     from cuda.bindings import driver
 

@@ -1,8 +1,8 @@
-"""Batch invariance of what libraries compute, which take another algorithm, with sums in another order, for another
-number of rows: they always get the same number of them."""
+"""Batch invariance of library functions. Libraries choose the order of sums by the number of rows, so they always get
+the same number."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ ROWS = 64
 
 
 def by_fixed_rows(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
-    """``function(x, *others)`` where results are to be batch invariant, of `ROWS` rows at a time; otherwise as it is.
+    """Return ``function(x, *others)``, computed for `ROWS` rows at a time if results are to be batch invariant.
 
-    x, others: (M, ...), of which row i of the result (M, ...) depends on row i. The last piece is filled up with zeros.
+    x, others: (M, ...); row i of the result (M, ...) depends on row i of each. Zeros fill up the last piece.
     """
     count = len(x)
     if not config.settings.batch_invariant or not count:
@@ -38,14 +38,9 @@ def _filled(x: Tensor) -> Tensor:
     return filled
 
 
-@contextmanager
-def linears_by_fixed_rows() -> Iterator[None]:
-    """Within it F.linear, of modules that are not in FP8, is batch invariant if results are to be."""
-    if not config.settings.batch_invariant:
-        yield
-        return
-    with _LinearsByFixedRows():
-        yield
+def linears_by_fixed_rows() -> AbstractContextManager[Any]:
+    """Return a context manager in which F.linear (modules that are not in FP8) goes through `by_fixed_rows`."""
+    return _LinearsByFixedRows() if config.settings.batch_invariant else nullcontext()
 
 
 class _LinearsByFixedRows(TorchFunctionMode):

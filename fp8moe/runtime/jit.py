@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fp8moe.runtime import compilers, config, sm90
+from fp8moe.runtime import compilers, config
+from fp8moe.runtime.architectures import ARCHITECTURES, SHARED_FOLDERS, SM90, Architecture
 from fp8moe.runtime.cubin_cache import open_cache
 from fp8moe.runtime.driver import cuda_core
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 _CUDA = Path(__file__).resolve().parent.parent / "cuda"
 
-# A source is found here by its name. The last folder is the architecture's own.
-SOURCE_DIRS = (_CUDA / "common", _CUDA / "ops", _CUDA / sm90.SOURCES)
+# By the folder of an architecture: where its sources are found, by their names.
+SOURCE_DIRS = {name: tuple(_CUDA / folder for folder in (*SHARED_FOLDERS, name)) for name, *_ in ARCHITECTURES}
 
 # Raise when the meaning of a key or of an entry changes.
 _KEY_VERSION = b"1"
@@ -34,7 +35,8 @@ _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once.*$", re.MULTILINE)
 class KernelSpec:
     """One kernel to build.
 
-    source: the name of a file in one of SOURCE_DIRS, such as "gemm.cu". name: the extern "C" name of the kernel in it.
+    source: the name of a file in the architecture's SOURCE_DIRS, such as "gemm.cu". name: the extern "C" name of the
+    kernel in it.
     defines: macros set before the source, such as (("BLOCK_N", 128),).
     prelude: CUDA text placed between the macros and the source; it may include their files.
     """
@@ -43,6 +45,7 @@ class KernelSpec:
     name: str
     defines: tuple[tuple[str, int | str], ...] = ()
     prelude: str = ""
+    architecture: Architecture = SM90
 
 
 class Compiled(NamedTuple):
@@ -55,11 +58,13 @@ class Compiled(NamedTuple):
 def full_source(spec: KernelSpec) -> str:
     """The whole translation unit: macros, prelude, and the source, with their includes inlined, each file once.
 
-    Raises ValueError if a file is missing, or includes a header that is in none of SOURCE_DIRS.
+    Raises ValueError if a file is missing, or includes a header that is in none of the architecture's SOURCE_DIRS.
     """
+    directories = SOURCE_DIRS[spec.architecture.folder]
     defines = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
     seen: set[str] = set()
-    return f"{defines}{_inline_includes(spec.prelude, 'prelude', seen)}\n{_inline(spec.source, seen)}"
+    prelude = _inline_includes(spec.prelude, "prelude", directories, seen)
+    return f"{defines}{prelude}\n{_inline(spec.source, directories, seen)}"
 
 
 def constants(values: Mapping[str, int]) -> str:
@@ -67,29 +72,29 @@ def constants(values: Mapping[str, int]) -> str:
     return "".join(f"constexpr int {name} = {value};\n" for name, value in values.items())
 
 
-def _inline(name: str, seen: set[str]) -> str:
+def _inline(name: str, directories: tuple[Path, ...], seen: set[str]) -> str:
     seen.add(name)
-    text = _PRAGMA_ONCE.sub("", _read(name))
-    return f'#line 1 "{name}"\n' + _inline_includes(text, name, seen)
+    text = _PRAGMA_ONCE.sub("", _read(name, directories))
+    return f'#line 1 "{name}"\n' + _inline_includes(text, name, directories, seen)
 
 
-def _read(name: str) -> str:
-    for directory in SOURCE_DIRS:
+def _read(name: str, directories: tuple[Path, ...]) -> str:
+    for directory in directories:
         try:
             return (directory / name).read_text()
         except FileNotFoundError:
             continue
         except OSError as error:
             raise ValueError(f"CUDA source {name!r} in {directory}/ cannot be read: {error.strerror}") from error
-    raise ValueError(f"no CUDA source {name!r} in {', '.join(f'{directory.name}/' for directory in SOURCE_DIRS)}")
+    raise ValueError(f"no CUDA source {name!r} in {', '.join(f'{directory.name}/' for directory in directories)}")
 
 
-def _inline_includes(text: str, name: str, seen: set[str]) -> str:
+def _inline_includes(text: str, name: str, directories: tuple[Path, ...], seen: set[str]) -> str:
     def replace(match: re.Match[str]) -> str:
         header, system_header = match.groups()
         if system_header:
             raise ValueError(f"{name} includes <{system_header}>, but the sources use no toolkit headers")
-        body = "" if header in seen else _inline(header, seen)
+        body = "" if header in seen else _inline(header, directories, seen)
         # #line keeps the names and line numbers of compiler messages those of the files.
         return f'{body}\n#line {match.string.count(chr(10), 0, match.start()) + 2} "{name}"'
 
@@ -102,7 +107,8 @@ def compile_spec(spec: KernelSpec) -> Compiled:
     Raises ValueError as `full_source` does; RuntimeError if the source does not compile (the message holds the log) or
     has no kernel of that name, or the compiler is not installed.
     """
-    cubin, log = compilers.compile_source(full_source(spec), _unit_name(spec), config.settings.compiler)
+    text, compiler = full_source(spec), config.settings.compiler
+    cubin, log = compilers.compile_source(text, _unit_name(spec), compiler, spec.architecture.flag)
     names = kernel_names(log)
     if spec.name not in names:
         found = ", ".join(sorted(names)) or "none"
@@ -122,7 +128,7 @@ def _unit_name(spec: KernelSpec) -> str:
 def cache_key(spec: KernelSpec) -> bytes:
     """Digest of everything that decides the cubin: the whole source text, the options, the compiler, cuda.core."""
     compiler = config.settings.compiler
-    options = f"{compilers.ARCH} {compilers.STD} {compilers.PTXAS_OPTIONS}"
+    options = f"{spec.architecture.flag} {compilers.STD} {compilers.PTXAS_OPTIONS}"
     parts = (compilers.identity(compiler), cuda_core().__version__, options, spec.name, full_source(spec))
     digest = hashlib.sha256(_KEY_VERSION)
     for part in parts:
@@ -156,7 +162,7 @@ def _dump(spec: KernelSpec, key: bytes, code: bytes, directory: Path) -> None:
     """Write NAME-HASH.cu, .ptx and .cubin, and .sass where the toolkit's disassembler is installed."""
     stem = directory / f"{spec.name}-{key.hex()[:12]}"
     text = full_source(spec)
-    ptx = compilers.ptx_of(text, _unit_name(spec), config.settings.compiler)
+    ptx = compilers.ptx_of(text, _unit_name(spec), config.settings.compiler, spec.architecture.flag)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for suffix, data in ((".cu", text.encode()), (".ptx", ptx), (".cubin", code)):

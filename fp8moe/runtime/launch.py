@@ -1,4 +1,4 @@
-"""Launching kernels from the host: tensor maps, streams, devices, launchers that are cheap to call, and their cache."""
+"""Launches of kernels from the host: tensor maps, streams, devices, launchers and their cache."""
 
 import ctypes
 import functools
@@ -25,7 +25,7 @@ Dim3 = int | tuple[int, ...]
 
 _DEFAULT_SMEM = 48 << 10
 
-_TMA_TYPES = {  # of more than one byte
+_TMA_TYPES = {  # dtypes of more than one byte
     torch.bfloat16: "BFLOAT16",
     torch.float16: "FLOAT16",
     torch.float32: "FLOAT32",
@@ -36,7 +36,7 @@ _PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}
 
 
 class TensorMap:
-    """A TMA descriptor in host memory, from `tensor_map`. It holds an address, not a tensor."""
+    """A TMA descriptor in host memory, made by `tensor_map`. It holds an address, not a tensor."""
 
     def __init__(self, descriptor: "CUtensorMap", pointer: int):
         from cuda.bindings import driver
@@ -47,11 +47,11 @@ class TensorMap:
 
     @property
     def address(self) -> int:
-        """Where the descriptor itself lies."""
+        """The address of the descriptor itself."""
         return self._descriptor.getPtr()
 
     def replace_address(self, pointer: int) -> None:
-        """Move the map to other device memory of the same layout. RuntimeError if that is at no multiple of 16."""
+        """Move the map to other device memory. Raises RuntimeError unless `pointer` is a multiple of 16."""
         if pointer != self._pointer:
             (status,) = self._replace(self._descriptor, pointer)
             if status:
@@ -68,15 +68,14 @@ def tensor_map(
     swizzle: int = 0,
     l2_promotion: int = 256,
 ) -> TensorMap:
-    """A TMA descriptor over the memory of a CUDA tensor, from the tensor's first element on.
+    """Make a TMA descriptor over the memory of a CUDA tensor, from its first element on, on the current device.
 
-    Elements outside `shape` read as zero and are not written. Call it with the tensor's device current
-    (`device_guard`).
+    Elements outside `shape` read as zeros and are not written.
 
-    tensor: of one byte an element (mapped as uint8), bfloat16, float16, float32 or int32; 16-byte aligned.
+    tensor: one byte per element (mapped as uint8), bfloat16, float16, float32 or int32; 16-byte aligned.
     shape, strides, box: in elements, outermost dimension first, 1 to 5 dimensions. The innermost stride is 1, the
-        others are multiples of 16 bytes (that of a dimension of size 1 may be anything). A box has 1 to 256 elements
-        per dimension and a multiple of 16 bytes in the innermost one, not more than the swizzle width if there is one.
+        others are multiples of 16 bytes, but for dimensions of size 1, whose stride is ignored. A box has 1 to 256
+        elements per dimension; its innermost one is a multiple of 16 bytes, at most the swizzle width.
     swizzle: 0, 32, 64 or 128 bytes. l2_promotion: 0, 64, 128 or 256 bytes fetched into L2 at a time.
 
     Raises ValueError if the layout cannot be mapped or reaches past the tensor's storage, or the tensor is not on a
@@ -117,7 +116,7 @@ def tensor_map(
 
 
 def _map_strides(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides to map, valid for TMA in dimensions of size 1 too; raises ValueError for what cannot be mapped."""
+    """Return the strides to map, valid for TMA in dimensions of size 1 too. Raises ValueError for other layouts."""
     if not 1 <= len(shape) <= 5 or len(strides) != len(shape):
         raise ValueError(f"shape {shape} and strides {strides} must have the same 1 to 5 dimensions")
     if min(shape) < 1 or max(shape) > 1 << 32:
@@ -131,7 +130,7 @@ def _map_strides(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...
         if stride % granule or stride * size >= 1 << 40:
             raise ValueError(f"strides are {strides}; outer ones must be multiples of {granule} elements (16 bytes)")
     used += (1,)
-    # TMA would read what lies behind it.
+    # TMA does not know where the storage ends.
     end = tensor.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(shape, used, strict=True))
     if end * size > tensor.untyped_storage().nbytes():
         raise ValueError(f"shape {shape} with strides {strides} reaches past the storage of the tensor")
@@ -150,12 +149,12 @@ def _check_box(box: tuple[int, ...], rank: int, element_size: int, swizzle: int)
 
 
 def current_stream(device_index: int) -> int:
-    """Handle of PyTorch's current stream on a device. Follows `torch.cuda.stream` and graph capture."""
+    """Return the handle of PyTorch's current stream on a device, under graph capture too."""
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 class _BoundDevices(threading.local):
-    """The devices whose context this thread has made current before."""
+    """The devices whose context this thread has already made current."""
 
     def __init__(self) -> None:
         self.indices: set[int] = set()
@@ -166,11 +165,11 @@ _no_guard = nullcontext()
 
 
 def device_guard(device_index: int) -> AbstractContextManager[Any]:
-    """Make a device current within a `with` block. Next to free when it is already."""
+    """Return a context manager that makes a device current; it costs next to nothing if the device already is."""
     if torch._C._cuda_getDevice() != device_index:
         return torch.cuda.device(device_index)
     if device_index not in _bound.indices:
-        # In a new thread PyTorch's device is set but no context is current yet, and the driver API needs one.
+        # In a new thread PyTorch's device is set but no context is current, and the driver API needs one.
         cuda_core().Device(device_index).set_current()
         _bound.indices.add(device_index)
     return _no_guard
@@ -182,34 +181,34 @@ def _multiprocessors(device_index: int) -> int:
 
 
 def num_sms(device_index: int) -> int:
-    """SMs that a kernel may occupy on a device: all of them, or FP8MOE_NUM_SMS if that is fewer."""
+    """Return how many SMs a kernel may occupy on a device: all, or FP8MOE_NUM_SMS if that is fewer."""
     limit = config.settings.num_sms
     count = _multiprocessors(device_index)
     return count if limit is None else min(limit, count)
 
 
 def resident_blocks(blocks_per_sm: int, device_index: int) -> int:
-    """A grid that runs all at once, of a kernel whose thread blocks go on until all work is done."""
+    """Return the grid of a persistent kernel: as many thread blocks as run at the same time."""
     return blocks_per_sm * num_sms(device_index)
 
 
 class Launcher:
-    """A kernel with its launch configuration and arguments, built once and launched many times, on one device.
+    """A kernel with its launch configuration and arguments: built once, launched many times, on one device.
 
-    Build it and launch it with that device current (`device_guard`). It keeps no caller's tensor alive.
+    Build and launch it with that device current (`device_guard`). It keeps no caller's tensor alive.
 
     kernel: from `jit.load`.
     grid: blocks (not clusters), an int or up to three ints (x, y, z). block: threads per block, likewise.
-    cluster: blocks per cluster, likewise; it must divide the grid. More than 8 blocks is not portable, and allowed.
+    cluster: blocks per cluster, likewise; it must divide the grid. More than 8 blocks are not portable, but allowed.
     smem: dynamic shared memory per block in bytes.
-    pdl: let the launch start before the kernel ahead of it in the stream has finished (programmatic dependent launch);
-        the kernel must then execute griddepcontrol.wait before it touches that kernel's results.
-    args: one per kernel parameter, of the type that the kernel declares: a `TensorMap` for a `const
-        __grid_constant__ CUtensorMap`, or a ctypes object, such as a `ctypes.c_int64` for a pointer. A launch takes the
-        values that they hold then; all calls share them: change them and launch under `lock`.
+    pdl: start before the kernel ahead in the stream has finished (programmatic dependent launch). The kernel must then
+        execute griddepcontrol.wait before it touches results of the kernel ahead.
+    args: one per kernel parameter: a `TensorMap` for a `const __grid_constant__ CUtensorMap`, otherwise a ctypes object
+        of the declared type, such as a `ctypes.c_int64` for a pointer. All launches share these objects and read their
+        values at the launch: change them and launch under `lock`.
 
-    Raises ValueError if the cluster does not divide the grid, RuntimeError if the device does not have that much shared
-    memory or the driver cannot load the kernel.
+    Raises ValueError if the cluster does not divide the grid, RuntimeError if the device has less shared memory or the
+    driver cannot load the kernel.
     """
 
     def __init__(
@@ -235,7 +234,7 @@ class Launcher:
         self._alive = kernel, args
 
     def launch(self, stream: int) -> None:
-        """Enqueue the kernel on a stream with its arguments as they are now. RuntimeError if the driver refuses."""
+        """Enqueue the kernel on a stream. Raises RuntimeError if the driver refuses the launch."""
         self._config.hStream = stream
         (status,) = self._launch(self._config, self._function, self._parameters, 0)
         if status:
@@ -243,16 +242,16 @@ class Launcher:
 
 
 class PointerLauncher:
-    """A `Launcher` whose launches differ in pointers alone: call it with the tensors that these point to.
+    """A `Launcher` whose launches differ only in pointers; it is called with the tensors that they point to.
 
     kernel, options: as for `Launcher`.
     pointers: how many of the first parameters are pointers.
-    args: for the parameters after these. Pointers too are all elements of an array of c_int64, and as many of the
-        first fields of a structure as its class says in ``_pointers_``.
+    args: the parameters after those. The elements of a c_int64 array are pointers too, and so are the first
+        ``_pointers_`` fields of a structure, an attribute of its class.
     """
 
     def __init__(self, kernel: "Kernel", *, pointers: int = 0, args: Sequence[Any] = (), **options: Any):
-        # As one array they are set at once, in less time than one by one.
+        # Pointers in one array are set at once, in less time than one by one.
         first = (ctypes.c_int64 * pointers)()
         parameters = [ctypes.c_int64.from_buffer(first, 8 * i) for i in range(pointers)]
         counted = [(arg, _pointers_in(arg)) for arg in args]
@@ -261,21 +260,20 @@ class PointerLauncher:
         self._count = sum(map(len, self._views))
         self._launcher = Launcher(kernel, args=(*parameters, *args), **options)
 
-    def __call__(self, *operands: Tensor | None) -> None:
-        """Enqueue the kernel on PyTorch's current stream.
+    def __call__(self, first: Tensor, *others: Tensor | None) -> None:
+        """Enqueue the kernel on PyTorch's current stream, on the device of `first`.
 
-        operands: those that the pointers point to, in the order of the parameters; None for a null pointer, but not
-            for the first, on whose device the kernel runs.
+        first, others: the tensors that the pointers point to, in the order of the parameters; None for a null pointer.
         """
-        index = _first(*operands).get_device()
+        index = first.get_device()
         with device_guard(index):
-            addresses = (0 if operand is None else operand.data_ptr() for operand in operands)
-            self.launch(current_stream(index), *addresses)
+            addresses = (0 if operand is None else operand.data_ptr() for operand in others)
+            self.launch(current_stream(index), first.data_ptr(), *addresses)
 
     def launch(self, stream: int, *addresses: int) -> None:
         """Enqueue the kernel on a stream of the current device, for operands at these addresses.
 
-        Raises ValueError if that is not the number of pointers, RuntimeError if the driver refuses the launch.
+        Raises ValueError for a wrong number of addresses, RuntimeError if the driver refuses the launch.
         """
         if len(addresses) != self._count:
             raise ValueError(f"expected {self._count} addresses, got {len(addresses)}")
@@ -292,10 +290,6 @@ class PointerLauncher:
 
 def _pointers_in(argument: Any) -> int:
     return len(argument) if isinstance(argument, ctypes.Array) else getattr(argument, "_pointers_", 0)
-
-
-def _first(operand: Tensor, *others: object) -> Tensor:
-    return operand
 
 
 def _address(argument: Any) -> int:
@@ -343,7 +337,7 @@ _prepare_lock = threading.Lock()
 
 
 def _prepare(kernel: "Kernel", smem: int, cluster_blocks: int) -> None:
-    """Load the kernel on the current device, and allow it what it needs beyond the defaults."""
+    """Load the kernel on the current device, and raise its limits on shared memory and cluster size if necessary."""
     from cuda.bindings import driver
 
     attribute = driver.CUfunction_attribute
@@ -356,16 +350,16 @@ def _prepare(kernel: "Kernel", smem: int, cluster_blocks: int) -> None:
     device = check(driver.cuCtxGetDevice)
     with _prepare_lock, loading_code():
         for name, value in needs:
-            # Only ever raised: another launcher of the same kernel may need more.
+            # Never lower a limit: another launcher of the same kernel may need more.
             if check(driver.cuKernelGetAttribute, name, handle, device) < value:
                 check(driver.cuKernelSetAttribute, name, value, handle, device)
-        # The driver loads lazily; do it here rather than in the first launch, which may be under capture.
+        # The driver loads lazily: load here, as the first launch may be under capture.
         check(driver.cuFuncLoad, check(driver.cuKernelGetFunction, handle))
 
 
 # ---- the cache of launch plans ----
 
-_MAX_PLANS = 4096  # prefill asks for a new number of tokens at almost every step
+_MAX_PLANS = 4096  # many: almost every prefill step has a new number of tokens
 _PLAIN = frozenset((int, bool, float, str, type(None), tuple, torch.Size, torch.dtype))
 
 _plans: dict[Hashable, Any] = {}
@@ -376,12 +370,12 @@ Plan = TypeVar("Plan")
 
 
 class planned(Generic[Arguments, Plan]):
-    """Decorate a function that builds what launches a kernel: each plan is built once and kept.
+    """Decorate a function that builds a launch plan, such as a launcher: each plan is built once and kept.
 
-    Its first argument is the index of a device, which is current while it runs; 4096 plans are kept in all, then the
-    oldest goes. A plan belongs to the settings that hold and to the function's arguments: of tensors among them, also
-    in a NamedTuple, to shape, strides, dtype and device, not to their addresses; a NamedTuple with a method `layouts`
-    says itself what counts. Safe to call from several threads.
+    The function's first argument is the index of a device, which is current while it runs. A plan is kept for the
+    current settings and for the function's arguments: by shape, strides, dtype and device for tensors, also in a
+    NamedTuple, and by the result of its method `layouts` for a NamedTuple that has one. Beyond 4096 plans in all, the
+    oldest is dropped. Safe to call from several threads.
     """
 
     def __init__(self, build: Callable[Arguments, Plan]):
@@ -389,7 +383,7 @@ class planned(Generic[Arguments, Plan]):
         functools.update_wrapper(self, build)
 
     def __call__(self, *args: Arguments.args, **options: Arguments.kwargs) -> Plan:
-        """The plan for these arguments."""
+        """Return the plan for these arguments, built if there is none."""
         layouts = _layouts((*args, *options, *options.values()))
         plan = self.look_up(*layouts)
         if plan is None:
@@ -402,11 +396,11 @@ class planned(Generic[Arguments, Plan]):
         return plan
 
     def find(self, *args: Any) -> Plan | None:
-        """The plan for these arguments, none of them by name, if it has been built; otherwise None."""
+        """Return the plan for these positional arguments, or None if it has not been built."""
         return self.look_up(*_layouts(args))
 
     def look_up(self, *layouts: Hashable) -> Plan | None:
-        """`find` by the arguments' layouts: quicker where the caller knows what they are."""
+        """Return the plan for arguments with these layouts, or None: quicker than `find`."""
         return _plans.get(self._key(layouts))
 
     def _key(self, layouts: Iterable[Hashable]) -> Hashable:
@@ -419,12 +413,12 @@ def _device_index(device_index: int, *others: object) -> int:
 
 
 def layout_of(tensor: Tensor) -> tuple[Hashable, ...]:
-    """What of a tensor a plan depends on."""
+    """Return the properties of a tensor that a plan depends on."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
 def _layouts(values: Iterable[Any]) -> list:
-    """What of the values a plan depends on."""
+    """Return the properties of arguments that a plan depends on."""
     layouts: list[Any] = []
     for value in values:
         kind = type(value)
@@ -437,6 +431,5 @@ def _layouts(values: Iterable[Any]) -> list:
         elif isinstance(value, tuple):
             layouts += kind, *_layouts(value)
         else:
-            tensor = isinstance(value, Tensor)
-            layouts.append((value.shape, value.stride(), value.dtype, value.get_device()) if tensor else value)
+            layouts.append(layout_of(value) if isinstance(value, Tensor) else value)
     return layouts

@@ -1,8 +1,8 @@
-"""The operators of PyTorch's namespace ``fp8moe``: `operator` declares one with all that belongs to it."""
+"""The operators of PyTorch's namespace ``fp8moe``: `operator` declares one with checks, backends and fake."""
 
 import typing
 from collections.abc import Callable, Collection
-from itertools import compress
+from itertools import compress, takewhile
 from types import NoneType
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
@@ -23,71 +23,100 @@ Operands = TypeVar("Operands", bound=tuple)
 
 
 class Signature(Generic[Operands]):
-    """The arguments of an operator: the fields of a NamedTuple, or the parameters of a function, by their types.
+    """The arguments of an operator, derived from the types of a NamedTuple's fields or a function's parameters.
 
         Tensor, int, float, bool, str, torch.dtype     an argument of this type
         tuple[int, ...]                         a list of integers
         a NamedTuple (data, scale)              two arguments, ``name`` and ``name_scale``
-        another NamedTuple                      the arguments that its own fields become
-        a class with `key` and `from_key`       its key, a text
-        X | None                                an optional argument, of all but NamedTuples
+        another NamedTuple                      the arguments of its fields
+        a class with `key` and `from_key`       its key, a str
+        X | None                                an optional argument; of a NamedTuple, all of its arguments are
+                                                optional, and None if it is missing
         Annotated[X, "Tensor(a!)"]              an argument of the type in quotes
-        Annotated[a NamedTuple, (names)]        the arguments that these of its fields become
+        Annotated[a NamedTuple, (names)]        the arguments of the named fields
 
-    fields: those that an operator takes, if not all; the others keep their defaults.
+    fields: names of the fields that the operator takes, if not all; the others keep their defaults.
 
-    schema, names: of the arguments. pack: from the NamedTuple to the arguments, a tuple. unpack: from these, one by
-    one, to the NamedTuple. Both are made once, as Python expressions, so that a call costs no loop.
+    The last arguments have the defaults of their fields: a call may leave them out, and so does PyTorch, as each one
+    costs time.
+
+    schema, names: of the arguments. pack: turns the NamedTuple into a tuple of arguments. unpack: turns the arguments
+    into the NamedTuple. Both are compiled once from Python expressions, so that a call costs no loop.
     """
 
     pack: Callable[[Operands], tuple]
     unpack: Callable[..., Operands]
 
     def __init__(self, kind: type[Operands] | Callable[..., Any], fields: Collection[str] | None = None):
-        self._named: dict[str, Any] = {"tuple": tuple}  # in the expression
+        self._named: dict[str, Any] = {"tuple": tuple}  # the globals of the expressions
         arguments, self._given = _arguments(kind, self._named, fields)
         self.names = tuple(argument.name for argument in arguments)
-        self.schema = ", ".join(f"{argument.type} {argument.name}" for argument in arguments)
+        last = len(list(takewhile(lambda argument: argument.default, reversed(arguments))))
+        self._parameters = [*self.names[: len(arguments) - last]]
+        self._parameters += [f"{argument.name}={argument.default}" for argument in arguments[len(arguments) - last :]]
+        types = (argument.type for argument in arguments)
+        self.schema = ", ".join(map(" ".join, zip(types, self._parameters, strict=True)))
         if isinstance(kind, type):
-            paths = ", ".join(f"operands.{argument.path}" for argument in arguments)
-            self.pack = eval(f"lambda operands: ({paths},)", {})
+            values = ", ".join(argument.expression for argument in arguments)
+            self.pack = eval(f"lambda operands: ({values},)", {})
             self._given = f"{_name(kind, self._named)}({self._given})"
             self.unpack = self._function(self._given)
 
     def complete(self, schema: str) -> str:
-        """``name -> ...`` with the arguments."""
+        """Return the schema ``name -> ...`` with the arguments inserted."""
         name, _, results = schema.partition(" -> ")
         return f"{name}({self.schema}) -> {results}"
 
     def of_arguments(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the NamedTuple, or one with these parameters, as one of the arguments."""
+        """Wrap a function of the NamedTuple, or of the parameters, as a function of the operator's arguments."""
         return self._function(f"function({self._given})", function=function)
 
     def _function(self, expression: str, **more: Any) -> Callable[..., Any]:
-        return eval(f"lambda {', '.join(self.names)}: {expression}", self._named | more)
+        return eval(f"lambda {', '.join(self._parameters)}: {expression}", self._named | more)
 
 
 class _Argument(NamedTuple):
-    """Its type and name in a schema, and which attribute of the NamedTuple it is."""
+    """An argument: its type, name and default in the schema, and the path of its attribute in the NamedTuple.
+
+    owner: the path of the NamedTuple that holds the attribute, if that may be None.
+    """
 
     type: str
     name: str
     path: str
+    default: str = ""
+    owner: str = ""
+
+    def inside(self, name: str, optional: str, given: bool) -> "_Argument":
+        """The argument where its NamedTuple is the attribute `name` of another.
+
+        optional: "?" if the attribute may be None. given: whether it has no default.
+        """
+        owner = name if optional else self.owner and f"{name}.{self.owner}"
+        default = "" if given else "None" if optional else self.default
+        return _Argument(self.type.removesuffix(optional) + optional, self.name, f"{name}.{self.path}", default, owner)
+
+    @property
+    def expression(self) -> str:
+        """What reads it from `operands`."""
+        value = f"operands.{self.path}"
+        return f"None if operands.{self.owner} is None else {value}" if self.owner else value
 
 
 def _arguments(
     kind: type | Callable[..., Any], named: dict[str, Any], fields: Collection[str] | None = None, pair: str = ""
 ) -> tuple[list[_Argument], str]:
-    """The arguments that a NamedTuple or a function becomes, and the expression that makes its own of them again.
+    """Return the arguments for a NamedTuple or a function, and an expression that rebuilds its values from them.
 
-    named: takes in what the expression names beside the arguments. pair: the name of a pair (data, scale).
+    named: collects the globals of the expression. pair: the name of a pair (data, scale).
     """
     arguments, values = [], []
+    defaults = getattr(kind, "_field_defaults", {})
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         if name == "return":
             continue
         if fields is not None and name not in fields:
-            values.append(_name(kind._field_defaults[name], named))
+            values.append(_name(defaults[name], named))
             continue
         written = None
         if typing.get_origin(hint) is Annotated:
@@ -96,25 +125,28 @@ def _arguments(
         if optional:
             (hint,) = set(typing.get_args(hint)) - {NoneType}
         own = f"{pair}_{name}".removesuffix("_data") if pair else name
+        default = str(defaults[name]) if isinstance(defaults.get(name, ""), int | float | None) else ""
         if hasattr(hint, "_fields"):
             inner, value = _arguments(hint, named, written, pair=name if hint._fields == ("data", "scale") else "")
-            arguments += [argument._replace(path=f"{name}.{argument.path}") for argument in inner]
             value = f"{_name(hint, named)}({value})"
+            if optional:
+                value = f"None if {inner[0].name} is None else {value}"
+            arguments += [argument.inside(name, optional, name not in defaults) for argument in inner]
         elif hasattr(hint, "from_key"):
             arguments.append(_Argument("str", own, f"{name}.key"))
             value = f"{_name(hint.from_key, named)}({own})"
         elif typing.get_origin(hint) is tuple:
-            arguments.append(_Argument(f"SymInt[]{optional}", own, name))
+            arguments.append(_Argument(f"SymInt[]{optional}", own, name, default))
             value = f"{own} and tuple({own})"
         else:
-            arguments.append(_Argument(written or _SCHEMA_TYPES[hint] + optional, own, name))
+            arguments.append(_Argument(written or _SCHEMA_TYPES[hint] + optional, own, name, default))
             value = own
         values.append(value)
     return arguments, ", ".join(values)
 
 
 def _name(value: Any, named: dict[str, Any]) -> str:
-    """The name under which an expression finds the value."""
+    """Add a value to the globals `named`, and return its new name."""
     name = f"value_{len(named)}"
     named[name] = value
     return name
@@ -133,15 +165,15 @@ def operator(
 ) -> torch._ops.OpOverload:
     """Define ``fp8moe::name``, an operation with two backends, and return it.
 
-    schema: ``name(...) -> ...``, or ``name -> ...`` with the arguments of the signature. The first argument is, or
-        begins with, a tensor, whose device decides the backend.
-    check: raises for arguments that are wrong. It does not read addresses, as fake tensors have none.
-    cuda: launches the kernels. reference: computes the result in plain PyTorch. Both return what the schema says.
-    fake: returns uninitialized results, of fake tensors too.
-    quick: returns what to call in place of all these if arguments of this layout have run before, otherwise None.
-    forward_only: it is called by `runtime.autograd.run`, or by what has a backward, so that autograd passes it by.
-    signature: what the functions get in place of the operator's arguments, which are, at their defaults, left out
-        otherwise; None where the schema has none: the parameters of `check`.
+    schema: ``name(...) -> ...``, or ``name -> ...`` to insert the arguments of the signature. The first argument is a
+        tensor or a NamedTuple that begins with one; its device decides the backend.
+    check: raises for wrong arguments. It does not read addresses, as fake tensors have none.
+    cuda: launches the kernels. reference: computes the result in plain PyTorch. Both return the results of the schema.
+    fake: returns uninitialized results, for fake tensors too.
+    quick: returns a function to call instead of all these if arguments of this layout have run before, otherwise None.
+    forward_only: autograd skips the operator, because only `runtime.autograd.run` or an operator with a backward of its
+        own calls it.
+    signature: for a schema without arguments; None: the parameters of `check`.
     """
 
     def run(operand: Any, *others: Any) -> Any:
@@ -161,14 +193,14 @@ def operator(
 
 
 def _tensor(operand: Any) -> Tensor:
-    """The tensor that an operand is or, as a NamedTuple, begins with."""
+    """Return an operand that is a tensor, or the tensor that a NamedTuple begins with."""
     while not isinstance(operand, Tensor):
         operand, *_ = operand
     return operand
 
 
 def _counted(implementation: Callable[..., Any], written: list[bool]) -> Callable[..., Any]:
-    """Count a new version of each argument that is written, as PyTorch's operations do of what they write to."""
+    """Wrap an implementation: increment the version of each argument that it writes, as PyTorch's operations do."""
 
     def run(*arguments: Any) -> Any:
         result = implementation(*arguments)
@@ -190,11 +222,11 @@ def define(
     setup_context: Callable[..., Any] | None = None,
     signature: Signature | None = None,
 ) -> torch._ops.OpOverload:
-    """Define ``fp8moe::name`` from one implementation for every device, such as one made of other operators.
+    """Define ``fp8moe::name`` from one implementation for every device, such as one that calls other operators.
 
     fake: the implementation for tensors without data.
     backward, setup_context: as for ``torch.library.register_autograd``. schema, forward_only: as for `operator`.
-    signature: likewise, with the parameters of `implementation` in place of those of `check`.
+    signature: for a schema without arguments; None: the parameters of `implementation`.
     """
     if "(" not in schema.partition(" -> ")[0]:
         signature = signature or Signature(implementation)

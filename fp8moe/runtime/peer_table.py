@@ -1,19 +1,19 @@
-"""What the host must know of ``cuda/peers.cuh``: kernels that store to the memory of several GPUs."""
+"""The host side of ``cuda/common/peers.cuh``: arguments of kernels that store to the memory of several GPUs."""
 
 from typing import NamedTuple
 
 MAX_PEERS = 8
 SIGNALS_BYTES = 4 * (MAX_PEERS + 2)
-"""The bytes of ``struct Signals``, which each GPU has once, zero at first."""
+"""Bytes of ``struct Signals``. Each GPU has one, which begins as zeros."""
 
-_ARRIVED_BYTES = 4  # of a word of Signals.arrived
+_ARRIVED_BYTES = 4  # bytes of a word of Signals.arrived
 
 
 class Targets(NamedTuple):
-    """Where the rows of a layer go, on so many peers: each to the peer whose token it is, or all to all of them.
+    """The destinations of a layer's rows: each row goes to the peer that has its token, or with to_all to every peer.
 
-    each: assignments of a peer's tokens, which come one peer after the other; with to_all those of all tokens.
-    addresses: of (each, H) on every peer, a row for each assignment, then the meeting.
+    peers: how many GPUs. each: assignments of the tokens of one peer; with to_all, of all tokens.
+    addresses: on every peer the address of (each, H), a row for each assignment; then those of `meeting`.
     """
 
     peers: int
@@ -23,24 +23,24 @@ class Targets(NamedTuple):
 
     @property
     def form(self) -> tuple[int, int, bool]:
-        """What the kernels are made for."""
+        """The compile-time constants of the kernels."""
         return self.peers, self.each, self.to_all
 
     def pointers(self, assignments: int) -> tuple[int, ...]:
-        """What a GEMM's epilogue takes: the peers' rows, the assignments of its rows, and the meeting."""
+        """Return the pointers of a GEMM's epilogue: rows on the peers, assignments of the GEMM's rows, the meeting."""
         return *self.addresses[: self.peers], assignments, *self.addresses[self.peers :]
 
 
 def peer_defines(peers: int) -> tuple[tuple[str, int], ...]:
-    """What peers.cuh wants defined."""
+    """Return the macros that peers.cuh needs."""
     return ("PEERS", peers), ("MEETING_BYTES", 8 * (peers + 1))
 
 
 def meeting(signals: list[int], rank: int) -> tuple[int, ...]:
-    """``struct Meeting``: addresses of this rank's words in the signals of all peers, and of its own signals."""
+    """Return ``struct Meeting``: addresses of this rank's word in the signals of each peer, and of its own signals."""
     return *(address + rank * _ARRIVED_BYTES for address in signals), signals[rank]
 
 
 def no_meeting(peers: int) -> tuple[int, ...]:
-    """``struct Meeting`` of a kernel that ends without waiting for the others."""
+    """Return ``struct Meeting`` for a kernel that ends without waiting for the other GPUs."""
     return (0,) * (peers + 1)

@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal; elsewhere, in a log or a pipe, a line every few seconds."""
+"""Progress on standard error: a bar on a terminal, a line every few seconds in a log or a pipe."""
 
 import os
 import sys
@@ -16,19 +16,19 @@ _shown: ContextVar[bool] = ContextVar("shown", default=True)
 
 
 class _Lines(tqdm):
-    """tqdm for streams without a cursor: each state is a line of its own, and none is taken back."""
+    """tqdm for streams without a cursor: each state is a new line."""
 
     def display(self, msg=None, pos=None):
-        if msg is None or self.n > self.last_print_n:  # closing asks for an empty line in place of the last state
+        if msg is None or self.n > self.last_print_n:  # close() passes an empty message to clear the last state
             self.fp.write(f"{self}\n")
             self.fp.flush()
         return False
 
 
 def progress(steps: Iterable | None = None, *, total: float, label: str, unit: str = "it") -> tqdm:
-    """Count ``steps``, or what its method ``update`` is told, up to ``total``; a context manager, as tqdm is.
+    """Return a tqdm that counts ``steps``, or the numbers passed to its method ``update``, up to ``total``.
 
-    unit: what is counted; "B" for bytes.
+    unit: name of the counted thing; "B" for bytes.
     """
     options = {"total": total, "desc": label, "unit": unit, "unit_scale": unit == "B", "leave": False}
     if not _shown.get() or _has_room_for_bars():
@@ -37,13 +37,13 @@ def progress(steps: Iterable | None = None, *, total: float, label: str, unit: s
 
 
 def _has_room_for_bars() -> bool:
-    """Whether standard error is a terminal and knows its width: those of some containers report 0 columns."""
+    """Whether standard error is a terminal with a width: terminals of some containers report 0 columns."""
     return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 @contextmanager
 def still_running(label: str) -> Iterator[None]:
-    """Say every few seconds how long something takes whose steps cannot be counted."""
+    """Print every few seconds how long this block, whose steps cannot be counted, has been running."""
     if not _shown.get():
         yield
         return
@@ -64,7 +64,7 @@ def still_running(label: str) -> Iterator[None]:
 
 @contextmanager
 def shown(show: bool) -> Iterator[None]:
-    """Show progress within it, or none at all."""
+    """Show or hide progress within this block."""
     token = _shown.set(show)
     try:
         yield

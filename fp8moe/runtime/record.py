@@ -37,7 +37,7 @@ def reserved(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def reserve_memory(module: nn.Module) -> None:
-    """Give tensors on the meta device memory that is reserved; tied ones stay tied."""
+    """Give the module's tensors on the meta device reserved memory; tied tensors stay tied."""
     made: dict[int, torch.Tensor] = {}
 
     def filled(value: Any) -> Any:
@@ -54,7 +54,7 @@ def reserve_memory(module: nn.Module) -> None:
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function, which may make a `Recorder`, returns or raises in a new process.
+    """Return or raise what a function, which may make a `Recorder`, does in a new process.
 
     The function is one of a module, not of ``__main__``, which the process does not have: so callers need no
     ``if __name__ == "__main__"``. Ctrl-C ends this process alone, which then ends the other.
@@ -123,14 +123,15 @@ class Recorder:
         launch._multiprocessors = lambda index: num_sms
         driver.cuTensorMapEncodeTiled = self._encode
         driver.cuTensorMapReplaceAddress = lambda descriptor, pointer: (driver.CUresult.CUDA_SUCCESS,)
-        torch._C._cuda_getDevice = lambda: None  # none is current, and
-        torch.cuda.device = nullcontext  # to make one so does nothing
+        # No device is ever current, and switching to one does nothing.
+        torch._C._cuda_getDevice = lambda: None
+        torch.cuda.device = nullcontext
         torch._C._cuda_getCurrentRawStream = lambda index: 0
         for owner, name in ((torch, "empty"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
             setattr(owner, name, _zeroed(getattr(owner, name)))
 
     def record(self, call: Callable[[], object]) -> list[dict]:
-        """The launches of a call."""
+        """Make a call, and return its launches."""
         before = len(self.launches)
         call()
         return self.launches[before:]

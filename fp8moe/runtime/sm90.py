@@ -1,8 +1,4 @@
-"""What the package must know of Hopper (compute capability 9.0): its name, its limits, its tensor core instruction."""
-
-CAPABILITY = (9, 0)  # as PyTorch reports it
-ARCH = "sm_90a"  # as compilers name it; "a" for instructions that no later GPU has
-SOURCES = "sm90"  # folder of fp8moe/cuda
+"""What the package must know of Hopper (compute capability 9.0): its limits, its tensor core instruction."""
 
 USUAL_SMS = 132  # of H100 and H200 SXM
 WARP = 32

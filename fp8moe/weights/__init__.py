@@ -1,16 +1,12 @@
 """Weights from files to modules: FP8 checkpoints read, written, quantized, converted, and refits of models that run."""
 
-from fp8moe.weights.checkpoints import (
-    DEFAULT_SKIP,
-    CheckpointError,
-    Format,
-    convert_checkpoint,
-    find_format,
-    inspect_checkpoint,
-    load_fp8_checkpoint,
-    quantize_checkpoint,
-    save_fp8_checkpoint,
-)
+from fp8moe.layers.replaced import DEFAULT_SKIP
+from fp8moe.weights.inspect import inspect_checkpoint
+from fp8moe.weights.load import load_fp8_checkpoint
+from fp8moe.weights.quantize import convert_checkpoint, quantize_checkpoint
+from fp8moe.weights.save import save_fp8_checkpoint
+from fp8moe.weights.source import CheckpointError
+from fp8moe.weights.stored import Format, find_format
 
 __all__ = [
     "DEFAULT_SKIP",

@@ -1,18 +1,14 @@
-"""The format of FP8 checkpoints: dtypes, names and shapes of weights and their scales, and what config.json says of it.
-
-Every weight has one scale for each 128x128 of its values: X.weight in X.weight_scale_inv, or X.scale in newer
-checkpoints; a fused weight Y in Y_scale_inv.
-"""
+"""What FP8 checkpoints are made of: dtypes, shapes of weights and their scales, and what config.json says of them."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import BLOCK, ceil_div
-from fp8moe.weights.expert_names import DOWN, GATE_UP, matrices_of, module_of, parse_expert
+from fp8moe.weights.names import GATE_UP, WEIGHT, Name
 
 DTYPES = {
     "F64": torch.float64,
@@ -38,9 +34,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FP8 = "F8_E4M3"
 FLOATS = ("BF16", "F16", "F32", "F64")
 
-SCALE = "_scale_inv"
-CHANNEL_SCALE = "_scale"
-"""The end of the names of scales of output channels, as compressed-tensors has them."""
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 """What scales are stored as; all are exact in float32."""
 GATE_UP_LAYOUT = "gate_up_layout"
@@ -49,7 +42,7 @@ CONCATENATED = "concatenated"
 
 
 class TensorSpec(NamedTuple):
-    """What is stored of a tensor. dtype: its safetensors name."""
+    """The dtype, by its safetensors name, and the shape of a stored tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -60,72 +53,54 @@ class TensorSpec(NamedTuple):
 
 
 Layout = dict[str, TensorSpec]
-"""What a file or a whole checkpoint holds, by name."""
+"""The tensors of a file or of a whole checkpoint, by name."""
 
 
 def scale_dtype(scale_format: str) -> str:
-    """What scales of this format are stored as."""
+    """Return the safetensors dtype of scales of this format."""
     return "F8_E8M0" if scale_format == "ue8m0" else "F32"
 
 
-def scale_name(weight: str) -> str:
-    return weight + SCALE
-
-
-def weight_of(name: str) -> str | None:
-    """The weight that a tensor of this name would be the scale of, or None where the name is not that of a scale."""
-    if name.endswith(SCALE):
-        return name.removesuffix(SCALE) or None
-    return name.removesuffix("scale") + "weight" if name.endswith(".scale") else None
-
-
-def scale_of(weight: str, names: Mapping[str, object]) -> str | None:
-    """The name of this weight's scale among ``names``, in whatever spelling.
-
-    The scale of one expert's weight may be part of a fused one: so transformers writes experts that it has quantized.
-    """
-    spellings = [scale_name(weight)]
-    if weight.endswith(".weight"):
-        spellings.append(weight.removesuffix("weight") + "scale")
-    expert = parse_expert(weight)
-    if expert is not None:
-        spellings.append(scale_name(f"{expert.module}.{expert.projection}"))
-        if expert.projection != DOWN:
-            spellings.append(scale_name(f"{expert.module}.{GATE_UP}"))
-    return next((name for name in spellings if name in names), None)
-
-
-def scale_shape(weight: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scale: one for each 128x128, gate and up of fused experts each with blocks of its own."""
+def scale_grid(matrices: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a scale for each 128x128 values, where each of the matrices has blocks of its own."""
     *lead, rows, columns = shape
-    matrices = matrices_of(weight, shape)
     return *lead, matrices * ceil_div(rows // matrices, BLOCK), ceil_div(columns, BLOCK)
 
 
 def fits_scale(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Whether a scale has this shape, or another rank and sizes of one besides: transformers 5.17 drops such sizes."""
+    """Return whether a scale has this shape but for sizes of one, which transformers 5.17 drops."""
     if len(shape) == len(expected) == 2:  # (N, 1) of channels is no (1, N) of blocks
         return tuple(shape) == tuple(expected)
     return [size for size in shape if size != 1] == [size for size in expected if size != 1]
 
 
-def quantization_config(layout: Layout, scale_format: str, others: Iterable[str]) -> dict:
-    """What config.json says about a checkpoint with this layout, of blocks or, like compressed-tensors, of channels.
+def as_float(scale: Tensor) -> Tensor:
+    """Return scales in float32, exact for all that are stored; bytes are exponents of two (E8M0)."""
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).float()
 
-    others: modules that are not in FP8 and do not show, or not under this name, in the layout. "lm_head" is always one,
-    unless it is stored in FP8: it may be tied to the embedding.
+
+def quantization_config(
+    tensors: Iterable[tuple[Name, TensorSpec]], scale_format: str, others: Iterable[str], *, channels: bool = False
+) -> dict:
+    """Make the quantization_config of a checkpoint with these tensors.
+
+    others: modules that are not in FP8 and do not show, or not under this name, among the tensors. "lm_head" is always
+    one, unless it is stored in FP8: it may be tied to the embedding. channels: whether scales are of output channels,
+    which compressed-tensors describes.
     """
-    kept, quantized = {"lm_head", *others}, set()
-    for name, spec in layout.items():
-        module = module_of(name)
-        if module is not None and len(spec.shape) >= 2:
-            (quantized if spec.dtype == FP8 else kept).add(module)
-    fused = (name for name, spec in layout.items() if spec.dtype == FP8 and name.endswith(f".{GATE_UP}"))
-    gate_up = {GATE_UP_LAYOUT: CONCATENATED} if any(f"{name}_bias" in layout for name in fused) else {}
-    if any(spec.dtype == FP8 and name + CHANNEL_SCALE in layout for name, spec in layout.items()):
-        channels = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
-        tokens = channels | {"strategy": "token", "dynamic": True}
-        group = {"targets": ["Linear"], "weights": channels, "input_activations": tokens}
+    kept, quantized, fused, biases = {"lm_head", *others}, set(), set(), set()
+    for name, spec in tensors:
+        if name.role == WEIGHT and len(spec.shape) >= 2:
+            (quantized if spec.dtype == FP8 else kept).add(name.module)
+        if name.projection == GATE_UP and name.role != WEIGHT:
+            biases.add(name.text)
+        elif name.projection == GATE_UP and spec.dtype == FP8:
+            fused.add(name.bias)
+    gate_up = {GATE_UP_LAYOUT: CONCATENATED} if fused & biases else {}
+    if channels:
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+        tokens = weights | {"strategy": "token", "dynamic": True}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": tokens}
         return {
             "quant_method": "compressed-tensors",
             "format": "float-quantized",
@@ -143,8 +118,3 @@ def quantization_config(layout: Layout, scale_format: str, others: Iterable[str]
         "modules_to_not_convert": sorted(kept - quantized),
         **gate_up,
     }
-
-
-def as_float(scale: Tensor) -> Tensor:
-    """Scales in float32, exact for all that are stored; bytes are exponents of two (E8M0)."""
-    return (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).float()

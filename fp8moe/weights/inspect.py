@@ -2,28 +2,21 @@
 
 import math
 import os
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8moe.weights.as_blocks import as_blocks
-from fp8moe.weights.expert_names import DOWN, parse_expert, parse_fused
-from fp8moe.weights.find_format import Format, Found, examine
-from fp8moe.weights.formats import (
-    FP8,
-    SCALE,
-    SCALE_DTYPES,
-    TensorSpec,
-    fits_scale,
-    scale_of,
-    scale_shape,
-    weight_of,
-)
-from fp8moe.weights.match import scale_problems
-from fp8moe.weights.read import Checkpoint, open_checkpoint
-from fp8moe.weights.tensor_layout import fractions, unquantized_matrices
+from fp8moe.weights.formats import FLOATS, FP8, SCALE_DTYPES, Layout, TensorSpec, fits_scale, scale_grid
+from fp8moe.weights.names import CHANNEL_SCALE, DOWN, SCALE, SCALE_ROLE, WEIGHT
+from fp8moe.weights.place import scale_problems
+from fp8moe.weights.stored import Format, StoredWeight, Weights, open_weights
 from fp8moe.weights.untrusted import printable
+from fp8moe.weights.views import in_blocks
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -78,128 +71,117 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
 
     Raises CheckpointError if there is no checkpoint in ``directory``.
     """
-    stored = open_checkpoint(directory)
-    found, tensors = examine(stored), stored.tensors
+    weights = open_weights(directory)
+    checkpoint = weights.checkpoint
     dtypes = Counter()
-    for info in tensors.values():
+    for info in checkpoint.tensors.values():
         dtypes[info.dtype] += info.nbytes
-    scales = {weight.scale for weight in found.weights} | found.unused
-    codes = {weight.codes for weight in found.weights}
-    values = {name: info.spec for name, info in tensors.items() if name not in scales}
-    for weight in found.weights:
-        values[weight.codes] = TensorSpec(FP8, weight.shape)
-    blocks = as_blocks(stored)[0] if found.format.loads else stored
-    experts, _ = _experts(blocks)
-    problems = _undeclared(found) + block_problems(blocks, found) if found.format.loads else [found.format.reason]
+    scales = {weight.scale.name for weight in weights.quantized if weight.scale is not None} | weights.unused
+    values = {
+        weight.name.text: TensorSpec(FP8 if weight.coded else weight.dtype, weight.shape)
+        for weight in weights.stored
+        if weight.codes.name not in scales
+    }
+    experts, _ = _experts(weights)
+    problems = [weights.format.reason]
+    if weights.format.loads:
+        problems = block_problems(weights, in_blocks(weights))
+        if weights.quantized and checkpoint.config and not checkpoint.declarations:  # others would take it for bfloat16
+            problems.insert(0, "config.json: has no quantization_config, but there are FP8 tensors")
     return Report(
-        directory=stored.directory,
-        files=len(stored.files),
-        tensors=len(tensors),
+        directory=checkpoint.directory,
+        files=len(checkpoint.files),
+        tensors=len(checkpoint.tensors),
         nbytes=sum(dtypes.values()),
-        fp8_nbytes=sum(tensors[name].nbytes for name in codes if tensors[name].dtype == FP8),
+        fp8_nbytes=sum(weight.codes.nbytes for weight in weights.quantized if weight.codes.dtype == FP8),
         parameters=sum(math.prod(spec.shape) for spec in values.values()),
-        format=found.format,
-        scale_format=_scale_format(found),
+        format=weights.format,
+        scale_format=_scale_format(weights),
         experts=experts,
         dtypes=dict(dtypes.most_common()),
         unquantized=unquantized_matrices(values),
-        problems=[printable(problem) for problem in stored.problems + problems],
+        problems=[printable(problem) for problem in checkpoint.problems + problems],
     )
 
 
-def block_problems(blocks: Checkpoint, found: Found) -> list[str]:
-    """What is wrong with scales, and which parts of experts are missing."""
-    return _scale_problems(blocks, found.unused) + _experts(blocks)[1]
+def block_problems(weights: Weights, blocks: Iterable[StoredWeight]) -> list[str]:
+    """List what is wrong with scales, weights without one, and the parts of experts that are missing.
 
-
-def _undeclared(found: Found) -> list[str]:
-    """What other programs would take for unquantized."""
-    if found.weights and found.checkpoint.config and not found.checkpoint.declarations:
-        return ["config.json: has no quantization_config, but there are FP8 tensors"]
-    return []
-
-
-def _scale_problems(checkpoint: Checkpoint, unused: Set[str]) -> list[str]:
-    """List what is wrong with scales, and weights without one."""
-    problems, fitting = [], []
-    scales: dict[str, list[str]] = defaultdict(list)
-    for name, info in checkpoint.tensors.items():
-        scale = scale_of(name, checkpoint.tensors) if info.dtype == FP8 else None
-        if scale is not None:
-            scales[scale].append(name)
-    with_scale = {weight for weights in scales.values() for weight in weights}
-    for name, info in checkpoint.tensors.items():
-        if name in scales:
-            first = scales[name][0]
-            expected = _expected_shape(name, scales[name], checkpoint)
-            channels = (*checkpoint.tensors[first].shape[:-1], 1)
-            fits = expected is not None and (fits_scale(info.shape, expected) or info.shape == channels)
-            partial = checkpoint.incomplete and len(scales[name]) > 1
-            if info.dtype not in SCALE_DTYPES:
-                problems.append(f"{name}: dtype {info.dtype}, expected {', '.join(SCALE_DTYPES)}")
-            elif fits:
-                fitting.append(name)
-            if not fits and not partial:
-                shape = checkpoint.tensors[first].shape
-                problems.append(f"{name}: shape {info.shape}, expected {expected} for {first} {shape}")
-        elif checkpoint.incomplete:
-            continue  # it may be in the file that is missing
-        elif info.dtype == FP8 and name not in with_scale:
-            problems.append(f"{name}: {FP8} without a scale")
-        elif name in unused:
+    blocks: the weights as `in_blocks` sees them.
+    """
+    checkpoint = weights.checkpoint
+    problems, fitting, shared = [], [], defaultdict(list)
+    for weight in weights.quantized:
+        if weight.shared:
+            shared[weight.scale.name].append(weight)
+    for weight in blocks:
+        text, scale = weight.name.text, weight.scale
+        if weight.shared or text in shared:
             continue
-        elif name.endswith(SCALE) or (info.dtype == "F8_E8M0" and weight_of(name)):
-            weight = checkpoint.tensors.get(weight_of(name))
-            if weight is None:
-                problems.append(f"{name}: a scale without a weight")
-            elif weight.dtype != FP8:
-                problems.append(f"{name}: the scale of a weight in {weight.dtype}")
-    return problems + scale_problems(checkpoint, fitting)
+        if scale is not None:
+            if weight.scale_dtype not in SCALE_DTYPES:
+                problems.append(f"{scale.name}: dtype {scale.dtype}, expected {', '.join(SCALE_DTYPES)}")
+            elif weight.kind is not None:
+                fitting.append(scale)
+            if weight.kind is None:
+                expected = scale_grid(weight.name.matrices, weight.shape) if len(weight.shape) > 1 else None
+                problems.append(f"{scale.name}: shape {scale.shape}, expected {expected} for {text} {weight.shape}")
+        elif checkpoint.incomplete:
+            continue  # its scale may be in the file that is missing
+        elif weight.coded and weight.dtype == FP8:
+            problems.append(f"{text}: {FP8} without a scale")
+        elif weight.name.role == SCALE_ROLE and text not in weights.unused:
+            other = checkpoint.tensors.get(weight.name.weight)
+            if other is None and (text.endswith(SCALE) or weight.dtype == "F8_E8M0"):
+                problems.append(f"{text}: a scale without a weight")
+            elif other is not None and other.dtype != FP8:
+                problems.append(f"{text}: the scale of a weight in {other.dtype}")
+    for name, parts in shared.items():
+        scale, first = checkpoint.tensors[name], parts[0]
+        expected = None
+        if len(first.shape) > 1:
+            *_, rows, columns = scale_grid(1, first.shape)
+            projections = len({part.name.projection for part in parts})
+            expected = max(part.name.expert for part in parts) + 1, projections * rows, columns
+        fits = expected is not None and fits_scale(scale.shape, expected)
+        if scale.dtype not in SCALE_DTYPES:
+            problems.append(f"{name}: dtype {scale.dtype}, expected {', '.join(SCALE_DTYPES)}")
+        elif fits:
+            fitting.append(scale)
+        if not fits and not checkpoint.incomplete:
+            problems.append(f"{name}: shape {scale.shape}, expected {expected} for {first.name.text} {first.shape}")
+    return problems + scale_problems(checkpoint, fitting) + _experts(weights)[1]
 
 
-def _expected_shape(scale: str, weights: list[str], checkpoint: Checkpoint) -> tuple[int, ...] | None:
-    """The shape that the scale of these weights should have, None where none fits."""
-    shape = checkpoint.tensors[weights[0]].shape
-    if len(shape) < 2:
-        return None
-    rows, *columns = expected = scale_shape(weights[0], shape)
-    experts = [parse_expert(weight) for weight in weights]
-    if None in experts or parse_expert(scale) is not None:
-        return expected
-    # The fused scale of experts that are stored one by one.
-    projections = len({expert.projection for expert in experts})
-    return max(expert.expert for expert in experts) + 1, projections * rows, *columns
-
-
-def _scale_format(found: Found) -> str:
+def _scale_format(weights: Weights) -> str:
     formats = set()
-    for name in {weight.scale for weight in found.weights} - {None}:
-        dtype = found.checkpoint.tensors[name].dtype
+    for dtype in {weight.scale.dtype for weight in weights.quantized if weight.scale is not None}:
         if dtype == "F8_E8M0":
             formats.add("ue8m0")
-        elif found.declared is not None and found.declared.power_of_two:
+        elif weights.declared is not None and weights.declared.power_of_two:
             formats.add(f"ue8m0 in {dtype}")
         else:
             formats.add({"F32": "float32", "BF16": "bfloat16"}.get(dtype, dtype))
     return ", ".join(sorted(formats)) or "none"
 
 
-def _experts(checkpoint: Checkpoint) -> tuple[list[tuple[int, int, str]], list[str]]:
+def _experts(weights: Weights) -> tuple[list[tuple[int, int, str]], list[str]]:
     """How many layers have how many experts in which layout, and experts that lack a projection."""
     separate: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))  # module -> projection -> experts
     kinds: Counter[tuple[int, str]] = Counter()
-    for name, info in checkpoint.tensors.items():
-        fused = parse_fused(name, info.shape)
-        if fused is not None and fused.projection == DOWN:
-            kinds[info.shape[0], "fused"] += 1
-        expert = parse_expert(name)
-        if expert is not None and not expert.is_scale:
-            separate[expert.module][expert.projection].add(expert.expert)
+    for weight in weights.stored:
+        name = weight.name
+        if name.role != WEIGHT or not weight.is_expert:
+            continue
+        if name.expert is not None:
+            separate[name.module][name.projection].add(name.expert)
+        elif name.projection == DOWN:
+            kinds[weight.shape[0], "fused"] += 1
     problems = []
     for module, projections in separate.items():
         count = max(max(experts) for experts in projections.values()) + 1
         kinds[count, "separate"] += 1
-        if not checkpoint.incomplete:
+        if not weights.checkpoint.incomplete:
             for projection, experts in projections.items():
                 problems += [f"{module}.{missing}: has no {projection}" for missing in _gaps(experts, count)]
     return [(layers, count, how) for (count, how), layers in sorted(kinds.items())], problems
@@ -220,3 +202,34 @@ def _bytes(size: int) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
+
+
+def unquantized_matrices(layout: Layout) -> dict[str, int]:
+    """Parameters of matrices that are not FP8, largest first, by name with * for numbers. layout: without scales."""
+    sizes = Counter()
+    for name, spec in layout.items():
+        if spec.dtype in FLOATS and len(spec.shape) > 1:
+            sizes[_NUMBER.sub("*", name)] += math.prod(spec.shape)
+    return dict(sizes.most_common())
+
+
+def fractions(sizes: Mapping[str, int], total: int) -> str:
+    """The first of these sizes, each as a percentage of ``total``."""
+    lines = [f"{name} {size / max(total, 1):.1%}" for name, size in sizes.items()]
+    shown = ", ".join(lines[:_SHOWN])
+    return f"{shown}, and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else shown or "nothing"
+
+
+def low_fp8_fraction(layout: Layout) -> str | None:
+    """A warning if FP8 weights have less than half of the parameters in matrices, otherwise None."""
+    fp8 = {name: math.prod(spec.shape) for name, spec in layout.items() if spec.dtype == FP8}
+    scales = {name + suffix for name in fp8 for suffix in (SCALE, CHANNEL_SCALE)}
+    rest = unquantized_matrices({name: spec for name, spec in layout.items() if name not in scales})
+    total = sum(fp8.values()) + sum(rest.values())
+    if 2 * sum(fp8.values()) >= total:
+        return None
+    fraction = sum(fp8.values()) / total
+    return (
+        f"FP8 weights have only {fraction:.1%} of the parameters in matrices; what stayed as it is: "
+        f"{fractions(rest, total)}"
+    )

@@ -3,7 +3,7 @@
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from fnmatch import fnmatchcase
 from itertools import chain
 
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.replaced import as_patterns
-from fp8moe.weights.as_blocks import as_blocks, inexact_weights
-from fp8moe.weights.match import Destination, plan_load, state_of
-from fp8moe.weights.read import Checkpoint, CheckpointError, Piece, TensorReader, open_checkpoint
+from fp8moe.weights.place import Plan, Target, match, state_of
 from fp8moe.weights.sharded import Ranks
+from fp8moe.weights.source import CheckpointError
+from fp8moe.weights.stored import Weights, open_weights
 from fp8moe.weights.untrusted import printable
+from fp8moe.weights.views import in_blocks, inexact_problems
 
 
 def load_fp8_checkpoint(
@@ -56,12 +57,14 @@ def load_fp8_checkpoint(
         device = torch.device(device)
         what, problems = f"cannot load {directory}, the model is unchanged", []
         try:
-            checkpoint, found = as_blocks(open_checkpoint(directory))
-            plan = plan_load(checkpoint, state, ignored_names(model, patterns, found.unused))
+            weights = open_weights(directory)
+            weights.check(f"cannot load {directory}")
+            plan = match(
+                weights.checkpoint, in_blocks(weights), Target(state), ignored_names(model, patterns, weights.unused)
+            )
             problems += plan.problems + _bufferless(model, state)
-            problems += inexact_weights(found) if not problems else ()
-            if found.unused - plan.destinations.keys():
-                warn_of_unused(directory)
+            problems += inexact_problems(weights) if not problems else ()
+            warn_of_unused(weights, plan)
         except CheckpointError as error:
             what, problems = error.what, error.problems
     wrong = [(what, problems) for what, problems in ranks.gather((what, problems)) if problems]
@@ -69,18 +72,22 @@ def load_fp8_checkpoint(
         raise CheckpointError(wrong[0][0], dict.fromkeys(chain.from_iterable(problems for _, problems in wrong)))
     with ranks.step():
         _materialize(model, device)
-        _copy(checkpoint, plan.destinations, state_of(model))
+        plan.into_model(weights.checkpoint.directory, state_of(model))
         invalidate_masters()  # weights that FSDP2 gathers have versions that do not change
 
 
-def warn_of_unused(directory: str | os.PathLike) -> None:
-    """Warn once of static scales."""
-    text = "has static scales of activations, keys or values, which are not used: all are quantized as they come"
-    warnings.warn(printable(f"{directory} {text}"), stacklevel=3)
+def warn_of_unused(weights: Weights, plan: Plan) -> None:
+    """Warn once of static scales that the model has no place for."""
+    if weights.unused - {weight.name.text for weight, *_ in plan.moves}:
+        text = "has static scales of activations, keys or values, which are not used: all are quantized as they come"
+        warnings.warn(printable(f"{weights.checkpoint.directory} {text}"), stacklevel=3)
 
 
 def ignored_names(model: nn.Module, patterns: tuple[str, ...], unused: Collection[str]) -> Callable[[str], bool]:
-    """Whether a tensor of this name may be in a checkpoint that the model has no place for. unused: some such names."""
+    """Return a function that says whether a checkpoint may have a tensor of a name for which the model has no place.
+
+    unused: such names.
+    """
     regexes = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
 
     def ignored(name: str) -> bool:
@@ -91,7 +98,7 @@ def ignored_names(model: nn.Module, patterns: tuple[str, ...], unused: Collectio
     return ignored
 
 
-def _bufferless(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+def _bufferless(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
     return [
         f"{name}: a buffer on the meta device that no checkpoint has; create the model with its buffers on a real one"
         for name, buffer in model.named_buffers()
@@ -111,26 +118,3 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
                 is_parameter = isinstance(value, nn.Parameter)
                 made[id(value)] = nn.Parameter(empty, requires_grad=value.requires_grad) if is_parameter else empty
             setattr(module, name, made[id(value)])
-
-
-@torch.no_grad()
-def _copy(checkpoint: Checkpoint, destinations: Mapping[str, Destination], state: Mapping[str, Tensor]) -> None:
-    for tensors in checkpoint.by_file.values():
-        with checkpoint.reader() as reader:
-            for name in [name for name in tensors if name in destinations]:
-                copy_tensor(reader, name, destinations[name], state[destinations[name].key])
-
-
-def copy_tensor(reader: TensorReader, name: str, destination: Destination, target: Tensor) -> None:
-    """Read a tensor into its part of ``target``: of a DTensor, what this process holds."""
-    local, part = destination.held_by(target)
-    if not local.numel():
-        return
-    pieces: Iterable[Piece]
-    if reader.shape(name) != destination.shape:  # a scale with more or fewer sizes of one
-        pieces = [Piece(None, reader.read(name).view(destination.shape)[part])]
-    else:
-        pieces = reader.pieces(name, part)
-    for index, value in pieces:
-        piece = local if index is None else local[index]
-        piece.copy_(value.to(piece.dtype))

@@ -1,13 +1,14 @@
-"""Quantizes a checkpoint to FP8, shard by shard: what is to be written is planned, then read, quantized and written."""
+"""Quantizes and converts checkpoints shard by shard: what is to be written is planned, then read, made and written."""
 
+import importlib.util
 import os
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,137 +16,80 @@ from torch import Tensor
 from fp8moe.layers.replaced import DEFAULT_SKIP, as_patterns, matches
 from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import FP8Tensor
-from fp8moe.quant.quantize import dequantize, quantize_128x128
-from fp8moe.runtime.progress import progress, still_running
-from fp8moe.weights.as_blocks import as_blocks, as_values, inexact_weights
-from fp8moe.weights.expert_names import DOWN, GATE_UP, matrices_of, module_of, parse_expert, parse_fused
-from fp8moe.weights.find_format import examine
-from fp8moe.weights.formats import (
-    DTYPES,
-    FP8,
-    Layout,
-    TensorSpec,
-    quantization_config,
-    scale_dtype,
-    scale_name,
-    scale_shape,
-)
-from fp8moe.weights.gpt_oss import in_rows, is_gpt_oss
-from fp8moe.weights.inspect import block_problems
-from fp8moe.weights.read import (
-    CONFIG,
-    DECLARATIONS,
-    HF_QUANT_CONFIG,
-    INDEX,
-    SINGLE,
-    Checkpoint,
-    CheckpointError,
-    Derived,
-    TensorInfo,
-    open_checkpoint,
-    read_header,
-)
-from fp8moe.weights.resume import Journal, file_checksum, make_room, survey, tidied
-from fp8moe.weights.tensor_layout import low_fp8_fraction
+from fp8moe.quant.quantize import dequantize
+from fp8moe.runtime.progress import still_running
+from fp8moe.weights.formats import quantization_config
+from fp8moe.weights.inspect import block_problems, low_fp8_fraction
+from fp8moe.weights.names import DOWN, GATE_UP, WEIGHT, Name
+from fp8moe.weights.provider import provider
+from fp8moe.weights.source import CONFIG, DECLARATIONS, HF_QUANT_CONFIG, INDEX, Checkpoint, CheckpointError
+from fp8moe.weights.stored import INTERLEAVED, StoredWeight, Weights, open_weights
 from fp8moe.weights.untrusted import MAX_BYTES, printable
-from fp8moe.weights.write import Checksum, ShardWriter, Stamp, index_of, json_bytes, write_bytes
+from fp8moe.weights.views import as_values, bias_in_rows, in_blocks, in_rows, inexact, inexact_problems, quantized
+from fp8moe.weights.write import into_directory, json_bytes
 
 _QUANTIZED_DTYPES = ("BF16", "F16", "F32")
 _COMPANIONS = (".bpe", ".json", ".jinja", ".md", ".model", ".py", ".tiktoken", ".txt")
 _TEMPLATES = "additional_chat_templates"  # a directory of the tokenizer
 _LICENSES = ("LICENSE", "NOTICE", "USE_POLICY")
 
-
-@dataclass(frozen=True)
-class OutputPlan:
-    """What each tensor of a source becomes.
-
-    quantized: the weights that become FP8, and the names that they have then. unconverted: modules that are to be named
-    in modules_to_not_convert, besides those whose tensors say it. error: takes in what quantizing changes, if given.
-    """
-
-    source: Checkpoint
-    scale_format: str
-    device: torch.device
-    allow_nonfinite: bool
-    quantized: Mapping[str, str]
-    unconverted: Set[str] = frozenset()
-    error: "AddedError | None" = None
-
-    def outputs(self, name: str) -> Layout:
-        """What a tensor of the source becomes."""
-        spec, stored = self.source.tensors[name].spec, self.quantized.get(name)
-        if stored is None:
-            return {name: spec}
-        scale = TensorSpec(scale_dtype(self.scale_format), scale_shape(stored, spec.shape))
-        return {stored: TensorSpec(FP8, spec.shape), scale_name(stored): scale}
-
-    def shard(self, file: str) -> Layout:
-        """What a shard of the source becomes."""
-        return {stored: spec for name in self.source.by_file[file] for stored, spec in self.outputs(name).items()}
-
-    @property
-    def layout(self) -> Layout:
-        """All tensors to be written."""
-        return {stored: spec for name in self.source.tensors for stored, spec in self.outputs(name).items()}
-
-    @property
-    def quantization_config(self) -> dict:
-        return quantization_config(self.layout, self.scale_format, self.unconverted)
-
-    def convert(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """All of a tensor, or one of its experts, as it is stored. Raises CheckpointError for a NaN or an infinity."""
-        stored = self.quantized.get(name)
-        if stored is None:
-            return {name: value}
-        info = self.source.tensors[name]
-        matrices = value.to(self.device).unflatten(0, (matrices_of(stored, info.shape), -1))
-        data, scale = quantize_128x128(matrices, scale_format=self.scale_format)
-        if not self.allow_nonfinite and not scale.isfinite().all():  # as is the scale of a block with such a value
-            count = value.numel() - int(value.isfinite().sum())
-            raise CheckpointError(
-                f"cannot quantize {info.file}",
-                [
-                    f"{name}: {count} values are NaN or infinite, expected finite weights; allow_nonfinite=True "
-                    "(--allow-nonfinite) goes on with them"
-                ],
-            )
-        if self.error is not None:
-            self.error.add(matrices, FP8Tensor(data, scale))
-        scale = scale.flatten(0, 1).cpu().to(DTYPES[scale_dtype(self.scale_format)])
-        return {stored: data.flatten(0, 1), scale_name(stored): scale}
+Take = Callable[[StoredWeight, Tensor, FP8Tensor], None]
+"""Is given a weight, each of its matrices, and what that was quantized to."""
 
 
-class AddedError:
-    """The relative Frobenius error of quantized weights against what they were."""
+def _ignore(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
+    """Take a matrix as it is."""
 
-    def __init__(self) -> None:
-        self._squares = [0.0, 0.0]
 
-    def add(self, values: Tensor, quantized: FP8Tensor) -> None:
-        difference = dequantize(quantized).double() - values.double()
-        for index, tensor in enumerate((difference, values.double())):
-            self._squares[index] += float(tensor.square().sum())
-
-    @property
-    def relative(self) -> float:
-        error, whole = self._squares
-        return (error / whole) ** 0.5 if whole else 0.0
+def _check_finite(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
+    """Raise CheckpointError for a NaN or an infinity."""
+    if not made.scale.isfinite().all():  # as is the scale of a block with such a value
+        count = values.numel() - int(values.isfinite().sum())
+        raise CheckpointError(
+            f"cannot quantize {weight.codes.file}",
+            [
+                f"{weight.name.text}: {count} values are NaN or infinite, expected finite weights; "
+                "allow_nonfinite=True (--allow-nonfinite) goes on with them"
+            ],
+        )
 
 
 @dataclass
-class Fit:
-    """A plan whose result can be loaded.
+class OutputPlan:
+    """What an unquantized checkpoint becomes.
 
-    kept: why weights that were asked for do not become FP8, by module. notes: what else to tell the user.
+    quantized: the weights that become FP8, by name, with the names that they have then. unconverted: modules that
+    modules_to_not_convert is to name, besides those whose tensors say it. kept: why weights that were asked for do not
+    become FP8, by module. notes: what else to tell the user.
     """
 
-    plan: OutputPlan
+    weights: Weights
+    quantized: dict[str, Name]
+    scale_format: str
+    device: torch.device
+    unconverted: set[str] = field(default_factory=set)
     kept: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
+    def outputs(self, take: Take = _ignore) -> list[StoredWeight]:
+        """Return views of what is to be written, in the order of the source."""
+        in_turns = {f"{text}_bias" for text in self.quantized} if self.weights.interleaved else ()
+        outputs = []
+        for weight in self.weights.stored:
+            name = self.quantized.get(weight.name.text)
+            if name is not None:
+                seen = as_rows(weight, self.weights)._replace(name=name)
+                weight = quantized(seen, scale_format=self.scale_format, device=self.device, take=partial(take, weight))
+            elif weight.name.text in in_turns and weight.name.projection == GATE_UP and len(weight.shape) == 2:
+                weight = bias_in_rows(weight)
+            outputs.append(weight)
+        return outputs
+
+    def quantization_config(self, outputs: Iterable[StoredWeight]) -> dict:
+        return quantization_config(((weight.name, weight) for weight in outputs), self.scale_format, self.unconverted)
+
     def lines(self) -> list[str]:
-        """The notes, and one line for each reason, with the modules of all layers in one."""
+        """Return the notes, and one line for each reason, with the modules of all layers in one."""
         lines = list(self.notes)
         for reason in dict.fromkeys(self.kept.values()):
             modules = (re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, why in self.kept.items() if why == reason)
@@ -154,90 +98,147 @@ class Fit:
         return lines
 
 
-FindFit = Callable[[OutputPlan, Set[str]], Fit]
-"""Limits a plan to what can be loaded; the second argument names further tensors that may become FP8."""
+def as_rows(weight: StoredWeight, weights: Weights) -> StoredWeight:
+    """View a weight of fused experts as (E, rows, columns), gate before up, where the model has them in turns."""
+    return in_rows(weight) if weights.interleaved and len(weight.shape) == 3 else weight
 
 
-def quantize(
+def quantize_checkpoint(
     src_dir: str | os.PathLike,
     dst_dir: str | os.PathLike,
-    find_fit: FindFit,
     *,
-    skip: Iterable[str],
-    scale_format: str,
-    device: torch.device | str | None,
-    allow_nonfinite: bool,
-    force: bool,
-    verify: bool,
+    skip: Iterable[str] = DEFAULT_SKIP,
+    scale_format: str = "float32",
+    device: torch.device | str | None = None,
+    allow_nonfinite: bool = False,
+    force: bool = False,
 ) -> None:
-    """Quantize a checkpoint as `quantize_checkpoint` does. find_fit: asked what those who load it can have in FP8."""
+    """Quantize a bfloat16, float16 or float32 checkpoint to FP8 with 128x128 blocks, shard by shard.
+
+    Every weight of two dimensions (X.weight, with its scale in X.weight_scale_inv) and of fused experts
+    (experts.gate_up_proj (E, 2I, H), up_proj or down_proj, with experts.gate_up_proj_scale_inv...) is quantized, gate
+    and up of fused experts each with blocks of its own; other tensors are copied. What transformers could not load in
+    FP8 is copied, too, and a warning names it. GPT-OSS's experts, (E, H, 2I) and (E, I, H) with gate and up in turns,
+    get the order of others, and so do their biases: `load_model` loads them. Which shard holds what stays the same, and
+    so do names, but for fused experts that transformers renames: they get the names in its model. The index is written
+    anew, config.json gets a quantization_config, and the tokenizer, generation settings and other small text files are
+    copied.
+
+    src_dir: with model.safetensors, or model.safetensors.index.json and its shards. Links are followed within it, and
+        in the hub's cache to the blobs of the same repository.
+    dst_dir: made if needed, and locked while this runs. A shard has its final name only when it is complete and synced,
+        and its header names the size and time of its source: what an interrupted run has finished is not done again.
+    skip: fnmatch patterns of modules that stay as they are, matched with the qualified name
+        ("model.layers.3.mlp.gate") and the last part of it ("gate").
+    scale_format: "float32", or "ue8m0" for powers of two in one byte (float8_e8m0fnu).
+    device: where to quantize; by default a GPU if there is one. The result is the same everywhere.
+    allow_nonfinite: go on with weights that hold a NaN or an infinity, which make their blocks useless.
+    force: write to a directory that holds other things. Files with the names of this run's are overwritten, and a
+        model.safetensors or index that would be read in their place is deleted; all others stay.
+
+    Memory holds one tensor at a time, of fused experts one expert.
+
+    Warns (UserWarning) of links and large files that were left out, and if less than half of the parameters in matrices
+    became FP8.
+
+    Raises CheckpointError for a source that is damaged, quantized already, has nothing to quantize or fused experts in
+    another layout, for a weight with a NaN or an infinity, for patterns that leave only some of the weights of a
+    layer's experts as they are, and for a destination with anything that this run would not write; ValueError for
+    unknown options, for patterns outside DEFAULT_SKIP that match nothing, and while another run writes to dst_dir.
+    """
     check_scale_format(scale_format)
     skip = as_patterns("skip", skip)
-    source, target = open_checkpoint(src_dir), Path(dst_dir)
-    _check_target(target, source)
-    _check_patterns(skip, source)
-    wanted = {name for name, info in source.tensors.items() if _may_be_quantized(name, info, skip)}
-    quantized = {name: name for name in wanted if _is_weight(name, source.tensors[name])}
-    source = in_rows(source, quantized)
-    problems = source.problems + _source_problems(source, quantized)
+    weights, target = open_weights(src_dir), Path(dst_dir)
+    directory = weights.checkpoint.directory
+    _check_target(target, weights.checkpoint)
+    modules = {module for weight in weights.stored for module in weight.name.modules}
+    for pattern in skip:
+        if pattern not in DEFAULT_SKIP and not any(matches(module, (pattern,)) for module in modules):
+            raise ValueError(f"skip: {pattern!r} matches no module with a weight in {directory}")
+    wanted = [
+        weight
+        for weight in weights.stored
+        if weight.dtype in _QUANTIZED_DTYPES and not any(matches(module, skip) for module in weight.name.modules)
+    ]
+    names = {weight.name.text: weight.name for weight in wanted if _is_matrix(weight)}
+    problems = weights.checkpoint.problems + _source_problems(weights, names)
     if problems:
-        raise CheckpointError(f"cannot quantize {source.directory}", problems)
+        raise CheckpointError(f"cannot quantize {directory}", problems)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    plan = OutputPlan(weights, names, scale_format, device)
     with still_running("checking what transformers can load"):
-        fit = find_fit(OutputPlan(source, scale_format, device, allow_nonfinite, quantized), wanted)
-    plan = fit.plan
+        _fit(plan, {weight.name.text: weight for weight in wanted})
     if not plan.quantized:
-        raise CheckpointError(f"cannot quantize {source.directory}, nothing would become FP8", fit.lines())
-    for line in fit.lines():
+        raise CheckpointError(f"cannot quantize {directory}, nothing would become FP8", plan.lines())
+    for line in plan.lines():
         _warn(line)
-    _write(plan, target, force=force, verify=verify)
-    warning = low_fp8_fraction(plan.layout)
+
+    outputs = plan.outputs(_ignore if allow_nonfinite else _check_finite)
+    _write(weights.checkpoint, target, outputs, plan.quantization_config(outputs), force)
+    warning = low_fp8_fraction({text: spec for weight in outputs for text, spec in weight.specs().items()})
     if warning:
         _warn(warning)
 
 
-def convert(
+def convert_checkpoint(
     src_dir: str | os.PathLike,
     dst_dir: str | os.PathLike,
     *,
-    requantize: bool,
-    device: torch.device | str | None,
-    force: bool,
-    verify: bool,
+    requantize: bool = False,
+    device: torch.device | str | None = None,
+    force: bool = False,
 ) -> float | None:
-    """Convert a checkpoint as `convert_checkpoint` does."""
-    stored, target = open_checkpoint(src_dir), Path(dst_dir)
-    _check_target(target, stored)
-    found = examine(stored)
-    if not found.format.loads:
-        raise CheckpointError(f"cannot convert {stored.directory}", [found.format.reason, *stored.problems])
-    if not found.weights:
-        raise CheckpointError(f"cannot convert {stored.directory}", [f"{found.format.reason}; quantize it instead"])
-    channels = [weight.codes for weight in found.weights if weight.kind == "fp8-channel"]
+    """Write a quantized checkpoint of another format as one of FP8 weights in 128x128 blocks, shard by shard.
+
+    Values stay as they are, but for MXFP8, where what falls below E4M3's smallest subnormal rounds: by at most 4.1e-6
+    of the largest value of its block. Names stay, and scales are called weight_scale_inv. Static scales of
+    activations, keys and values are left out.
+
+    src_dir: a checkpoint of any format that `find_format` says loads.
+    requantize: take one scale a channel, too, and MXFP4 whose exponents E4M3 cannot hold, and quantize these values
+        again.
+    device: where to quantize; by default a GPU if there is one.
+    dst_dir, force: those of `quantize_checkpoint`.
+    Returns the relative Frobenius error that requantizing has added, over all weights that it was done to; None where
+    there are none.
+
+    Raises CheckpointError for a source that is damaged, unquantized, or of a format whose values blocks cannot hold.
+    """
+    weights, target = open_weights(src_dir), Path(dst_dir)
+    _check_target(target, weights.checkpoint)
+    what = f"cannot convert {weights.checkpoint.directory}"
+    weights.check(what)
+    if not weights.quantized:
+        raise CheckpointError(what, [f"{weights.format.reason}; quantize it instead"])
+    channels = {weight.name.text: weight for weight in weights.quantized if weight.kind == "fp8-channel"}
     if channels and not requantize:
-        why = (
-            f"{found.format.reason} ({channels[0]}), which blocks cannot hold; requantize=True (--requantize) rounds it"
-        )
-        raise CheckpointError(f"cannot convert {stored.directory}", [why])
-    blocks, _ = as_blocks(stored)
-    source, values = as_values(found) if requantize else (blocks, set())
-    problems = stored.problems + _unknown_dtypes(stored) + block_problems(blocks, found)
-    problems += inexact_weights(found) if not requantize and not problems else ()
+        name = next(iter(channels.values())).codes.name
+        why = f"{weights.format.reason} ({name}), which blocks cannot hold; requantize=True (--requantize) rounds it"
+        raise CheckpointError(what, [why])
+    blocks = in_blocks(weights)
+    problems = weights.checkpoint.problems + weights.checkpoint.unknown_dtypes + block_problems(weights, blocks)
+    problems += inexact_problems(weights) if not requantize and not problems else ()
     if problems:
-        raise CheckpointError(f"cannot convert {stored.directory}", problems)
-    tensors = {name: info for name, info in source.tensors.items() if name not in found.unused}
+        raise CheckpointError(what, problems)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    error = AddedError()
-    plan = OutputPlan(
-        source=replace(source, tensors=tensors),
-        scale_format="float32",
-        device=device,
-        allow_nonfinite=False,
-        quantized={name: name for name in values},
-        error=error,
-    )
-    _write(plan, target, force=force, verify=verify)
-    return error.relative if values else None
+    squares = torch.zeros(2, dtype=torch.float64, device="cpu")  # of what requantizing changes, and of all values
+
+    def add(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
+        _check_finite(weight, values, made)
+        whole = values.double()
+        difference = dequantize(made, dtype=torch.float32).double() - whole
+        squares.add_(torch.stack([difference.square().sum(), whole.square().sum()]).cpu())
+
+    rounded = channels | {weight.name.text: weight for weight in inexact(weights)} if requantize else {}
+    make = partial(quantized, scale_format="float32", device=device)
+    outputs = [
+        make(as_values(found), take=partial(add, found)) if (found := rounded.get(weight.name.text)) else weight
+        for weight in blocks
+        if weight.name.text not in weights.unused
+    ]
+    said = quantization_config(((weight.name, weight) for weight in outputs), "float32", ())
+    _write(weights.checkpoint, target, outputs, said, force)
+    return float((squares[0] / squares[1].clamp(min=torch.finfo(torch.float64).tiny)).sqrt()) if rounded else None
 
 
 def _check_target(target: Path, source: Checkpoint) -> None:
@@ -247,163 +248,97 @@ def _check_target(target: Path, source: Checkpoint) -> None:
         raise ValueError(f"dst_dir: expected a directory, but {target} is a file")
 
 
-def _write(plan: OutputPlan, target: Path, *, force: bool, verify: bool) -> None:
-    """Write a checkpoint, or what an interrupted run has left of it."""
-    source = plan.source
-    shards = {file: plan.shard(file) for file in source.files}
-    companions = _read_companions(source.directory)
-    contents = dict(companions.contents)
-    contents[CONFIG] = json_bytes(_undeclared(source.config) | {"quantization_config": plan.quantization_config})
-    if source.files != [SINGLE]:
-        contents[INDEX] = index_of(shards)
+def _write(source: Checkpoint, target: Path, outputs: list[StoredWeight], quantization: dict, force: bool) -> None:
+    """Write the outputs, and beside them configuration, tokenizer and other small files of the source."""
+    contents, left_out = _companions(source.directory)
+    contents[CONFIG] = json_bytes(_undeclared(source.config) | {"quantization_config": quantization})
+    into_directory(outputs, source, target, contents, force=force)
+    if left_out:
+        _warn(f"not copied from {source.directory}: {', '.join(left_out)}")
 
-    target.mkdir(parents=True, exist_ok=True)
-    with Journal(target) as journal:
-        found = survey(target, source.directory, shards, contents, journal, verify)
-        if found.foreign and not force:
-            raise CheckpointError(
-                f"cannot write to {target}; give another directory, or force=True (--force) to overwrite",
-                found.foreign.values(),
-            )
-        journal.begin()
-        make_room(target, found, shards)
-        with tidied(target, shards.keys() | contents.keys()):
-            for name in contents.keys() - found.finished - {INDEX}:
-                write_bytes(target / name, contents[name])
-            total = sum(info.nbytes for info in source.tensors.values())
-            with progress(total=total, label="quantizing", unit="B") as bar:
-                for file in source.files:
-                    if file in found.finished:
-                        bar.update(sum(info.nbytes for info in source.by_file[file].values()))
-                    else:
-                        _write_shard(plan, file, target / file, journal, bar.update)
-            if INDEX in contents.keys() - found.finished:
-                write_bytes(target / INDEX, contents[INDEX])
-    if companions.left_out:
-        _warn(f"not copied from {source.directory}: {', '.join(companions.left_out)}")
+
+def _fit(plan: OutputPlan, wanted: dict[str, StoredWeight]) -> None:
+    """Limit a plan to what transformers can load, or note why it cannot be asked."""
+    if importlib.util.find_spec("transformers") is None:
+        plan.notes.append("not checked against transformers, which is not installed")
+    elif "model_type" not in plan.weights.checkpoint.config:
+        plan.notes.append("not checked against transformers: config.json has no model_type")
+    else:
+        provider().fit(plan, wanted)
 
 
 def _undeclared(config: dict) -> dict:
-    """A configuration without entries of another quantization, in its parts either."""
+    """Return a configuration without entries of another quantization, in its parts either."""
     kept = {name: value for name, value in config.items() if name not in DECLARATIONS}
     if "expert_dtype" in kept:  # of DeepSeek-V4: "fp4"
         kept["expert_dtype"] = "fp8"
     return {name: _undeclared(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
-def _write_shard(
-    plan: OutputPlan,
-    file: str,
-    target: Path,
-    journal: Journal,
-    advance: Callable[[int], object],
-) -> None:
-    """Read the tensors of a shard piece by piece, quantize them and write them. advance: told the bytes read."""
-    path, tensors = plan.source.directory / file, plan.source.by_file[file]
-    status = path.stat()
-    made = any(isinstance(info, Derived) for info in tensors.values())
-    checksum = file_checksum(path) if made else Checksum(read_header(path).content, tensors)
-    with ShardWriter(target, plan.shard(file)) as writer, plan.source.reader() as reader:
-        for name in tensors:
-            for _, value in reader.pieces(name):
-                if isinstance(checksum, Checksum):
-                    checksum.update(name, value)
-                for stored, output in plan.convert(name, value).items():
-                    writer.put(stored, output)
-                advance(value.nbytes)
-        journal.add(file, Stamp(status.st_size, status.st_mtime_ns, str(checksum)), writer.seal())
-
-
 def _warn(text: str) -> None:
-    """Warn whoever called `quantize_checkpoint`."""
-    warnings.warn(printable(text), stacklevel=4)
+    """Warn whoever called `quantize_checkpoint` or `convert_checkpoint`."""
+    warnings.warn(printable(text), stacklevel=3)
 
 
-def _source_problems(source: Checkpoint, quantized: Collection[str]) -> list[str]:
-    found = examine(source)
-    if found.declared is not None or found.format.name != "bf16":
-        says = f"{found.declared.where} says {found.declared.method}" if found.declared else found.format.reason
+def _is_matrix(weight: StoredWeight) -> bool:
+    """Whether this is a matrix, or the matrices of fused experts."""
+    return weight.name.role == WEIGHT and len(weight.shape) == (2 if weight.name.text.endswith(".weight") else 3)
+
+
+def _source_problems(weights: Weights, quantized: dict[str, Name]) -> list[str]:
+    source, found = weights.checkpoint, weights.declared
+    if found is not None or weights.format.name != "bf16":
+        says = f"{found.where} says {found.method}" if found else weights.format.reason
         return [f"the checkpoint is quantized already: {says}; start from the unquantized one"]
     problems = [
         f"{file}: is a link to outside of the checkpoint; put the file itself there"
         for file in (CONFIG, INDEX, *source.files)
         if _leaves(source.directory / file)
-    ] + _unknown_dtypes(source)
+    ] + source.unknown_dtypes
     if not quantized:
         problems.append("no weight would become FP8: skip leaves no matrix in BF16, F16 or F32, and no fused experts")
-    for module in sorted(_partly_quantized(source, quantized)):
+    states = defaultdict(set)  # of the weights of each module of experts: whether they are to be quantized
+    for weight in weights.stored:
+        if weight.is_expert and weight.name.role == WEIGHT:
+            states[weight.name.module].add(weight.name.text in quantized)
+    for module in sorted(module for module, found in states.items() if len(found) > 1):
         problems.append(f"{module}: some of these experts' weights would be FP8, some not; skip {module!r} or none")
-    for name, info in source.tensors.items():
-        if info.dtype == FP8:
-            problems.append(f"{name}: is {FP8} already; start from the unquantized checkpoint")
-        if name in quantized and scale_name(name) in source.tensors:
-            problems.append(f"{scale_name(name)}: this name is needed for the scale of {name}")
-        fused = parse_fused(name, info.shape) if name in quantized else None
-        if fused is None or fused.projection == DOWN:
-            continue
-        down, bias = (source.tensors.get(other) for other in (f"{fused.module}.{DOWN}", f"{name}_bias"))
-        if bias is not None and not is_gpt_oss(source):
-            problems.append(f"{name}: experts with a bias, where config.json does not say that they are GPT-OSS's")
-        elif down is not None and len(down.shape) != 3:
-            problems.append(f"{fused.module}.{DOWN}: shape {down.shape}, expected three dimensions to go with {name}")
-        elif down is not None:
-            experts, hidden, size = down.shape
-            expected = (experts, 2 * size if fused.projection == GATE_UP else size, hidden)
-            if info.shape != expected:
-                problems.append(f"{name}: shape {info.shape}, expected {expected} to go with {DOWN}")
-            elif bias is not None and bias.shape != expected[:2]:
-                problems.append(f"{name}_bias: shape {bias.shape}, expected {expected[:2]}")
-        elif fused.projection == GATE_UP and info.shape[1] % 2:
-            problems.append(f"{name}: shape {info.shape}, expected as many rows of gate as of up")
+    for weight in weights.stored:
+        if weight.name.text in quantized:
+            if weight.name.scale in source.tensors:
+                problems.append(f"{weight.name.scale}: this name is needed for the scale of {weight.name.text}")
+            if len(weight.shape) == 3 and weight.name.projection != DOWN:
+                problems += _fused_problems(as_rows(weight, weights), weights)
     return problems
 
 
-def _unknown_dtypes(source: Checkpoint) -> list[str]:
-    return [f"{name}: unknown dtype {info.dtype}" for name, info in source.tensors.items() if info.dtype not in DTYPES]
+def _fused_problems(weight: StoredWeight, weights: Weights) -> list[str]:
+    """What does not go together of fused experts: gate and up, their bias, and down."""
+    name, shape = weight.name.text, weight.shape
+    down_name = f"{weight.name.module}.{DOWN}"
+    by_name = {other.name.text: other for other in weights.stored if other.name.module == weight.name.module}
+    down, bias = by_name.get(down_name), weights.checkpoint.tensors.get(weight.name.bias)
+    if bias is not None and not weights.interleaved:
+        return [f"{name}: experts with a bias, where config.json does not say that they are {INTERLEAVED}'s"]
+    if down is None:
+        odd = weight.name.projection == GATE_UP and shape[1] % 2
+        return [f"{name}: shape {shape}, expected as many rows of gate as of up"] if odd else []
+    if len(down.shape) != 3:
+        return [f"{down_name}: shape {down.shape}, expected three dimensions to go with {name}"]
+    experts, hidden, size = as_rows(down, weights).shape
+    expected = (experts, 2 * size if weight.name.projection == GATE_UP else size, hidden)
+    if shape != expected:
+        return [f"{name}: shape {shape}, expected {expected} to go with {DOWN}"]
+    if bias is not None and bias.shape != expected[:2]:
+        return [f"{weight.name.bias}: shape {bias.shape}, expected {expected[:2]}"]
+    return []
 
 
-def _check_patterns(skip: tuple[str, ...], source: Checkpoint) -> None:
-    modules = {module for name in source.tensors for module in _modules(name)}
-    for pattern in skip:
-        if pattern not in DEFAULT_SKIP and not any(matches(module, (pattern,)) for module in modules):
-            raise ValueError(f"skip: {pattern!r} matches no module with a weight in {source.directory}")
-
-
-def _partly_quantized(source: Checkpoint, quantized: Collection[str]) -> set[str]:
-    """Modules of experts of which some weights are to be quantized and some are not."""
-    found: dict[str, set[bool]] = defaultdict(set)
-    for name, info in source.tensors.items():
-        if expert := parse_expert(name):
-            found[expert.module].add(name in quantized)
-        elif fused := parse_fused(name, info.shape):
-            found[fused.module].add(name in quantized)
-    return {module for module, states in found.items() if len(states) > 1}
-
-
-def _modules(name: str) -> set[str]:
-    """The module that a weight belongs to, and for one of single experts that of all experts."""
-    return {name.removesuffix(".weight"), module_of(name) or ""}
-
-
-def _may_be_quantized(name: str, info: TensorInfo, skip: tuple[str, ...]) -> bool:
-    return info.dtype in _QUANTIZED_DTYPES and not any(matches(module, skip) for module in _modules(name))
-
-
-def _is_weight(name: str, info: TensorInfo) -> bool:
-    return bool(parse_fused(name, info.shape)) or (name.endswith(".weight") and len(info.shape) == 2)
-
-
-class Companions(NamedTuple):
-    """The small files that go along with the weights. left_out: others of their kind, and why."""
-
-    contents: dict[str, bytes]
-    left_out: list[str]
-
-
-def _read_companions(directory: Path) -> Companions:
+def _companions(directory: Path) -> tuple[dict[str, bytes], list[str]]:
     """Read the small files of a checkpoint: tokenizer, generation settings, code and licence.
 
-    config.json and indices are not among them: a changed checkpoint has its own.
+    config.json and indices are not among them: a changed checkpoint has its own. Returns the contents by name, and
+    which others of their kind were left out, and why.
     """
     contents: dict[str, bytes] = {}
     left_out: list[str] = []
@@ -423,7 +358,7 @@ def _read_companions(directory: Path) -> Companions:
             left_out.append(f"{name} (more than {MAX_BYTES:,} bytes)")
         else:
             contents[name] = path.read_bytes()
-    return Companions(contents, left_out)
+    return contents, left_out
 
 
 def _leaves(path: Path) -> bool:

@@ -1,61 +1,36 @@
 """New weights into the memory of a model that runs, as reinforcement learning needs after every step of its trainer."""
 
 import os
-import re
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from fp8moe.decode.model_use import close, open_again
-from fp8moe.hf import experts as cached_experts
-from fp8moe.hf import linears
-from fp8moe.hf.architecture import Location, Locator, convert, is_of_transformers
-from fp8moe.hf.fused import latent_attention
-from fp8moe.hf.load import predicted_layers
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.parameters import is_sharded
-from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import Requantizer, quantize_128x128, quantize_channels
 from fp8moe.runtime.checks import FLOATING, describe
-from fp8moe.weights.as_blocks import as_blocks, inexact_weights
-from fp8moe.weights.expert_names import DOWN, GATE_UP
-from fp8moe.weights.formats import (
-    CHANNEL_SCALE,
-    DTYPE_NAMES,
-    FP8,
-    SCALE,
-    TensorSpec,
-    scale_name,
-    weight_of,
-)
-from fp8moe.weights.gpt_oss import tensor_in_rows
+from fp8moe.weights.closing import close, open_again
+from fp8moe.weights.formats import DTYPE_NAMES, FP8, TensorSpec, scale_grid
 from fp8moe.weights.load import ignored_names
-from fp8moe.weights.match import (
-    WHOLE,
-    Destination,
-    LoadPlan,
-    Part,
-    find_destination,
-    mismatch,
-    missing,
-    state_of,
-    ties,
-)
-from fp8moe.weights.read import Checkpoint, CheckpointError, open_checkpoint, unmappable
+from fp8moe.weights.names import GATE_UP, SCALE_ROLE, WEIGHT, Name, from_vllm, parse
+from fp8moe.weights.place import WHOLE, Part, Place, Target, copy_weight, state_of
+from fp8moe.weights.provider import provider
 from fp8moe.weights.sharded import Ranks, held
+from fp8moe.weights.source import CheckpointError, Reader, unmappable
+from fp8moe.weights.stored import INTERLEAVED, StoredWeight, is_interleaved, open_weights
+from fp8moe.weights.views import in_blocks, inexact_problems, tensor_in_rows
 
 _SHOWN = 8  # problems that an error names
-_FUSED = {"w13": GATE_UP, "w2": DOWN}  # by vLLM's names
-_OF_VLLM = re.compile(rf"(?<=\.)(w13|w2)_weight(?=$|{SCALE}$)")
-
 Source = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | nn.Module | str | os.PathLike
 
 
@@ -81,7 +56,7 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
         made for, or one around it.
     tensors: (name, tensor) in any order, as the model's checkpoint has them: linears and norms by name, experts one by
         one (gate_proj or w1...) or fused (gate_up_proj, vLLM's w13_weight), and what else transformers converts.
-        GPT-OSS's experts are in columns, in FP8 only from a directory or module.
+        Experts of models with gate and up in turns are in columns, in FP8 only from a directory or module.
         bfloat16, float16 or float32; or float8_e4m3fn and, before it or after, its scale. A DTensor is gathered: all
         ranks give the same then. An iterable is read once, and the memory of a tensor may be used again when the next
         one is asked for. Or a mapping; a checkpoint's directory, of any format that `find_format` says loads; or a
@@ -135,22 +110,15 @@ def refitting(model: nn.Module, *, names: Iterable[str] | None = None) -> Iterat
 
 _lock = threading.Lock()
 _under_way: WeakKeyDictionary[nn.Module, "_Refit"] = WeakKeyDictionary()
-_places: WeakKeyDictionary[nn.Module, dict[str, "_Place"]] = WeakKeyDictionary()
-"""Where the tensors of a checkpoint go in each model, as found at earlier refits."""
-
-
-class _Place(NamedTuple):
-    """Where a tensor goes; `destination` is None if the model has no place for it."""
-
-    location: Location
-    destination: Destination | None
+_places: WeakKeyDictionary[nn.Module, dict[str, tuple[Any, Place | None]]] = WeakKeyDictionary()
+"""Where transformers puts the tensors of a checkpoint, and their places in each model, as found at earlier refits."""
 
 
 class _Again(NamedTuple):
     """A weight that an earlier refit has quantized: where it and its scale went, into what memory, and how."""
 
-    weight: Destination
-    scale: Destination
+    weight: Place
+    scale: Place
     memory: tuple[tuple, tuple]
     halves: bool
     quantize: Requantizer
@@ -161,11 +129,15 @@ _again: WeakKeyDictionary[nn.Module, dict[str, _Again]] = WeakKeyDictionary()
 
 
 class _Source(NamedTuple):
-    """names: of all tensors, None where they are not known before. as_published: GPT-OSS's experts are in columns."""
+    """tensors: pairs of a name and a Tensor, or of a checkpoint a StoredWeight, which `reader` reads.
 
-    tensors: Iterable[tuple[str, Tensor]]
+    names: of all tensors, None where they are not known before. in_turns: whether gate and up may take turns in it.
+    """
+
+    tensors: Iterable[tuple[str, Tensor | StoredWeight]]
     names: Iterable[str] | None
-    as_published: bool
+    in_turns: bool
+    reader: Reader | None = None
 
 
 @contextmanager
@@ -183,60 +155,62 @@ def _work(model: nn.Module, names: Iterable[str] | None, strict: bool) -> Iterat
             yield work
             work.finish(strict or failed_before)
         with torch.no_grad():
-            open_again(model, _refresh)
+            open_again(model, provider().refresh)
     finally:
         del _under_way[model]
 
 
 class _Refit:
-    """One refit of a model. plan: what has come, and what of the model it is."""
+    """One refit of a model. sources: of each entry of the state dict the tensors that came, by part."""
 
     def __init__(self, model: nn.Module):
         self.thread = threading.get_ident()
-        self.state = {key.replace("_orig_mod.", ""): value for key, value in state_of(model).items()}  # compiled
+        self.target = Target(
+            {key.replace("_orig_mod.", ""): value for key, value in state_of(model).items()}
+        )  # compiled
+        self.state = self.target.state
         self.ranks = Ranks(self.state.values())
-        self.plan = LoadPlan([])
+        self.sources: dict[str, dict[Part, str]] = defaultdict(dict)
+        self._came: dict[str, Place] = {}  # by the name of the tensor
         self._model = model = getattr(model, "_orig_mod", model)
-        names = ties(self.state)
-        self._first = {key: keys[0] for keys in names for key in keys}
-        self._tied = {key for keys in names if len(keys) > 1 for key in keys}
+        self._first = {key: keys[0] for keys in self.target.ties for key in keys}
+        self._tied = {key for keys in self.target.ties if len(keys) > 1 for key in keys}
         self._expected: set[str] | None = None
         self._places = _places.setdefault(model, {})
         self._again = _again.setdefault(model, {})
         self._memory: dict[str, tuple] = {}  # address and layout of entries of the state dict
         self._parts: dict[str, dict[str, Tensor]] = {}  # of what transformers makes of several tensors, by its key
-        self._codes: dict[str, Destination] = {}  # FP8 weights that came as such
+        self._codes: dict[str, Place] = {}  # FP8 weights that came as such
         self._scales: set[str] = set()  # of which scales came as such
         self._left: list[str] | None = None  # what is missing at the end
         self._differ: dict[str, Tensor] = {}  # whether tensors differ from those that the model ties them to
-        layers = predicted_layers(model.config) if is_of_transformers(model) else ()
-        self._ignored = ignored_names(model, layers, ())
+        self._ignored = ignored_names(model, provider().ignored_layers(model), ())
 
     @property
     def came(self) -> set[str]:
         """The entries of the state dict that something came for."""
-        return {key for key, parts in self.plan.sources.items() if parts}
+        return {key for key, parts in self.sources.items() if parts}
 
     def expect(self, names: Iterable[str], strict: bool) -> None:
         """Raise ValueError unless tensors of these names are for this model, and with `strict` all that it needs."""
         self._expected, problems = set(), []
         for name in names:
             self._expected.add(name)
-            location, destination = self._place(name)
+            location, place = self._place(name)
             try:
-                if destination is None:
+                if place is None:
                     self._check_ignored(name)
-                elif not (self._has_twin(destination) or location.converter and self._claimant(destination)):
-                    self._claim(name, destination)
+                elif not (self._has_twin(place) or location.converter and self._claimant(place)):
+                    self._claim(name, place)
             except ValueError as error:
                 problems.append(str(error))
-        for name, destination in self.plan.destinations.items():
-            scale = self._scale_of(destination)  # which is made of the weight, if none comes
+        for name, place in self._came.items():
+            scale = self.target.scale_of(place)  # which is made of the weight, if none comes
             if scale is not None and self._claimant(scale) is None:
-                self.plan.sources[scale.key][scale.part] = name
+                self.sources[scale.key][scale.part] = name
         problems += self._missing() if strict else ()
         _raise("cannot refit, the model is unchanged", problems)
-        self.plan = LoadPlan([])
+        self.sources, self._came = defaultdict(dict), {}
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -245,26 +219,52 @@ class _Refit:
             if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
                 raise TypeError(f"tensors: expected pairs of a name and a tensor, got {describe(item)}")
             name, tensor = item
-            if not isinstance(tensor, Tensor):
+            weight = tensor if isinstance(tensor, StoredWeight) else None
+            if weight is None and not isinstance(tensor, Tensor):
                 raise TypeError(f"{name}: expected a tensor, got {describe(tensor)}")
             if self._expected is not None and name not in self._expected:
                 raise ValueError(f"{name}: is not among the names that the refit began with")
-            if self._write_again(name, tensor):
+            if weight is None and self._write_again(name, tensor):
                 continue
-            as_given = None if is_sharded(tensor) else name
-            tensor = (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
-            location, destination = self._place(name)
-            if destination is not None and self._is_of_gpt_oss(destination.key):
-                as_given = None
-                if source.as_published and tensor.dtype not in FLOATING:
-                    raise ValueError(f"{name}: dtype {_dtype(tensor)}; refit GPT-OSS in FP8 from a directory or module")
-                tensor = tensor_in_rows(name, tensor) if source.as_published else tensor
-            if destination is None:
+            location, place = self._place(name)
+            if place is None:
                 self._check_ignored(name)
-            elif location.converter is None or (tensor.dtype not in FLOATING and tensor.shape == destination.shape):
-                self._write(name, destination, tensor, as_given)
+                continue
+            if weight is not None:
+                if weight.has_scale:
+                    self._copy(source.reader, weight, place)
+                    continue
+                tensor = weight.whole(source.reader)
+            as_given = None if is_sharded(tensor) or weight is not None else name
+            tensor = (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
+            if self._is_in_turns(place.key):
+                as_given = None
+                if source.in_turns and tensor.dtype not in FLOATING:
+                    why = f"refit {INTERLEAVED} in FP8 from a directory or module"
+                    raise ValueError(f"{name}: dtype {_dtype(tensor)}; {why}")
+                if source.in_turns:
+                    tensor = tensor_in_rows(location.name.role, location.name.projection, tensor)
+            if location.converter is None or (tensor.dtype not in FLOATING and tensor.shape == place.shape):
+                self._write(name, place, tensor, as_given)
             else:
                 self._convert(name, location, tensor)
+        if source.reader is not None:
+            source.reader.close()
+
+    def _copy(self, reader: Reader, weight: StoredWeight, place: Place) -> None:
+        """Write a weight of a checkpoint that is quantized there."""
+        scale, text = self.target.scale_of(place), weight.name.text
+        specs = [(text, place, TensorSpec(weight.dtype, weight.shape))]
+        if scale is not None:
+            specs.append((weight.scale_name, scale, TensorSpec(weight.scale_dtype, weight.grid)))
+        for name, part, spec in specs:
+            problem = self.target.mismatch(spec, part)
+            if problem is not None:
+                raise ValueError(f"{name}: {problem}")
+            self._claim(name, part)
+        self._codes[text] = place
+        self._scales.add(scale.key)
+        copy_weight(reader, weight, place, self.state[place.key], scale, self.state[scale.key])
 
     def _write_again(self, name: str, tensor: Tensor) -> bool:
         """Quantize a tensor as an earlier refit did one of this name; return False where it cannot be so."""
@@ -289,11 +289,16 @@ class _Refit:
             self._memory[key] = found
         return found
 
-    def _is_of_gpt_oss(self, key: str) -> bool:
-        """Whether this is a tensor of experts that GPT-OSS's checkpoints have in another layout."""
-        model_type = getattr(getattr(self._model, "config", None), "model_type", None)
-        path = key.rpartition(".")[0]
-        return model_type == "gpt_oss" and isinstance(self._model.get_submodule(path), GroupedExperts)
+    @cached_property
+    def _has_experts_in_turns(self) -> bool:
+        config = getattr(self._model, "config", None)
+        return is_interleaved({"model_type": getattr(config, "model_type", None)})
+
+    def _is_in_turns(self, key: str) -> bool:
+        """Whether this is a tensor of experts whose checkpoints have gate and up in turns, unlike the layer."""
+        if not self._has_experts_in_turns:
+            return False
+        return isinstance(self._model.get_submodule(key.rpartition(".")[0]), GroupedExperts)
 
     @torch.no_grad()
     def finish(self, strict: bool) -> None:
@@ -303,7 +308,7 @@ class _Refit:
         if strict:
             problems += self._left
         else:
-            scales = {name: self._scale_of(destination) for name, destination in self._codes.items()}
+            scales = {name: self.target.scale_of(place) for name, place in self._codes.items()}
             problems += [
                 f"{name}: came in FP8 without its scale"
                 for name, scale in scales.items()
@@ -322,146 +327,133 @@ class _Refit:
 
     def _missing(self) -> list[str]:
         """A line for each tensor that has not come; that of a weight is enough, it may come without a scale."""
-        lines = {line.partition(":")[0]: line for line in missing(self.plan, self.state)}
-        return [line for name, line in lines.items() if weight_of(name) not in lines]
+        lines = {line.partition(":")[0]: line for line in self.target.missing(self.sources)}
+        return [line for name, line in lines.items() if (weight := parse(name).weight) == name or weight not in lines]
 
-    def _place(self, name: str) -> _Place:
-        found = self._places.get(name)
-        if found is not None and found.destination.key in self.state:
+    def _place(self, text: str) -> tuple[Any, Place | None]:
+        """Where transformers puts a tensor, and its place; None if the model has none."""
+        found = self._places.get(text)
+        if found is not None and found[1].key in self.state:
             return found
-        found = self._find_place(name)
-        if found.destination is None:
-            found = self._find_place(_OF_VLLM.sub(lambda match: _FUSED[match[1]], name))
-        if found.destination is not None:
-            self._places[name] = found
+        for other in dict.fromkeys((text, from_vllm(text))):
+            name = parse(other)
+            if name.role == SCALE_ROLE:
+                weight = self._locate(name._replace(text=name.weight, role=WEIGHT)).name
+                scale = weight._replace(text=weight.scale, role=SCALE_ROLE)
+                found = _Location(scale), self.target.find(scale)
+                if found[1] is None:  # the scale of no weight that the model has in FP8
+                    location = self._locate(name)
+                    found = location, self.target.find(location.name)
+            else:
+                location = self._locate(name)
+                found = location, self.target.find(location.name)
+            if found[1] is not None:
+                self._places[text] = found
+                break
         return found
 
-    def _find_place(self, name: str) -> _Place:
-        weight = name.removesuffix(CHANNEL_SCALE) if name.endswith(f".weight{CHANNEL_SCALE}") else weight_of(name)
-        if weight is not None:
-            scale = scale_name(self._locate(weight).name)
-            destination = find_destination(scale, self.state)
-            if destination is not None:
-                return _Place(Location(scale, destination.key), destination)
-        location = self._locate(name)
-        return _Place(location, find_destination(location.name, self.state))
-
-    def _locate(self, name: str) -> Location:
-        return Location(name, name) if self._locator is None else self._locator.locate(name)
+    def _locate(self, name: Name) -> Any:
+        return _Location(name) if self._locator is None else self._locator.locate(name)
 
     @cached_property
-    def _locator(self) -> Locator | None:
-        return Locator(self._model) if is_of_transformers(self._model) else None
+    def _locator(self) -> Any:
+        return provider().locator(self._model)
 
     def _check_ignored(self, name: str) -> None:
         if not self._ignored(name):
             raise ValueError(f"{name}: unknown, the model has no such tensor")
 
-    def _claimant(self, destination: Destination) -> str | None:
+    def _claimant(self, place: Place) -> str | None:
         """The tensor that came for a place, or for a part of it."""
-        parts = self.plan.sources[self._first[destination.key]]
-        if destination.part == WHOLE:
+        parts = self.sources[self._first[place.key]]
+        if place.part == WHOLE:
             return next(iter(parts.values()), None)
-        return parts.get(destination.part) or parts.get(WHOLE)
+        return parts.get(place.part) or parts.get(WHOLE)
 
-    def _has_twin(self, destination: Destination) -> bool:
+    def _has_twin(self, place: Place) -> bool:
         """Whether a tensor came that the model ties to this one."""
-        first = self.plan.sources[self._first[destination.key]].get(WHOLE)
-        return first is not None and self.plan.destinations[first].key != destination.key
+        first = self.sources[self._first[place.key]].get(WHOLE)
+        return first is not None and self._came[first].key != place.key
 
-    def _claim(self, name: str, destination: Destination) -> None:
+    def _claim(self, name: str, place: Place) -> None:
         """Note that a tensor is there. Raises ValueError if it came before."""
-        other = self._claimant(destination)
+        other = self._claimant(place)
         if other is not None:
             raise ValueError(f"{name}: came before" + (f", as {other}" if other != name else ""))
-        self.plan.sources[self._first[destination.key]][destination.part] = name
-        self.plan.destinations[name] = destination
+        self.sources[self._first[place.key]][place.part] = name
+        self._came[name] = place
 
-    def _scale_of(self, destination: Destination) -> Destination | None:
-        """Where the scale of a weight goes; None for what is no weight in FP8 with a scale."""
-        weight, key = self.state[destination.key], scale_name(destination.key)
-        scale = self.state.get(key)
-        if weight.dtype != torch.float8_e4m3fn or scale is None:
-            return None
-        if destination.part == WHOLE:
-            return Destination(key, tuple(scale.shape))
-        expert, row = destination.part
-        size = scale.shape[1] * destination.shape[0] // weight.shape[1]
-        return Destination(key, (size, scale.shape[2]), Part(expert, size if row else 0))
-
-    def _write(self, name: str, destination: Destination, tensor: Tensor, as_given: str | None = None) -> None:
-        """as_given: the name of a tensor that nothing was made of before, so that the next one is written likewise."""
-        target = self.state[destination.key]
-        scale = self._scale_of(destination) if tensor.dtype in FLOATING else None
+    def _write(self, name: str, place: Place, tensor: Tensor, as_given: str | None = None) -> None:
+        """Write a tensor to its place. as_given: its name if it can take the quick way at the next refit."""
+        target = self.state[place.key]
+        scale = self.target.scale_of(place) if tensor.dtype in FLOATING else None
         if scale is not None:
-            problem = _unfit(destination, scale, tensor)
+            problem = _unfit(place, scale, tensor)
         elif target.dtype == torch.float8_e4m3fn != tensor.dtype:
             problem = f"dtype {_dtype(tensor)}, expected {FP8}, BF16, F16 or F32"
         else:
-            problem = mismatch(TensorSpec(_dtype(tensor), tuple(tensor.shape)), destination, self.state)
+            problem = self.target.mismatch(TensorSpec(_dtype(tensor), tuple(tensor.shape)), place)
         if problem is not None:
             raise ValueError(f"{name}: {problem}")
-        if self._has_twin(destination) and name not in self._differ:
-            local, part = destination.held_by(target)
+        if self._has_twin(place) and name not in self._differ:
+            local, part = place.held_by(target)
             self._differ[name] = (local != tensor[part].to(local)).any()
             return
         if scale is not None:
             self._claim(name, scale)
-            self._claim(name, destination)
-            self._quantize(destination, scale, tensor, as_given)
+            self._claim(name, place)
+            self._quantize(place, scale, tensor, as_given)
             return
-        self._claim(name, destination)
+        self._claim(name, place)
         if target.dtype == torch.float8_e4m3fn:
-            self._codes[name] = destination
-        elif self._is_scale(destination.key):
-            self._scales.add(destination.key)
-        local, part = destination.held_by(target)
-        local.copy_(tensor.reshape(destination.shape)[part])  # a scale may have other sizes of one
+            self._codes[name] = place
+        elif place.key in self.target.scales:
+            self._scales.add(place.key)
+        local, part = place.held_by(target)
+        local.copy_(tensor.reshape(place.shape)[part])  # a scale may have other sizes of one
 
-    def _quantize(
-        self, destination: Destination, scale_destination: Destination, tensor: Tensor, as_given: str | None
-    ) -> None:
-        data, part = destination.held_by(self.state[destination.key])
-        scale, scale_part = scale_destination.held_by(self.state[scale_destination.key])
+    def _quantize(self, place: Place, scale_place: Place, tensor: Tensor, as_given: str | None) -> None:
+        data, part = place.held_by(self.state[place.key])
+        scale, scale_part = scale_place.held_by(self.state[scale_place.key])
         if not data.numel() and not scale.numel():
             return
         if tensor.dim() == 3 and part[0] == scale_part[0]:  # only experts of this rank
             tensor, part, scale_part = tensor[part[0]], (slice(None), *part[1:]), (slice(None), *scale_part[1:])
         as_given = as_given if tensor.device == data.device else None
         tensor = tensor.to(data.device)
-        if _has_channels(destination, scale_destination):
+        if _has_channels(place, scale_place):
             for index in range(len(tensor)) if tensor.dim() == 3 else [...]:
                 values = quantize_channels(tensor[index])
                 data[index].copy_(values.data[part[-2:]])
                 scale[index].copy_(values.scale[scale_part[-2:]])
             return
-        parts = _halves if _matrices(destination) == 2 else lambda value: value
-        all_here = data.shape == tensor.shape and scale.shape[-2:] == scale_destination.shape[-2:]
+        parts = _halves if _matrices(place) == 2 else lambda value: value
+        all_here = data.shape == tensor.shape and scale.shape[-2:] == scale_place.shape[-2:]
         if all_here and scale.dtype == torch.float32:
             out = FP8Tensor(parts(data), parts(scale))
             quantize_128x128(parts(tensor), out=out)
-            memory = self._memory_of(destination.key), self._memory_of(scale_destination.key)
+            memory = self._memory_of(place.key), self._memory_of(scale_place.key)
             if as_given is not None and data.is_cuda and all(memory):
                 again = Requantizer(parts(tensor), out)
-                self._again[as_given] = _Again(destination, scale_destination, memory, parts is _halves, again)
+                self._again[as_given] = _Again(place, scale_place, memory, parts is _halves, again)
             return
         values = quantize_128x128(parts(tensor), scale_format="float32" if scale.dtype == torch.float32 else "ue8m0")
         data.copy_(values.data.view(tensor.shape)[part])
-        scale.copy_(values.scale.view(*tensor.shape[:-2], *scale_destination.shape[-2:])[scale_part])
+        scale.copy_(values.scale.view(*tensor.shape[:-2], *scale_place.shape[-2:])[scale_part])
 
-    def _convert(self, name: str, location: Location, tensor: Tensor) -> None:
+    def _convert(self, name: str, location: Any, tensor: Tensor) -> None:
         """Write what transformers makes of this tensor and others, if they are all there, and keep it otherwise."""
         if tensor.dtype not in FLOATING:
-            steps = ", ".join(type(step).__name__ for step in location.converter.operations)
             raise ValueError(
-                f"{name}: dtype {_dtype(tensor)}, but transformers makes {location.key} of it by {steps}, which takes "
-                "BF16, F16 or F32"
+                f"{name}: dtype {_dtype(tensor)}, but transformers makes {location.key} of it by {location.steps}, "
+                "which takes BF16, F16 or F32"
             )
         parts = self._parts.setdefault(location.key, {})
-        if name in parts or self.plan.sources[self._first[location.key]]:
+        if name in parts or self.sources[self._first[location.key]]:
             raise ValueError(f"{name}: came before")
         parts[name] = tensor
         locations = {other: self._place(other)[0] for other in parts}
+        convert = provider().convert
         try:
             tried = convert(self._model, locations, {other: value.to("meta") for other, value in parts.items()})
             complete = all(value.shape == self.state[key].shape for key, value in tried.items())
@@ -471,13 +463,13 @@ class _Refit:
             parts[name] = tensor.clone()
             return
         for key, value in convert(self._model, locations, self._parts.pop(location.key)).items():
-            self._write(key, Destination(key, tuple(value.shape)), value)
+            self._write(key, Place(key, tuple(value.shape)), value)
 
     def _any_bad(self) -> bool:
         """Whether some of the values that came cannot be. Waits for the device once."""
         entries = {key: held(self.state[key])[0] for key in self.came}
         entries = {key: values for key, values in entries.items() if values.numel() and values.is_floating_point()}
-        judged = {destination.key for destination in self._codes.values()} | self._scales
+        judged = {place.key for place in self._codes.values()} | self._scales
         flags = [*self._differ.values(), *(self._flag(key, entries[key]) for key in judged & {*entries})]
         wide = [values.detach() for values in entries.values() if values.element_size() > 1]  # of Parameters one by one
         if wide:
@@ -486,7 +478,7 @@ class _Refit:
 
     def _bad_values(self) -> list[str]:
         """What is wrong with the values of tensors, by the names of these."""
-        codes = {destination.key for destination in self._codes.values()}
+        codes = {place.key for place in self._codes.values()}
         entries = {key: held(self.state[key])[0] for key in self.came}
         flags = {
             key: self._flag(key, values)
@@ -498,11 +490,11 @@ class _Refit:
             if key in self._differ:
                 problems.append(f"{key}: differs from another tensor that came, but the model ties the two")
                 continue
-            for name in dict.fromkeys(self.plan.sources[key].values()):
-                destination = self.plan.destinations[name]
-                if destination.key != key:  # of a scale that was made of the weight
-                    destination = self._scale_of(destination) or Destination(key, tuple(self.state[key].shape))
-                values, _ = destination.held_by(self.state[key])
+            for name in dict.fromkeys(self.sources[key].values()):
+                place = self._came[name]
+                if place.key != key:  # of a scale that was made of the weight
+                    place = self.target.scale_of(place) or Place(key, tuple(self.state[key].shape))
+                values, _ = place.held_by(self.state[key])
                 if values.numel() and self._flag(key, values):
                     problems.append(f"{name}: holds a NaN or an infinity, or scales that are not positive")
         return problems
@@ -514,22 +506,19 @@ class _Refit:
         if values.dtype == torch.float8_e4m3fn:
             return (values.view(torch.uint8) & 127).amax() == 127
         least, most = values.aminmax()
-        return ~((least > (0 if self._is_scale(key) else -torch.inf)) & (most < torch.inf))
-
-    def _is_scale(self, key: str) -> bool:
-        weight = self.state.get(key.removesuffix(SCALE)) if key.endswith(SCALE) else None
-        return weight is not None and weight.dtype == torch.float8_e4m3fn
+        return ~((least > (0 if key in self.target.scales else -torch.inf)) & (most < torch.inf))
 
 
-def _refresh(module: nn.Module) -> None:
-    """Bring up to date what is made of a module's weights."""
-    for kind in (linears, latent_attention, cached_experts):
-        kind.refresh(module)
+class _Location(NamedTuple):
+    """Where a tensor of a model that is not of transformers goes: to its name."""
+
+    name: Name
+    converter: None = None
 
 
-def _matrices(destination: Destination) -> int:
+def _matrices(place: Place) -> int:
     """How many matrices with blocks of their own lie one below the other: gate and up of fused experts."""
-    return 2 if len(destination.shape) == 3 and destination.key.endswith(f".{GATE_UP}") else 1
+    return 2 if len(place.shape) == 3 and place.key.endswith(f".{GATE_UP}") else 1
 
 
 def _halves(value: Tensor) -> Tensor:
@@ -537,18 +526,16 @@ def _halves(value: Tensor) -> Tensor:
     return value.unflatten(1, (2, -1))
 
 
-def _has_channels(weight: Destination, scale: Destination) -> bool:
+def _has_channels(weight: Place, scale: Place) -> bool:
     return weight.shape[-2] > 2 and scale.shape[-2:] == (weight.shape[-2], 1)
 
 
-def _unfit(weight: Destination, scale: Destination, tensor: Tensor) -> str | None:
+def _unfit(weight: Place, scale: Place, tensor: Tensor) -> str | None:
     """Why a tensor cannot be quantized for its place, or None."""
     if tensor.shape != weight.shape:
         return f"shape {tuple(tensor.shape)}, expected {weight.shape}"
-    matrices = _matrices(weight)
-    blocks = matrices * ceil_div(weight.shape[-2] // matrices, BLOCK), ceil_div(weight.shape[-1], BLOCK)
-    if scale.shape[-2:] != blocks and not _has_channels(weight, scale):
-        return f"the model's scale has shape {scale.shape}, expected one for each {BLOCK}x{BLOCK} or each channel"
+    if scale.shape != scale_grid(_matrices(weight), weight.shape) and not _has_channels(weight, scale):
+        return f"the model's scale has shape {scale.shape}, expected one for each 128x128 or each channel"
     return None
 
 
@@ -585,16 +572,14 @@ def _opened(source: Source) -> _Source:
 
 def _of_directory(directory: str | os.PathLike) -> _Source:
     """The tensors of a checkpoint in blocks. Raises CheckpointError unless all of them can be read."""
-    checkpoint, found = as_blocks(open_checkpoint(directory))
+    weights, what = open_weights(directory), f"cannot refit from {directory}, the model is unchanged"
+    weights.check(f"cannot load {directory}")
+    checkpoint = weights.checkpoint
     problems = checkpoint.problems + unmappable(checkpoint)
-    problems += inexact_weights(found) if not problems else ()
+    problems += inexact_problems(weights) if not problems else ()
     if problems:
-        raise CheckpointError(f"cannot refit from {directory}, the model is unchanged", problems)
-    names = [name for tensors in checkpoint.by_file.values() for name in tensors if name not in found.unused]
-    return _Source(_read(checkpoint, names), names, as_published=not found.weights)
-
-
-def _read(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    with checkpoint.reader() as reader:
-        for name in names:
-            yield name, reader.read(name)
+        raise CheckpointError(what, problems)
+    blocks = [weight for weight in in_blocks(weights) if weight.name.text not in weights.unused]
+    names = [name for weight in blocks for name in (weight.name.text, weight.scale_name)[: 1 + weight.has_scale]]
+    tensors = ((weight.name.text, weight) for weight in blocks)
+    return _Source(tensors, names, not weights.quantized, Reader(checkpoint.directory))

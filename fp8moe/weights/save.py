@@ -11,40 +11,74 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 
 from fp8moe.layers.parameters import is_sharded
 from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import has_channel_scales
-from fp8moe.weights.expert_names import FindExpertNames, module_of
-from fp8moe.weights.formats import (
-    DTYPE_NAMES,
-    DTYPES,
-    FLOATS,
-    FP8,
+from fp8moe.weights.formats import DTYPE_NAMES, DTYPES, FLOATS, FP8, TensorSpec, quantization_config, scale_dtype
+from fp8moe.weights.inspect import low_fp8_fraction
+from fp8moe.weights.names import (
+    CHANNEL_SCALE,
+    DOWN,
+    GATE,
+    GATE_UP,
     SCALE,
-    Layout,
-    quantization_config,
-    scale_name,
+    SCALE_ROLE,
+    UP,
+    WEIGHT,
+    ExpertNames,
+    Name,
+    parse,
 )
-from fp8moe.weights.match import state_of
-from fp8moe.weights.read import CONFIG, GENERATION_CONFIG, INDEX, SINGLE
-from fp8moe.weights.sharded import Box, Ranks, class_of, held, inside, overlap
-from fp8moe.weights.tensor_layout import StoredTensor, groups, low_fp8_fraction, split_into_shards
+from fp8moe.weights.place import Target, state_of
+from fp8moe.weights.provider import provider
+from fp8moe.weights.sharded import Box, Ranks, class_of, held, inside, overlap, whole
+from fp8moe.weights.source import CONFIG, GENERATION_CONFIG, INDEX, SINGLE
 from fp8moe.weights.untrusted import printable
 from fp8moe.weights.write import ShardWriter, index_of, json_bytes, write_bytes
 
+_FP8 = (torch.float8_e4m3fn,)
 
-def save(
+
+def save_fp8_checkpoint(
     model: nn.Module,
     directory: str | os.PathLike,
-    find_expert_names: FindExpertNames,
     *,
-    experts: str,
-    scale_format: str,
-    max_shard_size: int,
+    experts: str = "separate",
+    scale_format: str = "float32",
+    max_shard_size: int = 5_000_000_000,
 ) -> None:
-    """Write a model as `save_fp8_checkpoint` does. find_expert_names: asked where experts are to be separate."""
+    """Write a model with FP8Linear and GroupedExperts in it as a DeepSeek-style FP8 checkpoint.
+
+    Writes the state dict, tied tensors once, into model.safetensors or, above ``max_shard_size``, into shards with
+    their index. For a transformers model also config.json, with a quantization_config, and generation_config.json.
+
+    Scales of output channels are stored as compressed-tensors has them (X.weight_scale (N, 1)), and so the
+    quantization_config says.
+
+    experts: "separate" stores them one by one under the names of DeepSeek's checkpoints, experts.7.gate_proj.weight, or
+        of a transformers model's (w1, w3, w2 in block_sparse_moe for Mixtral); if those have them fused, so does this.
+        "fused" stores the parameters as they are.
+    scale_format: "float32", or "ue8m0" for one byte a scale (float8_e8m0fnu): all scales must be powers of two.
+    max_shard_size: bytes of a shard, unless a single tensor and its scale are larger.
+
+    Every file is written under a temporary name, synced and renamed; what makes the directory a checkpoint, the index
+    or model.safetensors, comes last. Memory holds one tensor beside the model, of fused experts one expert.
+
+    A model with sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`): all processes of the
+    default group call this, and the first writes what one process with the whole model would. The others send it what
+    they hold, through their CPUs, a tensor or an expert at a time; what is not sharded it takes from its own model.
+    Only its directory counts. If one process fails, all raise the same ValueError.
+
+    Warns (UserWarning) if less than half of the parameters in matrices are FP8; without any, config.json gets no
+    quantization_config.
+
+    Raises ValueError, before anything is written, for unknown options, a directory that already holds a checkpoint, a
+    model with parameters on the meta device or in a dtype that is not stored, "ue8m0" with other scales, scales of
+    blocks in some modules and of channels in others, or another model on one of the processes.
+    """
     directory = Path(directory)
     state = state_of(model)
     owners = {id(value): name for name, value in reversed(state.items())}
@@ -52,19 +86,26 @@ def save(
     ranks = Ranks(tensors.values())
     with ranks.step():
         _check(directory if ranks.first else None, state, experts, scale_format)
-        fp8 = (name for name, value in tensors.items() if value.dtype == torch.float8_e4m3fn)
-        scales = set(map(scale_name, fp8)) & tensors.keys()
-        channels = [has_channel_scales(tensors[name.removesuffix(SCALE)], tensors[name]) for name in scales]
-        if any(channels) and not all(channels):
+        scales = Target(tensors).scales
+        channels = {name for name in scales if has_channel_scales(tensors[name.removesuffix(SCALE)], tensors[name])}
+        if channels and channels != scales:
             raise ValueError("model: expected scales of blocks in all modules, or of channels in all, got both")
-        if any(channels) and scale_format != "float32":
+        if channels and scale_format != "float32":
             raise ValueError(f"scale_format: expected 'float32' for scales of channels, got {scale_format!r}")
         if scale_format == "ue8m0":
             _check_powers_of_two({name: held(tensors[name])[0] for name in scales})
-        expert_names = find_expert_names(model) if experts == "separate" else None
-        stored = groups(tensors, scales, expert_names, scale_format)
-        files = split_into_shards(stored, max_shard_size)
-    layouts = {file: {tensor.name: tensor.spec for tensor in content} for file, content in files.items()}
+        names = {name: parse(name, value.dim()) for name, value in state.items()}
+        expert_names = provider().find_expert_names(model) if experts == "separate" else None
+        groups = {group[0].name.text: group for group in _groups(tensors, names, scales, expert_names, scale_format)}
+        split = split_state_dict_into_shards_factory(
+            groups,
+            get_storage_size=lambda group: sum(tensor.spec.nbytes for tensor in group),
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        by_file = split.filename_to_tensors or {SINGLE: []}
+        files = {file: [tensor for name in names for tensor in groups[name]] for file, names in by_file.items()}
+    layouts = {file: {tensor.name.text: tensor.spec for tensor in content} for file, content in files.items()}
     layout = {name: spec for part in layouts.values() for name, spec in part.items()}
     sharded = [name for name, value in tensors.items() if is_sharded(value)]
     digest = hashlib.sha256(repr((layouts, sharded)).encode()).hexdigest()[:8]
@@ -74,8 +115,13 @@ def save(
         if ranks.first:
             directory.mkdir(parents=True, exist_ok=True)
             if hasattr(model, "config"):
-                tied = {name: value for name, value in state.items() if name not in tensors}
-                _write_configs(model, directory, tensors, _quantization(layout, tied, scale_format))
+                quantization = None
+                if any(spec.dtype == FP8 for spec in layout.values()):
+                    tied = (name for name, value in state.items() if name not in tensors and value.dtype not in _FP8)
+                    others = [names[name].module for name in tied if names[name].role == WEIGHT]
+                    stored = [(tensor.name, tensor.spec) for content in files.values() for tensor in content]
+                    quantization = quantization_config(stored, scale_format, others, channels=bool(channels))
+                _write_configs(model, directory, tensors, quantization)
     for file, content in files.items():
         with ranks.step():
             slices = collector.collect(content)
@@ -83,7 +129,7 @@ def save(
                 if ranks.first:
                     with ShardWriter(directory / file, layouts[file]) as writer:
                         for tensor, value in slices:
-                            writer.put(tensor.name, value.to(DTYPES[tensor.dtype]))
+                            writer.put(tensor.name.text, value.to(DTYPES[tensor.spec.dtype]))
             finally:
                 deque(slices, maxlen=0)  # the others wait until what they send is received
     with ranks.step():
@@ -91,7 +137,84 @@ def save(
             write_bytes(directory / INDEX, index_of(layouts))
     warning = low_fp8_fraction(layout) if ranks.first else None
     if warning:
-        warnings.warn(printable(warning), stacklevel=3)
+        warnings.warn(printable(warning), stacklevel=2)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor to be written, under this name: which box of which of the model's tensors, and in which dtype."""
+
+    name: Name
+    source: str
+    box: Box
+    spec: TensorSpec
+
+    @property
+    def slices(self) -> Iterator[Box]:
+        """The box in parts that follow each other in the file: fused experts, which can take gigabytes, one by one."""
+        if len(self.box) < 3:
+            yield self.box
+            return
+        for index in self.box[0]:
+            yield range(index, index + 1), *self.box[1:]
+
+
+def _groups(
+    tensors: Mapping[str, Tensor],
+    names: Mapping[str, Name],
+    scales: set[str],
+    expert_names: ExpertNames | None,
+    scale_format: str,
+) -> Iterator[list[StoredTensor]]:
+    """Yield each weight with its scale, under their names in the checkpoint; other tensors by themselves.
+
+    tensors: those of the model. names: theirs. scales: which of them belong to FP8 weights. expert_names: of experts
+    stored one by one, None to store them fused.
+    """
+    for text, value in tensors.items():
+        if text in scales:
+            continue
+        name = names[text]
+        scale = tensors.get(name.scale) if name.scale in scales else None
+        suffix = CHANNEL_SCALE if scale is not None and has_channel_scales(value, scale) else SCALE
+        single = expert_names is not None and _splits(name, tensors)
+        parts = [name if expert_names is None else expert_names.stored(name)]
+        if single:
+            projections = (GATE, UP) if name.projection == GATE_UP else (name.projection,)
+            experts = range(value.shape[0])
+            parts = [expert_names.of_expert(name, expert, part) for expert in experts for part in projections]
+        for index, part_name in enumerate(parts):
+            group = []
+            for tensor, source, end in ((value, text, ""), (scale, name.scale, suffix)):
+                if tensor is None:
+                    continue
+                box = _box(tensor, index, len(parts)) if single else whole(tensor.shape)
+                dtype = scale_dtype(scale_format) if end else DTYPE_NAMES[tensor.dtype]
+                spec = TensorSpec(dtype, tuple(map(len, box[1:] if single else box)))
+                own_name = part_name._replace(text=part_name.text + end, role=SCALE_ROLE if end else part_name.role)
+                group.append(StoredTensor(own_name, source, box, spec))
+            yield group
+
+
+def _splits(name: Name, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether this is a weight of fused experts that can be stored one by one: not with biases, which are fused too."""
+    if name.role != WEIGHT or name.projection is None or name.expert is not None:
+        return False
+    keys = [f"{name.module}.{projection}" for projection in (GATE_UP, UP, DOWN)]
+    if any(f"{key}_bias" in tensors for key in keys):
+        return False
+    gate_up, up, down = map(tensors.get, keys)
+    if down is None or (gate_up is None) == (up is None):
+        return False
+    count, hidden, size = down.shape
+    return gate_up.shape == (count, 2 * size, hidden) if up is None else up.shape == (count, size, hidden)
+
+
+def _box(fused: Tensor, index: int, count: int) -> Box:
+    """One of the ``count`` matrices, one expert's after the other's, that make up a fused tensor."""
+    experts, rows, columns = fused.shape
+    expert, matrix = divmod(index, count // experts)
+    size = rows * experts // count
+    return range(expert, expert + 1), range(matrix * size, (matrix + 1) * size), range(columns)
 
 
 def _check(directory: Path | None, state: Mapping[str, Tensor], experts: str, scale_format: str) -> None:
@@ -119,14 +242,6 @@ def _check_powers_of_two(scales: Mapping[str, Tensor]) -> None:
         )
 
 
-def _quantization(layout: Layout, tied: Mapping[str, Tensor], scale_format: str) -> dict | None:
-    """The quantization_config, None for a checkpoint without FP8. tied: what has other names in the layout."""
-    if all(spec.dtype != FP8 for spec in layout.values()):
-        return None
-    others = (module_of(name) for name, value in tied.items() if value.dtype != torch.float8_e4m3fn)
-    return quantization_config(layout, scale_format, filter(None, others))
-
-
 def _write_configs(model: nn.Module, directory: Path, tensors: Mapping[str, Tensor], quantization: dict | None) -> None:
     config = json.loads(model.config.to_json_string())
     config["architectures"] = [class_of(model).__name__]
@@ -143,13 +258,6 @@ def _write_configs(model: nn.Module, directory: Path, tensors: Mapping[str, Tens
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         write_bytes(directory / GENERATION_CONFIG, json_bytes(json.loads(generation.to_json_string())))
-
-
-class Slice(NamedTuple):
-    """A tensor to be written, or its next slice."""
-
-    tensor: StoredTensor
-    value: Tensor
 
 
 class Collector:
@@ -170,7 +278,7 @@ class Collector:
             for rank, box in enumerate(own_boxes):
                 senders.setdefault(box, rank)
 
-    def collect(self, tensors: Iterable[StoredTensor]) -> Iterator[Slice]:
+    def collect(self, tensors: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, Tensor]]:
         """The slices of these tensors, on the CPU: on the first process, the others get none.
 
         Memory holds one of them and a part of it that is received. A process that cannot read a part sends something,
@@ -181,7 +289,7 @@ class Collector:
             for box in tensor.slices:
                 value = self._slice(tensor.source, box, errors)
                 if value is not None:
-                    yield Slice(tensor, value)
+                    yield tensor, value
         for error in errors:
             raise error
 

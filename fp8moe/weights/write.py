@@ -1,51 +1,23 @@
 """Writes the files of a checkpoint so that no file is ever half there under its final name."""
 
 import ctypes
+import fcntl
 import json
 import os
 import re
 import secrets
-import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
 
+import fp8moe
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.runtime.progress import progress
 from fp8moe.weights.formats import DTYPES, Layout
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """What a shard was when it was read or written. checksum: as `Checksum` has it."""
-
-    size: int
-    mtime_ns: int
-    checksum: str
-
-
-class Checksum:
-    """The CRC-32 of a shard while its tensors pass by, in any order: of its header and the CRC-32 of each tensor.
-
-    header: the bytes before the first tensor. names: of all tensors.
-    """
-
-    def __init__(self, header: bytes, names: Iterable[str]):
-        self._header = header
-        self._tensors = dict.fromkeys(sorted(names), 0)
-
-    def update(self, name: str, data: bytes | Tensor) -> None:
-        """Take in the next bytes of a tensor."""
-        self._tensors[name] = zlib.crc32(bytes_of(data) if isinstance(data, Tensor) else data, self._tensors[name])
-
-    def __str__(self) -> str:
-        parts = b"".join(value.to_bytes(4, "little") for value in self._tensors.values())
-        return f"{zlib.crc32(parts, zlib.crc32(self._header)):08x}"
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which must outlive the view."""
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+from fp8moe.weights.source import INDEX, SINGLE, Checkpoint, CheckpointError, Reader
+from fp8moe.weights.stored import StoredWeight
 
 
 class ShardWriter:
@@ -53,13 +25,14 @@ class ShardWriter:
 
     As a context manager: leaving it normally syncs the file and gives it its name; an exception deletes it.
 
-    path: the final name. layout: of the tensors.
+    path: the final name. layout: of the tensors. source: what the header is to say of the file they are made from.
     """
 
-    def __init__(self, path: Path, layout: Layout):
+    def __init__(self, path: Path, layout: Layout, source: str | None = None):
         self._path = path
         self._temporary = temporary_path(path)
-        header: dict = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        metadata = {"format": "pt"} | ({"fp8moe_source": source} if source else {})  # transformers asks for the format
+        header: dict = {"__metadata__": metadata}
         position = 0
         # The widest first, so that each tensor is aligned to its elements.
         for name, spec in sorted(layout.items(), key=lambda item: (-DTYPES[item[1].dtype].itemsize, item[0])):
@@ -68,13 +41,18 @@ class ShardWriter:
             position += spec.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        text = len(text).to_bytes(8, "little") + text
+        self._header = len(text).to_bytes(8, "little") + text
+        self._size = len(self._header) + position
         self._dtypes = {name: DTYPES[spec.dtype] for name, spec in layout.items()}
         self._left = {name: spec.nbytes for name, spec in layout.items()}
-        self._ends = {name: len(text) + header[name]["data_offsets"][1] for name in layout}
-        self._checksum = Checksum(text, layout)
-        self._file = self._temporary.open("xb")
-        self._file.write(text)
+        self._ends = {name: len(self._header) + header[name]["data_offsets"][1] for name in layout}
+
+    def is_written(self) -> bool:
+        """Return whether the file is there under its final name: of this size, and with this header."""
+        if not self._path.is_file() or self._path.stat().st_size != self._size:
+            return False
+        with self._path.open("rb") as file:
+            return file.read(len(self._header)) == self._header
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write all of a tensor, or its next slices along the first dimension."""
@@ -83,33 +61,146 @@ class ShardWriter:
         data = tensor.detach().cpu().contiguous()
         if data.nbytes:
             self._file.seek(self._ends[name] - self._left[name])
-            self._file.write(bytes_of(data))
-            self._checksum.update(name, data)
+            self._file.write(memoryview((ctypes.c_ubyte * data.nbytes).from_address(data.data_ptr())))
         self._left[name] -= data.nbytes
 
-    def seal(self) -> Stamp:
-        """Sync the whole file to the disk. RuntimeError if a tensor has not been put."""
-        missing = [name for name, left in self._left.items() if left]
-        if missing:
-            raise RuntimeError(f"{self._path.name}: not all was written of {', '.join(missing)}")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        status = os.fstat(self._file.fileno())
-        return Stamp(status.st_size, status.st_mtime_ns, str(self._checksum))
-
     def __enter__(self) -> "ShardWriter":
+        self._file = self._temporary.open("xb")
+        self._file.write(self._header)
         return self
 
     def __exit__(self, kind, value, traceback) -> None:
+        """Sync the whole file to the disk and rename it. RuntimeError if a tensor has not been put."""
         try:
-            if kind is None:
-                self.seal()
+            missing = [name for name, left in self._left.items() if left]
+            if kind is None and missing:
+                raise RuntimeError(f"{self._path.name}: not all was written of {', '.join(missing)}")
+            self._file.flush()
+            os.fsync(self._file.fileno())
             self._file.close()
             if kind is None:
                 replace(self._temporary, self._path)
         finally:
             self._file.close()
             self._temporary.unlink(missing_ok=True)
+
+
+def into_directory(
+    outputs: Iterable[StoredWeight], source: Checkpoint, target: Path, contents: Mapping[str, bytes], *, force: bool
+) -> None:
+    """Write weights of a checkpoint, each into the shard of its codes, and small files into the directory ``target``.
+
+    A shard that is there with the header that this run would write, which names size and time of its source, is done.
+
+    Raises CheckpointError for a directory with anything that this run would not write, unless ``force``, and ValueError
+    while another run writes there.
+    """
+    by_file: dict[str, list[StoredWeight]] = {file: [] for file in source.files}
+    for weight in outputs:
+        by_file[weight.codes.file].append(weight)
+    layouts = {
+        file: {name: spec for weight in weights for name, spec in weight.specs().items()}
+        for file, weights in by_file.items()
+    }
+    if source.files != [SINGLE]:
+        contents = {**contents, INDEX: index_of(layouts)}
+    target.mkdir(parents=True, exist_ok=True)
+    with _locked(target):
+        writers = {
+            file: ShardWriter(target / file, layout, _stamp(source.directory / file))
+            for file, layout in layouts.items()
+        }
+        finished = {file for file, writer in writers.items() if writer.is_written()}
+        finished |= {name for name, content in contents.items() if _has(target / name, content)}
+        ours = {Path(name).name for name in (*layouts, *contents)}
+        entries = list(_entries(target, contents))
+        foreign = [
+            f"{name}: is there already, {_what(name, layouts, contents)}"
+            for path in entries
+            if (name := str(path.relative_to(target))) not in finished and final_name(path.name) not in ours
+        ]
+        if foreign and not force:
+            raise CheckpointError(
+                f"cannot write to {target}; give another directory, or force=True (--force) to overwrite", foreign
+            )
+        for path in entries:
+            if final_name(path.name) in ours:  # of a run that was killed: nobody else has the lock
+                path.unlink()
+        if layouts.keys() - finished:
+            finished.discard(INDEX)  # with it, readers would take the directory for a whole checkpoint
+        for name in {SINGLE, INDEX} - finished:
+            (target / name).unlink(missing_ok=True)
+        try:
+            for name in contents.keys() - finished - {INDEX}:
+                write_bytes(target / name, contents[name])
+            with progress(total=sum(info.nbytes for info in source.tensors.values()), label="writing", unit="B") as bar:
+                for file, weights in by_file.items():
+                    if file in finished:
+                        bar.update(sum(weight.codes.nbytes for weight in weights))
+                    else:
+                        _write_shard(writers[file], weights, Reader(source.directory), bar.update)
+            if INDEX in contents.keys() - finished:
+                write_bytes(target / INDEX, contents[INDEX])
+        except BaseException:  # Ctrl-C may come between the making of a file and the block that would delete it
+            for path in _entries(target, contents):
+                if final_name(path.name) in ours:
+                    path.unlink(missing_ok=True)
+            raise
+
+
+def _write_shard(writer: ShardWriter, weights: Iterable[StoredWeight], reader: Reader, advance) -> None:
+    """Read weights piece by piece and write them. advance: told the bytes read."""
+    with writer:
+        for weight in weights:
+            specs = weight.specs()
+            for place, value in weight.pieces(reader):
+                values = value if isinstance(value, FP8Tensor) else (value,)
+                for (name, spec), tensor in zip(specs.items(), values, strict=True):
+                    writer.put(name, tensor.to(DTYPES[spec.dtype]))
+                advance(weight.codes.nbytes // (1 if place is None else weight.shape[0]))
+        reader.close()
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keep other runs from writing to a directory. ValueError if one does."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(f"dst_dir: another run of fp8moe writes to {directory}; wait for it to end") from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _stamp(path: Path) -> str:
+    """What tells a source from another one, and the version that quantizes it from another."""
+    status = path.stat()
+    return f"{path.name} {status.st_size} {status.st_mtime_ns}, fp8moe {fp8moe.__version__}"
+
+
+def _what(name: str, layouts: Mapping[str, Layout], contents: Mapping[str, bytes]) -> str:
+    """Why a file that is there cannot be kept."""
+    if name in layouts:
+        return "of another source, or made with other options"
+    return "with other content" if name in contents else "and not a file to be written"
+
+
+def _entries(target: Path, contents: Iterable[str]) -> Iterator[Path]:
+    """Yield what is in a directory, and in those of its directories that files are to be written to."""
+    folders = {Path(name).parent for name in contents}
+    for path in sorted(target.iterdir()):
+        if path.is_dir() and path.relative_to(target) in folders:
+            yield from sorted(path.iterdir())
+        else:
+            yield path
+
+
+def _has(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content
 
 
 def temporary_path(path: Path) -> Path:

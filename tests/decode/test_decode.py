@@ -1,9 +1,9 @@
 """GraphDecoder without a graph: the CPU runs the same step that a GPU captures."""
 
 import copy
-import inspect
 import itertools
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from fp8moe import replace_linears
-from fp8moe.decode import GraphDecoder, generation, stats
+from fp8moe.decode import GraphDecoder, NaNLogits, scheduler, stats
 from fp8moe.decode import decoder as decoding
-from fp8moe.decode.arguments import GenerateArguments, end_tokens
-from fp8moe.decode.generation import STEPS_PER_END_CHECK, NaNLogits
+from fp8moe.decode.request import Options, end_tokens
+from fp8moe.decode.scheduler import STEPS_PER_END_CHECK
 from fp8moe.decode.stats import Stats
 from tests.decode_models import LateReadback
 from tests.linear_attention_models import build
@@ -124,10 +124,14 @@ def test_flash_attention_wants_padding_on_the_left(model, decoder, monkeypatch):
 ONE, SEVERAL = 9, [9, 70]
 
 
-def test_generate_arguments_are_those_of_generate():
-    expected = list(inspect.signature(GraphDecoder.generate).parameters.values())[1:]
-    found = inspect.signature(GenerateArguments).parameters
-    assert {one.name: one.default for one in expected} == {name: one.default for name, one in found.items()}
+def test_every_option_is_documented_and_others_are_refused(decoder):
+    text = GraphDecoder.generate.__doc__
+    assert [name for name in Options.__annotations__ if not re.search(rf"\b{name}\b", text)] == []
+    for call in (decoder.generate, decoder.stream):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'beams'"):
+            call(prompts(1, 3), max_new_tokens=2, beams=2)
+        with pytest.raises(TypeError, match="missing a required argument: 'max_new_tokens'"):
+            call(prompts(1, 3))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +200,7 @@ def test_noticing_the_end_late_changes_nothing(model, monkeypatch, steps_to_end)
     free = decoder.generate(ids, max_new_tokens=steps_to_end + 1)[0, 4:].tolist()
     end = free[-1]
     expected = free[: free.index(end) + 1]
-    monkeypatch.setattr(generation, "Readback", LateReadback)
+    monkeypatch.setattr(scheduler, "Readback", LateReadback)
     replays, replay = [], decoder.steps[2].replay
     monkeypatch.setattr(decoder.steps[2], "replay", lambda: replays.append(1) or replay())
     for _ in range(2):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fp8moe
-from fp8moe.decode import GraphDecoder, attention, prefill, probe
+from fp8moe.decode import GraphDecoder, attention, memory, prefill, probe
 from fp8moe.decode.step import Capabilities, Step
 from fp8moe.runtime.jit import KernelSpec
 from tests import linear_attention_models
@@ -122,21 +122,21 @@ def columns(monkeypatch, free, batch=1, end=100_000, mask=False, ranks=1, **chan
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     config = transformers.AutoConfig.for_model("qwen3_moe", **changes)
     model = SimpleNamespace(config=config, dtype=torch.bfloat16)
-    return prefill.columns_at_a_time(model, batch, end, GPU, masked=mask, ranks=ranks)
+    return memory.columns_at_a_time(model, batch, end, GPU, masked=mask, ranks=ranks)
 
 
 def test_chunks_follow_the_memory(monkeypatch):
     assert columns(monkeypatch, 40 * GIB, batch=8, end=8000) == 8000  # in one piece
-    assert columns(monkeypatch, 40 * GIB) == prefill.MOST_TOKENS
-    assert columns(monkeypatch, 40 * GIB, batch=8) == prefill.MOST_TOKENS // 8
+    assert columns(monkeypatch, 40 * GIB) == memory.MOST_TOKENS
+    assert columns(monkeypatch, 40 * GIB, batch=8) == memory.MOST_TOKENS // 8
     some = [columns(monkeypatch, free * GIB) for free in (0, 0.25, 0.5, 1)]
-    assert prefill.LEAST_COLUMNS == some[0] < some[1] < some[2] < some[3] < prefill.MOST_TOKENS
+    assert memory.LEAST_COLUMNS == some[0] < some[1] < some[2] < some[3] < memory.MOST_TOKENS
     assert columns(monkeypatch, GIB, hidden_size=8192) < some[3]
     assert columns(monkeypatch, GIB, ranks=8) < columns(monkeypatch, GIB, ranks=2) < some[3]
     assert columns(monkeypatch, GIB, end=10_000, mask=True) < columns(monkeypatch, GIB, end=10_000)
     llama = transformers.AutoConfig.for_model("llama")
     model = SimpleNamespace(config=llama, dtype=torch.float32)
-    assert prefill.columns_at_a_time(model, 1, 77, CPU, masked=True) == 77
+    assert memory.columns_at_a_time(model, 1, 77, CPU, masked=True) == 77
 
 
 def test_other_threads_may_make_plans_while_kernels_are_loaded(monkeypatch):

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fp8moe.decode import GraphDecoder
-from fp8moe.decode.arguments import GenerateArguments, parse_sampling
-from fp8moe.decode.generation import NaNLogits
-from fp8moe.decode.step import Sampling, empty_state, write
+from fp8moe.decode import GraphDecoder, NaNLogits
+from fp8moe.decode.sampling import Sampling, empty_state, parse_sampling, write
 from tests.decode_models import Puts, tiny_mixtral
 from tests.transformers_models import left_padded, prompts
 
@@ -19,10 +17,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NOTHING = SimpleNamespace()
 QWEN = SimpleNamespace(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=None, repetition_penalty=1.05)
-
-
-def parameters(arguments, generation_config, batch):
-    return parse_sampling(GenerateArguments(input_ids=None, max_new_tokens=1, **arguments), generation_config, batch)
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +35,13 @@ def f32(value):
 
 def test_without_sampling_only_penalties_come_from_the_configuration():
     own = Sampling(repetition_penalty=f32(1.05))
-    assert parameters({}, QWEN, 3) == [own] * 3
-    assert parameters({"do_sample": False, "temperature": None, "seed": 5}, QWEN, 1) == [own]
+    assert parse_sampling({}, QWEN, 3) == [own] * 3
+    assert parse_sampling({"do_sample": False, "temperature": None, "seed": 5}, QWEN, 1) == [own]
     config = SimpleNamespace(presence_penalty=1.5)
-    assert parameters({}, config, 1) == [Sampling()], "transformers knows no such penalty"
+    assert parse_sampling({}, config, 1) == [Sampling()], "transformers knows no such penalty"
     penalties = {"repetition_penalty": 1.5, "presence_penalty": -0.5}
-    assert parameters(penalties, QWEN, 1) == [Sampling(**penalties)]
-    assert parameters({"temperature": 0, "top_k": 1, "top_p": 1, "min_p": 0}, NOTHING, 1) == [Sampling()]
+    assert parse_sampling(penalties, QWEN, 1) == [Sampling(**penalties)]
+    assert parse_sampling({"temperature": 0, "top_k": 1, "top_p": 1, "min_p": 0}, NOTHING, 1) == [Sampling()]
 
 
 @pytest.mark.parametrize(
@@ -84,40 +78,40 @@ def test_settings_of_the_configuration_that_are_not_applied_are_refused(setting)
 def test_what_is_not_given_comes_from_the_configuration():
     given = {"do_sample": True, "top_p": 0.5, "seed": 3}
     expected = Sampling(f32(0.7), 20, 0.5, 0.0, f32(1.05), 0.0, 3)
-    assert parameters(given, QWEN, 2) == [expected] * 2
-    assert parameters({"do_sample": True, "seed": 3}, NOTHING, 1) == [Sampling(temperature=1.0, seed=3)]
+    assert parse_sampling(given, QWEN, 2) == [expected] * 2
+    assert parse_sampling({"do_sample": True, "seed": 3}, NOTHING, 1) == [Sampling(temperature=1.0, seed=3)]
     off = SimpleNamespace(top_k=0, top_p=1.0, temperature=1.0)
-    assert parameters({"do_sample": True, "seed": 3}, off, 1) == [Sampling(temperature=1.0, seed=3)]
+    assert parse_sampling({"do_sample": True, "seed": 3}, off, 1) == [Sampling(temperature=1.0, seed=3)]
 
 
 def test_values_of_any_kind():
     given = {"temperature": np.float32(0.5), "top_k": torch.tensor(3), "top_p": torch.tensor([0.25]), "min_p": 0}
-    found = parameters({"do_sample": True, "seed": np.int64(-1)} | given, NOTHING, 1)
+    found = parse_sampling({"do_sample": True, "seed": np.int64(-1)} | given, NOTHING, 1)
     assert found == [Sampling(0.5, 3, 0.25, 0.0, seed=-1)]
-    assert parameters({"do_sample": True, "top_k": 10**12, "seed": 1}, NOTHING, 1)[0].top_k == 2**31 - 1
+    assert parse_sampling({"do_sample": True, "top_k": 10**12, "seed": 1}, NOTHING, 1)[0].top_k == 2**31 - 1
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-6, 1e-300])
 def test_a_temperature_near_zero_is_greedy(temperature):
-    assert parameters({"do_sample": True, "temperature": temperature, "seed": 0}, NOTHING, 1) == [Sampling()]
+    assert parse_sampling({"do_sample": True, "temperature": temperature, "seed": 0}, NOTHING, 1) == [Sampling()]
 
 
 @pytest.mark.parametrize("seeds", [[7, 8, 9], (7, 8, 9), torch.tensor([7, 8, 9]), np.array([7, 8, 9], dtype=np.uint8)])
 def test_a_seed_for_each_sequence(seeds):
-    assert [one.seed for one in parameters({"do_sample": True, "seed": seeds}, NOTHING, 3)] == [7, 8, 9]
+    assert [one.seed for one in parse_sampling({"do_sample": True, "seed": seeds}, NOTHING, 3)] == [7, 8, 9]
 
 
 def test_seeds_are_drawn_from_the_default_generator_when_sampling():
     torch.manual_seed(3)
-    first = parameters({"do_sample": True}, NOTHING, 4)
-    second = parameters({"do_sample": True}, NOTHING, 4)
+    first = parse_sampling({"do_sample": True}, NOTHING, 4)
+    second = parse_sampling({"do_sample": True}, NOTHING, 4)
     assert len({one.seed for one in first + second}) == 8
     torch.manual_seed(3)
-    assert parameters({"do_sample": True}, NOTHING, 4) == first
+    assert parse_sampling({"do_sample": True}, NOTHING, 4) == first
     torch.manual_seed(3)
-    parameters({}, NOTHING, 4)
-    parameters({"do_sample": True, "seed": 1}, NOTHING, 4)
-    assert parameters({"do_sample": True}, NOTHING, 4) == first, "greedy calls draw nothing"
+    parse_sampling({}, NOTHING, 4)
+    parse_sampling({"do_sample": True, "seed": 1}, NOTHING, 4)
+    assert parse_sampling({"do_sample": True}, NOTHING, 4) == first, "greedy calls draw nothing"
 
 
 @pytest.mark.parametrize(
@@ -154,13 +148,13 @@ def test_seeds_are_drawn_from_the_default_generator_when_sampling():
 )
 def test_bad_arguments(arguments, exception, message):
     with pytest.raises(exception, match=message):
-        parameters({"do_sample": True} | arguments, NOTHING, 3)
+        parse_sampling({"do_sample": True} | arguments, NOTHING, 3)
 
 
 def test_a_bad_configuration_is_named():
     with pytest.raises(ValueError, match=r"^generation_config\.top_p: expected a number above 0 and at most 1, got 2"):
-        parameters({"do_sample": True}, SimpleNamespace(top_p=2), 1)
-    assert parameters({"do_sample": True, "top_p": 0.5, "seed": 1}, SimpleNamespace(top_p=2), 1)[0].top_p == 0.5
+        parse_sampling({"do_sample": True}, SimpleNamespace(top_p=2), 1)
+    assert parse_sampling({"do_sample": True, "top_p": 0.5, "seed": 1}, SimpleNamespace(top_p=2), 1)[0].top_p == 0.5
 
 
 def test_a_row_of_the_state():

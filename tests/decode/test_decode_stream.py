@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.decode import GraphDecoder, NaNLogits, generation
-from fp8moe.decode.arguments import StopStrings, Tail
+from fp8moe.decode import GraphDecoder, NaNLogits, scheduler
+from fp8moe.decode.request import StopStrings, Tail
 from tests.decode_models import (
     END,
     PAD,
@@ -42,7 +42,7 @@ def decoder(model):
 @pytest.fixture(params=["at once", "late"])
 def lag(request, monkeypatch):
     if request.param == "late":
-        monkeypatch.setattr(generation, "Readback", LateReadback)
+        monkeypatch.setattr(scheduler, "Readback", LateReadback)
     return int(request.param == "late")
 
 

@@ -137,9 +137,9 @@ def several_passes(world):
     here = dist.get_rank() == 0
     run, calls = local.experts_partial, []
 
-    def watched(*arguments, num_rows, first_row, **options):
-        calls.append((num_rows, first_row))
-        return run(*arguments, num_rows=num_rows, first_row=first_row, **options)
+    def watched(*arguments, **options):
+        calls.append((arguments[-1].num_rows, arguments[-1].first_row))
+        return run(*arguments, **options)
 
     route = {"route": lambda index: torch.tensor([0, 1]).expand_as(index)}
     room = max(int(tokens * 2 * 1.25), 256 * 2)

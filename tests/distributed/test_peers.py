@@ -41,7 +41,7 @@ def test_all_ranks_agree_on_who_is_reached():
 
 def received_on_the_cpu(world, rank, room, hidden, top_k):
     """The class without symmetric memory: this rank's buffer only."""
-    buffer = object.__new__(peers._Received)
+    buffer = object.__new__(peers._ReceiveBuffer)
     buffer.world, buffer.rank = world, rank
     buffer.memory = torch.full((received_bytes(world * room, hidden, top_k),), MARK, dtype=torch.uint8)
     buffer.addresses = [buffer.memory.data_ptr()] * world

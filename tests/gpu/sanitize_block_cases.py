@@ -13,19 +13,17 @@ from torch import Tensor
 
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
-from fp8moe.kernels.decoder_ops.decode_attention import decode_attention
 from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
-from fp8moe.kernels.decoder_ops.rotary import rotary
-from fp8moe.kernels.decoder_ops.router import route, router_logits
+from fp8moe.kernels.decoder_ops.router import router_logits
 from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
 from fp8moe.kernels.experts import reference
 from fp8moe.kernels.indexer.mqa_cache import append_kv, new_kv_cache
 from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
 from tests import decode_attention_cases, mqa_cases
 from tests.gpu.sanitizing import E4M3_ERROR, INF, both, differing, on_cpu, on_gpu
-from tests.kernels.test_rotary import operands
-from tests.router_cases import FORMS, arguments, dense
+from tests.kernels.test_rotary import operands, run
+from tests.router_cases import FORMS, arguments, dense, route
 from tests.sampling_cases import random_logits, random_state
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -124,7 +122,7 @@ def rotary_error(batch: int, tokens: int, form: tuple, dtype: torch.dtype) -> fl
     columns[-1] = given[5].shape[2] - tokens // 2
 
     def call(given: tuple, columns: Tensor, weights: dict) -> tuple:
-        return rotary(*given, columns=columns, **weights), *given[5:]
+        return run(*given, columns=columns, **weights), *given[5:]
 
     got, expected = (
         torch.cat([x.flatten() for x in part]) for part in zip(*both(call, given, columns, weights), strict=True)
@@ -137,8 +135,8 @@ def attention_error(shape: int, dtype: torch.dtype) -> float:
     operands, new = decode_attention_cases.make(batch, heads, min(length, 600), dtype)
     expected, *_ = decode_attention_cases.expected(*operands, new, window)
     *operands, new = (decode_attention_cases.moved(value, "cuda") for value in (*operands, new))
-    values = decode_attention(*operands, new=new, window=window, early=True)
-    codes = decode_attention(*operands, new=new, window=window, quantized=True)
+    values = decode_attention_cases.attend(*operands, new=new, window=window, early=True)
+    codes = decode_attention_cases.attend(*operands, new=new, window=window, quantized=True)
     if relative_error(exact(on_cpu(codes)), values.cpu().double()) > E4M3_ERROR:
         return INF
     return relative_error(values.cpu(), expected)

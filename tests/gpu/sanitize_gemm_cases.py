@@ -22,7 +22,7 @@ from fp8moe.kernels.experts.swiglu import (
     swiglu_quantize_rows,
 )
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
-from fp8moe.kernels.gemm.launch import Operands, multiply_with
+from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
 from fp8moe.kernels.gemm.reference import group_ranges, group_rows
 from fp8moe.kernels.gemm.sm90 import TileConfig, with_stages
@@ -139,7 +139,7 @@ def accumulation_error(m: int, n: int, k: int, out_dtype: torch.dtype) -> float:
 def tile_error(m: int, n: int, k: int, out_dtype: torch.dtype, tile: TileConfig) -> float:
     a, b = matrices(m, n, k)
     out = torch.full((m, n), NAN, dtype=out_dtype).cuda()
-    multiply_with(with_stages(tile, k), Operands(*a, *b), out)
+    multiply_with(with_stages(tile, k), GemmOperands(*a, *b), out)
     return rounded_error(out.cpu(), product(a, b))
 
 
@@ -175,7 +175,7 @@ def low_rank_error(offsets: tuple[int, ...], m: int, n: int, k: int, dtype: torc
 def wide_error(sizes: tuple[int, ...], n: int, k: int, staged: bool) -> float:
     a, b, groups = random_rows(sum(sizes), k), random_experts(len(sizes), n, k), int32((0, *accumulate(sizes)))
     tile = with_stages(TileConfig(128, 256, groups=len(sizes), half_tiles=True, tma_store=staged), k)
-    operands = Operands(*a, *b, groups=groups.cuda())
+    operands = GemmOperands(*a, *b, groups=groups.cuda())
     return groups_error(a, b, groups, lambda out: multiply_with(tile, operands, out, Grouping()))
 
 

@@ -12,11 +12,12 @@ from torch import Tensor
 import fp8moe
 from benchmarks.operands import relative_error
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
-from fp8moe.kernels.experts import experts_partial, experts_rows, reference
+from fp8moe.kernels.experts import experts_of_rows, experts_partial, reference
 from fp8moe.kernels.experts.combine import Dtypes, combine, norm_launcher
 from fp8moe.kernels.experts.combine import launcher as combine_launcher
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
+from fp8moe.kernels.experts.operands import Layer, Norm, Shard
 from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
@@ -24,7 +25,7 @@ from fp8moe.kernels.experts.workspace import empty_normed
 from fp8moe.quant.reference import quantize_1x128 as quantize_reference
 from fp8moe.runtime.peer_table import SIGNALS_BYTES, Targets, meeting, no_meeting
 from tests import lora_cases
-from tests.experts_cases import weights_of
+from tests.experts_cases import layer_of
 from tests.gpu.sanitizing import INF, NAN, both, differing, on_gpu
 
 BF16, FP16, FP32, INT32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
@@ -112,13 +113,13 @@ def combine_norm_errors(tokens: int, hidden: int, top_k: int, dtype: torch.dtype
     y, residual = torch.randn(int(groups[-1]) + 1, hidden).to(dtype), torch.randn(tokens, hidden).to(dtype)
     weights, norm_weight = torch.rand(tokens, top_k), torch.randn(hidden).to(dtype).cuda()
     out = torch.full((tokens, hidden), NAN, dtype=dtype).cuda()
-    values, data, scale = normed = empty_normed(out, quantized)
-    wanted = (None, data, scale) if quantized else (values, None, None)
+    normed = empty_normed(out, Norm(norm_weight, 1e-6, quantized))
+    wanted = (None, *normed) if quantized else (*normed, None, None)
     dtypes = Dtypes(dtype, weights.dtype, dtype)
     launch = norm_launcher(torch.cuda.current_device(), tokens, hidden, top_k, len(y), dtypes, 1e-6)
     launch(*on_gpu((y, rows, weights, residual)), norm_weight, out, *wanted)
     other = rms_norm(out, norm_weight, 1e-6, values=not quantized, quantized=quantized)
-    pairs = zip(normed[1:], other.quantized, strict=True) if quantized else [(values, other.values)]
+    pairs = zip(normed, other.quantized if quantized else [other.values], strict=True)
     pairs = [(one.cpu(), two.cpu()) for one, two in pairs]
     return differing([*pairs, (out.cpu(), reference.combine(y, rows, weights, dtype, residual))])
 
@@ -174,19 +175,17 @@ def experts_error(
 def partial_error(tokens: int, hidden: int, size: int, num_experts: int, top_k: int, dtype: torch.dtype) -> float:
     """Of one rank's experts, in two passes, and of rows that are in their order."""
     layer, num_rows = make_layer(hidden, size, num_experts), tokens * top_k // 2 + 1
-    form = {"activation": layer.activation, "row_dtype": FP32}
-    share = form | {"first_expert": 2, "num_experts": num_experts + 4, "num_rows": num_rows}
+    shard = Shard(2, num_experts + 4, num_rows=num_rows, row_dtype=FP32)
 
-    def call(x: Tensor, starts: Tensor, known: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        *routing, up, down = inputs
-        total = experts_partial(x, *routing, up, down, **share, first_row=num_rows, known=known)
-        total = experts_partial(x, *routing, up, down, **share, partial=total, partial_known=known)
-        return total, experts_rows(x, starts, up, down, **form)
+    def call(x: Tensor, starts: Tensor, given: Layer, *routing: Tensor) -> tuple[Tensor, Tensor]:
+        total, known = experts_partial(x, *routing, given, shard._replace(first_row=num_rows), wants_known=True)
+        total, _ = experts_partial(x, *routing, given, shard, partial=total, partial_known=known)
+        return total, experts_of_rows(x, starts, given, row_dtype=FP32)
 
     x, weights = torch.randn(tokens, hidden, dtype=dtype), torch.rand(tokens, top_k)
-    index, known = random_index(tokens, top_k, num_experts + 4), torch.zeros(tokens, dtype=torch.bool)
+    index = random_index(tokens, top_k, num_experts + 4)
     starts = torch.linspace(-5, tokens + 5, num_experts + 1).int()
-    pairs = both(call, x, starts, known, index, weights, *weights_of(layer))
+    pairs = both(call, x, starts, layer_of(layer), index, weights)
     return max(relative_error(got, expected.double()) for got, expected in pairs)
 
 
@@ -194,13 +193,13 @@ def sent_error(
     tokens: int, hidden: int, size: int, num_experts: int, top_k: int, dtype: torch.dtype, ranks: int, to_all: bool
 ) -> float:
     """Rows of one rank's experts in the buffers of all ranks: two passes, and a meeting that this rank ends."""
-    layer = make_layer(hidden, size, num_experts)
-    weights = weights_of(layer)
+    given = layer_of(make_layer(hidden, size, num_experts))
     x, index = torch.randn(tokens, hidden, dtype=dtype), random_index(tokens, top_k, num_experts + 4)
-    form = {"activation": layer.activation, "row_dtype": BF16 if dtype is BF16 else FP32}
+    row_dtype = BF16 if dtype is BF16 else FP32
     groups, rows = reference.sort_by_expert(index, num_experts, None, 2)
     permuted = permute_quantize(x, rows, index.numel())
-    results = experts_rows(permuted, groups, *weights, **form, whole=(index.numel(), num_experts + 4))
+    form = {"row_dtype": row_dtype, "whole": (index.numel(), num_experts + 4)}
+    results = experts_of_rows(permuted, groups, given, **form)
     expected = torch.full((index.numel(), hidden), NAN, dtype=results.dtype)
     some = rows.flatten() >= 0
     expected[some] = results[rows.flatten()[some].long()]
@@ -211,12 +210,12 @@ def sent_error(
     signals[0, 1:ranks] = 1
     signals = signals.cuda()
     num_rows = index.numel() // 2 + 1
-    share = form | {"first_expert": 2, "num_experts": num_experts + 4, "num_rows": num_rows}
+    shard = Shard(2, num_experts + 4, num_rows=num_rows, row_dtype=row_dtype)
     words = meeting([row.data_ptr() for row in signals], 0)
-    there = on_gpu((x, index, *weights))
+    there = on_gpu((x, index, given))
     for first_row, last in ((num_rows, no_meeting(ranks)), (0, words)):
         targets = Targets(ranks, each, to_all, (*(buffer.data_ptr() for buffer in buffers), *last))
-        send_rows(targets, *there, **share, first_row=first_row)
+        send_rows(targets, *there, shard._replace(first_row=first_row))
     parts = [buffer.cpu() for buffer in buffers]
     got = parts if to_all else [torch.cat(parts)]
     if any(not torch.equal(values.isnan(), expected.isnan()) for values in got):

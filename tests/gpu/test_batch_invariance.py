@@ -8,7 +8,7 @@ import torch
 import fp8moe
 from benchmarks.operands import rounded_error
 from fp8moe.kernels.decoder_ops.router import router_logits
-from fp8moe.kernels.gemm.launch import Operands, multiply_with
+from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
 from fp8moe.kernels.gemm.tiles import dense_candidates, invariant_parts
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from tests import experts_cases, gemm_cases
@@ -64,7 +64,7 @@ def test_every_tile_has_the_same_bits(shape):
     assert len({(tile.k_parts > 1, tile.keeps_parts) for tile in tiles}) > 1
     for tile in tiles:
         out = torch.full((m, n), float("nan"), device=DEVICE)
-        multiply_with(tile, Operands(*a, *b), out)
+        multiply_with(tile, GemmOperands(*a, *b), out)
         assert rounded_error(out, expected) <= 3e-4, tile
         bits = out if bits is None else bits
         assert torch.equal(out, bits), tile

@@ -6,10 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.decode import GraphDecoder, attention
+from fp8moe.decode import GraphDecoder, NaNLogits, attention
 from fp8moe.decode.cache import CachePosition, static_cache
-from fp8moe.decode.generation import NaNLogits
-from fp8moe.hf import register
+from fp8moe.hf import patches, register
 from tests import linear_attention_models, transformers_models
 from tests.decode_models import Puts, byte_level_tokenizer
 from tests.transformers_models import BASE, MLA, left_padded, random_model
@@ -52,7 +51,7 @@ def decoder(model):
 def greedy(model, ids, count, mask=None):
     """Token by token without a graph, in a static cache of the same length: the same kernels on the same shapes."""
     name = attention.NAME if model.config.model_type in FLASH else None
-    attention.take_offsets_of_rows()
+    patches.take_offsets_of_rows()
     batch, length = ids.shape
     position = CachePosition(batch, torch.device(DEVICE), ragged=True)
     cache = static_cache(model.config, MAX_LENGTH, position)

@@ -7,7 +7,7 @@ from fp8moe.decode import attention
 from fp8moe.decode.attention import AttentionMetadataBuilder
 from fp8moe.decode.step import Capabilities, Step
 from fp8moe.hf import register
-from fp8moe.kernels.decoder_ops.decode_attention import DTYPES, decode_attention
+from fp8moe.kernels.decoder_ops.decode_attention import DTYPES
 from fp8moe.quant.quantize import quantize_1x128
 from tests import decode_attention_cases
 from tests.transformers_models import BASE, left_padded, prompts, random_model
@@ -171,7 +171,7 @@ def test_one_token_against_float64(batch, heads, length, window, dtype):
     expected, keys, values = decode_attention_cases.expected(*operands, new, window)
     new = decode_attention_cases.moved(new, DEVICE)
     torch.full((batch * expected.shape[1],), torch.nan, device=DEVICE, dtype=dtype)  # what torch.empty will return
-    results = [decode_attention(*given, new=new, window=window, early=i % 2 == 1) for i in range(20)]
+    results = [decode_attention_cases.attend(*given, new=new, window=window, early=i % 2 == 1) for i in range(20)]
     assert (results[0].double().cpu() - expected).norm() <= torch.finfo(dtype).eps * expected.norm()
     assert all(torch.equal(result, results[0]) for result in results)
     for cache, filled in zip(given[1:3], (keys, values), strict=True):
@@ -180,11 +180,11 @@ def test_one_token_against_float64(batch, heads, length, window, dtype):
         assert (cache.nan_to_num(0).double() - filled.nan_to_num(0).double()).norm() <= 1e-3 * filled.nan_to_num(
             0
         ).norm()
-    quantized = decode_attention(*given, new=new, window=window, quantized=True)
+    quantized = decode_attention_cases.attend(*given, new=new, window=window, quantized=True)
     codes = quantize_1x128(results[0])
     assert torch.equal(quantized.data.view(torch.uint8), codes.data.view(torch.uint8))
     assert torch.equal(quantized.scale, codes.scale)
-    kept = decode_attention(*given, window=window)  # the queries as they are, the cache as it is now
+    kept = decode_attention_cases.attend(*given, window=window)  # the queries as they are, the cache as it is now
     q = given[0].cpu()
     expected, *_ = decode_attention_cases.expected(q, given[1].cpu(), given[2].cpu(), *operands[3:], None, window)
     assert (kept.double().cpu() - expected).norm() <= torch.finfo(dtype).eps * expected.norm()
@@ -193,10 +193,10 @@ def test_one_token_against_float64(batch, heads, length, window, dtype):
 def test_what_is_not_finite_stays_in_its_head():
     operands, new, given = one_token(3, (8, 4, 128, 128, True), 200, torch.bfloat16)
     new = decode_attention_cases.moved(new, DEVICE)
-    before = decode_attention(*given, new=new)
+    before = decode_attention_cases.attend(*given, new=new)
     given[0][1, 5, 3] = torch.nan
     new.v[2, 1, 7] = torch.inf
-    after = decode_attention(*given, new=new)
+    after = decode_attention_cases.attend(*given, new=new)
     bad = (~after.isfinite()).view(3, 32, 128)
     assert bad[1, 5].all() and bad[2, 8:16, 7].all()
     bad[1, 5], bad[2, 8:16, 7] = False, False
@@ -211,7 +211,7 @@ def test_no_keys_give_zero_and_places_outside_are_not_written():
     given[4].copy_(torch.tensor([3, 100, -1]))
     given[3].copy_(torch.tensor([4, 100, 0]))
     before = [cache.clone() for cache in given[1:3]]
-    assert (decode_attention(*given, new=decode_attention_cases.moved(new, DEVICE)) == 0).all()
+    assert (decode_attention_cases.attend(*given, new=decode_attention_cases.moved(new, DEVICE)) == 0).all()
     for cache, old in zip(given[1:3], before, strict=True):
         assert torch.equal(cache.nan_to_num(7), old.nan_to_num(7))
 
@@ -222,15 +222,15 @@ def test_one_token_in_a_graph_whose_columns_move_on():
     given[1].nan_to_num_(0), given[2].nan_to_num_(0)
     given[4].copy_(torch.tensor([0, 15, 100, 250]))
     moving = decode_attention_cases.moved(new, DEVICE)
-    decode_attention(*given, new=moving)
+    decode_attention_cases.attend(*given, new=moving)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode_attention(*given, new=moving, quantized=True, early=True)
+        out = decode_attention_cases.attend(*given, new=moving, quantized=True, early=True)
     for step in range(20):
         given[4] += 1
         moving.k.normal_(), moving.v.normal_(), given[0].normal_()
         copies = [value.clone() for value in given]
-        expected = decode_attention(*copies, new=moving, quantized=True)
+        expected = decode_attention_cases.attend(*copies, new=moving, quantized=True)
         graph.replay()
         assert torch.equal(out.data.view(torch.uint8), expected.data.view(torch.uint8)), step
         assert torch.equal(out.scale, expected.scale) and torch.equal(given[1], copies[1])

@@ -6,9 +6,8 @@ import random
 import pytest
 import torch
 
-from fp8moe.decode import GraphDecoder
+from fp8moe.decode import GraphDecoder, NaNLogits
 from fp8moe.decode.attention import NAME as FLASH_NAME
-from fp8moe.decode.generation import NaNLogits
 from fp8moe.hf import register
 from tests import linear_attention_models
 from tests.transformers_models import BASE, MLA, left_padded, prompts, random_model

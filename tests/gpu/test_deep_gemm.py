@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 
+import deep_gemm
 from benchmarks import host
 from benchmarks.operands import rounded_error
 from fp8moe import gemm, grouped_gemm, grouped_gemm_masked, mqa_logits
-from fp8moe.integrations import deep_gemm
 from fp8moe.kernels.gemm import layouts
 from fp8moe.kernels.gemm.reference import group_ranges, join_groups
 from fp8moe.quant.formats import FP8Tensor

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 NAN = float("nan")
+RULE = router.RoutingRule(4, "softmax", normalize=True)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCE = 1e-2
 # Fewer results round to bfloat16 up to a fifth better or worse by chance, so backends cannot be compared on them.
@@ -223,7 +224,7 @@ def test_graph_replays_of_what_the_router_has_sorted(tokens):
     def run(sort):
         out = x * 1.0
         for i, layer in enumerate(layers):
-            routing = router.route(logits * (i + 1), 4, score="softmax", normalize=True, dtype=torch.float32, sort=sort)
+            routing = router.route(logits * (i + 1), RULE, dtype=torch.float32, sort=sort)
             order = {"groups": routing.groups, "rows": routing.rows}
             out = layer(out, routing.index, routing.weights, residual=out, **order)
         return out
@@ -250,7 +251,7 @@ def test_graph_replays_of_norms_that_come_with_results(tokens, dtype):
         total, values = x * 1.0, added * 1.0
         for layer, gate, weight in zip(layers, gates, weights[1:], strict=True):
             normed, logits = norm_logits(values, weights[0], 1e-6, gate, residual=total, dtype=torch.float32)
-            routing = router.route(logits, 4, score="softmax", normalize=True, dtype=torch.float32, sort=by_one)
+            routing = router.route(logits, RULE, dtype=torch.float32, sort=by_one)
             options = {"residual": normed.sum, "groups": routing.groups, "rows": routing.rows}
             inputs = normed.values, routing.index, routing.weights
             quantized = layer is layers[1]

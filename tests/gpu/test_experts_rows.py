@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from fp8moe.kernels.experts import experts, experts_rows, experts_training
+from fp8moe.kernels.experts import experts_of_rows, experts_of_tokens, experts_training
+from fp8moe.kernels.experts.operands import Masters, TokenOperands
 from fp8moe.layers.experts import experts_rows_training
 from fp8moe.quant.quantize import quantize_1x128
 from tests.errors import relative_error
-from tests.experts_cases import VARIANTS, make_trained, quantized_weights, weights_of
+from tests.experts_cases import VARIANTS, layer_of, make_trained, trained_layer
 from tests.gpu.checks import captured
 from tests.gpu.test_experts import DTYPES, TOLERANCE, exact, make
 from tests.waiting import no_waiting
@@ -38,7 +39,7 @@ def random(count, hidden=272, dtype=torch.bfloat16):
 
 
 def run(layer, rows, offsets, **options):
-    return experts_rows(rows, groups(offsets), *weights_of(layer), activation=layer.activation, **options)
+    return experts_of_rows(rows, groups(offsets), layer_of(layer), **options)
 
 
 def row_dtype_of(dtype):
@@ -58,7 +59,7 @@ def test_against_float64(variant, dtype, sizes):
         if (index >= 0).any():
             few = (index >= 0).sum() < 64  # one of few values may quantize to the next FP8 value
             assert relative_error(got, exact(layer, rows, index, ones)) <= (FEW if few else TOLERANCE)
-            whole = experts(rows, index, ones, *sum(map(tuple, weights_of(layer)), ()), activation=layer.activation)
+            whole, _ = experts_of_tokens(TokenOperands(rows, index, ones, layer_of(layer)))
             assert relative_error(got, whole) <= (FEW if few else 3e-3)
 
 
@@ -105,16 +106,13 @@ def make_masters(hidden_size=272, **options):
     return make_trained(4, hidden_size, 208, device=DEVICE, **options)
 
 
-def gradients(layer, rows, grad, group_offsets, weights=None):
+def gradients(layer, rows, grad, group_offsets, kernels_layer=None):
     """The result, and gradients of rows, if these are a tensor, and of both masters."""
-    masters = getattr(layer, layer.up_name), layer.down_proj
+    masters = Masters(getattr(layer, layer.up_name), layer.down_proj)
     leaves = [rows.detach().requires_grad_()] if isinstance(rows, torch.Tensor) else []
-    out = experts_rows(
-        *(leaves[0] if leaves else rows, group_offsets, *(weights or quantized_weights(layer))),
-        **{"activation": layer.activation, "row_dtype": grad.dtype},
-        **{"up_master": masters[0], "down_master": masters[1]},
-    )
-    return out.detach(), *torch.autograd.grad(out, (*leaves, *masters), grad)
+    given = leaves[0] if leaves else rows, group_offsets, kernels_layer or trained_layer(layer)
+    out = experts_of_rows(*given, row_dtype=grad.dtype, masters=masters)
+    return out.detach(), *torch.autograd.grad(out, (*leaves, *masters[:2]), grad)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,10 +125,7 @@ def test_gradients_are_those_of_a_layer_with_one_expert_a_token(variant, hidden,
         rows, grad = random(count, hidden, dtype), random(count, hidden, dtype)
         got = gradients(layer, rows, grad.to(row_dtype_of(dtype)), groups(offsets))
         x = rows.requires_grad_()
-        whole = experts_training(
-            *(x, *as_tokens(offsets, count), *quantized_weights(layer)),
-            **{"activation": layer.activation, "up_master": masters[0], "down_master": masters[1]},
-        )
+        whole = experts_training(x, *as_tokens(offsets, count), trained_layer(layer), Masters(*masters))
         expected = whole.detach(), *torch.autograd.grad(whole, (x, *masters), grad)
         for actual, value in zip(got, expected, strict=True):
             assert actual.isfinite().all() and relative_error(actual, value) <= GRADIENTS
@@ -150,10 +145,10 @@ def test_gradients_of_masters_with_quantized_rows():
 def test_graph_replays_with_other_groups():
     layer, frozen = make_masters(), make(4)
     rows, grad, offsets = random(300), random(300), groups((0, 100, 120, 120, 290))
-    weights = quantized_weights(layer)
+    weights = trained_layer(layer)
 
     def step():
-        out = experts_rows(rows, offsets, *weights_of(frozen), activation=frozen.activation)
+        out = experts_of_rows(rows, offsets, layer_of(frozen))
         return out, *gradients(layer, rows, grad, offsets, weights)
 
     graph, results = captured(step)
@@ -169,12 +164,12 @@ def test_graph_replays_with_other_groups():
 def test_nothing_waits_for_the_gpu():
     offsets = groups((0, 3, 5, 5, 9))
     layer, frozen = make_masters(), [make(4), make(4, **VARIANTS["gelu"])]
-    rows, grad, weights = random(9), random(9), quantized_weights(layer)
+    rows, grad, weights = random(9), random(9), trained_layer(layer)
 
     def step():
         gradients(layer, rows, grad, offsets, weights)
         for each in frozen:
-            experts_rows(rows, offsets, *weights_of(each), activation=each.activation, whole=(18, 8))
+            experts_of_rows(rows, offsets, layer_of(each), whole=(18, 8))
 
     step()
     with no_waiting():

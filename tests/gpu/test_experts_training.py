@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe.kernels.experts import experts_training, sort_by_expert
+from fp8moe.kernels.experts.operands import Layer, Masters, Shard
 from fp8moe.layers import master as masters
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.quant.formats import FP8Tensor
@@ -139,11 +140,8 @@ def share(layer, start, end, x, index, weights, grad, **options):
     up, down = (FP8Tensor(*(part[start:end] for part in weight)) for weight in quantized_weights(layer))
     masters = [value.detach()[start:end].requires_grad_() for value in (layer.gate_up_proj, layer.down_proj)]
     x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
-    out = experts_training(
-        *(x, index, weights, up, down),
-        **{"activation": layer.activation, "up_master": masters[0], "down_master": masters[1]},
-        **{"first_expert": start, "num_experts": layer.num_experts, "out_dtype": torch.float32} | options,
-    )
+    shard = Shard(**{"first_expert": start, "num_experts": layer.num_experts, "out_dtype": torch.float32} | options)
+    out = experts_training(x, index, weights, Layer(up, down, layer.activation), Masters(*masters), shard=shard)
     grads = torch.autograd.grad(out, (x, weights, *masters), grad.to(out.dtype))
     return out.detach(), dict(zip(("x", "routing", "up", "down"), grads, strict=True))
 

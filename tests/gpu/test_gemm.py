@@ -9,7 +9,7 @@ from benchmarks.operands import rounded_error
 from benchmarks.shapes import DENSE_M, DENSE_SHAPES
 from fp8moe.kernels.gemm import tiles
 from fp8moe.kernels.gemm.api import gemm
-from fp8moe.kernels.gemm.launch import Operands, multiply_with
+from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from tests import gemm_cases
 from tests.gemm_cases import exact
@@ -68,11 +68,11 @@ def test_every_configuration(shape):
     errors = {}
     for config in configs:
         out = poisoned(*shape[:2], torch.bfloat16)
-        multiply_with(config, Operands(*a, *b), out)
+        multiply_with(config, GemmOperands(*a, *b), out)
         errors[config] = rounded_error(out, expected)
         added = torch.randn_like(out)
         total = added.double() + expected
-        multiply_with(config, Operands(*a, *b, c=added), added)
+        multiply_with(config, GemmOperands(*a, *b, c=added), added)
         errors[config, "c"] = rounded_error(added, total)
     # NaN, what an element left unwritten leads to, compares as false.
     assert not {config: value for config, value in errors.items() if not value <= TOLERANCE[torch.bfloat16]}

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8moe.runtime import backend, compilers, config, jit, launch
+from fp8moe.runtime import backend, config, jit, launch
+from fp8moe.runtime.architectures import SM90
 
 pytestmark = pytest.mark.gpu
 
@@ -100,7 +101,7 @@ extern "C" __global__ void scalars(double* out, int a, unsigned b, long long c, 
 @pytest.fixture(autouse=True)
 def sources(tmp_path, monkeypatch):
     (tmp_path / "launch_test.cu").write_text(SOURCE)
-    monkeypatch.setattr(jit, "SOURCE_DIRS", (tmp_path,))
+    monkeypatch.setitem(jit.SOURCE_DIRS, "sm90", (tmp_path,))
 
 
 def kernel(name, **spec):
@@ -372,8 +373,7 @@ def test_auto_takes_the_kernels_here():
 
 def test_code_for_another_gpu_is_a_clear_error(monkeypatch, tmp_path):
     monkeypatch.setattr(config, "settings", replace(config.settings, cache_dir=tmp_path / "cache"))
-    monkeypatch.setattr(compilers, "ARCH", "sm_100a")
-    spec = jit.KernelSpec("other_gpu.cu", "idle")
+    spec = jit.KernelSpec("other_gpu.cu", "idle", architecture=SM90._replace(flag="sm_100a"))
     (tmp_path / "other_gpu.cu").write_text('extern "C" __global__ void idle() {}\n')
     with launch.device_guard(0), pytest.raises(RuntimeError, match="driver .* cannot load the compiled kernels"):
         launch.Launcher(jit.load(spec), grid=1, block=1)

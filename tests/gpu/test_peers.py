@@ -7,6 +7,7 @@ import torch.distributed as dist
 from fp8moe.distributed.local import LocalExperts
 from fp8moe.distributed.peers import Peers
 from fp8moe.distributed.transport import Tokens
+from fp8moe.kernels.experts.operands import Layer
 from fp8moe.layers.experts import Weights
 from fp8moe.quant.formats import FP8Tensor, ceil_div
 from tests import experts_cases, processes
@@ -41,8 +42,8 @@ def local_experts(peers, layer, dtype):
     first = peers.rank * EACH
     own = slice(first, first + EACH)
     up, up_scale, down, down_scale = (getattr(layer, name)[own] for name in layer.weight_names)
-    weights = Weights(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale))
-    return LocalExperts(weights, layer.activation, first, EXPERTS, dtype)
+    weights = Weights(Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), layer.activation))
+    return LocalExperts(weights, first, EXPERTS, dtype)
 
 
 def tokens_of(counts, dtype, seed):

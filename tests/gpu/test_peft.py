@@ -9,8 +9,8 @@ from tests.experts_cases import VARIANTS, inputs, make
 from tests.waiting import no_waiting
 
 peft = pytest.importorskip("peft")
+from fp8moe.kernels.experts.lora import adapter_product  # noqa: E402
 from fp8moe.peft import merge_and_unload, register  # noqa: E402
-from fp8moe.peft.experts import grouped_mm  # noqa: E402
 from tests.gpu.checks import captured  # noqa: E402
 from tests.peft_reference import Model, adapted, expected, run, scaled  # noqa: E402
 
@@ -96,8 +96,8 @@ def test_grouped_products(rank):
     rows, ranks = (torch.randn(410, size, generator=generator, device=DEVICE).bfloat16() for size in (384, rank))
     down = torch.randn(5, rank, 384, generator=generator, device=DEVICE).bfloat16()
     for actual, reference in (
-        (grouped_mm(rows, down.mT, groups)[:400], on_reference(grouped_mm, rows, down.mT, groups)[:400]),
-        (grouped_mm(ranks, down, groups)[:400], on_reference(grouped_mm, ranks, down, groups)[:400]),
+        (adapter_product(rows, down.mT, groups)[:400], on_reference(adapter_product, rows, down.mT, groups)[:400]),
+        (adapter_product(ranks, down, groups)[:400], on_reference(adapter_product, ranks, down, groups)[:400]),
     ):
         assert relative_error(actual, reference) <= 4e-3
 

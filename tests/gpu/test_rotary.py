@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from fp8moe.kernels.decoder_ops import rotary as op
-from fp8moe.kernels.decoder_ops.rotary import rotary
 from fp8moe.runtime.checks import FLOATING
-from tests.kernels.test_rotary import FORMS, operands
+from tests.kernels.test_rotary import FORMS, operands, run
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +35,7 @@ def reference(given, columns, weights, dtype=torch.float64):
         for i, weight in enumerate(norms):
             x = given[i]
             given[i] = weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + weights["eps"])
-    query = op.reference(op.Operands(*given, columns, None, None, 0.0))
+    query = op.reference(op.RotaryOperands(*given, columns, None, None, 0.0))
     return query, given[5], given[6]
 
 
@@ -51,7 +50,7 @@ def close(got, expected):
 def test_against_float64(batch, tokens, form, dtype):
     given, columns, weights = on_gpu(batch, tokens, form, dtype)
     expected = reference(given, columns, weights)
-    query = rotary(*given, columns=columns, **weights)
+    query = run(*given, columns=columns, **weights)
     assert close(query, expected[0]) and close(given[5], expected[1]) and torch.equal(given[6].double(), expected[2])
 
 
@@ -61,7 +60,7 @@ def test_places_outside_are_not_written_and_nan_stays_in_its_head():
     given[0][1, 2, 5, 7] = float("nan")
     given[1][0, 3, 1, 0] = float("inf")
     before = given[5].clone()
-    query = rotary(*given, columns=columns, **weights)
+    query = run(*given, columns=columns, **weights)
     assert query.isnan().sum() == 128 and query[1, 2, 5].isnan().all()
     assert torch.equal(given[5][0, :, 2:], before[0, :, 2:]) and torch.equal(given[5][2], before[2])
     assert torch.equal(given[5][1, :, :5], before[1, :, :5]) and not given[5][0, 0].isnan().any()
@@ -75,9 +74,9 @@ def test_past_two_to_the_31_elements():
     q, k, v = (x.view(1, tokens, -1, 128) for x in whole.split([4096, 512, 512], dim=-1))
     cos, sin = torch.randn(2, 1, tokens, 128, device="cuda").bfloat16()
     keys, values = torch.empty(2, 1, 4, tokens, 128, dtype=torch.bfloat16, device="cuda")
-    query = rotary(q, k, v, cos, sin, keys, values)
+    query = run(q, k, v, cos, sin, keys, values)
     some = slice(tokens - 100, tokens)
     small = [x[:, some] for x in (q, k, v, cos, sin)]
     cache = [torch.empty_like(x[:, :, :100]) for x in (keys, values)]
-    assert torch.equal(query[:, some], op._launch(op.Operands(*small, *cache, None, None, None, 0.0)))
+    assert torch.equal(query[:, some], op._launch(op.RotaryOperands(*small, *cache, None, None, None, 0.0)))
     assert torch.equal(keys[:, :, some], cache[0]) and torch.equal(values[:, :, some], cache[1])

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from fp8moe.kernels.decoder_ops.router import (
+    ChosenExperts,
     Form,
-    Routing,
     by_kernel,
     logits_launcher,
-    route,
     route_launcher,
     router_logits,
     sorted_launcher,
@@ -23,7 +22,7 @@ from tests.backends import on_reference
 from tests.errors import error_in_its_dtype
 from tests.gpu.checks import captured, marked, same_bits
 from tests.kernels.test_router import test_sorted_with_the_choice  # noqa: F401
-from tests.router_cases import FORMS, SOFTMAX, arguments, exact_route
+from tests.router_cases import FORMS, SOFTMAX, arguments, exact_route, route
 
 pytestmark = pytest.mark.gpu
 
@@ -188,10 +187,10 @@ def test_nan_and_infinity_stay_in_their_tokens(experts, top_k, form, dtype):
     assert torch.equal(weights[0], clean[1][0])
 
 
-def assert_sorted(logits, top_k, form, out_dtype) -> Routing:
+def assert_sorted(logits, top_k, form, out_dtype) -> ChosenExperts:
     """The bits of the two kernels."""
     types = torch.int64, out_dtype, torch.int32, torch.int32
-    got = Routing(*write(sorted_launcher, logits, top_k, form, out_dtype, types))
+    got = ChosenExperts(*write(sorted_launcher, logits, top_k, form, out_dtype, types))
     index, weights = write_route(logits, top_k, form, out_dtype)
     assert same_bits(got, (index, weights, *sort_by_expert(index, logits.shape[1])))
     return got

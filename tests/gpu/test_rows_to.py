@@ -8,14 +8,15 @@ import itertools
 import pytest
 import torch
 
-from fp8moe.kernels.experts import experts_rows, sort_by_expert
+from fp8moe.kernels.experts import experts_of_rows, sort_by_expert
+from fp8moe.kernels.experts.operands import Shard
 from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.gemm.tiles import GroupedProblem, choose_grouped
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime.launch import num_sms
 from fp8moe.runtime.peer_table import SIGNALS_BYTES, Targets, meeting, no_meeting
-from tests.experts_cases import BIASED, VARIANTS, biases_of, weights_of
+from tests.experts_cases import BIASED, VARIANTS, layer_of
 from tests.gpu.checks import captured, same_bits, same_every_time
 from tests.gpu.test_combine import write_placed
 from tests.gpu.test_experts import make, route
@@ -50,11 +51,11 @@ def new_buffers(peers, assignments, hidden, dtype, to_all):
 
 
 def send(layer, x, index, buffers, to_all, words=None, **options):
-    share = {"first_expert": START, "num_experts": EXPERTS, "row_dtype": buffers[0].dtype}
-    share |= {"biases": biases_of(layer, START, END), "first_row": 0, "num_rows": index.numel()} | options
+    window = {"num_rows": index.numel()} | options
+    shard = Shard(START, EXPERTS, row_dtype=buffers[0].dtype, **window)
     addresses = (*(buffer.data_ptr() for buffer in buffers), *(words or no_meeting(len(buffers))))
     targets = Targets(len(buffers), len(buffers[0]), to_all, addresses)
-    send_rows(targets, x, index, *weights_of(layer, START, END), activation=layer.activation, **share)
+    send_rows(targets, x, index, layer_of(layer, START, END), shard)
 
 
 def write(layer, x, index, buffers, to_all, first_row=0, num_rows=None):
@@ -63,9 +64,8 @@ def write(layer, x, index, buffers, to_all, first_row=0, num_rows=None):
     window = {"first_expert": START, "first_row": first_row, "num_rows": num_rows}
     groups, rows = sort_by_expert(index, END - START, **window)
     a = permute_quantize(x, rows, num_rows) if isinstance(x, torch.Tensor) else permute_fp8(x, rows, num_rows)
-    form = {"activation": layer.activation, "row_dtype": buffers[0].dtype, "whole": (index.numel(), EXPERTS)}
-    form["biases"] = biases_of(layer, START, END)
-    results = experts_rows(a, groups, *weights_of(layer, START, END), **form)
+    form = {"row_dtype": buffers[0].dtype, "whole": (index.numel(), EXPERTS)}
+    results = experts_of_rows(a, groups, layer_of(layer, START, END), **form)
     rows = rows.flatten().long()
     for peer, buffer in enumerate(buffers):
         own = rows if to_all else rows[peer * len(buffer) :][: len(buffer)]
@@ -182,13 +182,12 @@ def test_rows_of_all_ranks_are_added_up_to_the_layer(tokens, variant):
     for to_all in (False, True):
         buffers = new_buffers(peers, index.numel(), 1040, torch.bfloat16, to_all)
         for rank, start in enumerate(range(0, EXPERTS, EXPERTS // peers)):
-            own = weights_of(layer, start, start + EXPERTS // peers)
+            own = layer_of(layer, start, start + EXPERTS // peers)
             addresses = (*(buffer.data_ptr() for buffer in buffers), *no_meeting(peers))
-            share = {"first_expert": start, "num_experts": EXPERTS, "row_dtype": torch.bfloat16}
-            share |= {"activation": layer.activation, "first_row": 0, "num_rows": index.numel()}
+            shard = Shard(start, EXPERTS, num_rows=index.numel(), row_dtype=torch.bfloat16)
             # As they come to other ranks, and as they are.
             tokens_there = quantize_1x128(x) if rank % 2 else x
-            send_rows(Targets(peers, len(buffers[0]), to_all, addresses), tokens_there, index, *own, **share)
+            send_rows(Targets(peers, len(buffers[0]), to_all, addresses), tokens_there, index, own, shard)
         parts = (
             [(index, weights)] * peers if to_all else list(zip(index.chunk(peers), weights.chunk(peers), strict=True))
         )

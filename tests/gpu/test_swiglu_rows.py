@@ -38,8 +38,8 @@ def run(gate_up, grad, row_weights, groups, activation, values=True):
         beside.append(marked_values(rows, width))
     h, d_gate_up, again = (value for value, _ in beside)
     forward, backward = ((h,), (d_gate_up, again)) if values else ((), ())
-    swiglu.launch(swiglu.Operands(gate_up, groups, activation), results[0], *forward)
-    operands = swiglu.BackwardOperands(gate_up, grad, row_weights, groups, activation)
+    swiglu.launch(swiglu.SwigluOperands(gate_up, groups, activation), results[0], *forward)
+    operands = swiglu.SwigluBackwardOperands(gate_up, grad, row_weights, groups, activation)
     dots = swiglu.launch_backward(operands, results[1], *backward)
     return results, (h, d_gate_up, again), dots, memory + beside
 
@@ -48,8 +48,8 @@ def both_ways(gate_up, grad, row_weights, groups, activation):
     rows, size = grad.shape
     forward, _ = marked_results(rows, size, len(groups) - 1)
     backward, _ = marked_results(rows, 2 * size, len(groups) - 1)
-    swiglu.launch(swiglu.Operands(gate_up, groups, activation), forward)
-    operands = swiglu.BackwardOperands(gate_up, grad, row_weights, groups, activation)
+    swiglu.launch(swiglu.SwigluOperands(gate_up, groups, activation), forward)
+    operands = swiglu.SwigluBackwardOperands(gate_up, grad, row_weights, groups, activation)
     dots = swiglu.launch_backward(operands, backward)
     return forward, backward, dots
 

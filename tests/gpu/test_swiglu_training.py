@@ -31,9 +31,9 @@ def run(gate_up, grad, row_weights, groups, activation) -> tuple[list, list, tor
     """Results and the memory they are in, of the forward and of the backward, and the dots."""
     rows, size = grad.shape
     forward, forward_memory = marked_results(rows, size, len(groups) - 1)
-    swiglu.launch(swiglu.Operands(gate_up, groups, activation), forward)
+    swiglu.launch(swiglu.SwigluOperands(gate_up, groups, activation), forward)
     backward, backward_memory = marked_results(rows, 2 * size, len(groups) - 1)
-    operands = swiglu.BackwardOperands(gate_up, grad, row_weights, groups, activation)
+    operands = swiglu.SwigluBackwardOperands(gate_up, grad, row_weights, groups, activation)
     dots = swiglu.launch_backward(operands, backward)
     return [forward, backward], [forward_memory, backward_memory], dots
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.operands import rounded_error
 from fp8moe.kernels.gemm import launch
 from fp8moe.kernels.gemm.epilogue import AddLowRank, PlainStore
-from fp8moe.kernels.gemm.launch import Operands, multiply_with
+from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
 from fp8moe.kernels.gemm.sm90 import TileConfig, with_stages
 from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
@@ -49,7 +49,7 @@ def poisoned(m, n, dtype):
 def grouped(tile, a, b, groups, dtype=torch.bfloat16, low_rank=None, **options):
     out = poisoned(len(a.data), b.data.shape[1], dtype)
     config = with_stages(replace(tile, groups=len(b.data)), a.data.shape[1])
-    operands, epilogue, more = Operands(*a, *b, groups=groups), PlainStore(dtype), ()
+    operands, epilogue, more = GemmOperands(*a, *b, groups=groups), PlainStore(dtype), ()
     if low_rank:
         ranks, factors = low_rank
         epilogue, more = AddLowRank(dtype, rank=ranks.shape[1]), (ranks.data_ptr(), factors.data_ptr())
@@ -127,7 +127,7 @@ def test_sizes_that_change_between_replays_of_a_graph():
     config = with_stages(replace(WIDE["staged"], groups=9), k)
 
     def run():
-        multiply_with(config, Operands(*a, *b, groups=groups), out, Grouping())
+        multiply_with(config, GemmOperands(*a, *b, groups=groups), out, Grouping())
 
     graph, _ = captured(run)
     for sizes in cases:
@@ -144,6 +144,6 @@ def test_one_matrix(m, n, k, tile):
     a, b = gemm_cases.operands(m, n, k, spread=4, device=DEVICE)
     outs = [poisoned(m, n, torch.bfloat16) for _ in range(2)]
     for config, out in zip((WIDE[tile], PLAIN), outs, strict=True):
-        multiply_with(with_stages(config, k), Operands(*a, *b), out)
+        multiply_with(with_stages(config, k), GemmOperands(*a, *b), out)
     assert same_bits(*outs)
     assert rounded_error(outs[0], exact(a, b)) <= TOLERANCE

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from fp8moe.integrations import deep_gemm
+import deep_gemm
 from fp8moe.kernels.gemm.api import gemm
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128

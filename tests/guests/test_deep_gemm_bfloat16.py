@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8moe.integrations import deep_gemm
+import deep_gemm
 from fp8moe.runtime import config
 from fp8moe.runtime.fixed_rows import ROWS
 from tests.errors import relative_error

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from fp8moe.integrations import deep_gemm
+import deep_gemm
 from fp8moe.kernels.gemm.api import grouped_gemm
 from fp8moe.kernels.gemm.layouts import grouped_gemm_k_by_sizes, join_spec, ranges_spec
 from fp8moe.kernels.gemm.reference import group_ranges

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from fp8moe.integrations import deep_gemm
+import deep_gemm
 from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from tests.errors import relative_error

@@ -1,34 +1,18 @@
-"""The module deep_gemm: in one process by install(), and by the distribution."""
+"""The distribution of the module deep_gemm, and its name of 0.2 inside fp8moe."""
 
 import importlib
-import logging
 import subprocess
 import sys
 import textwrap
-import types
 from pathlib import Path
 
 import pytest
 
-from fp8moe.integrations import deep_gemm
+import deep_gemm
 
 ROOT = Path(__file__).parents[2]
 DISTRIBUTION = ROOT / "integrations/deep_gemm"
-
-
-def modules_named(name):
-    return {key: module for key, module in sys.modules.items() if key == name or key.startswith(f"{name}.")}
-
-
-@pytest.fixture(autouse=True)
-def not_installed():
-    before = modules_named("deep_gemm")
-    for name in before:
-        del sys.modules[name]
-    yield
-    for name in modules_named("deep_gemm"):
-        del sys.modules[name]
-    sys.modules.update(before)
+OLD = "fp8moe.integrations.deep_gemm"
 
 
 def python(script, *path):
@@ -39,55 +23,52 @@ def python(script, *path):
     return done.stdout.strip()
 
 
-def real_one(directory):
-    """A deep_gemm that is not ours."""
-    (directory / "deep_gemm").mkdir()
-    (directory / "deep_gemm/__init__.py").write_text("name = 'real'\n")
+@pytest.mark.parametrize("part", ["", ".utils", ".testing"])
+def test_the_name_inside_fp8moe_warns_and_hands_on(part):
+    old, new = importlib.import_module(f"{OLD}{part}"), importlib.import_module(f"deep_gemm{part}")
+    for name in getattr(new, "__all__", ["calc_diff"]):
+        with pytest.warns(DeprecationWarning, match=f"{OLD}{part} is deep_gemm{part} now"):
+            assert getattr(old, name) is getattr(new, name)
+    with pytest.raises(ImportError, match="none_such"):
+        exec(f"from {OLD}{part} import none_such")
 
 
-def test_install(caplog):
-    with caplog.at_level(logging.INFO, "fp8moe"):
-        deep_gemm.install()
-        deep_gemm.install()
-    (record,) = caplog.records
-    assert deep_gemm.__version__ in record.getMessage() and "fp8moe" in record.getMessage()
-    assert importlib.import_module("deep_gemm") is deep_gemm
-    for name in ("utils", "utils.layout", "utils.math", "testing"):
-        module = importlib.import_module(f"deep_gemm.{name}")
-        assert module is importlib.import_module(f"fp8moe.integrations.deep_gemm.{name}")
-    from deep_gemm.testing import bench_kineto
-    from deep_gemm.utils.layout import get_mn_major_tma_aligned_tensor
-
-    assert bench_kineto is deep_gemm.bench_kineto
-    assert get_mn_major_tma_aligned_tensor is deep_gemm.get_mn_major_tma_aligned_tensor
-
-
-def test_an_imported_deep_gemm_is_not_hidden_unasked():
-    sys.modules["deep_gemm"] = real = types.ModuleType("deep_gemm")
-    sys.modules["deep_gemm.jit"] = types.ModuleType("deep_gemm.jit")
-    with pytest.raises(RuntimeError, match="deep_gemm: .* is there already"):
-        deep_gemm.install()
-    assert sys.modules["deep_gemm"] is real
-    deep_gemm.install(replace=True)
-    assert importlib.import_module("deep_gemm") is deep_gemm
-    assert "deep_gemm.jit" not in sys.modules  # not a mixture of both
-
-
-def test_an_installed_deep_gemm_is_not_hidden_unasked(tmp_path):
-    real_one(tmp_path)
+def test_programs_of_0_2_that_install_it():
     script = """
-        from fp8moe.integrations import deep_gemm
-        print("deep_gemm" in sys.modules, "transformers" in sys.modules)
-        try:
-            deep_gemm.install()
-        except RuntimeError as error:
-            print(error)
-        import deep_gemm as imported
-        print(imported.name)
+        from fp8moe.integrations import deep_gemm as ours
+        print({"deep_gemm", "transformers"} & set(sys.modules))  # what is imported imports nothing
+        ours.install(replace=True)
+        import deep_gemm.utils.layout
+        print(deep_gemm.fp8_gemm_nt is ours.fp8_gemm_nt and deep_gemm.utils is ours.utils)
     """
-    imported, refusal, name = python(script, tmp_path).splitlines()
-    assert imported == "False False"  # what is imported installs nothing
-    assert "deep_gemm/__init__.py is there already" in refusal and name == "real"
+    assert python(script, DISTRIBUTION).splitlines() == ["set()", "True"]
+
+
+REFUSED = f"""
+    try:
+        from {OLD} import fp8_gemm_nt
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_what_to_install_is_said():
+    message = python(REFUSED)
+    assert message.startswith(f"{OLD} is deep_gemm now, which `pip install ./integrations/deep_gemm` in a clone")
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("def fp8_gemm_nt(): ...", "deep_gemm/__init__.py'> is not fp8moe's"),
+        ("assert 0, 'no CUDA_HOME'", "no CUDA_HOME"),
+    ],
+)
+def test_another_deep_gemm_is_not_handed_on(tmp_path, source, what):
+    (tmp_path / "deep_gemm").mkdir()
+    (tmp_path / "deep_gemm/__init__.py").write_text(f"{source}\n")
+    message = python(REFUSED, tmp_path)
+    assert what in message and "`pip install ./integrations/deep_gemm` in a clone of fp8moe" in message
 
 
 def test_the_version_says_what_it_is():
@@ -115,20 +96,11 @@ def site(tmp_path_factory):
 
 def test_distribution(site):
     script = """
-        import importlib.metadata, importlib.util, logging
+        import importlib.metadata, logging
         logging.basicConfig(level=logging.INFO)
-        assert importlib.util.find_spec("deep_gemm").origin.startswith(sys.path[0])
         import deep_gemm.utils.layout
         from deep_gemm import fp8_gemm_nt
-        import deep_gemm, fp8moe.integrations.deep_gemm as ours
-        assert deep_gemm is ours and deep_gemm.utils.layout is ours.utils.layout and fp8_gemm_nt is ours.fp8_gemm_nt
-        assert importlib.util.find_spec("deep_gemm") is not None
-        ours.install()
+        assert deep_gemm.__file__.startswith(sys.path[0]) and fp8_gemm_nt is deep_gemm.fp8_gemm_nt
         print(deep_gemm.__version__, importlib.metadata.version("deep_gemm"))
     """
     assert python(script, site) == f"{deep_gemm.__version__} 2.5.0+fp8moe"
-
-
-def test_install_beside_the_distribution(site):
-    script = "import fp8moe.integrations.deep_gemm as ours; ours.install(); import deep_gemm; print(deep_gemm is ours)"
-    assert python(script, site) == "True"

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 
 RECORD = """
-import json
+import json, sys
 import torch
 from fp8moe import gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked, mqa_logits, paged_mqa_logits
-from fp8moe.integrations import deep_gemm
 from fp8moe.kernels.gemm import checks
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.record import Recorder
 from tools.digest import NUM_SMS
 from tools.variants import Untouched
+sys.path.insert(0, "integrations/deep_gemm")
+import deep_gemm
 
 make, recorder = Untouched(), Recorder(NUM_SMS)
 zeros = lambda *shape, dtype=torch.bfloat16: make.zeros(*shape, dtype=dtype)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+import deep_gemm
 from fp8moe.hf.experts import experts_forward
-from fp8moe.integrations import deep_gemm
 from fp8moe.kernels.gemm import gemm
 from fp8moe.kernels.linear.forward import apply as linear
 from fp8moe.quant.quantize import quantize_1x128

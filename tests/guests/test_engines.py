@@ -1,16 +1,40 @@
 """integrations/ for engines, as far as nothing of an engine is needed: entry points, commands, what was recorded."""
 
+import ast
 import json
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from tools import sglang_hooks, vllm_serving
+from tools import environments, sglang_hooks, vllm_serving
 
 ROOT = Path(__file__).parents[2]
+
+
+def names_of_fp8moe(tree):
+    """Qualified names that a module takes from fp8moe, by an import or as an attribute of it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("fp8moe."))
+        elif isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "fp8moe":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fp8moe":
+            yield f"fp8moe.{node.attr}"
+
+
+def test_engines_take_public_names_alone():
+    """Those in the __all__ of a folder of fp8moe; deep_gemm alone, which is no engine, imports its modules."""
+    found = {}
+    for path in (ROOT / "integrations").glob("*/fp8moe_*/*.py"):
+        found.setdefault(path.parent.name, set()).update(names_of_fp8moe(ast.parse(path.read_text())))
+    assert len(found) >= 3 and all(found.values())
+    for names in found.values():
+        for folder, _, name in (name.rpartition(".") for name in names):
+            assert name in getattr(import_module(folder), "__all__", ()), f"{folder}.{name} is not public"
 
 
 @pytest.mark.parametrize(("engine", "group"), [("vllm", "vllm.general_plugins"), ("sglang", "sglang.srt.plugins")])
@@ -51,4 +75,4 @@ def test_what_sglang_was_tried_with():
 )
 def test_the_readmes_have_the_commands_that_ran(tool, engine, last):
     install = ["pip", "install", ".", f"./integrations/{engine}"]
-    assert vllm_serving.commands_of(tool.README) == (install, last)
+    assert environments.commands_of(tool.README) == (install, last)

@@ -421,7 +421,7 @@ def test_other_checkpoints_are_refused(checkpoint, change, why):
 
 def test_all_kernels_are_compiled_before_the_first_request(checkpoint, monkeypatch, log):
     warmed = []
-    monkeypatch.setattr("fp8moe_vllm.config.current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr("fp8moe_vllm.layers.current_platform", SimpleNamespace(is_cuda=lambda: True))
     monkeypatch.setattr(fp8moe, "warm", lambda shapes, counts: warmed.append((set(shapes), set(counts))))
     linears = [linear(checkpoint) for _ in range(3)]
     layers = [experts_layer(checkpoint, loaded=False) for _ in range(2)]

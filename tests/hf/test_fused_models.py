@@ -70,6 +70,14 @@ def distance(got, expected):
     return (got - expected).norm() / expected.norm()
 
 
+def fuse(model):
+    """Optimize the model, whose logits stay."""
+    before = logits(model)
+    changed = optimize(model)
+    assert distance(logits(model), before) <= 1e-5
+    return changed
+
+
 def in_fp8(name=NAME, dtype=torch.bfloat16, **options):
     """A tiny model with FP8 experts and linears."""
     tiny = MODELS[name]
@@ -141,9 +149,8 @@ def test_caches_that_add_their_layers_later():
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"])
 def test_fp8_models(name):
     model = in_fp8(name, torch.float32)
-    before, state = logits(model), {name: value.clone() for name, value in model.state_dict().items()}
-    optimize(model)
-    assert distance(logits(model), before) <= 1e-5
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    fuse(model)
     for key, value in model.state_dict().items():
         assert torch.equal(value.view(torch.uint8), state[key].view(torch.uint8)), key
 
@@ -152,8 +159,7 @@ def test_experts_of_transformers_take_the_residual_and_the_order():
     register()
     model = MODELS[NAME].build(experts_implementation="fp8moe")
     before = logits(model)
-    optimize(model)
-    assert distance(logits(model), before) <= 1e-5
+    fuse(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     assert distance(logits(model), before) <= 1e-5
@@ -198,23 +204,26 @@ def test_projections_that_read_the_same_input_are_one():
 
 def test_biases_move_together_too():
     model = in_fp8("Qwen2MoeForCausalLM", torch.float32, **WIDE)
-    before = logits(model)
-    optimize(model)
+    fuse(model)
     attention = model.model.layers[0].self_attn
     parts = [linears.weights(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
     assert linears.joined(parts).bias.shape == (512,)
-    assert distance(logits(model), before) <= 1e-5
 
 
-def test_joined_wants_whole_blocks_and_like_neighbours():
-    def weights(n, k=128, bias=False):
-        return FP8Linear(k, n, bias=bias)
-
-    one, other = weights(64), weights(128)
-    assert not linears.pack([one, other]) and linears.pack([one, other], blocks=False)
-    assert not linears.pack([weights(128), weights(128, k=256)])
-    assert not linears.pack([weights(128), weights(128, bias=True)])
-    assert not linears.pack([weights(128), nn.Linear(128, 128)])
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize(
+    ("one", "other", "packs"),
+    [
+        (FP8Linear(128, 64, bias=False), FP8Linear(128, 128, bias=False), False),  # no whole blocks, which blocks want
+        (FP8Linear(128, 128, bias=False), FP8Linear(256, 128, bias=False), None),
+        (FP8Linear(128, 128, bias=False), FP8Linear(128, 128), None),
+        (FP8Linear(128, 128, bias=False), nn.Linear(128, 128), None),
+    ],
+)
+def test_linears_that_cannot_be_one_stay_where_they_are(one, other, packs, blocks):
+    places = one.weight.data_ptr(), other.weight.data_ptr()
+    assert linears.pack([one, other], blocks=blocks) == (packs is False and not blocks)
+    assert (places == (one.weight.data_ptr(), other.weight.data_ptr())) == (packs is None or blocks)
 
 
 def test_what_saves_a_model_sees_the_same_tensors(tmp_path):
@@ -295,10 +304,8 @@ def test_adapters_run():
     peft = pytest.importorskip("peft")
     model = MODELS[NAME].build()
     optimize(model)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    expected = peft.get_peft_model(
-        MODELS[NAME].build(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    )
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted, expected = (peft.get_peft_model(which, config) for which in (model, MODELS[NAME].build()))
     expected.load_state_dict(adapted.state_dict())
     assert distance(logits(adapted.eval()), logits(expected.eval())) <= 1e-5
 
@@ -312,10 +319,8 @@ def test_a_forward_of_other_code_is_not_known():
             return super().forward(hidden_states, **arguments) * 2
 
     model.model.layers[0].__class__ = Other
-    before = logits(model)
     assert not is_decoder_layer(model.model.layers[0]) and is_decoder_layer(model.model.layers[1])
-    optimize(model)
-    assert distance(logits(model), before) <= 1e-5
+    fuse(model)
 
 
 KNOWN_IN_EARLIER_VERSIONS = {
@@ -359,12 +364,6 @@ def test_a_decoder_says_that_it_cannot_fuse(monkeypatch):
     with pytest.warns(UserWarning, match="^GraphDecoder: Qwen3MoeForCausalLM runs unfused: .*out of registers$"):
         made = decoder.GraphDecoder(MODELS[NAME].build(), max_length=16)
     assert made.fused == ()
-
-
-def test_linears_that_cannot_be_one_stay_where_they_are():
-    one, other = FP8Linear(128, 128, bias=False), FP8Linear(128, 128)
-    places = one.weight.data_ptr(), other.weight.data_ptr()
-    assert not linears.pack([one, other]) and places == (one.weight.data_ptr(), other.weight.data_ptr())
 
 
 def test_a_model_is_fused_once():

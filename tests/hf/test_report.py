@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fp8moe import GroupedExperts, replace_linears
-from fp8moe.hf import load_model, register, report
+from fp8moe.hf import load_model, report
 from fp8moe.weights import quantize_checkpoint
 from tests.transformers_models import modules_named
 
@@ -125,13 +125,6 @@ def test_no_warning_where_experts_run_or_nothing_was_asked_for(implementation):
         MODELS["MixtralForCausalLM"].build(experts_implementation=implementation)
         MODELS["Llama4ForCausalLM"].build(experts_implementation="eager")
     assert not messages(caught)
-
-
-def test_register_again_wraps_nothing_twice():
-    before = transformers.PreTrainedModel.post_init, transformers.PreTrainedModel.set_experts_implementation
-    register()
-    after = transformers.PreTrainedModel.post_init, transformers.PreTrainedModel.set_experts_implementation
-    assert before == after
 
 
 # The report.

@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8moe import replace_linears
 from fp8moe.decode import GraphDecoder
-from fp8moe.hf import experts, linears, load_model, register
+from fp8moe.hf import experts, linears, load_model
 from fp8moe.kernels.linear.forward import apply as linear
 from fp8moe.layers import master
 from fp8moe.layers.experts import GroupedExperts
@@ -72,22 +72,6 @@ def with_grouped_experts(model, linears=False):
 def checkpoints(request, tmp_path_factory):
     """(name, bf16 checkpoint, FP8 checkpoint)"""
     return request.param, *write_checkpoints(make_model(request.param), tmp_path_factory.mktemp(request.param))
-
-
-# Registration.
-
-
-def test_register_again_changes_nothing():
-    before = (
-        finegrained_fp8.fp8_linear,
-        dict(moe.ALL_EXPERTS_FUNCTIONS),
-        dict(finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS),
-    )
-    register()
-    after = finegrained_fp8.fp8_linear, dict(moe.ALL_EXPERTS_FUNCTIONS), dict(finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS)
-    assert before == after
-    assert "fp8moe" in before[1] and "fp8moe" in before[2]
-    assert not hasattr(finegrained_fp8.fp8_linear.__wrapped__, "__wrapped__")
 
 
 # Experts in bfloat16.
@@ -252,31 +236,8 @@ def fp8_experts(block_size=(128, 128), activation_scheme="dynamic", intermediate
     return module.requires_grad_(False)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"block_size": None}, "FP8Experts cannot run .*one scale per tensor; expected blocks of 128x128"),
-        ({"block_size": (64, 64)}, r"FP8Experts cannot run .*expected weight blocks of 128x128, got \(64, 64\)"),
-        ({"activation_scheme": "static"}, "FP8Experts cannot run .*dynamic activation scales, got 'static'"),
-        ({"intermediate_size": 192}, r"FP8Experts cannot run .*expected scales of shape \(4, 4, 1\).*got \(4, 3, 1\)"),
-    ],
-)
-def test_fp8_experts_of_other_formats(options, message):
-    with pytest.raises(ValueError, match=message):
-        forward(fp8_experts(**options))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fp8_experts_that_were_cast_are_refused(dtype):
-    """The scales are still there, but no longer those of the weights."""
-    with pytest.raises(
-        TypeError, match=r"FP8Experts cannot run .*gate_up_proj: expected float8_e4m3fn beside its scales"
-    ):
-        forward(fp8_experts().to(dtype))
-
-
-def test_experts_with_a_gate_of_their_own():
-    module = copy.deepcopy(modules_named(make_model("mixtral"), "experts")[0])
+def experts_with_a_gate_of_their_own():
+    module = modules_named(make_model("mixtral"), "experts")[0]
 
     class TanhExperts(type(module)):
         def _apply_gate(self, gate_up):
@@ -284,8 +245,28 @@ def test_experts_with_a_gate_of_their_own():
             return gate.tanh() * up
 
     module.__class__ = TanhExperts
-    with pytest.raises(ValueError, match="TanhExperts cannot run .*its activation is none of those"):
-        forward(module)
+    return module
+
+
+CAST = "FP8Experts cannot run .*gate_up_proj: expected float8_e4m3fn beside its scales"  # of the weights before
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: fp8_experts(None), ValueError, "FP8Experts .*one scale per tensor; expected blocks of 128x128"),
+        (lambda: fp8_experts((64, 64)), ValueError, r"FP8Experts .*expected weight blocks of 128x128, got \(64, 64\)"),
+        (lambda: fp8_experts(activation_scheme="static"), ValueError, "FP8Experts .*dynamic activation .* 'static'"),
+        (lambda: fp8_experts(intermediate_size=192), ValueError, r"expected scales of shape \(4, 4, 1\).*\(4, 3, 1\)"),
+        (lambda: fp8_experts().to(torch.bfloat16), TypeError, CAST),
+        (lambda: fp8_experts().to(torch.float32), TypeError, CAST),
+        (experts_with_a_gate_of_their_own, ValueError, "TanhExperts .*its activation is none of those"),
+    ],
+)
+def test_experts_that_are_refused(make, error, message):
+    with pytest.raises(error, match=message) as raised:
+        forward(make())
+    assert "cannot run with experts_implementation='fp8moe'" in str(raised.value)
 
 
 # transformers' FP8 models.

@@ -8,7 +8,7 @@ from torch import nn
 
 from fp8moe import FP8Tensor, GroupedExperts
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import experts_rows
+from fp8moe.kernels.experts import experts_of_rows
 from fp8moe.kernels.experts.operands import Biases
 from fp8moe.kernels.gemm import launch
 from fp8moe.kernels.gemm.epilogue import Columns, PeerStore, PlainStore, SwigluQuantize
@@ -103,17 +103,25 @@ def test_what_is_refused():
         layer(x, index, routing).backward(grad)
     with pytest.raises(ValueError, match="^biases: expected None for gradients"):
         layer.forward_rows(x, torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32))
-    up, down = experts_cases.weights_of(layer)
-    call = dict(activation=layer.activation, biases=Biases(layer.gate_up_proj_bias[:, 1:], None))
-    with pytest.raises(ValueError, match=r"gate_up_proj_bias: expected shape \(4, 192\), got \(4, 191\)"):
-        experts_rows(x.detach(), torch.zeros(5, dtype=torch.int32), up, down, **call)
-    call["biases"] = Biases(None, layer.down_proj_bias.double())
-    with pytest.raises(TypeError, match="down_proj_bias: expected bfloat16, float16 or float32"):
-        experts_rows(x.detach(), torch.zeros(5, dtype=torch.int32), up, down, **call)
-    call["biases"] = Biases(None, layer.down_proj_bias)
-    nothing = FP8Tensor(up.data[:, :0], up.scale[:, :0]), FP8Tensor(down.data[..., :0], down.scale[..., :0])
-    with pytest.raises(ValueError, match="down_proj_bias: expected None for experts with I = 0"):
-        experts_rows(x.detach(), torch.zeros(5, dtype=torch.int32), *nothing, **call)
+    given, down_bias = experts_cases.layer_of(layer), layer.down_proj_bias
+    (up, up_scale), (down, down_scale), *_ = given
+    nothing = {"up": FP8Tensor(up[:, :0], up_scale[:, :0]), "down": FP8Tensor(down[..., :0], down_scale[..., :0])}
+    for error, message, changes in (
+        (
+            *(ValueError, r"gate_up_proj_bias: expected shape \(4, 192\), got \(4, 191\)"),
+            {"biases": Biases(layer.gate_up_proj_bias[:, 1:])},
+        ),
+        (
+            *(TypeError, "down_proj_bias: expected bfloat16, float16 or float32"),
+            {"biases": Biases(None, down_bias.double())},
+        ),
+        (
+            *(ValueError, "down_proj_bias: expected None for experts with I = 0"),
+            {"biases": Biases(None, down_bias), **nothing},
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            experts_of_rows(x.detach(), torch.zeros(5, dtype=torch.int32), given._replace(**changes))
 
 
 @pytest.mark.parametrize(
@@ -141,5 +149,5 @@ def test_kernels_are_noted_with_what_their_columns_get(monkeypatch):
     for columns in (Columns(), Columns(False, torch.bfloat16), Columns(True, torch.float32)):
         b_scale = torch.empty(4, 256 if columns.channel_scales else 2, 1)
         bias = None if columns.bias_dtype is None else torch.empty(4, 256, dtype=columns.bias_dtype)
-        launch.build(launch.Operands(a, scale, b, b_scale, bias), epilogue, Grouping(whole=(40, 4)))
+        launch.build(launch.GemmOperands(a, scale, b, b_scale, bias), epilogue, Grouping(whole=(40, 4)))
         assert noted.pop() == Family(256, 128, 4, epilogue, columns)

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from fp8moe.decode import attention
-from fp8moe.decode.attention import AttentionMetadataBuilder, take_offsets_of_rows
+from fp8moe.decode.attention import AttentionMetadataBuilder
 from fp8moe.decode.step import Capabilities, Step
 from fp8moe.hf.fused import find_fused
+from fp8moe.hf.patches import take_offsets_of_rows
 from fp8moe.kernels.decoder_ops import decode_attention as one_token
-from fp8moe.kernels.decoder_ops.decode_attention import Heads, decode_attention, kernel_spec
+from fp8moe.kernels.decoder_ops.decode_attention import AttentionHeads, decode_attention, kernel_spec
 from tests import decode_attention_cases
 from tests.ptxas import without_spills
 from tests.tiny_moe_models import MODELS
@@ -267,11 +268,11 @@ def test_one_token_against_float64(batch, heads, length, window, appends):
         _, *cache = decode_attention_cases.expected(*operands, new)
         operands, new = (operands[0], *cache, *operands[3:]), None
     expected, keys, values = decode_attention_cases.expected(*operands, new, window)
-    out = decode_attention(*operands, new=new, window=window)
+    out = decode_attention_cases.attend(*operands, new=new, window=window)
     assert (out.double() - expected).norm() <= 4e-3 * expected.norm()
     for cache, filled in zip(operands[1:3], (keys, values), strict=True):
         assert torch.equal(cache.nan_to_num(7), filled.nan_to_num(7))
-    quantized = decode_attention(*operands, new=new, window=window, quantized=True)
+    quantized = decode_attention_cases.attend(*operands, new=new, window=window, quantized=True)
     codes = one_token.quantize_1x128(out)
     assert torch.equal(quantized.data.view(torch.uint8), codes.data.view(torch.uint8))
     assert torch.equal(quantized.scale, codes.scale)
@@ -282,7 +283,7 @@ def test_no_keys_give_zero_and_places_outside_are_not_written():
     q, keys, values, begin, columns = operands
     columns[:], begin[:] = torch.tensor([3, 8, -1]), torch.tensor([4, 8, 0])
     before = keys.clone(), values.clone()
-    out = decode_attention(*operands, new=new)
+    out = decode_attention_cases.attend(*operands, new=new)
     assert (out == 0).all()
     for cache, old in zip((keys, values), before, strict=True):
         cache[0, :, 3] = old[0, :, 3]
@@ -298,7 +299,7 @@ def test_errors_of_one_token():
         fields = {name: changes.pop(name) for name in list(changes) if name in new._fields}
         given |= {"new": new._replace(**fields)} | changes
         with pytest.raises(error, match=pattern):
-            decode_attention(**given)
+            decode_attention_cases.attend(**given)
 
     q, keys, *_ = operands
     for name in names:
@@ -323,7 +324,7 @@ def test_errors_of_one_token():
 
 def test_one_token_has_no_backward():
     operands, new = decode_attention_cases.make(2, (2, 2, 16, 16, True), 8)
-    out = decode_attention(operands[0].requires_grad_(), *operands[1:], new=new)
+    out = decode_attention_cases.attend(operands[0].requires_grad_(), *operands[1:], new=new)
     with pytest.raises(RuntimeError, match="decode_attention has no backward"):
         out.sum().backward()
 
@@ -334,12 +335,12 @@ def test_variants_compile_without_spills():
     variants = [(torch.bfloat16, heads, new, cluster) for heads in shapes for new, cluster in ((1, 1), (1, 8), (0, 1))]
     for dtype, heads, new, cluster in [*variants, *((torch.float16, heads, 1, 8) for heads in sorted(shapes)[:3])]:
         group, key_heads, size, rotated, norm = heads
-        kernel = Heads(group, key_heads, size, rotated if new else None, bool(norm and new))
+        kernel = AttentionHeads(group, key_heads, size, rotated if new else None, bool(norm and new))
         without_spills(kernel_spec(dtype, kernel, cluster))
 
 
 def test_clusters_fill_the_gpu_and_do_not_depend_on_the_batch_where_results_may_not(monkeypatch):
-    heads = Heads(8, 4, 128, 128, True)
+    heads = AttentionHeads(8, 4, 128, 128, True)
     assert [heads.cluster(batch, 132) for batch in (1, 4, 8, 16, 32, 64)] == [8, 8, 4, 2, 1, 1]
     monkeypatch.setattr(one_token.config, "settings", replace(one_token.config.settings, batch_invariant=True))
     assert len({heads.cluster(batch, 132) for batch in (1, 4, 8, 16, 32, 64)}) == 1

@@ -12,15 +12,16 @@ from torch import nn
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
-from fp8moe.kernels.experts.operands import Norm
-from fp8moe.kernels.experts.operator import experts
+from fp8moe.kernels.experts.operands import Layer, Norm, TokenOperands
+from fp8moe.kernels.experts.operator import experts_of_tokens
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
 from tests import experts_cases
 from tests.errors import relative_error
-from tests.experts_cases import MLP, make, route
+from tests.experts_cases import MLP, layer_of, make, route
 from tests.experts_training_reference import Block
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -207,7 +208,10 @@ def test_norm_where_no_kernel_gives_it_besides():
 @pytest.mark.parametrize("tokens", [4, 5])
 def test_decode_capacity_is_for_few_tokens(tokens, monkeypatch):
     given = []
-    monkeypatch.setattr("fp8moe.layers.experts.experts", lambda x, *_, capacity, **__: given.append(capacity) or x)
+    monkeypatch.setattr(
+        "fp8moe.layers.experts.experts_of_tokens",
+        lambda call: given.append(call.capacity) or (call.hidden_states, None),
+    )
     make(decode_capacity=4)(torch.randn(tokens, 144), *route(tokens, 4, 2))
     assert given == [4 if tokens == 4 else None]
 
@@ -695,19 +699,20 @@ def zeros(*shape):
 )
 def test_bad_parameters(changes, exception, message):
     parameters = dict(LAYER.named_parameters()) | changes
+    up, up_scale, down, down_scale = (parameters[name] for name in LAYER.weight_names)
+    layer = Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), Activation())
     with pytest.raises(exception, match=message):
-        experts(X, INDEX, WEIGHTS, *(parameters[name] for name in LAYER.weight_names), activation=Activation())
+        experts_of_tokens(TokenOperands(X, INDEX, WEIGHTS, layer))
 
 
 @pytest.mark.parametrize("wrong", ["groups", "rows"])
 def test_bad_order(wrong):
-    parameters = [getattr(LAYER, name) for name in LAYER.weight_names]
     order = sort_by_expert(INDEX, 4)._asdict()
     other = {"groups": "rows", "rows": "groups"}[wrong]
 
     def fails(error, message, **changes):
         with pytest.raises(error, match=message):
-            experts(X, INDEX, WEIGHTS, *parameters, activation=Activation(), **order | changes)
+            experts_of_tokens(TokenOperands(X, INDEX, WEIGHTS, layer_of(LAYER), **order | changes))
 
     shape = {"groups": r"\(5,\)", "rows": r"\(3, 2\)"}[wrong]
     fails(ValueError, f"^{wrong}: expected shape {shape}, got", **{wrong: order[wrong][:-1]})
@@ -717,9 +722,8 @@ def test_bad_order(wrong):
 
 
 def test_bad_capacity():
-    parameters = [getattr(LAYER, name) for name in LAYER.weight_names]
     with pytest.raises(ValueError, match=r"^capacity: expected at least one row an expert, got 0"):
-        experts(X, INDEX, WEIGHTS, *parameters, activation=Activation(), capacity=0)
+        experts_of_tokens(TokenOperands(X, INDEX, WEIGHTS, layer_of(LAYER), capacity=0))
 
 
 def test_bad_construction():

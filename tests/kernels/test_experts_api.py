@@ -5,7 +5,8 @@ import torch
 
 import fp8moe
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts.operator import experts as whole_layer
+from fp8moe.kernels.experts.operands import Layer, TokenOperands
+from fp8moe.kernels.experts.operator import experts_of_tokens
 from tests import experts_cases
 from tests.gemm_cases import int32
 
@@ -31,7 +32,7 @@ def some(weight, experts):
 def test_equals_the_whole_layer(hidden, size, dtype):
     x, index, weights, up, down = operands(hidden=hidden, size=size)
     x = x.to(dtype)
-    expected = whole_layer(x, index, weights, *up, *down, activation=Activation())
+    expected, _ = experts_of_tokens(TokenOperands(x, index, weights, Layer(up, down, Activation())))
     assert torch.equal(fp8moe.experts(x, index, weights, up, down), expected)
     out = torch.full_like(expected, torch.nan)
     assert fp8moe.experts(x, index.int(), weights, up, tuple(down), out=out) is out and torch.equal(out, expected)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import sort_by_expert
-from fp8moe.kernels.experts.operands import Layer, Operands, Shard
+from fp8moe.kernels.experts.operands import Layer, Norm, Shard, TokenOperands
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from tests.experts_cases import VARIANTS, in_order, inputs, make, part
@@ -96,22 +96,12 @@ def test_passes_of_which_some_tokens_have_sums(hidden, variant):
     torch.testing.assert_close(total, part(*arguments), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["partial_known", "known"])
-def test_wrong_known(name):
+def test_wrong_known():
     layer = make()
     x, index, weights, _ = inputs()
     for wrong in (torch.ones(39, dtype=torch.bool), torch.ones(40)):
-        with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
-            part(layer, x, index, weights, 0, 2, **{name: wrong})
-
-
-def test_known_that_cannot_be_written_is_refused_first(monkeypatch):
-    from fp8moe.kernels.experts import operator as steps
-
-    monkeypatch.setattr(steps, "sort_by_expert", None)
-    layer, (x, index, weights, _) = make(), inputs()
-    with pytest.raises(ValueError, match="^known: expected memory for each token, .* expanded from one element"):
-        part(layer, x, index, weights, 0, 2, known=torch.ones(1, dtype=torch.bool).expand(40))
+        with pytest.raises((TypeError, ValueError), match="^partial_known: "):
+            part(layer, x, index, weights, 0, 2, partial=x.float(), partial_known=wrong)
 
 
 @pytest.mark.parametrize("hidden", [144, 131])
@@ -170,12 +160,18 @@ def test_tiles_are_chosen_for_the_rows_of_a_share(monkeypatch):
 
 
 def test_launches_are_found_by_every_operand():
-    x, index, weights, residual, scale, known, also_known, other, *parts = (torch.empty(size) for size in range(12))
+    tensors = (torch.empty(size) for size in range(14))
+    x, index, weights, residual, scale, known, groups, rows, norm_weight, other, *parts = tensors
     layer = Layer(FP8Tensor(*parts[:2]), FP8Tensor(*parts[2:]), Activation())
-    operands = Operands(x, index, weights, layer, 5, residual, scale, Shard(), known, also_known)
+    norm = Norm(norm_weight, 1.0)
+    operands = TokenOperands(x, index, weights, layer, 5, residual, groups, rows, scale, Shard(), known, False, norm)
     layers = [layer._replace(**{name: (part, other)}) for name, (part, _) in zip(("up", "down"), layer, strict=False)]
     layers += [layer._replace(**{name: (other, part)}) for name, (_, part) in zip(("up", "down"), layer, strict=False)]
-    changes = {name: [other] for name in Operands._fields} | {"capacity": [None], "shard": [Shard(1)]}
+    changes = {name: [other] for name in TokenOperands._fields} | {"capacity": [None], "shard": [Shard(1)]}
+    changes |= {
+        "wants_known": [True],
+        "norm": [None, Norm(other, 1.0), Norm(norm_weight), norm._replace(norm_quantized=True)],
+    }
     changes["layer"] = [*layers, layer._replace(activation=Activation(7.0))]
     for name, values in changes.items():
         assert all(operands._replace(**{name: value}).layouts() != operands.layouts() for value in values), name

@@ -5,12 +5,13 @@ import torch
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import backward as kernels
-from fp8moe.kernels.experts import experts, experts_rows, experts_training
+from fp8moe.kernels.experts import experts_of_rows, experts_of_tokens, experts_training
+from fp8moe.kernels.experts.operands import Masters, TokenOperands
 from fp8moe.layers.experts import experts_rows_training
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from tests.errors import relative_error
-from tests.experts_cases import VARIANTS, make, make_trained, quantized_weights, weights_of
+from tests.experts_cases import VARIANTS, layer_of, make, make_trained, trained_layer
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = {"plain": (144, 96), "odd": (131, 77)}
@@ -40,12 +41,11 @@ def random_rows(dtype=torch.bfloat16, hidden=144, rows=40):
 def test_equals_a_layer_with_one_expert_a_token(variant, sizes, dtype):
     hidden, size = SIZES[sizes]
     layer = make(4, hidden, size, **VARIANTS[variant])
-    up, down = weights_of(layer)
     rows, index = random_rows(dtype, hidden), as_tokens()
     row_dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
-    got = experts_rows(rows, offsets(), up, down, activation=layer.activation, row_dtype=row_dtype)
+    got = experts_of_rows(rows, offsets(), layer_of(layer), row_dtype=row_dtype)
     assert got.shape == rows.shape and got.dtype == row_dtype and got.is_contiguous()
-    expected = experts(rows, index, torch.ones(40, 1), *up, *down, activation=layer.activation)
+    expected, _ = experts_of_tokens(TokenOperands(rows, index, torch.ones(40, 1), layer_of(layer)))
     assert torch.equal(got.to(dtype), expected)
     assert not got[:3].any() and not got[37:].any() and got[INSIDE].any(1).all()
 
@@ -57,10 +57,9 @@ def test_rows_that_are_quantized_already(variant, hidden, training):
     layer = make(4, hidden, 96, **VARIANTS[variant])
     rows = random_rows(hidden=hidden)
     quantized = quantize_1x128(rows)
-    form = {"activation": layer.activation, "training": training}
-    expected = experts_rows(rows, offsets(), *weights_of(layer), **form)
+    expected = experts_of_rows(rows, offsets(), layer_of(layer), training=training)
     for scale in (quantized.scale, quantized.scale.contiguous()):
-        got = experts_rows((quantized.data, scale), offsets(), *weights_of(layer), **form)
+        got = experts_of_rows((quantized.data, scale), offsets(), layer_of(layer), training=training)
         assert torch.equal(got, expected)
 
 
@@ -68,20 +67,16 @@ def test_rows_that_are_quantized_already(variant, hidden, training):
 def test_rows_of_no_expert_do_not_matter(training):
     layer = make()
     rows = random_rows()
-    form = {"activation": layer.activation, "training": training}
-    expected = experts_rows(rows, offsets(), *weights_of(layer), **form)
+    expected = experts_of_rows(rows, offsets(), layer_of(layer), training=training)
     rows[:3], rows[37:] = float("nan"), float("inf")
-    assert torch.equal(experts_rows(rows, offsets(), *weights_of(layer), **form), expected)
+    assert torch.equal(experts_of_rows(rows, offsets(), layer_of(layer), training=training), expected)
 
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("count", [0, 5])
 def test_nothing_to_do(count, training):
     layer = make()
-    out = experts_rows(
-        *(random_rows(rows=count), offsets([0] * 5), *weights_of(layer)),
-        **{"activation": layer.activation, "training": training},
-    )
+    out = experts_of_rows(random_rows(rows=count), offsets([0] * 5), layer_of(layer), training=training)
     assert out.shape == (count, 144) and not out.any()
 
 
@@ -89,15 +84,10 @@ def test_nothing_to_do(count, training):
 
 
 def rows_gradients(layer, rows, grad, values=OFFSETS, *, row_dtype):
-    up, down = quantized_weights(layer)
     rows = rows.detach().requires_grad_() if isinstance(rows, torch.Tensor) else rows
-    masters = getattr(layer, layer.up_name), layer.down_proj
-    out = experts_rows(
-        *(rows, offsets(values), up, down),
-        **{"activation": layer.activation, "row_dtype": row_dtype},
-        **{"up_master": masters[0], "down_master": masters[1]},
-    )
-    leaves = {"up": masters[0], "down": masters[1]}
+    masters = Masters(getattr(layer, layer.up_name), layer.down_proj)
+    out = experts_of_rows(rows, offsets(values), trained_layer(layer), row_dtype=row_dtype, masters=masters)
+    leaves = {"up": masters.up_master, "down": masters.down_master}
     if isinstance(rows, torch.Tensor):
         leaves["x"] = rows
     return out.detach(), dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), grad), strict=True))
@@ -113,10 +103,7 @@ def test_gradients_are_those_of_a_layer_with_one_expert_a_token(variant, sizes, 
     row_dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     out, got = rows_gradients(layer, rows, grad.to(row_dtype), row_dtype=row_dtype)
     x, masters = rows.requires_grad_(), (getattr(layer, layer.up_name), layer.down_proj)
-    whole = experts_training(
-        *(x, as_tokens(), torch.ones(40, 1), *quantized_weights(layer)),
-        **{"activation": layer.activation, "up_master": masters[0], "down_master": masters[1]},
-    )
+    whole = experts_training(x, as_tokens(), torch.ones(40, 1), trained_layer(layer), Masters(*masters))
     assert torch.equal(out.to(dtype), whole.detach())
     for name, value in zip(("x", "up", "down"), torch.autograd.grad(whole, (x, *masters), grad), strict=True):
         assert torch.equal(got[name], value), name
@@ -200,30 +187,28 @@ def test_gradients_of_masters_with_quantized_rows(hidden, monkeypatch):
 def test_frozen_weights_pass_gradients():
     layer = make()
     rows = random_rows().requires_grad_()
-    out = experts_rows(rows, offsets(), *weights_of(layer), activation=layer.activation)
+    out = experts_of_rows(rows, offsets(), layer_of(layer))
     grad = random_rows()
     (got,) = torch.autograd.grad(out, rows, grad)
     index = as_tokens()
-    whole = experts_training(rows, index, torch.ones(40, 1), *weights_of(layer), activation=layer.activation)
+    whole = experts_training(rows, index, torch.ones(40, 1), layer_of(layer))
     assert torch.equal(got, torch.autograd.grad(whole, rows, grad)[0])
 
 
 def test_training_has_the_bits_of_a_recorded_forward():
     """For activation checkpointing, whose first forward records nothing."""
     layer = make_trained()
-    rows, form = random_rows(), {"activation": layer.activation}
-    weights = quantized_weights(layer)
-    recorded = experts_rows(rows.clone().requires_grad_(), offsets(), *weights, **form).detach()
+    rows, kernels_layer = random_rows(), trained_layer(layer)
+    recorded = experts_of_rows(rows.clone().requires_grad_(), offsets(), kernels_layer).detach()
     with torch.no_grad():
-        assert torch.equal(experts_rows(rows, offsets(), *weights, **form, training=True), recorded)
-        assert not torch.equal(experts_rows(rows, offsets(), *weights, **form), recorded)
+        assert torch.equal(experts_of_rows(rows, offsets(), kernels_layer, training=True), recorded)
+        assert not torch.equal(experts_of_rows(rows, offsets(), kernels_layer), recorded)
 
 
 def test_master_changed_before_the_backward():
     layer = make_trained()
-    up, down = quantized_weights(layer)
     master = layer.down_proj
-    out = experts_rows(random_rows(), offsets(), up, down, activation=layer.activation, down_master=master)
+    out = experts_of_rows(random_rows(), offsets(), trained_layer(layer), masters=Masters(down_master=master))
     with torch.no_grad():
         master.mul_(2)
     with pytest.raises(RuntimeError, match=r"down_proj, shape \(4, 144, 96\), has been changed in place between"):
@@ -233,7 +218,7 @@ def test_master_changed_before_the_backward():
 def test_double_backward_is_refused():
     layer = make()
     rows = random_rows().requires_grad_()
-    out = experts_rows(rows, offsets(), *weights_of(layer), activation=layer.activation)
+    out = experts_of_rows(rows, offsets(), layer_of(layer))
     (grad,) = torch.autograd.grad(out.float().square().sum(), rows, create_graph=True)
     with pytest.raises(RuntimeError, match="there is no double backward"):
         grad.sum().backward()
@@ -243,11 +228,10 @@ def test_double_backward_is_refused():
 
 
 def test_compile_fullgraph(fresh_compiler):
-    layer = make()
-    weights = weights_of(layer)
+    layer = layer_of(make())
 
     def run(rows, groups):
-        return experts_rows(rows, groups, *weights, activation=layer.activation)
+        return experts_of_rows(rows, groups, layer)
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
     for count in (17, 40):
@@ -261,15 +245,14 @@ def test_compile_fullgraph(fresh_compiler):
 
 
 def test_errors():
-    layer = make()
-    up, down = weights_of(layer)
+    layer = layer_of(make())
     rows, quantized = random_rows(), quantize_1x128(random_rows())
 
     def check(exception, message, **changed):
-        arguments = {"rows": rows, "group_offsets": offsets(), "up_proj": up, "down_proj": down} | changed
+        arguments = {"rows": rows, "group_offsets": offsets(), "layer": layer} | changed
         for training in (False, True):
             with pytest.raises(exception, match=message):
-                experts_rows(**arguments, activation=layer.activation, training=training)
+                experts_of_rows(**arguments, training=training)
 
     check(TypeError, "^rows: expected bfloat16, float16 or float32, got torch.float64", rows=rows.double())
     check(TypeError, r"^rows: expected an FP8Tensor or a \(data, scale\) pair", rows=None)
@@ -280,7 +263,8 @@ def test_errors():
     check(TypeError, "^group_offsets: expected int32, got torch.int64", group_offsets=offsets().long())
     check(ValueError, "^group_offsets: expected on cpu like the rows, got meta", group_offsets=offsets().to("meta"))
     check(ValueError, r"^group_offsets: expected shape \(5,\), for 4 experts, got \(4,\)", group_offsets=offsets()[1:])
-    check(ValueError, r"^down_proj: expected shape \(4, 144, 96\)", down_proj=FP8Tensor(down.data[:3], down.scale[:3]))
+    few = layer._replace(down=FP8Tensor(layer.down.data[:3], layer.down.scale[:3]))
+    check(ValueError, r"^down_proj: expected shape \(4, 144, 96\)", layer=few)
     check(TypeError, "^row_dtype: expected bfloat16 or float32, got torch.float16", row_dtype=torch.float16)
     for whole in ((39, 4), (40, 3), (0, 0)):
         check(ValueError, r"^whole: expected at least the 40 rows and 4 groups that are a part, got \(", whole=whole)
@@ -289,4 +273,4 @@ def test_errors():
         ValueError,
         match=r"^up_master: expected shape \(4, 192, 144\) or \(4, 96, 144\) like the FP8 weight, got \(4, 3\)",
     ):
-        experts_rows(rows, offsets(), up, down, activation=layer.activation, up_master=master)
+        experts_of_rows(rows, offsets(), layer, masters=Masters(master))

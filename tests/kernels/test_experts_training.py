@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8moe.kernels.activation import FUNCTIONS, Activation, activation_backward
 from fp8moe.kernels.experts import backward as kernels
 from fp8moe.kernels.experts.backward import experts_training
+from fp8moe.kernels.experts.operands import Layer, Masters, Shard
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.layers import master as masters
 from fp8moe.layers.experts import GroupedExperts
@@ -360,7 +361,7 @@ def kept_bytes(layer, x, index, weights):
     """Bytes of the tensors that autograd saves, but for parameters, FP8 weights and routing weights."""
     left_out = {value.untyped_storage().data_ptr() for value in (*layer.parameters(), weights)}
     if layer.trainable:
-        left_out |= {value.untyped_storage().data_ptr() for copy in layer.local_weights()[:2] for value in copy}
+        left_out |= {value.untyped_storage().data_ptr() for copy in layer.local_weights().layer[:2] for value in copy}
     kept = {}
 
     def pack(value):
@@ -694,15 +695,12 @@ def test_decode_capacity_is_for_calls_without_gradients(monkeypatch):
 
 def share(layer, start, end, x, index, weights, grad, **options):
     """The result of experts [start, end), and gradients by name."""
-    up, down, *_ = layer.local_weights()
+    up, down, activation, _ = layer.local_weights().layer
     up, down = (FP8Tensor(*(part[start:end] for part in weight)) for weight in (up, down))
     masters = [value.detach()[start:end].requires_grad_() for value in (layer.gate_up_proj, layer.down_proj)]
     x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
-    out = experts_training(
-        *(x, index, weights, up, down),
-        **{"activation": layer.activation, "up_master": masters[0], "down_master": masters[1]},
-        **{"first_expert": start, "num_experts": layer.num_experts, "out_dtype": torch.float32} | options,
-    )
+    shard = Shard(**{"first_expert": start, "num_experts": layer.num_experts, "out_dtype": torch.float32} | options)
+    out = experts_training(x, index, weights, Layer(up, down, activation), Masters(*masters), shard=shard)
     grads = torch.autograd.grad(out, (x, weights, *masters), grad.to(out.dtype))
     return out.detach(), dict(zip(("x", "routing", "up", "down"), grads, strict=True))
 
@@ -824,17 +822,8 @@ def test_bad_input(change, exception, message):
 
 
 def test_bad_master():
-    layer = make()
-    up, down, *_ = layer.local_weights()
+    layer = make().local_weights().layer
     x, index, weights, _ = inputs()
     for name in ("up_master", "down_master"):
         with pytest.raises(ValueError, match=rf"^{name}: expected shape \(4, .* like the FP8 weight, got \(4, 3\)"):
-            experts_training(
-                x,
-                index,
-                weights,
-                up,
-                down,
-                activation=layer.activation,
-                **{name: torch.zeros(4, 3, requires_grad=True)},
-            )
+            experts_training(x, index, weights, layer, Masters(**{name: torch.zeros(4, 3, requires_grad=True)}))

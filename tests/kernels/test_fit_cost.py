@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.choice import MOST_BYTES, Problem, every_candidate, expected_us, fitted, make_row, models, problems
+from benchmarks.routines.tiles import MOST_BYTES, Problem, every_candidate, expected_us, fitted, make_row, problems
+from benchmarks.routines.tiles import of_models as models
 from fp8moe.kernels.gemm import cost
 from tools import fit_cost
 from tools.fit_cost import CONSTANTS, Timed

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fp8moe.kernels.gemm import api, launch, reference
 from fp8moe.kernels.gemm.api import gemm
-from fp8moe.kernels.gemm.launch import Operands
+from fp8moe.kernels.gemm.launch import GemmOperands
 from fp8moe.kernels.gemm.reference import to_float32
 from fp8moe.quant.checks import mn_major
 from fp8moe.quant.formats import empty_mn_major
@@ -193,7 +193,7 @@ def test_a_plan_is_for_operands_like_those_it_was_made_for(monkeypatch):
     (a, a_scale), (b, b_scale) = operands(8, 24, 144)
     bias = torch.zeros(24, dtype=torch.bfloat16)
     c = torch.zeros(8, 24, dtype=torch.bfloat16)
-    call = Operands(a, a_scale, b, b_scale, bias, c)
+    call = GemmOperands(a, a_scale, b, b_scale, bias, c)
 
     def find(out_dtype=torch.bfloat16, **changed):
         return launch.find(launch.dense, call._replace(**changed), out_dtype, False)

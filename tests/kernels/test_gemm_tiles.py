@@ -21,6 +21,7 @@ from fp8moe.kernels.gemm.tiles import (
     raster_group,
 )
 from fp8moe.runtime import compilers, jit
+from fp8moe.runtime.architectures import SM90
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM
 from tests.gemm_variants import COMPLAINTS, counts_shared_memory_alike, faults, largest, one_of_each, without_gpu
 
@@ -115,7 +116,7 @@ def test_weights_of_the_whole_ring_come_early_behind_a_kernel_that_is_running(pd
     config = with_stages(TileConfig(64, 64, warpgroups=1), 7168)
     a, a_scale = torch.empty(64, 7168, dtype=torch.float8_e4m3fn), torch.empty(56, 64).t()
     b = torch.empty(64, 7168, dtype=torch.float8_e4m3fn)
-    launch.build(launch.Operands(a, a_scale, b, a_scale), PlainStore(torch.bfloat16), tile=config, pdl=pdl)
+    launch.build(launch.GemmOperands(a, a_scale, b, a_scale), PlainStore(torch.bfloat16), tile=config, pdl=pdl)
     assert config.stages > config.first_stages == 2
     assert arguments[-1].early_stages == (config.stages if pdl else 2)
 
@@ -229,7 +230,7 @@ def test_serialized_products_are_reported():
     config = TileConfig(128, 128)
     text = jit.full_source(kernel_spec(config, 256, 1024, PlainStore(torch.bfloat16)))
     changed = text.replace("wgmma_commit();", "wgmma_commit(); partial[0] += 1.f;")
-    _, log = compilers.compile_source(changed, "gemm.cu", "nvrtc")
+    _, log = compilers.compile_source(changed, "gemm.cu", "nvrtc", SM90.flag)
     assert changed != text and COMPLAINTS.search(log)
 
 

@@ -66,7 +66,7 @@ def test_a_part_counts_with_the_rows_of_the_whole(monkeypatch):
     a, b = (torch.empty(*shape, k, dtype=torch.float8_e4m3fn) for shape in ((97,), (4, n)))
     scale, out = empty_mn_major((97, ceil_div(k, 128)), device="cpu"), torch.empty(97, n, dtype=torch.bfloat16)
     for whole in (None, (7 * 24, 8)):
-        launch.build(launch.Operands(a, scale, b, scale), PlainStore(torch.bfloat16), Grouping(whole=whole), out)
+        launch.build(launch.GemmOperands(a, scale, b, scale), PlainStore(torch.bfloat16), Grouping(whole=whole), out)
     assert noted == [(4, 97), (4, 7 * 24)]
 
 

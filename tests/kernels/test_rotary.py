@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels.decoder_ops.rotary import Heads, kernel_spec, rotary, serves
+from fp8moe.kernels.decoder_ops.rotary import NewTokens, RotaryHeads, kernel_spec, rotary, serves
 from fp8moe.runtime.checks import FLOATING
 from tests.ptxas import compile_report
 
@@ -31,6 +31,11 @@ def operands(batch, tokens, form, dtype=torch.float32, room=3, seed=0):
     return (q, k, v, normal(batch, tokens, rotated), normal(batch, tokens, rotated), *caches), columns, weights
 
 
+def run(q, k, v, cos, sin, keys, values, columns=None, **norms):
+    """`rotary` of what `operands` returns."""
+    return rotary(q, NewTokens(k, v, cos, sin, **norms), keys, values, columns=columns)
+
+
 def normalized(x, weight, eps):
     """transformers' RMSNorm."""
     values = x.float()
@@ -51,7 +56,7 @@ def test_equals_the_operations_of_transformers(batch, tokens, form, dtype, one_t
     (q, k, v, cos, sin, keys, values), columns, weights = operands(batch, tokens, form, dtype)
     if one_table:
         cos, sin = cos[:1], sin[:1]
-    query = rotary(q, k, v, cos, sin, keys, values, columns=columns, **weights)
+    query = run(q, k, v, cos, sin, keys, values, columns, **weights)
     if weights:
         q = normalized(q, weights["q_weight"], weights["eps"])
         k = normalized(k, weights["k_weight"], weights["eps"])
@@ -66,10 +71,10 @@ def test_equals_the_operations_of_transformers(batch, tokens, form, dtype, one_t
 def test_without_columns_tokens_begin_at_0_and_places_outside_are_not_written():
     given, _, _ = operands(2, 3, (2, 1, 16, 16, False))
     keys, values = given[5:]
-    rotary(*given)
+    run(*given)
     assert torch.equal(values[:, :, :3], given[2].transpose(1, 2)) and (keys[:, :, 3:] == 7).all()
     keys.fill_(7.0)
-    rotary(*given, columns=torch.tensor([-2, 4]))
+    run(*given, columns=torch.tensor([-2, 4]))
     assert (keys[0, :, 1:] == 7).all() and (keys[1, :, :4] == 7).all()
     assert (keys[0, :, 0] != 7).all() and (keys[1, :, 4:] != 7).all()
 
@@ -85,7 +90,7 @@ def test_errors():
         values = [changed.get(name, value) for name, value in zip(names, given, strict=True)]
         options = {"columns": columns, **weights, **{k: v for k, v in changed.items() if k not in names}}
         with pytest.raises(kind, match=text):
-            rotary(*values, **options)
+            run(*values, **options)
 
     for name in names:
         message(TypeError, f"^{name}: expected a torch.Tensor, got int 1", **{name: 1})
@@ -111,7 +116,7 @@ def test_sizes_that_are_served():
 
 def test_backward_raises():
     given, columns, weights = operands(1, 2, (2, 1, 16, 16, True))
-    query = rotary(given[0].clone().requires_grad_(), *given[1:], columns=columns, **weights)
+    query = run(given[0].clone().requires_grad_(), *given[1:], columns=columns, **weights)
     with pytest.raises(RuntimeError, match="rotary has no backward"):
         query.sum().backward()
 
@@ -125,6 +130,6 @@ def test_backward_raises():
 @pytest.mark.parametrize("dtype,many", list(itertools.product(FLOATING, (False, True))), ids=str)
 def test_every_variant_compiles_without_spills(dtype, many):
     for form in (*FORMS, (3, 3, 80, 80, False)):
-        report = compile_report(kernel_spec(dtype, Heads(*form), many))
+        report = compile_report(kernel_spec(dtype, RotaryHeads(*form), many))
         assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
         assert report.registers <= 96

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from fp8moe import batch_invariant
 from fp8moe.kernels.decoder_ops import router
-from fp8moe.kernels.decoder_ops.router import Form, route, router_logits
+from fp8moe.kernels.decoder_ops.router import Form, router_logits
 from fp8moe.kernels.experts import sort_by_expert
 from fp8moe.runtime.checks import FLOATING
 from tests.errors import error_in_its_dtype, refused
 from tests.ptxas import without_spills
-from tests.router_cases import DEEPSEEK, FORMS, SOFTMAX, arguments, dense, exact_route
+from tests.router_cases import DEEPSEEK, FORMS, SOFTMAX, arguments, dense, exact_route, route
 
 SMS = 132
 # x's and the weight's dtype, the result's, tokens, experts, H

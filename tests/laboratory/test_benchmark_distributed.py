@@ -10,100 +10,6 @@ from benchmarks import distributed, roofline, tables
 from benchmarks.shapes import MODELS, Model
 from tests.processes import in_processes
 
-# Names of thresholds on two ranks: kind of row, column, bar.
-BARS = {
-    "layer, 1 tokens a rank, beyond_us": ("layer", "beyond_us", 18.0),
-    "layer, 64 tokens a rank, over_local": ("layer", "over_local", 1.04),
-    "layer, 4096 tokens a rank, over_local": ("layer", "over_local", 1.13),
-    "scratch of a rank, 4096 tokens a rank, over its share": ("scratch", "over_share", 1.3),
-    "training, forward and backward, over_local": ("training", "over_local", 1.25),
-    "training, relative error of gradients": ("training", "gradient_error", 3e-2),
-    "decode, whole model, step over one GPU's": ("decode", "over_one_gpu", 0.80),
-}
-
-
-def made_up_rows():
-    """A run whose every figure is exactly at its bar."""
-    rows = [
-        {"what": "layer", "tokens": tokens, "method": method, "equal": 1.0, "farther": 0.0, **column}
-        for tokens, column in ((1, {"beyond_us": 18.0}), (64, {"over_local": 1.04}), (4096, {"over_local": 1.13}))
-        for method in ("gather", "all_to_all, exact, eager")
-    ]
-    rows += [{"what": "layer", "tokens": tokens, "method": "local", "us": 100.0} for tokens in (1, 64, 4096)]
-    rows.append({"what": "scratch", "tokens": 4096, "over_share": 1.3})
-    rows.append({"what": "training", "tokens": 4096, "method": "local", "us": 100.0})
-    trained = {"over_local": 1.25, "gradient_error": 3e-2, "repeats": True}
-    rows.append({"what": "training", "tokens": 4096, "method": "gather", **trained})
-    rows.append({"what": "decode", "batch": 64, "over_one_gpu": 0.80})
-    return rows
-
-
-def missed(rows, ranks=2):
-    return [threshold.name for threshold in distributed.thresholds(rows, ranks) if not threshold.passed]
-
-
-@pytest.mark.parametrize("name", BARS)
-def test_a_run_beyond_a_bar_misses_it_alone(name):
-    what, column, limit = BARS[name]
-    rows = made_up_rows()
-    assert missed(rows) == [] and name in {threshold.name for threshold in distributed.thresholds(rows, 2)}
-    tokens = int(name.split()[1]) if what == "layer" else None
-    for row in rows:
-        if row["what"] == what and column in row and tokens in (None, row.get("tokens")):
-            row[column] = 1.01 * limit
-    assert missed(rows) == [name]
-
-
-def test_the_fastest_way_counts():
-    rows = made_up_rows()
-    for row in rows:
-        if row["what"] == "layer" and row["tokens"] == 1:
-            row["beyond_us"] = 40.0
-    assert missed(rows) == ["layer, 1 tokens a rank, beyond_us"]
-    more = {"what": "layer", "tokens": 1, "equal": 1.0, "farther": 0.0, "beyond_us": 17.0}
-    assert missed([*rows, {**more, "method": "gather, NCCL"}]) == []
-    # Tokens that are on all ranks already are no way for those that are not.
-    assert missed([*rows, {**more, "method": "replicated"}]) == ["layer, 1 tokens a rank, beyond_us"]
-
-
-def test_bars_of_times_are_those_of_the_number_of_ranks():
-    rows = [row for row in made_up_rows() if row["what"] in ("layer", "decode")]
-    for row in rows:
-        for column, value in (("beyond_us", 100.0), ("over_one_gpu", 2.0)):
-            if column in row:
-                row[column] = value
-        if "over_local" in row:
-            row["over_local"] = {64: 1.15, 4096: 1.25}[row["tokens"]]
-    assert len(missed(rows)) == 4 and missed(rows, 8) == missed(rows, 4) == []
-    for tokens in (64, 4096):
-        for row in rows:
-            if row.get("tokens") == tokens and "over_local" in row:
-                row["over_local"] += 0.01
-    assert missed(rows, 8) == ["layer, 64 tokens a rank, over_local", "layer, 4096 tokens a rank, over_local"]
-    assert missed(rows, 4) == []
-
-
-def test_ranks_that_hold_a_model_together_have_the_same_tokens():
-    rows = [{"what": "node", "batch": batch, "same": same} for batch, same in ((1, True), (8, False), (256, None))]
-    assert missed(rows, 8) == ["node, batch 8, the same tokens on all ranks"]
-
-
-@pytest.mark.parametrize(
-    "method, column, worst, rest",
-    [
-        ("gather", "equal", 0.9999, "values equal to one GPU's"),
-        ("all_to_all, exact, eager", "equal", 1.0, "values equal to one GPU's"),
-        ("gather", "farther", 0.0, "values farther than a step"),
-    ],
-)
-def test_results_must_be_those_of_one_gpu(method, column, worst, rest):
-    rows = made_up_rows()
-    (row,) = (row for row in rows if row.get("method") == method and row["tokens"] == 64)
-    row[column] = worst
-    assert missed(rows) == []
-    row[column] = worst + (1e-6 if column == "farther" else -1e-6)
-    assert missed(rows) == [f"layer, 64 tokens a rank, {method}, {rest}"]
-
 
 @pytest.fixture
 def of_two(monkeypatch):
@@ -123,25 +29,6 @@ def test_agreement_counts_equal_and_farther_values(of_two):
     assert distributed.agreement(ours, expected) == {"equal": 14 / 16, "farther": 0.0}
     ours[1, 1] += 2.0**-6
     assert distributed.agreement(ours, expected) == {"equal": 13 / 16, "farther": 1 / 16}
-
-
-@pytest.mark.parametrize("tokens, room", [(4, 4 * 2), (300, 256 * 2), (4096, 4096 * 2 * 5 // 8)])
-def test_local_experts_have_room_for_a_quarter_more_than_their_share(of_two, monkeypatch, tokens, room):
-    monkeypatch.setattr(distributed, "MODEL", Model(128, 128, 8, 2))
-    part = distributed.GroupedExperts(num_experts=4, hidden_size=128, intermediate_size=128)
-    index = torch.arange(2 * tokens).view(tokens, 2) % 8
-    given = distributed.Inputs(torch.randn(tokens, 128).bfloat16(), index, torch.ones(tokens, 2))
-    calls, experts_partial = [], distributed.experts_partial
-
-    def recording(*arguments, **options):
-        calls.append(options)
-        return experts_partial(*arguments, **options)
-
-    monkeypatch.setattr(distributed, "experts_partial", recording)
-    sums = distributed.local_call(part, given)()
-    (options,) = calls
-    assert options["num_rows"] == room and (options["first_expert"], options["num_experts"]) == (4, 8)
-    assert (sums.abs().sum(1) > 0).equal((index >= 4).any(1))
 
 
 def run_on_cpus(path):
@@ -172,13 +59,6 @@ def test_all_methods_give_what_one_layer_gives(rows_of_two):
     chosen = [row for row in rows_of_two if row["what"] == "auto"]
     assert [(row["tokens"], row["method"]) for row in chosen] == [(1, "gather"), (24, "gather")]
     assert all("eager" in row["fastest"] for row in chosen)
-
-
-def test_layers_are_trained_one_after_another(rows_of_two):
-    rows = [row for row in rows_of_two if row["what"] == "training"]
-    assert [row["method"] for row in rows] == ["local", "gather", "all_to_all"]
-    assert all(row["layers"] == 3 for row in rows)
-    assert all(row["gradient_error"] < 3e-2 and row["repeats"] for row in rows[1:])
 
 
 def test_a_process_without_a_gpu_reads_its_arguments_and_says_what_is_missing(monkeypatch):
@@ -260,14 +140,6 @@ def test_predictions_add_up_experts_latency_and_bytes():
     # Where a rank has few of a token's experts, bfloat16 rows for each are fewer bytes than float32 sums for each rank.
     assert found[64, 4096, "all_to_all, exact, eager"] < found[64, 4096, "all_to_all, eager"]
     assert found[64, 4096, "all_to_all, eager"] < found[64, 4096, "gather"]
-
-
-@pytest.mark.parametrize("missing", ["local", "gather", "gather, NCCL", "all_to_all, eager"])
-def test_no_prediction_without_its_measurements(missing):
-    rows = layers(**MADE_UP)
-    assert roofline.predicted([row for row in rows if row["method"] != missing], DSV3) == []
-    few = [row for row in rows if (row["method"], row["tokens"]) != (missing, 4096)]
-    assert roofline.predicted(few, DSV3) == []
 
 
 def a_result():

@@ -1,20 +1,18 @@
 """How peers are called and compared: on the CPU, with the drop-in for DeepGEMM and fakes of what needs a GPU."""
 
 import json
-import random
-import re
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 
+import deep_gemm as drop_in
 from benchmarks import adapters, peers, plots, tables, timing, vllm_engine
 from benchmarks.peers import Call, Case
 from benchmarks.report import geomean, select
 from benchmarks.shapes import MODELS, Model
 from fp8moe import FP8Tensor, dequantize
-from fp8moe.integrations import deep_gemm as drop_in
 
 
 @pytest.fixture(autouse=True)
@@ -132,29 +130,6 @@ def test_a_wrong_or_broken_peer_is_named_and_not_timed(monkeypatch):
     assert "deep_gemm" not in peers.measure_kernels(makers, 1e-2)["failed"]
 
 
-def test_a_deep_gemm_without_a_function_is_named(monkeypatch):
-    monkeypatch.setattr(adapters, "deep_gemms", lambda: (SimpleNamespace(),))
-    makers = peers.make_along_k(groups=2, m=128, n=128, total_k=512, device="cpu")
-    row = peers.measure_kernels(makers, 1e-2)
-    assert row["failed"] == {"deep_gemm": "LookupError: no installed DeepGEMM has k_grouped_fp8_gemm_nt_contiguous"}
-
-
-def test_a_deep_gemm_that_cannot_be_imported_is_named(monkeypatch):
-    def broken(name):
-        raise AssertionError("no CUDA_HOME")
-
-    monkeypatch.undo()
-    monkeypatch.setattr(adapters, "installed", lambda name: name == "deep_gemm")
-    monkeypatch.setattr(adapters.importlib, "import_module", broken)
-    adapters._deep_gemm_modules.cache_clear()
-    assert adapters.deep_gemms() == []
-    assert adapters.versions()["deep_gemm"] == "fails: AssertionError('no CUDA_HOME')"
-    monkeypatch.setattr(adapters.importlib, "import_module", lambda name: drop_in)
-    adapters._deep_gemm_modules.cache_clear()
-    assert adapters.deep_gemms() == [] and "deep_gemm" not in adapters.versions()
-    adapters._deep_gemm_modules.cache_clear()
-
-
 HEAD = {"digest": "d", "date": "now", "versions": {"gpu": "an H100"}, "clocks": {}}
 
 
@@ -192,17 +167,6 @@ def test_a_run_can_be_made_in_pieces(tmp_path, monkeypatch):
         path.write_text(json.dumps(content))
 
 
-def test_cases_are_compiled_in_processes_side_by_side(monkeypatch):
-    patterns = []
-    monkeypatch.setattr(
-        peers.subprocess, "run", lambda line, cwd: patterns.append(line[-1]) or SimpleNamespace(returncode=0)
-    )
-    peers.compile_ahead(peers.CASES)
-    found = [[case.name for case in peers.CASES if re.search(pattern, case.name)] for pattern in patterns]
-    assert sorted(name for names in found for name in names) == sorted(case.name for case in peers.CASES)
-    assert sum(any("model=dsv3 " in name for name in names) for names in found) == 1
-
-
 def test_whole_models_of_several_processes_share_rows(tmp_path):
     file = peers.File(tmp_path / "peers.json", HEAD)
 
@@ -230,56 +194,11 @@ def test_whole_models_of_several_processes_share_rows(tmp_path):
     assert rows[-1]["failed"]["fp8moe"] == "it did not measure this"
 
 
-def test_kernels_of_calls_in_turn_are_told_apart():
-    events, clock = [], 0
-    for repeat in range(3):
-        for name, duration in (("a", 4_000 + repeat), ("b", 9_000)):
-            for kernel, took in (("fill", 60_000), (name, duration), ("tail", 1_000)):
-                events.append(timing.KernelEvent(kernel, clock, took))
-                clock += took + 10
-    first, second = timing.attribute(events, "fill", calls=2, repeats=3, in_turn=True)
-    assert (first.kernels, second.kernels) == (("a", "tail"), ("b", "tail"))
-    assert (first.median_us, second.median_us) == (5.001, 10.0)
-    assert second.places_us == ((0.0, 9.0), (9.01, 10.01))
-
-
-def test_events_of_calls_in_turn_are_told_apart(monkeypatch):
-    clock, order = [0.0], []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            self.ms = clock[0]
-
-        def elapsed_time(self, end):
-            return end.ms - self.ms
-
-    def call(name, ms):
-        order.append(name)
-        clock[0] += ms
-
-    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
-    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: order.append("wait"))
-    flush = SimpleNamespace(fill_=lambda value: call("fill", 9.0))
-    calls = [lambda: call("a", 2.0), lambda: call("b", 3.0)]
-    assert timing.elapsed_each(calls, flush, 2) == [[2000.0] * 2, [3000.0] * 2]
-    assert order == ["fill"] * timing.FILLS_AHEAD + ["fill", "a", "fill", "b"] * 2 + ["wait"]
-
-
 def test_the_gemms_of_a_layer_are_found_among_its_kernels():
     kernels = [("sort", 0, 1), ("gemm", 2, 9), ("gemm", 8, 12), ("combine", 12, 13)]
     assert peers.gemms_in_layer(kernels) == 10
     with pytest.raises(RuntimeError, match="two GEMMs"):
         peers.gemms_in_layer(kernels[1:2])
-
-
-def test_skewed_routing():
-    model = MODELS["dsv3_ep8"]
-    count = peers.route(model, 2048, "skewed").flatten().bincount(minlength=32)
-    assert count[0] == round(0.6 * 16384) and count.sum() == 16384
-    assert count[1:].max() - count[1:].min() < 10
 
 
 def stored_run():
@@ -327,7 +246,7 @@ def test_a_run_of_other_kernels_is_not_shown(monkeypatch, tmp_path):
     for digest, there in (("d", True), ("e", False)):
         tables.PEERS.write_text(json.dumps(stored_run() | {"digest": digest}))
         assert (tables.of_these_kernels(tables.PEERS) is not None) == there
-    assert tables.roofline({"peers": None}) == tables.NO_PEERS
+    assert "python -m benchmarks.peers" in tables.FILES["docs/experts.md"]({"peers": None})
 
 
 def test_pictures_of_peers_are_drawn_of_a_run_or_removed(tmp_path):
@@ -356,61 +275,6 @@ def test_a_stored_run_is_whole_and_of_what_the_gpu_runs():
         kernels = json.loads(tables.VALIDATION.read_text())
         assert content["digest"] == kernels["digest"], "run `python -m benchmarks.peers` on a Hopper GPU"
         assert not {case.name for case in peers.CASES} - {row["case"] for row in content["rows"]}
-
-
-class FakeEngine:
-    """Reads 1024 tokens of prompts a step, one sequence after the other, then a token of each sequence."""
-
-    def __init__(self):
-        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(running=[])))
-        self.running = self.engine_core.engine_core.scheduler.running
-        self.steps = 0
-
-    def add_request(self, name, prompt, sampling):
-        request = SimpleNamespace(
-            num_computed_tokens=0, prompt=len(prompt["prompt_token_ids"]), left=sampling["tokens"]
-        )
-        self.running.append(request)
-
-    def has_unfinished_requests(self):
-        return bool(self.running)
-
-    def step(self):
-        self.steps += 1
-        waiting = [one for one in self.running if one.num_computed_tokens < one.prompt]
-        for one in waiting[: max(1, 1024 // self.running[0].prompt)]:
-            one.num_computed_tokens = one.prompt
-        for one in self.running if not waiting else ():
-            one.left -= 1
-        self.running[:] = [one for one in self.running if one.left]
-
-
-def test_steps_of_vllm_are_timed_while_all_sequences_decode(monkeypatch):
-    engine = vllm_engine.Engine.__new__(vllm_engine.Engine)
-    engine._draw, engine._requests, fake = random.Random(1), 0, FakeEngine()
-    engine.llm = SimpleNamespace(llm_engine=fake)
-    monkeypatch.setattr(vllm_engine.Engine, "sampling", lambda self, tokens, **more: {"tokens": tokens})
-    monkeypatch.setattr(vllm_engine, "AT_ONCE", 1024)
-    monkeypatch.setattr(vllm_engine.time, "perf_counter", lambda: float(fake.steps))
-    kinds = ModuleType("vllm.sampling_params")
-    kinds.RequestOutputKind = SimpleNamespace(FINAL_ONLY=1)
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
-    assert engine.step_seconds(8, 512, 10) == 1.0 and fake.steps == 4 + 10 + 6 + 4 + 6
-    monkeypatch.setattr(vllm_engine, "SKIPPED", 30)
-    with pytest.raises(RuntimeError, match="all sequences decoded in 4 steps only"):
-        monkeypatch.setattr(vllm_engine.Engine, "sampling", lambda self, tokens, **more: {"tokens": 35})
-        engine.step_seconds(1, 512, 10)
-
-
-def test_kernels_compiled_for_vllm_are_counted_by_phase(monkeypatch):
-    monkeypatch.setattr(vllm_engine.jit, "compile_spec", lambda spec: f"code of {spec}")
-    monkeypatch.setattr(vllm_engine.jit, "_load_cubin", lambda code, name: name)
-    counted = vllm_engine.Compilations()
-    warm = counted.while_warming(lambda *specs: [*map(vllm_engine.jit.compile_spec, specs)])
-    assert vllm_engine.jit.compile_spec("a") == "code of a"
-    warm("b", "c")
-    assert vllm_engine.jit._load_cubin("code", "d") == "d"
-    assert dict(counted.compiled) == {"start": 1, "warm": 2} and dict(counted.loaded) == {"after warm": 1}
 
 
 def test_the_model_of_vllm_has_a_configuration_and_weights(tmp_path):

@@ -197,8 +197,8 @@ def test_defines_prelude_name_and_options_count(one_of_each, monkeypatch):
 
 def copy_cuda(folder, monkeypatch):
     """All files of fp8moe/cuda, copied for a test to change."""
-    copies = tuple(shutil.copytree(source, folder / source.name) for source in jit.SOURCE_DIRS)
-    monkeypatch.setattr(jit, "SOURCE_DIRS", copies)
+    copies = tuple(shutil.copytree(source, folder / source.name) for source in jit.SOURCE_DIRS["sm90"])
+    monkeypatch.setitem(jit.SOURCE_DIRS, "sm90", copies)
     return [path for copy in copies for path in sorted(copy.iterdir())]
 
 

@@ -8,7 +8,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 from benchmarks.tables import with_tables  # noqa: E402
 from fp8moe.weights import quantize_checkpoint  # noqa: E402
-from fp8moe.weights.read import open_checkpoint  # noqa: E402
+from fp8moe.weights.source import open_checkpoint  # noqa: E402
 from tests.tiny_moe_models import MODELS as TINY  # noqa: E402
 from tools import model_sizes  # noqa: E402
 from tools.model_matrix import MARK, PAGE, read_page  # noqa: E402

@@ -17,7 +17,7 @@ from fp8moe.cli import _parser
 from fp8moe.runtime.config import Settings
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/findings/*.md"), *ROOT.glob("examples/*.md")]
 TOP = ("fp8moe", "benchmarks", "tests", "tools", "docs", "examples", "validation", "integrations")
 all_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

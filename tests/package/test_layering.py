@@ -1,11 +1,16 @@
 """The package's structure: imports go down and in no circle, files are short, functions take few parameters, and what
 launches a kernel or knows the GPU has one place.
 
-Each check is a function of the package's directory that returns what is wrong. It is tried on a tree with one fault.
+Each check is a function of the package's directory that returns what is wrong. FAULTS has one that it must find.
 """
 
 import ast
+import os
 import re
+import runpy
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -18,8 +23,7 @@ ORDER = (  # from the bottom: nothing imports what is above it; __init__ is fp8m
     *("runtime", "quant", "kernels", "layers", "__init__", "distributed", "weights", "hf", "decode", "peft", "serving"),
     *("integrations", "commands", "cli", "__main__"),
 )
-CUDA_FOLDERS = ("common", "ops", "sm90")
-PROGRAMS = ("benchmarks", "tools", "examples")  # folders beside the package that import it
+BESIDE = ("integrations", "benchmarks", "tools", "examples")  # the package, from the bottom
 LOWER_FOLDERS = ("runtime", "quant", "kernels")
 MAX_LINES = 700
 MAX_PARAMETERS = 8
@@ -31,26 +35,26 @@ CHANGES = ("add", "append", "clear", "extend", "insert", "pop", "popitem", "remo
 
 
 def upward_imports(package: Path) -> list[str]:
-    """Imports of a higher folder, also those inside functions, and modules in a folder that has no place in ORDER."""
-    ranks = {name: rank for rank, name in enumerate(ORDER)}
-    hands_out = f"{package.name}.__init__"  # names from everywhere, when they are asked for
+    """Imports of a higher folder, also those inside functions and for type checkers, and modules without a place."""
     graph = import_graph(package)
-    found = [f"{module}: not in a folder of ORDER" for module in graph if module.split(".")[1] not in ranks]
+    places = {f"{package.name}.{name}": rank for rank, name in enumerate(ORDER)}
+    places |= {tree.name: len(ORDER) + BESIDE.index(folder) for folder, tree in trees_beside(package)}
+    rank = {module: places.get(module if module in places else folder_of(module, package)) for module in graph}
+    found = [f"{module}: not in a folder of ORDER" for module in graph if rank[module] is None]
     if found:
         return found
-    rank = {module: ranks[module.split(".")[1]] for module in graph}
     return [
         f"{module} imports {other}"
         for module, others in graph.items()
         for other in sorted(others)
-        if rank[other] > rank[module] and module != hands_out
+        if rank[other] > rank[module] and module != f"{package.name}.__init__"  # which hands out names when asked
     ]
 
 
 def circular_imports(package: Path) -> list[str]:
-    """One circle of files, if there is any, of the package or of PROGRAMS beside it."""
+    """One circle of files, if there is any, of the package or beside it."""
     try:
-        TopologicalSorter(import_graph(package, *(package.parent / name for name in PROGRAMS))).prepare()
+        TopologicalSorter(import_graph(package)).prepare()
     except CycleError as error:
         return [" is imported by ".join(error.args[1])]
     return []
@@ -73,14 +77,18 @@ def long_parameter_lists(package: Path) -> list[str]:
 
 def strangers_among_the_kernels(package: Path) -> list[str]:
     paths = (path.relative_to(package / "cuda") for path in (package / "cuda").rglob("*") if path.is_file())
-    known = {(folder, suffix) for folder in CUDA_FOLDERS for suffix in (".cu", ".cuh")}
-    return [str(path) for path in paths if (str(path.parent), path.suffix) not in known]
+    folders = {folder for own in architectures(package).values() for folder in own}
+    return [str(path) for path in paths if str(path.parent) not in folders or path.suffix not in (".cu", ".cuh")]
 
 
 def names_of_several_kernels(package: Path) -> list[str]:
-    """Files of cuda/ that bear the name of another: they are found by their names."""
-    names = Counter(path.name for path in (package / "cuda").rglob("*.cu*"))
-    return [name for name, count in names.items() if count > 1]
+    """Files of cuda/ that bear the name of another of the same architecture: they are found by their names."""
+    return [
+        f"{name} of {architecture}"
+        for architecture, folders in architectures(package).items()
+        for name, count in Counter(path.name for own in folders for path in (package / "cuda" / own).glob("*")).items()
+        if count > 1
+    ]
 
 
 def long_parameter_lists_in_python(package: Path) -> list[str]:
@@ -138,44 +146,61 @@ def classes_of_plans(package: Path) -> list[str]:
 
 
 def names_of_the_gpu(package: Path) -> list[str]:
-    """Files that name the GPU or its instructions, but for sm90.py, and messages to the user in a few files."""
-    found, messages = [], []
+    """Files that name the GPU or its instructions, but for its own, and messages to the user in a few files."""
+    own, found, messages = files_of_the_gpu(package), [], []
     for path, tree in modules(package, *LOWER_FOLDERS):
         count = len(GPU_WORDS.findall(path.read_text(encoding="utf-8")))
         told = sum(len(GPU_WORDS.findall(text)) for text in strings(tree))
-        if path.name != "sm90.py" and count:
+        if path.name not in own and count:
             (messages if count == told else found).append(str(path.relative_to(package)))
     return found + (messages if len(messages) > MAX_MESSAGES_THAT_NAME_THE_GPU else [])
 
 
 def limits_of_the_gpu(package: Path) -> list[str]:
-    """Numbers that only sm90.py is to know."""
+    """Numbers that only the GPU's own files are to know."""
+    own = files_of_the_gpu(package)
     return [
         f"{place(package, path, node)}: {ast.unparse(node)}, {GPU_LIMITS[value]}"
         for path, tree in modules(package, *LOWER_FOLDERS)
         for node in ast.walk(tree)
-        if path.name != "sm90.py" and (value := number(node)) in GPU_LIMITS
+        if path.name not in own and (value := number(node)) in GPU_LIMITS
     ]
 
 
-CHECKS = (
-    *(upward_imports, circular_imports, long_files, long_parameter_lists),
-    *(strangers_among_the_kernels, names_of_several_kernels),
-    *(long_parameter_lists_in_python, arguments_by_position, caches_of_plans, classes_of_plans),
-    *(names_of_the_gpu, limits_of_the_gpu),
-)
+def architectures(package: Path) -> dict[str, tuple[str, ...]]:
+    """By the folder of each architecture of the package's table: the folders of cuda/ that have its sources."""
+    table = runpy.run_path(str(package / "runtime/architectures.py"))
+    return {folder: (*table["SHARED_FOLDERS"], folder) for folder, *_ in table["ARCHITECTURES"]}
+
+
+def files_of_the_gpu(package: Path) -> set[str]:
+    return {"architectures.py", *(f"{folder}.py" for folder in architectures(package))}
+
+
+def trees_beside(package: Path) -> Iterator[tuple[str, Path]]:
+    """The folder of BESIDE and the directory of each tree of modules that imports the package."""
+    for folder in BESIDE:
+        path = package.parent / folder
+        for tree in (init.parent for init in path.glob("*/*/__init__.py")) if folder == "integrations" else (path,):
+            yield folder, tree
+
+
+def folder_of(module: str, package: Path) -> str:
+    """Of a module of the package its folder there, of another its tree."""
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == package.name else 1])
 
 
 def sources(package: Path) -> list[Path]:
     return sorted(path for path in package.rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
 
 
-def import_graph(*packages: Path) -> dict[str, set[str]]:
-    """The modules of packages, and which of them each one imports. That of a folder is called folder.__init__."""
+def import_graph(package: Path) -> dict[str, set[str]]:
+    """The modules of the package and beside it, and what each one imports. That of a folder is folder.__init__."""
     paths = {
-        ".".join((package.name, *path.relative_to(package).with_suffix("").parts)): path
-        for package in packages
-        for path in sources(package)
+        ".".join((tree.name, *path.relative_to(tree).with_suffix("").parts)): path
+        for tree in (package, *(tree for _, tree in trees_beside(package)))
+        for path in sources(tree)
         if path.suffix == ".py"
     }
     graph = {}
@@ -331,17 +356,11 @@ def number(node: ast.AST) -> int | None:
     return None
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_the_package_is_in_order(check):
-    faults = check(PACKAGE)
-    assert not faults, "\n".join(faults)
-
-
 CLEAN = {
     "__init__.py": "from fp8moe.layers import Linear\n",
     "runtime/__init__.py": "",
+    "runtime/architectures.py": (PACKAGE / "runtime/architectures.py").read_text(encoding="utf-8"),
     "runtime/launch.py": "",
-    "kernels/__init__.py": "",
     "kernels/gemm/__init__.py": "from fp8moe.kernels.gemm.dense import gemm\n",
     "kernels/gemm/dense.py": "import torch\nfrom fp8moe.kernels.gemm import plan\nfrom fp8moe.runtime import launch\n",
     "kernels/gemm/plan.py": "import fp8moe.runtime.launch as launch\n",
@@ -354,121 +373,86 @@ def launch(a, b, c, d, e, f, g, h, i): return REST[0]
 def call(function, *arguments):
     first, *rest = sorted(arguments)
     return function(*arguments)
-class Call:
-    def __init__(self, a, b, c, d, e, f, g, h): self.made = {a: b}
 op = operator("entry(Tensor a) -> Tensor", check=launch, cuda=launch, reference=launch, fake=launch)
 """,
     "layers/__init__.py": "from fp8moe.layers.linear import Linear\n",
     "layers/linear.py": "from ..kernels.gemm import gemm\nfrom . import experts\nclass Linear: ...\n",
     "layers/experts.py": "def run():\n    from fp8moe.kernels.gemm.dense import gemm\n",
+    "../integrations/engine/fp8moe_engine/__init__.py": "from fp8moe.layers import Linear\n",
+    "../benchmarks/calls.py": "from fp8moe import Linear\nimport fp8moe_engine\n",
     "../tools/digest.py": "from benchmarks import calls\n",
-    "../benchmarks/calls.py": "from fp8moe import Linear\n",
-    "checkpoints/__init__.py": "",
-    "checkpoints/load.py": "from fp8moe import Linear\n",
-    "cli.py": "from fp8moe.weights import load\n" + "\n" * (MAX_LINES - 1),
     "cuda/sm90/gemm.cu": """// f(int a, int b, int c, int d, int e, int f, int g, int h, int i) {
         #define NINE(a, b, c, d, e, f, g, h, i) \\
           f(a, b, c, d, e, f, g, h, i) { }
-        constexpr int TWO = 2; /* g(int a, int b, int c, int d, int e, int f, int g, int h, int i) { */
         template <int A, int B>
         __device__ void eight(const Pair<int, int>& a, int, float (&c)[2], int d, int e = max(1, 2), int, int, int) {
           if (nine(a, b, c, d, e, f, g, h, d)) { asm volatile("{ f(a, b, c, d, e, f, g, h, i) {" ::"r"(a), "r"(b)); }
-          for (int i = sum(a, b, c, d, e, f, g, h, d); i < 2; ++i) { while (nine(a, b, c, d, e, f, g, h, d)) { } }
-          if constexpr (A == B) { b = c ? nine(a, b, c, d, e, f, g, h, d) : 0; }
         }
         extern "C" __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ Arguments arguments) { }
         """,
 }
+FAULTS = {
+    upward_imports: ("layers/experts.py", "if TYPE_CHECKING:\n    from fp8moe_engine import Engine\n"),
+    circular_imports: ("kernels/gemm/plan.py", "def run():\n    from fp8moe.kernels.gemm import gemm\n"),
+    long_files: ("cuda/sm90/gemm.cu", "\n" * (MAX_LINES + 1)),
+    long_parameter_lists: ("cuda/sm90/gemm.cu", f"auto nine = [&]({'int, ' * 8}Pair<int, int> i) mutable -> int {{"),
+    strangers_among_the_kernels: ("cuda/sm100/gemm.cu", ""),
+    names_of_several_kernels: ("cuda/ops/gemm.cu", ""),
+    long_parameter_lists_in_python: ("kernels/gemm/plan.py", "run = lambda a, b, c, d, e, f, g, *h, **i: 0\n"),
+    arguments_by_position: ("kernels/gemm/plan.py", "def run(*arguments):\n    *first, last = arguments\n"),
+    caches_of_plans: ("kernels/gemm/plan.py", "plans = {}\ndef get(key): plans[key] = key\n"),
+    classes_of_plans: ("runtime/launch.py", "class PlanCache: ...\n"),
+    names_of_the_gpu: ("kernels/gemm/plan.py", "def columns(tile):\n    'Of one wgmma.'\n"),
+    limits_of_the_gpu: ("runtime/launch.py", "SHARED = 228 << 10\n"),
+}
+CHECKS = pytest.mark.parametrize("check", FAULTS)
+
+
+@CHECKS
+def test_the_package_is_in_order(check):
+    faults = check(PACKAGE)
+    assert not faults, "\n".join(faults)
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
     package = root / "fp8moe"
+    package.mkdir(exist_ok=True)
     for name, text in files.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text)
     return package
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_a_clean_tree_passes(tmp_path, check):
-    assert check(write(tmp_path, CLEAN)) == []
-
-
-NINE = "int a, int b, int c, int d, int e, int f, int g, int h, Pair<int, int> i"
-
-
-@pytest.mark.parametrize(
-    ("check", "name", "text"),
-    [
-        (upward_imports, "runtime/launch.py", "import fp8moe.kernels.gemm.plan\n"),
-        (upward_imports, "runtime/launch.py", "from fp8moe.kernels.gemm import plan\n"),
-        (upward_imports, "runtime/launch.py", "from ..kernels import gemm\n"),
-        (upward_imports, "runtime/launch.py", "from fp8moe import cli\n"),
-        (upward_imports, "runtime/launch.py", "from fp8moe import *\n"),
-        (upward_imports, "kernels/gemm/plan.py", "from fp8moe import Linear\n"),
-        (upward_imports, "kernels/gemm/plan.py", "def run():\n    from fp8moe.layers.linear import Linear\n"),
-        (upward_imports, "layers/experts.py", "if TYPE_CHECKING:\n    from fp8moe.weights.load import Linear\n"),
-        (upward_imports, "tools/validate.py", ""),
-        (circular_imports, "kernels/gemm/plan.py", "from fp8moe.kernels.gemm.dense import gemm\n"),
-        (circular_imports, "kernels/gemm/plan.py", "def run():\n    from . import dense\n"),
-        (circular_imports, "kernels/gemm/plan.py", "from fp8moe.kernels.gemm import gemm\n"),
-        (circular_imports, "layers/experts.py", "from fp8moe import Linear\n"),
-        (circular_imports, "layers/experts.py", "import fp8moe.layers.experts\n"),
-        (circular_imports, "kernels/gemm/plan.py", "from fp8moe.kernels.rows import permute\n"),
-        (circular_imports, "../benchmarks/calls.py", "def run():\n    from tools.digest import digest\n"),
-        (circular_imports, "../benchmarks/calls.py", "from benchmarks import calls\n"),
-        (long_files, "cli.py", "\n" * (MAX_LINES + 1)),
-        (long_files, "cuda/sm90/gemm.cu", "\n" * (MAX_LINES + 1)),
-        (long_parameter_lists, "cuda/sm90/ptx.cuh", f"__device__ inline int nine({NINE}) {{"),
-        (long_parameter_lists, "cuda/sm90/ptx.cuh", f"struct Nine {{ __device__ int nine({NINE}) const {{"),
-        (long_parameter_lists, "cuda/sm90/ptx.cuh", f"struct Nine {{ __device__ int operator()({NINE}) {{"),
-        (long_parameter_lists, "cuda/sm90/ptx.cuh", f"struct Nine {{ __device__ Nine({NINE}) : a(a), b{{b}} {{"),
-        (long_parameter_lists, "cuda/sm90/ptx.cuh", f"auto nine = [&]({NINE}) {{"),
-        (long_parameter_lists, "cuda/sm90/ptx.cuh", f"auto nine = [=]({NINE}) mutable -> int {{"),
-        (
-            long_parameter_lists,
-            "cuda/sm90/gemm.cu",
-            f'extern "C" __global__ void __launch_bounds__(128) nine({NINE}) {{',
-        ),
-        (
-            long_parameter_lists,
-            "cuda/sm90/gemm.cu",
-            "void nine(\n  int a,  // one, two\n  int, int, int,\n int, int, int, int, int)\n{",
-        ),
-        (strangers_among_the_kernels, "cuda/__init__.py", ""),
-        (strangers_among_the_kernels, "cuda/sm90/gemm.h", ""),
-        (strangers_among_the_kernels, "cuda/combine.cu", ""),
-        (strangers_among_the_kernels, "cuda/ops/experts/combine.cu", ""),
-        (names_of_several_kernels, "cuda/ops/gemm.cu", ""),
-        (long_parameter_lists_in_python, "runtime/launch.py", "def nine(a, b, c, d, e, f, g, *, h, i): ...\n"),
-        (
-            long_parameter_lists_in_python,
-            "runtime/launch.py",
-            "class C:\n def f(self, a, b, c, d, e, f, g, h, i): ...\n",
-        ),
-        (long_parameter_lists_in_python, "kernels/gemm/plan.py", "run = lambda a, b, c, d, e, f, g, *h, **i: 0\n"),
-        (long_parameter_lists_in_python, "kernels/gemm/plan.py", "def launch(a, b, c, d, e, f, g, h, i): ...\n"),
-        (arguments_by_position, "kernels/gemm/plan.py", "def run(*arguments): return arguments[0]\n"),
-        (arguments_by_position, "runtime/launch.py", "def run(*arguments): return arguments[1:]\n"),
-        (arguments_by_position, "runtime/launch.py", "run = lambda x, *rest: (x, rest[-1])\n"),
-        (arguments_by_position, "quant/formats.py", "def run(*arguments):\n    *first, last = arguments\n"),
-        (caches_of_plans, "kernels/gemm/plan.py", "plans = {}\ndef get(key): plans[key] = key\n"),
-        (caches_of_plans, "kernels/gemm/plan.py", "_plans: dict = {}\nrun = lambda key: _plans.setdefault(key, key)\n"),
-        (caches_of_plans, "kernels/gemm/plan.py", "_plan = None\ndef get():\n    global _plan\n    _plan = 1\n"),
-        (caches_of_plans, "quant/formats.py", "plans = PlanCache()\ndef get(key): return plans.get(key, dict)\n"),
-        (classes_of_plans, "kernels/gemm/plan.py", "class _Plan: ...\n"),
-        (classes_of_plans, "runtime/launch.py", "class PlanCache: ...\n"),
-        (names_of_the_gpu, "kernels/gemm/plan.py", "# for sm_90a\n"),
-        (names_of_the_gpu, "kernels/gemm/plan.py", "def columns(tile):\n    'Of one wgmma.'\n"),
-        (names_of_the_gpu, "runtime/launch.py", "HOPPER = 9\n"),
-        (limits_of_the_gpu, "runtime/launch.py", "SHARED = 227 * 1024 - 16\n"),
-        (limits_of_the_gpu, "kernels/gemm/plan.py", "SHARED = 228 << 10\n"),
-        (limits_of_the_gpu, "kernels/gemm/plan.py", "SHARED = 232448\n"),
-        (limits_of_the_gpu, "quant/formats.py", "def registers(threads): return 65536 // threads\n"),
-    ],
-)
-def test_one_fault_is_found(tmp_path, check, name, text):
-    package = write(tmp_path, CLEAN | {"kernels/rows/__init__.py": "from fp8moe.kernels.gemm.dense import gemm"})
+@CHECKS
+def test_a_check_finds_its_fault_and_nothing_in_a_clean_tree(tmp_path, check):
+    package = write(tmp_path, CLEAN)
     assert check(package) == []
-    write(tmp_path, {name: text})
+    write(tmp_path, dict([FAULTS[check]]))
     assert check(package)
+
+
+def test_another_architecture_is_a_folder_and_a_row_of_the_table(tmp_path):
+    """With headers of its own, by the names that Hopper's have."""
+    package = tmp_path / "fp8moe"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    table = package / "runtime/architectures.py"
+    row = 'SM100 = Architecture("sm100", "sm_100a", (10, 0))\nARCHITECTURES = (SM90, SM100)'
+    table.write_text(table.read_text().replace("ARCHITECTURES = (SM90,)", row))
+    stub = (
+        '#include "ptx.cuh"\n#include "ordered.cuh"\nextern "C" __global__ void stub(int* out) { *out = number(); }\n'
+    )
+    header = "#pragma once\ntypedef unsigned int u32;\n__device__ int number() { return 100; }\n"
+    write(tmp_path, {"cuda/sm100/stub.cu": stub, "cuda/sm100/ptx.cuh": header})
+    for check in (strangers_among_the_kernels, names_of_several_kernels, names_of_the_gpu, limits_of_the_gpu):
+        assert check(package) == []
+    code = """if True:
+        from fp8moe.runtime import architectures, jit
+        spec = jit.KernelSpec("stub.cu", "stub", architecture=architectures.SM100)
+        jit.compile_spec(spec)
+        print(jit.full_source(spec))
+    """
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    files = re.findall('^#line 1 "(.*)"', done.stdout, re.MULTILINE)
+    assert files[:2] == ["stub.cu", "ptx.cuh"] and "ordered.cuh" in files and header.splitlines()[2] in done.stdout

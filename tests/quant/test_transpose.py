@@ -1,4 +1,4 @@
-"""The transposing quantizer: reference backend, layouts, errors, operator, compiled kernels, the benchmark's sums."""
+"""The transposing quantizer: reference backend, layouts, errors, operator, and the compiled kernels."""
 
 import math
 
@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import transpose as benchmark
 from fp8moe.quant import transpose
 from fp8moe.quant.formats import padded_rows
 from fp8moe.quant.quantize import dequantize, quantize_1x128
@@ -182,22 +181,3 @@ def test_every_variant_compiles_without_spills(dtype, vector, weighted):
     assert report.static_smem <= 8 << 10
     # An SM of 65536 registers then holds 4 blocks of 256 threads, or 3 with weights, each with 32 KB to load.
     assert report.registers <= ((80 if weighted else 64) if vector and dtype != torch.float32 else 128)
-
-
-# ---- benchmark ----
-
-
-def test_benchmark_counts_bytes_and_sets_thresholds():
-    plain = benchmark.bytes_moved(65536, 7168, 65536)
-    assert plain == 4 * 65536 * 7168 + 2 * 4 * 65536 * 56
-    assert benchmark.bytes_moved(65536, 7168, 65664) == plain + 128 * 7168 + 4 * 7168
-    us = plain / 4.21e6
-    fast, slow, other = (
-        benchmark.make_row(name, 65536, 7168, 65536, us / share)
-        for name, share in (("one group", 0.8), ("gather", 0.7), ("swiglu", 0.1))
-    )
-    assert fast["of_copy"] == fast["of_copy_once"] == pytest.approx(0.8, rel=1e-3)
-    assert [one.passed for one in benchmark.thresholds([fast, slow, other])] == [True, False]
-    gathered = benchmark.make_row("gather", 65536, 7168, 65536, us, unique=0.25)
-    assert gathered["of_copy"] == pytest.approx(1.0, rel=1e-3)
-    assert gathered["of_copy_once"] == pytest.approx((plain - 1.75 * 65536 * 7168) / plain, rel=1e-3)

@@ -16,6 +16,7 @@ import pytest
 
 import fp8moe
 from fp8moe.runtime import compilers, config, cubin_cache, jit
+from fp8moe.runtime.architectures import SM90
 from tests.errors import refused
 from tests.ptxas import compile_report, read_report
 
@@ -68,7 +69,7 @@ def sources(tmp_path, monkeypatch):
     directory.mkdir()
     for name, text in (("main.cu", MAIN), ("common.cuh", COMMON), ("more.cuh", MORE), ("spills.cu", SPILLS)):
         (directory / name).write_text(text)
-    monkeypatch.setattr(jit, "SOURCE_DIRS", (directory,))
+    monkeypatch.setitem(jit.SOURCE_DIRS, "sm90", (directory,))
     monkeypatch.setattr(config, "settings", config.settings)
     use(cache_dir=tmp_path / "cache", compiler="nvrtc", print_compiler=False, dump_dir=None)
     return directory
@@ -80,9 +81,9 @@ def compiles(monkeypatch):
     calls = []
     original = compilers.compile_source
 
-    def counted(text, name, compiler):
+    def counted(text, name, *options):
         calls.append(name)
-        return original(text, name, compiler)
+        return original(text, name, *options)
 
     monkeypatch.setattr(compilers, "compile_source", counted)
     return calls
@@ -129,7 +130,7 @@ def test_files_include_those_of_other_folders_by_name(sources, tmp_path, monkeyp
     other.mkdir()
     (sources / "common.cuh").rename(other / "common.cuh")
     refused(ValueError, r"no CUDA source 'common\.cuh' in cuda/", jit.full_source, SCALE)
-    monkeypatch.setattr(jit, "SOURCE_DIRS", (sources, other))
+    monkeypatch.setitem(jit.SOURCE_DIRS, "sm90", (sources, other))
     assert jit.full_source(SCALE) == before
 
 
@@ -261,13 +262,11 @@ def test_the_key_covers_everything_that_decides_the_code(sources, monkeypatch):
         return jit.cache_key(spec)
 
     keys = [key(), key(SHARED), key(replace(SCALE, defines=(("FACTOR", 4),))), key(replace(SCALE, prelude="int;"))]
+    keys.append(key(replace(SCALE, architecture=SM90._replace(flag="sm_100a"))))
     (sources / "common.cuh").write_text(COMMON + "// changed\n")
     keys.append(key())
     with monkeypatch.context() as patch:
         patch.setattr(compilers, "PTXAS_OPTIONS", ("-v", "-O1"))
-        keys.append(key())
-    with monkeypatch.context() as patch:
-        patch.setattr(compilers, "ARCH", "sm_100a")
         keys.append(key())
     with monkeypatch.context() as patch:
         patch.setattr(compilers.metadata, "version", lambda wheel: "99.0")
@@ -456,7 +455,7 @@ def test_two_processes_may_compile_the_same_kernel_at_once(sources, compiles):
     code = f"""
         import hashlib, pathlib
         from fp8moe.runtime import jit
-        jit.SOURCE_DIRS = (pathlib.Path({str(sources)!r}),)
+        jit.SOURCE_DIRS["sm90"] = (pathlib.Path({str(sources)!r}),)
         spec = jit.KernelSpec("main.cu", "scale", (("FACTOR", 3),))
         print(hashlib.sha256(jit.cubin(spec)).hexdigest())
     """
@@ -507,7 +506,7 @@ def test_from_the_disk_cache_takes_milliseconds_and_does_not_load_the_compiler(s
         import pathlib, time
         import cuda.core
         from fp8moe.runtime import jit
-        jit.SOURCE_DIRS = (pathlib.Path({str(sources)!r}),)
+        jit.SOURCE_DIRS["sm90"] = (pathlib.Path({str(sources)!r}),)
         spec = jit.KernelSpec("main.cu", "scale", (("FACTOR", 3),))
         start = time.process_time()  # other processes may have the CPUs meanwhile
         jit.cubin(spec)

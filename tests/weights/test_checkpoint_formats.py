@@ -15,14 +15,15 @@ from fp8moe.cli import main
 from fp8moe.weights import (
     CheckpointError,
     convert_checkpoint,
+    find_format,
     inspect_checkpoint,
     load_fp8_checkpoint,
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
-from fp8moe.weights.as_blocks import as_blocks
-from fp8moe.weights.find_format import find_format
-from fp8moe.weights.read import SINGLE, open_checkpoint
+from fp8moe.weights.source import SINGLE, Reader
+from fp8moe.weights.stored import open_weights
+from fp8moe.weights.views import _mxfp4, _mxfp4_values, in_blocks
 from tests.checkpoint_formats import E4M3, LAYOUTS, as_gpt_oss, mxfp4, write_layout
 from tests.small_checkpoints import Model, bits, same, unquantized
 
@@ -46,6 +47,18 @@ def sizes(monkeypatch):
 
 def wanted(name):
     return name.endswith("_proj.weight")
+
+
+def read_blocks(weights):
+    """The tensors of a checkpoint as blocks, by name."""
+    reader, tensors = Reader(weights.checkpoint.directory), {}
+    for weight in in_blocks(weights):
+        values = [value for _, value in weight.pieces(reader)]
+        parts = zip(*values, strict=True) if weight.grid else [values]
+        for name, part in zip(weight.specs(), parts, strict=True):
+            tensors[name] = torch.stack(part) if len(weight.shape) == 3 else part[0]
+    reader.close()
+    return tensors
 
 
 def written(directory, layout):
@@ -192,10 +205,10 @@ def test_fused_experts_stored_the_other_way(tmp_path, monkeypatch, size):
     if size % 128:
         assert "gate and up, of 96 columns each, share blocks" in find_format(tmp_path / "x").reason
         return
-    blocks, found = as_blocks(open_checkpoint(tmp_path / "x"))
-    assert found.format.name == "fp8-block" and all(weight.transposed for weight in found.weights)
-    with blocks.reader() as reader:
-        assert all(torch.equal(reader.read(name).float(), value) for name, value in expected.items())
+    weights = open_weights(tmp_path / "x")
+    assert weights.format.name == "fp8-block" and all(weight.transposed for weight in weights.quantized)
+    blocks = read_blocks(weights)
+    assert all(torch.equal(blocks[name].float(), value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("scales", [(), (1, 1), (2, 1)])
@@ -214,14 +227,14 @@ def test_fused_experts_with_a_scale_each(tmp_path, scales):
     (tmp_path / "x").mkdir()
     save_file(tensors, tmp_path / "x" / SINGLE)
     (tmp_path / "x" / "config.json").write_text(json.dumps(config))
-    blocks, found = as_blocks(open_checkpoint(tmp_path / "x"))
-    assert (found.format.name, found.format.loads) == ("fp8-tensor", True)
-    with blocks.reader() as reader:
-        for name in [name for name in tensors if name.endswith("_scale_inv")]:
-            scale, stored = reader.read(name), tensors[name].float()
-            rows = scale.shape[1] // (2 if scales == (2, 1) and "gate_up" in name else 1)
-            each = stored.reshape(stored.shape[0], -1, 1).repeat_interleave(rows, 1)
-            assert torch.equal(scale, each.expand(scale.shape))
+    weights = open_weights(tmp_path / "x")
+    assert (weights.format.name, weights.format.loads) == ("fp8-tensor", True)
+    blocks = read_blocks(weights)
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        scale, stored = blocks[name], tensors[name].float()
+        rows = scale.shape[1] // (2 if scales == (2, 1) and "gate_up" in name else 1)
+        each = stored.reshape(stored.shape[0], -1, 1).repeat_interleave(rows, 1)
+        assert torch.equal(scale, each.expand(scale.shape))
 
 
 def test_mxfp4_that_blocks_cannot_hold_is_refused_by_name(tmp_path):
@@ -320,14 +333,11 @@ def test_gate_and_up_that_cannot_be_told_apart(tmp_path):
 
 @pytest.mark.parametrize("spread", range(15))
 def test_mxfp4_is_exact_up_to_a_spread_of_14(spread):
-    from fp8moe.weights import as_blocks as module
-
     made = mxfp4("codes", "scale", torch.uint8, torch.uint8)(torch.randn(130, 64))
     powers = torch.full((130, 2), 120, dtype=torch.uint8)
     powers[::3] -= spread
-    codes, scales = (make(made.stored["codes"], powers) for make in module._MICROSCALED["mxfp4"])
-    expected = module._mxfp4_values(made.stored["codes"], powers)
-    assert torch.equal(dequantize((codes, scales), dtype=torch.float64), expected)
+    expected = _mxfp4_values(made.stored["codes"], powers)
+    assert torch.equal(dequantize(_mxfp4(made.stored["codes"], powers), dtype=torch.float64), expected)
 
 
 def test_configuration_and_tensors_that_disagree_are_refused(tmp_path):

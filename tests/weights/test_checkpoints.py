@@ -22,8 +22,8 @@ from fp8moe.weights import (
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
-from fp8moe.weights import read as checkpoint_read
-from fp8moe.weights.read import INDEX, SINGLE, Checkpoint, TensorReader, read_header
+from fp8moe.weights import source as checkpoint_read
+from fp8moe.weights.source import INDEX, SINGLE, Checkpoint, Reader, read_header
 from tests.small_checkpoints import (
     EXPERTS,
     FORMATS,
@@ -416,7 +416,7 @@ def test_interrupted_save(tmp_path, saved, monkeypatch):
 
 def test_a_weight_that_is_larger_than_a_shard_has_one_of_its_own(tmp_path, saved):
     save_fp8_checkpoint(saved[0], tmp_path, max_shard_size=20_000)
-    files = [set(read_header(path).tensors) for path in tmp_path.glob("*.safetensors")]
+    files = [set(read_header(path)) for path in tmp_path.glob("*.safetensors")]
     assert {Q, f"{Q}_scale_inv"} in files  # 28,800 bytes, with its scale
     assert sum(map(len, files)) == len(saved[1]) and not inspect_checkpoint(tmp_path).problems
     load_fp8_checkpoint(Model(), tmp_path)
@@ -435,18 +435,17 @@ def peak(monkeypatch):
     counts = {"alive": 0, "peak": 0, "all": 0}
 
     def counting(*arguments):
-        for index, tensor in pieces(*arguments):
-            size = tensor.nbytes
-            counts["alive"] += size
-            counts["all"] += size
-            counts["peak"] = max(counts["peak"], counts["alive"])
-            weakref.finalize(tensor, lambda size=size: counts.update(alive=counts["alive"] - size))
-            yield index, tensor
-            del tensor
+        tensor = whole(*arguments)
+        size = tensor.nbytes
+        counts["alive"] += size
+        counts["all"] += size
+        counts["peak"] = max(counts["peak"], counts["alive"])
+        weakref.finalize(tensor, lambda: counts.update(alive=counts["alive"] - size))
+        return tensor
 
-    pieces = TensorReader.pieces
+    whole = Reader.read
     gc.collect()
-    monkeypatch.setattr(TensorReader, "pieces", counting)
+    monkeypatch.setattr(Reader, "read", counting)
     return counts
 
 

@@ -25,7 +25,7 @@ from fp8moe.weights import (
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
-from fp8moe.weights.read import (
+from fp8moe.weights.source import (
     CONFIG,
     GENERATION_CONFIG,
     INDEX,

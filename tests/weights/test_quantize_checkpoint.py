@@ -18,8 +18,7 @@ from fp8moe.weights import (
     save_fp8_checkpoint,
 )
 from fp8moe.weights.formats import DTYPE_NAMES, TensorSpec
-from fp8moe.weights.read import INDEX, SINGLE
-from fp8moe.weights.resume import NAME as STATE
+from fp8moe.weights.source import INDEX, SINGLE
 from fp8moe.weights.write import ShardWriter
 from tests.checkpoint_formats import as_gpt_oss
 from tests.small_checkpoints import (
@@ -96,7 +95,7 @@ def test_quantize(tmp_path, scale_format, fused, shards):
     quantize_checkpoint(src, dst, scale_format=scale_format)
 
     names = {path.name for path in dst.iterdir()}
-    assert names == {path.name for path in src.iterdir()} - {"pytorch_model.bin"} | {STATE}
+    assert names == {path.name for path in src.iterdir()} - {"pytorch_model.bin"}
     assert (dst / "tokenizer.json").read_text() == "tokenizer.json"
     same(dict(sorted(read(dst).items())), dict(sorted(expected_fp8(tensors, scale_format).items())))
     config = json.loads((dst / "config.json").read_text())
@@ -190,7 +189,7 @@ def test_files_that_are_copied(tmp_path):
     for name in (*copied, "pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5.index.json"):
         (src / name).write_text(name)
     quantize_checkpoint(src, tmp_path / "dst")
-    assert {path.name for path in (tmp_path / "dst").iterdir()} == copied | {"config.json", SINGLE, STATE}
+    assert {path.name for path in (tmp_path / "dst").iterdir()} == copied | {"config.json", SINGLE}
     assert all((tmp_path / "dst" / name).read_text() == name for name in copied)
 
 
@@ -271,7 +270,7 @@ def test_links_that_leave_the_source_are_not_followed(tmp_path):
         "twice.md (a link to outside of the checkpoint)"
     )
     names = {path.name for path in (tmp_path / "dst").iterdir()}
-    assert names == {"real.txt", "alias.txt", "self.txt", "config.json", SINGLE, STATE}
+    assert names == {"real.txt", "alias.txt", "self.txt", "config.json", SINGLE}
     assert not any(path.is_symlink() for path in (tmp_path / "dst").iterdir())
 
 

@@ -15,7 +15,7 @@ from fp8moe import GroupedExperts, refit, refitting
 from fp8moe.decode import GraphDecoder
 from fp8moe.distributed import ExpertParallel
 from fp8moe.weights import CheckpointError, load_fp8_checkpoint, save, save_fp8_checkpoint
-from fp8moe.weights.read import INDEX, TensorReader
+from fp8moe.weights.source import INDEX, Reader
 from tests.errors import relative_error
 from tests.processes import in_processes
 from tests.sharded_models import SHARD_SIZE, files_of, save_whole, shard_all, shard_both, shard_experts
@@ -106,18 +106,18 @@ def one_rank_cannot_refit(directory):
 
 def reads_only_its_part(directory):
     model = shard_experts(Model(), init_device_mesh("cpu", (dist.get_world_size(),)))
-    sizes, pieces = [], TensorReader.pieces
+    sizes, whole = [], Reader.read
 
     def counting(*arguments):
-        for index, value in pieces(*arguments):
-            sizes.append(value.nbytes)
-            yield index, value
+        value = whole(*arguments)
+        sizes.append(value.nbytes)
+        return value
 
-    TensorReader.pieces = counting
+    Reader.read = counting
     try:
         load_fp8_checkpoint(model, directory / "whole")
     finally:
-        TensorReader.pieces = pieces
+        Reader.read = whole
     held = sum(getattr(value, "_local_tensor", value).nbytes for value in model.state_dict().values())
     assert sum(sizes) == held < 0.8 * sum(value.nbytes for value in model.state_dict().values())
 

@@ -1,5 +1,5 @@
-// From the largest magnitude of a quantization block to its scale, and from its values to E4M3: the arithmetic that all
-// kernels share, and that quant/reference.py defines bit for bit.
+// Scales of quantization blocks from their largest magnitudes, and conversion of values to E4M3: the arithmetic of all
+// kernels, which quant/reference.py defines bit for bit.
 //
 // FP8_MAX and SCALE_FLOOR are compile-time constants: formats.SCALE_DEFINES.
 #pragma once
@@ -26,7 +26,7 @@ __device__ __forceinline__ float divide(float x, float divisor, float reciprocal
   return __fmaf_rn(__fmaf_rn(quotient, divisor, -x), -reciprocal, quotient);
 }
 
-// What the values of a block are divided by. PowerOfTwo: it is one, so that the reciprocal is exact.
+// The divisor of a block's values. PowerOfTwo: the divisor is one, so that its reciprocal is exact.
 template <bool PowerOfTwo = false>
 struct alignas(8) Divisor {
   float value, reciprocal;
@@ -34,11 +34,11 @@ struct alignas(8) Divisor {
   __device__ __forceinline__ float quotient(float x) const {
     return PowerOfTwo ? __fmul_rn(x, reciprocal) : divide(x, value, reciprocal);
   }
-  // Two values to E4M3, the first in the lower byte.
+  // Converts two values to E4M3, the first in the lower byte.
   __device__ __forceinline__ u32 quantize(float a, float b) const { return pack_e4m3(quotient(a), quotient(b)); }
 };
 
-// The scale of a block. PowerOfTwo: rounded up to one.
+// The scale of a block. PowerOfTwo: rounded up to a power of two.
 template <bool PowerOfTwo = false>
 struct BlockScale {
   float value;
@@ -58,7 +58,7 @@ struct BlockScale {
   __device__ __forceinline__ float quotient(float x) const { return divisor.quotient(x); }
 };
 
-// Four values to E4M3, the first in the lowest byte: to nearest even, saturated; NaN to 0x7F.
+// Converts four values to E4M3, the first in the lowest byte: to nearest even, saturated; NaN becomes 0x7F.
 __device__ __forceinline__ u32 to_e4m3(float a, float b, float c, float d) {
   u32 result;
   asm("{\n.reg .b16 low, high;\n"

@@ -1,4 +1,4 @@
-// The paged cache of indexer keys: what append_kv.cu writes and mqa_logits.cu reads.
+// The paged cache of indexer keys, which append_kv.cu writes and mqa_logits.cu reads.
 #pragma once
 
 // A block of the cache: the E4M3 values of `Tokens` keys, one key after the other, then their scales.

@@ -3,7 +3,7 @@
 
 #include "ptx.cuh"
 
-// An integer that is larger where x is, the same for 0 and -0; never 0, but for some NaN.
+// Maps x to an integer in the same order; 0 and -0 are equal; the integer 0 stands for some NaN only.
 __device__ __forceinline__ u32 to_ordered(float x) {
   const u32 bits = __float_as_uint(__fadd_rn(x, 0.0f));
   return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);

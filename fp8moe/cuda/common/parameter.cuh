@@ -1,14 +1,14 @@
-// Vectors of a parameter that many thread blocks read, of the type of the input.
+// Vectors of a parameter that many thread blocks read; its type is that of the input.
 #pragma once
 
 #include "input.cuh"
 
-// Brings them to L2, in which all that is written arrives: so it may run before wait_for_previous_kernel.
+// Prefetches vectors to L2, where writes arrive too: so it may run before wait_for_previous_kernel.
 __device__ __forceinline__ void prefetch_parameter(const Element* source, int count) {
   if (count > 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
 }
 
-// As Vector::load, but L1 keeps them.
+// Loads a vector as Vector::load, and keeps it in L1.
 __device__ __forceinline__ Vector load_parameter(const Element* source, int count) {
   if constexpr (VECTOR) {
     Vector v = {};

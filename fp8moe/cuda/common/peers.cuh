@@ -1,4 +1,4 @@
-// What kernels share that store to the memory of peers: GPUs of one node, each with a process of its own.
+// Kernels that store to the memory of peers: GPUs of one node, each with its own process.
 //
 // Compile-time constants: PEERS, this GPU among them; MEETING_BYTES.
 #pragma once
@@ -9,9 +9,9 @@ constexpr int MAX_PEERS = 8;
 
 // Words on each GPU, zero at first. All peers run the same kernels in the same order, so their counts agree.
 struct Signals {
-  u32 arrived[MAX_PEERS];  // by rank: the meetings that a peer has come to, written by that peer
-  u32 met;                 // the meetings that this GPU has left
-  u32 blocks;              // of the kernel that runs, those that are done
+  u32 arrived[MAX_PEERS];  // by rank: how many meetings a peer has reached, written by that peer
+  u32 met;                 // how many meetings this GPU has left
+  u32 blocks;              // finished blocks of the running kernel
 };
 
 struct Meeting {
@@ -32,9 +32,9 @@ __device__ __forceinline__ u32 load_acquire_system(const u32* source) {
   return value;
 }
 
-// The end of a kernel that all peers run: it ends on none before the stores of all have arrived on all. All threads of
-// all blocks call it. The last block that does tells the peers, and waits for their last blocks. By then none of this
-// grid has still to be scheduled, and a peer waits for nothing else of this GPU: so the wait ends.
+// The end of a kernel that all peers run: the kernel ends on no peer before all stores have arrived on all peers. All
+// threads of all blocks call it. The last block to call it signals the peers and waits for their last blocks. The wait
+// ends, because all blocks of this grid have been scheduled by then, and a peer waits for nothing else of this GPU.
 __device__ __forceinline__ void meet(const Meeting& meeting) {
   if (!meeting.own) return;
   bool last = false;
@@ -44,7 +44,7 @@ __device__ __forceinline__ void meet(const Meeting& meeting) {
     last = atomicAdd(&meeting.own->blocks, 1) == gridDim.x - 1;
     fence_system();
   }
-  if (!__syncthreads_or(last)) return;  // no shared memory of its own: a GEMM may have taken all
+  if (!__syncthreads_or(last)) return;  // it uses no shared memory, all of which a GEMM may have
   const u32 count = meeting.own->met + 1;
   if (threadIdx.x < PEERS) {
     store_release_system(meeting.here[threadIdx.x], count);

@@ -34,7 +34,7 @@ struct Ring {
   }
 };
 
-// Where one role stands in a ring.
+// The position of one role in a ring.
 template <int Stages>
 struct Pipeline {
   Ring<Stages>& ring;
@@ -69,8 +69,7 @@ struct Pipeline {
   }
 };
 
-// A stage to hand back once a product has read it. Its barrier is found before, so that nothing else is left to do
-// then.
+// A stage to hand back after a product has read it. The address of its barrier is computed beforehand.
 struct Released {
   u32 empty;
 
@@ -92,6 +91,6 @@ template <typename Shared>
 __device__ __forceinline__ Shared& aligned_shared() {
   extern __shared__ char unaligned[];
   u32 address = round_up(shared_address(unaligned), SWIZZLE_ALIGNMENT);
-  asm volatile("" : "+r"(address));  // a value to keep, not to compute anew in every loop
+  asm volatile("" : "+r"(address));  // keeps the compiler from computing it again in every loop
   return *reinterpret_cast<Shared*>(__cvta_shared_to_generic(address));
 }

@@ -1,4 +1,4 @@
-// What the quantizers share: input that is read once and stays in registers, the scale of a block, stores of E4M3.
+// Shared by the quantizers: input that is read once and stays in registers, the scale of a block, stores of E4M3.
 //
 // Compile-time constants: those of input.cuh and block_scale.cuh; UE8M0 (scales are rounded up to powers of two).
 // Sizes, strides and pitches count elements.
@@ -9,7 +9,7 @@
 #include "warp.cuh"
 
 struct Scale : BlockScale<UE8M0> {
-  // From the largest magnitude of a block, as bits of the input's type.
+  // amax: the largest magnitude of a block, as bits of the input's type.
   explicit __device__ Scale(u32 amax) : BlockScale(Input::value(amax)) {}
 };
 

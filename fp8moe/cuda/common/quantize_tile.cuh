@@ -12,7 +12,7 @@
 #include "quantize.cuh"
 #include "row_tiles.cuh"
 
-constexpr int ROW_LANES = 16;               // share 8 rows
+constexpr int ROW_LANES = 16;               // lanes that share 8 rows
 constexpr int SIDE = BLOCK / ROW_LANES;     // rows and columns of a thread
 constexpr int VECTORS = SIDE / PER_VECTOR;  // of a thread in a row
 constexpr int STEP = ROW_LANES * PER_VECTOR;
@@ -41,10 +41,10 @@ struct Shared {
   RowTile tile;
 };
 
-// From the first column of a thread to its column c.
+// Offset of a thread's column c from its first column.
 __device__ constexpr int offset(int c) { return c / PER_VECTOR * STEP + c % PER_VECTOR; }
 
-// Where a thread is in its tile.
+// The place of a thread in its tile.
 struct ThreadPosition {
   u32 lane, warp, column_group;
   int row;
@@ -60,8 +60,8 @@ struct ThreadPosition {
 
 // ---- reductions and scales ----
 
-// The largest of 8 magnitudes, one for each row of a thread, over the lanes that share the rows. Lane i of those
-// returns that of row i / 2.
+// Reduces 8 magnitudes, one for each row of a thread, to the largest over the lanes that share the rows. Lane i of
+// these lanes returns the result of row i / 2.
 __device__ u32 largest_of_rows(u32 (&amax)[SIDE], u32 lane) {
 #pragma unroll
   for (int half = SIDE / 2; half > 0; half /= 2) {
@@ -75,16 +75,16 @@ __device__ u32 largest_of_rows(u32 (&amax)[SIDE], u32 lane) {
   return max(amax[0], __shfl_xor_sync(FULL_WARP, amax[0], 1));
 }
 
-// Where the divisor of a column lies: column c of all threads of a row next to each other, in different banks.
+// The slot of a column's divisor: column c of all threads of a row is contiguous, in different banks.
 __device__ int column_slot(int column) {
   const int c = column / STEP * PER_VECTOR + column % PER_VECTOR;
   return c * ROW_LANES + column / PER_VECTOR % ROW_LANES;
 }
 
-// Of the magnitudes of columns.
+// Maximum of the magnitudes of columns.
 __device__ u32 larger(u32 a, u32 b) { return WEIGHTED ? max(a, b) : Input::larger(a, b); }
 
-// Both searches at once: a magnitude is used twice, and none has to wait in a register.
+// Finds the maxima of rows and columns together: each magnitude is used twice at once and needs no register later.
 __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& values) {
   constexpr int WORDS = PAIRS ? SIDE / 2 : SIDE;
   u32 rows[SIDE], columns[WORDS] = {};
@@ -161,9 +161,9 @@ __device__ void store_row(u8* target, const u32 (&words)[2], int count) {
   }
 }
 
-// Both quotients of each value, two rows and two columns at a time. Rows go to memory, columns to shared memory, where
-// a thread has 8 bytes of each of its columns. These pieces are permuted by the column group, and the halves of every
-// second one swapped: what a warp writes at once then falls in different banks.
+// Computes both quotients of each value, two rows and two columns at a time. Rows go to memory, columns to shared
+// memory, 8 bytes of each of a thread's columns. These pieces are permuted by the column group, and the halves of every
+// second piece are swapped, so that the writes of a warp fall in different banks.
 __device__ void quantize_values(const Results& results, const Shared& s, const ThreadPosition& p, i64 first_column,
                                 const Values& values) {
   const auto value = [&](int r, int c) { return values[r][c / PER_VECTOR][c % PER_VECTOR]; };
@@ -207,7 +207,7 @@ __device__ void quantize_values(const Results& results, const Shared& s, const T
     for (int i = 0; i < HALF; ++i, target += results.width) {
       if (first + i < count) store_row(target, row_words[i], columns);
     }
-    __syncwarp();  // keeps the halves apart, which would need more registers together
+    __syncwarp();  // keeps the compiler from merging the halves, which would need more registers
   }
 }
 
@@ -228,7 +228,7 @@ __device__ void store_columns(const Results& results, u32 row_tile, i64 first_co
   }
 }
 
-// From the values of a tile to both results, in the columns from `first_column` on.
+// Quantizes the values of a tile both ways and stores the results, in the columns from `first_column` on.
 __device__ void quantize_tile(const Results& results, Shared& s, const ThreadPosition& p, i64 first_column,
                               const Values& values) {
   find_amax(s, p, values);

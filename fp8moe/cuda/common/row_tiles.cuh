@@ -1,5 +1,5 @@
-// Which rows and columns a thread block of a transposing quantizer takes: a tile of 128 rows of one group and 128
-// columns. The sizes of the groups are known on the device only.
+// The tile of a thread block in a transposing quantizer: 128 rows of one group and 128 columns. Only the device knows
+// the sizes of the groups.
 //
 // Compile-time constants: BLOCK, WARPS (of a thread block), RESULTS_BYTES.
 #pragma once
@@ -15,8 +15,8 @@ struct Results {
   float* row_scale;     // (num_rows, ceil(width / 128)), columns `row_scale_pitch` apart
   u8* columns;          // (width, 128 * row_tiles)
   float* column_scale;  // (width, row_tiles), columns `column_scale_pitch` apart
-  int* offsets;         // (num_groups + 1), where the groups begin once each is padded to whole tiles, or none
-  const int* groups;    // (num_groups + 1), where they begin, or none: one group of all rows
+  int* offsets;         // (num_groups + 1), beginnings of the groups padded to whole tiles, or null
+  const int* groups;    // (num_groups + 1), beginnings of the groups, or null: one group of all rows
   i64 width, row_scale_pitch, column_scale_pitch;
   u32 num_rows, num_groups;
   u32 row_tiles, column_tiles, strip;  // thread blocks walk strips of `strip` column tiles, row tile by row tile
@@ -32,7 +32,7 @@ struct RowTile {
 struct Group {
   int start, end;
 
-  // Whatever the offsets hold, its rows are inside.
+  // Its rows are inside the matrix for any offsets.
   __device__ Group(const Results& results, u32 i) {
     const int rows = static_cast<int>(results.num_rows);
     start = min(max(results.groups[i], 0), rows);
@@ -41,8 +41,8 @@ struct Group {
   __device__ u32 tiles() const { return (static_cast<u32>(end - start) + BLOCK - 1) / BLOCK; }
 };
 
-// Puts row tile `index` into `tile`, in shared memory. A thread has a contiguous part of the groups. Sums of tiles stop
-// at row_tiles, which groups that overlap may exceed. One thread block writes the offsets of the padded groups.
+// Puts row tile `index` into `tile`, in shared memory. Each thread has a contiguous part of the groups. Sums of tiles
+// are clamped to row_tiles, as overlapping groups may exceed it. One thread block writes the offsets of padded groups.
 __device__ void find_rows(const Results& results, RowTile& tile, u32 index, bool write_offsets) {
   __shared__ u32 warp_tiles[WARPS];
   if (!results.groups) {

@@ -3,7 +3,7 @@
 
 #include "ptx.cuh"
 
-// gate * sigmoid(gate) * up. Both are clamped first if Form > 1; then, if Form > 2, it is the form of GPT-OSS,
+// Form 1: gate * sigmoid(gate) * up. Form 2: gate and up are clamped first. Form 3, of GPT-OSS: clamped, then
 // gate * sigmoid(alpha * gate) * (up + 1).
 template <int Form>
 struct Swiglu {

@@ -1,4 +1,4 @@
-// 16 bytes at once, the most that a thread loads or stores, and the parts of them that lie at the end of a row.
+// Vectors of 16 bytes, the most that a thread loads or stores at once, and partial vectors at the end of a row.
 #pragma once
 
 #include "ptx.cuh"
@@ -6,7 +6,7 @@
 using u8 = unsigned char;
 using i64 = long long;
 
-// How many of the next `size` indices from `begin` on lie before `end`.
+// The number of indices from `begin` to `begin` + `size` that are below `end`.
 __device__ __forceinline__ int inside(i64 begin, i64 end, int size) {
   return end - begin < size ? static_cast<int>(end - begin) : size;
 }

@@ -4,7 +4,7 @@
 // A lane takes 16 bytes of a key, so that a warp has one key or several; slots and keys are loaded at the same time.
 //
 // Compile-time constants: those of quantize.cuh with VECTOR = 1; HEAD_DIM, the columns; BLOCK_TOKENS of a cache block;
-// WARPS of a thread block, and the TOKENS that it takes.
+// WARPS and TOKENS of a thread block.
 #include "mqa_cache.cuh"
 #include "quantize.cuh"
 

@@ -1,11 +1,11 @@
 // Sums the rows of each token's assignments with their weights: see combine.cuh. The sum, rounded to the output, may be
 // added to a residual.
 //
-// A warp takes 32 vectors of 16 bytes of a token at a time, and loads those of 8 rows before it adds them up. It may go
-// on to other tokens, whose assignments it has loaded by then.
+// A warp takes 32 vectors of 16 bytes of a token at a time, and loads the vectors of 8 rows before it adds them up. It
+// may then take further tokens, whose assignments it has loaded meanwhile.
 //
-// A residual may hold sums of some tokens only, and the result too: those of tokens without a row are then left alone,
-// so that a pass over few rows costs little.
+// Residual and result may hold sums for some tokens only: tokens without a row keep theirs, so that a pass over few
+// rows costs little.
 //
 // Compile-time constants: those of combine.cuh; OUTPUT (BFloat16, Float16 or Float32); WARP_COLUMNS; those of
 // units.cuh; SIZES_BYTES.
@@ -20,11 +20,11 @@ static_assert(WARP_COLUMNS == WARP * PER_VECTOR);
 
 struct Sizes {
   RoutingSizes routing;
-  u32 warps;  // that share a token: 1 to TOKEN_WARPS
+  u32 warps;  // warps that share a token: 1 to TOKEN_WARPS
 };
 static_assert(sizeof(Sizes) == SIZES_BYTES);
 
-// For each token whether there is a sum of it; null: there is of all.
+// Whether each token has a sum; null: all tokens have one.
 struct Known {
   const u8* residual;
   u8* sums;  // written

@@ -1,5 +1,5 @@
-// The weighted sums of the rows that a token's assignments have: products and sums in float32, each rounded, in the
-// order of the assignments.
+// The weighted sum of the rows of a token's assignments: products and sums in float32, each rounded, in the order of
+// the assignments.
 //
 // Compile-time constants: those of input.cuh, where INPUT is the type of y and VECTOR = 1; WEIGHT (BFloat16, Float16 or
 // Float32); ROW (int or long long), and PLACED: whether the rows of y are those of the assignments in their own order,
@@ -14,7 +14,7 @@ using Row = ROW;
 
 static_assert(VECTOR && HIDDEN % 8 == 0);
 
-// Of 32 assignments of a token, one a lane.
+// 32 assignments of a token, one per lane.
 struct Assignment {
   int row;  // -1: none
   float weight;
@@ -22,7 +22,7 @@ struct Assignment {
 
 struct RoutingSizes {
   u32 tokens, top_k;
-  u32 bound;  // of the rows, or of the experts: what is outside [0, bound) is none
+  u32 bound;  // rows or experts outside [0, bound) do not exist
 };
 
 // The routing of all tokens.
@@ -31,7 +31,7 @@ struct Routing {
   const Weight::Element* weights;
   const RoutingSizes& sizes;
 
-  // The assignment that a lane has of the 32 from the k-th of a token on.
+  // A lane's assignment among the 32 from the k-th of a token on.
   __device__ __forceinline__ Assignment from(u32 token, u32 k, u32 lane) const {
     if (token >= sizes.tokens || k + lane >= sizes.top_k) return {-1, 0.0f};
     const i64 at = i64{token} * sizes.top_k + k + lane;
@@ -41,9 +41,9 @@ struct Routing {
   }
 };
 
-// Adds the rows of 32 assignments to the sums of a lane, of Vectors vectors that are `step` columns apart, and loads
-// those of AtOnce rows before it adds them up. y: from the first column of the lane on, which has `columns` up to the
-// end of the row.
+// Adds the rows of 32 assignments to the sums of a lane: Vectors vectors that are `step` columns apart. The vectors of
+// AtOnce rows are loaded before they are added up. y: from the first column of the lane on, with `columns` columns up
+// to the end of the row.
 template <int AtOnce, int Vectors>
 __device__ __forceinline__ void add_rows(float (&sum)[Vectors][PER_VECTOR], const Element* y, int columns, int step,
                                          const Assignment& assignment) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void add_rows(float (&sum)[Vectors][PER_VECTOR], cons
   }
 }
 
-// Adds all rows of a token. first: the assignments that the lane has of the first 32.
+// Adds all rows of a token. first: the lane's assignment among the first 32.
 template <int AtOnce, int Vectors>
 __device__ __forceinline__ void add_token(float (&sum)[Vectors][PER_VECTOR], const Element* y, int columns, int step,
                                           const Routing& routing, u32 token, Assignment assignment) {

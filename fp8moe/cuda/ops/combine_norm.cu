@@ -1,15 +1,15 @@
-// combine.cu, and rms_norm.cu of its result, for few tokens: bits are those of the two kernels. A thread block has a
-// token.
+// combine.cu followed by rms_norm.cu in one kernel, for few tokens, with the bits of the two kernels. A thread block
+// has a token.
 //
-// Launched early it waits for y alone: it relies on it that everything else was written before the kernel in front of
-// it began, see wait_for_previous_kernel().
+// Launched early, it waits for y alone: everything else must have been written before the previous kernel began, see
+// wait_for_previous_kernel().
 //
 // Compile-time constants: those of combine.cuh, with PLACED = 0; those of rms_norm.cuh, ROW_THREADS being the thread
 // block.
 #include "combine.cuh"
 #include "rms_norm.cuh"
 
-// Rows that a thread loads before it adds them up: as many as registers hold, and most models have top_k.
+// Rows that a thread loads before it adds them up: as many as registers hold, and the top_k of most models.
 constexpr int AT_ONCE = VECTORS <= 4 ? 8 : 24 / VECTORS;
 static_assert(AT_ONCE > 0 && !PLACED && ROW_THREADS % WARP == 0);
 

@@ -3,10 +3,10 @@
 // bit that of quantize_1x128.cu. The softmax is taken tile by tile (FlashAttention, arXiv:2205.14135) and by many
 // thread blocks at once (Flash-Decoding).
 //
-// A cluster has a sequence and a key head, and up to 16 of the query heads that share it, which are the rows of mma. A
-// tile has 16 keys. Tile t is that of block t % CLUSTER and of its warp t / CLUSTER % WARPS, which loads its tiles
-// itself, STAGES ahead: nobody waits for another warp before the end. Then the sums of the warps become one, and those
-// of the blocks, in their order. With `early` the first tiles are on their way before the queries are there.
+// A cluster has a sequence and a key head, with up to 16 query heads that share the key head as the rows of mma. A tile
+// has 16 keys. Tile t belongs to block t % CLUSTER and to its warp t / CLUSTER % WARPS, which loads its tiles itself,
+// STAGES ahead: no warp waits for another before the end. Then the sums of warps are merged, and the sums of blocks, in
+// their order. With `early` the first tiles are loaded before the queries exist.
 //
 // Compile-time constants: those of heads.cuh, VECTORS = 1, and of quantize.cuh; KEY_HEADS, GROUP (query heads that
 // share one); NORM (queries and keys have a norm), APPEND (the new token is still to be normalized, rotated and stored,
@@ -19,8 +19,8 @@ constexpr int TILE = 16;  // keys
 constexpr int ROWS = 16;  // query heads of a thread block
 constexpr int MAX_ROWS = GROUP < ROWS ? GROUP : ROWS;
 constexpr int HEAD_TILES = ceil_div(GROUP, ROWS);
-constexpr int STEPS = ceil_div(SIZE, 16);        // of mma along a head
-constexpr int CHUNKS = 2 * STEPS;                // of 16 bytes, of a row in shared memory
+constexpr int STEPS = ceil_div(SIZE, 16);        // steps of mma along a head
+constexpr int CHUNKS = 2 * STEPS;                // 16-byte chunks of a row in shared memory
 constexpr int PITCH = round_up(CHUNKS, 8) * 16;  // bytes between rows
 constexpr int SUM_PITCH = SIZE + 8;              // floats between rows of sums: other banks for each
 constexpr int THREADS = WARPS * WARP;
@@ -30,7 +30,7 @@ static_assert(VECTORS == 1 && HEAD_LANES >= CHUNKS && BLOCK == 4 * WARP && STAGE
 
 union alignas(16) WarpTiles {
   u8 stages[STAGES][2][TILE][PITCH];  // keys and values
-  float sums[ROWS][SUM_PITCH];        // of the warp, at the end
+  float sums[ROWS][SUM_PITCH];        // sums of the warp, at the end
 };
 
 struct Shared {
@@ -38,7 +38,7 @@ struct Shared {
   u8 query[ROWS][PITCH];
   u8 fresh[2][PITCH];              // the new token's key and value
   float2 statistics[WARPS][ROWS];  // the largest score of a row, and its total
-  // From the blocks of the cluster, of the columns that this one finishes.
+  // Sums of all blocks of the cluster for the columns that this block finishes.
   float2 block_statistics[CLUSTER][ROWS];
   alignas(16) float block_sums[PARTS][CLUSTER][BLOCK];
 };
@@ -64,17 +64,17 @@ struct Arguments {
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES);
 
-// The chunks of neighbouring rows are swapped, so that 8 rows of a column lie on different banks.
+// The chunks of neighbouring rows are swapped, so that 8 rows of a column are in different banks.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return (chunk ^ row % 8) * 16; }
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
 
-// e^(x - largest), x and largest times LOG2_E; 0 if there was nothing.
+// e^(x - largest), with x and largest already multiplied by LOG2_E; 0 without any key.
 __device__ __forceinline__ float power(float x, float largest) {
   return x == minus_infinity() ? 0.0f : exp2f(x - largest);
 }
 
-// Which keys a sequence's query sees: `count` from `first` on.
+// The keys that a sequence's query sees: `count` from `first` on.
 struct Keys {
   i64 first;
   int count;
@@ -99,7 +99,7 @@ struct Sum {
   }
 };
 
-// The sum of `Count` others in their order; of(i, sum) fills in the i-th.
+// The sum of `Count` sums in their order; of(i, sum) fills in the i-th.
 template <int Count, class Of>
 __device__ __forceinline__ Sum merged(const Of& of) {
   Sum sums[Count], result;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void multiply(Float16, float* sum, uint2 upper, uint2
   mma_float16(sum, upper, lower, columns);
 }
 
-// Starts to load a tile of keys and values. What is behind `count` becomes zeros, as a NaN there would stay.
+// Starts to load a tile of keys and values. Keys behind `count` become zeros, as a NaN would reach the result.
 __device__ __forceinline__ void load_tile(u8 (&stage)[2][TILE][PITCH], const Element* keys, const Element* values,
                                           int tile, int count, int lane) {
 #pragma unroll
@@ -138,7 +138,7 @@ __device__ __forceinline__ void load_tile(u8 (&stage)[2][TILE][PITCH], const Ele
   }
 }
 
-// What the heads of a thread block go through on their way from the projections. HEAD_LANES threads take a head.
+// The norm and rotation of a thread block's heads. HEAD_LANES threads take a head.
 struct Heads {
   static constexpr int AT_ONCE = THREADS / HEAD_LANES;
   static constexpr int TURNS = ceil_div(MAX_ROWS + 2 * APPEND, AT_ONCE);
@@ -156,8 +156,8 @@ struct Heads {
     k_weight = Values::load(a.k_weight + offset, NORM && holds);
   }
 
-  // Queries and the new key are normalized and rotated; that and the new value, which one block stores, are left in
-  // shared memory.
+  // Normalizes and rotates queries and the new key, and leaves them and the new value in shared memory; one block also
+  // stores the new key and value in the cache.
   __device__ __forceinline__ void prepare(Shared& s, const Arguments& a, int sequence, int key_head, int first_row,
                                           int rows, const Keys& seen, bool stores) const {
     // The rows of the query, then the key and the value.
@@ -181,7 +181,7 @@ struct Heads {
         turned = rotated(turned, cos, sin, lane);
         if (!is_value) x = turned;
       }
-      // Lanes behind the head's have zeros, which fill up the last step of mma.
+      // Lanes after the head's last one have zeros, which fill up the last step of mma.
       if (row >= rows + 2 * APPEND || lane >= CHUNKS) continue;
       if (row < rows) {
         store_16(&s.query[row][swizzled(row, lane)], x.vectors[0]);

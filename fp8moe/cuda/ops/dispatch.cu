@@ -1,8 +1,8 @@
-// Quantizes the tokens of this GPU, one scale per 128 columns, and stores them to the memory of the peers that have an
-// expert of theirs, their routing to that of all. Values and scales are those of quantize_1x128.cu, bit for bit.
+// Quantizes the tokens of this GPU, one scale per 128 columns, and stores each to the memory of the peers that have one
+// of its experts; its routing goes to all peers. Values and scales have the bits of quantize_1x128.cu.
 //
 // A warp takes WARP_COLUMNS columns of a token and stores 512 bytes to each peer in one instruction: whole lines of 128
-// bytes, which is what NVLink carries best. It goes on to others, whose peers it knows by then.
+// bytes, which is best for NVLink. It then takes further tokens, whose peers it has found meanwhile.
 //
 // Compile-time constants: those of quantize_token.cuh, peers.cuh and owners.cuh; SIZES_BYTES.
 #include "owners.cuh"
@@ -12,8 +12,7 @@
 constexpr int K_BLOCKS = ceil_div(HIDDEN, BLOCK);
 static_assert(PEERS <= BLOCK_LANES);
 
-// Where a peer has room for the tokens of this GPU: data (slots, HIDDEN), scale (slots, K_BLOCKS), index (slots,
-// top_k).
+// A peer's buffers for the tokens of this GPU: data (slots, HIDDEN), scale (slots, K_BLOCKS), index (slots, top_k).
 struct Slots {
   u8* data;
   float* scale;
@@ -31,7 +30,7 @@ struct Sizes {
 };
 static_assert(sizeof(Sizes) == SIZES_BYTES);
 
-// An index that is no int32 is none of an expert either.
+// An index that does not fit int32 is no expert.
 __device__ int to_int(Index index) {
   const int result = static_cast<int>(index);
   return result == index ? result : -1;
@@ -61,8 +60,8 @@ __device__ void send_routing(const Index* index, const Peers& peers, const Sizes
   }
 }
 
-// x (tokens, HIDDEN), rows `row_stride` apart; index (tokens, top_k). Slots past `tokens` get -1 for experts; they, and
-// those of tokens without an expert on a peer, keep their data and scale. Any grid.
+// x (tokens, HIDDEN), rows `row_stride` apart; index (tokens, top_k). Slots past `tokens` get -1 for experts. These
+// slots, and on each peer the slots of tokens without an expert there, keep their data and scale. Any grid.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     dispatch(const Element* x, const Index* index, const __grid_constant__ Peers peers,
              const __grid_constant__ Sizes sizes) {

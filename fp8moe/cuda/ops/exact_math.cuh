@@ -1,5 +1,5 @@
-// Exponential and logarithm of which every addition and multiplication is rounded by itself, so that PyTorch computes
-// the same bits.
+// Exponential and logarithm with every addition and multiplication rounded separately, so that PyTorch computes the
+// same bits.
 //
 // Compile-time constants: EXP_TERMS and LOG_TERMS, coefficients from the highest power on, {a, b, ...}; LOG2_E,
 // LN2_HIGH, LN2_LOW, MIN_EXPONENT, SQRT_HALF_BITS.
@@ -36,9 +36,9 @@ __device__ __forceinline__ float rounded_log_near_1(float f, float exponent) {
   return __fadd_rn(__fadd_rn(f, tail), __fmul_rn(exponent, LN2_HIGH));
 }
 
-// Of normal positive numbers.
+// The logarithm of normal positive numbers.
 __device__ __forceinline__ float rounded_log(float x) {
   const int bits = __float_as_int(x);
-  const int exponent = (bits - SQRT_HALF_BITS) >> 23;  // of a mantissa from sqrt(1/2) to sqrt(2)
+  const int exponent = (bits - SQRT_HALF_BITS) >> 23;  // for a mantissa from sqrt(1/2) to sqrt(2)
   return rounded_log_near_1(__fsub_rn(__int_as_float(bits - (exponent << 23)), 1.0f), static_cast<float>(exponent));
 }

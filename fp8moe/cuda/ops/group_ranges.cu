@@ -1,4 +1,4 @@
-// Where the rows of each group lie, as the schedule of grouped GEMMs reads it, from a layout that says it otherwise.
+// Converts a layout of groups to the ranges of their rows, which the schedule of grouped GEMMs reads.
 //
 // Compile-time constants: GROUPS, THREADS (of the one thread block).
 #include "ptx.cuh"
@@ -6,7 +6,7 @@
 constexpr int EACH = 4;  // rows that a thread reads at once
 
 // layout (rows), at a multiple of 16 bytes: the group of each row, none if it is outside [0, GROUPS). A range goes from
-// a group's first row to its last. Only where runs of equal values begin and end is a range touched.
+// a group's first row to its last. Ranges are written only at the beginnings and ends of runs of equal values.
 __device__ void ranges_of_rows(const int* layout, int (&first)[GROUPS], int (&end)[GROUPS], int rows) {
   for (int group = threadIdx.x; group < GROUPS; group += THREADS) {
     first[group] = rows;
@@ -47,7 +47,7 @@ __device__ void ranges_of_ends(const int* layout, int (&first)[GROUPS], int (&en
   }
 }
 
-// ranges (GROUPS, 2): first row and end of each group. alignment: of a layout of ends; 0 of one by rows.
+// ranges (GROUPS, 2): first row and end of each group. alignment: of a layout of ends; 0 for a layout by rows.
 extern "C" __global__ void __launch_bounds__(THREADS)
     group_ranges(const int* layout, int* ranges, int rows, int alignment) {
   __shared__ int first[GROUPS], end[GROUPS];

@@ -13,7 +13,7 @@ __device__ __forceinline__ float unit_interval(u32 word) {
   return __fadd_rn(__fmul_rn(__uint2float_rn(word), 0x1p-32f), 0x1p-33f);
 }
 
-// Of a sequence. Four neighbouring tokens share a block of Philox, which is kept for the next call.
+// The noise of a sequence. Four neighbouring tokens share a block of Philox, which is kept for the next call.
 class GumbelNoise {
  public:
   __device__ GumbelNoise(i64 seed, i64 step)
@@ -49,7 +49,7 @@ class GumbelNoise {
   }
 
   static __device__ __forceinline__ float of_word(u32 word) {
-    // 1 - u, to as many digits as a float has where it is small: there noise is large.
+    // 1 - u keeps all digits of a float where it is small and the noise large.
     const float log_u =
         word < 1u << 30 ? rounded_log_near_1(-unit_interval(word), 0.0f) : rounded_log(unit_interval(~word));
     return -rounded_log(-log_u);

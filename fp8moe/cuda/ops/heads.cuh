@@ -1,6 +1,6 @@
 // Heads of queries and keys in registers: their RMSNorm (arXiv:2302.05442, section 2) and rotary embedding
-// (arXiv:2104.09864, half against half). Every step rounds to the type of the tensors, as PyTorch does that runs it as
-// an operation of its own.
+// (arXiv:2104.09864, the first half with the second). Every step rounds to the type of the tensors, as separate
+// operations of PyTorch do.
 //
 // HEAD_LANES neighbouring lanes hold a head, VECTORS times 16 bytes each.
 //
@@ -32,7 +32,7 @@ struct Values {
   }
 };
 
-// f(x's value, another's) for each value, rounded.
+// f(value of x, value of the other) for each value, rounded.
 template <class Function>
 __device__ __forceinline__ Values combine(const Values& x, const Values& other, const Function& f) {
   Values result;

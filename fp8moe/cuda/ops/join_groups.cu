@@ -1,5 +1,5 @@
-// Groups along K that lie one behind the other, each a row-major matrix (rows, size of the group) of its own, to one
-// row-major matrix (rows, k), for two operands, and the offsets of the groups.
+// Joins concatenated groups along K, each a row-major matrix (rows, size of the group), to one row-major matrix
+// (rows, k), for two operands, and computes the offsets of the groups.
 //
 // A warp takes one block of 128 columns of ROWS rows, 8 lanes a row, then others.
 //
@@ -28,7 +28,7 @@ __device__ void sum_sizes(const int* sizes, int (&offsets)[GROUPS + 1]) {
   if (lane_id() == 0) offsets[0] = 0;
 }
 
-// The last group that begins at or before a column: the one that has it, if any has.
+// The last group that begins at or before a column: the only one that may contain it.
 __device__ int group_of(const int (&offsets)[GROUPS + 1], int column) {
   int group = 0, beyond = GROUPS;
   while (beyond - group > 1) {

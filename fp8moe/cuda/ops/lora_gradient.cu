@@ -1,8 +1,8 @@
 // The gradient of LoRA's factors (arXiv:2106.09685): out[e] = sum over the rows of group e of ranks[row] times
 // x[source of row], as (RANK, n). Zeros for a group without rows.
 //
-// A thread block makes RANKS x COLUMNS of a group and goes through its rows, ROWS at a time, which it loads while it
-// multiplies those before them.
+// A thread block computes RANKS x COLUMNS values of a group. It walks the group's rows, ROWS at a time, and loads the
+// next rows while it multiplies.
 //
 // Compile-time constants: RANK (a multiple of RANKS), RANKS and COLUMNS (of a thread block: 16, and 256, a row of which
 // a warp copies at once), GATHERED (rows have tokens, which are the rows of x), WARPS.
@@ -28,7 +28,7 @@ struct Shared {
   u16 ranks[2][ROWS][RANKS];
 };
 
-// Where the chunk `chunk` of a row lies.
+// The place of the chunk `chunk` of a row.
 __device__ __forceinline__ u32 place(const Shared& s, int stage, int row, int chunk) {
   return shared_address(&s.x[stage][row][(chunk ^ row % 8) * CHUNK]);
 }
@@ -39,7 +39,7 @@ __device__ __forceinline__ int token_of(const Operands& o, int base, int end) {
   return row < end ? (GATHERED ? o.tokens[row] : row) : -1;
 }
 
-// Starts to copy the rows from `base` on; those behind `end` are zeros. token: of token_of().
+// Starts to copy the rows from `base` on; rows behind `end` become zeros. token: the result of token_of().
 __device__ __forceinline__ void copy(const Operands& o, Shared& s, int stage, int base, int end, int token, i64 n) {
   const int lane = lane_id(), warp = threadIdx.x / WARP;
   const i64 column = i64{blockIdx.x} * COLUMNS + lane * CHUNK;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void copy(const Operands& o, Shared& s, int stage, in
   async_commit();
 }
 
-// Adds the products of a stage: rows are what is summed over, so both operands are transposed as they are loaded.
+// Adds the products of a stage: sums run over the rows, so both operands are transposed as they are loaded.
 __device__ __forceinline__ void multiply(const Shared& s, int stage, float (&sums)[TILES][4]) {
   const int lane = lane_id(), warp = threadIdx.x / WARP;
 #pragma unroll

@@ -1,8 +1,9 @@
-// From the rows of experts to their ranks, the A x of LoRA (arXiv:2106.09685; "shrink" in Punica, arXiv:2310.18547):
+// Projects rows of experts to ranks, the A x of LoRA (arXiv:2106.09685; "shrink" in Punica, arXiv:2310.18547):
 // out[row] = factors[e] @ x[source of row], for each row of group e.
 //
-// The thread blocks of ROWS rows take their groups in turn, each RANKS ranks. Its warps share K: each lane of a warp
-// loads 16 bytes of rows and of factors, so that a step takes 32 values, and the block adds up what its warps have.
+// The thread blocks of ROWS rows take the groups of these rows in turn, each for RANKS ranks. The warps of a block
+// share K: each lane loads 16 bytes of rows and of factors, so that a step takes 32 values, and the block adds up the
+// sums of its warps.
 //
 // Compile-time constants: RANK (a multiple of RANKS), RANKS (of a thread block: 16), GATHERED (rows have tokens, which
 // are the rows of x), ROWS (a multiple of 16), WARPS, BLOCKS_PER_SM.
@@ -28,10 +29,10 @@ struct Sizes {
   int k, rows, num_groups;
 };
 
-// The product of 16 rows with RANKS ranks, as mma_bfloat16() leaves it.
+// The product of 16 rows with RANKS ranks, in the layout of mma_bfloat16().
 using Sums = float[RANKS / 8][4];
 
-// Adds a step along K. values: of the lane's two rows and of its factors.
+// Adds a step along K. values: the lane's values of its two rows and of its factors.
 __device__ __forceinline__ void multiply(Sums& sums, const Bytes16& upper, const Bytes16& lower,
                                          const Bytes16 (&factors)[RANKS / 8]) {
 #pragma unroll
@@ -45,7 +46,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Bytes16& upper, const
   }
 }
 
-// Which rows of x are a lane's, every eighth of the block's; negative: none.
+// A lane's rows of x, every eighth row of the block; negative: none.
 using Places = int[2 * TILES];
 
 __device__ __forceinline__ void find_places(const Operands& o, Places& places, int first, int last) {

@@ -1,7 +1,7 @@
-// rms_norm.cu with a residual and router_logits.cu in one, for few tokens: bits are those of the two kernels.
+// rms_norm.cu with a residual and router_logits.cu in one kernel, for few tokens, with the bits of the two kernels.
 //
-// Each thread block has rows of the router's weight, as there, and adds and normalizes all tokens by itself: it would
-// read them anyhow. The blocks share out the writing of the sums and the norms.
+// Each thread block has rows of the router's weight, as in router_logits.cu, and adds and normalizes all tokens itself,
+// as it has to read them anyway. The blocks share the stores of sums and norms.
 //
 // Compile-time constants: those of rms_norm.cuh; those of router_logits.cuh, for all tokens at a time.
 #include "rms_norm.cuh"
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
   const int first = threadIdx.x * PER_VECTOR;
   const WeightRows rows(inputs.weight);
   const auto columns = [&](int i) { return HIDDEN - first - i * STEP; };
-  // How many columns vector i of this thread is to load of a token.
+  // The columns of a token that this thread loads in vector i.
   const auto count = [&](int t, int i) { return t < tokens ? columns(i) : 0; };
   // Whether this block writes the i-th of three results of a token.
   const auto writes = [&](int t, int i) { return t < tokens && (3 * t + i) % BLOCKS == blockIdx.x; };

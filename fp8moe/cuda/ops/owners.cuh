@@ -1,4 +1,4 @@
-// The ranks that have an expert of a token: each has as many experts as the others, in the order of ranks.
+// The ranks that have an expert of a token: all ranks have equally many experts, in the order of ranks.
 //
 // Compile-time constants: INDEX (int or long long), the type of the routing; PEERS.
 #pragma once
@@ -7,7 +7,8 @@
 
 using Index = INDEX;
 
-// A bit for each of PEERS ranks. index: of the token, top_k of them; each: the experts of a rank. All lanes of a warp.
+// A bit for each of PEERS ranks. index: the top_k experts of the token; each: experts of a rank. By all lanes of a
+// warp.
 __device__ __forceinline__ u32 owners(const Index* index, u32 top_k, u32 each) {
   u32 found = 0;
   for (u32 k = lane_id(); k < top_k; k += WARP) {

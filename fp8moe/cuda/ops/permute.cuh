@@ -1,6 +1,6 @@
-// The rows that the assignments of a token have, and a quantized token written to each of them.
+// The rows of a token's assignments, and the store of a quantized token to each of them.
 //
-// Compile-time constants: BLOCK (columns of a scale), WARP_COLUMNS (of a token, those that a warp takes at a time);
+// Compile-time constants: BLOCK (columns of a scale), WARP_COLUMNS (columns of a token that a warp takes at a time);
 // those of units.cuh; HIDDEN, the columns, a multiple of 16.
 #pragma once
 
@@ -12,7 +12,7 @@ constexpr int BLOCK_LANES = WARP * BLOCK / WARP_COLUMNS;  // lanes that share a 
 constexpr u32 TOKEN_WARPS = ceil_div(HIDDEN, WARP_COLUMNS);
 static_assert(BLOCK_LANES == 8 && HIDDEN % 16 == 0);
 
-// Which part of which token a lane has.
+// The part of a token that a lane has.
 struct Place {
   u32 lane, token, k_block;
   int block_column;  // the first of its block
@@ -30,8 +30,8 @@ struct Place {
 
 struct PermuteSizes {
   u32 tokens, top_k, num_rows;
-  u32 read_ahead;  // load a token before it is known to have a row: quicker where few warps run
-  u32 warps;       // that share a token: 1 to TOKEN_WARPS
+  u32 read_ahead;  // load a token before it is known to have a row: faster if few warps run
+  u32 warps;       // warps that share a token: 1 to TOKEN_WARPS
   i64 row_stride, scale_pitch;
 };
 
@@ -44,7 +44,7 @@ struct Rows {
   int* assignments;  // (num_rows), written: token * top_k + k; null: not wanted
   const PermuteSizes& sizes;
 
-  // The rows of 32 assignments of a token, from the k-th on, one a lane; -1 for none.
+  // The rows of 32 assignments of a token, from the k-th on, one per lane; -1 for none.
   __device__ __forceinline__ int from(u32 k, u32 token) const {
     const u32 lane = threadIdx.x % WARP;
     if (token >= sizes.tokens || k + lane >= sizes.top_k) return -1;
@@ -57,8 +57,8 @@ struct Rows {
     return sizes.read_ahead || __any_sync(FULL_WARP, lane_row >= 0);
   }
 
-  // Writes 16 values of a lane, the columns from `column` on, and the scale of its block to all rows of the token.
-  // lane_row: what from(0) has returned.
+  // Writes 16 values of a lane, the columns from `column` on, and the scale of their block to all rows of the token.
+  // lane_row: the result of from(0).
   __device__ __forceinline__ void write(const Bytes16& values, int column, float block_scale, const Place& place,
                                         int lane_row) const {
     for (u32 k = 0;;) {

@@ -1,8 +1,8 @@
-// Writes every token, which is quantized with one scale per 128 columns, to each row that one of its assignments has in
-// the sorted order. A token is read once.
+// Copies every token, which is quantized with one scale per 128 columns, to the rows of its assignments in the sorted
+// order. A token is read once.
 //
-// A warp takes WARP_COLUMNS columns of a token, 16 neighbouring ones a lane, 8 lanes for each block of 128. It goes on
-// to others whose rows it has loaded by then.
+// A warp takes WARP_COLUMNS columns of a token, 16 neighbouring ones per lane, 8 lanes for each block of 128. It then
+// takes further tokens, whose rows it has loaded meanwhile.
 //
 // Compile-time constants: those of permute.cuh; SIZES_BYTES.
 #include "permute.cuh"

@@ -1,7 +1,7 @@
-// Quantizes every token once, one scale per 128 columns, and writes it to each row that one of its assignments has in
-// the sorted order. Values and scales are those of quantize_1x128.cu, bit for bit.
+// Quantizes every token once, one scale per 128 columns, and writes it to the rows of its assignments in the sorted
+// order. Values and scales have the bits of quantize_1x128.cu.
 //
-// A warp takes WARP_COLUMNS columns of a token at a time, and may go on to others whose rows it has loaded by then.
+// A warp takes WARP_COLUMNS columns of a token at a time, then further tokens whose rows it has loaded meanwhile.
 //
 // Compile-time constants: those of quantize_token.cuh; SIZES_BYTES.
 #include "quantize_token.cuh"

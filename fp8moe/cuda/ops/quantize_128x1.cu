@@ -12,7 +12,7 @@ constexpr int THREAD_VECTORS = THREAD_COLUMNS / PER_VECTOR;
 constexpr int THREAD_WORDS = THREAD_COLUMNS / PER_WORD;
 constexpr int COLUMN_GROUPS = COLUMNS / THREAD_COLUMNS;
 constexpr int COLUMN_WORDS = COLUMNS / PER_WORD;
-constexpr int CHUNK = 16;  // bytes of an output row that move as one, from the rows of one warp
+constexpr int CHUNK = 16;  // bytes of an output row from the rows of one warp, which are stored together
 constexpr int CHUNKS = BLOCK / CHUNK;
 static_assert(WARPS == CHUNKS && COLUMN_GROUPS == CHUNKS && WARP / COLUMN_GROUPS * THREAD_ROWS == CHUNK);
 

@@ -1,8 +1,8 @@
-// A token quantized with one scale per 128 columns, so that stores are as wide as can be. Values and scales are those
-// of quantize_1x128.cu, bit for bit.
+// A token quantized with one scale per 128 columns, in registers arranged for wide stores. Values and scales have the
+// bits of quantize_1x128.cu.
 //
 // 8 lanes have a block of 128 columns. Loads and stores cover whole 32-byte sectors: a lane loads 16 bytes at a time
-// with its 7 neighbours, and lanes swap what they have quantized until each has 16 neighbouring columns.
+// with its 7 neighbours, and lanes swap quantized values until each has 16 neighbouring columns.
 //
 // Compile-time constants: those of quantize.cuh with VECTOR = 1, and of permute.cuh.
 #pragma once
@@ -24,7 +24,7 @@ __device__ Bytes16 swap_halves(const Bytes16& v, u32 lane, int distance) {
   return upper ? Bytes16{a, b, w[2], w[3]} : Bytes16{w[0], w[1], a, b};
 }
 
-// From the 16 values of a lane, VECTORS times PER_VECTOR, to those of 16 neighbouring columns, which lie in vector
+// Swaps the 16 values of a lane, VECTORS times PER_VECTOR, for the values of 16 neighbouring columns, those of vector
 // lane % VECTORS.
 __device__ Bytes16 neighbours(const Bytes16& v, u32 lane) {
   if constexpr (VECTORS == 2) return swap_halves(v, lane, 1);
@@ -35,7 +35,7 @@ __device__ Bytes16 neighbours(const Bytes16& v, u32 lane) {
   return swap_halves(upper ? Bytes16{a, w[1], b, w[3]} : Bytes16{w[0], a, w[2], b}, lane, 2);
 }
 
-// What a lane has of a quantized token.
+// A lane's part of a quantized token.
 struct QuantizedColumns {
   Bytes16 values;
   int column;  // of the first value; past the end of the token there are none

@@ -5,7 +5,7 @@
 
 struct Source {
   const Element* x;      // (num_tokens, width), rows `row_stride` apart
-  const int* tokens;     // (num_rows), the row of x that each row is, or none: row r is x[r]
+  const int* tokens;     // (num_rows), the row of x for each row, or null: row r is x[r]
   const float* weights;  // if WEIGHTED: (num_rows)
   i64 row_stride;
   u32 num_tokens;
@@ -15,7 +15,7 @@ static_assert(sizeof(Source) == SOURCE_BYTES && sizeof(Transposed) == SHARED_BYT
 // Thread blocks of an SM: as many as their registers allow.
 constexpr int RESIDENT = VECTOR && PER_WORD == 2 ? WEIGHTED ? 3 : 4 : 2;
 
-// Rows that are not there are zero, and so is their weight.
+// Missing rows and their weights are zero.
 __device__ void load_rows(const Source& source, Shared& s, const ThreadPosition& p, i64 first_column, i64 width,
                           Values& values) {
   const int lane_row = p.row + p.lane % SIDE;

@@ -1,7 +1,7 @@
 // Finds the key at which the weights of the largest keys reach a target, over a cluster of thread blocks: radix
 // selection, digit by digit from the highest one (Knuth, The Art of Computer Programming 3, section 5.2.5).
 //
-// Weights are integers and so are their sums: the order in which they are added up cannot show.
+// Weights and their sums are integers: the order of additions does not matter.
 //
 // Compile-time constants: WARPS (of a thread block), CLUSTER (thread blocks), DIGIT_BITS.
 #pragma once
@@ -13,26 +13,26 @@ constexpr int BUCKETS = 1 << DIGIT_BITS;
 constexpr int GROUPS = BUCKETS / WARP;
 static_assert(GROUPS == 2 * WARP && GROUPS % WARPS == 0);
 
-// Between what a thread block has written for others and their reads.
+// A barrier between a thread block's writes and the reads of the others.
 __device__ __forceinline__ void cluster_publish() {
   cluster_arrive_release();
   cluster_wait();
 }
 
-// Between reads from other blocks, whose values have come, and what overwrites them; also a barrier of the thread
-// block.
+// A barrier between completed reads from other blocks and the writes that overwrite the values; also a barrier of the
+// thread block.
 __device__ __forceinline__ void cluster_done_reading() {
   __syncthreads();
   cluster_arrive_relaxed();
   cluster_wait();
 }
 
-// `value`, which is shared, as thread block `rank` of the cluster has it.
+// The shared variable `value` of thread block `rank` of the cluster.
 __device__ __forceinline__ u32 in_block(const u32& value, u32 rank) {
   return load_from_block(cluster_address(shared_address(&value), rank));
 }
 
-struct Weight {  // 64 bits, as far as atomic additions to shared memory go
+struct Weight {  // 64 bits in halves, for atomic additions to shared memory
   u32 low, high;
 
   __device__ __forceinline__ u64 value() const { return u64{high} << 32 | low; }
@@ -77,7 +77,7 @@ struct Histogram {
   }
 };
 
-// Adds weights to the histogram of a digit, those of keys whose higher digits are `prefix`.
+// Adds the weights of keys whose higher digits are `prefix` to the histogram of a digit.
 struct Count {
   Histogram& histogram;
   u32 prefix, digits;
@@ -91,7 +91,7 @@ struct Count {
   }
 };
 
-// Where the weights reach the target.
+// The place where the weights reach the target.
 struct Selected {
   u64 rest;    // of the target, less the weights of larger keys
   u64 inside;  // the weights of the selected keys, at least the rest
@@ -102,7 +102,7 @@ struct Digit {
   Selected selected;
 };
 
-// The digit of the keys with which the weights, from the largest digit on, reach target_of(their sum). For one warp.
+// Finds the digit at which the weights, from the largest digit on, reach target_of(their sum). Called by one warp.
 template <class Target>
 __device__ Digit find_digit(const Histogram& histogram, const Target& target_of) {
   const u32 lane = threadIdx.x % WARP;
@@ -124,11 +124,11 @@ __device__ Digit find_digit(const Histogram& histogram, const Target& target_of)
   return {static_cast<u32>(BUCKETS - 1 - begin - place), {target - above, __shfl_sync(FULL_WARP, weight, place)}};
 }
 
-// Raises `bound` to the largest key at which the weights of keys from there on reach target_of(the sum of all), or to
-// less where the keys between weigh nothing.
+// Raises `bound` to the largest key such that the weights of all keys >= `bound` reach target_of(the sum of all), or to
+// a smaller key if the keys between have no weight.
 //
-// bits: of a key. each(Count): calls it with key and weight for what this thread has. It is called for every digit and
-// may leave out what is below `bound` then. The target is from 1 to the sum.
+// bits: of a key. each(Count): calls Count with key and weight for all keys of this thread. It is called for every
+// digit and may omit keys below the current `bound`. The target is from 1 to the sum.
 template <class Each, class Target>
 __device__ Selected radix_select(Histogram& histogram, int bits, u32& bound, const Each& each,
                                  const Target& target_of) {

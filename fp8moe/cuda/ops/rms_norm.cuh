@@ -56,7 +56,7 @@ __device__ float sum_of_squares(const Vector (&row)[VECTORS]) {
   return squares;
 }
 
-// What the values of a row are multiplied by, from the sum of their squares.
+// The factor of the values of a row, from the sum of their squares.
 __device__ float norm_factor(float squares, float eps) { return rsqrtf(__fmaf_rn(squares, 1.0f / HIDDEN, eps)); }
 
 // The first `count` elements of a vector, zeros after them; any count.
@@ -97,8 +97,8 @@ __device__ void store(Element* target, const Vector& v, int count) {
   }
 }
 
-// Quantizes a row in blocks of 1x128. data: from the thread's first column on; scale: the row's in the first column of
-// scales; count(i): how many columns of vector i there are. By whole warps.
+// Quantizes a row in blocks of 1x128. data: from the thread's first column on; scale: of the row, in the first column
+// of scales; count(i): existing columns of vector i. Called by whole warps.
 template <class Count>
 __device__ __forceinline__ void store_quantized(u8* data, float* scale, i64 scale_pitch, const Vector (&row)[VECTORS],
                                                 u32 thread, const Count& count) {

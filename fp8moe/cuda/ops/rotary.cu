@@ -1,5 +1,5 @@
-// Queries, keys and values of new tokens on their way from the projections to the attention: RMSNorm of each head's
-// queries and keys where the model has it, rotary embedding, and the keys' and values' places in a cache.
+// Queries, keys and values of new tokens, from the projections to the attention: RMSNorm of each head's queries and
+// keys if the model has it, rotary embedding, and the store of keys and values to a cache.
 //
 // HEAD_LANES neighbouring lanes take AT_ONCE heads of one token one after the other.
 //

@@ -1,8 +1,8 @@
 // Chooses the experts of each token from the logits of a router, and their weights, in float32.
 //
-// A warp takes a token. Each group of experts has as many lanes, which hold neighbouring experts. What is chosen by
-// becomes a key, an unsigned integer of the same order, NaN above all others; a round of choosing finds the largest key
-// and the lowest expert that has it.
+// A warp takes a token. Every group of experts has equally many lanes, which hold neighbouring experts. The value to
+// choose by becomes a key, an unsigned integer of the same order with NaN above all others; a round of choosing finds
+// the largest key and the lowest expert that has it.
 //
 // Compile-time constants: those of router.cuh, INPUT for the logits, OUTPUT for the weights; EXPERTS, GROUPS of equal
 // size, TOP_GROUPS, TOP_K; SIGMOID (or softmax); BIAS (there is one); NORMALIZE.
@@ -16,7 +16,7 @@ __host__ __device__ constexpr int power_of_two_from(int n) { return n <= 1 ? 1 :
 constexpr int GROUP_EXPERTS = EXPERTS / GROUPS;
 constexpr int GROUP_LANES = WARP / power_of_two_from(GROUPS);
 constexpr int EACH = ceil_div(GROUP_EXPERTS, GROUP_LANES);  // experts of a lane
-// Scores grow with logits, so the logits themselves can be chosen by: they do not become equal by rounding.
+// Choose by the logits if possible: scores grow with them, but different scores may be rounded to equal ones.
 constexpr bool BY_LOGITS = !BIAS && GROUPS == 1;
 static_assert(EXPERTS % GROUPS == 0 && GROUPS <= WARP && TOP_K <= WARP && TOP_K <= TOP_GROUPS * GROUP_EXPERTS);
 
@@ -30,7 +30,7 @@ __device__ u32 largest_in_warp(u32 x) {
   return result;
 }
 
-// The experts of a lane, those of them that there are first.
+// The experts of a lane; existing experts come first.
 struct Experts {
   int first, count;
 
@@ -46,7 +46,7 @@ __device__ float score_of(float logit, float largest) {
   return SIGMOID ? 1.0f / (1.0f + expf(-logit)) : expf(logit - largest);
 }
 
-// The key of a group's score, the sum of its two largest: the same in all of its lanes.
+// The key of a group's score, the sum of its two largest values: the same in all lanes of the group.
 __device__ u32 group_key(const u32 (&keys)[EACH]) {
   u32 largest = NONE, second = NONE;
   const auto add = [&](u32 key, u32 smaller) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ Choice choose(const Element* logits, const float* bia
   const u32 lane = lane_id();
   const Experts experts(lane);
 
-  float value[EACH];  // the logit, then what becomes the weight
+  float value[EACH];  // the logit, then the score that becomes the weight
   u32 key[EACH], lane_largest = NONE;
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ Choice choose(const Element* logits, const float* bia
   }
 
   if constexpr (BY_LOGITS) weight = lane < TOP_K ? score_of(weight, largest) / total : 0.0f;
-  // The least divisor is of DeepSeek-V3's modules: scores of softmax are not all 0.
+  // 1e-20 as in DeepSeek-V3's modules; softmax needs none, as its scores are not all 0.
   if constexpr (NORMALIZE) weight /= sum_in_warp(weight) + (SIGMOID ? 1e-20f : 0.0f);
   return {chosen, weight * scale};
 }

@@ -1,4 +1,4 @@
-// route.cu and sort_by_expert.cu in one thread block, for few tokens: bits are those of the two kernels.
+// route.cu and sort_by_expert.cu in one thread block, for few tokens, with the bits of the two kernels.
 //
 // A warp takes a token, whose choices stay in its registers until they have rows.
 //

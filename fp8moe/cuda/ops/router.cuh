@@ -1,4 +1,4 @@
-// What the kernels of a router share: the type of their results.
+// The type of the results of a router's kernels.
 //
 // Compile-time constants: those of input.cuh; OUTPUT (BFloat16, Float16 or Float32).
 #pragma once

@@ -1,5 +1,5 @@
-// The logits of a router for few tokens: x times the transposed weight, see router_logits.cuh. What takes the time is
-// the weight, so it is spread over all SMs.
+// The logits of a router for few tokens: x times the transposed weight, see router_logits.cuh. Reading the weight takes
+// most of the time, so it is spread over all SMs.
 //
 // Compile-time constants: those of router_logits.cuh; MAX_TOKENS, a multiple of TOKENS; ROUNDS of loads under way.
 #include "router_logits.cuh"

@@ -1,6 +1,6 @@
-// What thread blocks do that share out the weight of a router: each has EXPERTS rows of it, of which each thread has
-// the same columns, for TOKENS tokens at a time. Products are exact for 16-bit types, sums are float32 in a fixed
-// order: of a thread, then over the warp so that each lane ends with one of them, then over the warps.
+// Thread blocks share the weight of a router: each has EXPERTS of its rows, each thread the same columns of these rows,
+// for TOKENS tokens at a time. Products are exact for 16-bit types. Sums are float32 in a fixed order: in a thread,
+// then over the warp, where each lane ends with one sum, then over the warps.
 //
 // Compile-time constants: those of router.cuh, INPUT for x and weight; those of row_vectors.cuh, ROW_THREADS being the
 // thread block; NUM_EXPERTS; EXPERTS and TOKENS, powers of two, their product at most 32.
@@ -14,7 +14,7 @@ constexpr int WARPS = ROW_THREADS / WARP;
 constexpr int SUMS = EXPERTS * TOKENS;
 static_assert(SUMS <= WARP && (SUMS & (SUMS - 1)) == 0 && ROW_THREADS % WARP == 0);
 
-// The rows of the weight that this thread block has.
+// This thread block's rows of the weight.
 struct WeightRows {
   const Element* first;  // of this thread
   int columns;           // from there on
@@ -75,7 +75,7 @@ __device__ __forceinline__ float sum_in_lanes(float (&v)[Size], u32 lane) {
 template <int Groups>
 using WarpSums = float[WARPS][Groups][SUMS];
 
-// Adds up the sums of the warps to the logits of `tokens` tokens. By the thread block, once all warps have theirs.
+// Adds up the sums of the warps to the logits of `tokens` tokens. Called by the thread block after all warps' sums.
 template <int Groups>
 __device__ __forceinline__ void store_logits(Output::Element* logits, const WarpSums<Groups>& sums, int tokens) {
 #pragma unroll 1

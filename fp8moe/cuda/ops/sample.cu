@@ -1,4 +1,4 @@
-// Draws the next token of each row of logits, and notes it with what the row's sequence has generated.
+// Draws the next token of each row of logits, and appends it to the generated tokens of the row's sequence.
 //
 // A cluster of thread blocks takes a row, which stays in L2 between passes:
 //
@@ -8,8 +8,8 @@
 //    top_p by mass in fixed point. Of tokens that equal the last one of top_p, those from index `cut` on are kept.
 // 3. The largest sum of scaled logit and noise is the token.
 //
-// For top_k, the k-th of the largest logits of each thread is a first bound. As soon as what a thread block has left
-// fits into its list, it reads that instead of the row. Lists are in no order, and nothing depends on it.
+// For top_k, the k-th largest of the threads' largest logits is a first bound. As soon as a thread block's candidates
+// fit into its list, it reads the list instead of the row. Lists are in no order, and nothing depends on it.
 //
 // Compile-time constants: those of input.cuh, gumbel.cuh and radix_select.cuh; CAPACITY of a list; MASS_BITS;
 // IN_PROMPT and GENERATED, bits of `seen`; OPERANDS_BYTES.
@@ -22,7 +22,7 @@ constexpr int THREADS = WARPS * WARP;
 constexpr u32 EVERYTHING = THREADS * CLUSTER * PER_VECTOR;  // tokens that a cluster takes at a time
 constexpr float LOWEST = -0x1.FFFFFEp127f;
 
-// What sequences have generated, if it is to be noted; otherwise null pointers.
+// Generated tokens of sequences (sample_next); null pointers for sample.
 struct Sequences {
   i64 *tokens, *generated;  // the last of each; (rows, longest)
   float* logprobs;          // likewise
@@ -41,7 +41,7 @@ struct Operands {
   const i64* seed;
   i64* step;
   u8* seen;     // (rows, vocab)
-  i64* tokens;  // what comes out, as `logprobs`, where nothing is noted
+  i64* tokens;  // results of sample, like `logprobs`
   float* logprobs;
   Sequences sequences;
   i64 logits_stride;
@@ -57,7 +57,7 @@ __device__ float fast_exp(float x) {
   return power;
 }
 
-// A value and the token that has it; larger for larger values, then for lower tokens. 0 is less than all.
+// A value and its token as an integer: larger for larger values, then for lower tokens; 0 is less than all.
 __device__ u64 pack(float value, u32 token) { return u64{to_ordered(value)} << 32 | ~token; }
 __device__ float packed_value(u64 packed) { return from_ordered(static_cast<u32>(packed >> 32)); }
 __device__ u32 packed_token(u64 packed) { return ~static_cast<u32>(packed); }
@@ -111,7 +111,7 @@ struct Row {
     }
   }
 
-  // f(first token, number of tokens, logits, penalized logits) for the vectors of this thread.
+  // Calls f(first token, number of tokens, logits, penalized logits) for the vectors of this thread.
   template <class F>
   __device__ void each_vector(const Parameters& parameters, const F& f) const {
     const bool penalizes = parameters.penalizes();
@@ -134,7 +134,7 @@ struct Row {
   }
 };
 
-// Of some tokens.
+// A summary of some tokens.
 struct Summary {
   float largest;  // raw logit
   float sum;      // of e^(raw logit - largest)
@@ -184,7 +184,7 @@ struct Shared {
   Published block;
 };
 
-// Of the tokens of all threads of the cluster; `whole` is shared.
+// The summary of the tokens of all threads of the cluster; `whole` is in shared memory.
 __device__ void summarize_row(Shared& shared, const Summary& mine, Summary& whole) {
   const u32 lane = threadIdx.x % WARP;
   const Summary warp = mine.over_warp();
@@ -236,7 +236,7 @@ class Candidates {
   __device__ Candidates(Shared& shared, const Row& row, const Parameters& parameters)
       : shared(shared), row(row), parameters(parameters) {}
 
-  // f(key, token) for those of this thread. All threads of the block come here, and are together at its end.
+  // Calls f(key, token) for the kept tokens of this thread. All threads of the block call it, and meet at its end.
   template <class F>
   __device__ void each(const F& f) {
     if (in_list) {
@@ -248,8 +248,8 @@ class Candidates {
     }
     if (threadIdx.x == 0) shared.listed = 0;
     __syncthreads();
-    // What is less than this is less than the floor after the division too, and spared it: more than the rounding of
-    // the product and of the quotient, of normal numbers and of small ones. Without a floor it is NaN.
+    // A logit below this bound is below the floor after the division too, which it is spared: the margin exceeds the
+    // rounding of product and quotient, for normal and for small numbers. Without a floor the bound is NaN.
     const float product = __fmul_rn(from_ordered(floor), parameters.temperature);
     const float limit = product - fabsf(product) * 0x1p-21f - parameters.temperature * 0x1p-148f - 0x1p-146f;
     u32 place = floor ? 0 : CAPACITY;
@@ -311,7 +311,7 @@ __device__ void keep_top_p(Shared& shared, Candidates& candidates, float top_p, 
   const u32 floor = candidates.floor;
   const u64 share = mass(floor, largest);
   if (last.rest == last.inside || last.rest + share > last.inside) return;
-  // Of those that equal the last one, the mass of the largest indices is enough.
+  // Of tokens that equal the last one, those with the largest indices are kept until the mass suffices.
   const auto equal = [&](const Count& count) {
     candidates.each([&](u32 key, u32 token) { count(token, [&] { return key == floor ? share : 0; }); });
   };
@@ -329,7 +329,7 @@ __device__ u64 draw(Candidates& candidates, float min_p, float largest, GumbelNo
   return best;
 }
 
-// Notes the token of a sequence, -1 if there was none to choose.
+// Appends a token to a sequence; -1 if there was none to choose.
 __device__ void note(const Operands& operands, u32 index, i64 token, float logprob) {
   const Sequences& sequences = operands.sequences;
   if (sequences.count == nullptr) {
@@ -353,7 +353,7 @@ __device__ void note(const Operands& operands, u32 index, i64 token, float logpr
       stopped || sequences.ends[i64{index} * operands.vocab + token] || count >= sequences.limit[index];
 }
 
-// The token that was chosen: its logprob and marks. For one thread.
+// Stores the logprob of the chosen token and marks it. By one thread.
 __device__ void finish(const Operands& operands, u32 index, const Summary& raw, u32 token) {
   const float logit = Input::value(operands.logits[index * operands.logits_stride + token]);
   operands.seen[i64{index} * operands.vocab + token] |= GENERATED;

@@ -1,11 +1,10 @@
-// A counting sort of assignments by expert, by one thread block or one cluster. Stable and deterministic: every warp
-// counts a contiguous part of the assignments by itself, so that no atomics are needed and the order of arrival cannot
-// show.
+// A counting sort of assignments by expert, by one thread block or one cluster. It is stable and deterministic: every
+// warp counts a contiguous part of the assignments by itself, without atomics.
 //
-// 1. Lanes with the same expert find each other; what the warp has counted of that expert, plus the lower lanes among
-//    them, is an assignment's rank inside its warp.
-// 2. A thread per expert adds up the counts of the warps, then those of the cluster's thread blocks through distributed
-//    shared memory; a scan over the experts gives where each begins.
+// 1. Lanes with the same expert find each other. An assignment's rank inside its warp is the warp's count of that
+//    expert so far, plus the lower lanes with the same expert.
+// 2. A thread per expert adds up the counts of the warps, then the counts of the cluster's thread blocks through
+//    distributed shared memory; a scan over the experts gives the beginning of each.
 // 3. Row = start of the expert + assignments in earlier thread blocks + in earlier warps + rank inside the warp.
 //
 // Compile-time constants: COUNTERS (of experts, a power of two from 32 to 1024), WARPS (of a thread block, 32 * WARPS
@@ -16,14 +15,14 @@
 #include "cluster.cuh"
 #include "warp.cuh"
 
-constexpr u32 NO_EXPERT = COUNTERS;  // counted like one, in a place of its own
+constexpr u32 NO_EXPERT = COUNTERS;  // counted like an expert, in a counter of its own
 constexpr u32 NO_ROW = 0xFFFFFFFFu;
 static_assert(WARPS * WARP >= COUNTERS && PITCH > NO_EXPERT && PITCH % 4 == 0);
 
 struct Shared {
-  u32 counts[WARPS * PITCH];  // what each warp has counted, PITCH apart: whole 16-byte vectors
-  u32 starts[COUNTERS];       // of each expert, in its section
-  u32 section_counts[WARP];   // a section: 32 experts, those of one warp
+  u32 counts[WARPS * PITCH];  // counts of each warp, PITCH apart: whole 16-byte vectors
+  u32 starts[COUNTERS];       // beginning of each expert in its section
+  u32 section_counts[WARP];   // counts of sections: a section is the 32 experts of one warp
   u32 block_counts[COUNTERS];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES);
@@ -34,14 +33,14 @@ struct SortSizes {
   u32 first_row, num_rows;  // the window of packed rows that is kept
 };
 
-// What a thread does of the sort: clear(), rank() of its assignments in their order, all threads meet, add_up(), row().
+// A thread's part of the sort: clear(), rank() of its assignments in their order, a barrier, add_up(), row().
 struct Sort {
   Shared& shared;
   const SortSizes& sizes;
   u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   u32 block = CLUSTER == 1 ? 0 : cluster_rank();
   u32* own = shared.counts + warp * PITCH;  // counters of this warp
-  u32 section_start = 0;                    // lane i: where section i starts
+  u32 section_start = 0;                    // lane i: beginning of section i
 
   __device__ __forceinline__ Sort(Shared& shared, const SortSizes& sizes) : shared(shared), sizes(sizes) {}
 
@@ -50,7 +49,7 @@ struct Sort {
     __syncwarp();
   }
 
-  // The rank inside its warp of an assignment to this expert, one a lane: those of lower lanes come first.
+  // The rank inside its warp of an assignment to this expert, one per lane: lower lanes come first.
   __device__ __forceinline__ u32 rank(u32 expert) const {
     const u32 alike = __match_any_sync(FULL_WARP, expert);
     const u32 lower = __popc(alike & ((1u << lane) - 1));
@@ -61,8 +60,8 @@ struct Sort {
     return counted + lower;
   }
 
-  // From what the warps have counted to the starts of the experts. groups: the first row of each expert and the end of
-  // the last, (experts + 1,), in the window; or with MASKED the number of rows in use of each, (experts,).
+  // Turns the counts of the warps into the beginnings of the experts. groups: the first row of each expert and the end
+  // of the last, (experts + 1,), in the window; or with MASKED the rows in use of each expert, (experts,).
   __device__ __forceinline__ void add_up(int* groups) {
     // The counts of a warp become those of the warps before it.
     u32 in_block = 0;
@@ -89,7 +88,7 @@ struct Sort {
           total += counted;
         }
       }
-      cluster_arrive_release();  // waited for at the end: no block leaves while another reads its counts
+      cluster_arrive_release();  // the wait is at the end: no block exits while another reads its counts
     }
 
     u32 section_end = 0;
@@ -119,7 +118,7 @@ struct Sort {
     }
   }
 
-  // The row of an assignment with this rank, one a lane; -1 for none.
+  // The row of an assignment with this rank, one per lane; -1 for none.
   __device__ __forceinline__ int row(u32 expert, u32 rank) const {
     const u32 start = __shfl_sync(FULL_WARP, section_start, expert / WARP);
     u32 row = NO_ROW;

@@ -1,12 +1,12 @@
-// The gradient of gate and up for `weight * SwiGLU(gate, up)`, rounded to bfloat16 and quantized along its rows; and
-// BESIDE them along its columns, see quantize_tile.cuh, or not quantized, and SwiGLU itself. For the gradient of the
-// weights the sum of SwiGLU * grad over each row.
+// The gradient of gate and up for `weight * SwiGLU(gate, up)`, rounded to bfloat16 and quantized along its rows.
+// BESIDE: also quantized along its columns (quantize_tile.cuh), or also stored without quantization, together with
+// SwiGLU. For the gradient of the weights: the sum of SwiGLU * grad over each row.
 //
 // Compile-time constants: those of swiglu_operands.cuh.
 #include "swiglu_operands.cuh"
 
 struct Source {
-  const Element* gate_up;  // (num_rows, width), rows `row_stride` apart; width is that of both
+  const Element* gate_up;  // (num_rows, width), rows `row_stride` apart; width: of gate and up together
   const Element* grad;     // (num_rows, width / 2), rows `grad_stride` apart
   const float* weights;    // (num_rows)
   float* dots;             // (width / 256, num_rows), the sums over 128 columns; written
@@ -17,7 +17,7 @@ struct Source {
 };
 static_assert(sizeof(Source) == SOURCE_BYTES);
 
-// Where the limit clamps gate or up, it gets no gradient.
+// A gate or up that the limit clamps gets no gradient.
 struct SwigluGradients : Swiglu<SWIGLU_FORM> {
   bool gate_clamped, up_clamped;
 
@@ -32,7 +32,7 @@ struct SwigluGradients : Swiglu<SWIGLU_FORM> {
   __device__ float d_up(float grad) const { return up_clamped ? 0.f : grad * (gate * gate_sigmoid); }
 };
 
-// In place of gate and up; and the sum over the columns of the tile for each row.
+// Replaces gate and up by their gradients, and sums SwiGLU * grad over the columns of the tile for each row.
 __device__ void make_gradients(const Source& source, const Results& results, const RowTile& tile,
                                const ThreadPosition& p, i64 column) {
   float* dots = source.dots + column / BLOCK * results.num_rows + tile.first;

@@ -1,6 +1,6 @@
-// The operands of SwiGLU and of its backward on their way to the quantizers. Each thread copies its own to shared
-// memory, because registers would hold too few loads in flight. What it computes takes their place, rounded to
-// bfloat16, so that a tile fits into 32 registers.
+// The operands of SwiGLU and of its backward on their way to the quantizers. Each thread copies its operands to shared
+// memory, because registers would hold too few loads in flight. Its results replace them, rounded to bfloat16, so that
+// a tile fits into 32 registers.
 //
 // Compile-time constants: those of quantize_tile.cuh with INPUT = BFloat16, VECTOR = 1 and WEIGHTED = 0; SWIGLU_FORM
 // (see swiglu.cuh), OPERANDS (2, or 3 with a gradient), BESIDE, SOURCE_BYTES, SHARED_BYTES.
@@ -13,7 +13,7 @@ static_assert(VECTOR && VECTORS == 1 && !WEIGHTED);
 
 enum Operand { GATE, UP, GRAD };  // the transposed tile takes the place of GATE
 
-// BESIDE, what is written beside the quantized rows: nothing, the quantized columns, or the values in bfloat16.
+// BESIDE: a second result beside the quantized rows: none, the quantized columns, or the values in bfloat16.
 enum Beside { NOTHING, COLUMNS, VALUES };
 
 struct OperandVectors {
@@ -53,7 +53,7 @@ __device__ void copy_operands(const RowTile& tile, const ThreadPosition& p, i64 
   }
 }
 
-// Until row r has arrived; the rows are asked for in order.
+// Waits until row r has arrived; rows are waited for in order.
 __device__ void wait_for_operands(int r) {
   if (r == 0) async_wait<1>();
   if (r == HALF) async_wait<0>();
@@ -64,14 +64,14 @@ struct ValuesBeside {
   Element* data;
   i64 width;
 
-  // Row r of what a thread has made.
+  // Stores row r of a thread's results.
   __device__ void store(const RowTile& tile, const ThreadPosition& p, i64 column, int r, const u32 (&words)[4]) const {
     if (BESIDE != VALUES || p.row + r >= tile.count) return;
     store_16(data + (tile.first + p.row + r) * width + column + p.column(0), {words[0], words[1], words[2], words[3]});
   }
 };
 
-// What takes the place of an operand, to the results in the columns from `first_column` on.
+// Quantizes the values that have replaced an operand, and stores them in the columns from `first_column` on.
 __device__ void quantize(Operand operand, const Results& results, Shared& s, const ThreadPosition& p,
                          i64 first_column) {
   Values values;

@@ -1,5 +1,5 @@
-// SwiGLU of gate and up, rounded to bfloat16 and quantized along its rows; and BESIDE them along its columns, see
-// quantize_tile.cuh, or not quantized.
+// SwiGLU of gate and up, rounded to bfloat16 and quantized along its rows. BESIDE: also quantized along its columns
+// (quantize_tile.cuh), or also stored without quantization.
 //
 // Compile-time constants: those of swiglu_operands.cuh.
 #include "swiglu_operands.cuh"
@@ -12,7 +12,7 @@ struct Source {
 };
 static_assert(sizeof(Source) == SOURCE_BYTES);
 
-// In place of gate.
+// Replaces gate by the SwiGLU.
 __device__ void make_swiglu(const Source& source, const Results& results, const RowTile& tile, const ThreadPosition& p,
                             i64 column) {
   const ValuesBeside values = {source.values, results.width};

@@ -8,7 +8,7 @@
 static_assert(RANK % 16 == 0, "a step of the product takes 16 ranks");
 
 struct ResultPlusLowRank : Result {
-  static constexpr bool TO_ALL_SLABS_FIRST = true;  // loads are waited for once
+  static constexpr bool TO_ALL_SLABS_FIRST = true;  // so that loads are waited for once
 
   const u16* ranks;    // (m, RANK) bfloat16
   const u16* factors;  // (groups, N, RANK) bfloat16

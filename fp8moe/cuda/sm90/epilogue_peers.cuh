@@ -1,4 +1,4 @@
-// out = sums, each row in the memory of the GPU whose token it is, or of all peers, at the place of its assignment.
+// out = sums: each row is stored in the memory of the GPU that has its token, or of all peers, by its assignment.
 //
 // Compile-time constants: those of peers.cuh; TO_ALL.
 #pragma once
@@ -14,7 +14,7 @@ struct PeerStore {
     int each;  // assignments of a peer; with TO_ALL all of them
   };
 
-  // Where a row goes: its first element on a peer; with TO_ALL on each of them.
+  // The destination of a row: its first element on a peer; with TO_ALL on all peers.
   struct Place {
     int peer;  // -1: nowhere
     long long first;

@@ -6,12 +6,12 @@
 constexpr int STORE_CHUNKS = STORE_COLUMNS / 8;  // of 16 bytes in a row of the staging tile
 constexpr int STORE_PIECES = ceil_div(COLUMNS, STORE_COLUMNS);
 
-// Chunks that a piece of the columns fills.
+// The chunks of a piece of the columns.
 __device__ __forceinline__ constexpr int piece_width(int piece) {
   return min(STORE_COLUMNS, COLUMNS - STORE_COLUMNS * piece) / 8;
 }
 
-// Puts a piece there, swizzled against bank conflicts.
+// Writes a piece to the staging tile, swizzled against bank conflicts.
 __device__ __forceinline__ void stage_piece(const float (&sum)[ACCUMULATORS], int piece, u32 staging) {
   const int lane = lane_id();
 #pragma unroll
@@ -22,7 +22,7 @@ __device__ __forceinline__ void stage_piece(const float (&sum)[ACCUMULATORS], in
   }
 }
 
-// A chunk of a row.
+// Reads a chunk of a row.
 __device__ __forceinline__ uint4 staged_chunk(u32 staging, int row, int chunk) {
   return load_shared_16(staging + row * 128 + (chunk ^ row % 8) * 16);
 }

@@ -1,19 +1,19 @@
-// out = sums, in bfloat16 or float32, perhaps with something of each row added.
+// out = sums, in bfloat16 or float32; derived epilogues add to the sums first.
 #pragma once
 
 #include "epilogue_rows.cuh"
 
-// Where the sums go. What derives from it adds to them first.
+// The destination of the sums. A derived class adds to the sums before they are stored.
 struct Result {
-  static constexpr bool TO_ALL_SLABS_FIRST = false;  // before the first is stored, or to each before its own store
+  static constexpr bool TO_ALL_SLABS_FIRST = false;  // add to all slabs before any store, or to each before its store
 
   void* data;       // (m, N)
   long long pitch;  // elements between its rows
 
-  // To the sums of this warp's 16 rows of a slab, from `row` and column `n` on; rows behind the tile's do not count.
+  // Adds to the sums of this warp's 16 rows of a slab, from `row` and column `n` on; rows behind the tile do not count.
   __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, const Tile& tile) const {}
 
-  // To four output features of a token.
+  // Adds to four output features of a token.
   __device__ __forceinline__ float4 add(float4 sum, long long row, int n, const Tile& tile) const { return sum; }
 };
 
@@ -57,7 +57,7 @@ struct Store {
       }
     }
     if constexpr (BY_TMA) {
-      if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // of the tile before
+      if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // until the previous tile has been read
       sync_warpgroup(warpgroup);
     }
 #pragma unroll
@@ -95,7 +95,7 @@ struct Store {
     }
   }
 
-  // By all math warps, behind the last tile.
+  // Called by all math warps after the last tile.
   __device__ __forceinline__ void finish() {
     if constexpr (BY_TMA) {
       if (threadIdx.x % WARPGROUP == 0) bulk_wait();
@@ -105,8 +105,8 @@ struct Store {
   static __device__ __forceinline__ void leave(const Output&) {}
 
  private:
-  // bfloat16 goes through the warp's staging tile to 16-byte stores of whole 128-byte rows; those from `end` on are
-  // left out.
+  // bfloat16 goes through the warp's staging tile to 16-byte stores of whole 128-byte rows, except for rows from `end`
+  // on.
   __device__ __forceinline__ void store_rows(const float (&sum)[ACCUMULATORS], u32 staging, int row, int n, int end) {
     const int lane = lane_id(), chunk = lane % STORE_CHUNKS;
 #pragma unroll

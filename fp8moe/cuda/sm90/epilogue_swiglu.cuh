@@ -1,7 +1,7 @@
 // SwiGLU of gate and up, quantized in blocks of 1x128 with the bits of quantize_1x128.cu.
 //
-// A tile has 128 columns of gate and the same of up: a slab of each, so that both meet in one thread, and the result is
-// one quantization block for each row.
+// A tile has 128 columns of gate and the same 128 of up, in two slabs: each thread has both, and the result is one
+// quantization block for each row.
 #pragma once
 
 #include "block_scale.cuh"
@@ -64,7 +64,7 @@ struct SwigluQuantize {
   // A warp takes a token, a lane four of its 128 columns.
   __device__ __forceinline__ void from_sums(const Sums& sums) {
     const int lane = lane_id(), tokens = sums.tokens();
-    if (COLUMN_VALUES) __builtin_assume(0 <= lane && lane < WARP);  // so gate and up are told apart as it is compiled
+    if (COLUMN_VALUES) __builtin_assume(0 <= lane && lane < WARP);  // the compiler can then tell gate from up
     const int column = sums.tile.n / 2 + 4 * lane;
 #pragma unroll 1
     for (int token = threadIdx.x / WARP; token < tokens; token += MATH_WARPS) {

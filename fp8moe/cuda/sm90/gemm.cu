@@ -108,7 +108,7 @@ struct MathWarp {
     }
   }
 
-  // A product of the warpgroup's only slab that has been started, and its scales.
+  // A started product of the warpgroup's only slab, and its scales.
   struct Product {
     float partial[ACCUMULATORS], tokens[2];
     TileScales weights;
@@ -127,8 +127,8 @@ struct MathWarp {
     pipeline.advance();
   }
 
-  // Waits for a product, behind which `Later` others have been started, hands its stage back, that of `behind`, and
-  // adds it to the sums.
+  // Waits for a product after which `Later` others have been started, hands back its stage, which is that of `behind`,
+  // and adds the product to the sums.
   template <int Later>
   __device__ __forceinline__ void end(float (&sum)[SLABS][ACCUMULATORS], Product& product, Pipeline<STAGES>& behind) {
     wgmma_wait<Later>(product.partial);
@@ -143,7 +143,7 @@ struct MathWarp {
   template <typename Meanwhile, typename Added>
   __device__ __forceinline__ void multiply_overlapped(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int count,
                                                       const Meanwhile& meanwhile, const Added& added) {
-    // Hidden from ptxas: where it knows whether the count is odd, it ends each product before it starts the next.
+    // Hidden from ptxas: if it knew whether the count is odd, it would end each product before it starts the next.
     asm volatile("" : "+r"(count));
     Pipeline<STAGES> behind = pipeline;
     Product even, odd;
@@ -186,7 +186,7 @@ struct MathWarp {
                                                int count, bool more) {
     if (first) {
 #pragma unroll
-      for (float& value : sum[0]) value = -0.f;  // -0 + x is x, also where x is -0
+      for (float& value : sum[0]) value = -0.f;  // -0 + x is x, also for x = -0
       if (AHEAD) pipeline.arrived();
     }
     multiply_more<1>(sum, tile, 0, count, more);
@@ -213,7 +213,7 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
   tile = same_in_warp(tile);
   if (more) {
     math.weights.fetch(tile, 0, k.count);
-  } else {  // a block without a tile meets its cluster as Sums::gather() does: leave() waits for every block
+  } else {  // a block without a tile meets its cluster like Sums::gather(): leave() waits for every block
     Split::await_peers();
     Split::received();
   }
@@ -228,15 +228,15 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
       for (float& value : sum[0]) value = 0;
     }
     int part = 0, part_end = PARTS > 1 ? part_begin(1) : k.count;  // the part of K being summed, and where it ends
-    // K block `k_block` is in the sums: where it ends a part, but not the last one, puts the sums aside.
+    // Called when K block `k_block` is in the sums: puts the sums aside if it ends a part other than the last.
     const auto added = [&](int k_block) {
       if (PARTS == 1 || part == PARTS - 1 || k_block + 1 < part_end) return;
       parts.keep(sum, part);
       part_end = part_begin(++part + 1);
     };
     parts.clear();
-    // Stages of a turn: one weight scale is held by each lane, and a turn ends with its part. DYNAMIC: the last turn
-    // begins where the next tile is announced.
+    // Stages of a turn: each lane holds one weight scale, and a turn ends with its part. DYNAMIC: the last turn begins
+    // when the next tile is announced.
     int step = WARP;
 #pragma unroll 1
     for (int base = 0; base < k.count; base += step) {

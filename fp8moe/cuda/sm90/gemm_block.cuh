@@ -1,4 +1,4 @@
-// What the kernels gemm and gemm_k share: the roles of a block, the order of its tiles, a product.
+// Shared by the kernels gemm and gemm_k: the roles of a block, the order of its tiles, a product.
 //
 // Constants of both come from Python (kernels/gemm/source.py): N, BLOCK_M, BLOCK_N, WARPGROUPS, STAGES, SHARED_BYTES,
 // ARGUMENTS_BYTES, MATH_REGISTERS, PRODUCER_REGISTERS. Python also generates wgmma() for the width of the tile.
@@ -11,8 +11,8 @@ constexpr int MATH_WARPS = 4 * WARPGROUPS;
 constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);  // the last warpgroup is the loader's
 constexpr int TILE_COLUMNS = ceil_div(N, BLOCK_N);
 
-// Where tile `index` lies in a matrix of `rows` x TILE_COLUMNS tiles. Blocks walk bands of `raster` tile rows, column
-// by column: what runs at one time touches few rows of a and b, so that L2 serves most loads.
+// The place of tile `index` in a matrix of `rows` x TILE_COLUMNS tiles. Blocks walk bands of `raster` tile rows, column
+// by column: concurrent tiles touch few rows of a and b, so that L2 serves most loads.
 struct RasterPosition {
   int row, column;
 
@@ -37,8 +37,9 @@ __device__ __forceinline__ void start_product(float (&partial)[Accumulators], De
   wgmma_commit();
 }
 
-// Calls multiply(i) for `count` stages, `Unrolled` of them in one turn of the loop. A branch backwards costs some 70
-// cycles, in which the tensor cores run dry; one forwards that is not taken costs nothing (docs/history.md).
+// Calls multiply(i) for `count` stages, `Unrolled` of them in one turn of the loop. A backward branch costs some 70
+// cycles, in which the tensor cores run dry; a forward branch that is not taken costs nothing
+// (docs/findings/pause-between-products.md).
 template <int Unrolled, typename Multiply>
 __device__ __forceinline__ void multiply_stages(int count, const Multiply& multiply) {
   int i = 0;

@@ -6,8 +6,8 @@
 //
 // Roles as in gemm.cu: produce() is one thread that loads, consume() two warpgroups that multiply and promote each
 // 128-deep product to float32 sums (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Here both operands have a scale for
-// each row, so that every product takes its own. TMA writes the sums, or adds them to the result, under the next
-// tile's products (struct Output).
+// each row, so every element of a product has its own factor. TMA writes the sums, or adds them to the result, while
+// the next tile is multiplied (struct Output).
 //
 // The prelude (kernels/gemm/source.py) has the constants of gemm_block.cuh, wgmma(), the type Out of the result (float,
 // or u16 for bfloat16) and ACCUMULATE (with float only).
@@ -32,7 +32,7 @@ struct alignas(128) StageScales {
   float a[BLOCK_M], b[BLOCK_N];
 };
 
-// What TMA writes at once of a warp's sums: rows, and columns of 128 bytes.
+// The piece of a warp's sums that TMA writes at once: rows, and columns of 128 bytes.
 constexpr int PIECE_ROWS = 16, PIECE_COLUMNS = 128 / sizeof(Out), PIECE_BYTES = PIECE_ROWS * 128;
 
 struct Shared {
@@ -46,13 +46,13 @@ struct Shared {
     return *reinterpret_cast<StageScales*>(scales[stage]);
   }
 };
-constexpr int STAGE_BYTES = (BLOCK_M + BLOCK_N) * (BLOCK_K + 4);  // that arrive
+constexpr int STAGE_BYTES = (BLOCK_M + BLOCK_N) * (BLOCK_K + 4);  // loaded per stage
 static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/gemm/sm90.py counts otherwise");
 
 struct Tile {
   int group, m, n;
   int first, count;  // blocks of 128 along K
-  bool aligned;      // whether the group begins and ends with a block
+  bool aligned;      // whether the group begins and ends at multiples of 128
 };
 
 // All tiles of all groups, in turns over the blocks.
@@ -130,8 +130,8 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
 #pragma unroll
   for (int slab = 0; slab < SLABS; ++slab) {
     start_product(partial, a + (warpgroup * SLABS + slab) * 64 * ROW_STEP, columns);
-    // Scales of rows and columns are multiplied with one another, for half of the columns while the wgmma runs: after
-    // it, they would hold up the next one; more of them would need registers that the wgmma has.
+    // Scales of rows and columns are multiplied with each other, for half of the columns while the wgmma runs: after it
+    // they would delay the next wgmma; more of them would need registers of the wgmma.
     const float upper = rows[2 * slab], lower = rows[2 * slab + 1];
     float early[4 * EARLY];
 #pragma unroll
@@ -139,7 +139,7 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
       float* scale = early + 4 * j;
       scale[0] = upper * features[j].x, scale[1] = upper * features[j].y;
       scale[2] = lower * features[j].x, scale[3] = lower * features[j].y;
-      asm volatile("" : "+f"(scale[0]), "+f"(scale[1]), "+f"(scale[2]), "+f"(scale[3]));  // here, not behind the wgmma
+      asm volatile("" : "+f"(scale[0]), "+f"(scale[1]), "+f"(scale[2]), "+f"(scale[3]));  // before the wgmma ends
     }
     if (slab == 0) meanwhile();
     wgmma_wait();
@@ -158,8 +158,9 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
   pipeline.advance();
 }
 
-// Hands the sums of a warp to TMA, 16 rows and up to 128 bytes of each at once, by two pieces of shared memory in turn.
-// An element is written, or added to, by one thread block in a call: the order of additions is that of the calls.
+// Hands the sums of a warp to TMA, 16 rows and up to 128 bytes of each at once, through two alternating pieces of
+// shared memory. Only one thread block per call writes or adds to an element: the order of additions is that of the
+// calls.
 struct Output {
   static constexpr int LAST = BLOCK_N % PIECE_COLUMNS;  // columns of the last piece, if that has fewer
 
@@ -184,13 +185,13 @@ struct Output {
     }
   }
 
-  // Behind the last tile.
+  // Called after the last tile.
   __device__ __forceinline__ void finish() const {
     if (lane_id() == 0) bulk_wait();
   }
 
  private:
-  // `Columns` of a slab from `first` on, once TMA has read what was there two turns before.
+  // Stores `Columns` of a slab from `first` on, after TMA has read the piece of two turns before.
   template <int Columns>
   __device__ __forceinline__ void store_piece(const float (&sum)[ACCUMULATORS], int first, const TensorMap& target,
                                               int row, const Tile& tile) {
@@ -211,8 +212,7 @@ struct Output {
     }
   }
 
-  // Lays them out as TMA reads them: rows of 128 bytes with their 16-byte chunks swapped by row, shorter ones as they
-  // are.
+  // Writes them in TMA's layout: rows of 128 bytes with 16-byte chunks swapped by row, shorter rows without swaps.
   template <int Columns>
   __device__ __forceinline__ void stage(const float (&sum)[ACCUMULATORS], int first, u8* piece) const {
     constexpr int PITCH = Columns * sizeof(Out);
@@ -248,7 +248,7 @@ __device__ __forceinline__ void consume(Shared& s, Schedule schedule, Output& ou
     const auto find_next = [&] { more = schedule.next(following); };
     if (tile.count == 0) find_next();
     if (!ACCUMULATE || tile.count > 0 || !tile.aligned) {
-      // The result of a group that does not begin and end with a block is NaN.
+      // The result of a group that does not begin and end at multiples of 128 is NaN.
       const float initial = tile.aligned ? 0.f : __int_as_float(0x7FFFFFFF);
       float sum[SLABS][ACCUMULATORS];
 #pragma unroll

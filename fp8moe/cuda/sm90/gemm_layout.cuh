@@ -16,13 +16,13 @@ constexpr int COLUMN_SLABS = SWAP ? 1 : BLOCK_N / COLUMNS;
 constexpr int SLABS = ROWS / 64 * COLUMN_SLABS / WARPGROUPS;  // of 64 x COLUMNS, of one warpgroup
 constexpr int ACCUMULATORS = COLUMNS / 2;                     // registers of one slab
 
-// A group may end within a tile: then tokens are loaded 64 rows at a time, and slabs without any are left out.
+// A group may end within a tile: then tokens are loaded 64 rows at a time, and slabs without tokens are left out.
 constexpr bool PARTIAL = GROUPS > 0 && !SWAP;
 constexpr int A_PIECE_BYTES = 64 * BLOCK_K;
 
-// DYNAMIC: a block takes its first tile by its own number, each further one from a counter in memory, shortly before it
-// begins: tiles that share weights then begin at almost the same time, so that L2 has them. The loader asks for it at
-// stage ASKED of a tile, and announces it to the math warps with stage ANNOUNCED.
+// DYNAMIC: a block takes its first tile by its own number, and each further tile from a counter in memory shortly
+// before it begins: tiles that share weights then begin at almost the same time, so that L2 has the weights. The loader
+// asks for the next tile at stage ASKED of a tile, and announces it to the math warps with stage ANNOUNCED.
 constexpr int ANNOUNCED = K_BLOCKS - 4, ASKED = ANNOUNCED - 3;
 
 // HALVES: tiles of 128x256 may be halved, and those of groups upright (TileShape, below). An upright tile
@@ -30,7 +30,7 @@ constexpr int ANNOUNCED = K_BLOCKS - 4, ASKED = ANNOUNCED - 3;
 constexpr bool UPRIGHTS = HALVES && PARTIAL;
 constexpr int HALF_N = BLOCK_N / 2;
 
-// Stages of one turn of the math warps' loop. Small tiles wait for memory, and their code too comes from there.
+// Stages of one turn of the math warps' loop. Small tiles wait for memory, also for their code, which is kept short.
 constexpr int UNROLLED_STAGES = SWAP || SPLIT_K > 1 || BLOCKS_PER_SM > 1 ? 1 : 4;
 
 // Rows of weight scales. GATED: those of the gate projection, then those of the up projection, each with its own ceil.
@@ -71,13 +71,13 @@ constexpr int EPILOGUE_BYTES = COLUMNS_AT + 2 * COLUMN_BYTES;
 
 // With HALVES, tiles of 128x256 are WHOLE or
 //   HALVED    128x128: both halves of a tile where the last wave would fill no more than half of the blocks
-//   UPRIGHT   192x128: two of them, in place of a group's last two tiles in 256 columns, if the last one has no more
-//             than 64 rows; they load a tenth less
+//   UPRIGHT   192x128: two of these replace a group's last two tiles in 256 columns if the last tile has at most 64
+//             rows; they load a tenth less
 enum TileShape : int { WHOLE, HALVED, UPRIGHT };
 
 struct alignas(8) Tile {
   int m, n;   // first token and first output feature
-  int end;    // tokens from here on are not the group's
+  int end;    // end of the group's tokens
   int group;  // whose weights
   int shape;  // a TileShape
 
@@ -98,8 +98,8 @@ struct alignas(8) Tile {
   }
 };
 
-// The groups' rows, from `first` to `end`, and the tile rows before each group, of all of them at [Groups]. DYNAMIC:
-// the tile behind the one whose stage it is, see ANNOUNCED; of group -1 if there is none.
+// The groups' rows, from `first` to `end`, and the tile rows before each group, with their total at [Groups]. DYNAMIC:
+// the tile after the current stage's tile, see ANNOUNCED; its group is -1 if there is none.
 template <int Groups>
 struct GroupTable {
   int tile_rows_before[Groups + 1], first[Groups], end[Groups];
@@ -137,7 +137,7 @@ static_assert(PARTS == 1 || (!REDUCES && GROUPS == 0 && PARTS <= K_BLOCKS && PAR
 static_assert(!GATED || (BLOCK_N == 256 && GROUPS > 0 && (SWAP || SPLIT_K == 1)));
 static_assert(!HALVES || (BLOCK_M == 128 && BLOCK_N == 256 && WARPGROUPS == 2 && !REDUCES && !GATED && PARTS == 1));
 
-// EVEN: of a partial tile, neither warpgroup has more than one slab more to multiply than the other.
+// EVEN: in a partial tile, the warpgroups' numbers of slabs differ by at most one.
 constexpr bool EVEN = PARTIAL && !GATED && SLABS == 2 && COLUMN_SLABS == 1;
 
 // First row and column, within a whole tile, of a warpgroup's slab. SWAP: the warpgroups take slabs in turns, so that

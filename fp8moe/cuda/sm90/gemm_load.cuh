@@ -15,14 +15,14 @@ struct Loader {
   Shared& s;
   const TensorMap &a, &a_scale, &b;
   Columns columns;
-  int tile_m;  // tokens of one load, unless the tile is partial
+  int tile_m;  // tokens of one load of a whole tile
 
   // Pieces of 64 tokens of a partial tile.
   static __device__ __forceinline__ int pieces(const Tile& tile) {
     return min(ceil_div(tile.end - tile.m, 64), BLOCK_M / 64 + tile.upright());
   }
 
-  // What is loaded with a tile's first stage. buffer: 0 or 1, in turns.
+  // Loads that accompany a tile's first stage. buffer: 0 or 1, in turns.
   __device__ __forceinline__ void load_columns(const Tile& tile, int buffer, u32 stage) const {
     if constexpr (COLUMN_BYTES > 0) {
       columns.load(tile, shared_address(s.epilogue + COLUMNS_AT + buffer * COLUMN_BYTES), s.ring.full[stage].address());
@@ -67,14 +67,14 @@ struct Loader {
   }
 };
 
-// How many stages of its first tile a block loads into the empty ring, up to `most`.
+// The number of stages of its first tile that a block loads into the empty ring, up to `most`.
 __device__ __forceinline__ int stages_to_fill(const Schedule<GROUPS>& schedule, KRange k, int most) {
   return schedule.ended() ? 0 : min(DYNAMIC ? ASKED : k.count, most);
 }
 
-// Loads them, but for the tokens behind FIRST_STAGES: the threads of a block meet as soon as products may begin.
-// Weights and group sizes never come from the kernel before this one, so they do not wait for it; where there is one to
-// wait for, `most` is large.
+// Loads these stages, except for tokens behind FIRST_STAGES: the threads of a block meet as soon as products may begin.
+// Weights and group sizes never come from the previous kernel, so they do not wait for it; if there is a previous
+// kernel to wait for, `most` is large.
 __device__ __forceinline__ void fill_ring(const Loader& loader, const Schedule<GROUPS>& schedule, KRange k, Split split,
                                           int most) {
   const int count = stages_to_fill(schedule, k, most);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void fill_ring(const Loader& loader, const Schedule<G
   if (count > 0) Sums{loader.s, tile, split, {}}.expect();
 }
 
-// Goes on where fill_ring() has ended.
+// Continues the loads of fill_ring().
 __device__ __forceinline__ void produce(const Loader& loader, Schedule<GROUPS>& schedule, KRange k, int most) {
   Pipeline<STAGES> pipeline(loader.s.ring);
   int i = stages_to_fill(schedule, k, most);

@@ -1,5 +1,5 @@
-// PARTS of K: each is summed by itself, and their sums are added up in order. So a tile that one block computes has the
-// bits of one that a cluster of PARTS blocks has split, and K is summed alike for any number of tokens.
+// PARTS of K: each part is summed separately, and the sums of parts are added up in order. So a tile computed by one
+// block has the bits of a tile split over a cluster of PARTS blocks, and K is summed alike for any number of tokens.
 #pragma once
 
 #include "gemm_layout.cuh"
@@ -9,13 +9,13 @@ __device__ __forceinline__ int part_begin(int part) { return part * K_BLOCKS / P
 // Whether each part is an even number of blocks along K.
 constexpr bool EVEN_PARTS = K_BLOCKS % (2 * PARTS) == 0;
 
-// The sums of the parts so far: PART_REGISTERS values of each thread in registers, the others in shared memory, where a
-// thread reads only what it has written.
+// The sums of earlier parts: PART_REGISTERS values of each thread in registers, the others in shared memory, where a
+// thread reads only its own values.
 struct PartSums {
   static constexpr int VALUES = SLABS * ACCUMULATORS, EACH = WARPGROUP * WARPGROUPS;
 
   float kept[PART_REGISTERS > 0 ? PART_REGISTERS : 1];
-  float4* mine;  // every EACH-th of them is this thread's
+  float4* mine;  // every EACH-th element is this thread's
 
   __device__ __forceinline__ explicit PartSums(Shared& s)
       : mine(reinterpret_cast<float4*>(s.epilogue + COLUMNS_AT - PART_SUM_BYTES) + threadIdx.x) {}
@@ -39,7 +39,7 @@ struct PartSums {
     for (int i = 0; i < VALUES; ++i) values[i] = 0;
   }
 
-  // Adds what is kept to a part.
+  // Adds the kept sums to a part.
   __device__ __forceinline__ void add(float (&sum)[SLABS][ACCUMULATORS], int part) const {
     float* values = sum[0];
 #pragma unroll

@@ -5,14 +5,14 @@
 #include "gemm_schedule.cuh"
 
 // The weight scales of a tile, held by every math warp: 32 blocks along K at a time, one in each lane. They are fetched
-// one turn ahead, so that nothing waits for them. With CHANNEL scales, which the sums get at their end, all are one.
+// one turn ahead, so that nothing waits for them. With CHANNEL scales, which multiply the finished sums, all are 1.
 struct WeightScales {
   const float* b_scale;
   float held[TILE_SCALE_ROWS], next[TILE_SCALE_ROWS];
 
   __device__ __forceinline__ explicit WeightScales(const float* b_scale) : b_scale(b_scale) {}
 
-  // Fetches the scales of K blocks `first` to `first` + 31, of `count` that there are.
+  // Fetches the scales of K blocks `first` to `first` + 31; there are `count` blocks.
   __device__ __forceinline__ void fetch(const Tile& tile, int first, int count) {
     if constexpr (CHANNEL) return;
     const int block = min(first + static_cast<int>(lane_id()), count - 1);
@@ -24,7 +24,7 @@ struct WeightScales {
     }
   }
 
-  // Holds what was fetched.
+  // Makes the fetched scales current.
   __device__ __forceinline__ void turn() {
 #pragma unroll
     for (int r = 0; r < TILE_SCALE_ROWS; ++r) held[r] = CHANNEL ? 1.f : next[r];

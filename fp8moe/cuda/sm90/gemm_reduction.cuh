@@ -1,17 +1,17 @@
-// From the sums to the epilogue: scales and biases of output features, and sums that pass through shared memory: those
-// of a tile whose weights are the 64-row side, to be laid out by token, and those of a split.
+// From the sums to the epilogue: scales and biases of output features, and sums that pass through shared memory, either
+// to be transposed in a tile whose weights are the 64-row side, or to be added up in a split.
 #pragma once
 
 #include "gemm_schedule.cuh"
 
-constexpr int MATH_BARRIER = 1;  // the named barrier of all math warps; a warpgroup has one of its own behind it
+constexpr int MATH_BARRIER = 1;  // the named barrier of all math warps; the next ones are those of the warpgroups
 __device__ __forceinline__ void sync_math_warps() { named_barrier(MATH_BARRIER, WARPGROUP * WARPGROUPS); }
 __device__ __forceinline__ void sync_warpgroup(int warpgroup) { named_barrier(MATH_BARRIER + warpgroup, WARPGROUP); }
 
 // The blocks of a cluster share the K of one tile, which is their only one: each sums and stores a slice of its tokens,
 // in rank order, so that the result never depends on timing. Every thread of the cluster meets the others twice:
 //   announce(), await_peers()   every block has set up the barrier that its peers send to
-//   received(), leave()         every block has what was sent to it, so that the sender's shared memory may go
+//   received(), leave()         every block has received its data, so that the sender's shared memory may be released
 struct Split {
   int rank;
 
@@ -38,10 +38,10 @@ struct Split {
   }
 };
 
-// What becomes of the sums of each output feature before they reach the epilogue: with CHANNEL scales they are
-// multiplied by its weight scale, in place of one for 128x128, and with a BIAS that is added. Those of a tile whose
-// sums stay in the registers are loaded with its first stage, and lie in shared memory until its end; the tile behind
-// it has room of its own.
+// Operations on the sums of each output feature before the epilogue: CHANNEL multiplies them by the feature's weight
+// scale, which replaces scales of 128x128 blocks, and BIAS adds a bias. If sums stay in the registers, the scales and
+// biases of a tile are loaded with its first stage and stay in shared memory until its end; the next tile has its own
+// buffer.
 struct Columns {
   const float* scales;  // (N), or of each group, (groups, N)
   const void* bias;     // likewise, bfloat16 or float32
@@ -50,7 +50,7 @@ struct Columns {
   struct Pair {
     float2 scale, bias;
 
-    // From where those of the first feature lie.
+    // From the addresses of the first feature's scale and bias.
     __device__ __forceinline__ Pair(const void* scales, const void* biases) : scale{}, bias{} {
       if constexpr (CHANNEL) scale = *static_cast<const float2*>(scales);
       if constexpr (BIAS == 1) {
@@ -61,7 +61,7 @@ struct Columns {
     }
 
     __device__ __forceinline__ void apply(float& left, float& right) const {
-      if constexpr (CHANNEL && BIAS) {  // rounded alike wherever it is compiled
+      if constexpr (CHANNEL && BIAS) {  // explicit, so that all kernels round alike
         left = fmaf(left, scale.x, bias.x), right = fmaf(right, scale.y, bias.y);
       } else if constexpr (CHANNEL) {
         left *= scale.x, right *= scale.y;
@@ -71,12 +71,12 @@ struct Columns {
     }
   };
 
-  // How many features there are, of gate or of up, from a tile's column on.
+  // The number of features, of gate or of up, from a tile's column on.
   static __device__ __forceinline__ int left(const Tile& tile, int column) {
     return GATED ? INTERMEDIATE - tile.n / 2 - column % 128 : N - tile.n - column;
   }
 
-  // Where the scale and the bias of a tile's column lie.
+  // The places of the scale and the bias of a tile's column.
   __device__ __forceinline__ const u8* scale_at(const Tile& tile, int column) const {
     return reinterpret_cast<const u8*>(scales) + feature(tile, column) * SCALE_BYTES;
   }
@@ -84,7 +84,7 @@ struct Columns {
     return static_cast<const u8*>(bias) + feature(tile, column) * BIAS_BYTES;
   }
 
-  // Asks for those of a tile whose sums leave the registers, by a warp: each lane for 8 columns.
+  // Prefetches the scales and biases of a tile whose sums leave the registers. By a warp: each lane for 8 columns.
   __device__ __forceinline__ void prefetch(const Tile& tile) const {
     const int column = 8 * lane_id();
     if (column >= BLOCK_N || left(tile, column) <= 0) return;
@@ -92,7 +92,7 @@ struct Columns {
     if constexpr (BIAS) prefetch_near(bias_at(tile, column));
   }
 
-  // Loads those of a tile to `target`, to arrive at a barrier before the thread does.
+  // Loads the scales and biases of a tile to `target`; their bytes count on a barrier before the thread arrives there.
   __device__ __forceinline__ void load(const Tile& tile, u32 target, u32 barrier) const {
 #pragma unroll
     for (int column = 0; column < (GATED ? 256 : 1); column += 128) {
@@ -106,8 +106,8 @@ struct Columns {
     }
   }
 
-  // To the sums in the registers, whose rows are tokens, from where load() has put them. Columns behind the last get
-  // any value.
+  // Applies scales and biases from load() to the sums in the registers, whose rows are tokens. Columns behind the last
+  // get any value.
   static __device__ __forceinline__ void apply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup,
                                                const u8* values) {
 #pragma unroll
@@ -124,7 +124,7 @@ struct Columns {
     }
   }
 
-  // To four output features of a token.
+  // Applies scales and biases to four output features of a token.
   __device__ __forceinline__ float4 apply(float4 sum, const Tile& tile, int column) const {
     if (left(tile, column) <= 0) return sum;
     const u8 *scales = scale_at(tile, column), *biases = bias_at(tile, column);
@@ -141,14 +141,14 @@ struct Columns {
   }
 };
 
-// Where the tile's group ends. Read again behind the products, it takes no register while they run.
+// The end of the tile's group. It is read again after the products, to take no register while they run.
 template <int Groups>
 __device__ __forceinline__ int group_end(const GroupTable<Groups>& groups, const Tile& tile) {
   if constexpr (Groups > 0) return groups.end[tile.group];
   return tile.end;
 }
 
-// The sums of a tile by token, a slice of which is this block's.
+// The sums of a tile by token; this block has a slice of them.
 struct Sums {
   Shared& s;
   Tile tile;
@@ -159,13 +159,13 @@ struct Sums {
   __device__ __forceinline__ int tokens() const { return Split::tokens(tile, split.rank); }
   __device__ __forceinline__ long long first_row() const { return tile.m + split.rank * SLICE_M; }
 
-  // Prepares for what the peers send; by the thread that has set up s.sums.
+  // Prepares to receive data of the peers; by the thread that has set up s.sums.
   __device__ __forceinline__ void expect() {
     if constexpr (SPLIT_K > 1) s.sums.expect(tokens() * SUM_PITCH * (SPLIT_K - 1) * 4);
   }
 
-  // From the registers to where at() finds them. By all math warps, whose last use of the ring has ended if it is
-  // split.
+  // Moves sums from the registers to the place where at() reads them. By all math warps; in a split, their last use of
+  // the ring has ended.
   __device__ __forceinline__ void gather(const float (&sum)[SLABS][ACCUMULATORS], int warpgroup) {
     if constexpr (BIAS) tile.end = group_end(s.groups, tile);
     if constexpr (SPLIT_K > 1) {
@@ -197,7 +197,7 @@ struct Sums {
   }
 
  private:
-  // The block's own partial tile takes the place of the ring; what it receives lies behind it, a slice for each rank.
+  // The block's own partial tile replaces the ring; received slices follow it, one for each rank.
   __device__ __forceinline__ float* own() const { return reinterpret_cast<float*>(s.a); }
   __device__ __forceinline__ float* gathered() const { return reinterpret_cast<float*>(s.epilogue); }
 
@@ -221,7 +221,7 @@ struct Sums {
     }
   }
 
-  // A thread for each peer sends it the slice that it sums.
+  // One thread per peer sends the slice that the peer sums.
   __device__ __forceinline__ void send() const {
     const int peer = threadIdx.x;
     if (peer >= SPLIT_K || peer == split.rank) return;

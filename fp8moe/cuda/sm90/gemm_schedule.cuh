@@ -1,4 +1,4 @@
-// Which tile a block computes next: the only place that knows groups.
+// The schedule of tiles over blocks: the only place that knows groups.
 #pragma once
 
 #include "gemm_layout.cuh"
@@ -14,7 +14,7 @@ __device__ __forceinline__ Slab slab_of(const Tile& tile, int warpgroup, int sla
   return {slab_row(warpgroup, slab), slab_column(slab)};
 }
 
-// How many of a warpgroup's slabs the tile has and hold rows of the group. They are the first ones.
+// How many of a warpgroup's slabs belong to the tile and have rows of the group. They are its first ones.
 __device__ __forceinline__ int slabs_in_use(const Tile& tile, int warpgroup) {
   if constexpr (!PARTIAL) return tile.halved() ? 1 : SLABS;
   const int rows = tile.end - tile.m - slab_row(warpgroup, 0);
@@ -25,7 +25,7 @@ __device__ __forceinline__ int slabs_in_use(const Tile& tile, int warpgroup) {
   return max(0, min(ceil_div(rows, slab_row(0, 1)), SLABS));
 }
 
-// Arguments of a launch that its schedule and its loader read.
+// Arguments of a launch for the schedule and the loader.
 struct ScheduleArguments {
   const int* groups;  // see Schedule
   int m;              // rows of a and of the result
@@ -34,21 +34,21 @@ struct ScheduleArguments {
   int group_pitch;   // from one group to the next in `groups`
   int tile_m;        // of one matrix: see tokens_of_tile()
   int tile_rows;     // of one matrix
-  int counter;       // DYNAMIC: where in `groups` the counter lies, which a kernel before the last one has set to 0
+  int counter;       // DYNAMIC: place of the counter in `groups`; a kernel before the previous one has set it to 0
   int early_stages;  // see fill_ring()
 
-  // BLOCK_M, or fewer: TMA takes longer for rows behind the last than for any others, so that tiles of one matrix share
-  // its rows evenly. TMA writes whole slabs of 64 only.
+  // BLOCK_M, or fewer rows: loads of rows behind the last take TMA longest, so tiles of one matrix share its rows
+  // evenly. TMA stores whole slabs of 64 only.
   __device__ __forceinline__ int tokens_of_tile() const { return GROUPS || STAGED ? BLOCK_M : tile_m; }
 };
 
-// Walks over this block's tiles: each round gives one to every block. The blocks of a split have the same tile.
+// Walks over this block's tiles: each round gives every block one tile. The blocks of a split have the same tile.
 template <typename Derived>
 struct TileWalk {
   int place = blockIdx.x / SPLIT_K, index = place, tiles = 0;
   int halved_from = 0;  // HALVES: tiles from here on are halved, and count twice
 
-  // How many whole tiles there are.
+  // The number of whole tiles.
   __device__ __forceinline__ void set_tiles(int count) {
     tiles = count;
     if constexpr (HALVES) {
@@ -60,7 +60,7 @@ struct TileWalk {
 
   __device__ __forceinline__ bool ended() const { return index >= tiles; }
 
-  // The tile, or the half of one, at `index`.
+  // The tile or half tile at `index`.
   __device__ __forceinline__ Tile at(int index) const {
     const bool half = HALVES && index >= halved_from;
     const int beyond = index - halved_from;
@@ -89,8 +89,8 @@ struct TileWalk {
     if constexpr (DYNAMIC) {
       // See ask().
     } else if constexpr (GROUPS > 0) {
-      // A group's last tile takes less time, and where every second tile is one, half of the blocks would get them all.
-      // So each round a block takes the place behind the one that it had.
+      // A group's last tile takes less time. If every second tile is a last one, half of the blocks would get them all:
+      // so a block moves on by one place each round.
       const bool last = place == places - 1;
       index += last ? 1 : places + 1;
       place = last ? 0 : place + 1;
@@ -101,7 +101,7 @@ struct TileWalk {
   }
 };
 
-// Schedule<Groups>: prepare(), ready(), then next(). Of no groups: one matrix, and all m rows belong to it.
+// Schedule<Groups>: prepare(), ready(), then next(). Without groups: one matrix for all m rows.
 template <int Groups>
 struct Schedule;
 
@@ -123,10 +123,10 @@ struct Schedule<0> : TileWalk<Schedule<0>> {
   }
 };
 
-// One matrix for each group of rows. The sizes are known on the device only: one warp turns them into a table in shared
-// memory. Whatever `groups` holds, rows stay within m.
+// One matrix for each group of rows. Only the device knows the sizes: one warp turns them into a table in shared
+// memory. Rows stay within m for any values of `groups`.
 // groups: offsets (Groups + 1) of the groups' rows; or, with a pitch of 2, first row and end of each (Groups, 2), in
-// any order; or with max_m, where group e has the rows from e * max_m on, how many (Groups) of them are in use.
+// any order; or with max_m, where group e has the rows from e * max_m on, the numbers of rows in use (Groups).
 template <int Groups>
 struct Schedule : TileWalk<Schedule<Groups>> {
   static constexpr int EACH = ceil_div(Groups, WARP);  // groups of a lane
@@ -171,8 +171,8 @@ struct Schedule : TileWalk<Schedule<Groups>> {
     __syncwarp();
   }
 
-  // By whole warps, once the table is filled. A block of a split has one tile at most: where groups overlap, there may
-  // be more tiles than blocks, and those behind are left out.
+  // By whole warps, after the table is filled. A block of a split has at most one tile: overlapping groups may make
+  // more tiles than blocks, and the last ones are left out.
   __device__ __forceinline__ void ready() {
     const int count = same_in_warp(table.tile_rows_before[Groups]) * TILE_COLUMNS;
     this->set_tiles(SPLIT_K > 1 ? min(count, static_cast<int>(gridDim.x) / SPLIT_K) : count);
@@ -196,7 +196,7 @@ struct Schedule : TileWalk<Schedule<Groups>> {
     const int last = table.first[group] + (rows - 1) * BLOCK_M;
     const bool short_last = rows > 1 && end - last <= 64 && position.row >= rows - 2;
     if constexpr (EVEN && BLOCK_M == 256) {
-      // A last tile of 64 rows would keep one warpgroup busy: it gets 128, the one before it 192.
+      // A last tile of 64 rows would use only one warpgroup: it gets 128 rows, and the tile before it 192.
       if (short_last && position.row == rows - 1) m = last - 64;
       if (short_last && position.row == rows - 2) end = last - 64;
     }
@@ -211,7 +211,7 @@ struct Schedule : TileWalk<Schedule<Groups>> {
   }
 };
 
-// The same tile, known to the compiler to be so in all lanes: what depends on it may stay in uniform registers.
+// Tells the compiler that the tile is the same in all lanes, so that dependent values may stay in uniform registers.
 __device__ __forceinline__ Tile same_in_warp(Tile tile) {
   if (GROUPS == 0) return tile;
   return {same_in_warp(tile.m), same_in_warp(tile.n), same_in_warp(tile.end), same_in_warp(tile.group),

@@ -14,15 +14,15 @@ static_assert(QUERIES % COLUMN_GROUPS == 0 && GROUP_QUERIES <= 4 && COLUMNS == G
 
 __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xFF800000); }
 
-// Where scores go.
+// The destination of the scores.
 struct Output {
   float* scores;  // (queries, columns)
   int columns;
   int from_starts;  // whether a row begins with the first token that its query scores, rather than with token 0
-  int fill_masked;  // whether what no query scores becomes -inf
+  int fill_masked;  // whether entries outside of the ranges become -inf
 };
 
-// What a lane keeps: the scores of one query in KEPT rows of the tile, 8 apart.
+// The scores that a lane keeps: of one query in KEPT rows of the tile, 8 apart.
 struct Kept {
   int query;  // of the warpgroup's
   int row;
@@ -37,8 +37,8 @@ struct Kept {
   }
 };
 
-// Halves the sums: adds up those of the lanes that differ in bit `Bit`; those with the bit set keep the upper half.
-// With masks, because a choice would become a branch.
+// Halves the sums: adds up the sums of lanes that differ in bit `Bit`; lanes with the bit set keep the upper half. It
+// uses masks, because a conditional would become a branch.
 template <int Count, int Bit>
 __device__ __forceinline__ void exchange(float (&sum)[SUMS]) {
   static_assert(Bit == 1 || Bit == 2);
@@ -64,7 +64,7 @@ struct Fold {
     }
   }
 
-  // Leaves in sum[0] to sum[KEPT - 1] what the lane keeps.
+  // Leaves the sums that the lane keeps in sum[0] to sum[KEPT - 1].
   __device__ __forceinline__ void apply(const float (&dot)[COLUMNS / 2], float (&sum)[SUMS]) const {
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) sum[i] = 0.f;
@@ -92,7 +92,7 @@ __device__ __forceinline__ int first_token(const Output& out, Range tokens) {
   return !PAGED && out.from_starts ? tokens.begin : 0;
 }
 
-// Where the kept scores of a segment go, tile after tile.
+// The destinations of the kept scores of a segment, tile after tile.
 struct Target {
   Range scored;  // columns
   u32 fill_end;  // other columns before it become -inf

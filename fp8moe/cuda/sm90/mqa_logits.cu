@@ -20,7 +20,7 @@
 
 constexpr int MATH_WARPS = 4 * COLUMN_GROUPS * ROW_GROUPS;
 constexpr int FILL_WARPS = 2;
-constexpr int FILL_COLUMNS = 4096;  // that a warp fills at a time
+constexpr int FILL_COLUMNS = 4096;  // columns that a warp fills at a time
 static_assert(THREADS == WARP * (MATH_WARPS + 2 + FILL_WARPS));
 static_assert(STAGES % ROW_GROUPS == 0, "a warpgroup steps over the stages of the others");
 
@@ -72,7 +72,7 @@ struct alignas(SWIZZLE_ALIGNMENT) Shared {
 static_assert(sizeof(Shared::q) % SWIZZLE_ALIGNMENT == 0);
 static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/indexer/sm90.py counts otherwise");
 
-// Which cache blocks hold the tiles of each sequence: ids (sequences, pitch), clamped to those that exist.
+// The cache blocks of each sequence's tiles: ids (sequences, pitch), clamped to existing blocks.
 struct BlockTable {
   const int* ids;
   int pitch, num_blocks;

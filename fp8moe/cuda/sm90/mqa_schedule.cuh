@@ -75,7 +75,8 @@ struct WorkRange {
   }
 };
 
-// Each thread counts the tiles of neighbouring groups. Sums over the threads of a warp up to this one, and of warps.
+// Each thread counts the tiles of neighbouring groups: sums over the threads of a warp up to this one, and sums of
+// warps.
 struct TileSums {
   int threads[THREADS], warps[THREADS / WARP];
 };

@@ -26,7 +26,7 @@ __device__ __forceinline__ u32 lane_id() {
   return lane;
 }
 
-// The same value, known to the compiler to be so in all lanes: what depends on it may stay in uniform registers.
+// Tells the compiler that a value is the same in all lanes, so that dependent values may stay in uniform registers.
 __device__ __forceinline__ int same_in_warp(int x) { return __shfl_sync(0xFFFFFFFF, x, 0); }
 
 // ---- mbarrier ("Parallel Synchronization and Communication Instructions: mbarrier") ----
@@ -120,7 +120,7 @@ __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 b
       : "memory");
 }
 
-// The same for what is read once: it does not push anything else out of L2.
+// The same for data that is read once: it evicts nothing else from L2.
 __device__ __forceinline__ void tma_load_once(u32 target, const TensorMap& map, u32 barrier, int x, int y) {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -131,12 +131,12 @@ __device__ __forceinline__ void tma_load_once(u32 target, const TensorMap& map, 
       : "memory");
 }
 
-// Brings a sector of global memory to where this SM's loads will look for it.
+// Prefetches a sector of global memory to the cache of this SM's loads.
 __device__ __forceinline__ void prefetch_near(const void* source) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(source));
 }
 
-// Brings a tensor map to where asynchronous copies will look for it.
+// Prefetches a tensor map to the cache of asynchronous copies.
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -160,7 +160,7 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int 
                : "memory");
 }
 
-// The same of three dimensions; or adds it to what is there, each float32 element once.
+// The same in three dimensions; or adds the tile to global memory, each float32 element once.
 __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
                "r"(source), "r"(x), "r"(y), "r"(z)
@@ -200,10 +200,11 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 
 // ---- programmatic dependent launch ("Miscellaneous Instructions: griddepcontrol") ----
 //
-// One order in all kernels: a kernel waits for the one before it, then lets the next one start. So what runs early may
-// rely on all kernels of the stream but its immediate predecessor. Before the wait a kernel reads only what no kernel
-// of its chain writes, or what was written two kernels before or more: weights, group sizes. The first kernel of a
-// chain is launched the ordinary way, after everything ahead of it; one that always is may do without the wait.
+// All kernels keep one order: a kernel waits for its predecessor, then lets its successor start. So the part of a
+// kernel before the wait may rely on all kernels of the stream except its immediate predecessor. It reads only data
+// that no kernel of its chain writes, or that was written at least two kernels before: weights, group sizes. The first
+// kernel of a chain is launched the ordinary way, after everything ahead of it; a kernel that is always first need not
+// wait.
 
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -214,12 +215,12 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
-// Until none but the last `Later` products are in flight; then `product`, an earlier one, may be read.
+// Waits until only the last `Later` products are in flight; then `product`, an earlier one, may be read.
 template <int Later, int Accumulators>
 __device__ __forceinline__ void wgmma_wait(float (&product)[Accumulators]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Later) : "memory");
 #pragma unroll
-  for (int i = 0; i < Accumulators; ++i) asm volatile("" : "+f"(product[i]));  // it is not read before
+  for (int i = 0; i < Accumulators; ++i) asm volatile("" : "+f"(product[i]));  // no read before the wait
 }
 
 // Shared-memory matrix descriptor of a K-major tile whose rows are as wide as the swizzle, 128, 64 or 32 bytes: groups
@@ -247,9 +248,10 @@ struct TileStart {
 
 // ---- mma ("Warp-level matrix instructions: mma.sync") ----
 
-// Adds a product of 16 x 8 over 16 values to a warp's sums, which lie as wgmma leaves them: of the rows lane / 4 and
-// 8 further on the columns 2 * (lane % 4) and the next. upper, lower: four values of these two rows; columns: the same
-// four of column lane / 4. The four lanes of a row or column have 16 different ones, in any order.
+// Adds a product of 16 x 8 over 16 values to a warp's sums, in the layout of wgmma: a lane has the rows lane / 4 and
+// lane / 4 + 8, and of each the columns 2 * (lane % 4) and the next. upper, lower: four values of these two rows;
+// columns: the same four values of column lane / 4. The four lanes of a row or column have 16 different values, in any
+// order.
 __device__ __forceinline__ void mma_bfloat16(float* sum, uint2 upper, uint2 lower, uint2 columns) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
@@ -264,8 +266,8 @@ __device__ __forceinline__ void mma_float16(float* sum, uint2 upper, uint2 lower
       : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(columns.x), "r"(columns.y));
 }
 
-// Four matrices of 8 x 8, whose rows of 16 bytes lie at the addresses of eight lanes each: a lane gets of their row
-// lane / 4 the columns 2 * (lane % 4) and the next, or, transposed, of their column lane / 4 such rows.
+// Loads four matrices of 8 x 8; eight lanes each give the addresses of a matrix's rows of 16 bytes. A lane gets columns
+// 2 * (lane % 4) and the next of row lane / 4 of each; transposed, these rows of column lane / 4.
 __device__ __forceinline__ void load_matrices(u32 address, u32 (&v)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
@@ -299,7 +301,7 @@ __device__ __forceinline__ u32 pack_bfloat16(float low, float high) {
 
 __device__ __forceinline__ float bfloat16_to_float(u16 x) { return __uint_as_float(u32{x} << 16); }
 
-// Two E4M3 values, rounded to nearest even, saturated; NaN stays NaN.
+// Converts to two E4M3 values, rounded to nearest even, saturated; NaN stays NaN.
 __device__ __forceinline__ u16 pack_e4m3(float low, float high) {
   u16 packed;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
@@ -318,8 +320,8 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return result;
 }
 
-// 1 / x to one unit in the last place. A division has a slow path, whose branch costs every loop around it its uniform
-// registers.
+// 1 / x to one unit in the last place. A division would have a slow path, whose branch would cost enclosing loops their
+// uniform registers.
 __device__ __forceinline__ float reciprocal(float x) {
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));

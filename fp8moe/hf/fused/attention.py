@@ -21,20 +21,19 @@ WITHOUT_EFFECT = (
     *("is_causal", "sliding_window", "position_ids", "cache_position", "use_cache"),
     *("output_attentions", "output_hidden_states", "output_router_logits"),
 )
-"""Arguments that change nothing for who knows which keys a query sees."""
+"""Arguments without effect on an attention that is told which keys each query sees."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """The keys that the queries of a call see: what GraphDecoder's attention takes as attention_mask.
+    """The attention_mask of GraphDecoder's attention: which keys of a static cache the queries of a call see.
 
-    transformers passes on whatever its mask function returns, so this comes from there, once for each kind of layer.
+    transformers passes on whatever its mask function returns; that function returns this, once for each kind of layer.
 
-    begin, columns (B,) int64: of each row the column of its first token in the cache, and of the first new one.
+    begin, columns (B,) int64: for each row the column of its first token in the cache, and of its first new token.
     new_tokens: of each row. key_heads, length: of the layer's cache. window: the most keys that a query sees, None for
-    all.
-    sequences (3, B + 1) int32, of several new tokens: the first query, the first key in the cache and the number of
-    keys of each row; the last column ends the queries. whole: the rows have no tokens but the new ones, and no padding.
+    all. sequences (3, B + 1) int32, for several new tokens: for each row its first query, its first key in the cache
+    and its number of keys; the last column ends the queries. whole: whether rows have the new tokens alone, no padding.
     """
 
     begin: Tensor
@@ -48,16 +47,16 @@ class AttentionMetadata:
 
 
 class UnsupportedAttention(ValueError):
-    """Attention that the kernels cannot compute; the message says what of it."""
+    """Raised for attention that the kernels lack."""
 
 
 def check_metadata(
     metadata: Any, dtype: torch.dtype, new: int, key: Tensor, value: Tensor, others: dict[str, Any]
 ) -> None:
-    """Raise UnsupportedAttention for what the kernels over a static cache lack.
+    """Raise UnsupportedAttention for attention that the kernels over a static cache lack.
 
-    new: tokens of each row. key, value (B, key heads, columns, D) of the cache. others: arguments that a model passes
-    to its attention beside these.
+    new: tokens of each row. key, value (B, key heads, columns, D) of the cache. others: further arguments that a model
+    passes to its attention.
     """
     key_heads, size = key.shape[1], key.shape[-1]
     given = sorted(name for name, other in others.items() if other is not None and name not in WITHOUT_EFFECT)
@@ -76,14 +75,14 @@ def check_metadata(
 
 
 def attention_interface(module: nn.Module) -> Callable:
-    """What attends in the module."""
+    """Return the attention function that the module calls."""
     return called(module, "ALL_ATTENTION_FUNCTIONS").get_interface(
         module.config._attn_implementation, called(module, "eager_attention_forward")
     )
 
 
 def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
-    """Whether `attend` computes what the module does for an input of this dtype."""
+    """Return whether `attend` computes what the module does for an input of this dtype."""
     form = form_of(module, known_forwards.ATTENTION)
     if form is None or not runs_as_written(module) or not rotates_halves(module) or not position_embeddings:
         return False
@@ -94,19 +93,14 @@ def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Ten
 
 
 def prepare(module: nn.Module) -> str | None:
-    """Move the weights of q, k and v together; what is fused then, None if the module's code is not known."""
+    """Move the weights of q, k and v together. Returns what is fused then, None if the code is not known."""
     form = form_of(module, known_forwards.ATTENTION)
     if form is None or not rotates_halves(module):
         return None
     if _has_norms(module, form) and not (runs_as_written(module.q_norm) and runs_as_written(module.k_norm)):
         return None  # as under transformers' tensor parallelism, which has a forward of its own there
-    together = runs_as_written(module) and linears.pack(_inputs(module))
+    together = runs_as_written(module) and linears.pack(inputs(module))
     return "q, k and v as one, heads and cache" if together else "heads and cache"
-
-
-def wants_quantized(module: nn.Module) -> bool:
-    """Whether `attend` reads its input in FP8: then it does not read the values."""
-    return all(linears.weights(part) is not None for part in _inputs(module))
 
 
 def attend(
@@ -119,14 +113,14 @@ def attend(
     cache: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The module's result (B, T, H). normed: of its input's rows, quantized or values; lead: (B, T)."""
+    """Compute the module's result (B, T, H). normed: the rows of its input, quantized or values; lead: (B, T)."""
     form = form_of(module, known_forwards.ATTENTION)
     size = module.head_dim
     cos, sin = position_embeddings
     if normed.quantized is None:
-        parts = [part(normed.values) for part in _inputs(module)]
+        parts = [part(normed.values) for part in inputs(module)]
     else:
-        parts = linears.project(normed.quantized, _inputs(module), cos.dtype)
+        parts = linears.project(normed.quantized, inputs(module), cos.dtype)
     q, k, v = (part.view(*lead, -1, size) for part in parts)
     past = past_key_values if cache is None else cache
     layer = _decoder_layer(past, module.layer_idx, k, v)
@@ -145,13 +139,10 @@ def attend(
         }
     if lead[1] == 1 and layer is not None and isinstance(attention_mask, AttentionMetadata):
         check_metadata(attention_mask, q.dtype, 1, keys, values, kwargs)
-        new = decode_attention.NewTokens(k[:, 0], v[:, 0], cos[:, 0], sin[:, 0], **norm)
+        new = rotary.NewTokens(k[:, 0], v[:, 0], cos[:, 0], sin[:, 0], **norm)
         output = decode_attention.decode_attention(
             q[:, 0],
-            keys,
-            values,
-            attention_mask.begin,
-            attention_mask.columns,
+            decode_attention.StaticCache(keys, values, attention_mask.begin, attention_mask.columns),
             new=new,
             window=attention_mask.window,
             scale=module.scaling,
@@ -161,7 +152,8 @@ def attend(
         if isinstance(output, FP8Tensor):
             return linears.project(output, [module.o_proj], cos.dtype)[0].view(*lead, -1)
         return module.o_proj(output.view(*lead, -1))
-    query = rotary.rotary(q, k, v, cos, sin, keys, values, columns=columns, **norm).transpose(1, 2)
+    new = rotary.NewTokens(k, v, cos, sin, **norm)
+    query = rotary.rotary(q, new, keys, values, columns=columns).transpose(1, 2)
     if layer is not None:
         end = layer.position.end
         keys, values = (x if end is None else x.narrow(2, 0, end) for x in (keys, values))
@@ -177,7 +169,8 @@ def attend(
     return module.o_proj(output.reshape(*lead, -1))
 
 
-def _inputs(module: nn.Module) -> tuple[nn.Module, ...]:
+def inputs(module: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the projections of the module's input."""
     return module.q_proj, module.k_proj, module.v_proj
 
 
@@ -186,7 +179,7 @@ def _has_norms(module: nn.Module, form: known_forwards.Attention) -> bool:
 
 
 def _decoder_layer(past: Any, index: int, k: Tensor, v: Tensor) -> Any:
-    """The layer of GraphDecoder's cache that takes k and v (B, T, key heads, D); None if the cache is another's."""
+    """Return the layer of GraphDecoder's cache for k and v (B, T, key heads, D); None for any other cache."""
     layer = next(iter(getattr(past, "layers", ())[index : index + 1]), None)  # some caches add layers later
     if not hasattr(layer, "position"):
         return None

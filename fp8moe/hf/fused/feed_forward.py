@@ -1,7 +1,7 @@
 """The feed-forward half of a decoder layer: SwiGLU modules in FP8, and mixture-of-experts blocks.
 
-Gate and up are one GEMM, whose result is activated and quantized inside it. Of blocks the router runs in our kernels,
-the experts as they are, and shared experts as feed-forward modules do.
+Gate and up are one GEMM, which activates and quantizes its result. In a mixture-of-experts block the router runs in
+fp8moe's kernels, shared experts run like SwiGLU modules, and the routed experts as they are.
 """
 
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from fp8moe.hf.experts import NAME, chosen_implementation
 from fp8moe.hf.fused import known_forwards, linears, norms
 from fp8moe.hf.fused.known_forwards import form_of, is_cast, runs_as_written
-from fp8moe.hf.name import NAME
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import Normed, rms_norm
-from fp8moe.kernels.decoder_ops.router import Routing, route, router_logits
+from fp8moe.kernels.decoder_ops.router import ChosenExperts, RoutingRule, route, router_logits
 from fp8moe.kernels.experts.operands import Norm
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
 from fp8moe.layers.experts import GroupedExperts
@@ -24,7 +24,7 @@ from fp8moe.quant.formats import FP8Tensor
 
 
 def prepare(module: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Move weights together that read the same input; returns what is fused then. dtype: of the input."""
+    """Move weights together that read the same input. Returns what is fused then. dtype: of the input."""
     if not _serves_block(module, dtype):
         return ["feed-forward"] if _prepare_mlp(module) else []
     shared = _shared(module)
@@ -34,9 +34,9 @@ def prepare(module: nn.Module, dtype: torch.dtype) -> list[str]:
 def forward(
     module: nn.Module, norm: nn.Module, attended: Tensor, residual: Tensor, following: Norm | None
 ) -> tuple[Tensor, Normed | None]:
-    """The layer's result, of the attention's before residual and norm.
+    """Compute the layer's result of the attention's result, which has neither residual nor norm yet.
 
-    following: of the result's rows, returned as well if that takes no kernel more.
+    following: the norm of the next module, computed too where that takes no further kernel.
     """
     if _serves_block(module, residual.dtype):
         shared = _shared(module)
@@ -56,7 +56,7 @@ def forward(
 
 
 def _add(residual: Tensor, out: Tensor, following: Norm | None) -> tuple[Tensor, Normed | None]:
-    """residual + out (M, H), and the norm of that."""
+    """Return residual + out (M, H), and its norm."""
     if following is None or out.dtype is not residual.dtype:
         return residual + out, None
     weight, eps, quantized = following
@@ -76,14 +76,14 @@ def _is_known_mlp(module: nn.Module) -> bool:
 
 
 def _prepare_mlp(module: nn.Module) -> bool:
-    """Move the weights of gate and up together; returns whether `_run_mlp` serves the module then."""
+    """Move the weights of gate and up together. Returns whether `_run_mlp` serves the module then."""
     if not _is_known_mlp(module) or not linears.pack([module.gate_proj, module.up_proj], blocks=False):
         return False
     return _serves_mlp(module)
 
 
 def _serves_mlp(module: nn.Module) -> bool:
-    """Whether `_run_mlp` computes what the module does, of an input in FP8."""
+    """Return whether `_run_mlp` computes what the module does for an input in FP8."""
     if not _is_known_mlp(module):
         return False
     gate, up, down = (linears.weights(part) for part in (module.gate_proj, module.up_proj, module.down_proj))
@@ -93,7 +93,7 @@ def _serves_mlp(module: nn.Module) -> bool:
 
 
 def _run_mlp(module: nn.Module, x: FP8Tensor, dtype: torch.dtype) -> Tensor:
-    """The module's result (M, H) in `dtype`. x: data (M, H)."""
+    """Compute the module's result (M, H) in `dtype`. x: data (M, H)."""
     gate_up = linears.joined([linears.weights(part) for part in (module.gate_proj, module.up_proj)], blocks=False)
     rows = len(x.data)
     hidden = grouped_gemm_swiglu(
@@ -109,23 +109,23 @@ def _run_mlp(module: nn.Module, x: FP8Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _serves_block(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether `_mix` computes what the block does for an input of this dtype."""
+    """Return whether `_mix` computes what the block does for an input of this dtype."""
     if form_of(module, known_forwards.BLOCK) is None or not runs_as_written(module):
         return False
     return _serves_router(module.gate, dtype)
 
 
 def _shared(module: nn.Module) -> nn.Module | None:
-    """The block's shared experts."""
+    """Return the block's shared experts."""
     name = form_of(module, known_forwards.BLOCK).shared
     return None if name is None else getattr(module, name)
 
 
 def _mix(module: nn.Module, normed: Normed, logits: Tensor, following: Norm | None) -> tuple[Tensor, Normed | None]:
-    """The block's result (M, H), added to normed.sum, and perhaps its norm: see `forward`.
+    """Return normed.sum plus the block's result (M, H), and the norm `following` as in `forward`.
 
-    normed: of its input's rows, with values and the sum before them, quantized if shared experts run in FP8.
-    logits: of its router.
+    normed: the norm of the input's rows, as values, with its sum, and quantized if shared experts run in FP8.
+    logits: of the router.
     """
     form = form_of(module, known_forwards.BLOCK)
     x = normed.values
@@ -153,28 +153,28 @@ def _mix(module: nn.Module, normed: Normed, logits: Tensor, following: Norm | No
 
 
 def _waits_for_ranks(experts: nn.Module) -> bool:
-    """Whether the experts are spread over several ranks, whose tokens and sums they wait for."""
+    """Return whether the experts are spread over several ranks, and wait for each other."""
     return any(getattr(experts, name, None) is not None for name in ("parallel", "_fp8moe_parallel"))
 
 
 def _sorts_as_router(experts: nn.Module) -> bool:
-    """Whether experts of ours need the assignments in the order in which the router can give them."""
+    """Return whether our experts need the assignments in the order in which the router can give them."""
     return not _waits_for_ranks(experts) and getattr(experts, "decode_capacity", None) is None
 
 
 def _are_ours(experts: nn.Module) -> bool:
-    """Whether the experts take a residual, assignments that are sorted already, and a norm of the result."""
-    chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-    return runs_as_written(experts) and (type(experts) is GroupedExperts or chosen == NAME)
+    """Return whether the experts take a residual, sorted assignments, and a norm of the result."""
+    ours = type(experts) is GroupedExperts or chosen_implementation(experts) == NAME
+    return ours and runs_as_written(experts)
 
 
 # Routers.
 
 
 def forward_router(module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The forward of a router by itself: logits (M, E), weights and indices (M, K).
+    """Run a router that is in no layer: logits (M, E), weights and indices (M, K).
 
-    Its own where gradients are on and where our kernels do not serve it.
+    Its own forward runs where gradients are on and where our kernels do not serve it.
     """
     if torch.is_grad_enabled() or module.training or not _serves_router(module, hidden_states.dtype):
         return type(module).forward(module, hidden_states)
@@ -184,7 +184,7 @@ def forward_router(module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Te
 
 
 def _serves_router(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether our kernels route as the module does for an input of this dtype."""
+    """Return whether our kernels route as the module does for an input of this dtype."""
     form = form_of(module, known_forwards.ROUTER)
     if form is None or not runs_as_written(module) or is_cast(module.weight):
         return False
@@ -194,7 +194,7 @@ def _serves_router(module: nn.Module, dtype: torch.dtype) -> bool:
 def _norm_and_logits(
     norm: nn.Module, router: nn.Module, x: Tensor, residual: Tensor, *, quantized: bool
 ) -> tuple[Normed, Tensor]:
-    """`norms.norm` with a residual and the values of all rows, and the logits (M, E) of these."""
+    """Run `norms.norm` with a residual, and the router on its values: logits (M, E)."""
     if router.weight.dtype is not x.dtype:
         normed = norms.norm(norm, x, residual, values=True, quantized=quantized)
         return normed, _logits(router, normed.values)
@@ -204,7 +204,7 @@ def _norm_and_logits(
 
 
 def _logits(router: nn.Module, x: Tensor) -> Tensor:
-    """x (M, H) to logits (M, E)."""
+    """Compute the logits (M, E) of x (M, H)."""
     operand = x.to(router.weight.dtype)  # transformers keeps some routers in float32, in models of any dtype
     return router_logits(operand, router.weight, dtype=_logits_dtype(router, x))
 
@@ -213,33 +213,22 @@ def _logits_dtype(router: nn.Module, x: Tensor) -> torch.dtype:
     return torch.float32 if form_of(router, known_forwards.ROUTER).in_float32 else x.dtype
 
 
-def _route(router: nn.Module, logits: Tensor, *, sort: bool) -> Routing:
-    """What follows from logits (M, E). sort: see `route`."""
-    form = form_of(router, known_forwards.ROUTER)
-    groups = {}
+def _route(router: nn.Module, logits: Tensor, *, sort: bool) -> ChosenExperts:
+    """Choose the experts for logits (M, E). sort: see `route`."""
+    form, bias, groups = form_of(router, known_forwards.ROUTER), None, ()
     if form.bias:
-        groups = {
-            "bias": router.e_score_correction_bias.float(),
-            "num_groups": router.num_group,
-            "top_groups": router.topk_group,
-            "scale": router.routed_scaling_factor,
-        }
-    return route(
-        logits,
-        router.top_k,
-        score=form.score,
-        normalize=form.normalize == "always" or bool(router.norm_topk_prob),
-        dtype=logits.dtype if form.cast else torch.float32,
-        sort=sort,
-        **groups,
-    )
+        bias = router.e_score_correction_bias.float()
+        groups = router.num_group, router.topk_group, router.routed_scaling_factor
+    normalize = form.normalize == "always" or bool(router.norm_topk_prob)
+    rule = RoutingRule(router.top_k, form.score, normalize, *groups)
+    return route(logits, rule, bias=bias, dtype=logits.dtype if form.cast else torch.float32, sort=sort)
 
 
 class SecondStream:
-    """Runs work beside the current stream of a device: from where that is when this is made, until it waits for it.
+    """A stream beside the current one of a device: it starts where the current one is now, which later waits for it.
 
-    What the two streams allocate is freed for their own later work only, which comes after they have met again; so no
-    memory is written while the other stream reads it. In the capture of a CUDA graph both become part of the graph.
+    Memory that one of the two streams frees is reused by later work of the same stream, after the two have met again;
+    so nothing is written while the other stream reads it. A CUDA graph that is captured meanwhile has both streams.
     """
 
     def __init__(self, device: torch.device):
@@ -247,7 +236,7 @@ class SecondStream:
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """The result of work, for which the current stream waits."""
+        """Run work on this stream, and let the current one wait for its result."""
         current = torch.cuda.current_stream(self._stream.device)
         with torch.cuda.stream(self._stream):
             out = work()

@@ -1,4 +1,4 @@
-"""Put fused forwards in the place of those of a model's modules, and back: decoder layers, norms and routers."""
+"""Fused forwards for a model's decoder layers, norms and routers: put in the place of their own, and taken back."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8moe.hf.fused import attention, feed_forward, known_forwards, latent_attention, norms
+from fp8moe.hf.fused import attention, feed_forward, known_forwards, latent_attention, linears, norms
 from fp8moe.hf.fused.known_forwards import form_of, is_fused, runs_as_written
 from fp8moe.hf.fused.norms import Handover
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
 
 
 class FusedModule(NamedTuple):
-    """name: its path in the model. module_class: the name of its class. what: that runs in fp8moe's kernels now."""
+    """A module that `optimize` changed.
+
+    name: its path in the model. module_class: the name of its class. what: the parts that run in fp8moe's kernels.
+    """
 
     name: str
     module_class: str
@@ -25,7 +28,7 @@ class FusedModule(NamedTuple):
 
 
 class Optimized(tuple[FusedModule, ...]):
-    """What `optimize` changed, module by module."""
+    """The modules that `optimize` changed."""
 
     _forwards: list[tuple[nn.Module, Callable]]
 
@@ -37,7 +40,7 @@ class Optimized(tuple[FusedModule, ...]):
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Within it the modules run what `find_fused` found for them, if they do not run something else already."""
+        """Run the fused forwards in this context, except in modules that have a forward of their own already."""
         for module, forward in self._forwards:
             module.__dict__.setdefault("forward", forward)
         try:
@@ -74,7 +77,7 @@ def optimize(model: nn.Module) -> Optimized:
 
 
 def find_fused(model: nn.Module) -> Optimized:
-    """What `optimize` would change; weights move together, forwards stay."""
+    """Find the modules that `optimize` would change. Moves weights together; forwards stay."""
     changed: list[FusedModule] = []
     forwards: list[tuple[nn.Module, Callable]] = []
     neighbours = _neighbours(model)
@@ -90,7 +93,7 @@ def find_fused(model: nn.Module) -> Optimized:
 
 
 class Neighbours(NamedTuple):
-    """What lies between a module and the layer before it, and between it and what follows; None: nothing."""
+    """The handovers between a module and the layer before it, and between it and the layer or norm behind it."""
 
     before: Handover | None = None
     after: Handover | None = None
@@ -100,7 +103,7 @@ _ALONE = Neighbours()
 
 
 def _fused_form(module: nn.Module, neighbours: Neighbours) -> tuple[Callable, str] | None:
-    """The fused forward of a module that is known, and what runs there."""
+    """Return the fused forward of a module, and what it fuses; None if the module's code is not known."""
     if is_decoder_layer(module):
         return functools.partial(_forward_layer, module, neighbours), _prepare_layer(module)
     if form_of(module, known_forwards.RMS_NORM):
@@ -117,7 +120,7 @@ _ATTENTIONS: dict[ModuleType, dict[str, Any]] = {  # a module is of one kind at 
 
 
 def _neighbours(model: nn.Module) -> dict[nn.Module, Neighbours]:
-    """Those of the decoder layers, which run in the order of their list, and of the norm behind the last."""
+    """Connect the decoder layers of each list, which run in its order, and the norm behind the last of them."""
     found: dict[nn.Module, Neighbours] = {}
 
     def connect(layer: nn.Module, following: nn.Module, norm: Any, quantized: bool) -> None:
@@ -139,12 +142,12 @@ def _neighbours(model: nn.Module) -> dict[nn.Module, Neighbours]:
 
 
 def _reads_quantized(module: Any) -> bool:
-    """Whether an attention reads its input in FP8."""
-    return any(form_of(module, forms) and kind.wants_quantized(module) for kind, forms in _ATTENTIONS.items())
+    """Return whether an attention reads its input in FP8, and not its values."""
+    return any(form_of(module, forms) and linears.are_fp8(kind.inputs(module)) for kind, forms in _ATTENTIONS.items())
 
 
 def is_decoder_layer(layer: Any) -> bool:
-    """Whether the module is attention and feed-forward, each behind an RMSNorm and with a residual around it."""
+    """Return whether the module is attention and feed-forward, each with an RMSNorm before and a residual around it."""
     if form_of(layer, known_forwards.DECODER_LAYER) is None:
         return False
     if not (hasattr(layer, "self_attn") and hasattr(layer, "mlp")):
@@ -154,14 +157,14 @@ def is_decoder_layer(layer: Any) -> bool:
 
 
 def _prepare_layer(layer: Any) -> str:
-    """Move weights together that read the same input; returns what of the layer is fused then."""
+    """Move weights together that read the same input. Returns what of the layer is fused then."""
     whats = ["norms and residuals", *(kind.prepare(layer.self_attn) for kind in _ATTENTIONS)]
     whats += feed_forward.prepare(layer.mlp, layer.input_layernorm.weight.dtype)
     return ", ".join(filter(None, whats))
 
 
 def _forward_layer(layer: Any, neighbours: Neighbours, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """The layer's forward; its own in training mode, where gradients are on, and where a norm is not ours to run."""
+    """Run a decoder layer; by its own forward in training mode, with gradients on, and where a norm is not served."""
     dtype = hidden_states.dtype
     first, second = layer.input_layernorm, layer.post_attention_layernorm
     if torch.is_grad_enabled() or layer.training or not (norms.serves(first, dtype) and norms.serves(second, dtype)):
@@ -179,22 +182,23 @@ def _forward_layer(layer: Any, neighbours: Neighbours, hidden_states: Tensor, **
 def _attend(
     module: nn.Module, normed: Callable[[bool], Normed], hidden_states: Tensor, kwargs: dict[str, Any]
 ) -> Tensor:
-    """The attention's result. normed: of its input's rows, quantized or values."""
+    """Run the attention. normed: makes the norm of its input's rows, quantized (True) or values (False)."""
     for kind in _ATTENTIONS:
         if kind.serves(module, hidden_states.dtype, kwargs.get("position_embeddings")):
-            return kind.attend(module, normed(kind.wants_quantized(module)), hidden_states.shape[:-1], **kwargs)
+            rows = normed(linears.are_fp8(kind.inputs(module)))
+            return kind.attend(module, rows, hidden_states.shape[:-1], **kwargs)
     values: Any = normed(False).values
     return module(hidden_states=values.view(hidden_states.shape), **{"attention_mask": None, **kwargs})[0]
 
 
 def _normed(norm: nn.Module, x: Tensor, before: Handover | None, quantized: bool) -> Normed:
-    """The norm of the rows of x: from the layer before, if that has it, or computed here."""
+    """Take the norm of the rows of x from the layer before, or compute it if that layer has none."""
     handed = None if before is None else before.take(x, norm, quantized=quantized)
     return norms.norm(norm, x, values=not quantized, quantized=quantized) if handed is None else handed
 
 
 def _forward_norm(norm: nn.Module, before: Handover | None, hidden_states: Tensor) -> Tensor:
-    """The forward of a norm by itself; its own where gradients are on and where `norms.norm` does not serve it."""
+    """Run a norm that is in no layer; its own forward runs with gradients on, and where `norms.norm` lacks it."""
     if torch.is_grad_enabled() or not norms.serves(norm, hidden_states.dtype):
         return type(norm).forward(norm, hidden_states)
     values: Any = _normed(norm, hidden_states, before, False).values

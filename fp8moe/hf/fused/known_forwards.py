@@ -1,8 +1,8 @@
-"""Which code of transformers a module runs, known by the text of its forward, and whether it runs that alone.
+"""Forwards of transformers' modules that fp8moe knows, by digests of their code.
 
-transformers writes the same forward into the file of every model that has it, so a few digests are found in many. A
-digest leaves out annotations, docstrings and decorators; what the forward calls beside its own modules is looked at as
-well.
+transformers writes the same forward into the file of every model that has it, so a few digests serve many models. A
+digest leaves out annotations, docstrings and decorators. Functions that a forward calls beside its own modules are
+known by digests, too.
 """
 
 import ast
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8moe.hf.experts import is_kept
 from fp8moe.hf.versions import LATER_DIGESTS
 
 
 @functools.cache
 def digest(function: Callable) -> str:
-    """The digest of the function's code, without its name, annotations, docstring and decorators."""
+    """Return the digest of the function's code, without its name, annotations, docstring and decorators."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
@@ -34,7 +35,7 @@ def digest(function: Callable) -> str:
 
 
 def form_of(module: nn.Module, forms: dict[str, Any]) -> Any:
-    """The form among `forms` (digest of a forward -> form) that the module's class has, or None."""
+    """Return the form of the module's class among `forms` (digest of a forward -> form), or None."""
     try:
         return forms.get(digest(type(module).forward))
     except (OSError, TypeError, SyntaxError):  # no source, as of compiled classes
@@ -42,12 +43,12 @@ def form_of(module: nn.Module, forms: dict[str, Any]) -> Any:
 
 
 def called(module: nn.Module, name: str) -> Callable | None:
-    """The function that the module's forward calls as `name`."""
+    """Return the function that the module's forward calls as `name`."""
     return inspect.unwrap(type(module).forward).__globals__.get(name)
 
 
 def rotates_halves(attention: nn.Module) -> bool:
-    """Whether the attention's rotary embedding is that of `kernels.decoder_ops.rotary`."""
+    """Return whether the attention's rotary embedding is the one of `kernels.decoder_ops.rotary`."""
     function = called(attention, "apply_rotary_pos_emb")
     if function is None or digest(function) not in ROTARY:
         return False
@@ -59,24 +60,25 @@ _HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def runs_as_written(module: nn.Module) -> bool:
-    """Whether it has no hooks, and the forward of its class or one that `optimize` gave it.
+    """Return whether the module has no hooks, and the forward of its class or of `optimize` or `unregister`.
 
-    transformers leaves hooks behind that record outputs; they count while a call asks for these.
+    transformers leaves hooks behind that record outputs. They count only while a call asks for these outputs.
     """
     own = module.__dict__
-    if ("forward" in own and not is_fused(module)) or any(own[kind] for kind in _HOOKS):
+    as_written = "forward" not in own or is_fused(module) or is_kept(module)
+    if not as_written or any(own[kind] for kind in _HOOKS):
         return False
     return all(map(_is_idle, own["_forward_hooks"].values()))
 
 
 def is_cast(weight: Tensor) -> bool:
-    """Whether torch.autocast has the module of this weight run in another dtype."""
+    """Return whether torch.autocast has the module of this weight run in another dtype."""
     kind = weight.device.type
     return not weight.is_meta and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != weight.dtype
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether its forward is one of ours, put there by `optimize`."""
+    """Return whether the module's forward is one that `optimize` gave it."""
     forward = module.__dict__.get("forward")
     return isinstance(forward, functools.partial) and forward.func.__module__.startswith(__package__)
 
@@ -90,10 +92,10 @@ def _is_idle(hook) -> bool:
 
 @dataclass(frozen=True)
 class Attention:
-    """Projections q, k, v and o, rotary embedding.
+    """An attention with projections q, k, v and o and a rotary embedding.
 
-    norm: of each head's queries and keys, "always", "if use_qk_norm" or "never". window: where the sliding window
-    stands that it hands to the attention, "module", "config" or "nowhere".
+    norm: whether queries and keys of each head are normalized: "always", "if use_qk_norm" or "never". window: where
+    the module reads its sliding window: "module", "config" or "nowhere".
     """
 
     norm: str
@@ -102,10 +104,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class Router:
-    """score, and whether the weights are divided by their sum: "always" or "if norm_topk_prob".
+    """A router.
 
-    in_float32: logits; otherwise in the dtype of the input. cast: weights to the dtype of the logits. bias: for the
-    choice, and groups of experts.
+    score: the function of the logits. normalize: whether weights are divided by their sum: "always" or "if
+    norm_topk_prob". in_float32: whether logits are float32, and not of the input's dtype. cast: whether weights get
+    the dtype of the logits. bias: whether a bias and groups of experts take part in the choice.
     """
 
     score: str
@@ -117,7 +120,10 @@ class Router:
 
 @dataclass(frozen=True)
 class Block:
-    """shared: the name of the shared experts, if it has them. gated: their result is scaled by a sigmoid."""
+    """A mixture-of-experts block.
+
+    shared: the attribute of its shared experts, if there are any. gated: whether a sigmoid scales their result.
+    """
 
     shared: str | None = None
     gated: bool = False

@@ -21,23 +21,18 @@ from fp8moe.quant.quantize import dequantize
 
 
 def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
-    """Whether `attend` computes what the module does for an input of this dtype."""
+    """Return whether `attend` computes what the module does for an input of this dtype."""
     if not _is_known(module) or not runs_as_written(module):
         return False
     return position_embeddings is not None and position_embeddings[0].dtype is dtype
 
 
 def prepare(module: nn.Module) -> str | None:
-    """Move the weights together that read the input; what is fused then, None if the module's code is not known."""
+    """Move the weights together that read the input. Returns what is fused then, None if the code is not known."""
     if not _is_known(module):
         return None
-    together = runs_as_written(module) and linears.pack(_inputs(module))
+    together = runs_as_written(module) and linears.pack(inputs(module))
     return "queries and latents as one, latent attention" if together else "latent attention"
-
-
-def wants_quantized(module: nn.Module) -> bool:
-    """Whether `attend` reads its input in FP8: then it does not read the values."""
-    return all(linears.weights(part) is not None for part in _inputs(module))
 
 
 def attend(
@@ -50,12 +45,12 @@ def attend(
     cache: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The module's result (B, T, H). normed: of its input's rows, quantized or values; lead: (B, T)."""
+    """Compute the module's result (B, T, H). normed: the rows of its input, quantized or values; lead: (B, T)."""
     cos, sin = position_embeddings
     if normed.quantized is None:
-        q, latent = (part(normed.values) for part in _inputs(module))
+        q, latent = (part(normed.values) for part in inputs(module))
     else:
-        q, latent = linears.project(normed.quantized, _inputs(module), cos.dtype)
+        q, latent = linears.project(normed.quantized, inputs(module), cos.dtype)
     if module.q_lora_rank is not None:
         q = _queries(module, q)
     q = q.view(*lead, -1, module.qk_head_dim).transpose(1, 2)
@@ -84,12 +79,13 @@ def _is_known(module: nn.Module) -> bool:
     return expansion is not None and known_forwards.digest(type(module).expand_kv) == expansion
 
 
-def _inputs(module: nn.Module) -> tuple[nn.Module, nn.Module]:
+def inputs(module: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Return the projections of the module's input."""
     return module.q_proj if module.q_lora_rank is None else module.q_a_proj, module.kv_a_proj_with_mqa
 
 
 def _queries(module: nn.Module, x: Tensor) -> Tensor:
-    """(M, heads * D) of the result (M, q_lora_rank) of q_a_proj."""
+    """Project the result (M, q_lora_rank) of q_a_proj to queries (M, heads * D)."""
     norm, project = module.q_a_layernorm, module.q_b_proj
     if linears.weights(project) is None or not norms.serves(norm, x.dtype):
         return project(norm(x))
@@ -98,7 +94,7 @@ def _queries(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _is_plain(module: nn.Module, mask: Any, length: int, kwargs: dict[str, Any]) -> bool:
-    """Whether one token attends by softmax alone, over what a mask of transformers' "sdpa" or "eager" shows."""
+    """Return whether one token attends by softmax alone, under a mask of transformers' "sdpa" or "eager"."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if attention_interface(module) not in (sdpa_attention_forward, called(module, "eager_attention_forward")):
@@ -115,7 +111,10 @@ def _is_plain(module: nn.Module, mask: Any, length: int, kwargs: dict[str, Any])
 def _expanded(
     module: nn.Module, query: Tensor, latent: Tensor, k_rot: Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> Tensor:
-    """query (B, heads, T, D), latent (B, 1, L, R), k_rot (B, 1, L, D of it) -> (B, T, heads, D of values)."""
+    """Attend over keys and values made of the latents.
+
+    query (B, heads, T, D), latent (B, 1, L, R), k_rot (B, 1, L, P) -> (B, T, heads, D of values).
+    """
     keys, values = module.expand_kv(latent, k_rot)
     kwargs = {"dropout": 0.0, "scaling": module.scaling, **kwargs}
     return attention_interface(module)(module, query, keys, values, mask, **kwargs)[0]
@@ -124,10 +123,10 @@ def _expanded(
 def _absorbed(
     q_pass: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, weight: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Attention of one token a row, over the latents.
+    """Attend with one token a row over the latents themselves.
 
-    q_pass (B, heads, N), q_rot (B, heads, P), latent (B, L, R), k_rot (B, L, P); weight (heads * (N + D), R), of each
-    head those of the keys, then of the values; mask (B, 1, L), True where visible or additive -> (B, heads, D).
+    q_pass (B, heads, N), q_rot (B, heads, P), latent (B, L, R), k_rot (B, L, P); weight (heads * (N + D), R): for each
+    head the rows of its keys, then of its values; mask (B, 1, L), True where visible or additive -> (B, heads, D).
 
     Scores, and their softmax, are float32.
     """
@@ -145,7 +144,7 @@ def _absorbed(
 
 
 def _add_products(scores: Tensor, query: Tensor, keys: Tensor, scale: float, beta: int) -> None:
-    """scores = beta * scores + scale * query keys^T, of (B, heads, L) float32, (B, heads, D) and (B, L, D)."""
+    """Set scores (B, heads, L) float32 to beta * scores + scale * query (B, heads, D) @ keys (B, L, D)^T."""
     keys = keys.transpose(1, 2)
     if query.is_cuda and query.dtype is not torch.float32:
         torch.baddbmm(scores, query, keys, torch.float32, beta=beta, alpha=scale, out=scores)
@@ -154,7 +153,7 @@ def _add_products(scores: Tensor, query: Tensor, keys: Tensor, scale: float, bet
 
 
 def _up_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """The weight (N, K) of kv_b_proj in this dtype; None if it is no linear that can be absorbed."""
+    """Return the weight (N, K) of kv_b_proj in this dtype; None if the module cannot be absorbed."""
     weights = linears.weights(linear)
     if weights is not None:
         return None if weights.bias is not None else _dequantized(linear, weights, dtype)
@@ -176,14 +175,14 @@ _weight_cache: WeakKeyDictionary[nn.Module, _CachedWeight] = WeakKeyDictionary()
 @torch.inference_mode(False)
 @torch.no_grad()
 def _dequantized(linear: nn.Module, weights: linears.Weights, dtype: torch.dtype) -> Tensor:
-    """The weight in this dtype, which is cached as long as its FP8 values stay."""
+    """Return the weight in this dtype, which is cached as long as its FP8 values stay."""
     sources = weights.data, weights.scale
     cached = _weight_cache.get(linear)
     if cached is not None and cached.values.dtype is dtype and cached.weights.matches(sources):
         return cached.values
     values = dequantize(FP8Tensor(*sources), dtype=dtype)
     if values.is_cuda and torch.cuda.is_current_stream_capturing():
-        return values  # they are there when the graph runs, not yet for others
+        return values  # the graph computes them when it runs: nothing is there yet to be cached
     if cached is not None and (cached.values.dtype, cached.values.device) == (dtype, values.device):
         values = cached.values.copy_(values)  # graphs may read it
     _weight_cache[linear] = _CachedWeight(values, Fingerprint(sources))

@@ -1,6 +1,6 @@
 """FP8 linears of a model that read the same input: one GEMM where their weights lie next to each other."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ class Weights(NamedTuple):
 
 
 def weights(module: nn.Module) -> Weights | None:
-    """The weights of a linear that fp8moe runs in FP8 with nothing around it; None for any other."""
+    """Return the weights of a linear that fp8moe runs in FP8, without hooks; None for any other module."""
     if not runs_as_written(module) or getattr(module, "weight_scale_inv", None) is None:
         return None
     parts = Weights(module.weight, module.weight_scale_inv, module.bias)
@@ -35,8 +35,13 @@ def weights(module: nn.Module) -> Weights | None:
     return None if n % 8 or k % 16 else parts
 
 
+def are_fp8(modules: Iterable[nn.Module]) -> bool:
+    """Return whether all of these are linears that fp8moe runs in FP8: they read their input in FP8, not its values."""
+    return all(weights(module) is not None for module in modules)
+
+
 def project(x: FP8Tensor, modules: Sequence[nn.Module], dtype: torch.dtype) -> list[Tensor]:
-    """The results (M, N) in `dtype` of FP8 linears on x, data (M, K): of one GEMM if their weights allow it."""
+    """Apply FP8 linears to x, data (M, K): results (M, N) in `dtype`, by one GEMM if the weights allow it."""
     parts = [weights(module) for module in modules]
     whole = joined(parts)
     if whole is None:
@@ -50,9 +55,9 @@ def _projection(x: FP8Tensor, part: Weights, dtype: torch.dtype) -> Tensor:
 
 
 def joined(parts: Sequence[Weights], *, blocks: bool = True) -> Weights | None:
-    """The weights as one, without a copy; None where they do not lie next to each other.
+    """View the weights as one, without a copy; None where they do not lie next to each other.
 
-    blocks: blocks of the scale must not span two parts, as for one GEMM; not needed where each part has its own.
+    blocks: no block of the scale may span two parts. One GEMM needs that; a GEMM with a scale for each part does not.
     """
     if not _can_be_one(parts, blocks):
         return None
@@ -70,7 +75,7 @@ def _can_be_one(parts: Sequence[Weights], blocks: bool) -> bool:
 
 
 def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
-    """One tensor over contiguous parts of one storage that follow each other; None if they are no such parts."""
+    """View contiguous parts that follow each other in one storage as one tensor; None if they do not."""
     first = parts[0]
     storage, address = first.untyped_storage().data_ptr(), first.data_ptr()
     for part in parts:
@@ -85,8 +90,8 @@ def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
 def pack(modules: Sequence[nn.Module], *, blocks: bool = True) -> bool:
     """Move the FP8 linears' weights next to each other, in one allocation for each of weight, scale and bias.
 
-    Names, values and state dict stay; memory holds the weights of these modules twice meanwhile. Returns whether they
-    lie so now: not if the linears are not alike, or with `blocks` their sizes no multiples of 128.
+    Names, values and state dict stay; meanwhile memory holds the weights of these modules twice. Returns False, with
+    nothing moved, if the linears differ in kind, or with `blocks` if a size is no multiple of 128.
     """
     parts = [weights(module) for module in modules]
     if any(part is None for part in parts) or not _can_be_one(parts, blocks):

@@ -13,7 +13,7 @@ from fp8moe.runtime.checks import FLOATING
 
 
 def serves(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether `norm` computes what the module does for an input of this dtype."""
+    """Return whether `norm` computes what the module does for an input of this dtype."""
     return (
         form_of(module, RMS_NORM) is not None
         and runs_as_written(module)
@@ -24,7 +24,7 @@ def serves(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def norm(module: nn.Module, x: Tensor, residual: Tensor | None = None, *, values: bool, quantized: bool) -> Normed:
-    """`rms_norm` of x (..., H) with the module's weight and eps; all that it returns as rows (M, H)."""
+    """Run `rms_norm` on x (..., H) with the module's weight and eps. What it returns has rows (M, H)."""
     rows = [None if part is None else part.reshape(-1, part.shape[-1]) for part in (x, residual)]
     return rms_norm(
         rows[0], module.weight, module.variance_epsilon, residual=rows[1], values=values, quantized=quantized
@@ -32,13 +32,13 @@ def norm(module: nn.Module, x: Tensor, residual: Tensor | None = None, *, values
 
 
 class Handover:
-    """What lies between two modules of a model that run one after the other, a layer and the one behind it.
+    """Hands the norm of a layer's result to the module behind the layer.
 
-    norm: the module that normalizes the layer's result. quantized: whether the result is read in FP8.
+    norm: the module that normalizes the result. quantized: whether the norm is read in FP8.
 
-    It holds one result and its norm, until that is taken or the result is gone. It gives the norm only to who asks for
-    that of this very tensor, unchanged since; all others get None, and normalize by themselves. So it does not matter
-    whether hooks exchange or change what a layer returns, whether layers are left out, and how many threads there are.
+    A handover holds one result and its norm, until the norm is taken or the result is gone. `take` gives the norm for
+    this very tensor, unchanged since, and None for any other: the caller then computes it. So hooks may exchange or
+    change what a layer returns, layers may be left out, and several threads may run the model.
     """
 
     def __init__(self, norm: nn.Module, quantized: bool):
@@ -47,7 +47,7 @@ class Handover:
         self._held: tuple[weakref.ref[Tensor], int, Normed] | None = None
 
     def wanted(self, dtype: torch.dtype) -> Norm | None:
-        """What is to be computed beside a result of this dtype; None: nothing."""
+        """Return the norm to compute beside a result of this dtype, or None."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not serves(self.norm, dtype):
             return None
         return Norm(self.norm.weight, self.norm.variance_epsilon, self.quantized)
@@ -57,7 +57,7 @@ class Handover:
         self._held = weakref.ref(result, self._drop), result._version, normed
 
     def take(self, result: Tensor, norm: nn.Module, *, quantized: bool) -> Normed | None:
-        """The norm of a result by this module, if it is held, in FP8 or as values."""
+        """Return the norm of a result by this module, in FP8 or as values; None if it is not held."""
         held, self._held = self._held, None
         if held is None or norm is not self.norm or quantized is not self.quantized:
             return None

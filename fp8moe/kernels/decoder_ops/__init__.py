@@ -1,1 +1,1 @@
-"""What surrounds the experts in a decoder layer: norms, rotary embedding, router, sampling."""
+"""Operations of a decoder outside of its experts: norms, rotary embedding, attention, router, sampling."""

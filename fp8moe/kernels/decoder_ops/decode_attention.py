@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.decoder_ops import rotary
+from fp8moe.kernels.decoder_ops.rotary import NewTokens
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized
 from fp8moe.quant.quantize import quantize_1x128, quantizer_defines
 from fp8moe.runtime import autograd, config
@@ -18,8 +19,8 @@ from fp8moe.runtime.sm90 import SHARED_LIMIT, WARP
 
 DTYPES = (torch.bfloat16, torch.float16)
 MULTIPLE, MAX_HEAD = 8, 256
-MAX_BATCH = 65535  # one dimension of a grid
-_WARPS = 4  # of a thread block
+MAX_BATCH = 65535  # limit of a grid's dimension
+_WARPS = 4  # warps of a thread block
 _TILE = _ROWS = 16  # keys of a tile; query heads of a thread block
 _MAX_STAGES = 3
 _MAX_CLUSTER, _INVARIANT_CLUSTER = 8, 4
@@ -27,29 +28,22 @@ _NO_WINDOW = (1 << 63) - 1
 _VECTOR_BYTES = 16
 
 
-class NewTokens(NamedTuple):
-    """The new tokens' keys and values, not yet in the cache, and what the heads go through before they are.
+class StaticCache(NamedTuple):
+    """Keys and values of B sequences, and the columns that belong to each.
 
-    k, v: (B, key heads, D), heads one after the other. cos, sin: (1 or B, R), R <= D: the first R values of a head are
-    rotated, half against half. q_weight, k_weight: (D,) of the heads' RMSNorm, both or neither; eps: added to the mean
-    of the squares. All of the queries' dtype.
+    keys, values: (B, key heads, L, D), contiguous. begin, columns: (B,) int64, the first column of each sequence and
+    the column of its new token.
     """
 
-    k: Tensor
-    v: Tensor
-    cos: Tensor
-    sin: Tensor
-    q_weight: Tensor | None = None
-    k_weight: Tensor | None = None
-    eps: float = 0.0
+    keys: Tensor
+    values: Tensor
+    begin: Tensor
+    columns: Tensor
 
 
 def decode_attention(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    begin: Tensor,
-    columns: Tensor,
+    cache: StaticCache,
     *,
     new: NewTokens | None = None,
     window: int | None = None,
@@ -57,46 +51,46 @@ def decode_attention(
     quantized: bool = False,
     early: bool = False,
 ) -> Tensor | FP8Tensor:
-    """Attention of one new token a sequence over the keys and values of a static cache, in one kernel.
+    """Attend with one new token per sequence to the keys and values of a static cache, in one kernel.
 
     q: (B, heads, D) bfloat16 or float16, heads one after the other, D a multiple of 8 up to 256, B up to 65535.
-    keys, values: (B, key heads, L, D) of its dtype, contiguous; heads is a multiple of key heads.
-    begin, columns: (B,) int64: sequence b sees the columns from begin[b] to columns[b], which is the new token's.
-    new: the new tokens, to be normalized, rotated like the queries, and written to the cache at columns[b] (not where
-        that is outside of [0, L)). None: q is as it attends, and the cache holds the new tokens.
-    window: the most keys that a query sees, the last ones. None: all.
+    cache: keys and values of q's dtype; heads is a multiple of key heads. Sequence b sees the columns from begin[b] to
+        columns[b].
+    new: the new tokens, without the dimension T: they are normalized, rotated like q, and written to the cache at
+        columns[b], unless that is outside of [0, L). None: q is normalized and rotated, the cache has the new tokens.
+    window: a query sees at most so many keys, the last ones. None: all.
     scale: of the scores; None: 1 / sqrt(D).
-    quantized: the result in blocks of 1x128, with the bits of ``quantize_1x128`` of the values.
-    early: read all but q, k and v before the kernel ahead in the stream has ended, which must not write it.
-    Returns (B, heads * D) in the dtype of q, or of it an FP8Tensor; zeros for a query that sees no keys. Scores and
-    sums are float32, the softmax's weights are rounded to the dtype of q. Norms and rotation round after each
-    operation. Equal inputs give equal bits, and where results are to be batch invariant (`fp8moe.batch_invariant`)
-    those of a sequence do not depend on the others.
+    quantized: return the result in blocks of 1x128, with the bits of ``quantize_1x128``.
+    early: read everything but q, k and v before the kernel ahead in the stream has ended; the kernel ahead must not
+        write it.
+    Returns (B, heads * D) in the dtype of q, or an FP8Tensor; zeros for a query that sees no keys. Scores and sums are
+    float32, the weights of the softmax are rounded to the dtype of q. Norms and rotation round after each operation.
+    Equal inputs give equal bits, and if results are batch invariant (`fp8moe.batch_invariant`) the bits of a sequence
+    do not depend on the others.
 
     Method: FlashAttention, arXiv:2205.14135, over parts of the keys that are merged at the end (Flash-Decoding: Dao,
-    Haziza, Massa, Sizov, 2023). Norms of heads: arXiv:2302.05442, section 2; rotary embedding: RoFormer,
-    arXiv:2104.09864, in the form of GPT-NeoX. There is no backward: calling it raises RuntimeError.
+    Haziza, Massa, Sizov, 2023). Norms of heads and rotary embedding: see `rotary.rotary`. There is no backward: calling
+    it raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, and for sizes that
     `rotary.serves` refuses.
     """
-    given = {"q": q, "keys": keys, "values": values, "begin": begin, "columns": columns}
-    for name, value in (given | (new._asdict() if new is not None else {})).items():
-        if name not in ("q_weight", "k_weight", "eps"):
+    tokens = (None,) * 6 + (0.0,) if new is None else (*new[:6], float(new.eps))
+    for name, value in (("q", q), *zip(StaticCache._fields, cache, strict=True)):
+        check_tensor(name, value)
+    if new is not None:
+        for name, value in zip(NewTokens._fields[:4], new, strict=False):
             check_tensor(name, value)
     if window is not None:
         check_int("window", window, at_least=1)
-    k, v, cos, sin, q_weight, k_weight, eps = (None,) * 6 + (0.0,) if new is None else new
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    operands = Operands(
-        *given.values(), k, v, cos, sin, q_weight, k_weight, float(eps), window, scale, quantized, early
-    )
+    operands = q, *cache, *tokens, window, scale, quantized, early
     out, data, scales = autograd.run(_op, "fp8moe.kernels.decoder_ops.decode_attention", *operands)
     return FP8Tensor(data, scales) if quantized else out
 
 
-class Operands(NamedTuple):
-    """Arguments of `decode_attention`."""
+class AttentionOperands(NamedTuple):
+    """Arguments of the operator."""
 
     q: Tensor
     keys: Written
@@ -115,16 +109,17 @@ class Operands(NamedTuple):
     quantized: bool
     early: bool
 
-    def heads(self) -> "Heads":
+    def heads(self) -> "AttentionHeads":
         (_, heads, size), key_heads = self.q.shape, self.keys.shape[1]
         rotated = None if self.cos is None else self.cos.shape[-1]
-        return Heads(heads // key_heads, key_heads, size, rotated, self.q_weight is not None)
+        return AttentionHeads(heads // key_heads, key_heads, size, rotated, self.q_weight is not None)
 
 
-class Heads(NamedTuple):
-    """Query heads of a key head, key heads, values of a head, and how many of these are rotated.
+class AttentionHeads(NamedTuple):
+    """The heads of an attention.
 
-    rotated: None where the cache holds the new tokens. norm: heads are normalized first.
+    group: query heads of a key head. size: values of a head. rotated: how many of them are rotated; None: the cache has
+    the new tokens. norm: heads are normalized first.
     """
 
     group: int
@@ -135,44 +130,44 @@ class Heads(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """Lanes that hold a head, 8 values each, and the zeros that fill up 16: a power of two."""
+        """Lanes for a head, 8 values each, padded with zeros to a multiple of 16: a power of two."""
         return 1 << (2 * ceil_div(self.size, 16) - 1).bit_length()
 
     @property
     def tiles(self) -> int:
-        """Thread blocks, or clusters, that share out the query heads of a key head."""
+        """Clusters that share the query heads of a key head."""
         return ceil_div(self.group, _ROWS)
 
     @property
     def pitch(self) -> int:
-        """Bytes between rows in shared memory."""
+        """Bytes from one row to the next in shared memory."""
         return align(2 * self.size, 128)
 
     def stages(self, cluster: int) -> int:
-        """Tiles that a warp loads ahead."""
+        """Return how many tiles a warp loads ahead."""
         fits = (SHARED_LIMIT - self.smem(0, cluster)) // (_WARPS * 2 * _TILE * self.pitch)
         return min(fits, _MAX_STAGES)
 
     def smem(self, stages: int, cluster: int) -> int:
-        """``struct Shared`` of the kernel: tiles, queries and the new token, sums and their statistics."""
+        """Return the bytes of the kernel's ``struct Shared``: tiles, queries, new token, sums and their statistics."""
         tiles = _WARPS * stages * 2 * _TILE * self.pitch
         parts = ceil_div(min(self.group, _ROWS) * self.size, BLOCK * cluster)
         return tiles + (_ROWS + 2) * self.pitch + 8 * (_WARPS + cluster) * _ROWS + 4 * parts * cluster * BLOCK
 
     @property
     def quantizes(self) -> bool:
-        """Whether no block of 128 columns holds heads of two key heads, so that the kernel quantizes."""
+        """Whether the kernel can quantize: no block of 128 columns has query heads of two key heads."""
         return not self.group * self.size % BLOCK
 
     def cluster(self, batch: int, sms: int) -> int:
-        """Thread blocks that share out the keys of a sequence and key head: a power of two."""
+        """Return how many thread blocks share the keys of a sequence and key head: a power of two."""
         if config.settings.batch_invariant:
             return _INVARIANT_CLUSTER
         fits = sms // (batch * self.key_heads * self.tiles)
         return min(1 << max(fits, 1).bit_length() - 1, _MAX_CLUSTER)
 
 
-class _Arguments(ctypes.Structure):
+class _AttentionArguments(ctypes.Structure):
     _pointers_ = 14
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("q", "k", "v", "cos", "sin", "q_weight", "k_weight")),
@@ -183,27 +178,27 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def kernel_spec(dtype: torch.dtype, heads: Heads, cluster: int) -> KernelSpec:
-    """The kernel for heads of values of `dtype`, with so many thread blocks in a cluster."""
+def kernel_spec(dtype: torch.dtype, heads: AttentionHeads, cluster: int) -> KernelSpec:
+    """Return the kernel for heads of `dtype`, with `cluster` thread blocks in a cluster."""
     appends = heads.rotated is not None
     of_head = ("SIZE", heads.size), ("ROTATED", heads.rotated or rotary.MULTIPLE), ("HEAD_LANES", heads.lanes)
     sizes = ("VECTORS", 1), ("KEY_HEADS", heads.key_heads), ("GROUP", heads.group)
     steps = ("NORM", int(heads.norm)), ("APPEND", int(appends))
     stages = heads.stages(cluster)
     work = ("WARPS", _WARPS), ("STAGES", stages), ("CLUSTER", cluster)
-    nbytes = ("SHARED_BYTES", heads.smem(stages, cluster)), ("ARGUMENTS_BYTES", ctypes.sizeof(_Arguments))
+    nbytes = ("SHARED_BYTES", heads.smem(stages, cluster)), ("ARGUMENTS_BYTES", ctypes.sizeof(_AttentionArguments))
     defines = (*quantizer_defines(dtype), *of_head, *sizes, *steps, *work, *nbytes)
     return KernelSpec("decode_attention.cu", "decode_attention", defines)
 
 
 @planned
-def launcher(device_index: int, operands: Operands) -> PointerLauncher:
-    """The launcher for q, k, v, cos, sin, q_weight, k_weight, keys, values, begin, columns, out, data and scale."""
+def launcher(device_index: int, operands: AttentionOperands) -> PointerLauncher:
+    """Return the launcher for the tensors of `_AttentionArguments`, in its order."""
     q, keys, *_, k, v, cos, _, _, _, eps, window, scale, _, early = operands
     batch = q.shape[0]
     heads = operands.heads()
     cluster = heads.cluster(batch, num_sms(device_index))
-    arguments = _Arguments(
+    arguments = _AttentionArguments(
         q_stride=q.stride(0),
         k_stride=0 if k is None else k.stride(0),
         v_stride=0 if v is None else v.stride(0),
@@ -231,7 +226,7 @@ def serves(size: int) -> bool:
     return not size % MULTIPLE and 0 < size <= MAX_HEAD
 
 
-def _check(operands: Operands) -> None:
+def _check(operands: AttentionOperands) -> None:
     q, keys, values, begin, columns, k, v, cos, sin, q_weight, k_weight, _, window, *_ = operands
     check_dtype("q", q, *DTYPES)
     if q.dim() != 3 or q.shape[0] > MAX_BATCH or not serves(q.shape[2]):
@@ -259,7 +254,7 @@ def _check(operands: Operands) -> None:
     rotary.check_head_norms(q_weight, k_weight, q)
 
 
-def _launch(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+def _launch(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
     out, data, scale = results = _empty(operands)
     if not operands.q.numel():
         return results
@@ -279,7 +274,7 @@ def _launch(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows(x: Tensor | None) -> Tensor | None:
-    """x (B, heads, D) as the kernel reads it: itself where the heads of a row follow each other, otherwise a copy."""
+    """Return x (B, heads, D), or an aligned copy if the heads of a row do not follow each other."""
     if x is None:
         return None
     row, head, value = x.stride()
@@ -287,24 +282,24 @@ def _rows(x: Tensor | None) -> Tensor | None:
     return x if together and not (row * x.itemsize | x.data_ptr()) % _VECTOR_BYTES else aligned(x.contiguous())
 
 
-def _shape(operands: Operands) -> tuple[int, int]:
+def _shape(operands: AttentionOperands) -> tuple[int, int]:
     batch, heads, size = operands.q.shape
     return batch, heads * size
 
 
-def _empty(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized values, data and scale; of no elements where they are not asked for."""
+def _empty(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialized values, data and scale; those that are not requested have no elements."""
     q, (batch, columns) = operands.q, _shape(operands)
     if operands.quantized:
         return q.new_empty(0), *empty_quantized(q, batch, columns)
     return q.new_empty((batch, columns)), q.new_empty(0), q.new_empty(0)
 
 
-def _reference(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+def _reference(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
     q, keys, values, begin, columns, k, v, cos, sin, q_weight, k_weight, eps, window, scale, quantized, _ = operands
     if k is not None:
-        heads = q[:, None], k[:, None], v[:, None]
-        given = rotary.Operands(*heads, cos[:, None], sin[:, None], keys, values, columns, q_weight, k_weight, eps)
+        heads = (x[:, None] for x in (q, k, v, cos, sin))
+        given = rotary.RotaryOperands(*heads, keys, values, columns, q_weight, k_weight, eps)
         q = rotary.reference(given)[:, 0]
     (batch, heads, size), (key_heads, length) = q.shape, keys.shape[1:3]
     column = torch.arange(length, device=q.device)

@@ -1,4 +1,4 @@
-"""RMSNorm in front of a router, and the router's logits: ``norm_logits``."""
+"""RMSNorm before a router and the router's logits, in one kernel: ``norm_logits``."""
 
 import ctypes
 from typing import NamedTuple
@@ -16,10 +16,10 @@ from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
 from fp8moe.runtime.operator import operator
 
-_MAX_TOKENS, _MAX_BYTES = 2, 16 << 10  # of x: every thread block reads and normalizes all of it
+_MAX_TOKENS, _MAX_BYTES = 2, 16 << 10  # of x, all of which every thread block reads and normalizes
 
 
-class Operands(NamedTuple):
+class NormLogitsOperands(NamedTuple):
     x: Tensor
     norm_weight: Tensor
     residual: Tensor
@@ -39,27 +39,26 @@ def norm_logits(
     quantized: bool = False,
     dtype: torch.dtype,
 ) -> tuple[Normed, Tensor]:
-    """``rms_norm(x, norm_weight, eps, residual=residual, quantized=quantized)``, and `router_logits` of its values.
+    """Compute `rms_norm` with these arguments, and `router_logits` of its values.
 
     x, residual: (T, H) bfloat16, float16 or float32, any strides; H up to 32768. norm_weight: (H,), weight: (E, H), all
-    of the dtype of x. quantized: whether the norm is wanted in FP8 too. dtype: bfloat16, float16 or float32, of the
-    logits (T, E).
-    Returns the norm, with its sum and values, and the logits: the bits of the two operations. Up to 2 tokens of no more
-    than 16 KB together are one kernel, unless results are to be batch invariant (`fp8moe.batch_invariant`). Equal
-    inputs give equal bits. There is no backward: calling it raises RuntimeError.
+    of the dtype of x. quantized: return the norm in FP8 too. dtype: bfloat16, float16 or float32, of the logits (T, E).
+    Returns the norm, with its sum and values, and the logits, with the bits of the two operations. Up to 2 tokens of at
+    most 16 KB together take one kernel, unless results are batch invariant (`fp8moe.batch_invariant`). Equal inputs
+    give equal bits. There is no backward: calling it raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, size or device.
     """
     for name, value in (("x", x), ("norm_weight", norm_weight), ("weight", weight), ("residual", residual)):
         check_tensor(name, value)
     check_number("eps", eps)
-    operands = Operands(x, norm_weight, residual, weight, eps, quantized, dtype)
+    operands = NormLogitsOperands(x, norm_weight, residual, weight, eps, quantized, dtype)
     total, values, data, scale, logits = autograd.run(_op, "fp8moe.kernels.decoder_ops.norm_logits", *operands)
     return Normed(total, values, FP8Tensor(data, scale) if quantized else None), logits
 
 
 def by_one_kernel(tokens: int, experts: int, row_bytes: int) -> bool:
-    """Whether one kernel is quicker than two: while it is little that each thread block does of the norm."""
+    """Whether one kernel is faster than two: if the norm, which every thread block computes, is little work."""
     few = 0 < tokens <= _MAX_TOKENS and 0 < tokens * row_bytes <= _MAX_BYTES
     return few and experts > 0 and not config.settings.batch_invariant
 
@@ -67,7 +66,7 @@ def by_one_kernel(tokens: int, experts: int, row_bytes: int) -> bool:
 def kernel_spec(
     block: tuple[int, int], experts: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> KernelSpec:
-    """The kernel for weights (experts, hidden) and logits of these dtypes; block: see `logits_block`."""
+    """Return the kernel for weights (experts, hidden) and logits of these dtypes; block: see `logits_block`."""
     block_experts, block_tokens = block
     vector = hidden * dtype.itemsize % VECTOR_BYTES == 0
     types = (*quantizer_defines(dtype, vector=vector), ("OUTPUT", INPUT_TYPES[out_dtype]))
@@ -80,10 +79,10 @@ def kernel_spec(
 def launcher(
     device_index: int, tokens: int, experts: int, hidden: int, eps: float, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> PointerLauncher:
-    """The launcher for x, residual, norm_weight, weight, sum, values, data, scale and logits, in this order.
+    """Return the launcher for (x, residual, norm_weight, weight, sum, values, data, scale, logits).
 
-    dtypes: of x and of the logits. data and scale are None where they are not wanted. All are contiguous, the scale
-    MN-major, and at multiples of 16 bytes; `by_one_kernel` holds for the sizes.
+    dtypes: of x and of the logits. data and scale may be None. All are contiguous, the scale MN-major, and at multiples
+    of 16 bytes; `by_one_kernel` holds for the sizes.
     """
     block_experts, _ = block = logits_block(tokens, experts, num_sms(device_index))
     return PointerLauncher(
@@ -95,7 +94,7 @@ def launcher(
     )
 
 
-def _check(operands: Operands) -> None:
+def _check(operands: NormLogitsOperands) -> None:
     x = operands.x
     check_logits(x, operands.weight, operands.dtype)
     if x.shape[1] > MAX_HIDDEN:
@@ -104,7 +103,7 @@ def _check(operands: Operands) -> None:
     check_like("residual", operands.residual, (x.dtype,), x.shape, x.device, "x")
 
 
-def _launch(operands: Operands) -> tuple[Tensor, ...]:
+def _launch(operands: NormLogitsOperands) -> tuple[Tensor, ...]:
     x, norm_weight, residual, weight, eps, quantized, dtype = operands
     (tokens, hidden), experts, device_index = x.shape, len(weight), x.get_device()
     if not by_one_kernel(tokens, experts, hidden * x.itemsize):
@@ -116,14 +115,14 @@ def _launch(operands: Operands) -> tuple[Tensor, ...]:
     return results
 
 
-def _by_two(operands: Operands) -> tuple[Tensor, ...]:
+def _by_two(operands: NormLogitsOperands) -> tuple[Tensor, ...]:
     x, norm_weight, residual, weight, eps, quantized, dtype = operands
     total, values, fp8 = rms_norm(x, norm_weight, eps, residual=residual, quantized=quantized)
     return total, values, *(fp8 or (x.new_empty(0), x.new_empty(0))), router_logits(values, weight, dtype=dtype)
 
 
-def _empty(operands: Operands) -> tuple[Tensor, ...]:
-    """Uninitialized sum, values, data, scale and logits; data and scale of no elements where they are not wanted."""
+def _empty(operands: NormLogitsOperands) -> tuple[Tensor, ...]:
+    """Return uninitialized sum, values, data, scale and logits; data and scale have no elements unless quantized."""
     x, weight, quantized, dtype = operands.x, operands.weight, operands.quantized, operands.dtype
     fp8 = empty_quantized(x, *x.shape) if quantized else (x.new_empty(0), x.new_empty(0))
     return x.new_empty(x.shape), x.new_empty(x.shape), *fp8, x.new_empty((x.shape[0], len(weight)), dtype=dtype)

@@ -1,4 +1,4 @@
-"""RMSNorm with what surrounds it in a decoder layer: ``rms_norm``."""
+"""RMSNorm with the addition before it and the quantization after it: ``rms_norm``."""
 
 import ctypes
 import math
@@ -19,14 +19,14 @@ from fp8moe.runtime.sm90 import WARP
 MAX_HIDDEN = 32768
 VECTOR_BYTES = 16
 _MIN_THREADS = 128  # of a thread block, which has several short rows
-_MAX_THREADS = 256  # a row has; more only where each of them would hold more than _MAX_VECTORS
+_MAX_THREADS = 256  # of a row, or more if each of them would hold more than _MAX_VECTORS
 _MAX_VECTORS = 8
 
 
 class Normed(NamedTuple):
-    """What `rms_norm` was asked for; the rest is None.
+    """Results of `rms_norm`, None if not requested.
 
-    sum: x + residual, in the shape and dtype of x. values: the norm, likewise. quantized: the same in blocks of 1x128.
+    sum: x + residual, in shape and dtype of x. values: the norm, likewise. quantized: the norm in blocks of 1x128.
     """
 
     sum: Tensor | None
@@ -47,11 +47,10 @@ def rms_norm(
 
     x: (..., H) bfloat16, float16 or float32, any strides; H up to 32768, fewer than 2**31 rows.
     weight: (H,) of its dtype. residual: (..., H) of its dtype, or None: then Normed.sum is None.
-    values, quantized: what is wanted, at least one of them. quantized has the bits of ``quantize_1x128(values)``; then
-        values need not be in memory.
-    Everything is computed in float32. What PyTorch's modules round is rounded to the dtype of x: the sum, the quotient,
-    its product with the weight. Equal inputs give equal bits. There is no backward: calling it raises RuntimeError.
-
+    values, quantized: whether to return the norm in the dtype of x, and in FP8 with the bits of
+        ``quantize_1x128(values)``; at least one is True.
+    Everything is computed in float32. The sum, the quotient and its product with the weight are rounded to the dtype of
+    x, as in PyTorch's modules. Equal inputs give equal bits. There is no backward: calling it raises RuntimeError.
     RMSNorm: arXiv:1910.07467.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, size or device.
@@ -77,7 +76,7 @@ def check_number(name: str, value: float) -> None:
 
 
 def row_threads(row_bytes: int) -> int:
-    """Threads that take a row of so many bytes in equal parts: a power of two up to 32, or a multiple of 32."""
+    """Return how many threads share a row of `row_bytes`: a power of two up to 32, or a multiple of 32."""
     vectors = ceil_div(row_bytes, VECTOR_BYTES)
     if vectors <= WARP:
         return 1 << (vectors - 1).bit_length()
@@ -85,21 +84,21 @@ def row_threads(row_bytes: int) -> int:
     return align(ceil_div(vectors, each), WARP)
 
 
-class _Sizes(ctypes.Structure):
+class _RowSizes(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int64) for name in ("rows", "row_stride", "scale_pitch")), ("eps", ctypes.c_float))
 
 
 def _threads(hidden: int, dtype: torch.dtype) -> tuple[int, int]:
-    """The threads of a row, and of a thread block."""
+    """Return the threads of a row and of a thread block."""
     row = row_threads(hidden * dtype.itemsize)
     return row, row if row > WARP else _MIN_THREADS
 
 
 def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
-    """The kernel for rows of `hidden` columns and `dtype`."""
+    """Return the kernel for rows of `hidden` columns and `dtype`."""
     row, block = _threads(hidden, dtype)
     vector = hidden * dtype.itemsize % VECTOR_BYTES == 0
-    sizes = (("HIDDEN", hidden), ("THREADS", block), ("ROW_THREADS", row), ("SIZES_BYTES", ctypes.sizeof(_Sizes)))
+    sizes = (("HIDDEN", hidden), ("THREADS", block), ("ROW_THREADS", row), ("SIZES_BYTES", ctypes.sizeof(_RowSizes)))
     return KernelSpec("rms_norm.cu", "rms_norm", (*quantizer_defines(dtype, vector=vector), *sizes))
 
 
@@ -107,10 +106,10 @@ def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
 def launcher(
     device_index: int, rows: int, hidden: int, row_stride: int, eps: float, dtype: torch.dtype
 ) -> PointerLauncher:
-    """The launcher for x, residual, weight, sum, values, data and scale, in this order; None where there is none.
+    """Return the launcher for (x, residual, weight, sum, values, data, scale), each optional one a tensor or None.
 
-    x (rows, hidden) of `dtype`, its rows `row_stride` elements apart, a multiple of 16 bytes where `hidden` is one. The
-    others are contiguous, the scale MN-major; all are at multiples of 16 bytes.
+    x: (rows, hidden) of `dtype`, rows `row_stride` elements apart; if `hidden` is a multiple of 16 bytes, so is
+    row_stride. The others are contiguous, the scale MN-major; all are at multiples of 16 bytes.
     """
     row, block = _threads(hidden, dtype)
     return PointerLauncher(
@@ -119,7 +118,7 @@ def launcher(
         block=block,
         pdl=True,
         pointers=7,
-        args=(_Sizes(rows, row_stride, align(rows, 4), eps),),
+        args=(_RowSizes(rows, row_stride, align(rows, 4), eps),),
     )
 
 
@@ -161,7 +160,7 @@ def _reference(
 
 
 def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``weight * x / sqrt(mean(x**2) + eps)`` over the last dimension, rounded as transformers' modules do."""
+    """Return ``weight * x / sqrt(mean(x**2) + eps)`` over the last dimension, rounded as in transformers' modules."""
     values = x.float()
     return weight * (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -169,7 +168,7 @@ def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _empty(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, values: bool, quantized: bool
 ) -> tuple[Tensor, ...]:
-    """Uninitialized sum, values, data and scale; of no elements where they are not asked for."""
+    """Return uninitialized sum, values, data and scale; those that are not requested have no elements."""
     new_sum, new_values = x.new_empty(0 if residual is None else x.shape), x.new_empty(x.shape if values else 0)
     if not quantized:
         return new_sum, new_values, x.new_empty(0), x.new_empty(0)

@@ -1,4 +1,4 @@
-"""Heads of new tokens, from the projections to the attention: ``rotary``."""
+"""Norms and rotary embedding of new tokens' heads, and their place in a cache: ``rotary``."""
 
 import ctypes
 from typing import Annotated, NamedTuple
@@ -26,44 +26,46 @@ from fp8moe.runtime.operator import Written, operator
 from fp8moe.runtime.sm90 import WARP
 
 MAX_HEAD = 256
-MULTIPLE = 16  # of rotated values: a lane has 8 of one half
-_WARPS = 4  # of a thread block
+MULTIPLE = 16  # of rotated values: a lane has 8 values of one half
+_WARPS = 4  # warps of a thread block
 _VECTOR_BYTES = 16
 _MANY_ROWS = 256
-_AT_ONCE = {False: 1, True: 4}  # heads of a lane, by whether there are many rows: few heads of few tokens fill no GPU
+_AT_ONCE = {False: 1, True: 4}  # heads of a lane, for few rows (to fill the GPU) and for many rows
 
 
-def rotary(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    columns: Tensor | None = None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
-    """RMSNorm of the heads of q and k, if they have weights, and rotary embedding; k and v then go to a cache.
+class NewTokens(NamedTuple):
+    """Keys and values of new tokens, not yet in the cache, with the operands of their norms and rotation.
 
-    q: (B, T, heads, D) bfloat16, float16 or float32. k, v: (B, T, key heads, D) of its dtype. Last dimension
-        contiguous, heads one after the other: views of a projection's result.
-    cos, sin: (1 or B, T, R) of its dtype, R <= D: the first R values of a head are rotated, half against half.
-    keys, values: (B, key heads, L, D) of its dtype, contiguous: written in place.
+    k, v: (B, T, key heads, D), last dimension contiguous, heads one after the other, such as views of a projection's
+        result.
+    cos, sin: (1 or B, T, R), R <= D: the first R values of a head are rotated, the first half with the second.
+    q_weight, k_weight: (D,) of the RMSNorm of heads, both or neither; eps: added to the mean of the squares.
+    """
+
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 0.0
+
+
+def rotary(q: Tensor, new: NewTokens, keys: Tensor, values: Tensor, *, columns: Tensor | None = None) -> Tensor:
+    """Apply the RMSNorm of heads, if `new` has weights, and rotary embedding to q and k; write k and v to a cache.
+
+    q: (B, T, heads, D) bfloat16, float16 or float32, laid out like k. new: tensors of q's dtype.
+    keys, values: (B, key heads, L, D) of q's dtype, contiguous: written in place.
     columns: (B,) int64, the place in L of each sequence's first token; None: 0. A place outside of [0, L) is not
         written.
-    q_weight, k_weight: (D,) of its dtype, both or neither. eps: added to the mean of the squares.
-    Returns the queries (B, T, heads, D), contiguous. Each operation rounds to the dtype, as PyTorch does
-        between them.
+    Returns the queries (B, T, heads, D), contiguous. Each operation rounds to the dtype, as between PyTorch's.
 
     Rotary embedding: RoFormer, arXiv:2104.09864, in the form of GPT-NeoX. Norms of heads: arXiv:2302.05442, section 2.
     There is no backward: calling it raises RuntimeError.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, and for sizes that `serves` refuses.
     """
+    k, v, cos, sin, q_weight, k_weight, eps = new
     given = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "keys": keys, "values": values}
     for name, value in given.items():
         check_tensor(name, value)
@@ -76,8 +78,8 @@ def serves(size: int, rotated: int) -> bool:
     return not size % 8 and size <= MAX_HEAD and 0 < rotated <= size and not rotated % MULTIPLE
 
 
-class Operands(NamedTuple):
-    """Arguments of `rotary`."""
+class RotaryOperands(NamedTuple):
+    """Arguments of the operator."""
 
     q: Tensor
     k: Tensor
@@ -92,8 +94,8 @@ class Operands(NamedTuple):
     eps: float
 
 
-class Heads(NamedTuple):
-    """Query heads, key heads, values of a head, and how many of these are rotated; norm: heads are normalized first."""
+class RotaryHeads(NamedTuple):
+    """Query heads, key heads, values of a head, rotated values of a head; norm: heads are normalized first."""
 
     queries: int
     keys: int
@@ -102,14 +104,14 @@ class Heads(NamedTuple):
     norm: bool
 
     def lanes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Lanes for a head, a power of two, and vectors of 16 bytes of each."""
+        """Return the lanes of a head, a power of two, and the vectors of 16 bytes in a lane."""
         nbytes = self.size * dtype.itemsize
         vectors = ceil_div(nbytes, _VECTOR_BYTES * WARP)
         lanes = ceil_div(nbytes, _VECTOR_BYTES * vectors)
         return 1 << (lanes - 1).bit_length(), vectors
 
 
-class _Arguments(ctypes.Structure):
+class _RotaryArguments(ctypes.Structure):
     _pointers_ = 11
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("q", "k", "v", "cos", "sin", "q_weight", "k_weight")),
@@ -120,23 +122,23 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def kernel_spec(dtype: torch.dtype, heads: Heads, many: bool) -> KernelSpec:
-    """The kernel for heads of values of `dtype`; many: rows."""
+def kernel_spec(dtype: torch.dtype, heads: RotaryHeads, many: bool) -> KernelSpec:
+    """Return the kernel for heads of `dtype`; many: there are many rows."""
     lanes, vectors = heads.lanes(dtype)
     sizes = ("HEADS", heads.queries), ("KEY_HEADS", heads.keys), ("SIZE", heads.size), ("ROTATED", heads.rotated)
     work = ("NORM", int(heads.norm)), ("WARPS", _WARPS), ("AT_ONCE", _AT_ONCE[many]), ("HEAD_LANES", lanes)
-    bytes_of = ("VECTORS", vectors), ("ARGUMENTS_BYTES", ctypes.sizeof(_Arguments))
+    bytes_of = ("VECTORS", vectors), ("ARGUMENTS_BYTES", ctypes.sizeof(_RotaryArguments))
     return KernelSpec("rotary.cu", "rotary", (*input_defines(dtype), *sizes, *work, *bytes_of))
 
 
 @planned
-def launcher(device_index: int, operands: Operands) -> PointerLauncher:
-    """The launcher for q, k, v, cos, sin, q_weight, k_weight, query, keys, values and columns, in this order."""
+def launcher(device_index: int, operands: RotaryOperands) -> PointerLauncher:
+    """Return the launcher for (q, k, v, cos, sin, q_weight, k_weight, query, keys, values, columns)."""
     q, k, v, cos, _, keys, *_ = operands
     batch, tokens, queries, size = q.shape
     key_heads, length = keys.shape[1:3]
-    row = 1 if tokens > 1 else 0  # the dimension whose stride is that of rows
-    arguments = _Arguments(
+    row = 1 if tokens > 1 else 0  # the dimension that has the stride of rows
+    arguments = _RotaryArguments(
         q_stride=q.stride(row),
         k_stride=k.stride(row),
         v_stride=v.stride(row),
@@ -146,7 +148,7 @@ def launcher(device_index: int, operands: Operands) -> PointerLauncher:
         one_table=cos.shape[0] == 1,
         eps=operands.eps,
     )
-    heads = Heads(queries, key_heads, size, cos.shape[2], operands.q_weight is not None)
+    heads = RotaryHeads(queries, key_heads, size, cos.shape[2], operands.q_weight is not None)
     many = batch * tokens >= _MANY_ROWS
     heads_of_warp = _AT_ONCE[many] * WARP // heads.lanes(q.dtype)[0]
     warps = batch * tokens * ceil_div(queries + 2 * key_heads, heads_of_warp)
@@ -154,7 +156,7 @@ def launcher(device_index: int, operands: Operands) -> PointerLauncher:
     return PointerLauncher(load(spec), grid=grid, block=_WARPS * WARP, pdl=True, args=(arguments,))
 
 
-def _check(operands: Operands) -> None:
+def _check(operands: RotaryOperands) -> None:
     q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, _ = operands
     check_dtype("q", q, *FLOATING)
     if q.dim() != 4 or k.dim() != 4:
@@ -180,7 +182,7 @@ def _check(operands: Operands) -> None:
 
 
 def check_tables(cos: Tensor, sin: Tensor, q: Tensor, *tokens: int) -> int:
-    """cos and sin (1 or B, *tokens, R) beside q (B, ...); returns R."""
+    """Check cos and sin (1 or B, *tokens, R) for q (B, ...). Returns R."""
     batch, rotated = q.shape[0], cos.shape[-1] if cos.dim() == len(tokens) + 2 else 0
     for name, value in (("cos", cos), ("sin", sin)):
         check_dtype(name, value, q.dtype)
@@ -200,7 +202,7 @@ def check_cache(keys: Tensor, values: Tensor, q: Tensor, shape: tuple[int, ...])
 
 
 def check_head_norms(q_weight: Tensor | None, k_weight: Tensor | None, q: Tensor) -> None:
-    """Both of the values of a head, or neither."""
+    """Check the weights of the norms of heads: both or neither."""
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight: expected it with k_weight, or neither")
     if q_weight is not None:
@@ -208,7 +210,7 @@ def check_head_norms(q_weight: Tensor | None, k_weight: Tensor | None, q: Tensor
         check_like("k_weight", k_weight, (q.dtype,), q.shape[-1:], q.device, "q")
 
 
-def _launch(operands: Operands) -> Tensor:
+def _launch(operands: RotaryOperands) -> Tensor:
     query = _empty(operands)
     q, k, v, cos, sin, keys, values, *others, _ = operands
     if not (q.numel() or k.numel()):
@@ -223,7 +225,7 @@ def _launch(operands: Operands) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x (B, T, heads, D) as the kernel reads it: itself where its rows lie evenly spaced, otherwise a copy."""
+    """Return x (B, T, heads, D), or an aligned copy if its rows are not evenly spaced."""
     batch, tokens, heads, size = x.shape
     sequence, token, head, value = x.stride()
     even = batch == 1 or tokens == 1 or sequence == tokens * token
@@ -232,12 +234,12 @@ def _rows(x: Tensor) -> Tensor:
     return x if even and whole else aligned(x.contiguous())
 
 
-def _empty(operands: Operands) -> Tensor:
+def _empty(operands: RotaryOperands) -> Tensor:
     batch, tokens, heads, size = operands.q.shape
     return operands.q.new_empty((batch, tokens, heads, size))
 
 
-def reference(operands: Operands) -> Tensor:
+def reference(operands: RotaryOperands) -> Tensor:
     q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, eps = operands
     if q_weight is not None:
         q, k = normalized(q, q_weight, eps), normalized(k, k_weight, eps)
@@ -247,7 +249,7 @@ def reference(operands: Operands) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first values of x (B, T, heads, D) rotated by cos and sin (1 or B, T, R)."""
+    """Rotate the first R values of each head of x (B, T, heads, D) by cos and sin (1 or B, T, R)."""
     size = cos.shape[-1]
     part, rest = x[..., :size], x[..., size:]
     low, high = part.chunk(2, dim=-1)
@@ -256,7 +258,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _write(cache: Tensor, x: Tensor, columns: Tensor | None) -> None:
-    """x (B, T, heads, D) to cache (B, heads, L, D) from each sequence's column on."""
+    """Write x (B, T, heads, D) to cache (B, heads, L, D) from each sequence's column on."""
     batch, tokens = x.shape[:2]
     first = torch.zeros(batch, dtype=torch.int64, device=x.device) if columns is None else columns
     places = first[:, None] + torch.arange(tokens, device=x.device)
@@ -264,11 +266,4 @@ def _write(cache: Tensor, x: Tensor, columns: Tensor | None) -> None:
     cache[sequence, :, places[sequence, token]] = x[sequence, token]
 
 
-_op = operator(
-    "rotary -> Tensor",
-    check=_check,
-    cuda=_launch,
-    reference=reference,
-    fake=_empty,
-    forward_only=True,
-)
+_op = operator("rotary -> Tensor", check=_check, cuda=_launch, reference=reference, fake=_empty, forward_only=True)

@@ -1,4 +1,4 @@
-"""Router of a mixture-of-experts layer: ``router_logits`` and ``route``."""
+"""The router of a mixture-of-experts layer: ``router_logits`` and ``route``."""
 
 import ctypes
 from typing import Annotated, NamedTuple
@@ -24,21 +24,21 @@ MAX_TOP_K = 32
 MAX_GROUPS = 32
 SCORES = ("softmax", "sigmoid")
 MAX_TOKENS = 64  # of a thread block of router_logits.cu
-_MAX_BYTES = 256 << 10  # of x: every thread block reads all of it
-_MAX_ROW_BYTES = 32 << 10  # of which each of 256 threads has 8 vectors
-_MAX_EXPERTS_AT_ONCE = 8  # of a thread block: more cost registers and hide no latency
+_MAX_BYTES = 256 << 10  # of x, all of which every thread block reads
+_MAX_ROW_BYTES = 32 << 10  # of a row: 8 vectors in each of 256 threads
+_MAX_EXPERTS_AT_ONCE = 8  # of a thread block: more would cost registers and hide no latency
 _MAX_SUMS = WARP  # of a thread: one for each expert and token
-_INVARIANT_TOKENS = 8  # at a time, where one token is to have the same sums as many
-_ROUTE_WARPS = 4  # of a thread block
-MAX_SORTED_TOKENS = 16  # of the one thread block of route_sorted.cu: many take longer there than another kernel does
-MAX_SORTED_EXPERTS = 512  # of whose scores the registers of so many threads have room
+_INVARIANT_TOKENS = 8  # tokens at a time, for any number of tokens, if results are batch invariant
+_ROUTE_WARPS = 4  # warps of a thread block
+MAX_SORTED_TOKENS = 16  # of the single thread block of route_sorted.cu: more are faster in a second kernel
+MAX_SORTED_EXPERTS = 512  # of the single thread block of route_sorted.cu, which keeps their scores in registers
 
 
-class Routing(NamedTuple):
-    """The experts of each token, the first choice first, and perhaps where their assignments lie.
+class ChosenExperts(NamedTuple):
+    """The experts of each token, best first, and perhaps their assignments sorted by expert.
 
-    index: int64 (T, top_k). weights: (T, top_k). groups: int32 (E + 1,), rows: int32 (T, top_k), as `sort_by_expert`
-    returns them of the index; None where they were not made.
+    index: int64 (T, top_k). weights: (T, top_k). groups: int32 (E + 1,), rows: int32 (T, top_k): `sort_by_expert` of
+    the index, or None.
     """
 
     index: Tensor
@@ -54,10 +54,10 @@ def router_logits(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
     dtype: bfloat16, float16 or float32, of the result (T, E).
     Equal inputs give equal bits. There is no backward: calling it raises RuntimeError.
 
-    A kernel of its own computes up to 64 tokens, if x has no more than 256 KB and 32 KB a row: its thread blocks share
-    out the weight, and each of them reads all of x. Beyond that a GEMM is faster: torch.mm with a float32 result, since
-    F.linear may round partial sums to bfloat16. Of float32 operands torch.mm follows PyTorch's setting for TF32. Where
-    results are to be batch invariant (`fp8moe.batch_invariant`), the kernel computes any number of tokens.
+    Up to 64 tokens, of at most 256 KB and 32 KB per row, take a kernel whose thread blocks share the weight and each
+    read all of x. More tokens are faster in torch.mm with a float32 result (F.linear may round partial sums to
+    bfloat16), which follows PyTorch's setting for TF32 for float32 operands. If results are batch invariant
+    (`fp8moe.batch_invariant`), the kernel computes any number of tokens.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device.
     """
@@ -66,37 +66,42 @@ def router_logits(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
     return autograd.run(_logits_op, "fp8moe.kernels.decoder_ops.router_logits", x, weight, dtype)
 
 
+class RoutingRule(NamedTuple):
+    """The rule by which `route` chooses experts and weighs them.
+
+    top_k: experts of a token, up to 32 and up to the experts of top_groups groups.
+    score: "softmax" or "sigmoid" of the logits.
+    normalize: divide the weights by their sum.
+    num_groups, top_groups: the experts form num_groups groups of neighbours, 1 to 32, and only the top_groups groups
+        with the largest sums of their two largest (biased) scores are chosen from: DeepSeek-V3, arXiv:2412.19437,
+        section 2.1.2.
+    scale: factor of the weights, in the end.
+    """
+
+    top_k: int
+    score: str
+    normalize: bool
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
 def route(
-    logits: Tensor,
-    top_k: int,
-    *,
-    score: str,
-    bias: Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    normalize: bool,
-    scale: float = 1.0,
-    dtype: torch.dtype,
-    sort: bool = False,
-) -> Routing:
-    """Choose the top_k experts of each token by their scores, and weigh them by these, in float32.
+    logits: Tensor, rule: RoutingRule, *, bias: Tensor | None = None, dtype: torch.dtype, sort: bool = False
+) -> ChosenExperts:
+    """Choose the experts of each token by their scores, and weigh them by their scores, in float32.
 
     logits: (T, E) bfloat16, float16 or float32, any strides; E up to 1024.
-    top_k: up to 32, and not more than there are experts in top_groups groups.
-    score: "softmax" or "sigmoid" of the logits.
-    bias: float32 (E,), added to the scores for the choice alone: arXiv:2408.15664. None for none.
-    num_groups, top_groups: of num_groups groups of neighbouring experts, 1 to 32, only the top_groups are chosen from
-        whose two largest (biased) scores have the largest sum: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
-    normalize: divide the weights by their sum. They are then multiplied by scale and rounded to dtype: bfloat16,
-        float16 or float32.
-    sort: also sort the assignments by expert where they are few enough for one kernel to do both, up to 16 tokens and
-        512 experts.
-    Returns Routing(index, weights, groups, rows), the last two None where nothing was sorted. Of equal experts or
-    groups the first is chosen. NaN comes before all numbers, so that it is among the weights. Equal inputs give equal
-    bits, with and without sorting. There is no backward: calling it raises RuntimeError.
+    bias: float32 (E,), added to the scores for the choice alone (arXiv:2408.15664), or None.
+    dtype: bfloat16, float16 or float32, of the weights.
+    sort: also sort the assignments by expert if one kernel can do both: up to 16 tokens and 512 experts.
+    Returns ChosenExperts(index, weights, groups, rows), the last two None if nothing was sorted. Of equal experts or
+    groups the first is chosen. NaN counts as the largest score, so that it is among the weights. Equal inputs give
+    equal bits, with and without sorting. There is no backward: calling it raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong size, score or device.
     """
+    top_k, score, normalize, num_groups, top_groups, scale = rule
     check_tensor("logits", logits)
     if bias is not None:
         check_tensor("bias", bias)
@@ -105,25 +110,25 @@ def route(
     if score not in SCORES:
         raise ValueError(f"score: expected one of {SCORES}, got {score!r}")
     check_number("scale", scale)
-    operands = Operands(logits, top_k, score, bias, num_groups, top_groups, normalize, scale, dtype)
     op = _route_sorted_op if sort and _sorts(*logits.shape) else _route_op
-    return Routing(*autograd.run(op, "fp8moe.kernels.decoder_ops.route", *operands))
+    operands = logits, top_k, score, bias, num_groups, top_groups, normalize, scale, dtype
+    return ChosenExperts(*autograd.run(op, "fp8moe.kernels.decoder_ops.route", *operands))
 
 
 # ---- logits ----
 
 
 def by_kernel(tokens: int, row_bytes: int) -> bool:
-    """Whether the kernel computes the logits of so many tokens: of more, a GEMM reads less."""
+    """Whether the kernel computes the logits of `tokens` tokens; for more tokens a GEMM reads less."""
     if not 0 < row_bytes <= _MAX_ROW_BYTES:
         return False
     return config.settings.batch_invariant or tokens <= min(MAX_TOKENS, _MAX_BYTES // row_bytes)
 
 
 def logits_block(tokens: int, experts: int, sms: int) -> tuple[int, int]:
-    """Experts of a thread block, so that there are as many blocks as SMs, and tokens that it takes at a time.
+    """Return the experts of a thread block, for as many blocks as SMs, and the tokens that it takes at a time.
 
-    Powers of two. They are compiled into the kernel, and the order of its sums depends on them.
+    Both are powers of two and constants of the kernel; the order of its sums depends on them.
     """
     if config.settings.batch_invariant:
         tokens = _INVARIANT_TOKENS
@@ -136,19 +141,19 @@ def _power_of_two_from(n: int) -> int:
 
 
 def logits_threads(hidden: int, dtype: torch.dtype) -> int:
-    """The threads of a thread block, all of which have a row."""
+    """Return the threads of a thread block, which share a row."""
     return align(row_threads(hidden * dtype.itemsize), WARP)
 
 
 def logits_spec(
     block: tuple[int, int], experts: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype, vector: bool
 ) -> KernelSpec:
-    """The kernel for weights (experts, hidden) and logits of these dtypes; block: see `logits_block`.
+    """Return the kernel for weights (experts, hidden) and logits of these dtypes; block: see `logits_block`.
 
     vector: x and the weight start at multiples of 16 bytes, and their rows are multiples of 16 bytes long.
     """
     block_experts, block_tokens = block
-    rounds = 1 if block_tokens > (8 if dtype is torch.float16 else 16) else 2  # of loads that registers hold
+    rounds = 1 if block_tokens > (8 if dtype is torch.float16 else 16) else 2  # rounds of loads kept in registers
     sizes = (
         *(("HIDDEN", hidden), ("NUM_EXPERTS", experts), ("EXPERTS", block_experts), ("TOKENS", block_tokens)),
         *(("MAX_TOKENS", MAX_TOKENS), ("ROW_THREADS", logits_threads(hidden, dtype)), ("ROUNDS", rounds)),
@@ -161,9 +166,9 @@ def logits_spec(
 def logits_launcher(
     device_index: int, tokens: int, experts: int, hidden: int, dtypes: tuple[torch.dtype, torch.dtype], vector: bool
 ) -> PointerLauncher:
-    """The launcher for x (tokens, hidden), weight (experts, hidden) and logits (tokens, experts), in this order.
+    """Return the launcher for (x (tokens, hidden), weight (experts, hidden), logits (tokens, experts)).
 
-    dtypes: of x and of the logits. None of the sizes is 0, all are contiguous, vector as for `logits_spec`.
+    dtypes: of x and of the logits. No size is 0, all tensors are contiguous; vector: see `logits_spec`.
     """
     block_experts, _ = block = logits_block(tokens, experts, num_sms(device_index))
     return PointerLauncher(
@@ -177,7 +182,7 @@ def logits_launcher(
 
 
 def check_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
-    """Dtypes, shapes and devices of the arguments of `router_logits`."""
+    """Check dtypes, shapes and devices of the arguments of `router_logits`."""
     check_dtype("x", x, *FLOATING)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape (T, H), got {tuple(x.shape)}")
@@ -196,7 +201,7 @@ def _check_result(dtype: torch.dtype) -> None:
 def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     (tokens, hidden), experts = x.shape, weight.shape[0]
     if not by_kernel(tokens, hidden * x.itemsize) or not (tokens and experts):
-        if x.dtype is torch.float32 or not x.is_cuda:  # on a CPU where kernels are recorded
+        if x.dtype is torch.float32 or not x.is_cuda:  # x is on a CPU when kernels are recorded
             return _logits_reference(x, weight, dtype)
         return by_fixed_rows(lambda rows: torch.mm(rows, weight.t(), out_dtype=torch.float32).to(dtype), x)
     logits = _empty_logits(x, weight, dtype)
@@ -229,10 +234,7 @@ _logits_op = operator(
 
 
 class Form(NamedTuple):
-    """How `route` chooses and weighs: what is compiled into the kernel.
-
-    sigmoid: the scores, otherwise softmax. bias: there is one.
-    """
+    """The parts of a `RoutingRule` that are constants of the kernel. sigmoid: score, otherwise softmax."""
 
     top_k: int
     sigmoid: bool
@@ -242,8 +244,8 @@ class Form(NamedTuple):
     normalize: bool
 
 
-class Operands(NamedTuple):
-    """Arguments of `route`."""
+class RouteOperands(NamedTuple):
+    """Arguments of the operators."""
 
     logits: Tensor
     top_k: Annotated[int, "int"]
@@ -261,14 +263,14 @@ class Operands(NamedTuple):
 
 
 def _route_defines(experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple:
-    """Constants of cuda/ops/route.cuh."""
+    """Return the macros of cuda/ops/route.cuh."""
     names = ("TOP_K", "SIGMOID", "BIAS", "GROUPS", "TOP_GROUPS", "NORMALIZE")
     types = (*input_defines(dtype, vector=False), ("OUTPUT", INPUT_TYPES[out_dtype]))
     return (*types, ("EXPERTS", experts), *zip(names, map(int, form), strict=True))
 
 
 def route_spec(experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
-    """The kernel for logits of `experts` experts and of `dtype`, and weights of `out_dtype`."""
+    """Return the kernel for logits of `experts` experts in `dtype`, and weights in `out_dtype`."""
     defines = _route_defines(experts, form, dtype, out_dtype)
     return KernelSpec("route.cu", "route", (*defines, ("WARPS", _ROUTE_WARPS)))
 
@@ -277,9 +279,9 @@ def route_spec(experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dt
 def route_launcher(
     device_index: int, tokens: int, experts: int, form: Form, scale: float, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> PointerLauncher:
-    """The launcher for logits (tokens, experts), bias (experts,), index and weights (tokens, top_k), in this order.
+    """Return the launcher for (logits (tokens, experts), bias (experts,), index, weights (tokens, top_k)).
 
-    dtypes: of logits and weights. tokens is not 0, all are contiguous.
+    dtypes: of logits and weights. tokens is not 0, all tensors are contiguous.
     """
     return PointerLauncher(
         load(route_spec(experts, form, *dtypes)),
@@ -292,18 +294,18 @@ def route_launcher(
 
 
 def _sorts(tokens: int, experts: int) -> bool:
-    """Whether one kernel routes so many tokens and sorts their assignments."""
+    """Whether one kernel can route `tokens` tokens and sort their assignments."""
     return tokens <= MAX_SORTED_TOKENS and experts <= MAX_SORTED_EXPERTS
 
 
 def sorted_shape(tokens: int, experts: int) -> KernelShape:
-    """The thread block that routes and sorts, with a warp for each token."""
+    """Return the shape of the thread block that routes and sorts, with a warp for each token."""
     counters, warps, _ = KernelShape.of(1, experts)
     return KernelShape(counters, max(warps, _power_of_two_from(max(tokens, 1))), 1)
 
 
 def sorted_spec(tokens: int, experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
-    """The kernel that routes and sorts so many tokens; otherwise as `route_spec`."""
+    """Return the kernel that routes and sorts `tokens` tokens; other arguments: see `route_spec`."""
     defines = *_route_defines(experts, form, dtype, out_dtype), *sorted_shape(tokens, experts).defines(False)
     return KernelSpec("route_sorted.cu", "route_sorted", defines)
 
@@ -312,9 +314,9 @@ def sorted_spec(tokens: int, experts: int, form: Form, dtype: torch.dtype, out_d
 def sorted_launcher(
     device_index: int, tokens: int, experts: int, form: Form, scale: float, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> PointerLauncher:
-    """The launcher for the tensors of `route_launcher`, groups (experts + 1,) and rows (tokens, top_k), in this order.
+    """Return the launcher for the tensors of `route_launcher`, groups (experts + 1,) and rows (tokens, top_k).
 
-    tokens: perhaps 0.
+    tokens: may be 0.
     """
     shape = sorted_shape(tokens, experts)
     return PointerLauncher(
@@ -328,7 +330,7 @@ def sorted_launcher(
     )
 
 
-def _check_route(operands: Operands) -> None:
+def _check_route(operands: RouteOperands) -> None:
     logits, top_k, _, bias, num_groups, top_groups, _, _, dtype = operands
     check_dtype("logits", logits, *FLOATING)
     if logits.dim() != 2 or not 1 <= logits.shape[1] <= MAX_EXPERTS:
@@ -349,18 +351,20 @@ def _check_route(operands: Operands) -> None:
     _check_result(dtype)
 
 
-def _route(operands: Operands) -> tuple[Tensor, Tensor]:
-    logits, bias = operands.logits, operands.bias
-    index, weights = _empty_route(operands)
-    tokens, experts = logits.shape
-    if tokens:
-        dtypes = logits.dtype, operands.dtype
-        launch = route_launcher(logits.get_device(), tokens, experts, operands.form(), operands.scale, dtypes)
-        launch(logits.contiguous(), None if bias is None else bias.contiguous(), index, weights)
-    return index, weights
+def _launch(launcher: planned[..., PointerLauncher], operands: RouteOperands, results: tuple[Tensor, ...]) -> None:
+    logits, bias, dtypes = operands.logits, operands.bias, (operands.logits.dtype, operands.dtype)
+    launch = launcher(logits.get_device(), *logits.shape, operands.form(), operands.scale, dtypes)
+    launch(logits.contiguous(), None if bias is None else bias.contiguous(), *results)
 
 
-def _check_sorted(operands: Operands) -> None:
+def _route(operands: RouteOperands) -> tuple[Tensor, Tensor]:
+    results = _empty_route(operands)
+    if operands.logits.shape[0]:
+        _launch(route_launcher, operands, results)
+    return results
+
+
+def _check_sorted(operands: RouteOperands) -> None:
     _check_route(operands)
     tokens, experts = operands.logits.shape
     if not _sorts(tokens, experts):
@@ -368,31 +372,28 @@ def _check_sorted(operands: Operands) -> None:
         raise ValueError(f"logits: expected {limits} to sort by expert, got {tuple(operands.logits.shape)}")
 
 
-def _route_sorted(operands: Operands) -> tuple[Tensor, ...]:
-    logits, bias = operands.logits, operands.bias
+def _route_sorted(operands: RouteOperands) -> tuple[Tensor, ...]:
     results = _empty_sorted(operands)
-    dtypes = logits.dtype, operands.dtype
-    launch = sorted_launcher(logits.get_device(), *logits.shape, operands.form(), operands.scale, dtypes)
-    launch(logits.contiguous(), None if bias is None else bias.contiguous(), *results)
+    _launch(sorted_launcher, operands, results)
     return results
 
 
-def _reference_route_sorted(operands: Operands) -> tuple[Tensor, ...]:
+def _reference_route_sorted(operands: RouteOperands) -> tuple[Tensor, ...]:
     index, weights = _reference_route(operands)
     return index, weights, *sort_by_expert(index, operands.logits.shape[1], None)
 
 
-def _empty_sorted(operands: Operands) -> tuple[Tensor, ...]:
+def _empty_sorted(operands: RouteOperands) -> tuple[Tensor, ...]:
     index, weights = _empty_route(operands)
     groups = index.new_empty((operands.logits.shape[1] + 1,), dtype=torch.int32)
     return index, weights, groups, index.new_empty(index.shape, dtype=torch.int32)
 
 
-def _reference_route(operands: Operands) -> tuple[Tensor, Tensor]:
+def _reference_route(operands: RouteOperands) -> tuple[Tensor, Tensor]:
     form, bias = operands.form(), operands.bias
     logits = operands.logits.float().contiguous()  # PyTorch computes other bits in other layouts
     scores = logits.sigmoid() if form.sigmoid else logits.softmax(-1)
-    # Scores grow with logits, so the logits themselves can be chosen by: they do not become equal by rounding.
+    # Choose by the logits if possible: scores grow with them, but different scores may be rounded to equal ones.
     choice = logits if bias is None and form.num_groups == 1 else scores
     if bias is not None:
         choice = choice + bias
@@ -404,19 +405,22 @@ def _reference_route(operands: Operands) -> tuple[Tensor, Tensor]:
     _, index = _largest(choice, form.top_k)
     weights = scores.gather(-1, index)
     if form.normalize:
-        # The least divisor is of DeepSeek-V3's modules: scores of softmax are not all 0.
+        # 1e-20 as in DeepSeek-V3's modules; softmax needs none, as its scores are not all 0.
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if form.sigmoid else 0.0))
     return index, (weights * operands.scale).to(operands.dtype)
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest of each row and their places; NaN above all others, of equal ones the first. topk is not stable."""
+    """Return the `count` largest values of each row and their places; NaN first, then of equal values the first.
+
+    torch.topk would not be stable.
+    """
     positive = torch.where(values.isnan(), torch.nan, values)  # on a GPU NaN is sorted by its sign
     ordered, places = positive.sort(dim=-1, descending=True, stable=True)
     return ordered[..., :count], places[..., :count].contiguous()
 
 
-def _empty_route(operands: Operands) -> tuple[Tensor, Tensor]:
+def _empty_route(operands: RouteOperands) -> tuple[Tensor, Tensor]:
     logits, shape = operands.logits, (operands.logits.shape[0], operands.top_k)
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=operands.dtype)
 

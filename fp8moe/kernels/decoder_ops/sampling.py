@@ -1,4 +1,4 @@
-"""The next token of each sequence: ``sample``, and ``sample_next``, which notes it with what was generated before."""
+"""The next token of each sequence: ``sample``, and ``sample_next``, which appends it to the generated tokens."""
 
 import ctypes
 from typing import Annotated, NamedTuple
@@ -19,7 +19,7 @@ IN_PROMPT, GENERATED = 1, 2
 
 
 class SamplingState(NamedTuple):
-    """For B sequences, on the device of the logits: so one CUDA graph serves any mix of them.
+    """Parameters and state of B sequences, on the device of the logits: one CUDA graph serves any mix of them.
 
     temperature: (B,) float32; 0 is greedy.
     top_k: (B,) int32; 0 is off, 1 is greedy.
@@ -44,12 +44,13 @@ class SamplingState(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """What B sequences have generated, on the device of the logits.
+    """Generated tokens of B sequences, on the device of the logits.
 
-    tokens: (B,) int64, the last of each. generated, logprobs: (B, L) int64 and float32, of row b the first count[b].
-    count: (B,) int64. finished: (B,) bool, the sequence has ended; failed: because there was no token to choose.
-    limit: (B,) int64, of count, at most L. ends: (B, V) bool, tokens that end the sequence.
-    pad: (1,) int64, the token of a sequence that has ended.
+    tokens: (B,) int64, the last token of each. generated, logprobs: (B, L) int64 and float32; row b has count[b] valid
+        entries.
+    count: (B,) int64. finished: (B,) bool, the sequence has ended; failed: (B,) bool, for lack of a token to choose.
+    limit: (B,) int64, the largest count, at most L. ends: (B, V) bool, tokens that end the sequence.
+    pad: (1,) int64, the token of sequences that have ended.
     """
 
     tokens: Annotated[Tensor, "Tensor(c!)"]
@@ -64,7 +65,7 @@ class Sequences(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """tokens: (B,) int64. logprobs: (B,) float32, the log-softmax of the logits as they came at these tokens."""
+    """Results of `sample`. tokens: (B,) int64. logprobs: (B,) float32, the tokens' log-softmax of the raw logits."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -73,21 +74,21 @@ class Sampled(NamedTuple):
 def sample(logits: Tensor, state: SamplingState) -> Sampled:
     """Choose a token for each row of logits, mark it in `state.seen` (bit 1) and add 1 to `state.step`, in place.
 
-    logits: (B, V) bfloat16, float16 or float32, any strides, V from 1 to 2**31 - 1. -inf is a token that is not chosen.
+    logits: (B, V) bfloat16, float16 or float32, any strides, V from 1 to 2**31 - 1. A token with -inf is not chosen.
     state: its tensors are contiguous.
-    Returns Sampled(tokens, logprobs). Equal inputs give equal bits, and a row depends on nothing but itself. A row with
-    a NaN, +inf or nothing finite among its logits, raw or penalized, or with a parameter out of range, gets token -1
-    and logprob NaN; its state stays.
+    Returns Sampled(tokens, logprobs). Equal inputs give equal bits, and a row does not depend on other rows. A row gets
+    token -1 and logprob NaN, and keeps its state, if its logits (raw or penalized) have a NaN, a +inf or no finite
+    value, or if a parameter is out of range.
 
-    In float32, in the order and with the results of transformers' processors:
-    1. repetition penalty on tokens seen; then presence penalty, which transformers does not have: it is subtracted from
-       the logits of generated tokens, as OpenAI's API defines it.
-    2. Greedy rows, and those whose largest logit over the temperature is beyond float32, take the largest of these
-       logits, of equal ones the first.
-    3. The others: temperature; top_k, with all that equal the k-th; top_p, the smallest set with that share of the
-       mass, of equal ones the last; min_p. Of what is left the largest sum of scaled logit and Gumbel noise is a draw
-       from its softmax (Maddison, Tarlow, Minka, "A* sampling", arXiv:1411.0030). The noise is a function of seed, step
-       and token.
+    The steps, in float32, have the order and the results of transformers' processors:
+    1. The repetition penalty applies to tokens seen. Then the presence penalty, which transformers lacks, is subtracted
+       from the logits of generated tokens, as in OpenAI's API.
+    2. Greedy rows, and rows whose largest logit over the temperature overflows float32, take the largest logit, the
+       first of equal ones.
+    3. Other rows are divided by the temperature. top_k keeps all tokens that equal the k-th; top_p the smallest set
+       with this share of the mass, of equal tokens the last; then min_p applies. The largest sum of scaled logit and
+       Gumbel noise is a draw from the softmax of the kept tokens (Maddison, Tarlow, Minka, "A* sampling",
+       arXiv:1411.0030). The noise is a function of seed, step and token.
 
     Sampling has no derivative: nothing is recorded for the autograd graph of logits.
 
@@ -103,24 +104,25 @@ def sample(logits: Tensor, state: SamplingState) -> Sampled:
 
 
 def sample_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> None:
-    """Choose a token for each row of logits as `sample` does, and write it into `sequences`, in place.
+    """Choose a token for each row of logits as `sample` does, and append it to `sequences`, in place.
 
     logits, state: as for `sample`. sequences: its tensors are contiguous.
 
-    A sequence that has ended gets `pad`; so does one without a token to choose, which ends as failed. Another is longer
-    by its token, and ends with one of `ends` or when `limit` are there.
+    A finished sequence gets `pad`; so does one without a token to choose, which is then finished and failed. Other
+    sequences are finished by a token of `ends` or when their count reaches `limit`.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or layout.
     """
     _next_op(logits, *state, *sequences)
 
 
-_DTYPES = {"top_k": torch.int32, "seed": torch.int64, "step": torch.int64, "seen": torch.uint8}  # others are float32
-_BOOLEANS, _FLOATS = ("finished", "failed", "ends"), ("logprobs",)  # of Sequences; others are int64
+# Fields of SamplingState that are not float32, and fields of Sequences that are not int64.
+_DTYPES = {"top_k": torch.int32, "seed": torch.int64, "step": torch.int64, "seen": torch.uint8}
+_BOOLEANS, _FLOATS = ("finished", "failed", "ends"), ("logprobs",)
 
 
 def check(logits: Tensor, state: SamplingState) -> None:
-    """Dtypes, shapes, devices and layouts of the arguments of `sample`."""
+    """Check dtypes, shapes, devices and layouts of the arguments of `sample`."""
     check_dtype("logits", logits, *FLOATING)
     if logits.dim() != 2 or not 1 <= logits.shape[1] < 1 << 31:
         raise ValueError(f"logits: expected shape (B, V) with V from 1 to 2**31 - 1, got {tuple(logits.shape)}")
@@ -131,7 +133,7 @@ def check(logits: Tensor, state: SamplingState) -> None:
 
 
 def check_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> None:
-    """Dtypes, shapes, devices and layouts of the arguments of `sample_next`."""
+    """Check dtypes, shapes, devices and layouts of the arguments of `sample_next`."""
     check(logits, state)
     rows, vocab = logits.shape
     if sequences.generated.dim() != 2:
@@ -141,12 +143,11 @@ def check_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> No
     for name, value in sequences._asdict().items():
         dtype = torch.bool if name in _BOOLEANS else torch.float32 if name in _FLOATS else torch.int64
         check_like(f"sequences.{name}", value, (dtype,), shapes.get(name, (rows,)), logits.device, "logits")
-        if not value.is_contiguous():
-            raise ValueError(f"sequences.{name}: expected a contiguous tensor, got strides {value.stride()}")
+        check_contiguous(f"sequences.{name}", value)
 
 
 MASS_BITS = 40
-"""The mass of the most probable token is 2**MASS_BITS; that of others is rounded down to an integer."""
+"""The most probable token has mass 2**MASS_BITS; the mass of the others is rounded down to an integer."""
 
 EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 LOG_TERMS = (
@@ -154,8 +155,8 @@ LOG_TERMS = (
     *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
 )
 LOG2_E = 1.44269504
-LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2; products of the first with exponents are exact
-MIN_EXPONENT = -86.0  # e to it is a normal number, and no mass
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2; LN2_HIGH times an exponent is exact
+MIN_EXPONENT = -86.0  # its exponential is a normal float32, and rounds to no mass
 SQRT_HALF_BITS = 0x3F3504F3
 
 PHILOX_ROUNDS = 10
@@ -167,11 +168,11 @@ _WORD = 0xFFFFFFFF
 # ---- the kernel ----
 
 _CLUSTER = MAX_BLOCKS_PER_PORTABLE_CLUSTER  # thread blocks of a row
-_WARPS = 16  # of a thread block
+_WARPS = 16  # warps of a thread block
 _POINTERS = 1 + len(SamplingState._fields) + 2 + len(Sequences._fields)
 
 
-class _Operands(ctypes.Structure):
+class _SampleArguments(ctypes.Structure):
     _pointers_ = _POINTERS
     _fields_ = (
         ("pointers", ctypes.c_int64 * _POINTERS),
@@ -182,7 +183,7 @@ class _Operands(ctypes.Structure):
 
 
 def kernel_spec(dtype: torch.dtype, vector: bool) -> KernelSpec:
-    """The kernel for logits of `dtype`. vector: every row of logits and of marks is made of whole vectors of tokens."""
+    """Return the kernel for logits of `dtype`. vector: rows of logits and of `seen` consist of whole vectors."""
     defines = {
         "WARPS": _WARPS,
         "CLUSTER": _CLUSTER,
@@ -201,13 +202,13 @@ def kernel_spec(dtype: torch.dtype, vector: bool) -> KernelSpec:
         "PHILOX_ROUNDS": PHILOX_ROUNDS,
         "PHILOX_FACTORS": _array(PHILOX_FACTORS),
         "PHILOX_WEYL": _array(PHILOX_WEYL),
-        "OPERANDS_BYTES": ctypes.sizeof(_Operands),
+        "OPERANDS_BYTES": ctypes.sizeof(_SampleArguments),
     }
     return KernelSpec("sample.cu", "sample", (*input_defines(dtype, vector=vector), *defines.items()))
 
 
 def _number(value: float) -> str:
-    """A number in the notation of CUDA."""
+    """Return a number as a CUDA literal."""
     return f"{value!r}f" if isinstance(value, float) else f"{value}u"
 
 
@@ -219,9 +220,9 @@ def _array(values: tuple[float, ...]) -> str:
 def launcher(
     device_index: int, rows: int, vocab: int, logits_stride: int, longest: int, dtype: torch.dtype, vector: bool
 ) -> PointerLauncher:
-    """The launcher for logits, the tensors of the state, tokens and logprobs, and those of sequences or None for each.
+    """Return the launcher for (logits, *SamplingState, tokens, logprobs, *Sequences), Nones instead of Sequences.
 
-    longest: columns of what is generated. vector: see `kernel_spec`.
+    longest: columns of `generated`. vector: see `kernel_spec`.
     """
     return PointerLauncher(
         load(kernel_spec(dtype, vector)),
@@ -229,28 +230,22 @@ def launcher(
         block=_WARPS * WARP,
         cluster=_CLUSTER,
         pdl=True,
-        args=(_Operands(vocab=vocab, logits_stride=logits_stride, longest=longest),),
+        args=(_SampleArguments(vocab=vocab, logits_stride=logits_stride, longest=longest),),
     )
 
 
 def _launch(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     tokens, logprobs = _empty(logits, state)
-    _choose(logits, state, tokens, logprobs, (None,) * len(Sequences._fields), 0)
+    _choose(logits, state, 0, tokens, logprobs, *(None,) * len(Sequences._fields))
     return tokens, logprobs
 
 
 def _launch_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> None:
-    _choose(logits, state, None, None, sequences, sequences.generated.shape[1])
+    _choose(logits, state, sequences.generated.shape[1], None, None, *sequences)
 
 
-def _choose(
-    logits: Tensor,
-    state: SamplingState,
-    tokens: Tensor | None,
-    logprobs: Tensor | None,
-    sequences: tuple[Tensor | None, ...],
-    longest: int,
-) -> None:
+def _choose(logits: Tensor, state: SamplingState, longest: int, *written: Tensor | None) -> None:
+    """Launch the kernel. longest: see `launcher`. written: tokens and logprobs, then the tensors of `Sequences`."""
     rows, vocab = logits.shape
     if not rows:
         return
@@ -259,7 +254,7 @@ def _choose(
     stride, size = logits.stride(0), logits.itemsize
     vector = not (logits.data_ptr() | state.seen.data_ptr() | vocab * size | stride * size) % 16
     launch = launcher(logits.get_device(), rows, vocab, stride, longest, logits.dtype, vector)
-    launch(logits, *state, tokens, logprobs, *sequences)
+    launch(logits, *state, *written)
 
 
 def _empty(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
@@ -269,21 +264,21 @@ def _empty(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
 
 # ---- the reference ----
 
-# It defines the tokens bit by bit. So that they are the same on every device, exponentials and logarithms are sums and
+# The reference defines the tokens bit by bit, the same on every device. So exponentials and logarithms are sums and
 # products of float32, each rounded, with the polynomials of Cephes (S. L. Moshier, expf and logf: relative error about
-# 1e-7); probability mass is counted in integers; and noise comes from a counter: Philox 4x32-10 (Salmon et al.,
-# "Parallel random numbers: as easy as 1, 2, 3", SC11).
+# 1e-7), probability mass is counted in integers, and noise is Philox 4x32-10 of a counter (Salmon et al., "Parallel
+# random numbers: as easy as 1, 2, 3", SC11).
 
 
 def reference(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
-    """The tokens and logprobs of logits (B, V); writes to state.seen and state.step."""
+    """Return tokens and logprobs for logits (B, V), and update state.seen and state.step."""
     raw = logits.float()
     penalized = _penalized(raw, state)
     scaled = penalized / state.temperature[:, None]
     largest = scaled.amax(1, keepdim=True)
     greedy = (state.temperature == 0) | (state.top_k == 1) | ~largest[:, 0].isfinite()
     tokens = penalized.argmax(1)
-    # On the CPU noise is for rows that take it; a GPU is not asked which these are.
+    # On a CPU only rows that need noise get it; on a GPU all do, as the host would have to wait to know them.
     some = (~greedy).nonzero()[:, 0] if greedy.is_cpu else slice(None)
     options, scaled = SamplingState(*(value[some] for value in state)), scaled[some]
     scores = scaled + gumbel_noise(options.seed, options.step, logits.shape[1])
@@ -299,7 +294,7 @@ def reference(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
 
 
 def reference_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> None:
-    """What `sample_next` writes."""
+    """Compute `sample_next`."""
     chosen, logprobs = reference(logits, state)
     tokens, finished, failed, count = sequences.tokens, sequences.finished, sequences.failed, sequences.count
     stopped = finished | (chosen < 0)
@@ -314,7 +309,7 @@ def reference_next(logits: Tensor, state: SamplingState, sequences: Sequences) -
 
 
 def _valid_parameters(state: SamplingState) -> Tensor:
-    """Which rows have parameters that mean something (B,)."""
+    """Return which rows have all parameters in range, (B,)."""
     temperature, top_k, top_p, min_p, repetition, presence = state[:6]
     return (
         ((temperature >= 0) & temperature.isfinite())
@@ -327,7 +322,7 @@ def _valid_parameters(state: SamplingState) -> Tensor:
 
 
 def _penalized(raw: Tensor, state: SamplingState) -> Tensor:
-    """raw (B, V) float32, with the penalties."""
+    """Apply the penalties to raw logits (B, V) float32."""
     repetition = state.repetition_penalty[:, None]
     repeated = torch.where(raw < 0, raw * repetition, raw / repetition)
     penalized = torch.where((state.seen & (IN_PROMPT | GENERATED)) != 0, repeated, raw)
@@ -335,15 +330,15 @@ def _penalized(raw: Tensor, state: SamplingState) -> Tensor:
 
 
 def kept(scaled: Tensor, largest: Tensor, state: SamplingState) -> Tensor:
-    """Which tokens top_k, top_p and min_p leave (B, V). scaled (B, V) float32, largest (B, 1) of each row."""
+    """Return which tokens top_k, top_p and min_p keep, (B, V). scaled: (B, V) float32; largest: (B, 1), its maxima."""
     vocab = scaled.shape[1]
-    # Ascending, of equal ones the lower index first: the first ones go.
+    # Ascending, of equal values the lower index first: tokens are dropped from the beginning.
     order = scaled.sort(dim=1, stable=True)
     top_k = torch.where(state.top_k > 0, state.top_k, vocab).clamp(max=vocab)
     kept = scaled >= order.values.gather(1, vocab - top_k[:, None].long())
 
     weight = exp(scaled - largest)
-    # Where nothing is finite there is no mass either.
+    # A row without finite values has no mass.
     mass = torch.where(kept & weight.isfinite(), (weight * 2.0**MASS_BITS).long(), 0)
     mass = mass.gather(1, order.indices)
     above = mass.sum(1, keepdim=True) - mass.cumsum(1)
@@ -354,7 +349,7 @@ def kept(scaled: Tensor, largest: Tensor, state: SamplingState) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """e**x of float32 up to 0."""
+    """Return e**x for float32 up to 0."""
     x = x.clamp(min=MIN_EXPONENT)
     exponent = (x * LOG2_E).round()
     rest = x - exponent * LN2_HIGH
@@ -364,14 +359,14 @@ def exp(x: Tensor) -> Tensor:
 
 
 def log(x: Tensor) -> Tensor:
-    """Natural logarithm of normal positive float32."""
+    """Return the natural logarithm of normal positive float32."""
     bits = x.view(torch.int32)
-    exponent = (bits - SQRT_HALF_BITS) >> 23  # of a mantissa from sqrt(1/2) to sqrt(2)
+    exponent = (bits - SQRT_HALF_BITS) >> 23  # for a mantissa from sqrt(1/2) to sqrt(2)
     return _log_near_1((bits - (exponent << 23)).view(torch.float32) - 1, exponent.float())
 
 
 def _log_near_1(f: Tensor, exponent: Tensor) -> Tensor:
-    """log((1 + f) * 2**exponent) for f from -0.3 to 0.42."""
+    """Return log((1 + f) * 2**exponent) for f from -0.3 to 0.42."""
     square = f * f
     tail = _polynomial(f, LOG_TERMS) * f * square + exponent * LN2_LOW - square * 0.5
     return f + tail + exponent * LN2_HIGH
@@ -385,7 +380,7 @@ def _polynomial(x: Tensor, terms: tuple[float, ...]) -> Tensor:
 
 
 def gumbel_noise(seed: Tensor, step: Tensor, vocab: int) -> Tensor:
-    """-log(-log(u)) with u uniform in (0, 1) for each token: (B, vocab) float32. seed, step (B,) int64.
+    """Return -log(-log(u)) for a uniform u in (0, 1) per token, (B, vocab) float32. seed, step: (B,) int64.
 
     Token i takes word i % 4 of Philox's block with counter (i // 4, 0, low and high word of step) and key seed.
     """
@@ -396,7 +391,7 @@ def gumbel_noise(seed: Tensor, step: Tensor, vocab: int) -> Tensor:
         (seed & _WORD, seed >> 32 & _WORD),
     )
     word = torch.stack(words, 2).flatten(1)[:, :vocab]
-    # 1 - u, to as many digits as float32 has where it is small: there noise is large.
+    # 1 - u keeps all digits of float32 where it is small and the noise large.
     rest = _unit(word)
     exponential = torch.where(
         word < 1 << 30, _log_near_1(-rest, torch.zeros_like(rest)), log(_unit(_WORD - word))
@@ -405,12 +400,12 @@ def gumbel_noise(seed: Tensor, step: Tensor, vocab: int) -> Tensor:
 
 
 def _unit(word: Tensor) -> Tensor:
-    """The middle of one of 2**32 equal parts of (0, 1), as float32."""
+    """Return the middle of part `word` of 2**32 equal parts of (0, 1), as float32."""
     return word.float() * 2.0**-32 + 2.0**-33
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox 4x32-10: four words of 32 bits from four of counter and two of key; all as int64."""
+    """Return four words of 32 bits of Philox 4x32-10 for four counter words and two key words, all as int64."""
     for _ in range(PHILOX_ROUNDS):
         first, second = (word * factor for word, factor in zip(counter[::2], PHILOX_FACTORS, strict=True))
         counter = (
@@ -423,13 +418,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
     return counter
 
 
-_op = operator(
-    "sample -> (Tensor, Tensor)",
-    check=check,
-    cuda=_launch,
-    reference=reference,
-    fake=_empty,
-)
+_op = operator("sample -> (Tensor, Tensor)", check=check, cuda=_launch, reference=reference, fake=_empty)
 _next_op = operator(
     "sample_next -> ()",
     check=check_next,

@@ -1,14 +1,14 @@
 """The operators of an experts layer: forward, training, and the steps between the GEMMs."""
 
 from fp8moe.kernels.experts.backward import experts_training
-from fp8moe.kernels.experts.operator import experts, experts_partial, experts_rows, send_rows
+from fp8moe.kernels.experts.operator import experts_of_rows, experts_of_tokens, experts_partial, send_rows
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 
 __all__ = [
-    "experts",
+    "experts_of_rows",
+    "experts_of_tokens",
     "experts_partial",
-    "experts_rows",
     "experts_training",
     "permute_fp8",
     "permute_quantize",

@@ -1,24 +1,16 @@
 """Experts over FP8 weights for callers that hold them: of routed tokens, of rows by expert, in the masked layout."""
 
-from collections.abc import Callable
-from typing import Annotated, NamedTuple
-
 import torch
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import checks, operator, workspace
-from fp8moe.kernels.experts.operands import Layer, Operands, RowOperands, Shard, row_dtype
-from fp8moe.kernels.gemm.api import multiply_groups
-from fp8moe.kernels.gemm.checks import activations, expected_rows
-from fp8moe.kernels.gemm.tiles import Grouping
-from fp8moe.quant.checks import check_scale, check_vector, fp8_data, fp8_operand
-from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
-from fp8moe.quant.quantize import quantize_1x128
+from fp8moe.kernels.experts import operator
+from fp8moe.kernels.experts.operands import Layer, RowOperands, Shard, TokenOperands, row_dtype
+from fp8moe.kernels.gemm.checks import expected_rows
+from fp8moe.quant.checks import check_vector, fp8_operand
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import autograd
-from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_out, check_own_memory, check_tensor
-from fp8moe.runtime.operator import Signature, Written, define
-from fp8moe.runtime.operator import operator as declare
+from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_tensor
 
 
 def experts(
@@ -68,19 +60,19 @@ def experts(
             raise ValueError(f"first_expert: expected None beside expert_map, got {first_expert}")
         top_k_index, everywhere = _mapped(top_k_index, expert_map), expert_map.shape[0]
     else:
-        everywhere = (first_expert or 0) + len(layer.up.data)
+        everywhere = first_expert + len(layer.up.data) if first_expert else None
     if out is not None:
         check_tensor("out", out)
         check_dtype("out", out, *FLOATING)
     dtype = out.dtype if out is not None else data.dtype if scale is None else torch.bfloat16
     count = everywhere if num_experts is None else num_experts
     shard = Shard(first_expert or 0, count, row_dtype=row_dtype(dtype), out_dtype=dtype)
-    operands = Operands(data, top_k_index, top_k_weights, layer, hidden_scale=scale, shard=shard)
+    operands = TokenOperands(data, top_k_index, top_k_weights, layer, hidden_scale=scale, shard=shard)
     if out is None:
-        return autograd.run(_experts, "fp8moe.experts", *_HELD.pack(operands))
+        return operator.run_shard(operands, "fp8moe.experts")
     given = {"x": data, "top_k_weights": top_k_weights, "up": layer.up.data, "down": layer.down.data, "out": out}
     autograd.check_out("fp8moe.experts", tuple(given), tuple(given.values()))
-    _experts_out(*_OUT.pack(_Out(operands, out)))
+    operator.write_tokens(operands, out)
     return out
 
 
@@ -133,7 +125,7 @@ def experts_rows(
     given = {"rows": data, "up": layer.up.data, "down": layer.down.data, "out": out}
     autograd.check_out("fp8moe.experts_rows", tuple(given), tuple(given.values()))
     operands = RowOperands(data, scale, group_offsets, layer, out.dtype)
-    _rows_out(*_ROWS_OUT.pack(_RowsOut(operands, out)))
+    operator.write_rows(operands, out)
     return out
 
 
@@ -164,178 +156,20 @@ def experts_masked(
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, a negative ``expected_m``, or an
     ``out`` that does not fit or overlaps an operand.
     """
-    operands = MaskedOperands(FP8Tensor(*fp8_operand("x", x)), masked_m, _layer(up, down, activation), expected_m)
+    data, scale = fp8_operand("x", x)
+    layer = _layer(up, down, activation)
     check_tensor("masked_m", masked_m)
     expected_rows(expected_m)
+    if expected_m is None:
+        expected_m = data.shape[1] if data.dim() == 3 else 0  # of another rank it is refused
+    dtype = torch.bfloat16
+    if out is not None:
+        check_tensor("out", out)
+        check_dtype("out", out, torch.bfloat16, torch.float32)
+        autograd.check_out("fp8moe.experts_masked", ("out",), (out,))
+        dtype = out.dtype
+    operands = RowOperands(data, scale, masked_m, layer, dtype, expected_m=expected_m)
     if out is None:
-        return autograd.run(_masked_op, "fp8moe.experts_masked", *_MASKED.pack(operands))
-    check_tensor("out", out)
-    autograd.check_out("fp8moe.experts_masked", ("out",), (out,))
-    _masked_out_op(*_MASKED.pack(operands), out)
+        return operator.run_rows(operands, "fp8moe.experts_masked")
+    operator.write_rows(operands, out)
     return out
-
-
-# ---- routed tokens ----
-
-
-_FIELDS = ("hidden_states", "top_k_index", "top_k_weights", "layer", "hidden_scale", "shard")
-
-
-class _Out(NamedTuple):
-    """Arguments of `experts_out`."""
-
-    operands: Annotated[Operands, _FIELDS]
-    out: Written
-
-
-def _check_out(call: _Out) -> None:
-    operands, out = call
-    checks.partial(operands)
-    x = operands.hidden_states
-    check_out(out, FLOATING, x.shape, x.device, "x")
-
-
-def _write(call: _Out, compute: Callable[[Operands], Tensor], in_place: bool) -> None:
-    operands, out = call
-    tensors = {"x": operands.hidden_states, "top_k_index": operands.top_k_index, "x.scale": operands.hidden_scale}
-    weights = {"top_k_weights": operands.top_k_weights, "up": operands.layer.up.data, "down": operands.layer.down.data}
-    check_own_memory(out, tensors | weights)
-    if in_place and operator.needs_no_padding(operands):
-        workspace.run(operands, out=out)
-    else:
-        out.copy_(compute(operands))
-
-
-_HELD = Signature(Operands, _FIELDS)
-_experts = declare(
-    "experts_held -> Tensor",
-    signature=_HELD,
-    check=checks.partial,
-    quick=workspace.find,
-    cuda=operator.run,
-    reference=operator.run_reference,
-    fake=operator.empty,
-    forward_only=True,
-)
-_OUT = Signature(_Out)
-_experts_out = declare(
-    "experts_out -> ()",
-    signature=_OUT,
-    check=_check_out,
-    cuda=lambda call: _write(call, operator.run, in_place=True),
-    reference=lambda call: _write(call, operator.run_reference, in_place=False),
-    fake=lambda call: None,
-    forward_only=True,
-)
-
-
-# ---- rows by expert ----
-
-
-class _RowsOut(NamedTuple):
-    """Arguments of `experts_rows_out`."""
-
-    operands: RowOperands
-    out: Written
-
-
-def _check_rows_out(call: _RowsOut) -> None:
-    (rows, *_), out = call
-    checks.sorted_rows(call.operands)
-    if rows.shape[1] % 16:
-        raise ValueError(f"rows: expected an H that is a multiple of 16 beside out, got {rows.shape[1]}")
-    check_out(out, (call.operands.row_dtype,), rows.shape, rows.device, "rows")
-
-
-def _write_rows(call: _RowsOut) -> None:
-    (rows, scale, groups, layer, _, whole), out = call
-    named = {"rows": rows, "rows.scale": scale, "group_offsets": groups}
-    check_own_memory(out, named | {"up": layer.up.data, "down": layer.down.data})
-    if not rows.numel():
-        return
-    layer = layer.padded(16)
-    a = quantize_1x128(rows) if scale is None else FP8Tensor(rows, scale)
-    grouping = Grouping(whole=whole)
-    h = operator.activated(a, layer, groups, grouping)
-    multiply_groups(h, layer.down, groups, out, grouping, bias=layer.biases.down_bias)
-
-
-_ROWS_OUT = Signature(_RowsOut)
-_rows_out = declare(
-    "experts_rows_out -> ()",
-    signature=_ROWS_OUT,
-    check=_check_rows_out,
-    cuda=_write_rows,
-    reference=_write_rows,
-    fake=lambda call: None,
-    forward_only=True,
-)
-
-
-# ---- the masked layout ----
-
-
-class MaskedOperands(NamedTuple):
-    """Arguments of `experts_masked`."""
-
-    x: FP8Tensor
-    masked_m: Tensor
-    layer: Layer
-    expected_m: int | None
-
-
-class _MaskedOut(NamedTuple):
-    operands: MaskedOperands
-    out: Written
-
-
-def _check_masked(operands: MaskedOperands) -> torch.Size:
-    """The shape of the result."""
-    (data, scale), masked_m, layer, _ = operands
-    experts, max_m, hidden = shape = fp8_data("x.data", data, "(E, max_m, H)")
-    if hidden % 16:
-        raise ValueError(f"x.data: expected an H that is a multiple of 16, got {tuple(shape)}")
-    check_scale("x.scale", scale, (experts, max_m, ceil_div(hidden, BLOCK)), data.device)
-    if checks.projections("x.data", data.flatten(0, 1), layer) != experts:
-        raise ValueError(f"x.data: expected the rows of {len(layer.up.data)} experts, got {tuple(shape)}")
-    check_vector("masked_m", masked_m, torch.int32, experts, data.device)
-    return shape
-
-
-def _masked(operands: MaskedOperands) -> Tensor:
-    out = _empty_masked(operands)
-    _multiply_masked(operands, out)
-    return out
-
-
-def _empty_masked(operands: MaskedOperands) -> Tensor:
-    return operands.x.data.new_empty(_check_masked(operands), dtype=torch.bfloat16)
-
-
-def _masked_out(call: _MaskedOut) -> None:
-    _check_masked_out(call)
-    (data, scale), masked_m, layer, _ = call.operands
-    named = {"x.data": data, "x.scale": scale, "masked_m": masked_m}
-    check_own_memory(call.out, named | {"up": layer.up.data, "down": layer.down.data})
-    _multiply_masked(call.operands, call.out)
-
-
-def _check_masked_out(call: _MaskedOut) -> None:
-    x = call.operands.x.data
-    check_out(call.out, (torch.bfloat16, torch.float32), _check_masked(call.operands), x.device, "x.data")
-
-
-def _multiply_masked(operands: MaskedOperands, out: Tensor) -> None:
-    x, masked_m, layer, expected_m = operands
-    if not out.numel():
-        return
-    layer, grouping = layer.padded(16), Grouping(expected_m, max_m=out.shape[1])
-    h = operator.activated(activations(*x), layer, masked_m, grouping)
-    multiply_groups(h, layer.down, masked_m, out.view(-1, out.shape[-1]), grouping)
-
-
-_MASKED = Signature(MaskedOperands)
-_masked_op = define("experts_masked -> Tensor", _masked, _empty_masked, forward_only=True, signature=_MASKED)
-_masked_out_op = define(
-    "experts_masked_out -> ()", _masked_out, _check_masked_out, forward_only=True, signature=Signature(_MaskedOut)
-)

@@ -1,4 +1,9 @@
-"""Experts with a backward: `experts_training`, and `train_rows` of rows in the order of experts."""
+"""Experts with a backward: `experts_training` of routed tokens, and `train_rows` of rows in the order of experts.
+
+Frozen weights may have a low-rank addition. From ranks to H or I the FP8 GEMMs add the product to their sums, before
+these are rounded. To ranks, and to the gradients of factors, two kernels read rows in the order of experts, or tokens
+where these lie, so that there is no matrix (R, H) beside those of the FP8 layer (`kernels.experts.lora`).
+"""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -8,12 +13,14 @@ from torch import Tensor
 from fp8moe.kernels.activation import Activation, weighted_backward
 from fp8moe.kernels.experts import checks
 from fp8moe.kernels.experts.combine import combine
+from fp8moe.kernels.experts.lora import adapter_product, lora_gradient, lora_shrink
 from fp8moe.kernels.experts.operands import (
     Layer,
+    LowRank,
     Masters,
-    Operands,
     RowOperands,
     Shard,
+    TokenOperands,
     pad_columns,
     row_dtype,
     without_padding,
@@ -22,6 +29,7 @@ from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.reference import assignments_of
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.swiglu import (
+    Beside,
     swiglu_backward_quantize,
     swiglu_backward_quantize_rows,
     swiglu_quantize,
@@ -38,32 +46,26 @@ def experts_training(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    up_proj: FP8Tensor,
-    down_proj: FP8Tensor,
+    layer: Layer,
+    masters: Masters = Masters(),  # noqa: B008 (immutable)
     *,
-    activation: Activation,
-    up_master: Tensor | None = None,
-    down_master: Tensor | None = None,
-    first_expert: int = 0,
-    num_experts: int | None = None,
-    num_rows: int | None = None,
-    out_dtype: torch.dtype | None = None,
+    shard: Shard = Shard(),  # noqa: B008 (immutable)
+    low_rank: LowRank | None = None,
 ) -> Tensor:
-    """Compute what `experts` does, with a backward.
+    """Compute what `experts_of_tokens` does, with a backward.
 
     hidden_states: (T, H) bfloat16, float16 or float32; any H. top_k_index: (T, K) int32 or int64.
     top_k_weights: (T, K) float32, bfloat16 or float16.
-    up_proj, down_proj: the FP8 weights, data and scale, as for `experts`; any I.
-    up_master, down_master: what these were quantized from, in data's shape: they get the gradients of the weights, in
-        their dtype, where they require one. None for frozen weights.
-    first_expert, num_experts: where the weights are those of one rank, the index of the first expert that is here, and
-        how many there are on all ranks. An assignment to another expert adds nothing and gets no gradient.
-    num_rows: assignments to make room for, the same of those beyond, at least one if there are any; None: all T * K.
-    out_dtype: bfloat16, float16 or float32, of the result; None: that of hidden_states.
-    Returns (T, H) in out_dtype; the results of GEMM 1 are rounded to bfloat16, the weighted sums once.
+    layer: the FP8 weights, without biases. masters: those of them that get gradients, in their dtype, where they
+        require one.
+    shard: where the weights are those of one rank, which; an assignment to another expert adds nothing and gets no
+        gradient. There is room for num_rows assignments, the same of those beyond, at least one if there are any.
+    low_rank: is added to weights without masters, and multiplied in bfloat16 with sums in float32.
+    Returns (T, H) in the shard's out_dtype; the results of GEMM 1 are rounded to bfloat16, the weighted sums once.
 
     Gradients are those of the forward with every quantization taken for the identity (straight through), for
-    hidden_states, in its dtype, top_k_weights and the masters. Equal inputs give equal bits.
+    hidden_states, in its dtype, top_k_weights, the masters and the tensors of low_rank, whose gradients come from
+    activations and gradients in bfloat16. Equal inputs give equal bits.
 
     Forward, input gradient and weight gradient run in FP8, every tensor quantized once in each direction: DeepSeek-V3,
     arXiv:2412.19437, section 3.3. The forward keeps the quantized transposes that weight gradients need and the result
@@ -71,31 +73,33 @@ def experts_training(
 
     What is kept for the backward, with R = T * K or num_rows, I rounded up to a multiple of 128 and H to one of 16, and
     P = R + 127 * min(E, R) rounded down to a multiple of 128: ``4 * R * I`` bytes (half without a gate),
-    ``P * H * 33/32`` with an up_master, ``P * I * 33/32`` with a down_master, 8 for each row, and 4 for each expert and
-    one more; besides top_k_weights and the FP8 weights. Where H or I is no such multiple, forward and backward make
-    padded copies of the FP8 weights.
+    ``P * H * 33/32`` with an up_master, ``P * I * 33/32`` with a down_master, ``4 * R * r`` with a low_rank and
+    ``R * I`` with its dropout, 8 for each row, and 4 for each expert and one more; besides top_k_weights, the FP8
+    weights, low_rank and what this multiplies. Where H or I is no such multiple, forward and backward make padded
+    copies of the FP8 weights.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if a
-    master has been changed in place since the forward; so does a backward of the backward.
+    master, or an FP8 weight, has been changed in place since the forward; so does a backward of the backward.
     """
-    layer = Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation)
-    masters = Masters.recorded(up_master, down_master)
-    shard = Shard(first_expert, num_experts, num_rows=num_rows, out_dtype=out_dtype)
-    operands = Operands(hidden_states, top_k_index, top_k_weights, layer, shard=shard)
-    checks.training(operands, masters)
-    total = shard.total(len(layer.down.data))
-    order = RowOrder.of_tokens(top_k_index, len(layer.down.data), total, first_expert=first_expert, num_rows=num_rows)
+    masters = masters.recorded()
+    checks.tokens(TokenOperands(hidden_states, top_k_index, top_k_weights, layer, shard=shard))
+    checks.masters(layer, masters)
+    count = len(layer.down.data)
+    order = RowOrder.of_tokens(
+        top_k_index, count, shard.total(count), first_expert=shard.first_expert, num_rows=shard.num_rows
+    )
     dtypes = shard.dtypes(hidden_states.dtype)
-    return _train(TrainingOperands(hidden_states, None, order, top_k_weights, layer, masters, *dtypes))
+    return _train(TrainingOperands(hidden_states, None, order, top_k_weights, layer, masters, *dtypes, low_rank))
 
 
 def train_rows(operands: RowOperands, masters: Masters) -> Tensor:
-    """`experts_rows` with a backward."""
-    checks.sorted_rows(operands)
+    """`experts_of_rows` with a backward."""
+    checks.rows(operands)
     checks.masters(operands.layer, masters)
-    rows, scale, group_offsets, layer, dtype, whole = operands
-    order = RowOrder(group_offsets, whole=whole)
-    return _train(TrainingOperands(rows, scale, order, None, layer, masters, dtype, dtype))
+    rows, scale, groups, layer, dtype, whole, _ = operands
+    return _train(
+        TrainingOperands(rows, scale, RowOrder(groups, whole=whole), None, layer, masters, dtype, dtype, None)
+    )
 
 
 class RowOrder(NamedTuple):
@@ -182,6 +186,14 @@ class TrainingOperands(NamedTuple):
     masters: Masters
     row_dtype: torch.dtype
     out_dtype: torch.dtype
+    low_rank: LowRank | None
+
+    @property
+    def beside(self) -> Beside:
+        """What the backward, or the low rank, needs of the activation beside its quantized rows."""
+        if self.low_rank is not None:
+            return Beside.VALUES
+        return Beside.NOTHING if self.masters.down_master is None else Beside.COLUMNS
 
 
 class SavedForBackward(NamedTuple):
@@ -189,15 +201,23 @@ class SavedForBackward(NamedTuple):
 
     projected: the result of GEMM 1, which stays differentiable, so that the gradients depend on the inputs and double
         backward reaches an error. x_columns, h_columns: the transposed inputs of both GEMMs.
+    up_ranks, down_ranks: (R, r), the inputs times the first factors. kept: bool (R, I), what dropout has kept.
     """
 
     projected: Tensor
     x_columns: FP8Tensor
     h_columns: FP8Tensor
+    up_ranks: Tensor
+    down_ranks: Tensor
+    kept: Tensor
 
 
-class BackwardOperands(NamedTuple):
-    """The gradient of the result, and what the forward had and saved. input_dtype: of x; None: it needs no gradient."""
+class TrainingBackwardOperands(NamedTuple):
+    """The gradient of the result, and what the forward had and saved.
+
+    input_dtype: of x; None: it needs no gradient. low_rank, x: as the forward had them; x only where the first factors
+    multiply it.
+    """
 
     grad: Tensor
     order: RowOrder
@@ -207,124 +227,190 @@ class BackwardOperands(NamedTuple):
     saved: SavedForBackward
     input_dtype: torch.dtype | None
     routing_grad: bool
+    low_rank: LowRank | None
+    x: Tensor | None
+
+    @property
+    def wanted(self) -> list[str]:
+        """The operands of the forward that get gradients, in the order in which the backward returns these."""
+        low = self.low_rank
+        given = {"x": self.input_dtype, "top_k_weights": self.routing_grad or None, **self.masters._asdict()}
+        given |= {} if low is None else low._replace(dropout=None)._asdict()
+        return [name for name, value in given.items() if value is not None]
 
 
 def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
     """The weighted sums of tokens, or the results of rows; and the tensors of `SavedForBackward`."""
-    order, masters = operands.order, operands.masters
+    order, masters, low = operands.order, operands.masters, operands.low_rank
     hidden, size = operands.layer.down.data.shape[1:]
     layer = operands.layer.padded(BLOCK)
     x = operands.x if operands.x_scale is None else FP8Tensor(operands.x, operands.x_scale)
-    empty = [layer.up.data.new_empty(0) for _ in range(4)]
+    up_ranks, down_ranks, kept, *empty = (layer.up.data.new_empty(0) for _ in range(7))
+    up_addition = down_addition = None
+    if low is not None:
+        up_ranks = lora_shrink(low.multiplied(operands.x), low.up_a, order.groups, order.tokens())
+        up_addition = up_ranks, low.up_b
     a, x_columns, _ = order.gather(x, layer.down.data.shape[1], None, masters.of_up)
-    projected = order.multiply(a, layer.up, torch.bfloat16)
+    projected = order.multiply(a, layer.up, torch.bfloat16, low_rank=up_addition)
     del a
-    h, h_columns = activate(projected, order.groups, layer.activation, size, masters.down_master is not None)
-    y = order.multiply(h, layer.down, operands.row_dtype, others_zero=order.rows is None)
+    h, h_columns, values = activate(projected, order.groups, layer.activation, size, operands.beside)
+    if low is not None:
+        if low.dropout:
+            values, kept = torch.native_dropout(values, low.dropout, True)
+        down_ranks = lora_shrink(values, low.down_a, order.groups)
+        down_addition = down_ranks, low.down_b
+    del values
+    others_zero = order.rows is None
+    y = order.multiply(h, layer.down, operands.row_dtype, others_zero=others_zero, low_rank=down_addition)
     del h
     out = without_padding(order.sum(y, operands.top_k_weights, operands.out_dtype), hidden)
-    return out, projected, *(x_columns or empty[:2]), *(h_columns or empty[2:])
+    return out, projected, *(x_columns or empty[:2]), *(h_columns or empty[2:]), up_ranks, down_ranks, kept
 
 
-def _backward(operands: BackwardOperands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, top_k_weights and the masters, empty where nothing asks for them."""
-    grad, order, top_k_weights, layer, masters, saved, input_dtype, routing_grad = operands
+def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
+    """The gradients that are wanted."""
+    grad, order, top_k_weights, layer, masters, saved, input_dtype, routing_grad, low, x = operands
     hidden, size = layer.down.data.shape[1:]
     layer = layer.padded(BLOCK)
-    d_x, d_weights, d_up, d_down, d_gate = (grad.new_empty(0) for _ in range(5))
+    grads: dict[str, Tensor] = {}
     if order.rows is None:
         row_weights = torch.ones(grad.shape[0], dtype=torch.float32, device=grad.device)
     else:
         row_weights = order.row_weights(top_k_weights)
 
     # The columns take the weights of the rows, for the gradient of down_proj. The rows themselves do without, so that
-    # the gradient of the weights is the product of one with its unweighted result.
+    # the gradient of the weights is the product of one with its unweighted result. So do ranks, which take them later.
+    addition = None
+    if low is not None:
+        grad_read = pad_columns(grad.bfloat16(), low.down_b.shape[1])
+        d_ranks = lora_shrink(grad_read, low.down_b.mT.contiguous(), order.groups, order.tokens())
+        addition = None if low.dropout else (d_ranks, low.down_a.mT.contiguous())
     columns = layer.down.data.shape[1]
     grad_rows, grad_columns, offsets = order.gather(grad, columns, row_weights, masters.down_master is not None)
-    beyond = input_dtype is not None or routing_grad or masters.of_up
+    beyond = input_dtype is not None or routing_grad or masters.of_up or low is not None
     if beyond:
-        d_h = order.multiply(grad_rows, transpose_fp8(layer.down), torch.bfloat16)
+        d_h = order.multiply(grad_rows, transpose_fp8(layer.down), torch.bfloat16, low_rank=addition)
     del grad_rows
     if masters.down_master is not None:
-        shape = (1, hidden, size)
-        d_down = _weight_gradient(grad_columns, saved.h_columns, offsets, shape, masters.down_master.dtype)
+        shape, dtype = (1, hidden, size), masters.down_master.dtype
+        grads["down_master"] = _weight_gradient(grad_columns, saved.h_columns, offsets, shape, dtype)
     del grad_columns
     if not beyond:
-        return d_x, d_weights, d_up, d_down, d_gate
+        return [grads[name] for name in operands.wanted]
 
-    d_rows, d_columns, offsets, dots = activate_backward(
-        saved.projected, d_h, row_weights, order.groups, layer.activation, masters.of_up
-    )
+    beside = Beside.COLUMNS if masters.of_up else Beside.NOTHING
+    if low is not None:
+        beside = Beside.VALUES
+        if low.dropout:
+            d_h += low.drop(adapter_product(d_ranks, low.down_a, order.groups), saved.kept)
+    d = activate_backward(saved.projected, d_h, row_weights, order.groups, layer.activation, beside)
     del d_h
+    if low is not None:
+        of_factors, d_ranks = _factor_gradients(operands, grad_read, d_ranks, d, row_weights)
+        grads |= of_factors
+    (d_rows, dots, d_columns, offsets, *_), d = d, None
     if routing_grad:
-        d_weights = order.by_assignment(dots).to(top_k_weights.dtype)
+        grads["top_k_weights"] = order.by_assignment(dots).to(top_k_weights.dtype)
     if input_dtype is not None:
-        transposed, dtype = transpose_fp8(layer.up), row_dtype(input_dtype)
-        dx = order.multiply(d_rows, transposed, dtype, others_zero=order.rows is None)
+        addition = None if low is None or low.dropped is not None else (d_ranks, low.up_a.mT.contiguous())
+        transposed, dtype, others_zero = transpose_fp8(layer.up), row_dtype(input_dtype), order.rows is None
+        dx = order.multiply(d_rows, transposed, dtype, others_zero=others_zero, low_rank=addition)
         del transposed
-        d_x = without_padding(order.sum(dx, None, input_dtype), hidden)
+        grads["x"] = without_padding(order.sum(dx, None, input_dtype), hidden)
         del dx
     del d_rows
+    if low is not None and low.dropped is not None:
+        dx = order.sum(adapter_product(d_ranks, low.up_a, order.groups), None, low.dropped.dtype)
+        grads["dropped"] = without_padding(dx, hidden)
     # Last, after the temporary tensors of the others: these are the largest.
     both = 2 if layer.activation.gated else 1
     if masters.up_master is not None and masters.up_master.shape[1] == both * size:
-        shape = (both, size, hidden)
-        d_up = _weight_gradient(d_columns, saved.x_columns, offsets, shape, masters.up_master.dtype)
+        shape, dtype = (both, size, hidden), masters.up_master.dtype
+        grads["up_master"] = _weight_gradient(d_columns, saved.x_columns, offsets, shape, dtype)
     elif masters.of_up:
-        halves = zip((masters.gate_master, masters.up_master), *(part.chunk(2) for part in d_columns), strict=True)
-        d_gate, d_up = (
-            grad.new_empty(0)
-            if master is None
-            else _weight_gradient(FP8Tensor(*half), saved.x_columns, offsets, (1, size, hidden), master.dtype)
-            for master, *half in halves
-        )
-    return d_x, d_weights, d_up, d_down, d_gate
+        for name, *half in zip(("gate_master", "up_master"), *(part.chunk(2) for part in d_columns), strict=True):
+            if (master := getattr(masters, name)) is not None:
+                shape = (1, size, hidden)
+                grads[name] = _weight_gradient(FP8Tensor(*half), saved.x_columns, offsets, shape, master.dtype)
+    return [grads[name] for name in operands.wanted]
+
+
+class ActivationGradient(NamedTuple):
+    """The gradient of projected, quantized by rows, and of row_weights (R,); and what is asked for beside these.
+
+    columns, offsets: the first one's columns, with padded offsets. d_projected, values: the first one, and the
+    activation, in bfloat16.
+    """
+
+    rows: FP8Tensor
+    dots: Tensor
+    columns: FP8Tensor | None = None
+    offsets: Tensor | None = None
+    d_projected: Tensor | None = None
+    values: Tensor | None = None
+
+
+def _factor_gradients(
+    operands: TrainingBackwardOperands, grad: Tensor, d_ranks: Tensor, d: ActivationGradient, row_weights: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The gradients of the factors, and of the ranks (R, r) of the input.
+
+    grad: (T, H) bfloat16, of the result. d_ranks: (R, r), of its ranks, without the weights of the rows.
+    """
+    order, saved, low = operands.order, operands.saved, operands.low_rank
+    groups, tokens = order.groups, order.tokens()
+    values = low.drop(d.values, saved.kept) if low.dropout else d.values
+    d_ranks, down_ranks = (
+        torch.mul(ranks, row_weights[:, None], out=torch.empty_like(ranks))  # rounded once
+        for ranks in (d_ranks, saved.down_ranks)
+    )
+    d_down_a = lora_gradient(d_ranks, values, groups)
+    d_up_b = lora_gradient(saved.up_ranks, d.d_projected, groups).mT
+    d_ranks = lora_shrink(d.d_projected, low.up_b.mT.contiguous(), groups)
+    d_down_b = lora_gradient(down_ranks, grad, groups, tokens).mT
+    d_up_a = lora_gradient(d_ranks, low.multiplied(operands.x), groups, tokens)
+    return {"up_a": d_up_a, "up_b": d_up_b, "down_a": d_down_a, "down_b": d_down_b}, d_ranks
 
 
 def activate(
-    projected: Tensor, groups: Tensor, activation: Activation, size: int, transposed: bool
-) -> tuple[FP8Tensor, FP8Tensor | None]:
-    """The activation of projected (R, 2I) or (R, I), quantized by rows and, if asked for, by columns.
+    projected: Tensor, groups: Tensor, activation: Activation, size: int, beside: Beside
+) -> tuple[FP8Tensor, FP8Tensor | None, Tensor | None]:
+    """The activation of projected (R, 2I) or (R, I), quantized by rows, and beside by columns, or in bfloat16.
 
     size: the columns that are not padding.
     """
-    if activation.is_swiglu and not transposed:
-        return swiglu_quantize_rows(projected, groups, activation=activation)[0], None
-    if activation.is_swiglu:
+    if activation.is_swiglu and beside is Beside.COLUMNS:
         h = swiglu_quantize(projected, groups, activation=activation)
-        return h.rows, h.columns
-    values = values_of(projected, activation, size)
-    if not transposed:
-        return quantize_1x128(values), None
-    h = quantize_with_transpose(values, groups)
-    return h.rows, h.columns
-
-
-def values_of(projected: Tensor, activation: Activation, size: int) -> Tensor:
-    """The values of `activate` in float32, for an activation that is no SwiGLU."""
+        return h.rows, h.columns, None
+    if activation.is_swiglu:
+        rows, values = swiglu_quantize_rows(projected, groups, activation=activation, values=beside is Beside.VALUES)
+        return rows, None, values
     values = activation(projected.float())
     values[:, size:] = 0  # some functions have another value at 0
-    return values
+    if beside is Beside.COLUMNS:
+        h = quantize_with_transpose(values, groups)
+        return h.rows, h.columns, None
+    return quantize_1x128(values), None, values.bfloat16() if beside is Beside.VALUES else None
 
 
 def activate_backward(
-    projected: Tensor, d_h: Tensor, row_weights: Tensor, groups: Tensor, activation: Activation, transposed: bool
-) -> tuple[FP8Tensor, FP8Tensor | None, Tensor | None, Tensor]:
-    """The gradient of projected by rows and, if asked for, by columns with padded offsets; and that of row_weights.
-
-    d_h: (R, I), without the weights of the rows.
-    """
-    if activation.is_swiglu and not transposed:
-        rows, dots, *_ = swiglu_backward_quantize_rows(projected, d_h, row_weights, groups, activation=activation)
-        return rows, None, None, dots
+    projected: Tensor, d_h: Tensor, row_weights: Tensor, groups: Tensor, activation: Activation, beside: Beside
+) -> ActivationGradient:
+    """The backward of `activate`. d_h: (R, I), without the weights of the rows."""
+    operands = projected, d_h, row_weights
+    if activation.is_swiglu and beside is Beside.COLUMNS:
+        (rows, columns, offsets), dots = swiglu_backward_quantize(*operands, groups, activation=activation)
+        return ActivationGradient(rows, dots, columns, offsets)
     if activation.is_swiglu:
-        d, dots = swiglu_backward_quantize(projected, d_h, row_weights, groups, activation=activation)
-        return *d, dots
-    d_projected, _, dots = weighted_backward(projected, d_h, row_weights, activation)
-    if not transposed:
-        return quantize_1x128(d_projected), None, None, dots
-    d = quantize_with_transpose(d_projected, groups)
-    return *d, dots
+        wanted = beside is Beside.VALUES
+        rows, dots, *values = swiglu_backward_quantize_rows(*operands, groups, activation=activation, values=wanted)
+        return ActivationGradient(rows, dots, None, None, *values)
+    d_projected, values, dots = weighted_backward(*operands, activation)
+    if beside is Beside.COLUMNS:
+        rows, columns, offsets = quantize_with_transpose(d_projected, groups)
+        return ActivationGradient(rows, dots, columns, offsets)
+    both = (d_projected.bfloat16(), values.bfloat16()) if beside is Beside.VALUES else ()
+    return ActivationGradient(quantize_1x128(d_projected), dots, None, None, *both)
 
 
 def _weight_gradient(
@@ -346,12 +432,15 @@ def _train(operands: TrainingOperands) -> Tensor:
 
 def _save(ctx, inputs, output) -> None:
     operands = _TRAINING.unpack(*inputs)
-    _, projected, *columns = output
-    order, layer = operands.order, operands.layer
+    _, projected, *others = output
+    order, layer, low = operands.order, operands.layer, operands.low_rank
     routed = order.groups, order.rows, order.assignments, operands.top_k_weights
+    *factors, ctx.dropout = low or (None,) * 6
+    x = operands.x if low is not None and low.dropped is None else None
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*columns)
-    ctx.save_for_backward(*routed, *layer.up, *layer.down, projected, *columns)
+    ctx.mark_non_differentiable(*others)
+    # With the FP8 weights, so that autograd refuses a backward after adapters were merged into them.
+    ctx.save_for_backward(*routed, *layer.up, *layer.down, x, *factors, projected, *others)
     ctx.whole, ctx.activation, ctx.input_dtype = order.whole, layer.activation, operands.x.dtype
     # Not among the saved tensors, whose check for changes would not tell which parameter it is.
     ctx.masters = operands.masters
@@ -363,20 +452,22 @@ def _differentiate(ctx, grad, *_) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * len(needed)
     _check_unchanged(ctx.masters, ctx.versions, ctx.activation.gated)
-    groups, rows, assignments, top_k_weights, *weights = ctx.saved_tensors
-    up, up_scale, down, down_scale, projected, x_columns, x_scale, h_columns, h_scale = weights
-    operands = BackwardOperands(
+    groups, rows, assignments, top_k_weights, up, up_scale, down, down_scale, x, *others = ctx.saved_tensors
+    up_a, up_b, down_a, down_b, dropped, projected, x_columns, x_scale, h_columns, h_scale, *of_ranks = others
+    saved = SavedForBackward(projected, FP8Tensor(x_columns, x_scale), FP8Tensor(h_columns, h_scale), *of_ranks)
+    operands = TrainingBackwardOperands(
         grad.contiguous(),
         RowOrder(groups, rows, assignments, ctx.whole),
         top_k_weights,
         Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), ctx.activation),
         ctx.masters,
-        SavedForBackward(projected, FP8Tensor(x_columns, x_scale), FP8Tensor(h_columns, h_scale)),
+        saved,
         ctx.input_dtype if needed["x"] else None,
         needed["top_k_weights"],
+        None if up_a is None else LowRank(up_a, up_b, down_a, down_b, dropped, ctx.dropout),
+        x,
     )
-    d_x, d_weights, *of_masters = _training_backward(*_BACKWARD.pack(operands))
-    grads = {"x": d_x, "top_k_weights": d_weights} | dict(zip(Masters._fields, of_masters, strict=True))
+    grads = dict(zip(operands.wanted, _training_backward(*_BACKWARD.pack(operands)), strict=True))
     return tuple(grads.get(name) if need else None for name, need in needed.items())
 
 
@@ -395,16 +486,16 @@ def no_double_backward(ctx, *grads):
 
 
 # Both are made of operators that have fakes of their own.
-_TRAINING, _BACKWARD = Signature(TrainingOperands), Signature(BackwardOperands)
+_TRAINING, _BACKWARD = Signature(TrainingOperands), Signature(TrainingBackwardOperands)
 _training_backward = define(
-    "experts_training_backward -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "experts_training_backward -> Tensor[]",
     _backward,
     _backward,
     backward=no_double_backward,
     signature=_BACKWARD,
 )
 _training = define(
-    "experts_training -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "experts_training -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _forward,
     backward=_differentiate,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts.operands import Layer, Masters, Operands, RowOperands, Shard
+from fp8moe.kernels.experts.operands import Layer, Masters, RowOperands, Shard, TokenOperands
 from fp8moe.kernels.gemm.checks import part
 from fp8moe.quant.checks import check_groups, check_no_channels, check_scale, check_vector, check_weight_scale, fp8_data
 from fp8moe.quant.formats import BLOCK, ceil_div
@@ -13,65 +13,38 @@ MAX_EXPERTS = 1024
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-def experts(operands: Operands) -> None:
-    """Dtypes, shapes and devices of the operands of `experts`."""
-    hidden_states, residual, capacity = operands.hidden_states, operands.residual, operands.capacity
-    check_dtype("hidden_states", hidden_states, *FLOATING)
-    _layer("hidden_states", operands)
+def tokens(operands: TokenOperands) -> None:
+    """Check dtypes, shapes and devices of the operands of `experts`."""
+    x, index, weights, layer, capacity, residual = operands[:6]
+    shard, device, (name, residual_name) = operands.shard, x.device, operands.names
+    _floating_or_fp8(name, x, operands.hidden_scale)
+    count = layer_of(name, x.shape, device, layer)
+    routed_index(index, x.shape[0], device, name)
+    _weights("top_k_weights", weights, index, "top_k_index", name)
+    rows, sums = shard.dtypes(x.dtype)
+    row_dtype(rows)
+    of_sums(sums)
+    of_rank(shard, count)
     if residual is not None:
-        device = hidden_states.device
-        check_like("residual", residual, (hidden_states.dtype,), hidden_states.shape, device, "hidden_states")
+        check_like(residual_name, residual, (sums,), x.shape, device, name)
+    if operands.residual_known is not None:
+        check_like(f"{residual_name}_known", operands.residual_known, (torch.bool,), x.shape[:1], device, name)
+    if operands.norm is not None:
+        check_like("norm_weight", operands.norm.norm_weight, (x.dtype,), x.shape[1:], device, name)
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity: expected at least one row an expert, got {capacity}")
-    _sorted(operands)
-
-
-def with_norm(operands: Operands) -> None:
-    """Checks the operands of `experts` with a norm."""
-    experts(operands)
-    x = operands.hidden_states
-    check_like("norm_weight", operands.norm.norm_weight, (x.dtype,), (x.shape[1],), x.device, "hidden_states")
-
-
-def _sorted(operands: Operands) -> None:
-    """Groups and rows of assignments that are sorted already."""
-    shapes = {"groups": (len(operands.layer.up.data) + 1,), "rows": operands.top_k_index.shape}
-    given = {name: value for name in shapes if (value := getattr(operands, name)) is not None}
-    for name, value in given.items():
-        check_like(name, value, (torch.int32,), shapes[name], operands.hidden_states.device, "hidden_states")
-    for name in shapes.keys() - given.keys() if given else ():
-        raise ValueError(f"{name}: expected a tensor beside {' and '.join(given)}, got None")
-    if given and operands.capacity is not None:
-        raise ValueError(f"capacity: expected None with groups and rows, got {operands.capacity}")
-
-
-def partial(operands: Operands) -> None:
-    """Checks the operands of `experts_partial`, whose `partial` is the residual."""
-    x, shard, total = operands.hidden_states, operands.shard, operands.residual
-    _floating_or_fp8("x", x, operands.hidden_scale)
-    _layer("x", operands)
-    if total is not None:
-        check_like("partial", total, (shard.out_dtype,), x.shape, x.device, "x")
-    for name, known in (("partial_known", operands.residual_known), ("known", operands.known)):
-        if known is not None:
-            check_like(name, known, (torch.bool,), x.shape[:1], x.device, "x")
-    if operands.known is not None and not operands.known.stride(0) and x.shape[0] > 1:
-        raise ValueError("known: expected memory for each token, to be written, got a tensor expanded from one element")
-    row_dtype(shard.row_dtype)
-    of_sums(shard.out_dtype)
-    of_rank(shard, len(operands.layer.up.data))
-
-
-def training(operands: Operands, given: Masters) -> None:
-    """Checks the operands of `experts_training`."""
-    experts(operands)
-    of_rank(operands.shard, len(operands.layer.down.data))
-    of_sums(operands.shard.dtypes(operands.hidden_states.dtype)[1])
-    masters(operands.layer, given)
+    order = {"groups": (operands.groups, (count + 1,)), "rows": (operands.rows, index.shape)}
+    given = [each for each, (value, _) in order.items() if value is not None]
+    for each, (value, shape) in order.items() if given else ():
+        if value is None:
+            raise ValueError(f"{each}: expected a tensor beside {given[0]}, got None")
+        check_like(each, value, (torch.int32,), shape, device, name)
+    if given and capacity is not None:
+        raise ValueError(f"capacity: expected None with groups and rows, got {capacity}")
 
 
 def of_rank(shard: Shard, count: int) -> None:
-    """That the `count` experts which are here are among all of them, and the window of rows."""
+    """Check that the `count` experts which are here are among all of them, and the window of rows."""
     first, total = shard.first_expert, shard.num_experts
     if first < 0 or (total is not None and first + count > total):
         raise ValueError(
@@ -80,18 +53,30 @@ def of_rank(shard: Shard, count: int) -> None:
     window(shard.first_row, shard.num_rows)
 
 
-def sorted_rows(operands: RowOperands) -> None:
-    """Checks the operands of `experts_rows`."""
-    rows, group_offsets = operands.rows, operands.group_offsets
-    _floating_or_fp8("rows", rows, operands.rows_scale)
-    count = projections("rows", rows, operands.layer)
-    check_vector("group_offsets", group_offsets, torch.int32, None, rows.device)
-    if group_offsets.shape[0] != count + 1:
-        expected = f"({count + 1},), for {count} experts"
-        raise ValueError(f"group_offsets: expected shape {expected}, got {tuple(group_offsets.shape)}")
-    check_groups(group_offsets, rows.shape[0], rows.device)
-    part(operands.whole, rows.shape[0], count)
-    row_dtype(operands.row_dtype)
+def rows(operands: RowOperands) -> None:
+    """Check the operands of `experts_rows`, in either layout."""
+    x, scale, groups, layer, dtype, whole, expected_m = operands
+    (name, scale_name, groups_name), device = operands.names, x.device
+    if expected_m is not None:
+        experts, max_m, hidden = shape = fp8_data(name, x, "(E, max_m, H)")
+        if hidden % 16:
+            raise ValueError(f"{name}: expected an H that is a multiple of 16, got {tuple(shape)}")
+        if scale is None:
+            raise ValueError(f"{scale_name}: expected a tensor beside expected_m, got None")
+        check_scale(scale_name, scale, (experts, max_m, ceil_div(hidden, BLOCK)), device)
+        if layer_of(name, torch.Size((experts * max_m, hidden)), device, layer) != experts:
+            raise ValueError(f"{name}: expected the rows of {len(layer.up.data)} experts, got {tuple(shape)}")
+        check_vector(groups_name, groups, torch.int32, experts, device)
+    else:
+        _floating_or_fp8(name, x, scale)
+        count = layer_of(name, x.shape, device, layer)
+        check_vector(groups_name, groups, torch.int32, None, device)
+        if groups.shape[0] != count + 1:
+            expected = f"({count + 1},), for {count} experts"
+            raise ValueError(f"{groups_name}: expected shape {expected}, got {tuple(groups.shape)}")
+        check_groups(groups, x.shape[0], device)
+        part(whole, x.shape[0], count)
+    row_dtype(dtype)
 
 
 def row_dtype(dtype: torch.dtype) -> None:
@@ -105,20 +90,15 @@ def of_sums(out_dtype: torch.dtype) -> None:
 
 
 def _floating_or_fp8(name: str, x: Tensor, scale: Tensor | None) -> None:
-    """Dtype of a matrix, and the scale of one that is quantized 1x128."""
+    """Check the dtype of a matrix, and the scale of one that is quantized 1x128."""
     if scale is None:
         check_dtype(name, x, *FLOATING)
     elif len(fp8_data(f"{name}.data", x, "(M, H)")) == 2:
         check_scale(f"{name}.scale", scale, (x.shape[0], ceil_div(x.shape[1], BLOCK)), x.device)
 
 
-def _layer(name: str, operands: Operands) -> None:
-    """Routing and weights of the input, which the caller calls `name`."""
-    projections(name, operands.hidden_states, operands.layer)
-    routed(operands.top_k_index, operands.top_k_weights, operands.hidden_states, name)
-
-
 def masters(layer: Layer, given: Masters) -> None:
+    """Check the masters of a layer, and that it is one that has gradients."""
     check_no_channels("up_proj_scale_inv", layer.up)
     check_no_channels("down_proj_scale_inv", layer.down)
     if any(bias is not None for bias in layer.biases):
@@ -134,8 +114,8 @@ def masters(layer: Layer, given: Masters) -> None:
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(master.shape)}")
 
 
-def projections(name: str, x: Tensor, layer: Layer) -> int:
-    """Weights that fit together and to x (M, H), which the caller calls `name`. Returns E."""
+def layer_of(name: str, shape: torch.Size, device: torch.device, layer: Layer) -> int:
+    """Check that weights fit together and to the argument `name`, of shape (M, H), on their device. Returns E."""
     up, down, gated = layer.up.data, layer.down.data, layer.activation.gated
     projections = 2 if gated else 1
     up_name = "gate_up_proj" if gated else "up_proj"
@@ -143,39 +123,33 @@ def projections(name: str, x: Tensor, layer: Layer) -> int:
     if rows % projections:
         raise ValueError(f"{up_name}: expected shape (E, 2I, H), gate rows then up rows, got {tuple(up.shape)}")
     size = rows // projections
-    if x.dim() != 2 or x.shape[1] != hidden:
+    if len(shape) != 2 or shape[1] != hidden:
         expected = f"({'R' if name == 'rows' else 'T'}, {hidden}) to match {up_name} {tuple(up.shape)}"
-        raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
+        raise ValueError(f"{name}: expected shape {expected}, got {tuple(shape)}")
     if fp8_data("down_proj", down, "(E, H, I)") != (count, hidden, size):
         raise ValueError(
             f"down_proj: expected shape {(count, hidden, size)} to match {up_name} {tuple(up.shape)}, "
             f"got {tuple(down.shape)}"
         )
     for weight_name, value in ((up_name, up), ("down_proj", down)):
-        check_device(weight_name, value, x.device, name)
-    check_weight_scale(f"{up_name}_scale_inv", layer.up, x.device, projections)
-    check_weight_scale("down_proj_scale_inv", layer.down, x.device)
+        check_device(weight_name, value, device, name)
+    check_weight_scale(f"{up_name}_scale_inv", layer.up, device, projections)
+    check_weight_scale("down_proj_scale_inv", layer.down, device)
     widths = {f"{up_name}_bias": rows, "down_proj_bias": hidden}
     for (bias_name, columns), bias in zip(widths.items(), layer.biases, strict=True):
         if bias is not None:
-            check_like(bias_name, bias, FLOATING, (count, columns), x.device, name)
+            check_like(bias_name, bias, FLOATING, (count, columns), device, name)
             if not size:
                 raise ValueError(f"{bias_name}: expected None for experts with I = 0, whose results are zeros")
     return count
 
 
-def routed(index: Tensor, weights: Tensor, x: Tensor, name: str) -> None:
-    """That there are an expert and a weight for each of top_k assignments of the tokens x, the argument `name`."""
-    routed_index(index, x, name)
-    _weights("top_k_weights", weights, index, "top_k_index", name)
-
-
-def routed_index(index: Tensor, x: Tensor, name: str) -> None:
-    """That there is an expert for each."""
+def routed_index(index: Tensor, tokens: int, device: torch.device, like: str) -> None:
+    """Check dtype, shape (T, K) and device of top_k_index. like: the argument on that device."""
     check_dtype("top_k_index", index, *_INDEX_DTYPES)
-    if index.dim() != 2 or index.shape[0] != x.shape[0]:
-        raise ValueError(f"top_k_index: expected shape ({x.shape[0]}, top_k), got {tuple(index.shape)}")
-    check_device("top_k_index", index, x.device, name)
+    if index.dim() != 2 or index.shape[0] != tokens:
+        raise ValueError(f"top_k_index: expected shape ({tokens}, top_k), got {tuple(index.shape)}")
+    check_device("top_k_index", index, device, like)
 
 
 def routing(
@@ -186,7 +160,7 @@ def routing(
     first_row: int = 0,
     num_rows: int | None = None,
 ) -> None:
-    """Dtype and sizes of the arguments of `sort_by_expert`."""
+    """Check dtype and sizes of the arguments of `sort_by_expert`."""
     check_dtype("top_k_index", top_k_index, *_INDEX_DTYPES)
     if top_k_index.dim() != 2 or top_k_index.shape[0] * top_k_index.shape[1] >= 1 << 31:
         raise ValueError(f"top_k_index: expected shape (T, K) with T * K < 2**31, got {tuple(top_k_index.shape)}")
@@ -203,7 +177,7 @@ def routing(
 
 
 def window(first_row: int, num_rows: int | None) -> None:
-    """That it is a range of rows."""
+    """Check the window first_row, num_rows."""
     if not 0 <= first_row < 1 << 31:
         raise ValueError(f"first_row: expected 0 to 2**31 - 1, got {first_row}")
     if num_rows is not None:
@@ -211,13 +185,13 @@ def window(first_row: int, num_rows: int | None) -> None:
 
 
 def permute(x: Tensor, rows: Tensor, num_rows: int) -> None:
-    """Dtypes, sizes and devices of the arguments of `permute_quantize`."""
+    """Check dtypes, sizes and devices of the arguments of `permute_quantize`."""
     check_dtype("x", x, *FLOATING)
     _permuted("x", x, rows, num_rows)
 
 
 def permute_fp8(data: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> None:
-    """Checks the operands of `permute_fp8`."""
+    """Check the operands of `permute_fp8`."""
     check_dtype("x.data", data, torch.float8_e4m3fn)
     _permuted("x.data", data, rows, num_rows)
     check_scale("x.scale", scale, (data.shape[0], ceil_div(data.shape[1], BLOCK)), data.device)
@@ -236,7 +210,7 @@ def _num_rows(num_rows: int) -> None:
 
 
 def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, residual: Tensor | None = None) -> None:
-    """Dtypes, sizes and devices of the arguments of `combine`."""
+    """Check dtypes, sizes and devices of the arguments of `combine`."""
     check_dtype("y", y, torch.bfloat16, torch.float32)
     if y.dim() != 2 or y.shape[1] % 8 or y.shape[0] >= 1 << 31:
         raise ValueError(f"y: expected shape (R, H) with R < 2**31 and H a multiple of 8, got {tuple(y.shape)}")
@@ -248,7 +222,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
 
 
 def _weights(name: str, weights: Tensor, like: Tensor, like_name: str, beside: str) -> None:
-    """That there is a weight for each assignment of `like`, which is on the device of the argument `beside`."""
+    """Check that there is a weight for each assignment of `like`, which is on the device of the argument `beside`."""
     check_dtype(name, weights, *FLOATING)
     if weights.shape != like.shape:
         raise ValueError(f"{name}: expected shape {tuple(like.shape)} like {like_name}, got {tuple(weights.shape)}")
@@ -256,7 +230,7 @@ def _weights(name: str, weights: Tensor, like: Tensor, like_name: str, beside: s
 
 
 def _rows(rows: Tensor, tokens: int | None, device: torch.device, beside: str) -> None:
-    """Dtype, shape and device of the rows of assignments; tokens: how many, None for any number."""
+    """Check dtype, shape and device of the rows of assignments. tokens: how many, None for any number."""
     check_dtype("rows", rows, torch.int32)
     if rows.dim() != 2 or (tokens is not None and rows.shape[0] != tokens):
         expected = "(T, K)" if tokens is None else f"({tokens}, K)"

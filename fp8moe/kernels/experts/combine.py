@@ -50,7 +50,7 @@ class _RoutingSizes(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint32) for name in ("tokens", "top_k", "bound"))
 
 
-class _Sizes(ctypes.Structure):
+class _CombineSizes(ctypes.Structure):
     _fields_ = (("routing", _RoutingSizes), ("warps", ctypes.c_uint32))
 
 
@@ -80,7 +80,7 @@ def kernel_spec(hidden: int, dtypes: Dtypes) -> KernelSpec:
         ("WARPS", _WARPS),
         ("WARP_COLUMNS", _warp_columns(dtypes.y)),
         ("HIDDEN", hidden),
-        ("SIZES_BYTES", ctypes.sizeof(_Sizes)),
+        ("SIZES_BYTES", ctypes.sizeof(_CombineSizes)),
     )
     return KernelSpec("combine.cu", "combine", (*input_defines(dtypes.y), *types, *sizes))
 
@@ -114,7 +114,7 @@ def launcher(
         block=_WARPS * WARP,
         pdl=pdl,
         pointers=4,
-        args=((ctypes.c_int64 * 3)(), _Sizes(_RoutingSizes(tokens, top_k, bound), warps)),
+        args=((ctypes.c_int64 * 3)(), _CombineSizes(_RoutingSizes(tokens, top_k, bound), warps)),
     )
 
 

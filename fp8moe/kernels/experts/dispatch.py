@@ -60,7 +60,7 @@ def _check(x: Tensor, index: Tensor, buffers: Sequence[Received], rank: int, num
     check_dtype("x", x, *FLOATING)
     if x.dim() != 2 or x.shape[1] % 16:
         raise ValueError(f"x: expected shape (N, H) with H a multiple of 16, got {tuple(x.shape)}")
-    checks.routed_index(index, x, "x")
+    checks.routed_index(index, x.shape[0], x.device, "x")
     ranks = len(buffers)
     if not 1 <= ranks <= MAX_PEERS:
         raise ValueError(f"buffers: expected those of 1 to {MAX_PEERS} ranks, got {ranks}")
@@ -91,7 +91,7 @@ def _check_target(name: str, value: Tensor, dtype: torch.dtype, shape: tuple[int
         raise ValueError(f"{name}: expected contiguous and at a multiple of 16 bytes, got strides {value.stride()}")
 
 
-class _Sizes(ctypes.Structure):
+class _DispatchSizes(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint32) for name in ("tokens", "slots", "top_k", "experts")),
         ("row_stride", ctypes.c_int64),
@@ -100,10 +100,9 @@ class _Sizes(ctypes.Structure):
 
 def kernel_spec(hidden: int, dtype: torch.dtype, index_dtype: torch.dtype, peers: int) -> KernelSpec:
     """The kernel for tokens of `hidden` columns, these dtypes and so many peers, this GPU among them."""
-    types = (("INDEX", INDEX_TYPES[index_dtype]),)
-    sizes = (("WARPS", _WARPS), ("WARP_COLUMNS", _WARP_COLUMNS), ("HIDDEN", hidden))
-    defines = (*quantizer_defines(dtype), *types, *sizes, *peer_defines(peers), ("SIZES_BYTES", ctypes.sizeof(_Sizes)))
-    return KernelSpec("dispatch.cu", "dispatch", defines)
+    own = ("INDEX", INDEX_TYPES[index_dtype]), ("WARPS", _WARPS), ("WARP_COLUMNS", _WARP_COLUMNS), ("HIDDEN", hidden)
+    sizes = ("SIZES_BYTES", ctypes.sizeof(_DispatchSizes))
+    return KernelSpec("dispatch.cu", "dispatch", (*quantizer_defines(dtype), *own, *peer_defines(peers), sizes))
 
 
 @planned
@@ -121,7 +120,7 @@ def launcher(device_index: int, x: Tensor, index: Tensor, slots: int, peers: int
         grid=min(blocks, resident_blocks(_BLOCKS_PER_SM, device_index)),
         block=_WARPS * WARP,
         pointers=2,
-        args=((ctypes.c_int64 * addresses)(), _Sizes(tokens, slots, top_k, experts, x.stride(0))),
+        args=((ctypes.c_int64 * addresses)(), _DispatchSizes(tokens, slots, top_k, experts, x.stride(0))),
     )
 
 

@@ -1,17 +1,20 @@
-"""Products of LoRA's factors with rows of experts: to ranks, ``lora_shrink``; for gradients, ``lora_gradient``."""
+"""Products of LoRA's factors with rows of experts: to ranks, ``lora_shrink``; for gradients, ``lora_gradient``; and
+back from ranks where no FP8 GEMM adds the product, ``adapter_product``."""
 
 import ctypes
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.quant.formats import ceil_div
+from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import aligned, check_dtype, check_like
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, planned
-from fp8moe.runtime.operator import operator
+from fp8moe.runtime.operator import define, operator
 from fp8moe.runtime.sm90 import WARP
 
 _RANKS = 16  # of a thread block, of both kernels
@@ -54,7 +57,15 @@ def lora_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tenso
     return _lora_gradient(ranks, x, group_offsets, tokens)
 
 
-class _Sizes(ctypes.Structure):  # of lora_shrink.cu
+def adapter_product(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
+    """``a[rows of e] @ b[e]``: a (R, K), b (E, K, N), groups (E + 1,) -> (R, N). Rows of no group are any values.
+
+    bfloat16, sums in float32, K and N multiples of 8. Waits for nothing on a GPU; elsewhere a loop defines the result.
+    """
+    return torch.ops.fp8moe.adapter_product(a, b, groups)
+
+
+class _ShrinkSizes(ctypes.Structure):  # of lora_shrink.cu
     _fields_ = tuple((name, ctypes.c_int) for name in ("k", "rows", "num_groups"))
 
 
@@ -82,7 +93,7 @@ def shrink_launcher(
         load(shrink_spec(rank, gathered, few)),
         grid=(ceil_div(rows, block.rows), rank // _RANKS, sharing),
         block=WARP * block.warps,
-        args=((ctypes.c_int64 * 5)(), _Sizes(width, rows, groups)),
+        args=((ctypes.c_int64 * 5)(), _ShrinkSizes(width, rows, groups)),
     )
 
 
@@ -121,7 +132,7 @@ def _vectors(*operands: Tensor | None) -> list[Tensor | None]:
 
 
 def _groups(group_offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """Each group that has rows, and these."""
+    """Yield (expert, slice of its rows) for experts that have rows."""
     offsets = group_offsets.tolist()
     for group, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
         if start < end:
@@ -145,6 +156,16 @@ def _gradient_reference(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens:
     with torch.autocast(x.device.type, enabled=False):
         for group, rows in _groups(group_offsets):
             out[group] = (ranks[rows].float().T @ _source(x, tokens, rows)).bfloat16()
+    return out
+
+
+def _product(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):
+        if len(a) and use_cuda(a):
+            return F.grouped_mm(a, b, offs=groups[1:])
+        out = a.new_zeros((a.shape[0], b.shape[2]))
+        for group, rows in _groups(groups):
+            out[rows] = (a[rows].float() @ b[group].float()).bfloat16()
     return out
 
 
@@ -197,4 +218,9 @@ _lora_gradient = operator(
     cuda=lambda *operands: launch_gradient(*operands, _empty_gradient(*operands)),
     reference=_gradient_reference,
     fake=_empty_gradient,
+)
+define(
+    "adapter_product(Tensor a, Tensor b, Tensor groups) -> Tensor",
+    _product,
+    lambda a, b, groups: a.new_empty((a.shape[0], b.shape[2])),
 )

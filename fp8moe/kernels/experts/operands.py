@@ -13,14 +13,25 @@ from fp8moe.runtime.autograd import recorded
 
 
 class Biases(NamedTuple):
-    """What is added to the sums of both projections: up_bias (E, 2I or I), before the activation; down_bias (E, H)."""
+    """What is added to the sums of both GEMMs in float32: bfloat16, float16 or float32, None for none.
+
+    up_bias: (E, 2I), gate then up, or (E, I), added before the activation. down_bias: (E, H), added before the results
+    are rounded and weighted. Both need an I above 0.
+    """
 
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
 
 class Layer(NamedTuple):
-    """The FP8 weights of experts, up (E, 2I or I, H) and down (E, H, I), the activation between them, and biases."""
+    """The FP8 weights of experts, the activation between them, and biases.
+
+    up: data float8_e4m3fn (E, 2I, H), gate rows then up rows, or (E, I, H) where the activation has no gate; scale
+        float32 (E, 2 * ceil(I/128), ceil(H/128)), the blocks of gate, then those of up, or without a gate
+        (E, ceil(I/128), ceil(H/128)). Any H and I.
+    down: data (E, H, I), scale (E, ceil(H/128), ceil(I/128)).
+    activation: a SwiGLU runs inside GEMM 1 and its quantization; another as PyTorch operations between the two.
+    """
 
     up: FP8Tensor
     down: FP8Tensor
@@ -58,7 +69,7 @@ class Layer(NamedTuple):
 
 
 class Masters(NamedTuple):
-    """What the FP8 weights were quantized from, where that gets gradients.
+    """What the FP8 weights were quantized from, where that gets gradients, each in the shape of its weight.
 
     gate_master, up_master: (E, I, H) where the two are apart; otherwise up_master has the rows of both.
     """
@@ -67,12 +78,9 @@ class Masters(NamedTuple):
     down_master: Tensor | None = None
     gate_master: Tensor | None = None
 
-    @classmethod
-    def recorded(
-        cls, up_master: Tensor | None, down_master: Tensor | None, gate_master: Tensor | None = None
-    ) -> "Masters":
-        """Those that get a gradient now."""
-        return cls(*(master if recorded(master) else None for master in (up_master, down_master, gate_master)))
+    def recorded(self) -> "Masters":
+        """Keep the masters that autograd records, None for others."""
+        return Masters(*(master if recorded(master) else None for master in self))
 
     @property
     def of_up(self) -> bool:
@@ -80,13 +88,41 @@ class Masters(NamedTuple):
         return self.up_master is not None or self.gate_master is not None
 
 
+class LowRank(NamedTuple):
+    """What LoRA adds to frozen weights, ``up_b @ up_a`` and ``down_b @ down_a``, scaled already: arXiv:2106.09685.
+
+    up_a (E, r, H), up_b (E, P, r), down_a (E, r, Q), down_b (E, H, r), bfloat16. I is padded with zeros to a multiple
+    of 128: P is that, twice with a gate, and Q. H and r are padded to multiples of 16.
+    dropped: (T, H), hidden_states after dropout, which up_a multiplies; None: hidden_states.
+    dropout: the probability of dropout on what down_a multiplies, the result of the activation.
+    """
+
+    up_a: Tensor
+    up_b: Tensor
+    down_a: Tensor
+    down_b: Tensor
+    dropped: Tensor | None = None
+    dropout: float = 0.0
+
+    def multiplied(self, hidden_states: Tensor | None) -> Tensor:
+        """What up_a multiplies, in bfloat16, H padded. hidden_states: read where there is no `dropped`."""
+        return pad_columns((hidden_states if self.dropped is None else self.dropped).bfloat16(), self.up_a.shape[2])
+
+    def drop(self, values: Tensor, kept: Tensor) -> Tensor:
+        """Zero the values (R, Q) that dropout has not kept, and scale the others."""
+        return torch.ops.aten.native_dropout_backward(values, kept, 1 / (1 - self.dropout))
+
+
 class Shard(NamedTuple):
     """Which part of a layer is computed, and in which dtypes; by default all of it.
 
-    num_experts: how many there are on all ranks; None: those here. first_expert: the index of the first one here.
-    first_row, num_rows: of the assignments that are sorted by expert, only so many from this one on; None: T * K.
-    row_dtype: of the results of GEMM 2; None: bfloat16 where hidden_states is bfloat16, otherwise float32.
-    out_dtype: of the weighted sums; None: that of hidden_states.
+    first_expert: the index of the first expert that is here. num_experts: how many there are on all ranks, for whose
+        share of the assignments tiles are chosen; None: those here.
+    first_row, num_rows: of the assignments that are sorted by expert among those here, only so many from this one on
+        are computed, and only for so many is there memory; None: T * K.
+    row_dtype: of the results of GEMM 2, bfloat16 or float32; None: bfloat16 where hidden_states is bfloat16, otherwise
+        float32.
+    out_dtype: of the weighted sums, bfloat16, float16 or float32; None: that of hidden_states.
     """
 
     first_expert: int = 0
@@ -112,22 +148,30 @@ class Shard(NamedTuple):
 class Norm(NamedTuple):
     """RMSNorm of a layer's result, wanted beside it where one kernel gives both: see `rms_norm`.
 
-    norm_weight: (H,) of the dtype of the result; None: it is not wanted. norm_quantized: in FP8 alone, in blocks of
-    1x128, rather than as values alone.
+    norm_weight: (H,) of the dtype of the result. norm_quantized: in FP8 alone, in blocks of 1x128, rather than as
+    values alone.
     """
 
-    norm_weight: Annotated[Tensor | None, "Tensor"] = None
+    norm_weight: Tensor
     norm_eps: float = 0.0
     norm_quantized: bool = False
 
 
-class Operands(NamedTuple):
-    """Tokens, the experts that they go to, and these; `experts` and `experts_partial` describe them.
+class TokenOperands(NamedTuple):
+    """Tokens, the experts that they go to, and the layer or the shard of one that computes them.
 
-    top_k_weights: None where rows go to peers, who weight them. hidden_scale: of hidden_states quantized 1x128.
-    residual_known: bool (T,), of which tokens there is a residual; None: of all.
-    known: bool (T,), written: for which tokens there is a result, those with a row or a residual; None: for all.
-    groups, rows: what `sort_by_expert` returns of top_k_index; None: it is still to be sorted.
+    hidden_states: (T, H) bfloat16, float16 or float32, any H; or float8_e4m3fn with hidden_scale (T, ceil(H/128)),
+        quantized 1x128.
+    top_k_index: (T, K) int32 or int64. An index of no expert here adds nothing.
+    top_k_weights: (T, K) float32, bfloat16 or float16; None where rows go to peers, who weight them.
+    capacity: rows kept free for each expert (the masked layout), instead of rows one group after the other. An
+        assignment beyond them adds nothing, so with distinct experts a token it is to be at least T.
+    residual: (T, H) of the dtype of the result, to which the rounded result is added, or None.
+    groups, rows: what `sort_by_expert` returns of top_k_index and E without a capacity, int32 (E + 1,) and (T, K),
+        where it has been sorted; both None where it has not.
+    residual_known: bool (T,), of which tokens there is a residual; its other values are not read. None: of all.
+    wants_known: whether a second result is wanted, bool (T,): for which tokens there is a sum, those with a row or a
+        residual and perhaps others; the rest of the sums is then undefined, and costs nothing.
     """
 
     hidden_states: Tensor
@@ -136,36 +180,55 @@ class Operands(NamedTuple):
     layer: Layer
     capacity: int | None = None
     residual: Tensor | None = None
+    groups: Tensor | None = None
+    rows: Tensor | None = None
     hidden_scale: Tensor | None = None
     shard: Shard = Shard()
     residual_known: Tensor | None = None
-    known: Annotated[Tensor | None, "Tensor(a!)?"] = None
-    groups: Tensor | None = None
-    rows: Tensor | None = None
-    norm: Norm = Norm()
+    wants_known: bool = False
+    norm: Norm | None = None
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the caller calls hidden_states and the residual: of a layer, or of sums of a given dtype."""
+        return ("hidden_states", "residual") if self.shard.out_dtype is None else ("x", "partial")
 
     def layouts(self) -> tuple:
         """What launches depend on: of each tensor its layout, and all that is no tensor."""
-        layer, (norm_weight, *norm) = self.layer, self.norm
+        layer, norm = self.layer, self.norm
         routed = self.hidden_states, self.hidden_scale, self.top_k_index, self.top_k_weights
-        beside = self.residual, self.residual_known, self.known, self.groups, self.rows
-        tensors = *routed, *layer.up, *layer.down, *layer.biases, *beside, norm_weight
-        return *map(_layout, tensors), layer.activation.key, self.capacity, self.shard, *norm
-
-
-def _layout(x: Tensor | None) -> tuple | None:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
+        beside = self.residual, self.residual_known, self.groups, self.rows
+        tensors = *routed, *layer.up, *layer.down, *layer.biases, *beside, norm and norm.norm_weight
+        # Each call of the layer passes here.
+        layouts = [None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
+        return *layouts, layer.activation.key, self.capacity, self.shard, self.wants_known, norm and norm[1:]
 
 
 class RowOperands(NamedTuple):
-    """Rows in the order of experts, as `experts_rows` describes them. rows_scale: of rows quantized 1x128."""
+    """Rows in the order of experts, and the layer that computes them.
+
+    rows: (R, H) bfloat16, float16 or float32, or float8_e4m3fn with rows_scale (R, ceil(H/128)), quantized 1x128.
+    groups: (E + 1,) int32, where the groups of the experts begin and end: see `grouped_gemm`.
+    row_dtype: bfloat16 or float32, of the result.
+    whole: rows and experts of a layer of which these are a part, on other ranks as well: each row has the bits that it
+        would have there. None: this is all of it.
+    expected_m: None, but in the masked layout about how many rows an expert has in use. There rows is float8_e4m3fn
+        (E, max_m, H), rows_scale (E, max_m, ceil(H/128)), and groups (E,): the rows in use of each expert.
+    """
 
     rows: Tensor
     rows_scale: Tensor | None
-    group_offsets: Tensor
+    groups: Tensor
     layer: Layer
     row_dtype: torch.dtype
     whole: tuple[int, int] | None = None
+    expected_m: int | None = None
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """What the caller calls rows, rows_scale and groups."""
+        contiguous = self.expected_m is None
+        return ("rows", "rows.scale", "group_offsets") if contiguous else ("x.data", "x.scale", "masked_m")
 
 
 def grouping_of(assignments: int, num_experts: int, capacity: int | None = None) -> Grouping:

@@ -57,7 +57,7 @@ class PermuteSizes(ctypes.Structure):
     )
 
 
-class _FP8Sizes(ctypes.Structure):
+class _PermuteFP8Sizes(ctypes.Structure):
     """``struct Sizes`` of cuda/permute_fp8.cu."""
 
     _fields_ = (("permute", PermuteSizes), ("scale_row_stride", ctypes.c_int64), ("scale_block_stride", ctypes.c_int64))
@@ -69,7 +69,7 @@ def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
     name = "permute_fp8" if fp8 else "permute_quantize"
     block = (("BLOCK", BLOCK),) if fp8 else quantizer_defines(dtype)
     warps = ("WARPS", WARPS), ("WARP_COLUMNS", _WARP_COLUMNS), ("HIDDEN", hidden)
-    sizes = ("SIZES_BYTES", ctypes.sizeof(_FP8Sizes if fp8 else PermuteSizes))
+    sizes = ("SIZES_BYTES", ctypes.sizeof(_PermuteFP8Sizes if fp8 else PermuteSizes))
     return KernelSpec(f"{name}.cu", name, (*block, *warps, sizes))
 
 
@@ -100,7 +100,7 @@ def launcher(
     # The kernel finds the rows of as many assignments as a warp has lanes at a time.
     read_ahead = (tokens <= _READ_AHEAD_TOKENS and not sparse) or top_k > WARP
     sizes = PermuteSizes(tokens, top_k, num_rows, read_ahead, warps, x.stride(0), align(num_rows, 4))
-    args, pointers = (sizes, 5) if x_scale is None else (_FP8Sizes(sizes, *x_scale.stride()), 6)
+    args, pointers = (sizes, 5) if x_scale is None else (_PermuteFP8Sizes(sizes, *x_scale.stride()), 6)
     kernel = load(kernel_spec(hidden, x.dtype))
     return PointerLauncher(kernel, grid=blocks, block=WARPS * WARP, pdl=pdl, pointers=pointers, args=(args,))
 

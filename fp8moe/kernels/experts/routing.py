@@ -19,7 +19,7 @@ _STEPS = 4  # assignments that a lane keeps in registers
 _MAX_WARPS = 32
 
 
-class Routing(NamedTuple):
+class SortedAssignments(NamedTuple):
     """Where the assignments of tokens to experts lie once they are sorted.
 
     groups: int32 on the device of the indices. Without a capacity (E + 1,): rows groups[e]:groups[e + 1] belong to
@@ -40,7 +40,7 @@ def sort_by_expert(
     first_expert: int = 0,
     first_row: int = 0,
     num_rows: int | None = None,
-) -> Routing:
+) -> SortedAssignments:
     """Sort assignments of T tokens to K experts each by expert; those of one expert stay in the order of (token, k).
 
     top_k_index: (T, K) int32 or int64, any strides, T * K < 2**31. Values outside [first_expert, first_expert +
@@ -51,17 +51,17 @@ def sort_by_expert(
     first_expert: the index that means the first of these experts, e = 0.
     first_row, num_rows: without a capacity, keep a window of the packed rows, [first_row, first_row + num_rows), or to
         the last one: rows count from its start, and are -1 outside of it; groups are clamped to it.
-    Returns Routing(groups, rows). Equal inputs give equal results. No counts come to the host, and nothing waits.
+    Returns SortedAssignments(groups, rows). Equal inputs give equal results. No counts come to the host: nothing waits.
 
     Method: counting sort, Knuth, The Art of Computer Programming 3, section 5.2.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank or size.
     """
     check_tensor("top_k_index", top_k_index)
-    return Routing(*_sort_by_expert(top_k_index, num_experts, capacity, first_expert, first_row, num_rows))
+    return SortedAssignments(*_sort_by_expert(top_k_index, num_experts, capacity, first_expert, first_row, num_rows))
 
 
-class _Sizes(ctypes.Structure):
+class _SortSizes(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_uint32) for name in ("count", "experts", "capacity", "first_expert", "first_row", "num_rows")
     )
@@ -102,7 +102,7 @@ class KernelShape(NamedTuple):
 
 def kernel_spec(shape: KernelShape, dtype: torch.dtype, masked: bool) -> KernelSpec:
     """The kernel of a shape. dtype: of the indices; masked: experts have a capacity."""
-    defines = ("INDEX", INDEX_TYPES[dtype]), ("STEPS", _STEPS), ("SIZES_BYTES", ctypes.sizeof(_Sizes))
+    defines = ("INDEX", INDEX_TYPES[dtype]), ("STEPS", _STEPS), ("SIZES_BYTES", ctypes.sizeof(_SortSizes))
     return KernelSpec("sort_by_expert.cu", "sort_by_expert", (*defines, *shape.defines(masked)))
 
 
@@ -133,7 +133,7 @@ def launcher(
         smem=shape.shared_bytes,
         pdl=pdl,
         pointers=3,
-        args=(_Sizes(assignments, num_experts, capacity or 0, first_expert, first_row, num_rows),),
+        args=(_SortSizes(assignments, num_experts, capacity or 0, first_expert, first_row, num_rows),),
     )
 
 

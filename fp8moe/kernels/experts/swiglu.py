@@ -33,7 +33,7 @@ def swiglu_quantize(gate_up: Tensor, group_offsets: Tensor, *, activation: Activ
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
     """
     _check_types(activation, gate_up=gate_up, group_offsets=group_offsets)
-    operands = Operands(gate_up.detach(), group_offsets, activation)
+    operands = SwigluOperands(gate_up.detach(), group_offsets, activation)
     return transposed(*_swiglu_quantize(*_FORWARD.pack(operands)))
 
 
@@ -54,7 +54,7 @@ def swiglu_backward_quantize(
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
     """
     _check_types(activation, gate_up=gate_up, grad=grad, row_weights=row_weights, group_offsets=group_offsets)
-    operands = BackwardOperands(gate_up.detach(), grad.detach(), row_weights.detach(), group_offsets, activation)
+    operands = SwigluBackwardOperands(gate_up.detach(), grad.detach(), row_weights.detach(), group_offsets, activation)
     *results, dots = _swiglu_backward_quantize(*_BACKWARD.pack(operands))
     return transposed(*results), dots
 
@@ -68,7 +68,7 @@ def swiglu_quantize_rows(
     adapters of frozen experts multiply, otherwise None. Rows of no group are uninitialized.
     """
     _check_types(activation, gate_up=gate_up, group_offsets=group_offsets)
-    operands = Operands(gate_up.detach(), group_offsets, activation, Beside.VALUES if values else Beside.NOTHING)
+    operands = SwigluOperands(gate_up.detach(), group_offsets, activation, Beside.VALUES if values else Beside.NOTHING)
     data, scale, *h = _swiglu_quantize(*_FORWARD.pack(operands))
     return FP8Tensor(data, scale), h[0] if values else None
 
@@ -90,7 +90,7 @@ def swiglu_backward_quantize_rows(
     """
     _check_types(activation, gate_up=gate_up, grad=grad, row_weights=row_weights, group_offsets=group_offsets)
     tensors = gate_up.detach(), grad.detach(), row_weights.detach(), group_offsets
-    operands = BackwardOperands(*tensors, activation, Beside.VALUES if values else Beside.NOTHING)
+    operands = SwigluBackwardOperands(*tensors, activation, Beside.VALUES if values else Beside.NOTHING)
     data, scale, dots, *beside = _swiglu_backward_quantize(*_BACKWARD.pack(operands))
     return FP8Tensor(data, scale), dots, *(beside if values else (None, None))
 
@@ -109,7 +109,7 @@ class Beside(enum.IntEnum):
         return cls.NOTHING if values is None else cls.VALUES
 
 
-class Operands(NamedTuple):
+class SwigluOperands(NamedTuple):
     """What `swiglu_quantize` and `swiglu_quantize_rows` describe."""
 
     gate_up: Tensor
@@ -122,7 +122,7 @@ class Operands(NamedTuple):
         return (self.gate_up.shape[1] // 2,)
 
 
-class BackwardOperands(NamedTuple):
+class SwigluBackwardOperands(NamedTuple):
     """What `swiglu_backward_quantize` and `swiglu_backward_quantize_rows` describe."""
 
     gate_up: Tensor
@@ -135,6 +135,9 @@ class BackwardOperands(NamedTuple):
     def widths(self) -> tuple[int, ...]:
         """Columns of what is quantized, and of the activation, the other value."""
         return self.gate_up.shape[1], self.gate_up.shape[1] // 2
+
+
+_AnyOperands = SwigluOperands | SwigluBackwardOperands
 
 
 class _Source(ctypes.Structure):
@@ -190,7 +193,7 @@ def launcher(
     return tile_launcher(spec, source, rows=rows, width=width, groups=groups, column_tiles=column_tiles)
 
 
-def launch(operands: Operands, results: Results, values: Tensor | None = None) -> None:
+def launch(operands: SwigluOperands, results: Results, values: Tensor | None = None) -> None:
     """Fill `results`, and `values` (R, I) bfloat16, as `swiglu_quantize` and `swiglu_quantize_rows` describe."""
     group_offsets = operands.group_offsets.contiguous()
     if not _nothing(group_offsets, results):
@@ -201,7 +204,7 @@ def launch(operands: Operands, results: Results, values: Tensor | None = None) -
 
 
 def launch_backward(
-    operands: BackwardOperands, results: Results, d_gate_up: Tensor | None = None, values: Tensor | None = None
+    operands: SwigluBackwardOperands, results: Results, d_gate_up: Tensor | None = None, values: Tensor | None = None
 ) -> Tensor:
     """Fill `results`, and d_gate_up (R, 2I) and `values` (R, I) bfloat16, both or none, and return the dots (R,)."""
     group_offsets = operands.group_offsets.contiguous()
@@ -254,7 +257,7 @@ def _check_types(activation: Activation, **tensors: Tensor) -> None:
         raise ValueError(f"activation: expected a gated silu, got {activation}")
 
 
-def _check(operands: Operands | BackwardOperands) -> None:
+def _check(operands: _AnyOperands) -> None:
     gate_up = operands.gate_up
     check_dtype("gate_up", gate_up, torch.bfloat16)
     if gate_up.dim() != 2 or gate_up.shape[1] % (2 * BLOCK):
@@ -262,14 +265,14 @@ def _check(operands: Operands | BackwardOperands) -> None:
     check_groups(operands.group_offsets, gate_up.shape[0], gate_up.device)
 
 
-def _check_backward(operands: BackwardOperands) -> None:
+def _check_backward(operands: SwigluBackwardOperands) -> None:
     _check(operands)
     rows, width = operands.gate_up.shape
     check_like("grad", operands.grad, (torch.bfloat16,), (rows, width // 2), operands.gate_up.device, "gate_up")
     check_vector("row_weights", operands.row_weights, torch.float32, rows, operands.gate_up.device)
 
 
-def _empty(operands: Operands | BackwardOperands) -> tuple[Results, list[Tensor]]:
+def _empty(operands: _AnyOperands) -> tuple[Results, list[Tensor]]:
     """Uninitialized results, and values if they are asked for."""
     like, rows, widths = operands.gate_up, operands.gate_up.shape[0], operands.widths()
     if operands.beside == Beside.COLUMNS:
@@ -278,7 +281,7 @@ def _empty(operands: Operands | BackwardOperands) -> tuple[Results, list[Tensor]
     return Results(*empty_quantized(like, rows, widths[0])), values
 
 
-def _quantized(operands: Operands | BackwardOperands, values: Tensor, *beside: Tensor) -> tuple[Results, list[Tensor]]:
+def _quantized(operands: _AnyOperands, values: Tensor, *beside: Tensor) -> tuple[Results, list[Tensor]]:
     """What `_empty` makes room for, from the values."""
     if operands.beside == Beside.COLUMNS:
         return reference.both_ways(values, values, operands.group_offsets), []
@@ -290,40 +293,40 @@ def _tensors(results: Results, *others: Tensor) -> list[Tensor]:
     return [part for part in (*results, *others) if part is not None]
 
 
-def _launch(operands: Operands) -> list[Tensor]:
+def _launch(operands: SwigluOperands) -> list[Tensor]:
     results, values = _empty(operands)
     launch(operands, results, *values)
     return _tensors(results, *values)
 
 
-def _reference(operands: Operands) -> list[Tensor]:
+def _reference(operands: SwigluOperands) -> list[Tensor]:
     results, values = _quantized(operands, swiglu_values(operands.gate_up, operands.activation))
     return _tensors(results, *values)
 
 
-def _fake(operands: Operands) -> list[Tensor]:
+def _fake(operands: SwigluOperands) -> list[Tensor]:
     results, values = _empty(operands)
     return _tensors(results, *values)
 
 
-def _launch_backward(operands: BackwardOperands) -> list[Tensor]:
+def _launch_backward(operands: SwigluBackwardOperands) -> list[Tensor]:
     results, values = _empty(operands)
     return _tensors(results, launch_backward(operands, results, *values), *values)
 
 
-def _reference_backward(operands: BackwardOperands) -> list[Tensor]:
+def _reference_backward(operands: SwigluBackwardOperands) -> list[Tensor]:
     gate_up, grad, row_weights, _, activation, _ = operands
     d_gate_up, h, dots = swiglu_gradients(gate_up, grad, row_weights, activation)
     results, values = _quantized(operands, d_gate_up, h)
     return _tensors(results, dots, *values)
 
 
-def _fake_backward(operands: BackwardOperands) -> list[Tensor]:
+def _fake_backward(operands: SwigluBackwardOperands) -> list[Tensor]:
     results, values = _empty(operands)
     return _tensors(results, operands.row_weights.new_empty(operands.row_weights.shape), *values)
 
 
-_FORWARD, _BACKWARD = Signature(Operands), Signature(BackwardOperands)
+_FORWARD, _BACKWARD = Signature(SwigluOperands), Signature(SwigluBackwardOperands)
 _swiglu_quantize = operator(
     "swiglu_quantize -> Tensor[]",
     signature=_FORWARD,

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from fp8moe.kernels.experts.combine import Dtypes, norm_launcher
 from fp8moe.kernels.experts.combine import launcher as combine_launcher
-from fp8moe.kernels.experts.operands import Biases, Operands, grouping_of
+from fp8moe.kernels.experts.operands import Biases, Norm, TokenOperands, grouping_of
 from fp8moe.kernels.experts.permute import launcher as permute_launcher
 from fp8moe.kernels.experts.routing import launcher as sort_launcher
 from fp8moe.kernels.gemm.checks import bias_vector
 from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
-from fp8moe.kernels.gemm.launch import Operands as GemmOperands
+from fp8moe.kernels.gemm.launch import GemmOperands
 from fp8moe.kernels.gemm.launch import build as build_gemm
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized, has_channel_scales
 from fp8moe.runtime.checks import aligned, row_major
@@ -33,7 +33,7 @@ class Workspace:
     form: see `Targets`; None: the weighted sums are the result.
     """
 
-    def __init__(self, operands: Operands, form: tuple[int, int, bool] | None):
+    def __init__(self, operands: TokenOperands, form: tuple[int, int, bool] | None):
         x, index, layer = operands.hidden_states, operands.top_k_index, operands.layer
         shard, capacity = operands.shard, operands.capacity
         device = self.device_index = x.get_device()
@@ -61,6 +61,7 @@ class Workspace:
         allocate = functools.partial(torch.empty_strided, device=x.device)
         self.new_scratch = functools.partial(allocate, (total,), (1,), dtype=torch.uint8)
         self.new_out = functools.partial(allocate, (tokens, hidden), (hidden, 1), dtype=out_dtype)
+        self.new_known = functools.partial(allocate, (tokens,), (1,), dtype=torch.bool)
 
         scratch = self.new_scratch()
 
@@ -90,25 +91,25 @@ class Workspace:
         self.gemm2 = build_gemm(second, PlainStore(row_dtype), grouping, y, pdl=True)
         dtypes = Dtypes(row_dtype, operands.top_k_weights.dtype, out_dtype)
         sizes = device, tokens, hidden, top_k, num_rows, dtypes
-        if operands.norm.norm_weight is None:
+        if operands.norm is None:
             self.combine = combine_launcher(*sizes, **launch)
         else:
             self.combine = norm_launcher(*sizes, operands.norm.norm_eps, pdl=True)
 
     def __call__(
-        self, operands: Operands, targets: Targets | None = None, out: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, ...] | None:
-        """Returns (T, H) in the dtype of the input, or of the shard, in `out` if given; None if rows go to the targets.
+        self, operands: TokenOperands, targets: Targets | None = None, out: Tensor | None = None
+    ) -> list[Tensor]:
+        """Launch the kernels. Returns the results of `experts`, with the sums in `out` if given.
 
-        With a norm: four tensors, as `experts_norm` returns them.
+        Nothing if rows go to the targets.
         """
         (up, up_scale), (down, down_scale), _, (up_bias, down_bias) = operands.layer
         residual = 0 if operands.residual is None else operands.residual.data_ptr()
         x, up_address, down_address = operands.hidden_states.data_ptr(), up.data_ptr(), down.data_ptr()
         up_bias = 0 if up_bias is None else up_bias.data_ptr()
         down_bias = 0 if down_bias is None else down_bias.data_ptr()
-        norm_weight, _, norm_quantized = operands.norm
-        norm_address = 0 if norm_weight is None else norm_weight.data_ptr()
+        norm = operands.norm
+        norm_address = 0 if norm is None else norm.norm_weight.data_ptr()
         addresses = x | up_address | down_address | residual | up_bias | down_bias | norm_address
         if self.has_channel_scales:
             addresses |= up_scale.data_ptr() | down_scale.data_ptr()
@@ -133,56 +134,54 @@ class Workspace:
             mapped, scale = (h, h_scale, down_address, last), down_scale.data_ptr()
             if targets is not None:
                 self.gemm2.launch(stream, mapped, (scale, down_bias, *targets.pointers(last)), groups)
-                return None
+                return []
             self.gemm2.launch(stream, mapped, (scale, down_bias, last, self.hidden), groups)
             weights = operands.top_k_weights.data_ptr()
-            if norm_weight is not None:
-                values, data, scale = normed = empty_normed(out, norm_quantized)
-                wanted = (0, data.data_ptr(), scale.data_ptr()) if norm_quantized else (values.data_ptr(), 0, 0)
+            results = [out]
+            if norm is not None:
+                results += empty_normed(out, norm)
+                data, *scale = (value.data_ptr() for value in results[1:])
+                wanted = (0, data, *scale) if norm.norm_quantized else (data, 0, 0)
                 self.combine.launch(stream, last, rows, weights, residual, norm_address, out.data_ptr(), *wanted)
-                return out, *normed
-            known, now = operands.residual_known, operands.known
-            known, now = 0 if known is None else known.data_ptr(), 0 if now is None else now.data_ptr()
+                return results
+            known = 0 if operands.residual_known is None else operands.residual_known.data_ptr()
+            now = 0
+            if operands.wants_known:
+                results.append(self.new_known())
+                now = results[1].data_ptr()
             self.combine.launch(stream, last, rows, weights, residual, known, now, out.data_ptr())
-        return out
+        return results
 
 
-def empty_normed(out: Tensor, quantized: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, data and scale of the norm of `out`, uninitialized; of no elements where they are not wanted."""
-    if quantized:
-        return out.new_empty(0), *empty_quantized(out, *out.shape)
-    return out.new_empty(out.shape), out.new_empty(0), out.new_empty(0)
+def empty_normed(out: Tensor, norm: Norm | None) -> list[Tensor]:
+    """The norm of `out`, uninitialized: values, or data and scale; nothing where none is wanted."""
+    if norm is None:
+        return []
+    return list(empty_quantized(out, *out.shape)) if norm.norm_quantized else [out.new_empty(out.shape)]
 
 
 @planned
-def workspace(device_index: int, form: tuple[int, int, bool] | None, operands: Operands) -> Workspace:
+def workspace(device_index: int, form: tuple[int, int, bool] | None, operands: TokenOperands) -> Workspace:
     return Workspace(operands, form)
 
 
-def find(operands: Operands, targets: Targets | None = None) -> Workspace | None:
+def find(operands: TokenOperands, targets: Targets | None = None) -> Workspace | None:
     """The `Workspace` for operands that need no check, as others like them have run; otherwise None."""
     return workspace.find(operands.hidden_states.get_device(), targets and targets.form, operands)
 
 
-def run(
-    operands: Operands, targets: Targets | None = None, out: Tensor | None = None
-) -> Tensor | tuple[Tensor, ...] | None:
+def run(operands: TokenOperands, targets: Targets | None = None, out: Tensor | None = None) -> list[Tensor]:
     """What a `Workspace` returns, for operands in any layout; H and I are multiples of 16, none is empty."""
     loaded = _as_kernels_load(operands)
-    out = workspace(loaded.hidden_states.get_device(), targets and targets.form, loaded)(loaded, targets, out)
-    if loaded.known is not operands.known:
-        operands.known.copy_(loaded.known)
-    return out
+    return workspace(loaded.hidden_states.get_device(), targets and targets.form, loaded)(loaded, targets, out)
 
 
-def _as_kernels_load(operands: Operands) -> Operands:
+def _as_kernels_load(operands: TokenOperands) -> TokenOperands:
     """With copies of those in layouts that the kernels do not take."""
     layer = operands.layer
     added = {"top_k_weights": operands.top_k_weights, "residual": operands.residual}
-    norm_weight = operands.norm.norm_weight
-    if norm_weight is not None:
-        norm_weight = aligned(norm_weight)
-    scalars = {name: getattr(operands, name) for name in ("residual_known", "known", "groups", "rows")}
+    norm = operands.norm
+    scalars = {name: getattr(operands, name) for name in ("residual_known", "groups", "rows")}
     return operands._replace(
         hidden_states=row_major(operands.hidden_states),
         top_k_index=operands.top_k_index.contiguous(),
@@ -191,7 +190,7 @@ def _as_kernels_load(operands: Operands) -> Operands:
             down=FP8Tensor(*map(aligned, layer.down)),
             biases=Biases(*map(bias_vector, layer.biases)),
         ),
-        norm=operands.norm._replace(norm_weight=norm_weight),
+        norm=None if norm is None else norm._replace(norm_weight=aligned(norm.norm_weight)),
         **{name: value if value is None else aligned(value) for name, value in added.items()},
         **{name: value if value is None else value.contiguous() for name, value in scalars.items()},
     )

@@ -1,4 +1,4 @@
-"""GEMMs of FP8 operands, of one matrix, of groups of rows and along K: the public functions and their operators."""
+"""GEMMs of FP8 operands, dense, grouped by rows and grouped along K: the public functions and their operators."""
 
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple, overload
@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm import checks, launch, reference
 from fp8moe.kernels.gemm.epilogue import AddLowRank, PeerStore, PlainStore, SwigluQuantize
-from fp8moe.kernels.gemm.launch import Operands
+from fp8moe.kernels.gemm.launch import GemmOperands
 from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.checks import fp8_operand, mn_major
 from fp8moe.quant.formats import FP8Tensor, empty_quantized
@@ -45,8 +45,8 @@ def gemm(
     bias: (N,) bfloat16, float16 or float32, added in float32 before the result is rounded.
     c: (M, N) of the result's dtype, added likewise. It is ``out`` itself, or shares no memory with it.
     out: (M, N) bfloat16 or float32, row-major with rows at multiples of 16 bytes, in memory that no operand but c uses.
-    out_dtype: bfloat16 or float32, the result's dtype where ``out`` is None. With ``out`` its dtype holds, and asking
-        for float32 while ``out`` is bfloat16 is an error.
+    out_dtype: bfloat16 or float32, the result's dtype if ``out`` is None; otherwise ``out`` decides, and float32 with a
+        bfloat16 ``out`` is an error.
     Returns ``out``, or a new (M, N) tensor. Equal inputs give equal bits.
 
     Operands in another layout (transposed data, rows or base address not at multiples of 16 bytes, row-major activation
@@ -73,10 +73,10 @@ def gemm(
     return out
 
 
-def multiply(operands: Operands, out: Tensor, *, pdl: bool = False) -> None:
-    """Write the product of checked operands to ``out`` on the backend that takes them.
+def multiply(operands: GemmOperands, out: Tensor, *, pdl: bool = False) -> None:
+    """Write the product of checked operands to ``out``.
 
-    pdl: start before the kernel ahead has ended; then it must not write b or bias.
+    pdl: start before the kernel ahead in the stream has ended; the kernel ahead must not write b or bias.
     """
     if out.numel() == 0:
         return
@@ -84,7 +84,7 @@ def multiply(operands: Operands, out: Tensor, *, pdl: bool = False) -> None:
     if use_cuda(a) and a.shape[1]:
         c = c if c is None else row_major(c)
         a, a_scale, b, b_scale = row_major(a), mn_major(a_scale), row_major(b), checks.weight_scale(b, b_scale)
-        operands = Operands(a, a_scale, b, b_scale, checks.bias_vector(bias), c)
+        operands = GemmOperands(a, a_scale, b, b_scale, checks.bias_vector(bias), c)
         launch.run(launch.dense(a.get_device(), operands, out.dtype, pdl), operands, out)
         return
     dtype = out.dtype if c is None else torch.float32
@@ -92,11 +92,11 @@ def multiply(operands: Operands, out: Tensor, *, pdl: bool = False) -> None:
     out.copy_(sums if c is None else sums + c)
 
 
-_Dense = Annotated[Operands, (*Operands._fields[:4], "bias", "c")]
+_DenseOperands = Annotated[GemmOperands, (*GemmOperands._fields[:4], "bias", "c")]
 
 
-def product(operands: Operands, float32: bool, *, pdl: bool = False) -> Tensor:
-    """The product of operands, which are checked unless others of their layouts have been; pdl: as for `multiply`."""
+def product(operands: GemmOperands, float32: bool, *, pdl: bool = False) -> Tensor:
+    """Return the product of operands, checked unless operands of these layouts have been; pdl: see `multiply`."""
     found = launch.find(launch.dense, operands, torch.float32 if float32 else torch.bfloat16, pdl)
     if found is not None:
         return launch.run_new(found, operands)
@@ -105,13 +105,13 @@ def product(operands: Operands, float32: bool, *, pdl: bool = False) -> Tensor:
     return out
 
 
-def empty_product(operands: _Dense, float32: bool) -> Tensor:
-    """An uninitialized result of `product`."""
+def empty_product(operands: _DenseOperands, float32: bool) -> Tensor:
+    """Check operands, and return an uninitialized result of `product`."""
     dtype = torch.float32 if float32 else torch.bfloat16
     return operands.a.new_empty(_shape(operands, dtype), dtype=dtype)
 
 
-def _shape(operands: Operands, dtype: torch.dtype) -> tuple[int, int]:
+def _shape(operands: GemmOperands, dtype: torch.dtype) -> tuple[int, int]:
     """Check dtypes, shapes and devices of the operands. Returns M and N."""
     a, a_scale, b, b_scale, bias, c, _ = operands
     shape = checks.dense(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), bias)
@@ -120,7 +120,7 @@ def _shape(operands: Operands, dtype: torch.dtype) -> tuple[int, int]:
     return shape
 
 
-def _gemm_out(operands: _Dense, out: Written) -> None:
+def _gemm_out(operands: _DenseOperands, out: Written) -> None:
     found = launch.find(launch.dense, operands, out.dtype, False)
     a, a_scale, b, b_scale, bias, c, _ = operands
     checks.result(out, _shape(operands, out.dtype) if found is None else found.shape, a.device)
@@ -133,7 +133,7 @@ def _gemm_out(operands: _Dense, out: Written) -> None:
         launch.run(found, operands, out)
 
 
-def _gemm_out_fake(operands: Operands, out: Tensor) -> None:
+def _gemm_out_fake(operands: GemmOperands, out: Tensor) -> None:
     checks.result(out, _shape(operands, out.dtype), operands.a.device)
 
 
@@ -162,8 +162,8 @@ def grouped_gemm(
         ``group_offsets[e+1]``, any number of them, at any row. Both ends are clamped to [0, M], and a group whose end
         comes before its start is empty.
     out: (M, N) bfloat16 or float32, row-major with rows at multiples of 16 bytes, in memory that no operand uses.
-    Returns ``out``, or a new (M, N) bfloat16 tensor. Rows of no group are never written: they keep what ``out`` held,
-    and are uninitialized in a new tensor. Equal inputs give equal bits.
+    Returns ``out``, or a new (M, N) bfloat16 tensor. Rows of no group are never written: they keep the values of
+    ``out``, and are uninitialized in a new tensor. Equal inputs give equal bits.
 
     On the CUDA backend the host neither knows nor waits for the group sizes, so that a call can be captured in a CUDA
     graph. Operands in another layout (weights that are not contiguous, rows or base address not at multiples of 16
@@ -193,9 +193,9 @@ def grouped_rows(
     low_rank: tuple[Tensor, Tensor] | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`grouped_gemm` with a result of `dtype`, bfloat16 or float32, inside of operators.
+    """Compute `grouped_gemm` in `dtype`, bfloat16 or float32, inside of other operators.
 
-    whole: rows and groups of a GEMM of which this is a part, in whose order K is summed; None: this is all of it.
+    whole: rows and groups of the whole GEMM if this is a part of it; K is summed in the order of the whole GEMM.
     others_zero: rows of no group are zeros, not uninitialized.
     low_rank: ranks (M, r) and factors (E, N, r) in bfloat16, r a multiple of 16: ``ranks[rows of e] @ factors[e].T`` is
         added to the sums in float32.
@@ -215,7 +215,7 @@ def grouped_gemm_masked(
     expected_m: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``dequantize(a)[e, :masked_m[e]] @ dequantize(b)[e].T`` for every expert e: a fixed place for max_m rows each.
+    """``dequantize(a)[e, :masked_m[e]] @ dequantize(b)[e].T`` for every expert e, with room for max_m rows each.
 
     a: activations, FP8Tensor or (data, scale): data (E, max_m, K) float8_e4m3fn, scale (E, max_m, ceil(K/128)) float32
         as `quantize_1x128` writes it, one MN-major buffer over all E * max_m rows. K a multiple of 16.
@@ -224,8 +224,8 @@ def grouped_gemm_masked(
     expected_m: about how many rows an expert has in use; only the speed depends on it.
     out: (E, max_m, N) bfloat16 or float32, with all its rows equally far apart, at multiples of 16 bytes, in memory
         that no operand uses.
-    Returns ``out``, or a new (E, max_m, N) bfloat16 tensor. Rows not in use are never written, see `grouped_gemm`,
-    which also says how operands in other layouts and gradients are treated.
+    Returns ``out``, or a new (E, max_m, N) bfloat16 tensor. Rows not in use are never written. Operands in other
+    layouts are copied, and there is no backward, as in `grouped_gemm`.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, a negative
     ``expected_m``, or an ``out`` that does not fit or overlaps an operand.
@@ -251,7 +251,7 @@ def grouped_gemm_swiglu(
     expected_m: int | None = None,
     whole: tuple[int, int] | None = None,
 ) -> FP8Tensor:
-    """The gate and up projections of every expert's rows, `activation` in float32, and the result quantized 1x128.
+    """Project every expert's rows to gate and up, apply `activation` in float32, and quantize the result 1x128.
 
     a: data (M, H) float8_e4m3fn, H a multiple of 16, with scale (M, ceil(H/128)) float32, MN-major.
     gate_up: data (E, 2I, H), gate rows then up rows, I a multiple of 16, with scale (E, 2 * ceil(I/128), ceil(H/128)):
@@ -259,8 +259,8 @@ def grouped_gemm_swiglu(
     groups: group_offsets (E+1,) int32, or with max_m, where M = E * max_m, masked_m (E,) int32.
     activation: a SwiGLU; ValueError for another.
     bias: (E, 2I) bfloat16, float16 or float32, added to the sums of gate and up.
-    expected_m: with max_m, about how many rows a group has; only the speed depends on it. whole: without it, see
-        `grouped_rows`.
+    expected_m: with max_m, about how many rows a group has; only the speed depends on it.
+    whole: without max_m, see `grouped_rows`.
     Returns data (M, I) and MN-major scale (M, ceil(I/128)); rows of no group are uninitialized.
     """
     if not activation.is_swiglu:
@@ -278,7 +278,7 @@ def multiply_groups(
     low_rank: tuple[Tensor, Tensor] | None = None,
     bias: Tensor | None = None,
 ) -> None:
-    """Write the products of checked operands to ``out``, all rows in two dimensions, on the backend that takes them."""
+    """Write the products of checked operands to ``out``, (M, N) or all rows of experts as (E * max_m, N)."""
     if out.numel() == 0 or b.data.shape[0] == 0:
         return
     masked = a.data.shape[:2] if a.data.dim() == 3 else None
@@ -295,9 +295,9 @@ def multiply_groups(
     if low_rank is not None:
         ranks, factors = (aligned(part.contiguous()) for part in low_rank)
         epilogue, more = AddLowRank(out.dtype, rank=ranks.shape[1]), (ranks.data_ptr(), factors.data_ptr())
-    if masked:  # as they are looked up before a call checks anything
+    if masked:  # `_masked` looks the launcher up by these shapes
         a = FP8Tensor(*(part.unflatten(0, masked) for part in a))
-    operands = Operands(*a, aligned(b.data), checks.weight_scale(*b), checks.bias_vector(bias), groups=groups)
+    operands = GemmOperands(*a, aligned(b.data), checks.weight_scale(*b), checks.bias_vector(bias), groups=groups)
     like = None if out.is_contiguous() else out
     launch.run(launch.grouped(a.data.get_device(), operands, epilogue, grouping, like), operands, out, *more)
 
@@ -311,9 +311,9 @@ def multiply_groups_to(
     grouping: Grouping,
     bias: Tensor | None = None,
 ) -> None:
-    """Write the products to peers: GPUs only. a 2-D, b contiguous; pointers: addresses for the epilogue's fields."""
+    """Write the products to peers, on GPUs only. a: 2-D. b: contiguous. pointers: values of the epilogue's fields."""
     scale, bias = checks.weight_scale(*b), checks.bias_vector(bias)
-    operands = Operands(*a, b.data, scale, bias, groups=groups)
+    operands = GemmOperands(*a, b.data, scale, bias, groups=groups)
     index = a.data.get_device()
     found = launch.grouped(index, operands, epilogue, grouping)
     with device_guard(index):
@@ -326,7 +326,7 @@ def multiply_groups_to(
 
 
 def _zero_groups(groups: Tensor, out: Tensor, max_m: int | None) -> None:
-    """Without any K, rows of groups are zero; the host does not know which they are."""
+    """Set the rows of groups to zero, the product with K = 0; the host does not know the groups."""
     rows = torch.arange(out.shape[0], device=out.device)
     if max_m is None:
         starts, ends = groups.unbind(1) if groups.dim() == 2 else (groups[:-1], groups[1:])
@@ -343,7 +343,7 @@ def _check_grouped_out(name: str, out: Tensor, operands: tuple[Tensor, ...], gro
 
 
 def _grouped_gemm(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> Tensor:
-    operands = Operands(*a, *b, groups=group_offsets)
+    operands = GemmOperands(*a, *b, groups=group_offsets)
     found = launch.find(launch.grouped, operands, _PLAIN[torch.bfloat16], Grouping(), None)
     if found is not None:
         return launch.run_new(found, operands)
@@ -356,7 +356,7 @@ def _grouped_gemm_fake(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> Ten
     return a.data.new_empty(checks.contiguous(a, b, group_offsets), dtype=torch.bfloat16)
 
 
-class _GroupedOut(NamedTuple):
+class _GroupedOutOperands(NamedTuple):
     a: FP8Tensor
     b: FP8Tensor
     group_offsets: Tensor
@@ -367,9 +367,9 @@ class _GroupedOut(NamedTuple):
     bias: Tensor | None
 
 
-def _grouped_gemm_out(call: _GroupedOut) -> None:
+def _grouped_gemm_out(call: _GroupedOutOperands) -> None:
     a, b, group_offsets, out, whole, ranks, factors, bias = call
-    operands, grouping, found = Operands(*a, *b, bias, groups=group_offsets), Grouping(whole=whole), None
+    operands, grouping, found = GemmOperands(*a, *b, bias, groups=group_offsets), Grouping(whole=whole), None
     if ranks is None and factors is None and out.is_contiguous() and out.dtype in _PLAIN:
         found = launch.find(launch.grouped, operands, _PLAIN[out.dtype], grouping, None)
     if found is None:
@@ -383,7 +383,7 @@ def _grouped_gemm_out(call: _GroupedOut) -> None:
         launch.run(found, operands, out)
 
 
-def _grouped_gemm_out_fake(call: _GroupedOut) -> None:
+def _grouped_gemm_out_fake(call: _GroupedOutOperands) -> None:
     checks.result(call.out, checks.contiguous(call.a, call.b, call.group_offsets), call.a.data.device)
     checks.part(call.whole, call.a.data.shape[0], call.b.data.shape[0])
     checks.group_bias(call.bias, call.a.data, call.b.data)
@@ -393,7 +393,7 @@ def _grouped_gemm_out_fake(call: _GroupedOut) -> None:
 
 def _masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: int | None) -> Tensor:
     if a.data.dim() == 3:
-        operands, grouping = Operands(*a, *b, groups=masked_m), Grouping(expected_m, a.data.shape[1])
+        operands, grouping = GemmOperands(*a, *b, groups=masked_m), Grouping(expected_m, a.data.shape[1])
         found = launch.find(launch.grouped, operands, _PLAIN[torch.bfloat16], grouping, None)
         if found is not None:
             return launch.run_new(found, operands).unflatten(0, a.data.shape[:2])
@@ -421,7 +421,7 @@ def _multiply_masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: i
     multiply_groups(a, b, masked_m, rows, Grouping(expected_m, max_m=out.shape[1]))
 
 
-class _Swiglu(NamedTuple):
+class _SwigluOperands(NamedTuple):
     a: FP8Tensor
     b: FP8Tensor
     groups: Tensor
@@ -433,26 +433,26 @@ class _Swiglu(NamedTuple):
     whole: tuple[int, int] | None
 
 
-def _check_swiglu(call: _Swiglu) -> None:
+def _check_swiglu(call: _SwigluOperands) -> None:
     checks.swiglu(call.a, call.b, call.groups, call.max_m)
     checks.part(call.whole, call.a.data.shape[0], call.b.data.shape[0])
     checks.group_bias(call.bias, call.a.data, call.b.data)
 
 
-def _swiglu_cuda(call: _Swiglu) -> tuple[Tensor, Tensor]:
+def _swiglu_cuda(call: _SwigluOperands) -> tuple[Tensor, Tensor]:
     a, b, groups, limit, alpha, bias, max_m, expected_m, whole = call
     data, scale = _empty_swiglu(call)
     if data.numel() and b.data.shape[0]:
         rows = checks.activations(*a)
         bias, groups = checks.bias_vector(bias), groups.contiguous()
-        operands = Operands(*rows, aligned(b.data), checks.weight_scale(*b), bias, groups=groups)
+        operands = GemmOperands(*rows, aligned(b.data), checks.weight_scale(*b), bias, groups=groups)
         epilogue, grouping = SwigluQuantize(Activation(limit, alpha)), Grouping(expected_m, max_m, whole)
         found = launch.grouped(a.data.get_device(), operands, epilogue, grouping)
         launch.run(found, operands, data, scale.data_ptr(), scale.stride(1))
     return data, scale
 
 
-def _swiglu_reference(call: _Swiglu) -> tuple[Tensor, Tensor]:
+def _swiglu_reference(call: _SwigluOperands) -> tuple[Tensor, Tensor]:
     out, activation = _empty_swiglu(call), Activation(call.limit, call.alpha)
     if out.data.numel() and call.b.data.shape[0]:
         options = {"max_m": call.max_m, "bias": call.bias}
@@ -460,7 +460,7 @@ def _swiglu_reference(call: _Swiglu) -> tuple[Tensor, Tensor]:
     return out
 
 
-def _empty_swiglu(call: _Swiglu) -> FP8Tensor:
+def _empty_swiglu(call: _SwigluOperands) -> FP8Tensor:
     return empty_quantized(call.a.data, call.a.data.shape[0], call.b.data.shape[1] // 2)
 
 
@@ -494,27 +494,22 @@ def grouped_gemm_k(
 
 
 def grouped_gemm_k(
-    a: Pair,
-    b: Pair,
-    group_offsets: Tensor,
-    *,
-    out: Tensor | Sequence[Tensor] | None = None,
-    accumulate: bool = False,
+    a: Pair, b: Pair, group_offsets: Tensor, *, out: Tensor | Sequence[Tensor] | None = None, accumulate: bool = False
 ) -> Tensor | tuple[Tensor, ...]:
     """``dequantize(a)[:, columns of e] @ dequantize(b)[:, columns of e].T`` for every group e of columns.
 
-    For a weight gradient a is the gradient of the layer's output and b the layer's input, both transposed: their
-    columns are tokens.
+    For a weight gradient, a is the transposed gradient of the layer's output and b the transposed input: columns are
+    tokens.
 
     a: FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, K/128) float32, MN-major as `quantize_128x1`
         writes it. K a multiple of 128: the columns of all groups.
     b: FP8Tensor or (data, scale): data (N, K), scale (N, K/128), as for a. N a multiple of 8.
     group_offsets: (E+1,) int32, on the device of the operands: group e has columns ``group_offsets[e]`` up to
         ``group_offsets[e+1]``. Both are multiples of 128: pad each group with zeros. They are clamped to [0, K].
-    out: (E, M, N) float32, or bfloat16, to which the sums are then rounded; contiguous, in memory that no operand uses.
-        Or several, (E, M_i, N), which take the rows of a one after the other, such as those of gate and up.
-    accumulate: add to what ``out`` holds, which is float32; a group without columns then leaves its part of it alone.
-    Returns ``out``, several as a tuple, or a new (E, M, N) float32 tensor. Groups without columns give zeros. Equal
+    out: (E, M, N) float32 or bfloat16 (sums are rounded once), contiguous, in memory that no operand uses. Or a
+        sequence of tensors (E, M_i, N) for consecutive rows of a, such as gate and up.
+    accumulate: add to a float32 ``out``; the part of a group without columns stays as it is.
+    Returns ``out``, a sequence as a tuple, or a new (E, M, N) float32 tensor. Groups without columns give zeros. Equal
     inputs give equal bits.
 
     On the CUDA backend the host neither knows nor waits for the group sizes, so that a call can be captured in a CUDA
@@ -545,7 +540,7 @@ def grouped_gemm_k(
 
 
 def _rows_of_outs(a: FP8Tensor, outs: Sequence[Tensor]) -> list[FP8Tensor]:
-    """The rows of a (M, K) for each of several results (E, M_i, N)."""
+    """Split a (M, K) into the rows for each result (E, M_i, N)."""
     for target in outs:
         check_tensor("out", target)
     sizes = [target.shape[1] if target.dim() == 3 else -1 for target in outs]
@@ -556,7 +551,7 @@ def _rows_of_outs(a: FP8Tensor, outs: Sequence[Tensor]) -> list[FP8Tensor]:
 
 
 def weight_gradients(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """`grouped_gemm_k` in another dtype: (E, M, N), rounded once from float32."""
+    """Compute `grouped_gemm_k` in any floating dtype: (E, M, N), rounded once from float32."""
     shape = (group_offsets.shape[0] - 1, a.data.shape[0], b.data.shape[0])
     direct = dtype in (torch.float32, torch.bfloat16)
     out = torch.empty(shape, dtype=dtype if direct else torch.float32, device=a.data.device)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of the GEMMs, and the layouts that the kernels ask for."""
+"""Checks of the arguments of GEMMs, and conversions to the layouts that the kernels load."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ RESULTS = (torch.bfloat16, torch.float32)
 
 
 def out_dtype(dtype: torch.dtype, out: Tensor | None) -> None:
-    """A dtype that ``gemm`` writes and that does not contradict ``out``, to which the default, bfloat16, yields."""
+    """Raise unless ``gemm`` can write `dtype` and ``out`` has it; the default, bfloat16, yields to ``out``."""
     if dtype not in RESULTS:
         raise TypeError(f"out_dtype: expected torch.bfloat16 or torch.float32, got {dtype}")
     if out is not None and dtype is torch.float32 and out.dtype is not torch.float32:
@@ -28,7 +28,7 @@ def out_dtype(dtype: torch.dtype, out: Tensor | None) -> None:
 
 
 def dense(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None) -> tuple[int, int]:
-    """Dtypes, shapes and devices of the operands of ``gemm``. Returns M and N."""
+    """Check dtypes, shapes and devices of the operands of ``gemm``. Returns M and N."""
     m, n = _operands(a, b, weights="(N, K)")
     if bias is not None:
         check_like("bias", bias, FLOATING, (n,), a.data.device, "a.data")
@@ -36,20 +36,20 @@ def dense(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None) -> tuple[int, int]:
 
 
 def contiguous(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> tuple[int, int]:
-    """Dtypes, shapes and devices of the operands of ``grouped_gemm``. Returns M and N."""
+    """Check dtypes, shapes and devices of the operands of ``grouped_gemm``. Returns M and N."""
     shape = rows_of_experts(a, b)
     _groups("group_offsets", group_offsets, (b.data.shape[0] + 1,), "(E + 1,)", a.data)
     return shape
 
 
 def part(whole: tuple[int, int] | None, rows: int, groups: int) -> None:
-    """That these rows and groups are a part of as many of both."""
+    """Raise unless `whole` = (rows, groups) is at least this call's rows and groups."""
     if whole is not None and (whole[0] < rows or whole[1] < groups):
         raise ValueError(f"whole: expected at least the {rows} rows and {groups} groups that are a part, got {whole}")
 
 
 def low_rank(ranks: Tensor | None, factors: Tensor | None, a: Tensor, b: Tensor) -> None:
-    """Dtypes, shapes and devices of ranks (M, r) and factors (E, N, r), whose product is added to that of a and b."""
+    """Check dtypes, shapes and devices of ranks (M, r) and factors (E, N, r); their product is added to a @ b.T."""
     for name, value in (("ranks", ranks), ("factors", factors)):
         if value is None:
             raise ValueError(f"{name}: expected a tensor beside the other factor of the product, got None")
@@ -64,7 +64,7 @@ def low_rank(ranks: Tensor | None, factors: Tensor | None, a: Tensor, b: Tensor)
 
 
 def group_bias(bias: Tensor | None, a: Tensor, b: Tensor) -> None:
-    """Dtype, shape and device of a bias (E, N) of groups, or None."""
+    """Check dtype, shape and device of a bias (E, N), or None."""
     if bias is None:
         return
     check_like("bias", bias, FLOATING, tuple(b.shape[:2]), a.device, "a.data")
@@ -73,13 +73,13 @@ def group_bias(bias: Tensor | None, a: Tensor, b: Tensor) -> None:
 
 
 def rows_of_experts(a: FP8Tensor, b: FP8Tensor) -> tuple[int, int]:
-    """Dtypes, shapes and devices of the operands of a grouped GEMM, without the groups. Returns M and N."""
+    """Check a and b of a grouped GEMM. Returns M and N."""
     m, _, n = _operands(a, b)
     return m, n
 
 
 def masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor) -> tuple[int, int, int]:
-    """Dtypes, shapes and devices of the operands of ``grouped_gemm_masked``. Returns E, max_m and N."""
+    """Check dtypes, shapes and devices of the operands of ``grouped_gemm_masked``. Returns E, max_m and N."""
     experts, max_m, b_experts, n = _operands(a, b, rows="(E, max_m, K)")
     if b_experts != experts:
         expected = f"({experts}, N, K), as many experts as a.data {tuple(a.data.shape)} has"
@@ -89,18 +89,16 @@ def masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor) -> tuple[int, int, int]
 
 
 def swiglu(a: FP8Tensor, gate_up: FP8Tensor, groups: Tensor, max_m: int | None) -> None:
-    """Dtypes, shapes and devices of the operands of ``grouped_gemm_swiglu``."""
+    """Check dtypes, shapes and devices of the operands of ``grouped_gemm_swiglu``."""
     m, experts, _ = _operands(a, gate_up, gated=True)
-    if max_m is None:
-        _groups("groups", groups, (experts + 1,), "(E + 1,)", a.data)
-    else:
-        _groups("groups", groups, (experts,), "(E,)", a.data)
-        if m != experts * max_m:
-            raise ValueError(f"a.data: expected E * max_m = {experts} * {max_m} rows, got {m}")
+    count, dimensions = (experts + 1, "(E + 1,)") if max_m is None else (experts, "(E,)")
+    _groups("groups", groups, (count,), dimensions, a.data)
+    if max_m is not None and m != experts * max_m:
+        raise ValueError(f"a.data: expected E * max_m = {experts} * {max_m} rows, got {m}")
 
 
 def along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
-    """Dtypes, shapes and devices of the operands of ``grouped_gemm_k``. Returns E, M and N."""
+    """Check dtypes, shapes and devices of the operands of ``grouped_gemm_k``. Returns E, M and N."""
     shape = matrices_along_k(a, b)
     if group_offsets.dim() != 1 or not group_offsets.shape[0]:
         raise ValueError(f"group_offsets: expected shape (E + 1,), got {tuple(group_offsets.shape)}")
@@ -109,7 +107,7 @@ def along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> tuple[int, int
 
 
 def matrices_along_k(a: FP8Tensor, b: FP8Tensor) -> tuple[int, int]:
-    """Dtypes, shapes and devices of the operands of ``grouped_gemm_k``, without the groups. Returns M and N."""
+    """Check a and b of ``grouped_gemm_k``. Returns M and N."""
     m, k = fp8_data("a.data", a.data, "(M, K)")
     (n,) = _weights("b.data", b.data, "(N, K)", a.data, multiple=128)
     check_scale("a.scale", a.scale, (m, k // 128), a.data.device)
@@ -127,13 +125,13 @@ def expected_rows(expected_m: int | None) -> None:
 
 
 def result(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Dtype, shape, device and strides of a result (..., M, N) that the caller allocated."""
+    """Check dtype, shape, device and strides of a result (..., M, N) that the caller allocated."""
     check_like("out", out, RESULTS, shape, device, "a.data")
-    # Where nothing is wrong nobody asks whether it is empty: compiled, sizes may depend on data.
+    # The number of elements is read only for wrong strides: in a compiled graph sizes may depend on data.
     *_, rows, columns = shape
     *lead, row, column = out.stride()
     if lead and shape[0] > 1 and lead[0] != rows * row and rows == 1:
-        row = lead[0]  # an expert's only row is as far from the next one's; its own stride may be anything
+        row = lead[0]  # with one row per expert the stride of rows may be anything
     if (column != 1 or row < columns or row * out.itemsize % 16) and out.numel():
         expected = f"(..., s, 1) with s >= {columns} a multiple of {16 // out.itemsize} (16 bytes)"
         raise ValueError(f"out: expected row-major, strides {expected}, got {out.stride()}")
@@ -143,13 +141,13 @@ def result(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
 
 
 def own_memory(out: Tensor, a: FP8Tensor, b: FP8Tensor, **others: Tensor | None) -> None:
-    """The address of ``out``, and that it shares no memory with an operand."""
+    """Raise unless ``out`` starts at a multiple of 16 bytes and shares no memory with an operand."""
     named = {"a.data": a.data, "a.scale": a.scale, "b.data": b.data, "b.scale": b.scale}
     check_own_memory(out, named | others)
 
 
 def activations(a: Tensor, a_scale: Tensor) -> FP8Tensor:
-    """Activations as the kernels load them, views where possible, otherwise copies.
+    """Return activations in the layout that the kernels load: views if possible, otherwise copies.
 
     a (..., K) -> (rows, K), rows at multiples of 16 bytes; a_scale (..., K blocks) -> (rows, K blocks), MN-major.
     """
@@ -164,12 +162,12 @@ def activations(a: Tensor, a_scale: Tensor) -> FP8Tensor:
 
 
 def weight_scale(b: Tensor, scale: Tensor) -> Tensor:
-    """``scale`` as the kernels read it, contiguous, and aligned if it is of channels: itself, otherwise a copy."""
+    """Return ``scale``, or a copy if it is not contiguous or channel scales are not at a multiple of 16 bytes."""
     return aligned(scale) if has_channel_scales(b, scale) else scale.contiguous()
 
 
 def bias_vector(bias: Tensor | None) -> Tensor | None:
-    """``bias`` as the kernels read it, aligned bfloat16 or float32: itself where it is, otherwise a copy."""
+    """Return ``bias``, or a copy if it is float16, not contiguous or not at a multiple of 16 bytes."""
     if bias is None:
         return None
     return aligned(bias.float() if bias.dtype is torch.float16 else bias)
@@ -178,7 +176,7 @@ def bias_vector(bias: Tensor | None) -> Tensor | None:
 def _operands(
     a: FP8Tensor, b: FP8Tensor, *, rows: str = "(M, K)", weights: str = "(E, N, K)", gated: bool = False
 ) -> tuple[int, ...]:
-    """Dtypes, shapes and devices of activations and weights; gated: of gate and up. Returns their sizes without K."""
+    """Check activations and weights; gated: weights of gate and up. Returns the sizes of both without K."""
     name = "gate_up" if gated else "b"
     *lead, k = fp8_data("a.data", a.data, rows)
     scale_shape = (*lead, ceil_div(k, 128))
@@ -197,7 +195,7 @@ def _operands(
 
 
 def _are_swapped(a: FP8Tensor, b: FP8Tensor) -> bool:
-    """Whether a has a scale of weights, in blocks or of channels, and b one of activations."""
+    """Whether a has block or channel scales, as weights do, and b has the scales of activations."""
     if a.data.dim() != b.data.dim():
         return False
     *experts, n, k = a.data.shape
@@ -207,7 +205,7 @@ def _are_swapped(a: FP8Tensor, b: FP8Tensor) -> bool:
 
 
 def _weights(name: str, data: Tensor, dimensions: str, a: Tensor, multiple: int = 16) -> torch.Size:
-    """The shape of the weights without K, which is to be that of a and a multiple of `multiple`."""
+    """Check weights (..., N, K): K is that of a and a multiple of `multiple`. Returns their shape without K."""
     *lead, n, b_k = fp8_data(name, data, dimensions)
     k = a.shape[-1]
     if b_k != k:

@@ -1,4 +1,4 @@
-"""The cost model of the GEMMs: microseconds that a compiled variant is expected to take; docs/history.md: its fit."""
+"""The cost model of the GEMMs: expected microseconds of a compiled variant; docs/findings/cost-model.md has its fit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from fp8moe.kernels.gemm.sm90 import TileConfig, tokens_of_tile
 
-_CYCLES = 1755  # a microsecond, which an H200 keeps under load; rates are bytes a microsecond
+_CYCLES = 1755  # per microsecond, the clock of an H200 under load; rates are bytes per microsecond
 
-# Clusters of each size that 132 SMs hold at one block per SM: GPCs have 16 or 18 of them, so that some are left over.
-# 40 clusters of three blocks take two waves on every H200 measured.
+# Clusters of each size that 132 SMs hold at one block per SM: GPCs have 16 or 18 SMs, so that some stay idle. Measured:
+# 40 clusters of three blocks take two waves on every H200.
 _RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 16, 7: 15, 8: 15}
 
-# Bytes a microsecond out of L2, by the power of two that rows of operands begin at multiples of. 32 bytes are a sector.
+# Bytes per microsecond out of L2, by the alignment of the operands' rows in bytes. A sector has 32 bytes.
 _L2 = {16: 6.1e6, 32: 12.2e6, 64: 16e6, 128: 16.7e6}
 
 
@@ -24,42 +24,42 @@ def _l2_rate(k: int) -> float:
 
 
 def resident_clusters(tile: TileConfig, num_sms: int) -> int:
-    """Clusters of ``tile`` that run at one time."""
+    """Return how many clusters of ``tile`` run at the same time."""
     return max(1, _RESIDENT_CLUSTERS[tile.split_k] * num_sms // 132 * tile.blocks_per_sm)
 
 
 # ---- one matrix ----
 
 
-class _Dense(NamedTuple):
-    """Constants of `dense_time`."""
+class _DenseCosts(NamedTuple):
+    """Constants of `dense_time`: microseconds, unless a comment says otherwise."""
 
     start: float  # launch, first loads from a cold L2, last stores
-    per_stage: float  # start of the first load to start of the next, where nothing else goes on
-    split: float  # of any split, whose blocks wait for each other
-    per_split: float  # each further block that shares a K
-    reduction: float  # of a 128 x 128 tile by 256 threads, through distributed shared memory
+    per_stage: float  # from the start of the first load to the start of the next, with nothing else under way
+    split: float  # added by any split of K
+    per_split: float  # added by each further block of a split
+    reduction: float  # of a split 128 x 128 tile by 256 threads, through distributed shared memory
     epilogue: float  # of a 128 x 128 tile
-    last_epilogue: float  # of the last one of a block, when all store at once
-    step: float  # cycles from a full stage to an empty one, beside the product itself
-    shared: float  # cycles of 128 bytes into or out of shared memory
-    dram: float  # bytes a microsecond out of memory
-    overlap: float  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
-    crowded: float = 0  # reading takes so much less for each block that the average SM has fewer than the fullest one
-    # Of tiles whose rows are tokens:
-    wait: float = 0  # part of the product that a single warpgroup cannot hide
-    mma: float = 0  # cycles of one output element and 128 products
-    piece: float = 0  # as mma, for each piece of a product's columns that has a weight scale of its own
-    per_tile: float = 0  # from one tile to the next, beside an epilogue that TMA does not do under the next one
-    overlapped_step: float = 0  # cycles from one stage to the next where the next product is under way
-    overlapped_mma: float = 1  # of a product's cycles, with another under way
+    last_epilogue: float  # of a block's last tile, when all blocks store at once
+    step: float  # cycles from a full stage to an empty one, without the product
+    shared: float  # cycles to move 128 bytes into or out of shared memory
+    dram: float  # bytes per microsecond out of memory
+    overlap: float  # exponent of the norm that joins overlapping times: 1 no overlap, infinity full overlap
+    crowded: float = 0  # share of the read time saved per block that the fullest SM has more than the average SM
+    # The others are for tiles whose rows are tokens.
+    wait: float = 0  # share of the product that a single warpgroup cannot hide
+    mma: float = 0  # cycles per output element and 128 products
+    piece: float = 0  # as mma, for each piece of a product's columns with a weight scale of its own
+    per_tile: float = 0  # from one tile to the next, plus the epilogue unless TMA stores the tile
+    overlapped_step: float = 0  # cycles from one stage to the next while the next product runs
+    overlapped_mma: float = 1  # factor of a product's cycles while another product runs
 
 
-_HALF = 0.7  # of the time of a tile that half of it takes: it loads two thirds
-# Each further part of the K of a 128 x 128 tile that a block sums: through shared memory, or in registers.
+_HALF = 0.7  # time of half a tile over that of a whole one: half a tile loads two thirds
+# Microseconds per further part of K that a block sums for a 128 x 128 tile: in shared memory, in registers.
 _PART, _KEPT_PART = 0.75, 0.1
 
-_SWAPPED = _Dense(
+_SWAPPED = _DenseCosts(
     start=1.939,
     per_stage=0.1071,
     split=0.1968,
@@ -73,7 +73,7 @@ _SWAPPED = _Dense(
     overlap=1.91,
     crowded=0.1044,
 )
-_STRAIGHT = _Dense(
+_STRAIGHT = _DenseCosts(
     start=1.724,
     per_stage=0.04498,
     split=0.5342,
@@ -95,7 +95,7 @@ _STRAIGHT = _Dense(
 
 
 def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
-    """Microseconds that ``tile`` is expected to take for (m, n, k), from a cold L2."""
+    """Return the expected microseconds of ``tile`` for (m, n, k), from a cold L2."""
     c = _SWAPPED if tile.weights_as_rows else _STRAIGHT
     tiles = ceil(m / tile.block_m) * ceil(n / tile.block_n)
     slots = resident_clusters(tile, num_sms)
@@ -112,20 +112,20 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
     if tile.overlaps:
         mma *= c.overlapped_mma
         alone = c.overlapped_step
-    # TMA writes both tiles; each product reads its 64 rows and its columns.
+    # TMA writes both tiles into shared memory; each product reads its 64 rows and its columns.
     shared = rows + tile.block_n + area * (1 / 64 + 1 / tile.mma_n)
     loaded = fullest * shared * c.shared
     steps = rounds * ceil(ceil(k / 128) / tile.split_k)
     compute = steps * max(alone, fullest * mma, loaded) / _CYCLES
     dram = (n * k + m * k + 2 * m * n) / c.dram * (1 - c.crowded * (fullest - mean))
-    # Where rows are aligned nothing waits for L2.
+    # With aligned rows nothing waits for L2.
     l2 = tiles * (rows + tile.block_n) * k / _l2_rate(k) if k % 128 else 0
     overlapped = (compute**c.overlap + dram**c.overlap + l2**c.overlap) ** (1 / c.overlap)
 
     epilogue = c.epilogue * used / 128**2
     ends = c.last_epilogue * used / 128**2 + (waves - 1) * (c.per_tile + (0 if tile.tma_store else epilogue))
     if tile.split_k > 1:
-        # The threads of a block sum its share of what all of them have.
+        # The threads of a block sum its slice of the partial tiles of all blocks.
         summed = used / 128**2 * (1 - 1 / tile.split_k) * 2 / min(tile.warpgroups, 2)
         ends += c.split + c.per_split * (tile.split_k - 1) + c.reduction * fullest * summed
     if tile.k_parts > 1:
@@ -137,31 +137,32 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
     return c.start + overlapped + ends
 
 
-# ---- one matrix for each group: the host does not know their sizes, only how many rows one is expected to have ----
+# ---- one matrix for each group: the host knows only the expected rows of a group, not their sizes ----
 
 _GROUPED_START = 3.619
-_GROUPED_STEP = 331.8  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
-_GROUPED_SWAPPED = 3.526  # the product's share of it, where weights are its rows
-_GROUPED_OVERLAPPED = 100  # the same where the next product is under way meanwhile, its product aside
-_GROUPED_OVERLAPPED_PRODUCT = 0.6  # the product's share of it
-_GROUPED_MMA = 0.03411  # cycles of one output element and 128 products
-_GROUPED_LOAD = 56.94  # bytes a cycle into one block
-_GROUPED_SM_LOAD = 1.392  # over that: into an SM whose blocks have one warpgroup
-_GROUPED_SWAPPED_SM_LOAD = 0.6052  # where weights are the 64-row operand
-_GROUPED_WIDE_SM_LOAD = 1.03  # the same in tiles of 256 features: only SwiGLU has them
-_GROUPED_LATENCY = 1970  # cycles in which all stages of a ring are filled and emptied once, at least
+_GROUPED_STEP = 331.8  # cycles from a full stage to an empty one for one slab of a warpgroup, without the product
+_GROUPED_SWAPPED = 3.526  # factor of the product's cycles in that time, if weights are the 64-row operand
+_GROUPED_OVERLAPPED = 100  # _GROUPED_STEP of tiles whose next product runs meanwhile
+_GROUPED_OVERLAPPED_PRODUCT = 0.6  # factor of the product's cycles in that time
+_GROUPED_MMA = 0.03411  # cycles per output element and 128 products
+_GROUPED_LOAD = 56.94  # bytes per cycle into one block
+# Bytes per cycle into an SM with several blocks, over _GROUPED_LOAD:
+_GROUPED_SM_LOAD = 1.392  # blocks with one math warpgroup
+_GROUPED_SWAPPED_SM_LOAD = 0.6052  # weights are the 64-row operand
+_GROUPED_WIDE_SM_LOAD = 1.03  # the same, in tiles of 256 features, which only SwiGLU has
+_GROUPED_LATENCY = 1970  # least cycles to fill and empty all stages of a ring once
 _GROUPED_DRAM = 5.411e6
 _GROUPED_EPILOGUE = 0.7145  # of a 128 x 128 tile
-_GROUPED_STAGED_EPILOGUE = 0.1215  # of one that TMA writes
-_GROUPED_LAST_EPILOGUE = 1.18  # what the last one of a block takes longer, when all store at once
-_GROUPED_FULLEST = 0.03384  # how much the fullest tiles of a round decide when it ends, the average one the rest
-_GROUPED_SHARED = 0.9521  # of a product whose tokens a second one shares
-_GROUPED_PER_SPLIT = 0.08294  # each further block that shares a K
-_GROUPED_REDUCTION = 2.924  # of a 128 x 128 tile through distributed shared memory
-_GROUPED_OVERLAP = 1.965  # exponent of the norm that joins times that overlap
+_GROUPED_STAGED_EPILOGUE = 0.1215  # of a 128 x 128 tile that TMA writes
+_GROUPED_LAST_EPILOGUE = 1.18  # added to a block's last epilogue, when all blocks store at once
+_GROUPED_FULLEST = 0.03384  # weight of the fullest tiles in the time of a round; the average tile has the rest
+_GROUPED_SHARED = 0.9521  # factor of a product that shares its tokens with a second one
+_GROUPED_PER_SPLIT = 0.08294  # added by each further block of a split
+_GROUPED_REDUCTION = 2.924  # of a split 128 x 128 tile, through distributed shared memory
+_GROUPED_OVERLAP = 1.965  # exponent of the norm that joins overlapping times
 
-# How long a tile takes over what the rest of the model expects, by `TileConfig.name`. Those that are not here take what
-# is expected: they are within half a percent, were never timed (SwiGLU), or split K.
+# Measured time of a tile over the model's, by `TileConfig.name`. Tiles that are not listed are within half a percent,
+# were never timed (SwiGLU), or split K.
 _GROUPED_TILES = {
     "8x64*2": 1.035,
     "8x64*4": 0.964,
@@ -186,18 +187,18 @@ _GROUPED_TILES = {
     "256x128s*1": 1.027,
 }
 
-SKEWED = 0.5  # how likely routing is taken to be skewed, otherwise even
+SKEWED = 0.5  # assumed probability that routing is skewed rather than even
 _QUANTILES = 16
-_FEW = 12  # rows, which are Poisson distributed
+_FEW = 12  # expected rows below which sizes are Poisson distributed
 
 
 @lru_cache(maxsize=4096)
 def group_sizes(expected_m: float, skewed: bool) -> tuple[tuple[int, float], ...]:
-    """Sizes of a group of about ``expected_m`` rows, with their probabilities.
+    """Return (rows, probability) of a group with ``expected_m`` expected rows.
 
-    With even routing they lie within a third of what is expected; with skewed routing they are distributed like the
-    square of an exponential variate, half of the groups with a quarter of their share, one in thirty with five times as
-    much. Few rows are Poisson distributed about that.
+    With even routing sizes lie within a third of ``expected_m``. With skewed routing they are distributed like the
+    square of an exponential variate: half of the groups have less than a quarter of their share, one in thirty has more
+    than five times as much. Few rows are Poisson distributed around these sizes.
     """
     sizes: dict[int, float] = defaultdict(float)
     middles = [(i + 0.5) / _QUANTILES for i in range(_QUANTILES)]
@@ -216,12 +217,12 @@ def group_sizes(expected_m: float, skewed: bool) -> tuple[tuple[int, float], ...
 
 @lru_cache(maxsize=256)
 def _not_empty(expected_m: float, skewed: bool) -> float:
-    """The probability that a group has rows."""
+    """Return the probability that a group has rows."""
     return sum(probability for _, probability in group_sizes(expected_m, skewed))
 
 
 def _slabs_in_use(tile: TileConfig, rows: int) -> tuple[int, ...]:
-    """Slabs that each warpgroup multiplies where a tile has ``rows`` of a group (``slab_row`` of gemm_layout.cuh)."""
+    """Return each warpgroup's slabs in a tile with ``rows`` rows of a group (``slab_row`` of gemm_layout.cuh)."""
     if tile.weights_as_rows:
         return (tile.slabs,) * tile.warpgroups
     in_use = ceil(rows / 64)
@@ -232,7 +233,7 @@ def _slabs_in_use(tile: TileConfig, rows: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def _step_cycles(tile: TileConfig, rows: int) -> float:
-    """Cycles of one step of 128 along K in a tile with ``rows`` of a group, on an SM that has nothing else."""
+    """Return the cycles of 128 along K in a tile with ``rows`` rows of a group, alone on its SM."""
     height = tile.block_m if tile.weights_as_rows else 64 * ceil(rows / 64)
     product = 64 * tile.mma_n * _GROUPED_MMA  # of one slab
     slabs = _slabs_in_use(tile, rows)
@@ -246,7 +247,7 @@ def _step_cycles(tile: TileConfig, rows: int) -> float:
 
 @lru_cache(maxsize=256)
 def _tiles_by_height(height: int, swap: bool, expected_m: float, skewed: bool) -> dict[int, float]:
-    """How many tiles a group is expected to have in one column of tiles, by rows in use, in pieces of 64."""
+    """Return the expected number of a group's tiles in one column of tiles, by rows in use, rounded up to 64."""
     tiles: dict[int, float] = defaultdict(float)
     for rows, probability in group_sizes(expected_m, skewed):
         whole, rest = divmod(rows, height)
@@ -265,9 +266,9 @@ def _tiles_by_height(height: int, swap: bool, expected_m: float, skewed: bool) -
 def grouped_time(
     tile: TileConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int, skewed: float = SKEWED
 ) -> float:
-    """Microseconds expected for groups of about ``expected_m`` rows and weights (n, k), from a cold L2.
+    """Return the expected microseconds for groups of about ``expected_m`` rows and weights (n, k), from a cold L2.
 
-    skewed: how likely routing is to be skewed; otherwise it is even.
+    skewed: probability that routing is skewed rather than even.
     """
     shares = ((1 - skewed, False), (skewed, True))
     return sum(share * _grouped_time(tile, groups, expected_m, n, k, num_sms, s) for share, s in shares if share)
@@ -276,7 +277,7 @@ def grouped_time(
 def _grouped_time(
     tile: TileConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int, skewed: bool
 ) -> float:
-    """The time for one kind of routing. Each has its own number of waves, which a mean of sizes would blur."""
+    """Return the time for one kind of routing: its number of waves would be blurred in a mean over both."""
     expected_m = max(expected_m, 1 / groups)
     steps, columns, height = ceil(k / 128), ceil(n / tile.block_n), tile.block_m
     by_height = _tiles_by_height(height, tile.weights_as_rows, expected_m, skewed)

@@ -1,4 +1,4 @@
-"""What the GEMM does with its sums: `Columns`, and for each cuda/epilogue_*.cuh its constants and ``Output``."""
+"""Epilogues of the GEMM: `Columns`, and a class with macros and ``Output`` for each cuda/sm90/epilogue_*.cuh."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _BIAS_KINDS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
 def _addresses(names: Iterable[str]) -> Fields:
-    """Fields that are addresses or pitches."""
+    """Return 64-bit fields for addresses and pitches."""
     return tuple((name, ctypes.c_int64) for name in names)
 
 
 class Columns(NamedTuple):
-    """What the sums of each output feature get before the epilogue, all kinds of it.
+    """Operations on the sums of each output feature, before any epilogue.
 
-    channel_scales: whether they are multiplied by a weight scale, in place of one for 128x128. bias_dtype: bfloat16 or
-    float32 of what is added; None: nothing.
+    channel_scales: multiply by a weight scale per feature, instead of one per 128x128 block. bias_dtype: bfloat16 or
+    float32, of a bias to add, or None.
     """
 
     channel_scales: bool = False
@@ -35,7 +35,7 @@ class Columns(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of an output feature's scale and bias."""
+        """Bytes of the scale and the bias of an output feature."""
         return 4 * self.channel_scales + (0 if self.bias_dtype is None else self.bias_dtype.itemsize)
 
     @property
@@ -44,11 +44,11 @@ class Columns(NamedTuple):
 
 
 class Epilogue:
-    """What becomes of the sums, in the CUDA struct that has the class's name.
+    """The end of a GEMM: the CUDA struct with the class's name turns sums into results.
 
     out_dtype: of the result. header: the file of the struct. fields: of its ``Output``, addresses and pitches first.
     gated: whether the weights are those of gate and up. defines: macros. constants: compile-time constants.
-    values: the fields that do not change from call to call. kind: the epilogue for any number of tokens.
+    values: the fields that are equal in all calls. kind: this epilogue for any number of tokens.
     """
 
     out_dtype: torch.dtype
@@ -69,7 +69,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class PlainStore(Epilogue):
-    """The sums in bfloat16 or float32."""
+    """Stores the sums in bfloat16 or float32."""
 
     out_dtype: torch.dtype
 
@@ -79,7 +79,7 @@ class PlainStore(Epilogue):
 
 @dataclass(frozen=True)
 class AddAndStore(PlainStore):
-    """``sums + c``, c of the result's dtype."""
+    """Stores ``sums + c``, with c of the result's dtype."""
 
     header: ClassVar[str] = "epilogue_add.cuh"
     fields: ClassVar[Fields] = _addresses(("data", "pitch", "c", "c_pitch"))
@@ -87,7 +87,7 @@ class AddAndStore(PlainStore):
 
 @dataclass(frozen=True)
 class AddLowRank(PlainStore):
-    """``sums + ranks @ factors[e].T`` in bfloat16 or float32, for rows of group e. rank: a multiple of 16."""
+    """Stores ``sums + ranks @ factors[e].T`` for rows of group e, in bfloat16 or float32. rank: a multiple of 16."""
 
     rank: int = 0
 
@@ -101,7 +101,7 @@ class AddLowRank(PlainStore):
 
 @dataclass(frozen=True)
 class SwigluQuantize(Epilogue):
-    """A SwiGLU of gate and up, quantized 1x128."""
+    """Applies a SwiGLU to gate and up, and stores the result quantized 1x128."""
 
     activation: Activation
 
@@ -125,9 +125,9 @@ class SwigluQuantize(Epilogue):
 
 @dataclass(frozen=True)
 class PeerStore(Epilogue):
-    """Each row in the memory of the GPU whose token it is, or of all.
+    """Stores each row in the memory of the GPU that has its token, or with `to_all` of every GPU.
 
-    peers: how many GPUs. each: assignments of a GPU's tokens; of all tokens where rows go `to_all`.
+    peers: how many GPUs. each: assignments of the tokens of one GPU; with `to_all`, of all tokens.
     """
 
     out_dtype: torch.dtype
@@ -139,7 +139,7 @@ class PeerStore(Epilogue):
 
     @property
     def fields(self) -> Fields:
-        """Targets, the assignment of each row, and the meeting (`runtime.peer_table`)."""
+        """Rows on the peers, the assignment of each row, and the meeting (`runtime.peer_table`)."""
         targets = [f"peer_{i}" for i in range(self.peers)]
         meeting = [f"meeting_{i}" for i in range(self.peers + 1)]
         return *_addresses((*targets, "assignments", *meeting)), ("each", ctypes.c_int)

@@ -1,4 +1,4 @@
-"""Launches of ``cuda/sm90/gemm.cu`` and ``gemm_k.cu``: built once for each problem, then only addresses change."""
+"""Launches of ``cuda/sm90/gemm.cu`` and ``gemm_k.cu``: built once per problem; later calls change addresses only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ from torch.nn.functional import pad
 from fp8moe.kernels.gemm.epilogue import AddAndStore, Columns, Epilogue, PeerStore, PlainStore
 from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile, with_columns
 from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, is_dynamic, kernel_spec
-from fp8moe.kernels.gemm.tiles import (
-    DenseProblem,
-    Grouping,
-    choose,
-    choose_grouped_k,
-    raster_group,
-    row_tiles_bound,
-)
+from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose, choose_grouped_k, raster_group, row_tiles_bound
 from fp8moe.kernels.gemm.warmup import Family, note
 from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales
 from fp8moe.runtime import config
@@ -29,13 +22,13 @@ from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, TensorMap, current_stream, device_guard, num_sms, planned, tensor_map
 
 
-class Operands(NamedTuple):
-    """What a GEMM multiplies and adds.
+class GemmOperands(NamedTuple):
+    """Operands of a GEMM: ``a @ b.T + bias + c``.
 
-    a, a_scale: activations (M, K) float8_e4m3fn and (M, ceil(K / 128)) float32; of masked groups also (E, max_m, ...).
-    b, b_scale: weights (N, K) or, of groups, (E, N, K) float8_e4m3fn, with a scale for each 128x128, or for each of
-        the N output channels, (..., N, 1), float32.
-    bias: (N,) or, of groups, (E, N). c: (M, N) of the result's dtype.
+    a, a_scale: activations (M, K) float8_e4m3fn and (M, ceil(K / 128)) float32; (E, max_m, ...) for masked groups.
+    b, b_scale: weights (N, K), or (E, N, K) for groups, float8_e4m3fn; a float32 scale for each 128x128 block, or for
+        each output channel, (..., N, 1).
+    bias: (N,), or (E, N) for groups. c: (M, N) of the result's dtype.
     groups: int32, offsets (E + 1,) of the groups' rows, their ranges (E, 2), or rows in use (E,).
     """
 
@@ -48,17 +41,17 @@ class Operands(NamedTuple):
     groups: Tensor | None = None
 
     def layouts(self) -> tuple[tuple | None, ...]:
-        """What launchers are kept by, in a microsecond less than `planned` takes for it by itself."""
+        """Return the properties that a plan depends on, a microsecond faster than `planned` collects them."""
         return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in self])
 
 
 class GemmLauncher:
-    """A kernel with its tensor maps and arguments; its device is to be current.
+    """A kernel with its tensor maps and arguments. Build and launch it with its device current.
 
     maps: of the operands and perhaps of the result, in the order of the addresses that `launch` takes.
-    arguments: the kernel's structure; `pointers`: how many of its first fields are addresses and pitches.
-    new_out, shape: of an uninitialized result like `out`.
-    dynamic: whether the blocks take their tiles from a counter, an int32 behind the groups that is 0 before the launch.
+    arguments: the kernel's structure. pointers: how many of its first fields are addresses and pitches.
+    out: a result like those to come; `new_out` allocates one of this `shape`.
+    dynamic: blocks take tiles from a counter, an int32 after the groups that is 0 before the launch.
     """
 
     def __init__(
@@ -75,15 +68,15 @@ class GemmLauncher:
         maps = tuple(maps)
         self._move = tuple(one.replace_address for one in maps)
         self._arguments = arguments
-        # As one array they are set at once, in less time than one by one.
+        # Pointers in one array are set at once, in less time than one by one.
         self._pointers = (ctypes.c_int64 * pointers).from_buffer(arguments)
-        # A kernel that has no map for its result is given that of a, which it does not use.
+        # The kernel's parameter for a map of the result is unused without one: pass the map of a.
         unused = maps[:1] if len(maps) == 3 else ()
         parameters = (*maps, *unused, arguments)
         self._launcher = Launcher(load(spec), args=parameters, **configuration)
         if out is not None:
             self.shape = tuple(out.shape)
-            # With strides, and bound beforehand, an allocation takes half the time of torch.empty.
+            # A bound empty_strided takes half the time of torch.empty.
             self.new_out = functools.partial(
                 torch.empty_strided, self.shape, out.stride(), dtype=out.dtype, device=out.device
             )
@@ -91,15 +84,15 @@ class GemmLauncher:
     def launch(self, stream: int, mapped: tuple[int, ...], pointers: tuple[int, ...], groups: int = 0) -> None:
         """Enqueue the kernel.
 
-        mapped: addresses for the tensor maps, multiples of 16: a, a_scale, b and the result; along K a, a_scale, b,
-            b_scale and the result twice.
-        pointers: b_scale, the bias or 0, then addresses and pitches in the order of the epilogue's `fields`; along K
-            the offsets.
-        groups: see `Operands`; 0 of a dense GEMM.
+        mapped: addresses for the tensor maps, multiples of 16: a, a_scale, b, result; for a GEMM grouped along K a,
+            a_scale, b, b_scale, result, result.
+        pointers: b_scale, bias or 0, then addresses and pitches in the order of the epilogue's `fields`; for a GEMM
+            grouped along K the offsets.
+        groups: address of `GemmOperands.groups`, 0 for a dense GEMM.
         """
         launcher = self._launcher
         with launcher.lock:
-            for move, address in zip(self._move, mapped):  # noqa: B905 (not every result has a map)
+            for move, address in zip(self._move, mapped):  # noqa: B905 (the result may have no map)
                 move(address)
             self._pointers[:] = pointers
             if groups:
@@ -111,7 +104,7 @@ class GemmLauncher:
 
 
 def build(
-    operands: Operands,
+    operands: GemmOperands,
     epilogue: Epilogue,
     grouping: Grouping | None = None,
     out: Tensor | None = None,
@@ -119,14 +112,13 @@ def build(
     tile: TileConfig | None = None,
     pdl: bool = False,
 ) -> GemmLauncher:
-    """The launcher for operands of these layouts; the operands' device is to be current.
+    """Return the launcher for operands of these layouts, whose device must be current.
 
-    operands: rows of a at multiples of 16 bytes; a_scale MN-major and at such a multiple; b (N, K) with rows at such
-        multiples, or (E, N, K), contiguous. Scales of channels and biases begin at such multiples too.
-    grouping: of groups.
-    out: a result like those to come, (M, N) of the epilogue's dtype or (M, N / 2) where it joins gate and up; None for
-        a contiguous one, or where it goes to peers.
-    tile: instead of the cost model's choice. pdl: start before the kernel in front of this one has ended.
+    operands: rows of a, rows of b (N, K), and the beginnings of a_scale, channel scales and biases at multiples of 16
+        bytes; a_scale MN-major; b (E, N, K) contiguous.
+    grouping: for groups. epilogue: its dtype is that of the result, (M, N), or (M, N / 2) if it joins gate and up.
+    out: a result like those to come; None for a contiguous one, or if the result goes to peers.
+    tile: instead of the cost model's choice. pdl: start before the kernel ahead in the stream has ended.
     """
     a, b = operands.a, operands.b
     (m, k), n, groups = a.shape, b.shape[-2], b.shape[0] if grouping else 0
@@ -140,7 +132,7 @@ def build(
         problem = grouping.problem(m, groups, n, k, sms, swiglu=epilogue.gated)
     if tile is None:
         if grouping.max_m is None:
-            # A part may have any number of rows.
+            # A part of a whole GEMM may have any number of rows: note the rows of the whole.
             note(Family(n, k, groups, epilogue.kind, columns), grouping.whole[0] if grouping.whole else m)
         tile = choose(problem, epilogue, grouping.whole)
     tile = with_columns(tile, columns.bytes, k)
@@ -161,7 +153,7 @@ def build(
         tile_m=tile_m,
         tile_rows=tile_rows,
         counter=groups + (grouping.max_m is None),
-        # Their weights are loaded ahead of any tokens, which may have to wait for the kernel in front.
+        # Stages whose weights are loaded before any tokens: with pdl, tokens wait for the kernel ahead.
         early_stages=tile.stages if pdl else tile.first_stages,
         **epilogue.values,
     )
@@ -180,32 +172,28 @@ def build(
     )
 
 
-def _maps(operands: Operands, epilogue: Epilogue, tile: TileConfig, out: Tensor | None) -> Iterable[TensorMap]:
+def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Tensor | None) -> Iterable[TensorMap]:
     a, a_scale, b = operands.a, operands.a_scale, operands.b
     (m, k), n, groups = a.shape, b.shape[-2], tile.groups
-    # Groups may end within a tile: where tokens are its rows, they are loaded 64 at a time.
+    # A group may end within a tile: if tokens are the 64-row operand, they are loaded 64 at a time.
     a_rows = 64 if groups and not tile.weights_as_rows else tokens_of_tile(tile, m)
-    # Of gate, and as many of up; or of half a tile.
+    # Gate and up, or the halves of a tile, are loaded one after the other.
     b_rows = tile.block_n // 2 if epilogue.gated or tile.half_tiles else tile.block_n
     blocks = a_scale.shape[1]
     yield tensor_map(a, shape=(m, k), strides=(a.stride(0), 1), box=(a_rows, 128), swizzle=128)
     scales = {"shape": (blocks, m), "strides": (a_scale.stride(1), 1)}
     yield tensor_map(a_scale, **scales, box=(1, tile.scale_box), l2_promotion=0)
     yield tensor_map(b, shape=(max(groups, 1) * n, k), strides=(b.stride(-2), 1), box=(b_rows, 128), swizzle=128)
-    # Of a contiguous result; one with another pitch is written without it.
+    # TMA writes contiguous results only.
     if tile.tma_store and out is not None and out.dtype == torch.bfloat16 and out.stride(0) == n:
         yield tensor_map(out, shape=tuple(out.shape), strides=(n, 1), box=(64, 64), swizzle=128)
 
 
 @planned
 def dense(
-    device_index: int,
-    operands: Operands,
-    out_dtype: torch.dtype,
-    pdl: bool = False,
-    tile: TileConfig | None = None,
+    device_index: int, operands: GemmOperands, out_dtype: torch.dtype, pdl: bool = False, tile: TileConfig | None = None
 ) -> GemmLauncher:
-    """`build` for one matrix, with a bias and c where there are any."""
+    """Build the launcher for one matrix."""
     kind = PlainStore if operands.c is None else AddAndStore
     return build(operands, kind(out_dtype), tile=tile, pdl=pdl)
 
@@ -213,24 +201,24 @@ def dense(
 @planned
 def grouped(
     device_index: int,
-    operands: Operands,
+    operands: GemmOperands,
     epilogue: Epilogue,
     grouping: Grouping | None,
     out: Tensor | None = None,
     *,
     tile: TileConfig | None = None,
 ) -> GemmLauncher:
-    """`build` for a matrix for each group, or with grouping None for one, with any epilogue."""
+    """Build the launcher for a matrix per group, or for one matrix if grouping is None, with any epilogue."""
     a, a_scale, *_ = operands
     if a.dim() == 3:
         operands = operands._replace(a=a.flatten(0, 1), a_scale=a_scale.flatten(0, 1))
     return build(operands, epilogue, grouping, out, tile=tile)
 
 
-def find(launcher: planned[..., GemmLauncher], operands: Operands, *options: object) -> GemmLauncher | None:
-    """The launcher to run on these operands if operands like them have run: then there is nothing to check or copy.
+def find(launcher: planned[..., GemmLauncher], operands: GemmOperands, *options: object) -> GemmLauncher | None:
+    """Return the launcher if operands of these layouts have run before: then no check and no copy is needed.
 
-    launcher: `dense` or `grouped`, with its options.
+    launcher, options: `dense` or `grouped`, and its arguments after the operands.
     """
     a, a_scale, b, b_scale, bias, c, _ = operands
     found = launcher.look_up(a.get_device(), operands.layouts(), *options)
@@ -241,15 +229,15 @@ def find(launcher: planned[..., GemmLauncher], operands: Operands, *options: obj
 
 
 def column_addresses(b_scale: Tensor, bias: Tensor | None) -> int:
-    """The bits of the addresses of a bias and of a scale of channels, which kernels load two at a time."""
+    """Return the combined bits of the addresses of a bias and of channel scales, to test their alignment."""
     addresses = 0 if bias is None else bias.data_ptr()
     return addresses | b_scale.data_ptr() if b_scale.shape[-1] == 1 else addresses
 
 
-def run(found: GemmLauncher, operands: Operands, out: Tensor, *more: int) -> None:
+def run(found: GemmLauncher, operands: GemmOperands, out: Tensor, *more: int) -> None:
     """Launch on PyTorch's current stream.
 
-    more: the epilogue's addresses and pitches behind the result's own, where these are not those of c.
+    more: the epilogue's addresses and pitches after those of the result; c needs none.
     """
     a, a_scale, b, b_scale, bias, c, groups = operands
     index, address = a.get_device(), out.data_ptr()
@@ -267,15 +255,15 @@ def run(found: GemmLauncher, operands: Operands, out: Tensor, *more: int) -> Non
         )
 
 
-def run_new(found: GemmLauncher, operands: Operands) -> Tensor:
-    """`run` with a new result, contiguous."""
+def run_new(found: GemmLauncher, operands: GemmOperands) -> Tensor:
+    """Launch with a new contiguous result, and return it."""
     out = found.new_out()
     run(found, operands, out)
     return out
 
 
-def multiply_with(tile: TileConfig, operands: Operands, out: Tensor, grouping: Grouping | None = None) -> None:
-    """Run a tile in place of the choice, as benchmarks and tests do; operands as `build` takes them."""
+def multiply_with(tile: TileConfig, operands: GemmOperands, out: Tensor, grouping: Grouping | None = None) -> None:
+    """Run a given tile, as benchmarks and tests do; operands: see `build`."""
     index = operands.a.get_device()
     if grouping is None:
         run(dense(index, operands, out.dtype, False, tile), operands, out)
@@ -291,11 +279,11 @@ def multiply_with(tile: TileConfig, operands: Operands, out: Tensor, grouping: G
 def along_k(
     device_index: int, a: FP8Tensor, b: FP8Tensor, out: Tensor, accumulate: bool, tile: GroupedKTile | None = None
 ) -> GemmLauncher:
-    """The launcher of ``out[e] (+)= a[:, columns of e] @ b[:, columns of e].T`` for operands of these layouts.
+    """Build the launcher of ``out[e] (+)= a[:, columns of e] @ b[:, columns of e].T`` for operands of these layouts.
 
-    a: (M, K) float8_e4m3fn, rows at multiples of 16 bytes; (M, K / 128) float32, MN-major and at such a multiple;
-        likewise b. out: (E, M, N) float32, or bfloat16 unless accumulate, contiguous and at such a multiple.
-    tile: instead of the choice.
+    a, b: (M, K) and (N, K) float8_e4m3fn, rows at multiples of 16 bytes; scales (..., K / 128) float32, MN-major.
+    out: (E, M, N) float32, or bfloat16 unless accumulate, contiguous. Scales and out at multiples of 16 bytes.
+    tile: instead of `choose_grouped_k`.
     """
     (groups, m, n), k = out.shape, a.data.shape[1]
     sms = num_sms(device_index)
@@ -310,13 +298,13 @@ def along_k(
             tensor_map(scale, shape=(blocks, len(scale)), strides=(scale.stride(1), 1), box=(1, rows), l2_promotion=0),
         ]
     columns = 128 // out.element_size()  # that TMA writes at once
-    rest = tile.block_n % columns or columns  # the last ones of a tile
+    rest = tile.block_n % columns or columns  # in the last write of a tile
     for width in (columns, rest):
         swizzle = 128 if width == columns else 0
         maps.append(tensor_map(out, shape=out.shape, strides=out.stride(), box=(1, 16, width), swizzle=swizzle))
     rows = ceil_div(m, tile.block_m)
     grid = min(groups * rows * ceil_div(n, tile.block_n), sms)
-    # The square-most footprint reads the least of both operands.
+    # The squarest footprint reads the least of both operands.
     raster = min(rows, max(1, round((grid * tile.block_n / tile.block_m) ** 0.5)))
     spec = grouped_k_spec(tile, n, out_float32=out.dtype == torch.float32, accumulate=accumulate)
     arguments = GroupedKArguments(groups=groups, m=m, k=k, raster=raster)
@@ -324,12 +312,7 @@ def along_k(
 
 
 def run_along_k(
-    a: FP8Tensor,
-    b: FP8Tensor,
-    group_offsets: Tensor,
-    out: Tensor,
-    accumulate: bool,
-    tile: GroupedKTile | None = None,
+    a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool, tile: GroupedKTile | None = None
 ) -> None:
     """Launch `along_k` on PyTorch's current stream. group_offsets: (E + 1,) int32, contiguous."""
     index, address = out.get_device(), out.data_ptr()

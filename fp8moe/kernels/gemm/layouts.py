@@ -1,4 +1,4 @@
-"""Grouped GEMMs of operands as DeepGEMM lays them out: `grouped_gemm_by_layout` and `grouped_gemm_k_by_sizes`."""
+"""Grouped GEMMs of operands in DeepGEMM's layouts: `grouped_gemm_by_layout` and `grouped_gemm_k_by_sizes`."""
 
 import ctypes
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8moe.kernels.gemm import checks, launch, reference
 from fp8moe.kernels.gemm.api import NAMES, multiply_groups
 from fp8moe.kernels.gemm.epilogue import PlainStore
-from fp8moe.kernels.gemm.launch import Operands
+from fp8moe.kernels.gemm.launch import GemmOperands
 from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.checks import check_vector, mn_major
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
@@ -23,14 +23,11 @@ from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard,
 from fp8moe.runtime.operator import Written, define
 from fp8moe.runtime.sm90 import WARP
 
-_Grouped = Annotated[Operands, (*Operands._fields[:4], "groups")]
+_GroupedOperands = Annotated[GemmOperands, (*GemmOperands._fields[:4], "groups")]
 
 
 class _Launchers(NamedTuple):
-    """What a call launches on operands that lie as the kernels read them.
-
-    ahead: runs before the GEMM, and writes the tensors that `new` makes.
-    """
+    """The two launches of a call. ahead: runs before the GEMM and writes the tensors that `new` allocates."""
 
     ahead: PointerLauncher
     new: tuple[Callable[[], Tensor], ...]
@@ -45,17 +42,17 @@ _RANGES_THREADS = 1024
 def grouped_gemm_by_layout(
     a: FP8Tensor, b: FP8Tensor, layout: Tensor, out: Tensor, *, alignment: int | None = None, expected_m: int
 ) -> None:
-    """`grouped_gemm` into ``out``, of groups that lie in any order.
+    """Compute `grouped_gemm` into ``out`` for groups in any order.
 
-    a, b, out: as for `grouped_gemm`, tensors already.
-    layout: int32, on the device of the operands. Without alignment (M,), the group of each row; a row whose group is
-        outside [0, E) has none. A group's rows lie together, but for rows of no group among them, which are computed
-        with it. With alignment (E,), where each group ends: group 0 begins at row 0, each other one at the next
-        multiple of alignment behind the end before it.
+    a, b, out: as for `grouped_gemm`, already tensors.
+    layout: int32, on the device of the operands. Without alignment: (M,), the group of each row, none if outside
+        [0, E); the rows of a group follow each other, and rows of no group among them are computed as the group's.
+        With alignment: (E,), the end of each group; group 0 begins at row 0, each other group at the next multiple of
+        alignment after the end of the group before.
     expected_m: about how many rows a group has; only the speed depends on it.
 
-    The host neither knows nor waits for the groups on the CUDA backend, where groups whose rows do not lie together are
-    multiplied with the weights of one or the other. On the reference backend they raise ValueError.
+    On the CUDA backend the host neither knows nor waits for the groups. A group whose rows do not follow each other may
+    be multiplied with another group's weights there, and raises ValueError on the reference backend.
     """
     operands = (*a, *b, layout)
     autograd.check_out("fp8moe.grouped_gemm_by_layout", (*NAMES, "layout", "out"), (*operands, out))
@@ -68,13 +65,13 @@ def ranges_spec(groups: int) -> KernelSpec:
 
 @planned
 def _ranges_launcher(device_index: int, rows: int, groups: int, alignment: int | None) -> PointerLauncher:
-    """The launcher for a layout and the ranges, both contiguous."""
+    """Return the launcher for (layout, ranges), both contiguous."""
     args = ctypes.c_int(rows), ctypes.c_int(alignment or 0)
     return PointerLauncher(load(ranges_spec(groups)), grid=1, block=_RANGES_THREADS, pointers=2, args=args)
 
 
 def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
-    """First row and end of each group (groups, 2) int32, of a layout as `grouped_gemm_by_layout` takes it."""
+    """Return first row and end of each group, (groups, 2) int32. layout: see `grouped_gemm_by_layout`."""
     if not use_cuda(layout):
         return reference.group_ranges(layout, groups, alignment)
     ranges = torch.empty((groups, 2), dtype=torch.int32, device=layout.device)
@@ -85,9 +82,9 @@ def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
 
 @planned
 def _layout_launchers(
-    device_index: int, operands: Operands, alignment: int | None, expected_m: int, out: Tensor
+    device_index: int, operands: GemmOperands, alignment: int | None, expected_m: int, out: Tensor
 ) -> _Launchers:
-    """With the layout as groups of the operands. Ahead: the ranges."""
+    """Return the launchers for operands whose `groups` is the layout: `ahead` writes the ranges of rows."""
     groups = operands.b.shape[0]
     new_ranges = partial(torch.empty_strided, (groups, 2), (2, 1), dtype=torch.int32, device=out.device)
     how = PlainStore(out.dtype), Grouping(expected_m), None if out.is_contiguous() else out
@@ -98,7 +95,7 @@ def _layout_launchers(
     )
 
 
-def _by_layout(operands: _Grouped, alignment: int | None, expected_m: int, out: Written) -> None:
+def _by_layout(operands: _GroupedOperands, alignment: int | None, expected_m: int, out: Written) -> None:
     a, a_scale, b, b_scale, _, _, layout = operands
     index, pairs = out.get_device(), (FP8Tensor(a, a_scale), FP8Tensor(b, b_scale))
     found = launch.find(_layout_launchers, operands, alignment, expected_m, layout_of(out))
@@ -111,7 +108,7 @@ def _by_layout(operands: _Grouped, alignment: int | None, expected_m: int, out: 
         if not (use_cuda(a) and out.numel() and b.numel()):
             multiply_groups(*pairs, group_ranges(layout, b.shape[0], alignment), out, Grouping(expected_m))
             return
-        operands = Operands(*checks.activations(a, a_scale), aligned(b), checks.weight_scale(b, b_scale))
+        operands = GemmOperands(*checks.activations(a, a_scale), aligned(b), checks.weight_scale(b, b_scale))
         operands = operands._replace(groups=aligned(layout))
         found = _layout_launchers(index, operands, alignment, expected_m, out)
         a, a_scale, b, b_scale, _, _, layout = operands
@@ -125,7 +122,7 @@ def _by_layout(operands: _Grouped, alignment: int | None, expected_m: int, out: 
         found.gemm.launch(stream, mapped, (b_scale.data_ptr(), 0, address, out.stride(0)), groups)
 
 
-def _by_layout_fake(operands: Operands, alignment: int | None, expected_m: int, out: Tensor) -> None:
+def _by_layout_fake(operands: GemmOperands, alignment: int | None, expected_m: int, out: Tensor) -> None:
     a, a_scale, b, b_scale, _, _, layout = operands
     m, n = checks.rows_of_experts(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale))
     checks.result(out, (m, n), a.device)
@@ -138,11 +135,11 @@ def _by_layout_fake(operands: Operands, alignment: int | None, expected_m: int, 
 _by_layout_op = define("grouped_gemm_by_layout -> ()", _by_layout, _by_layout_fake, forward_only=True)
 
 
-# ---- groups along K of these sizes ----
+# ---- groups along K, given by sizes ----
 
-_JOIN_WARPS = 8  # of a thread block
+_JOIN_WARPS = 8  # warps of a thread block
 _JOIN_BLOCKS_PER_SM = 8
-_JOIN_ROWS = 32  # that a warp takes of a block of 128 columns
+_JOIN_ROWS = 32  # rows of 128 columns that a warp copies at a time
 
 
 def grouped_gemm_k_by_sizes(
@@ -150,16 +147,16 @@ def grouped_gemm_k_by_sizes(
 ) -> None:
     """``out[e] (+)= a_e @ b_e.T`` of dequantized operands, for every group e along K.
 
-    a: data (M * K,) float8_e4m3fn: the matrices (M, sizes[e]) of all groups, row-major, one behind the other; scale
-        (M, K/128) float32, a column for each 128 of all groups. Or one matrix by columns: data (K, M), scale
-        (K/128, M), both views of what lies transposed; others are copied. b: likewise with N, a multiple of 8.
+    a: data (M * K,) float8_e4m3fn: the row-major matrices (M, sizes[e]) of all groups, concatenated; scale (M, K/128)
+        float32, a column for each 128 of all groups. Or one transposed matrix: data (K, M), scale (K/128, M), best as
+        views of (M, K) and (M, K/128), as other layouts are copied. b: likewise with N, a multiple of 8.
     sizes: (E,) int32, on the device of the operands, multiples of 128. Their sum is at most K.
     out: (E, M, N) float32, or bfloat16 unless accumulate; contiguous, in memory that no operand uses.
-    accumulate: add to what ``out`` holds. Otherwise groups without columns give zeros.
+    accumulate: add to ``out``. Otherwise groups without columns give zeros.
 
-    On the CUDA backend the host neither knows nor waits for the sizes. Groups one behind the other are copied to one
-    matrix for each operand. Those that do not lie within K at multiples of 128 are uninitialized or NaN there, and
-    ValueError on the reference backend.
+    On the CUDA backend the host neither knows nor waits for the sizes, and concatenated groups are first copied to one
+    matrix for each operand. Results of groups that are not multiples of 128 or end past K are uninitialized or NaN
+    there, and ValueError on the reference backend.
     """
     operands = (*a, *b, sizes)
     autograd.check_out("fp8moe.grouped_gemm_k_by_sizes", (*NAMES, "sizes", "out"), (*operands, out))
@@ -167,7 +164,7 @@ def grouped_gemm_k_by_sizes(
 
 
 class _JoinSizes(ctypes.Structure):
-    """``struct Sizes`` of cuda/join_groups.cu."""
+    """``struct Sizes`` of cuda/ops/join_groups.cu."""
 
     _fields_ = tuple((name, ctypes.c_int) for name in ("a_rows", "b_rows", "k"))
 
@@ -179,9 +176,9 @@ def join_spec(groups: int) -> KernelSpec:
 
 @planned
 def join_launcher(device_index: int, groups: int, m: int, n: int, k: int) -> PointerLauncher:
-    """The launcher for a (m * k,), b (n * k,), sizes, the joined a (m, k) and b (n, k), and the offsets (E + 1,).
+    """Return the launcher for (a (m * k,), b (n * k,), sizes, joined a (m, k), joined b (n, k), offsets (E + 1,)).
 
-    Without any rows it makes the offsets alone.
+    With m = n = 0 the kernel writes the offsets alone.
     """
     units = (ceil_div(m, _JOIN_ROWS) + ceil_div(n, _JOIN_ROWS)) * (k // BLOCK)
     return PointerLauncher(
@@ -194,8 +191,8 @@ def join_launcher(device_index: int, groups: int, m: int, n: int, k: int) -> Poi
 
 
 @planned
-def _sizes_launchers(device_index: int, operands: Operands, accumulate: bool, out: Tensor) -> _Launchers:
-    """With the sizes as groups of the operands. Ahead: the offsets, and one matrix of groups one behind the other."""
+def _sizes_launchers(device_index: int, operands: GemmOperands, accumulate: bool, out: Tensor) -> _Launchers:
+    """Return the launchers for operands whose `groups` is the sizes: `ahead` writes offsets and joined matrices."""
     a, a_scale, b, b_scale, *_ = operands
     (groups, m, n), k = out.shape, a.shape[0]
     new = partial(torch.empty_strided, device=out.device)
@@ -213,7 +210,7 @@ def _sizes_launchers(device_index: int, operands: Operands, accumulate: bool, ou
     )
 
 
-def _by_sizes(operands: _Grouped, out: Written, accumulate: bool) -> None:
+def _by_sizes(operands: _GroupedOperands, out: Written, accumulate: bool) -> None:
     a, a_scale, b, b_scale, _, _, sizes = operands
     index, pairs = out.get_device(), (FP8Tensor(a, a_scale), FP8Tensor(b, b_scale))
     found = launch.find(_sizes_launchers, operands, accumulate, layout_of(out))
@@ -230,7 +227,7 @@ def _by_sizes(operands: _Grouped, out: Written, accumulate: bool) -> None:
             if not accumulate:
                 out.zero_()
             return
-        operands = Operands(*_as_read(*pairs[0]), *_as_read(*pairs[1]), groups=sizes.contiguous())
+        operands = GemmOperands(*_as_read(*pairs[0]), *_as_read(*pairs[1]), groups=sizes.contiguous())
         found = _sizes_launchers(index, operands, accumulate, out)
         a, a_scale, b, b_scale, _, _, sizes = operands
     offsets, *joined = [new() for new in found.new]
@@ -244,13 +241,13 @@ def _by_sizes(operands: _Grouped, out: Written, accumulate: bool) -> None:
 
 
 def _as_read(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """An operand as the kernels read it: itself where it lies so, otherwise a copy."""
+    """Return an operand, or a copy if it does not have the layout that the kernels read."""
     if data.dim() == 1:
         return aligned(data), mn_major(scale, of_more_rows=True)
     return row_major(data.t()).t(), mn_major(scale.t(), of_more_rows=True).t()
 
 
-def _by_sizes_fake(operands: Operands, out: Tensor, accumulate: bool) -> None:
+def _by_sizes_fake(operands: GemmOperands, out: Tensor, accumulate: bool) -> None:
     a, a_scale, b, b_scale, _, _, sizes = operands
     check_vector("sizes", sizes, torch.int32, None, a.device)
     if out.dim() != 3:
@@ -265,7 +262,7 @@ def _by_sizes_fake(operands: Operands, out: Tensor, accumulate: bool) -> None:
 
 
 def _matrix(name: str, data: Tensor, scale: Tensor, rows: int, k: int) -> FP8Tensor:
-    """A matrix of the operand's layout; k: of groups one behind the other."""
+    """Return an operand as a matrix (rows, K) of the same memory. k: K of concatenated groups."""
     if data.dim() != 1:
         return FP8Tensor(*(part.mT if part.dim() > 1 else part for part in (data, scale)))
     if data.shape[0] != rows * k:

@@ -1,4 +1,4 @@
-"""The GEMMs in plain PyTorch, on any device, groups read on the host: they define what the CUDA kernels compute."""
+"""The GEMMs in plain PyTorch, on any device, with groups read on the host: they define the kernels' results."""
 
 import functools
 from collections.abc import Iterator
@@ -11,24 +11,24 @@ from fp8moe.quant import reference
 from fp8moe.quant.formats import BLOCK, FP8Tensor, has_channel_scales
 from fp8moe.runtime.fixed_rows import by_fixed_rows
 
-_CHUNK = 1 << 22  # elements of a chunk of weights or of the result
+_CHUNK = 1 << 22  # elements of a chunk of weights or results
 
 
 def gemm_reference(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """`_gemm`, by fixed numbers of rows where results are to be batch invariant."""
+    """Compute `_gemm`, through `by_fixed_rows`."""
     return by_fixed_rows(lambda data, scale: _gemm(FP8Tensor(data, scale), b, bias, out_dtype), *a)
 
 
 def _gemm(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """``dequantize(a) @ dequantize(b).T + bias``, block by block along K.
+    """Return ``dequantize(a) @ dequantize(b).T + bias`` (M, N) in ``out_dtype``, computed block by block along K.
 
-    a: data (M, K) with scale (M, ceil(K/128)); b: data (N, K) with scale (ceil(N/128), ceil(K/128)), or (N, 1), by
-    which the sums are multiplied at their end; bias (N,) or None. Returns (M, N) in ``out_dtype``.
+    a: data (M, K) with scale (M, ceil(K/128)). b: data (N, K) with scale (ceil(N/128), ceil(K/128)), or channel scales
+    (N, 1), which multiply the finished sums. bias: (N,) or None.
 
     For each block of 128 along K the unscaled products are summed, multiplied by the two float32 scales and added to a
     float32 accumulator (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). A non-finite scale or value reaches the outputs
-    that depend on it and no other. Columns of the result are computed in chunks: memory beside it is a float32 copy of
-    the activations and at most tens of MB, or what 128 columns take where that is more.
+    that depend on it and no other. Columns of the result are computed in chunks: temporary memory is a float32 copy of
+    the activations and tens of MB, or more if 128 columns take more.
     """
     a_data, a_scale = a
     b_data, b_scale = b
@@ -68,12 +68,12 @@ def grouped_gemm_reference(
     low_rank: tuple[Tensor, Tensor] | None = None,
     bias: Tensor | None = None,
 ) -> None:
-    """``out[rows of e] = gemm(a[rows of e], b[e], bias[e])`` for every expert e, plus ``ranks[rows of e] @
-    factors[e].T`` of low_rank, rounded once. Other rows of ``out`` are left alone.
+    """Write ``gemm(a[rows of e], b[e], bias[e]) + ranks[rows of e] @ factors[e].T`` to ``out[rows of e]``.
 
-    a: data (M, K) with scale (M, ceil(K/128)); b: data (E, N, K) with scale (E, ceil(N/128), ceil(K/128)); bias (E, N);
-    out (M, N).
-    groups, max_m: see `group_rows`.
+    The sum is rounded once; rows of no expert stay.
+
+    a: data (M, K) with scale (M, ceil(K/128)). b: data (E, N, K) with scale (E, ceil(N/128), ceil(K/128)).
+    groups, max_m: see `group_rows`. low_rank: ranks (M, r) and factors (E, N, r). bias: (E, N). out: (M, N).
     """
     for expert, rows in group_rows(groups, a[0].shape[0], max_m):
         added = None if bias is None else bias[expert]
@@ -94,12 +94,11 @@ def grouped_gemm_swiglu_reference(
     max_m: int | None = None,
     bias: Tensor | None = None,
 ) -> None:
-    """Each group's two projections, `activation` in float32, quantized 1x128 into ``out``. Other rows are left alone.
+    """Project each group to gate and up, apply `activation` in float32, and quantize into ``out``; other rows stay.
 
     a: data (M, H) with scale (M, ceil(H/128)). gate_up: data (E, 2I, H), gate rows then up rows, with the scales of
-    gate and then of up, (E, 2 * ceil(I/128), ceil(H/128)) or (E, 2I, 1); bias (E, 2I). out: data (M, I), scale
-    (M, ceil(I/128)).
-    groups, max_m: see `group_rows`.
+    gate, then of up, (E, 2 * ceil(I/128), ceil(H/128)) or (E, 2I, 1). bias: (E, 2I). out: data (M, I), scale
+    (M, ceil(I/128)). groups, max_m: see `group_rows`.
     """
     size, blocks = gate_up[0].shape[1] // 2, gate_up[1].shape[1] // 2
     for expert, rows in group_rows(groups, a[0].shape[0], max_m):
@@ -113,11 +112,11 @@ def grouped_gemm_swiglu_reference(
 
 
 def group_rows(groups: Tensor, m: int, max_m: int | None) -> Iterator[tuple[int, slice]]:
-    """Each expert that has rows, and which of the ``m`` rows these are.
+    """Yield (expert, slice of its rows) for experts that have some of the ``m`` rows.
 
-    Without max_m ``groups`` is group_offsets (E+1,): expert e has rows ``offsets[e]:offsets[e+1]``, both clamped to
-    [0, m]. Or it is their ranges (E, 2), in any order. With max_m it is masked_m (E,): the first ``masked_m[e]``,
-    clamped to [0, max_m], of max_m rows each.
+    groups: without max_m, offsets (E+1,): expert e has rows ``offsets[e]:offsets[e+1]``, both clamped to [0, m]; or
+    ranges of rows (E, 2), in any order. With max_m, masked_m (E,): expert e has the first ``masked_m[e]``, clamped to
+    [0, max_m], of its max_m rows.
     """
     sizes = groups.tolist()
     if max_m is None:
@@ -131,9 +130,9 @@ def group_rows(groups: Tensor, m: int, max_m: int | None) -> Iterator[tuple[int,
 
 
 def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
-    """First row and end of each group (groups, 2), of a layout as `layouts.grouped_gemm_by_layout` takes it.
+    """Return first row and end of each group, (groups, 2). layout: see `layouts.grouped_gemm_by_layout`.
 
-    ValueError where rows of a group lie between those of others.
+    Raises ValueError if rows of a group lie between rows of another.
     """
     layout = layout.long()
     if alignment is not None:
@@ -153,15 +152,15 @@ def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
 
 
 def _part(operand: FP8Tensor, index: int | slice) -> FP8Tensor:
-    """A group's rows or an expert's weights."""
+    """Return the rows of a group or the weights of an expert."""
     data, scale = operand
     return FP8Tensor(data[index], scale[index])
 
 
 def grouped_gemm_k_reference(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool) -> None:
-    """``out[e] (+)= a[:, columns of e] @ b[:, columns of e].T``; arguments as those of `grouped_gemm_k`, checked.
+    """Compute ``out[e] (+)= a[:, columns of e] @ b[:, columns of e].T`` for checked arguments of `grouped_gemm_k`.
 
-    ValueError where a group does not begin and end at a multiple of 128.
+    Raises ValueError if a group does not begin and end at a multiple of 128.
     """
     k = a[0].shape[1]
     offsets = [min(max(offset, 0), k) for offset in group_offsets.tolist()]
@@ -179,7 +178,7 @@ def grouped_gemm_k_reference(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, 
 
 
 def grouped_gemm_k_by_sizes(a: FP8Tensor, b: FP8Tensor, sizes: Tensor, out: Tensor, accumulate: bool) -> None:
-    """`layouts.grouped_gemm_k_by_sizes` of checked arguments."""
+    """Compute `layouts.grouped_gemm_k_by_sizes` for checked arguments."""
     if a.data.dim() == 2:
         a, b = (FP8Tensor(data.t(), scale.t()) for data, scale in (a, b))
         offsets = offsets_of_sizes(sizes, a.data.shape[1])
@@ -190,7 +189,7 @@ def grouped_gemm_k_by_sizes(a: FP8Tensor, b: FP8Tensor, sizes: Tensor, out: Tens
 
 
 def offsets_of_sizes(sizes: Tensor, k: int) -> Tensor:
-    """Where groups of these sizes begin (E + 1,) int32. ValueError where they are more than k together."""
+    """Return the offsets (E + 1,) int32 of groups of these sizes. Raises ValueError if their sum exceeds k."""
     offsets = torch.nn.functional.pad(sizes.long().clamp(min=0).cumsum(0), (1, 0))
     if offsets[-1] > k:
         expected = f"groups that fill at most the {k} columns of the operands"
@@ -199,9 +198,9 @@ def offsets_of_sizes(sizes: Tensor, k: int) -> Tensor:
 
 
 def join_groups(a: Tensor, b: Tensor, sizes: Tensor, m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups along K one behind the other, a (m * k,) and b (n * k,), as matrices (m, k), (n, k), and offsets (E + 1,).
+    """Join concatenated groups along K, a (m * k,) and b (n * k,), to matrices (m, k) and (n, k); offsets (E + 1,) too.
 
-    sizes: (E,) of the groups. Columns behind the last are zeros. ValueError where they are more than k.
+    sizes: (E,) of the groups. Columns after the last group are zeros. Raises ValueError if their sum exceeds k.
     """
     offsets = offsets_of_sizes(sizes, k)
     bounds = offsets.tolist()
@@ -215,17 +214,16 @@ def join_groups(a: Tensor, b: Tensor, sizes: Tensor, m: int, n: int, k: int) -> 
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of E4M3 values held in float32.
+    """Return ``a @ b`` of E4M3 values held in float32, with autocast, which would round the sums, disabled.
 
-    They are exact in TF32 and bfloat16 too, so that ``torch.set_float32_matmul_precision`` changes no product: scales
-    come afterwards. Autocast, which operators leave to the functions that they call, would round the sums.
+    E4M3 values are exact in TF32 and bfloat16 too, so ``torch.set_float32_matmul_precision`` changes no product.
     """
     with torch.autocast(a.device.type, enabled=False):
         return a @ b
 
 
 def to_float32(data: Tensor) -> Tensor:
-    """FP8 values in float32. PyTorch converts them one by one on a CPU; a table of all 256 is five times faster."""
+    """Convert FP8 values to float32. On a CPU a table of all 256 values is five times faster than PyTorch."""
     if data.device.type != "cpu":
         return data.float()
     return _values(data.dtype).index_select(0, data.view(torch.uint8).int().flatten()).view(data.shape)

@@ -1,4 +1,4 @@
-"""Compiled variants of the GEMM kernels, up to the shape of the weights: tiles, and the resources that they take."""
+"""Tiles of the GEMM kernels: compiled variants up to the shape of the weights, and the resources that they take."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from fp8moe.quant.formats import align
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, SWIZZLE_ALIGNMENT, wgmma_source
 
 PRODUCER_REGISTERS = 24
-BUSY_PRODUCER_REGISTERS = 40  # of one with more to do (`source.kernel_spec`), 8 fewer in each math thread
+BUSY_PRODUCER_REGISTERS = 40  # of a producer with more work (`source.kernel_spec`); math threads then have 8 fewer
 MAX_STAGES = 16
 _TILE_BYTES = 24  # ``struct Tile`` of cuda/sm90/gemm_layout.cuh
 _OTHER_REGISTERS = 28  # of a math thread, beside sums and products
-_LEAST_OTHER_REGISTERS = 24  # where sums of parts take all that is left
+_LEAST_OTHER_REGISTERS = 24  # the same in tiles that keep sums of parts in registers
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """One compiled variant of ``cuda/gemm.cu``, up to the shape of the weights.
+    """One compiled variant of ``cuda/sm90/gemm.cu``, up to the shape of the weights.
 
     block_m: tokens of a tile. block_n: output features of a tile.
     weights_as_rows: weights, not tokens, are the 64-row operand of wgmma.
     warpgroups: math warpgroups that share a tile. stages: depth of the shared-memory ring.
     split_k: blocks of a cluster that share the K of one tile.
-    blocks_per_sm: resident blocks the registers and the shared memory are sized for.
-    tma_store: the bfloat16 tile has shared memory of its own, out of which TMA writes it under the next tile's
-        products; otherwise each warp writes its rows by way of a small buffer, and the ring is deeper.
-    groups: weight matrices of a grouped GEMM, of whose rows the block keeps a table; 0 for a dense one.
-    k_parts: of K, that a block sums one by one and adds up, as a split of so many blocks does.
-    column_bytes: scales and biases of an output feature, which lie in shared memory where sums stay in the registers.
-    half_tiles: of tiles of 128x256 those of the last wave are halved, where that fills no more than half of the blocks,
-        and those of groups may be 192x128 (``TileShape`` of cuda/sm90/gemm_layout.cuh).
+    blocks_per_sm: resident blocks that the registers and the shared memory are sized for.
+    tma_store: TMA writes the bfloat16 tile from shared memory of its own while the next tile is multiplied; otherwise
+        each warp writes its rows through a small buffer, and the ring is deeper.
+    groups: weight matrices of a grouped GEMM, for which a block keeps a table; 0 for a dense GEMM.
+    k_parts: parts of K that a block sums one by one and then adds up, with the bits of a split over so many blocks.
+    column_bytes: bytes of scale and bias per output feature, kept in shared memory if sums stay in the registers.
+    half_tiles: tiles of 128x256 are halved in a last wave that fills at most half of the blocks, and tiles of groups
+        may be 192x128 (``TileShape`` of cuda/sm90/gemm_layout.cuh).
     """
 
     block_m: int
@@ -49,8 +49,7 @@ class TileConfig:
 
     @property
     def name(self) -> str:
-        """Tokens x features, and what else there is: s if TMA writes the tile, h if the last ones are halved, / split
-        of K, * blocks on an SM."""
+        """Tokens x features, then s for `tma_store`, h for `half_tiles`, / `split_k`, * `blocks_per_sm`."""
         marks = ("s" if self.tma_store else "") + ("h" if self.half_tiles else "")
         split = f"/{self.split_k}" if self.split_k > 1 else ""
         return f"{self.block_m}x{self.block_n}{marks}{split}*{self.blocks_per_sm}"
@@ -61,8 +60,8 @@ class TileConfig:
 
     @property
     def mma_n(self) -> int:
-        """Width of one wgmma. A tile of 256 columns takes two, and so does one of 192 that sums parts of K, so that
-        registers have room for most of these sums."""
+        """Columns of one wgmma. A tile of 256 columns takes two wgmma; so does one of 192 that sums parts of K, to
+        leave registers for the sums."""
         if self.weights_as_rows:
             return self.block_m
         halves = self.block_n == 256 or self.block_n == 192 and self.k_parts > 1
@@ -70,12 +69,12 @@ class TileConfig:
 
     @property
     def mma_source(self) -> str:
-        """CUDA text of the products' instruction."""
+        """CUDA text of wgmma."""
         return wgmma_source(self.mma_n)
 
     @property
     def scale_pieces(self) -> int:
-        """Pieces of one wgmma's columns that may each have a weight scale of its own (``GRANULE`` of the kernel)."""
+        """Pieces of one wgmma's columns that may have different weight scales (``GRANULE`` of the kernel)."""
         return 1 if self.weights_as_rows else ceil(self.mma_n / min(128, self.block_n & -self.block_n))
 
     @property
@@ -85,12 +84,12 @@ class TileConfig:
 
     @property
     def slabs(self) -> int:
-        """Slabs of 64 rows and `mma_n` columns that one math warpgroup takes, one after the other."""
+        """Slabs of 64 rows and `mma_n` columns that one math warpgroup multiplies, one after the other."""
         return self.block_m * self.block_n // (64 * self.mma_n * self.warpgroups)
 
     @property
     def math_registers(self) -> int:
-        """Registers of a math thread, by ``setmaxnreg``; 0 leaves every thread its even share."""
+        """Registers of a math thread, set by ``setmaxnreg``; 0: all threads keep equal shares."""
         return {2: 240, 3: 160}.get(self.warpgroups, 0) if self.blocks_per_sm == 1 else 0
 
     @property
@@ -100,17 +99,16 @@ class TileConfig:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a warpgroup starts its next product before it promotes the last one: registers have room for both.
+        """Whether a warpgroup starts its next product before it promotes the last one: registers hold both.
 
-        Where there are parts of K, for the sums of those before too: these would cost more in shared memory.
+        With parts of K they must also hold the sums of earlier parts, which would cost more in shared memory.
         """
         needed = (3 if self.k_parts == 1 else 4) * self.accumulators + _OTHER_REGISTERS
         return not self.weights_as_rows and self.slabs == 1 and needed <= self.registers
 
     @property
     def part_registers(self) -> int:
-        """Values of the sums of the parts so far that have room in a thread's registers, beside all that is there
-        without them."""
+        """Sums of earlier parts of K that a thread keeps in registers; the others are in shared memory."""
         values = self.slabs * self.accumulators
         products = 2 if self.overlaps else 1
         room = self.registers - _LEAST_OTHER_REGISTERS - values - products * self.accumulators
@@ -118,29 +116,29 @@ class TileConfig:
 
     @property
     def keeps_parts(self) -> bool:
-        """Whether registers have room for all of them."""
+        """Whether registers hold all sums of earlier parts of K."""
         return self.part_registers == self.slabs * self.accumulators
 
     @property
     def part_sum_bytes(self) -> int:
-        """Shared memory for the sums of the parts so far."""
+        """Shared memory for sums of earlier parts of K."""
         if self.k_parts == 1:
             return 0
         return self.block_m * self.block_n * 4 - self.part_registers * 128 * self.warpgroups * 4
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage: both tiles, the scales of the tokens, two mbarriers and, of groups whose tokens
-        are the 64-row operand, the tile that may be announced with it."""
+        """Shared memory of one stage: both tiles, token scales, two mbarriers and, for groups whose tokens are the
+        64-row operand, the ``struct Tile`` that may be announced with it."""
         scales = self.block_m
         if self.groups:
-            scales = self.block_m * (2 if self.half_tiles else 1) + 4  # 192x128 takes two loads of 128 and 4
+            scales = self.block_m * (2 if self.half_tiles else 1) + 4  # 192x128: two loads of 128, and 4 more
         following = 0 if self.weights_as_rows or not self.groups else _TILE_BYTES
         return (self.block_m + self.block_n) * 128 + align(scales * 4, 128) + 16 + following
 
     @property
     def first_stages(self) -> int:
-        """Stages that are loaded before the threads of a block meet: with more of them products begin later."""
+        """Stages that are loaded before the first barrier of a block: with more, products begin later."""
         return min(2, self.stages)
 
     @property
@@ -150,32 +148,32 @@ class TileConfig:
 
     @property
     def scale_box(self) -> int:
-        """Token scales that one load brings: a group may begin at any row, a load only at a multiple of 4."""
+        """Token scales of one load. A group may begin at any row, a load only at a multiple of 4: 4 more for groups."""
         return self.block_m // ceil(self.block_m / 128) + (4 if self.groups else 0)
 
     def may_be_dynamic(self, k: int) -> bool:
         """Whether blocks may take tiles from a counter in memory (``DYNAMIC`` of cuda/sm90/gemm_layout.cuh).
 
-        Products that overlap would pause where a tile is announced, and the loop for a short K would spill registers.
+        Overlapping products would pause when a tile is announced, and the loop for a short K would spill registers.
         """
         tokens_as_rows = self.groups > 0 and not self.weights_as_rows
         return tokens_as_rows and self.math_registers == 240 and not self.overlaps and k > 1024
 
     @property
     def single_tile(self) -> bool:
-        """Whether a block computes one tile only, rather than walk over many."""
+        """Whether a block computes only one tile."""
         return self.split_k > 1 or (self.weights_as_rows and self.groups == 0)
 
     @property
     def partial_bytes(self) -> int:
-        """Shared memory of a float32 tile: the reduction buffer, or what a split block sends."""
+        """Shared memory of a float32 tile: the reduction buffer, or the partial tile of a split."""
         slices = self.split_k * ceil(self.block_m / self.split_k)
         return align(slices * (self.block_n + (4 if self.weights_as_rows else 8)) * 4, 128)
 
     @property
     def epilogue_bytes(self) -> int:
-        """Shared memory of the epilogue: the reduction buffer; otherwise the bfloat16 tile, or 16 x 64 of it per math
-        warp, the sums of parts, and the `column_bytes` of two tiles."""
+        """Shared memory of the epilogue: the reduction buffer; or the bfloat16 tile (without `tma_store` 16 x 64 values
+        per math warp), sums of parts of K, and the `column_bytes` of two tiles."""
         if self.reduces:
             return self.partial_bytes
         staging = self.block_m * self.block_n * 2 if self.tma_store else self.warpgroups * 4 * 16 * 128
@@ -183,12 +181,12 @@ class TileConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: ``struct Shared`` of cuda/gemm_layout.cuh and room to align it."""
+        """Dynamic shared memory of a block: ``struct Shared`` of cuda/sm90/gemm_layout.cuh and room to align it."""
         return self.stages * self.stage_bytes + self.epilogue_bytes + self.tail_bytes + SWIZZLE_ALIGNMENT
 
     @property
     def tail_bytes(self) -> int:
-        """Shared memory of the barrier that sums arrive at and of the table of groups."""
+        """Shared memory of the barrier for sums and of the table of groups."""
         table = 1  # an empty struct takes a byte
         if self.groups:
             table = align((3 * self.groups + 1) * 4, 8) + (_TILE_BYTES if self.weights_as_rows else 0)
@@ -196,9 +194,9 @@ class TileConfig:
 
 
 def with_stages(tile: TileConfig, k: int) -> TileConfig:
-    """``tile`` with as many stages as the shared memory of its share of an SM holds, and no more than K needs.
+    """Return ``tile`` with as many stages as fit its share of an SM, but no more than K needs.
 
-    A split's partial tile takes the place of the ring, which must be large enough for it.
+    The partial tile of a split replaces the ring, which must be large enough for it.
     """
     budget = min(SHARED_LIMIT, SHARED_PER_SM // tile.blocks_per_sm - 1024)
     fit = (budget - SWIZZLE_ALIGNMENT - tile.tail_bytes - tile.epilogue_bytes) // tile.stage_bytes
@@ -209,18 +207,18 @@ def with_stages(tile: TileConfig, k: int) -> TileConfig:
 
 
 def with_columns(tile: TileConfig, column_bytes: int, k: int) -> TileConfig:
-    """``tile`` with room for scales and biases of its output features, and perhaps fewer stages."""
+    """Return ``tile`` with room for scales and biases of its output features, and perhaps fewer stages."""
     return with_stages(replace(tile, column_bytes=column_bytes), k) if column_bytes and not tile.reduces else tile
 
 
 def without_tma_store(tile: TileConfig, k: int) -> TileConfig:
-    """``tile`` whose tile TMA does not write, with a deeper ring."""
+    """Return ``tile`` with a deeper ring instead of `tma_store`."""
     return with_stages(replace(tile, tma_store=False), k)
 
 
 def fits(tile: TileConfig, k: int) -> bool:
-    """Whether registers and shared memory suffice, with two stages to alternate between, or three beside sums of parts:
-    with two these took half as long again."""
+    """Whether registers and shared memory suffice for two stages, or three with parts of K, which are half as slow
+    again with two."""
     blocks = ceil(k / 128)
     others = _OTHER_REGISTERS + (8 if tile.groups and not tile.weights_as_rows else 0)
     registers = tile.accumulators * (tile.slabs + 1) + others
@@ -235,7 +233,7 @@ def fits(tile: TileConfig, k: int) -> bool:
 
 
 def tokens_of_tile(tile: TileConfig, m: int) -> int:
-    """Tokens that each tile takes: tiles of one matrix share its ``m`` evenly, unless TMA writes them."""
+    """Return the tokens of each tile: tiles of one matrix share its ``m`` evenly, unless TMA stores them."""
     if tile.groups or tile.tma_store:
         return tile.block_m
     return min(tile.block_m, align(ceil(m / ceil(m / tile.block_m)), 8))
@@ -243,7 +241,7 @@ def tokens_of_tile(tile: TileConfig, m: int) -> int:
 
 @dataclass(frozen=True)
 class GroupedKTile:
-    """One compiled variant of ``cuda/gemm_k.cu``: block_m rows of a, block_n of b, a ring of stages of about 190 KB."""
+    """One compiled variant of ``cuda/sm90/gemm_k.cu``: block_m rows of a, block_n rows of b, a ring of about 190 KB."""
 
     block_m: int
     block_n: int
@@ -255,13 +253,13 @@ class GroupedKTile:
 
     @property
     def mma_source(self) -> str:
-        """CUDA text of the products' instruction."""
+        """CUDA text of wgmma."""
         return wgmma_source(self.block_n)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: stages of both tiles, their scales and two mbarriers, two pieces of the result for
-        each math warp, and room to align them."""
+        """Dynamic shared memory: per stage both tiles, their scales and two mbarriers; per math warp two pieces of the
+        result; and room to align them."""
         rows = self.block_m + self.block_n
         pieces = 4 * self.warpgroups * 2 * 16 * 128
         return self.stages * (rows * 128 + align(rows * 4, 128) + 16) + pieces + SWIZZLE_ALIGNMENT

@@ -1,4 +1,4 @@
-"""The choice of tiles: which variants are worth considering for a problem, and the one expected to be fastest."""
+"""The choice of tiles: candidates for a problem, and the one expected to be fastest."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fp8moe.kernels.gemm.epilogue import Epilogue, PeerStore
 from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, fits, with_stages, without_tma_store
 from fp8moe.runtime import config
 
-_TOKENS_IN_L2 = 6.5e6  # bytes, an eighth of an H200's L2: so many tokens stay there while weights come and go
+_TOKENS_IN_L2 = 6.5e6  # bytes of tokens, an eighth of an H200's L2, that stay there while weights stream through
 
 
 def raster_group(tile: TileConfig, m: int, k: int, concurrent: int) -> int:
-    """Height, in tiles, of the groups that ``concurrent`` tiles walk column by column.
+    """Return the height, in tiles, of the bands that ``concurrent`` tiles walk column by column.
 
-    If all tokens stay in L2, all rows: weights are read once. Otherwise the square-most footprint reads the least of
-    both operands; the groups are then evened out over the rows.
+    If all tokens stay in L2, a band has all rows: weights are read once. Otherwise the squarest footprint reads the
+    least of both operands; bands are then made equally high.
     """
     rows = ceil(m / tile.block_m)
     if m * k <= _TOKENS_IN_L2:
@@ -31,7 +31,7 @@ def raster_group(tile: TileConfig, m: int, k: int, concurrent: int) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _fitting(shape: TileConfig, split_k: int, blocks_per_sm: int, groups: int, parts: int, k: int) -> TileConfig | None:
-    """``shape`` with these attributes and as many stages as there is room for; None if it does not fit an SM."""
+    """Return ``shape`` with these attributes and as many stages as fit, or None if it does not fit an SM."""
     shape = replace(shape, split_k=split_k, blocks_per_sm=blocks_per_sm, groups=groups, k_parts=parts)
     tile = with_stages(shape, k)
     return tile if fits(tile, k) else None
@@ -50,12 +50,12 @@ class DenseProblem(NamedTuple):
 
 
 def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = None) -> list[TileConfig]:
-    """The configurations worth considering for (m, n, k): what fits an SM, and splits that fit in one wave.
+    """Return the tiles worth considering for (m, n, k): they fit an SM, and splits fit in one wave.
 
-    parts: of K that are summed one by one: splits of so many blocks, and blocks that do it themselves, unless weights
-    are the 64-row operand, whose splits then take any number of waves.
+    parts: fixes the number of parts in which K is summed: by a split over so many blocks or, if tokens are the 64-row
+    operand, by one block that sums them one by one. Splits with weights as rows then take any number of waves.
     """
-    # Up to 64 tokens one warpgroup takes all of them, up to 512 it may take some.
+    # Up to 64 tokens a tile has one warpgroup, up to 512 tokens it may.
     narrow = [TileConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
     if m <= 32:
         tokens = max(8, 1 << (m - 1).bit_length())
@@ -68,7 +68,7 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
         tiles += [TileConfig(256, 128), TileConfig(128, 256)]
         tiles += [TileConfig(192, block_n, warpgroups=3) for block_n in (96, 128)]
         tiles += [replace(shape, tma_store=True) for shape in tiles if shape.block_n >= 128 and shape.block_n % 64 == 0]
-        if parts and parts > 1:  # registers have room for their sums
+        if parts and parts > 1:  # registers hold the sums of their parts
             tiles += [TileConfig(256, 64), TileConfig(256, 80)]
     if 64 < m <= 512:
         tiles += [TileConfig(64, 32, warpgroups=1), *narrow]
@@ -77,7 +77,7 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
     for shape in tiles:
         count = ceil(m / shape.block_m) * ceil(n / shape.block_n)
         most = 4 if m <= 64 else 2 if shape.block_m == 64 else 1  # blocks on an SM
-        filled = 0.7 if shape.weights_as_rows else 1  # of the SMs, before blocks share them
+        filled = 0.7 if shape.weights_as_rows else 1  # share of the SMs to fill before blocks share an SM
         for split_k in _splits(shape, k, parts):
             for blocks_per_sm in range(1, most + 1):
                 alone = parts if parts and split_k == 1 else 1
@@ -87,41 +87,41 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
                     continue
                 one_wave = count <= resident_clusters(tile, num_sms)
                 crowded = blocks_per_sm == 1 or count * split_k > filled * num_sms * (blocks_per_sm - 1)
-                useful = not tile.tma_store or not one_wave  # TMA writes a tile under the next one's products
+                useful = not tile.tma_store or not one_wave  # TMA stores a tile while the next one is multiplied
                 if (one_wave or split_k == 1 or shape.weights_as_rows and split_k == parts) and crowded and useful:
                     found.append(tile)
     return found
 
 
 def _splits(shape: TileConfig, k: int, parts: int | None) -> Iterable[int]:
-    """Over how many blocks the K of a tile may be spread."""
+    """Return the numbers of blocks over which K may be split. parts: see `dense_candidates`."""
     if parts is None:
         return range(1, 2 if shape.tma_store else min(8, ceil(k / 128)) + 1)
-    if shape.weights_as_rows or parts == 1:  # a block whose weights are the 64-row operand does not sum parts
+    if shape.weights_as_rows or parts == 1:  # a block with weights as rows does not sum parts
         return (parts,)
-    if shape.tma_store:  # no shared memory for a bfloat16 tile and for sums of parts
+    if shape.tma_store:  # shared memory holds the bfloat16 tile: registers must hold all sums of parts
         return (1,) if replace(shape, k_parts=parts).keeps_parts else ()
     return (1, parts)
 
 
 @lru_cache(maxsize=4096)
 def choose_dense(m: int, n: int, k: int, num_sms: int, parts: int | None = None) -> TileConfig:
-    """The candidate that is expected to be fastest. parts: of K; None: as many as may be."""
+    """Return the candidate with the least expected time. parts: see `dense_candidates`; None: any."""
     found = dense_candidates(m, n, k, num_sms, parts)
     return min(found, key=lambda tile: dense_time(tile, m, n, k, num_sms))
 
 
-_DECODED = (1, 8, 16, 32, 64)  # tokens
-_INVARIANT_COST = 1.19  # by the cost model, which expects up to 0.17 more of one part than is measured
+_DECODED = (1, 8, 16, 32, 64)  # tokens of decode steps
+_INVARIANT_COST = 1.19  # accepted slowdown; for one part the cost model expects up to 0.17 more than is measured
 
 
 @lru_cache(maxsize=4096)
 def invariant_parts(n: int, k: int) -> int:
-    """The parts of K that are summed one by one for any number of tokens, where results are to be batch invariant.
+    """Return the number of parts in which K is summed for any number of tokens, if results are batch invariant.
 
-    Of the weights alone: the fewest with which few tokens take little longer than with the best split for each number,
-    on the 132 SMs of an H100 or H200. Of those, equal ones of an even number of blocks, as products of small tiles
-    alternate between two sets of registers; if there are none, equal ones; then any.
+    It depends on the weights alone: the fewest parts with which few tokens take little longer than with the best split
+    for each number of tokens, on the 132 SMs of an H100 or H200. Preferred are equal parts of an even number of blocks,
+    as products of small tiles alternate between two sets of registers; then equal parts; then any.
     """
     sms = 132
 
@@ -140,27 +140,27 @@ def invariant_parts(n: int, k: int) -> int:
 
 
 def describe_dense(m: int, n: int, k: int, num_sms: int = 132) -> str:
-    """A table of the candidates, the fastest expected first, on any machine."""
+    """Return a table of the candidates, the fastest expected first, on any machine."""
     return _table((dense_time(c, m, n, k, num_sms), c) for c in dense_candidates(m, n, k, num_sms))
 
 
 # ---- one matrix for each group ----
 
-# Most expected rows of a group whose weights are the 64-row operand, and fewest of one whose tokens are.
+# Most expected rows of a group to try weights as the 64-row operand, and fewest to try tokens.
 _MOST_AS_COLUMNS, _FEWEST_AS_ROWS = 24, 6
 
 
 def row_tiles_bound(block_m: int, rows: int, groups: int, max_m: int | None) -> int:
-    """The most tile rows that any sizes of the groups make: of ``rows`` rows, or with ``max_m`` of that many each."""
+    """Return the most tile rows of groups of any sizes: ``rows`` rows in all, or with ``max_m`` up to it each."""
     if max_m is not None:
         return groups * ceil(max_m / block_m)
     return (rows + min(groups, rows) * (block_m - 1)) // block_m
 
 
 class GroupedProblem(NamedTuple):
-    """A grouped GEMM: rows of all groups, of which each has about `expected_m`, and weights (n, k) for each group.
+    """A grouped GEMM: `rows` of all groups, about `expected_m` of each, and weights (n, k) for each group.
 
-    max_m: as in `Grouping`. swiglu: tiles have 128 columns of gate and of up, which become one quantization block.
+    max_m: as in `Grouping`. swiglu: a tile has 128 columns of gate and 128 of up, for one quantization block.
     """
 
     rows: int
@@ -174,7 +174,7 @@ class GroupedProblem(NamedTuple):
 
 
 def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
-    """The configurations worth considering."""
+    """Return the tiles worth considering."""
     rows, groups, expected_m, n, k, num_sms, max_m, swiglu = problem
     tiles = []
     if expected_m <= _MOST_AS_COLUMNS:
@@ -185,7 +185,7 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
     if expected_m >= _FEWEST_AS_ROWS:
         straight = [TileConfig(128, 256)]
         if not swiglu:
-            # The first of equals is chosen: a high tile reads the weights of its group once.
+            # The first of equally fast tiles is chosen: a high one, which reads the weights of its group once.
             wide = TileConfig(128, 256, half_tiles=True)
             straight = [TileConfig(256, 128), wide, TileConfig(128, 192), TileConfig(128, 128)]
             straight += [replace(shape, tma_store=True) for shape in straight]
@@ -197,14 +197,14 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
     for shape in tiles:
         bound = row_tiles_bound(shape.block_m, rows, groups, max_m) * ceil(n / shape.block_n)
         for split_k in range(1, min(8, ceil(k / 128)) + 1 if shape.weights_as_rows else 2):
-            # Beyond it, too few registers.
+            # More blocks would leave each too few registers.
             most = (3 if shape.block_n == 256 else 4) if shape.weights_as_rows else 3 if shape.warpgroups == 1 else 1
             for blocks_per_sm in range(1, most + 1):
                 tile = _fitting(shape, split_k, blocks_per_sm, groups, 1, k)
                 if tile is None:
                     continue
                 slots = resident_clusters(tile, num_sms)
-                # TMA writes a tile under the next one's products.
+                # TMA stores a tile while the next one is multiplied.
                 tiles_expected = groups * ceil(expected_m / shape.block_m) * ceil(n / shape.block_n)
                 useful = not tile.tma_store or tiles_expected > slots
                 if (split_k == 1 or bound <= slots) and useful:
@@ -216,9 +216,9 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
 def choose_grouped(
     problem: GroupedProblem, *, whole: tuple[int, int] | None = None, unsplit: bool = False
 ) -> TileConfig:
-    """The candidate that is expected to be fastest.
+    """Return the candidate with the least expected time.
 
-    whole: as in `Grouping`: K is split as for all of it, so that results are equal. unsplit: K is not split.
+    whole: as in `Grouping`; K is split as in the whole GEMM, for equal results. unsplit: K is not split.
     """
     found = grouped_candidates(problem)
     if unsplit:
@@ -231,14 +231,14 @@ def choose_grouped(
 
 
 def expected_us(problem: GroupedProblem, tile: TileConfig) -> float:
-    """Microseconds that a tile is expected to take."""
+    """Return the expected microseconds of a tile."""
     return grouped_time(tile, problem.groups, problem.expected_m, problem.n, problem.k, problem.num_sms)
 
 
 def describe_grouped(
     rows: int, groups: int, expected_m: float, n: int, k: int, num_sms: int = 132, *, swiglu: bool = False
 ) -> str:
-    """A table of the candidates for contiguous groups, the fastest expected first."""
+    """Return a table of the candidates for contiguous groups, the fastest expected first."""
     problem = GroupedProblem(rows, groups, expected_m, n, k, num_sms, swiglu=swiglu)
     return _table((expected_us(problem, tile), tile) for tile in grouped_candidates(problem))
 
@@ -247,16 +247,16 @@ def _table(costs: Iterable[tuple[float, TileConfig]]) -> str:
     return "\n".join(f"{cost:9.1f} us  {tile}" for cost, tile in sorted(costs, key=lambda pair: pair[0]))
 
 
-# ---- under the settings that hold ----
+# ---- the choice under the current settings ----
 
 
 class Grouping(NamedTuple):
-    """How the rows of a GEMM belong to groups, each with weights of its own.
+    """The groups of a GEMM's rows; each group has weights of its own.
 
-    expected_m: rows that a group is expected to have; None: all have equally many.
-    max_m: of the masked layout, rows that each group has room for.
-    whole: of the contiguous layout, rows and groups of a GEMM of which this is a part: a group is expected to have as
-        many rows as there, and K is summed in the same order.
+    expected_m: expected rows of a group; None: equally many in all.
+    max_m: in the masked layout, the rows that each group has room for.
+    whole: in the contiguous layout, rows and groups of the whole GEMM if this is a part of it: expected rows of a group
+        and the order of sums over K are those of the whole.
     """
 
     expected_m: float | None = None
@@ -264,11 +264,11 @@ class Grouping(NamedTuple):
     whole: tuple[int, int] | None = None
 
     def layouts(self) -> Grouping:
-        """What launchers are kept by."""
+        """Return the properties that a plan depends on."""
         return self
 
     def problem(self, rows: int, groups: int, n: int, k: int, num_sms: int, *, swiglu: bool) -> GroupedProblem:
-        """The problem for so many rows of so many groups."""
+        """Return the problem for these rows and groups."""
         expected_m = self.expected_m
         if expected_m is None:
             of_all, among = self.whole or (rows, groups)
@@ -279,7 +279,7 @@ class Grouping(NamedTuple):
 def choose(
     problem: GroupedProblem | DenseProblem, epilogue: Epilogue, whole: tuple[int, int] | None = None
 ) -> TileConfig:
-    """The tile for a problem; TMA does not write rows that go to peers."""
+    """Return the tile for a problem; TMA does not store rows that go to peers."""
     if isinstance(problem, GroupedProblem):
         tile = choose_grouped(problem, whole=whole, unsplit=config.settings.batch_invariant)
     else:
@@ -291,11 +291,11 @@ def choose(
 # ---- groups along K ----
 
 GROUPED_K_TILES = (GroupedKTile(256, 96, 4), GroupedKTile(256, 112, 4), GroupedKTile(128, 96, 6))
-_LOW_TILE = 1.2  # a row of a low tile takes longer: it shares its loads of b with fewer
+_LOW_TILE = 1.2  # factor of the time per row of a low tile, which shares its loads of b with fewer rows
 
 
 def choose_grouped_k(groups: int, m: int, n: int, num_sms: int) -> GroupedKTile:
-    """The tile whose waves over the SMs cover the least area: low ones need more loads, but fill up the last wave."""
+    """Return the tile whose waves cover the least area: low tiles need more loads, but fill the last wave better."""
 
     def cost(tile: GroupedKTile) -> float:
         waves = ceil(groups * ceil(m / tile.block_m) * ceil(n / tile.block_n) / num_sms)

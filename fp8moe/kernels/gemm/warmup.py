@@ -1,15 +1,18 @@
-"""The kernels of GEMMs that may be chosen for some number of rows: to compile them before a call needs one."""
+"""The kernels that calls need: those that they launch, and GEMMs that may be chosen for other numbers of rows."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from math import ceil, gcd
 from typing import NamedTuple
 
+import torch
+
 from fp8moe.kernels.gemm.epilogue import Columns, Epilogue
 from fp8moe.kernels.gemm.sm90 import TileConfig, with_columns
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose
 from fp8moe.runtime.jit import KernelSpec
+from fp8moe.runtime.record import Recorder
 
 _LADDER = 1.07  # from one number of rows to the next one that is looked at
 _FEW, _MANY = 128, 8192  # from the first to the last, wherever the tokens of a tile, or the number of tiles, change
@@ -64,6 +67,28 @@ divisor. A dense GEMM has a row for each token, or for each sequence.
 def note(family: Family, rows: int) -> None:
     """A plan has been made for so many rows, or for a part of them."""
     families[family] = gcd(rows, families.get(family, 0)) if family.groups else 1
+
+
+class RequiredKernels(NamedTuple):
+    """kernels: those that were launched. families: of GEMMs, each with its rows for one token."""
+
+    kernels: set[KernelSpec]
+    families: dict[Family, int]
+
+
+def required_by(calls: Iterable[Callable[[], object]], num_sms: int) -> RequiredKernels:
+    """Find what calls launch without gradients on a GPU of `num_sms` SMs. The process is a `Recorder`'s afterwards."""
+    torch.set_num_threads(1)
+    recorder = Recorder(num_sms)
+    with torch.no_grad():
+        for call in calls:
+            call()
+    return RequiredKernels(set(recorder.kernels), dict(families))
+
+
+def lengths(tokens: int) -> list[int]:
+    """Powers of two up to `tokens`, and `tokens`: numbers that a kernel, but for GEMMs, serves all of or one among."""
+    return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
 
 
 def _ladder(least: int, most: int) -> Iterator[int]:

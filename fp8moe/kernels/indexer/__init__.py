@@ -1,4 +1,4 @@
-"""Index scores of sparse attention, and the paged cache of their keys."""
+"""Index scores of sparse attention, and the paged cache of keys."""
 
 from fp8moe.kernels.indexer.mqa_cache import append_kv, new_kv_cache, read_kv
 from fp8moe.kernels.indexer.mqa_logits import paged_mqa_logits

@@ -17,15 +17,15 @@ from fp8moe.runtime.launch import PointerLauncher, planned
 from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import WARP
 
-_WARPS = 4  # of a thread block
-_LANE_BYTES = 16  # of a key
+_WARPS = 4  # warps of a thread block
+_LANE_BYTES = 16  # bytes of a key in one lane
 
 
 def new_kv_cache(num_blocks: int, head_dim: int, *, device: torch.device | str) -> Tensor:
-    """A cache for num_blocks * 64 keys of D = head_dim values: uint8 zeros (num_blocks, 64, 1, D + 4).
+    """Return a cache for num_blocks * 64 keys of D = head_dim values: uint8 zeros (num_blocks, 64, 1, D + 4).
 
-    The first 64 * D bytes of a block are the E4M3 values of its keys, token after token; the other 256 are their 64
-    float32 scales. Slot s is place s % 64 of block s // 64.
+    The first 64 * D bytes of a block are the E4M3 values of its keys, token after token; the last 256 bytes are their
+    64 float32 scales. Slot s is place s % 64 of block s // 64.
 
     num_blocks: 0 or more. head_dim: 32, 64 or 128.
     Raises ValueError for another num_blocks or head_dim.
@@ -41,10 +41,10 @@ def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, *, scale_format: str =
     """Quantize keys, one scale each, and write them to their slots of the cache, in place.
 
     kv_cache: (num_blocks, 64, 1, D + 4) uint8, contiguous, from a multiple of 16 bytes on; D is 32, 64 or 128.
-    k: (T, D) bfloat16, float16 or float32, any strides. Values and scales get the bits that `quantize_1x128` gives
-        them. Quantization has no derivative: nothing is recorded for the autograd graph of k.
-    slots: (T,) int32. A token whose slot is outside [0, num_blocks * 64) is left out. What a slot holds that several
-        tokens share is unspecified; the other slots are not touched by it.
+    k: (T, D) bfloat16, float16 or float32, any strides. Values and scales have the bits of `quantize_1x128`.
+        Quantization has no derivative: nothing is recorded for the autograd graph of k.
+    slots: (T,) int32. A token whose slot is outside [0, num_blocks * 64) is left out. If several tokens have one slot,
+        the contents of that slot, and of no other, are unspecified.
     scale_format: "float32", or "ue8m0" for scales rounded up to powers of two.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, memory layout or
@@ -56,10 +56,10 @@ def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, *, scale_format: str =
 
 
 def read_kv(kv_cache: Tensor, slots: Tensor) -> FP8Tensor:
-    """The keys in some slots of a cache.
+    """Return the keys in slots of a cache.
 
     kv_cache: (num_blocks, 64, 1, D + 4) uint8, contiguous; D is 32, 64 or 128.
-    slots: (T,) int32. Those outside [0, num_blocks * 64) read as zeros, data and scale.
+    slots: (T,) int32. Data and scale of a slot outside [0, num_blocks * 64) read as zeros.
     Returns data (T, D) and scale (T,), contiguous: the `kv` of ``mqa_logits``.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or memory layout.
@@ -72,7 +72,7 @@ def read_kv(kv_cache: Tensor, slots: Tensor) -> FP8Tensor:
 
 
 def kernel_spec(head_dim: int, dtype: torch.dtype, ue8m0: bool) -> KernelSpec:
-    """The kernel for keys of `head_dim` columns and `dtype`."""
+    """Return the kernel for keys of `head_dim` columns and `dtype`."""
     constants = {
         "HEAD_DIM": head_dim,
         "BLOCK_TOKENS": BLOCK_TOKENS,
@@ -88,7 +88,7 @@ def _tokens_per_block(head_dim: int, dtype: torch.dtype) -> int:
 
 @planned
 def launcher(device_index: int, kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> PointerLauncher:
-    """The launcher for k (T, D), its rows contiguous and at multiples of 16 bytes, slots, contiguous, and the cache."""
+    """Return the launcher for (k, slots, kv_cache): k (T, D) with rows at multiples of 16 bytes, slots contiguous."""
     tokens, head_dim = k.shape
     return PointerLauncher(
         load(kernel_spec(head_dim, k.dtype, scale_format == "ue8m0")),
@@ -100,7 +100,7 @@ def launcher(device_index: int, kv_cache: Tensor, k: Tensor, slots: Tensor, scal
 
 
 def _ready(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> Callable[..., None] | None:
-    """The launch of operands that lie like others whose launcher was built: those have passed the checks."""
+    """Return the launch if operands of these layouts, which passed the checks, have run before."""
     launch = launcher.find(k.get_device(), kv_cache, k, slots, scale_format)
     if launch is None or (kv_cache.data_ptr() | k.data_ptr()) % 16:
         return None

@@ -1,4 +1,4 @@
-"""Index scores of sparse attention: ``mqa_logits`` over keys in a row, ``paged_mqa_logits`` over a paged cache."""
+"""Index scores of sparse attention: ``mqa_logits`` over an array of keys, ``paged_mqa_logits`` over a paged cache."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,14 +36,14 @@ def mqa_logits(
     weights: (S, H) float32.
     starts, ends: (S,) int32, on the device of the operands: query s scores the keys ``starts[s]`` up to ``ends[s]``,
         both clamped to [0, T]; a range whose end comes before its start is empty.
-    fill_masked: write -inf to entries outside of the ranges. Otherwise they are not written: uninitialized.
-    max_range: an int: each row begins with its own range, ``out[s, i]`` is the score of key ``starts[s] + i``, and of a
-        longer range the keys behind the first ``max_range`` are left out.
+    fill_masked: write -inf to entries outside of the ranges; otherwise they are uninitialized.
+    max_range: an int: each row begins with its own range, ``out[s, i]`` is the score of key ``starts[s] + i``, and
+        scores past the first ``max_range`` keys of a range are left out.
     Returns (S, T) float32, or (S, max_range). Products are summed in float32; a NaN in an operand reaches the entries
     that depend on it and no other. Equal inputs give equal bits.
 
-    On the CUDA backend the host neither knows nor waits for the ranges, and only tiles that some range meets are
-    computed, so that a call can be captured in a CUDA graph. Keys there may lie at any multiple of 16 bytes, such as
+    On the CUDA backend the host neither knows nor waits for the ranges, so that a call can be captured in a CUDA graph,
+    and only tiles with keys of some range are computed. Rows of keys may be at any multiples of 16 bytes, such as
     ``cache[:, :D]`` of wider rows; operands in another layout are copied first. There is no backward: calling it raises
     RuntimeError. Method: the lightning indexer of DeepSeek-V3.2, arXiv:2512.02556, section 2.1.
 
@@ -59,7 +59,7 @@ def mqa_logits(
 
 
 def scores(operands: Prefill) -> Tensor:
-    """`mqa_logits` with any number of columns."""
+    """Compute `mqa_logits` with any number of columns."""
     return autograd.run(_mqa_logits, "fp8moe.mqa_logits", *operands)
 
 
@@ -80,13 +80,13 @@ def paged_mqa_logits(
         `fp8moe.kernels.indexer.mqa_cache.new_kv_cache`.
     weights: (B * next_n, H) float32, with the scales of q.
     context_lens: (B,) int32, the cached tokens of each sequence: query j of next_n sees the first
-        ``context_len - next_n + 1 + j``. Or (B, next_n) int32: a query sees exactly as many as it says. The number that
-        a query sees is clamped to [0, min(max_context_len, 64 * max_blocks)].
+        ``context_len - next_n + 1 + j`` tokens. Or (B, next_n) int32, the tokens that each query sees. Both are clamped
+        to [0, min(max_context_len, 64 * max_blocks)].
     block_table: (B, max_blocks) int32: tokens 64 * i to 64 * i + 63 of sequence b are in block ``block_table[b, i]``,
-        clamped to [0, num_blocks - 1]. Entries past the context may hold anything. Without any block
-        (num_blocks or max_blocks 0) no query sees a token.
+        clamped to [0, num_blocks - 1]. Entries past the context are not read. If num_blocks or max_blocks is 0, no
+        query sees a token.
     max_context_len: an int, the number of columns of the result.
-    fill_masked: write -inf to entries past what a query sees. Otherwise they are not written: uninitialized.
+    fill_masked: write -inf to entries past the tokens that a query sees; otherwise they are uninitialized.
     Returns (B * next_n, max_context_len) float32; see `mqa_logits` for sums, NaN and gradients.
 
     On the CUDA backend the host neither knows nor waits for lengths and blocks, so that a call can be captured in a
@@ -107,14 +107,14 @@ def paged_mqa_logits(
 
 
 class _Kernel(NamedTuple):
-    """A kernel's launcher, and what each call changes: the tensor maps of q, keys and their scales, the arguments."""
+    """A kernel's launcher with the parts that each call changes: tensor maps of q, keys and key scales; arguments."""
 
     launcher: Launcher
     maps: tuple[TensorMap, TensorMap, TensorMap]
     arguments: Arguments
 
     def launch(self, q: Tensor, keys: Tensor, key_scales: Tensor, **pointers: Tensor) -> None:
-        """Enqueue the kernel on PyTorch's current stream. pointers: what those in the arguments point to, by name."""
+        """Enqueue the kernel on PyTorch's current stream. pointers: tensors for the pointers in `arguments`."""
         index = q.get_device()
         with device_guard(index), self.launcher.lock:
             for tensor_map, tensor in zip(self.maps, (q, keys, key_scales), strict=True):
@@ -164,7 +164,7 @@ def _paged_kernel(device_index: int, operands: Paged) -> _Kernel:
     batch, next_n, heads, head_dim = q.shape
     num_blocks, max_blocks = kv_cache.shape[0], block_table.shape[1]
     variant = paged_config(heads, head_dim, next_n)
-    # The cache as rows of one key.
+    # The map treats the cache as rows of head_dim bytes.
     shape, box = (num_blocks * variant.tile_rows, head_dim), (variant.tile_rows, head_dim)
     keys = tensor_map(kv_cache, shape=shape, strides=(head_dim, 1), box=box, swizzle=head_dim)
     arguments = Arguments(
@@ -200,7 +200,7 @@ def launch(operands: Prefill, out: Tensor) -> None:
 
 
 def launch_paged(operands: Paged, out: Tensor) -> None:
-    """Write those of a paged cache to out (B * next_n, max_context_len)."""
+    """Write the scores of a paged cache to out (B * next_n, max_context_len) float32."""
     q, kv_cache, weights, context_lens, block_table, *options = operands
     max_blocks = block_table.shape[1]
     if not kv_cache.shape[0] or not max_blocks:
@@ -232,7 +232,7 @@ def _scores(operands: Prefill, write: Callable[[Prefill, Tensor], None]) -> Tens
 
 
 def _ready(operands: Prefill) -> Callable[[Prefill], Tensor] | None:
-    """The launch of operands that lie like others whose kernel was built: those have passed the checks."""
+    """Return the launch if operands of these layouts, which passed the checks, have run before."""
     q, kv, kv_scale, weights, *_ = operands
     kernel = _prefill_kernel.find(q.get_device(), operands)
     if kernel is None or (q.data_ptr() | kv.data_ptr() | kv_scale.data_ptr() | weights.data_ptr()) % 16:
@@ -254,7 +254,7 @@ def _paged_scores(operands: Paged, write: Callable[[Paged, Tensor], None]) -> Te
 
 
 def _ready_paged(operands: Paged) -> Callable[[Paged], Tensor] | None:
-    """What `_ready` does."""
+    """Return the launch if operands of these layouts, which passed the checks, have run before."""
     q, kv_cache, weights, *_ = operands
     kernel = _paged_kernel.find(q.get_device(), operands)
     if kernel is None or (q.data_ptr() | kv_cache.data_ptr() | weights.data_ptr()) % 16:

@@ -1,4 +1,4 @@
-"""The index scores and their cache in plain PyTorch, on any device: they define what the CUDA kernels compute."""
+"""The index scores and their cache in plain PyTorch, on any device: they define the results of the CUDA kernels."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,15 @@ from fp8moe.kernels.indexer.checks import Paged, Prefill
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.reference import quantize_1x128
 
-_CHUNK = 1 << 23  # products of one head of a query with a key, at a time
+_CHUNK = 1 << 23  # dot products of a query head and a key that are in memory at a time
 _INF = float("inf")
 
 
 def mqa_logits(operands: Prefill, out: Tensor) -> None:
-    """Write the logits of ``mqa_logits`` to ``out`` (S, columns) float32, any strides. Waits for no GPU.
+    """Write the logits of ``mqa_logits`` to ``out`` (S, columns) float32, any strides, without waiting for a GPU.
 
-    Products are exact, see `products`; all sums are in float32. Queries are taken in chunks: memory beside the result
-    is a float32 copy of the keys and tens of MB, or what one query takes where that is more.
+    Products are exact, see `products`; all sums are in float32. Queries are computed in chunks: temporary memory is a
+    float32 copy of the keys and tens of MB, or more if a single query takes more.
     """
     q, kv, kv_scale, weights, starts, ends, _, from_starts, fill_masked = operands
     keys = to_float32(kv).t()
@@ -37,7 +37,7 @@ def mqa_logits(operands: Prefill, out: Tensor) -> None:
 def paged_mqa_logits(operands: Paged, out: Tensor) -> None:
     """Write the logits of ``paged_mqa_logits`` to ``out`` (B * next_n, max_context_len) float32.
 
-    One sequence at a time, as much of its context as it has: on a GPU this waits for the context lengths.
+    Sequences are computed one by one, each with its own context length, which the host waits for.
     """
     q, kv_cache, weights, context_lens, block_table, _, fill_masked = operands
     batch, next_n = q.shape[:2]
@@ -57,10 +57,10 @@ def paged_mqa_logits(operands: Paged, out: Tensor) -> None:
 
 
 def tokens_seen(context_lens: Tensor, next_n: int) -> Tensor:
-    """How many cached tokens each query sees, (B, next_n) int64, before it is clamped.
+    """Return the number of cached tokens that each query sees, (B, next_n) int64, not clamped.
 
-    context_lens: (B, next_n), just that; or (B,), the length for the last of the next_n queries: each one before it
-    sees one token less.
+    context_lens: (B, next_n), these numbers; or (B,), the number for the last of next_n queries: each query sees one
+    token less than the next.
     """
     if context_lens.dim() == 2:
         return context_lens.long()
@@ -68,7 +68,7 @@ def tokens_seen(context_lens: Tensor, next_n: int) -> Tensor:
 
 
 def split(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a cache (num_blocks, 64, 1, D + 4): its keys (num_blocks, 64, D) uint8, scales (num_blocks, 64)."""
+    """Return views of a cache (num_blocks, 64, 1, D + 4): keys (num_blocks, 64, D) uint8, scales (num_blocks, 64)."""
     num_blocks, tokens, _, width = kv_cache.shape
     blocks = kv_cache.view(num_blocks, tokens * width)
     data, scale = blocks.split((tokens * (width - 4), tokens * 4), dim=1)
@@ -82,7 +82,7 @@ def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, ue8m0: bool) -> None:
         return
     data, scale = quantize_1x128(k, ue8m0)
     valid = _valid_slots(slots, num_slots)
-    # A token without a slot repeats what the first token with one writes; where none has, slot 0 keeps what it holds.
+    # A token without a slot writes the same as the first token with one; if no token has a slot, slot 0 is rewritten.
     token = torch.where(valid, torch.arange(len(slots), device=slots.device), valid.int().argmax())
     place = tuple(_places(torch.where(valid, slots, 0)[token], kv_cache.shape[1]))
     some = valid.any()
@@ -91,7 +91,7 @@ def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, ue8m0: bool) -> None:
 
 
 def read_kv(kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Data (T, D) and scale (T,) of slots (T,), zeros for those that the cache does not have."""
+    """Return data (T, D) and scale (T,) of slots (T,), zeros for slots outside of the cache."""
     data, scale = split(kv_cache)
     num_slots = kv_cache.shape[0] * kv_cache.shape[1]
     if num_slots == 0:
@@ -108,6 +108,6 @@ def _valid_slots(slots: Tensor, num_slots: int) -> Tensor:
 
 
 def _places(slots: Tensor, block_tokens: int) -> tuple[Tensor, Tensor]:
-    """Block and place in it of valid slots."""
+    """Return the block and the place within the block of valid slots."""
     slots = slots.long()
     return slots // block_tokens, slots % block_tokens

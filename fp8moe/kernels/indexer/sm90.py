@@ -1,4 +1,4 @@
-"""Hopper's side of ``cuda/sm90/mqa_logits.cu``: heads laid over warpgroups, registers, shared memory, stages."""
+"""Variants of ``cuda/sm90/mqa_logits.cu`` on Hopper: heads per warpgroup, registers, shared memory, stages."""
 
 import ctypes
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from fp8moe.runtime.jit import KernelSpec, constants
 from fp8moe.runtime.sm90 import SHARED_LIMIT, SWIZZLE_ALIGNMENT, WARP, WARPGROUP, wgmma_source
 
 TILE = BLOCK_TOKENS
-"""kv tokens of a tile. A tile of a paged cache is a block of it."""
+"""kv tokens of a tile. If kv is paged, a tile is a block of the cache."""
 
 _Q_SLOTS = 2
-# Of the ring of kv tiles, by whether they are paged: 80 KB reach the full bandwidth; paged lost 5% of it with 190 KB.
+# Bytes of the ring of kv tiles, not paged and paged. 80 KB reach the full bandwidth; paged, 190 KB were 5% slower.
 _RING_BYTES = {False: 160 << 10, True: 88 << 10}
-# Registers of a math thread and of a producer thread, by the number of math warpgroups. Together they are what the
-# thread block has at launch, when all threads have the same number.
+# Registers of a math thread and of a producer thread, by the number of math warpgroups. Their sum over the thread block
+# is the sum at launch, when all threads have equal shares.
 _REGISTERS = {2: (232, 40), 3: (152, 56), 4: (112, 32)}
-_BARRIERS_BYTES = 16  # of a stage or slot: full and empty
+_BARRIERS_BYTES = 16  # of the barriers of a stage or slot, full and empty
 
 
 class Arguments(ctypes.Structure):
-    """``struct Arguments`` of cuda/mqa_logits.cu, with the members of its parts."""
+    """``struct Arguments`` of cuda/sm90/mqa_logits.cu, its parts flattened."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("starts", "ends")),
@@ -35,13 +35,11 @@ class Arguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class MqaConfig:
-    """A variant.
+    """A compiled variant.
 
-    Attributes:
-        heads, head_dim: of the queries.
-        queries: that share a kv tile; `next_n` if the kv is paged.
-        column_groups, row_groups: math warpgroups; the former split the queries, the latter take tiles in turns.
-        paged: whether tiles are blocks of a cache.
+    heads, head_dim: of the queries. queries: how many share a kv tile; `next_n` if kv is paged.
+    column_groups, row_groups: math warpgroups; column groups split the queries, row groups take tiles in turns.
+    paged: tiles are blocks of a cache.
     """
 
     heads: int
@@ -61,17 +59,17 @@ class MqaConfig:
 
     @property
     def columns(self) -> int:
-        """Columns of one product of the tensor cores."""
+        """Columns of one wgmma."""
         return self.queries // self.column_groups * self.heads
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a tile in the map of kv, head_dim bytes each: keys, and if paged the scales behind them."""
+        """Rows of head_dim bytes that a tile has in the map of kv: keys and, if paged, the scales after them."""
         return TILE + 4 * TILE // self.head_dim if self.paged else TILE
 
     @property
     def _fixed_bytes(self) -> int:
-        """Shared memory beside the ring of kv tiles, with what aligns all of it."""
+        """Shared memory beside the ring of kv tiles, with room for alignment."""
         rows = self.queries * self.heads
         slot = rows * (self.head_dim + 4) + 4 * (3 + 2 * self.queries) + _BARRIERS_BYTES
         return SWIZZLE_ALIGNMENT + _Q_SLOTS * slot + 4 * (self.threads + self.threads // WARP)
@@ -92,14 +90,14 @@ class MqaConfig:
 
 
 def prefill_config(heads: int, head_dim: int) -> MqaConfig:
-    """128 columns a warpgroup; four queries in one take more registers than four warpgroups leave each other."""
+    """Return the variant with 128 columns per warpgroup; with four queries in each, registers suffice for three."""
     if heads == 64:
         return MqaConfig(heads, head_dim, 4, column_groups=2, row_groups=2, paged=False)
     return MqaConfig(heads, head_dim, 12, column_groups=3, row_groups=1, paged=False)
 
 
 def paged_config(heads: int, head_dim: int, next_n: int) -> MqaConfig:
-    """Up to 128 columns a warpgroup, a whole number of queries each."""
+    """Return the variant with up to 128 columns per warpgroup, a whole number of queries."""
     if next_n * heads <= 128:
         return MqaConfig(heads, head_dim, next_n, column_groups=1, row_groups=3, paged=True)
     if next_n % 2:
@@ -108,7 +106,7 @@ def paged_config(heads: int, head_dim: int, next_n: int) -> MqaConfig:
 
 
 def kernel_spec(cfg: MqaConfig) -> KernelSpec:
-    """The kernel of a variant."""
+    """Return the kernel of a variant."""
     math_registers, producer_registers = _REGISTERS[cfg.warpgroups]
     values = {
         "HEADS": cfg.heads,

@@ -1,4 +1,4 @@
-"""The operators of a linear layer: forward and training."""
+"""The operators of an FP8 linear layer: forward and training."""
 
 from fp8moe.kernels.linear.forward import linear
 from fp8moe.kernels.linear.training import linear_training

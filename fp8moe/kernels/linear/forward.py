@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8moe.kernels.gemm import launch
 from fp8moe.kernels.gemm.api import multiply
 from fp8moe.kernels.gemm.checks import bias_vector, weight_scale
-from fp8moe.kernels.gemm.launch import Operands
+from fp8moe.kernels.gemm.launch import GemmOperands
 from fp8moe.kernels.linear.training import check, linear_training
 from fp8moe.quant import reference
 from fp8moe.quant.checks import fp8_operand
@@ -24,7 +24,7 @@ from fp8moe.runtime.operator import define
 
 
 def linear(x: Tensor, weight: FP8Tensor | tuple[Tensor, Tensor], bias: Tensor | None = None) -> Tensor:
-    """``x @ dequantize(weight).T + bias`` with x quantized to FP8 by blocks of 1x128: `FP8Linear` as a function.
+    """``x @ dequantize(weight).T + bias`` with x quantized in blocks of 1x128: `FP8Linear` as a function.
 
     x: (..., K) bfloat16, float16 or float32; any K.
     weight: FP8Tensor or (data, scale). data (N, K) float8_e4m3fn; any N. scale float32, (ceil(N/128), ceil(K/128)) of
@@ -32,11 +32,9 @@ def linear(x: Tensor, weight: FP8Tensor | tuple[Tensor, Tensor], bias: Tensor | 
     bias: (N,) bfloat16, float16 or float32, or None.
     Returns (..., N) in the dtype of x, rounded once from float32.
 
-    It is `gemm` of ``quantize_1x128(x)``, launched so that weights are fetched while the input is quantized.
-
-    Where K is not a multiple of 16 or N not of 8, the call pads copies of the operands with zeros. x and bias get
-    gradients, as `linear_training` describes them. An FP8 weight has none: where it requires one, the backward raises
-    RuntimeError.
+    It computes `gemm` of ``quantize_1x128(x)``; weights are fetched while the input is quantized. If K is not a
+    multiple of 16 or N not of 8, copies of the operands are padded with zeros. x and bias get gradients, see
+    `linear_training`. An FP8 weight gets none: if it requires one, the backward raises RuntimeError.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, RuntimeError under forward-mode
     differentiation and the derivatives of torch.func.
@@ -48,7 +46,7 @@ def linear(x: Tensor, weight: FP8Tensor | tuple[Tensor, Tensor], bias: Tensor | 
 
 
 def apply(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` of a weight's values and scales."""
+    """Compute `linear` of x, values and scales of a weight, and a bias."""
     autograd.check_derivatives("fp8moe.FP8Linear", x, weight, bias)
     if autograd.recorded(weight, weight_scale_inv):
         name = "fp8moe.FP8Linear with an FP8 weight that requires a gradient, not a master_dtype,"
@@ -61,12 +59,12 @@ def apply(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | No
     return _linear_op(x, weight, weight_scale_inv, bias)
 
 
-class _Launcher:
-    """How to run the layer on operands like these on the current device. x_aligned: x is at a multiple of 16 bytes.
+class _LinearLauncher:
+    """Runs the layer on operands with these layouts. x_aligned: x is at a multiple of 16 bytes.
 
-    The GEMM is launched while the quantizer runs (programmatic dependent launch) and fetches weights meanwhile. That is
-    safe because the quantizer is launched the ordinary way: when it starts, all that came before it, such as a kernel
-    that writes the weights or one that still reads the memory of the result, has ended.
+    The GEMM is launched while the quantizer runs (programmatic dependent launch) and fetches weights meanwhile. This is
+    safe because the quantizer is launched the ordinary way: it starts after all earlier kernels have ended, such as one
+    that writes the weights or reads the memory of the result.
     """
 
     def __init__(
@@ -85,10 +83,10 @@ class _Launcher:
         self._index = device_index
         self._n = n
         self._out_dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
-        # The values, then the scales: K is a multiple of 16, so these are aligned too.
+        # The scratch memory has the values, then the scales. K is a multiple of 16, so the scales are aligned too.
         self._data_bytes = m * k
         scratch_bytes = self._data_bytes + 4 * pitch * k_blocks
-        # With strides, and bound beforehand, an allocation takes half the time of torch.empty.
+        # A bound empty_strided takes half the time of torch.empty.
         allocate = functools.partial(torch.empty_strided, device=x.device)
         self._new_scratch = functools.partial(allocate, (scratch_bytes,), (1,), dtype=torch.uint8)
         shape = (*x.shape[:-1], n)
@@ -98,11 +96,11 @@ class _Launcher:
         data = scratch[: self._data_bytes].view(weight.dtype).view(m, k)
         scale = scratch[self._data_bytes :].view(torch.float32).view(k_blocks, pitch).t()[:m]
         self._quantizer = quantizer(device_index, "quantize_1x128", rows, has_vector_rows(rows))
-        operands = Operands(data, scale, weight, weight_scale_inv, bias)
+        operands = GemmOperands(data, scale, weight, weight_scale_inv, bias)
         self._gemm = launch.dense(device_index, operands, self._out_dtype, True)
 
     def __call__(self, x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-        # Freed on return, while the kernels still run; the allocator hands it on in the order of the stream.
+        # The scratch memory is freed on return while kernels still run: the allocator reuses it in stream order.
         scratch, out = self._new_scratch(), self._new_out()
         data, address = scratch.data_ptr(), out.data_ptr()
         scale = data + self._data_bytes
@@ -117,11 +115,11 @@ class _Launcher:
         return out if self._out_dtype is x.dtype else out.to(x.dtype)
 
 
-_launcher = planned(_Launcher)
+_launcher = planned(_LinearLauncher)
 
 
 def _launch(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-    """The layer of operands that are checked and padded; those in layouts that the kernels do not take are copied."""
+    """Run the kernels on checked and padded operands; layouts that the kernels do not read are copied."""
     rows = unit_stride(x.reshape(-1, x.shape[-1]))
     if rows.data_ptr() != x.data_ptr():
         x = rows.view(x.shape)
@@ -130,7 +128,7 @@ def _launch(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
 
 
 def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-    # The layouts that the operands count by, written out: `planned` would take longer.
+    # The layouts are written out because `planned` takes longer to collect them.
     found = _launcher.look_up(
         index := x.get_device(),
         (x.shape, x.stride(), x.dtype, index),
@@ -140,12 +138,12 @@ def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
         x.data_ptr() & 15 == 0,
     )
     if found is not None and not (weight.data_ptr() | launch.column_addresses(weight_scale_inv, bias)) & 15:
-        return found(x, weight, weight_scale_inv, bias)  # operands like them have run: there is nothing to check
+        return found(x, weight, weight_scale_inv, bias)  # operands of these layouts have passed the checks before
     check(x, weight, weight_scale_inv, bias)
     n, k = weight.shape
     pad_n, pad_k = -n % 8, -k % 16
     if pad_n or pad_k:
-        # Zeros fall into blocks that are there already, so the scales of blocks stay as they are.
+        # The padding stays inside existing blocks, so block scales do not change.
         x = F.pad(x, (0, pad_k))
         weight = F.pad(weight.view(torch.uint8), (0, pad_k, 0, pad_n)).view(weight.dtype)
         if has_channel_scales(weight[:n], weight_scale_inv):
@@ -157,12 +155,12 @@ def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
 
 
 def _composed(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-    """The layer from the reference quantizer and the GEMM, for the reference backend and for empty operands."""
+    """Compute the layer from the reference quantizer and the GEMM: on the reference backend, and if it is empty."""
     lead = x.shape[:-1]
     data, scale = reference.quantize_1x128(x.reshape(lead.numel(), x.shape[-1]), False)
     dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
     out = torch.empty((lead.numel(), weight.shape[0]), dtype=dtype, device=x.device)
-    multiply(Operands(data, scale, weight, weight_scale_inv, bias), out)
+    multiply(GemmOperands(data, scale, weight, weight_scale_inv, bias), out)
     return out.to(x.dtype).view(*lead, weight.shape[0])
 
 

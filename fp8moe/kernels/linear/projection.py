@@ -1,4 +1,4 @@
-"""A frozen FP8 linear on an input that is quantized already: ``projection`` and its operator ``fp8moe::projection``."""
+"""A frozen FP8 linear layer for an already quantized input: ``projection`` and its operator."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8moe.kernels.gemm import checks
 from fp8moe.kernels.gemm.api import empty_product, product
-from fp8moe.kernels.gemm.launch import Operands
+from fp8moe.kernels.gemm.launch import GemmOperands
 from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import autograd
@@ -17,16 +17,16 @@ from fp8moe.runtime.operator import define
 def projection(
     x: FP8Tensor, weight: FP8Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """``dequantize(x) @ dequantize(weight).T + bias``, as `fp8moe.gemm` computes it, launched ahead of its turn.
+    """Compute `fp8moe.gemm` of x, weight and bias, launched before the kernel ahead in the stream has ended.
 
     x: data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major. K a multiple of 16.
     weight: data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) float32. N a multiple of 8.
     bias: (N,) bfloat16, float16 or float32. out_dtype: bfloat16 or float32.
     Returns (M, N).
 
-    The kernel fetches weight and bias while the one ahead of it in the stream still runs (programmatic dependent
-    launch). So that one must not write them, where it is a kernel of this package; those of PyTorch may.
-    There is no backward: calling it raises RuntimeError.
+    The kernel fetches weight and bias while the kernel ahead still runs (programmatic dependent launch): a kernel of
+    this package that is ahead must not write them; a kernel of PyTorch may. There is no backward: calling it raises
+    RuntimeError.
 
     Raises as `fp8moe.gemm` does.
     """
@@ -35,7 +35,7 @@ def projection(
     return autograd.run(_projection_op, "fp8moe.kernels.linear.projection", *operands, out_dtype is torch.float32)
 
 
-def _projection(operands: Annotated[Operands, (*Operands._fields[:4], "bias")], float32: bool) -> Tensor:
+def _projection(operands: Annotated[GemmOperands, (*GemmOperands._fields[:4], "bias")], float32: bool) -> Tensor:
     return product(operands, float32, pdl=True)
 
 

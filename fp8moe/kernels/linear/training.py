@@ -1,4 +1,4 @@
-"""FP8 linear layer with a backward: the operator ``fp8moe::linear_training`` and its own."""
+"""FP8 linear layer with a backward: the operators ``fp8moe::linear_training`` and ``linear_training_backward``."""
 
 import math
 from typing import NamedTuple
@@ -15,26 +15,25 @@ from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
 from fp8moe.runtime.operator import define
 
-_MULTIPLE = 16  # of N and K: in one of the three GEMMs each is the sum's length, in another the width of the result
+_MULTIPLE = 16  # N and K are padded to it: each is the inner size of one of the three GEMMs
 
 
 def linear_training(
     x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None = None, master: Tensor | None = None
 ) -> Tensor:
-    """``x @ dequantize(weight).T + bias`` with x quantized by blocks of 1x128, and gradients for x, bias and master.
+    """``x @ dequantize(weight).T + bias`` with x quantized in blocks of 1x128, and gradients of x, bias and master.
 
     x: (..., K) bfloat16, float16 or float32; any K.
     weight: (N, K) float8_e4m3fn; any N. weight_scale_inv: (ceil(N/128), ceil(K/128)) float32. They get no gradient.
     bias: (N,) bfloat16, float16 or float32, or None.
-    master: (N, K), what the weight was quantized from, of any floating dtype: it gets the gradient of the weight. None
-        for a frozen weight.
+    master: (N, K) of any floating dtype, the source of the quantized weight: it gets the weight's gradient. None for a
+        frozen weight.
     Returns (..., N) in the dtype of x, rounded once from float32.
 
-    Gradients take every quantization for the identity (straight through); they are summed in float32, those of x and
-    master over FP8 operands, and rounded once to the dtype of what they belong to. Equal inputs give equal bits. Beside
-    the FP8 weight, the forward keeps x for the gradient of a master, in FP8: ``K * P * 33/32`` bytes with P the number
-    of rows rounded up to a multiple of 128; otherwise nothing. Where N or K is not a multiple of 16, forward and
-    backward pad copies of their operands with zeros.
+    Gradients treat every quantization as the identity (straight through). They are summed in float32, with FP8 operands
+    for x and master, and rounded once to the dtype of their tensor. Equal inputs give equal bits. For the backward the
+    forward keeps the FP8 weight and, with a master, x in FP8: ``K * P * 33/32`` bytes, P being the number of rows
+    rounded up to a multiple of 128. If N or K is not a multiple of 16, copies of the operands are padded with zeros.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if the
     master has been changed in place since the forward; so does a backward of the backward.
@@ -48,7 +47,7 @@ def linear_training(
 
 
 def check(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> None:
-    """Dtypes, shapes and devices of an FP8 linear layer's input and parameters."""
+    """Check dtypes, shapes and devices of an FP8 linear layer's input and parameters."""
     check_dtype("x", x, *FLOATING)
     n, k = fp8_data("weight", weight, "(N, K)")
     if x.dim() == 0 or x.shape[-1] != k:
@@ -68,7 +67,7 @@ def _check(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | N
 def _forward(
     x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None, master: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and data and scale of the transposed input, which are empty without a master."""
+    """Return the result, and data and scale of the transposed input, which are empty without a master."""
     if master is None:
         out = torch.ops.fp8moe.linear.default(x, weight, weight_scale_inv, bias)
         return out, x.new_empty(0), x.new_empty(0)
@@ -104,7 +103,7 @@ class _Backward(NamedTuple):
 
 
 def _backward(operands: _Backward) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, master and bias, the last in float32, empty where there is no master or nothing asks for them."""
+    """Return gradients of x, master and bias (float32); those that are not needed are empty."""
     grad, weight, weight_scale_inv, columns, master, input_grad, bias_grad = operands
     d_x, d_weight, d_bias = (grad.new_empty(0) for _ in range(3))
     n, k = weight.shape
@@ -133,7 +132,7 @@ def _backward_fake(operands: _Backward) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """x (..., F) as (rows, F), F padded with zeros."""
+    """Return x (..., F) as (rows, F), F padded with zeros."""
     features = x.shape[-1]
     return _padded_columns(x.reshape(math.prod(x.shape[:-1]), features), features)
 
@@ -144,7 +143,7 @@ def _padded_columns(x: Tensor, features: int) -> Tensor:
 
 
 def _padded(weight: Tensor, scale: Tensor) -> FP8Tensor:
-    """The weight with both sizes padded. The zeros fall into blocks that are there already: the scales stay."""
+    """Pad both sizes of a weight with zeros. The padding stays inside existing blocks, so scales do not change."""
     pad_n, pad_k = (-size % _MULTIPLE for size in weight.shape)
     if pad_n or pad_k:
         weight = F.pad(weight.view(torch.uint8), (0, pad_k, 0, pad_n)).view(weight.dtype)
@@ -152,9 +151,9 @@ def _padded(weight: Tensor, scale: Tensor) -> FP8Tensor:
 
 
 def _product(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """``a @ b.T + bias`` without the columns that are padding, in ``shape`` and rounded once to ``dtype``."""
+    """Return ``a @ b.T + bias`` without padding columns, in ``shape``, rounded once to ``dtype``."""
     out = torch.empty(shape, dtype=dtype, device=a.data.device)
-    rows = out.view(a.data.shape[0], shape[-1])  # a result that is itself no view may be changed in place under FSDP2
+    rows = out.view(a.data.shape[0], shape[-1])  # `out` is no view: so it may be changed in place under FSDP2
     if dtype is not torch.float16 and b.data.shape[0] == shape[-1]:
         gemm(a, b, bias=bias, out=rows)
     else:
@@ -169,8 +168,8 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(*columns)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(weight, scale, *columns)
-    # Not among the saved tensors, whose check for changes would not tell which parameter it is.
-    # In containers: compiled autograd takes tensors and numbers that lie in ctx itself for inputs of its graph.
+    # The master is no saved tensor: PyTorch's check of saved tensors would not name the parameter. It is in a container
+    # because compiled autograd takes tensors and numbers that are attributes of ctx for inputs of its graph.
     ctx.masters = (master,)
     ctx.versions = [None if master is None else master._version]
 

@@ -5,8 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8moe import FP8Linear
-from fp8moe.layers.experts import experts_rows_training
-from fp8moe.layers.master import MasterModule
+from fp8moe.layers import MasterModule, experts_rows_training
 
 
 class Experts(MasterModule):

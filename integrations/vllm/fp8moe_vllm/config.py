@@ -1,28 +1,24 @@
 """What `--quantization fp8moe` does: the layers of a checkpoint in FP8 blocks, each on fp8moe or on vLLM's kernels."""
 
-import os
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 import vllm.envs as envs
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-from vllm.platforms import current_platform
 
 import fp8moe
 from fp8moe_vllm.experts import Fp8moeMoEMethod, refusal
+from fp8moe_vllm.layers import LayersConfig
 from fp8moe_vllm.linear import Fp8moeLinearMethod
 from fp8moe_vllm.versions import skipped
 
-logger = init_logger("vllm.fp8moe")
 _batch_invariant = ExitStack()  # which nothing closes: the mode is the process's
 
 
-class Fp8moeConfig(Fp8Config):
+class Fp8moeConfig(LayersConfig):
     """FP8 weights in blocks of 128x128, activations quantized by 1x128: linears and experts run on fp8moe.
 
     What fp8moe cannot do runs on the kernels that vLLM would take, which is logged once for each kind of layer; with
@@ -41,7 +37,6 @@ class Fp8moeConfig(Fp8Config):
             )
         if envs.VLLM_BATCH_INVARIANT:
             _batch_invariant.enter_context(fp8moe.batch_invariant())
-        self._unwarmed: dict[tuple[int, ...], int] = {}
 
     @classmethod
     def get_name(cls) -> str:
@@ -70,21 +65,3 @@ class Fp8moeConfig(Fp8Config):
             self.leave_to_vllm("experts", why)
             return super().get_quant_method(layer, prefix)
         return Fp8moeMoEMethod(self, layer)
-
-    def leave_to_vllm(self, layer: str, why: str) -> None:
-        """Say it, or with FP8MOE_STRICT=1 raise ValueError."""
-        if os.environ.get("FP8MOE_STRICT") == "1":
-            raise ValueError(f"fp8moe: {layer}: {why}; without FP8MOE_STRICT=1 they run on vLLM's kernels")
-        logger.warning_once("fp8moe: %s: on vLLM's kernels: %s", layer, why)
-
-    def taken(self, layer: str, shape: tuple[int, ...], max_tokens: int) -> None:
-        """Say that fp8moe runs a layer, and note its shape for `warm`."""
-        logger.info_once("fp8moe: %s %s: on fp8moe", layer, shape)
-        self._unwarmed[shape] = max_tokens
-
-    def warm(self) -> None:
-        """Compile the kernels of all layers that were made, so that none is compiled while a request waits."""
-        if self._unwarmed and current_platform.is_cuda():
-            shapes, counts = zip(*self._unwarmed.items(), strict=True)
-            fp8moe.warm(shapes, counts)
-        self._unwarmed.clear()

@@ -1,7 +1,5 @@
 """Experts: fp8moe behind vLLM's modular kernels, and the method that holds a layer's weights."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
@@ -18,11 +16,8 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
 import fp8moe
+from fp8moe_vllm.layers import LayersConfig
 from fp8moe_vllm.versions import not_here
-
-if TYPE_CHECKING:
-    from fp8moe_vllm.config import Fp8moeConfig
-
 
 ALL2ALL_BACKEND = "allgather_reducescatter"
 """How ranks of data parallel attention may exchange tokens: all rows to all ranks, partial sums back."""
@@ -189,7 +184,7 @@ class Fp8moeBatchedExperts(_Experts):
 class Fp8moeMoEMethod(Fp8MoEMethod):
     """Experts of a layer on fp8moe. Weights are created and loaded as vLLM does it, and stay as they are loaded."""
 
-    def __init__(self, quant_config: "Fp8moeConfig", layer: RoutedExperts):
+    def __init__(self, quant_config: LayersConfig, layer: RoutedExperts):
         FusedMoEMethodBase.__init__(self, layer.moe_config)  # Fp8MoEMethod's own would choose among vLLM's kernels
         self.quant_config = quant_config
         self.weight_block_size = self.moe_block_shape = quant_config.weight_block_size

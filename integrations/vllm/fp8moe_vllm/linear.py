@@ -1,7 +1,6 @@
 """FP8 linears: vLLM's method with fp8moe's quantizer and GEMM."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,10 +17,8 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 import fp8moe
+from fp8moe_vllm.layers import LayersConfig
 from fp8moe_vllm.versions import not_here
-
-if TYPE_CHECKING:
-    from fp8moe_vllm.config import Fp8moeConfig
 
 
 class Fp8moeLinearKernel(Fp8BlockScaledMMLinearKernel):
@@ -57,7 +54,7 @@ class Fp8moeLinearKernel(Fp8BlockScaledMMLinearKernel):
 class Fp8moeLinearMethod(Fp8LinearMethod):
     """A linear on fp8moe, or where it cannot be, as vLLM would have it."""
 
-    def __init__(self, quant_config: "Fp8moeConfig", prefix: str):
+    def __init__(self, quant_config: LayersConfig, prefix: str):
         super().__init__(quant_config)
         self.kind = prefix.rpartition(".")[2]
 

@@ -1,0 +1,31 @@
+"""All benchmarks by name: `python -m benchmarks NAME [--out DIR] [options]`; `NAME --help` lists the options."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from benchmarks import decode, host, lora, training
+from benchmarks.report import Benchmark
+from benchmarks.routines import kernels, refit, serving, tiles, warmup
+
+BENCHMARKS: dict[str, Benchmark] = {
+    one.name: one
+    for one in (
+        *(kernels.QUANTIZE, kernels.TRANSPOSE, kernels.MQA, kernels.SAMPLING, kernels.BATCH_INVARIANCE, tiles.CHOICE),
+        *(host.HOST, training.TRAINING, lora.LORA, decode.DECODE),
+        *(serving.REQUESTS, serving.SERVE, refit.REFIT, warmup.WARMUP),
+    )
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark that the first argument names, with the options that follow."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.partition(":")[0])
+    parser.add_argument("name", choices=BENCHMARKS)
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="NAME --help lists them")
+    args = parser.parse_args(argv)
+    return BENCHMARKS[args.name].main(args.options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,383 @@
+"""Kernels beside what bounds them: quantizers, index scores, sampling, and batch invariance.
+
+Each call is compared with the reference backend before it is timed. `of_copy` is the bandwidth over that of a copy.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import fp8moe
+from benchmarks import calls, operands, roofline, shapes, timing
+from benchmarks.calls import Case, ceil_div
+from benchmarks.report import Bar, Benchmark, Option, geomean
+from benchmarks.timing import Timing
+from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
+from fp8moe.kernels.gemm.tiles import invariant_parts
+from fp8moe.runtime import config
+
+DEVICE = "cuda"  # tests take "cpu"
+MAX_DIFFERENCE = 1e-2  # from the reference: of FP8 codes, where sums that differ by rounding are rounded again
+MAX_ERROR = 1e-3  # of index scores
+RATES = ("us", "gbps", "of_copy")
+
+
+def by_reference(call: Callable[[], object]) -> object:
+    """Return the result of a call on the reference backend."""
+    kept, config.settings = config.settings, replace(config.settings, backend="reference")
+    try:
+        return call()
+    finally:
+        config.settings = kept
+
+
+def check(name: str, call: Callable[[], object], largest: float = MAX_DIFFERENCE) -> float:
+    """Return the largest relative difference of the results from the reference, for bytes 0.
+
+    RuntimeError if it is larger than `largest`, if bytes differ, or if others than the reference's are infinite.
+    """
+    found, worst = [value.clone() for value in calls.flatten(call())], 0.0
+    for got, want in zip(found, calls.flatten(by_reference(call)), strict=True):
+        if not got.is_floating_point():
+            if not torch.equal(got, want):
+                raise RuntimeError(f"{name}: {int((got != want).sum())} values are not the reference's")
+            continue
+        got, want = got.float(), want.float()
+        finite = want.isfinite()
+        if not torch.equal(got[~finite], want[~finite]):
+            raise RuntimeError(f"{name}: values are finite where the reference's are not")
+        error = operands.relative_error(got[finite], want[finite].double())
+        if not error <= largest:
+            raise RuntimeError(f"{name}: relative error {error:.2e}, must be <= {largest}")
+        worst = max(worst, error)
+    return worst
+
+
+def timed(cases: Sequence[Case], **how: object) -> Iterator[tuple[Case, Callable[[], object], Timing]]:
+    """Yield each case with its call, checked, and the call's time."""
+    made = [calls.build(case, calls.Operands(DEVICE)) for case in cases]
+    for case, call in zip(cases, made, strict=True):
+        check(case.name, call)
+    yield from zip(cases, made, timing.measure(made, **how), strict=True)
+
+
+def rates(moved: float, us: float) -> dict[str, float]:
+    """Return a row's time and bandwidth for so many bytes."""
+    return {"us": us, "gbps": moved / us / 1e3, "of_copy": moved / us / 1e6 / roofline.copy_tbps()}
+
+
+K = 7168
+SMALL_M, LARGE_M = (1, 2, 4, 8, 16, 32, 64), (4096, 65536)
+
+
+def quantize() -> Iterator[dict]:
+    """Time quantizers: bfloat16 is read once, FP8 data and float32 scales are written once."""
+    cases = [Case("quantize_1x128", {"m": m, "k": K}) for m in SMALL_M + LARGE_M]
+    cases += [Case("quantize_128x128", {"m": m, "k": K}) for m in LARGE_M]
+    for case, _, found in timed(cases):
+        m = case.sizes["m"]
+        blocks = (m if case.op == "quantize_1x128" else ceil_div(m, 128)) * ceil_div(K, 128)
+        yield {"op": case.op, **case.sizes, **rates(3 * m * K + 4 * blocks, found.median_us)}
+
+
+SHARE = "{op} ({m}, {k}), share of the copy bandwidth"
+QUANTIZE = Benchmark(
+    "quantize",
+    quantize,
+    ("op", "m", "k", *RATES),
+    [
+        Bar(SHARE, "of_copy", 0.60, 0.72, {"m": 4096}, at_least=True),
+        Bar(SHARE, "of_copy", 0.85, 0.92, {"m": 65536}, at_least=True),
+        Bar(
+            *(f"quantize_1x128 (1..64, {K}), slowest", "us", 3.0, 2.0, {"op": "quantize_1x128", "m": SMALL_M}),
+            **{"unit": "us", "over": max},
+        ),
+    ],
+)
+
+ROUTING = {"hidden": 7168, "experts": 32, "top_k": 8, "tokens": 8192}
+SWIGLU = {"groups": 32, "mean_rows": 2048, "intermediate": 2048}
+# What is timed, and the bytes that are read for an element of the result.
+TRANSPOSED = {
+    "one group": (Case("quantize_with_transpose", {"m": 65536, "k": 7168}), 2),
+    "gather": (Case("gather_with_transpose", ROUTING), 2),
+    "gather, weights": (Case("gather_with_transpose", ROUTING | {"weighted": True}), 2),
+    "swiglu": (Case("swiglu_quantize", SWIGLU), 4),
+    "swiglu backward": (Case("swiglu_backward_quantize", SWIGLU), 3),
+}
+
+
+def transpose() -> Iterator[dict]:
+    """Time transposing quantizers. `of_copy_once` counts a gathered token once, as if L2 held all repetitions."""
+    for (name, (_, read)), (case, call, found) in zip(
+        TRANSPOSED.items(), timed([case for case, _ in TRANSPOSED.values()]), strict=True
+    ):
+        data, _, columns, *_ = call()
+        (rows, k), width = data.shape, columns.shape[1]
+        written = (rows + width) * k + 4 * (rows * ceil_div(k, 128) + width // 128 * k)
+        once = read / case.sizes.get("top_k", 1)
+        made = {
+            "case": name,
+            "rows": rows,
+            "k": k,
+            "columns": width,
+            **rates(written + read * rows * k, found.median_us),
+        }
+        yield made | {"of_copy_once": rates(written + once * rows * k, found.median_us)["of_copy"]}
+
+
+TRANSPOSE = Benchmark(
+    "transpose",
+    transpose,
+    ("case", "rows", "k", *RATES, "of_copy_once"),
+    [
+        Bar(
+            *("transposing quantizer, {case}, share of the copy bandwidth", "of_copy", 0.75, 0.85),
+            **{"where": {"case": ("one group", "gather")}, "at_least": True},
+        )
+    ],
+)
+
+LONG = 131072
+EVEN = (8192,) * 64  # the batch whose bandwidth the others are held to
+UNEVEN, AS_MANY = (LONG, *[512] * 63), (2552,) * 64  # the same number of tokens
+APPENDS = {1: 1, 128: 1, 8192: calls.CACHE_BLOCK, 65536: calls.CACHE_BLOCK}  # tokens, and how many come to one block
+TOPK = ((128, 65536, 2048), (2048, 16384, 2048))  # rows, columns, k
+OVERLAP = {"tokens": 16384, "queries": 64, "heads": 64, "head_dim": 128, "top_k": 2048}
+REST = timing.SHORT_REST_S
+
+
+def paged_case(contexts: Sequence[int], fill_masked: bool = True) -> Case:
+    """Make the case of one decoding step over these contexts."""
+    longest = max(contexts) if contexts == EVEN else LONG
+    sizes = {"batch": len(contexts), "context": list(contexts), "next_n": 1, "heads": 64, "head_dim": 128}
+    return Case("paged_mqa_logits", sizes | {"max_context_len": longest, "fill_masked": fill_masked})
+
+
+def paged_work(case: Case) -> tuple[int, int]:
+    """Count operations and bytes: keys with scales and queries are read once, logits are written once."""
+    batch, contexts, _, heads, head_dim, longest, fill_masked = case.sizes.values()
+    logits = batch * longest if fill_masked else sum(contexts)
+    moved = sum(contexts) * (head_dim + 4) + 4 * logits + batch * heads * head_dim
+    return 2 * heads * head_dim * sum(contexts), moved
+
+
+def check_paged(case: Case, call: partial) -> float:
+    """Return the relative error of the logits that queries see. RuntimeError if it is too large."""
+    filled = partial(call.func, *call.args, **call.keywords | {"fill_masked": True})
+    if case.sizes["fill_masked"]:
+        return check(case.name, call, MAX_ERROR)
+    seen = by_reference(filled).isfinite()
+    return check(case.name, lambda: call()[seen], MAX_ERROR)
+
+
+def paged() -> Iterator[dict]:
+    """Time decoding steps; `uneven`: over the bytes at EVEN's rate, and over as many tokens in equal contexts."""
+    cases = [paged_case(EVEN), *(paged_case(one, fill) for one in (UNEVEN, AS_MANY) for fill in (True, False))]
+    made = [calls.build(case, calls.Operands(DEVICE)) for case in cases]
+    errors = [check_paged(*pair) for pair in zip(cases, made, strict=True)]
+    us = {}
+    for case, error, found in zip(cases, errors, timing.measure(made, rests=[REST] * len(made)), strict=True):
+        sizes, (flops, moved) = case.sizes, paged_work(case)
+        us[case.name] = time = found.median_us
+        about = {"what": "paged_mqa_logits", **sizes, "context": max(sizes["context"]), "tokens": sum(sizes["context"])}
+        bound = max(flops / roofline.TFLOPS, moved / roofline.copy_tbps()) / 1e6
+        yield about | {
+            "us": time,
+            "tflops": flops / time / 1e6,
+            "gbps": moved / time / 1e3,
+            "floor_us": bound,
+            "error": error,
+        }
+    for fill in (True, False):
+        mine, even_us = paged_case(UNEVEN, fill), us[paged_case(AS_MANY, fill).name]
+        bytes_us = paged_work(mine)[1] / paged_work(cases[0])[1] * us[cases[0].name]
+        times = {"us": us[mine.name], "bytes_us": bytes_us, "even_us": even_us}
+        ratios = {"over_bytes": us[mine.name] / bytes_us, "over_even": us[mine.name] / even_us}
+        yield {"what": "uneven", "batch": len(UNEVEN), "context": LONG, "fill_masked": fill, **times, **ratios}
+
+
+def append() -> Iterator[dict]:
+    """Time the quantization of bfloat16 keys into the cache: with scale and slot a token is 3 D + 8 bytes."""
+    cases = [Case("append_kv", {"tokens": tokens, "per_block": each}) for tokens, each in APPENDS.items()]
+    for case, _, found in timed(cases, rests=[REST] * len(cases)):
+        tokens = case.sizes["tokens"]
+        yield {"what": "append_kv", "tokens": tokens, "head_dim": 128, **rates(tokens * (3 * 128 + 8), found.median_us)}
+
+
+def topk() -> Iterator[dict]:
+    """Time torch.topk of logits: float32 is read; float32 values and int64 indices are written."""
+    cases = [(torch.randn(size[:2], device=DEVICE), *size, ordered) for size in TOPK for ordered in (True, False)]
+    made = [partial(torch.topk, logits, k, sorted=ordered) for logits, _, _, k, ordered in cases]
+    for (_, rows, columns, k, ordered), found in zip(
+        cases, timing.measure(made, rests=[REST] * len(made)), strict=True
+    ):
+        sizes = {"rows": rows, "columns": columns, "k": k, "sorted": ordered}
+        yield {"what": "topk", **sizes, **rates(rows * (4 * columns + 12 * k), found.median_us)}
+
+
+def shared(actual: Tensor, expected: Tensor, k: int) -> Tensor:
+    """Return the share of each row's k largest values of `expected` that are among those of `actual`."""
+    chosen = [
+        torch.zeros_like(one, dtype=torch.bool).scatter_(-1, one.topk(k).indices, True) for one in (actual, expected)
+    ]
+    return (chosen[0] & chosen[1]).sum(-1) / k
+
+
+def overlap(tokens: int, queries: int, heads: int, head_dim: int, top_k: int) -> Iterator[dict]:
+    """Measure the share of the top keys by float32 scores of normal queries and keys that FP8 picks too."""
+    q, keys = (torch.randn(*shape, head_dim, device=DEVICE) for shape in ((queries, heads), (tokens,)))
+    weights = torch.randn(queries, heads, device=DEVICE)
+    expected = torch.stack([weight @ (one @ keys.t()).relu() for one, weight in zip(q, weights, strict=True)])
+    (codes, scale), (data, of_key) = fp8moe.quantize_1x128(q), fp8moe.quantize_1x128(keys)
+    starts = torch.zeros(queries, dtype=torch.int32, device=DEVICE)
+    kv = fp8moe.FP8Tensor(data, of_key[:, 0])
+    actual = fp8moe.mqa_logits(codes, kv, weights * scale[..., 0], starts, torch.full_like(starts, tokens))
+    shares = shared(actual, expected, top_k)
+    sizes = {"tokens": tokens, "queries": queries, "heads": heads, "head_dim": head_dim, "top_k": top_k}
+    yield {"what": "overlap", **sizes, "overlap": shares.mean().item(), "least": shares.min().item()}
+
+
+SCORES = {"paged_mqa_logits": paged, "append_kv": append, "topk": topk, "overlap": lambda: overlap(**OVERLAP)}
+TO_BYTES = "paged_mqa_logits, one long context among short ones, {}, time over that of its bytes"
+MQA = Benchmark(
+    "mqa",
+    lambda only=tuple(SCORES): (row for part in only for row in SCORES[part]()),
+    {
+        "paged_mqa_logits": ("batch", "context", "tokens", "next_n", "fill_masked", "us", "gbps", "floor_us", "error"),
+        "uneven": ("batch", "context", "fill_masked", "us", "bytes_us", "over_bytes", "even_us", "over_even"),
+        "append_kv": ("tokens", "head_dim", *RATES),
+        "topk": ("rows", "columns", "k", "sorted", *RATES),
+        "overlap": ("tokens", "queries", "top_k", "overlap", "least"),
+    },
+    [
+        Bar(TO_BYTES.format("-inf filled in"), "over_bytes", 1.3, 1.1, {"fill_masked": True}),
+        Bar(TO_BYTES.format("no -inf"), "over_bytes", 1.3, 1.1, {"fill_masked": False}),
+        Bar("mqa, largest relative error on finite entries", "error", MAX_ERROR, over=max),
+        Bar("mqa, overlap of the top {top_k} of {tokens} tokens with float32 scores", "overlap", 0.93, at_least=True),
+    ],
+    {"only": Option(tuple(SCORES), tuple(SCORES))},
+)
+
+VOCAB, PROMPT, STD = 151936, 512, 3.0
+BATCHES = (1, 8, 64)
+# temperature, top_k, top_p, repetition_penalty
+KINDS = {"greedy": (0.0, 0, 1.0, 1.0), "top_k and top_p": (0.7, 20, 0.8, 1.1), "all tokens": (1.0, 0, 1.0, 1.0)}
+STEP_US = 11_000  # of the model that the bar is about, at a batch of 64
+
+
+def make_state(batch: int, kind: str) -> SamplingState:
+    """Make the state of sequences with random prompts that all draw in one way."""
+    temperature, top_k, top_p, penalty = KINDS[kind]
+
+    def filled(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((batch,), value, dtype=dtype, device=DEVICE)
+
+    parameters = (
+        filled(temperature),
+        filled(top_k, torch.int32),
+        filled(top_p),
+        filled(0.0),
+        filled(penalty),
+        filled(0.0),
+    )
+    seen = torch.zeros(batch, VOCAB, dtype=torch.uint8, device=DEVICE)
+    seen.scatter_(1, torch.randint(VOCAB, (batch, PROMPT), device=DEVICE), 1)
+    return SamplingState(*parameters, torch.arange(batch, device=DEVICE), filled(0, torch.int64), seen)
+
+
+def by_torch(logits: Tensor, state: SamplingState, kind: str) -> Tensor:
+    """Choose tokens by PyTorch's operations, with one value of each parameter for all rows."""
+    temperature, top_k, top_p, penalty = KINDS[kind]
+    if not temperature:
+        return logits.argmax(1)
+    scores = logits.float()
+    if penalty != 1.0:
+        scores = torch.where(state.seen > 0, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+    scores /= temperature
+    if not top_k:
+        return torch.multinomial(scores.softmax(1), 1)
+    values, tokens = scores.topk(top_k)  # from the largest one on
+    probabilities = values.softmax(1)
+    probabilities = probabilities.masked_fill(probabilities.cumsum(1) - probabilities >= top_p, 0.0)
+    return tokens.gather(1, torch.multinomial(probabilities, 1))
+
+
+def sampling() -> Iterator[dict]:
+    """Time one choice over bfloat16 logits, beside PyTorch's operations for the same."""
+    cases, made = [], []
+    for batch in BATCHES:
+        logits = (STD * torch.randn(batch, VOCAB, device=DEVICE)).bfloat16()
+        for kind in KINDS:
+            state = make_state(batch, kind)
+            copy = lambda state=state: SamplingState(*(value.clone() for value in state))  # noqa: E731  a call writes
+            check(f"sample, {kind}, batch {batch}", lambda logits=logits, copy=copy: sample(logits, copy()).tokens)
+            cases.append((kind, batch))
+            made += [partial(sample, logits, state), partial(by_torch, logits, state, kind)]
+    times = [found.median_us for found in timing.measure(made)]
+    found = dict(zip(cases, zip(times[::2], times[1::2], strict=True), strict=True))
+    for (kind, batch), (us, torch_us) in found.items():
+        beyond = us - found["greedy", batch][1]
+        yield {"kind": kind, "batch": batch, "us": us, "torch_us": torch_us, "over_argmax_us": beyond}
+
+
+SAMPLING = Benchmark(
+    "sampling",
+    sampling,
+    ("kind", "batch", "us", "torch_us", "over_argmax_us"),
+    [
+        Bar(
+            *("sampling, batch {batch}, of a step", lambda row: row["over_argmax_us"] / STEP_US, 0.05, 0.02),
+            {"kind": "top_k and top_p", "batch": max(BATCHES)},
+        )
+    ],
+)
+
+DENSE_M, TOKENS = (1, 16, 64, 512, 4096), (1, 16, 64, 512, 4096)
+FEW, MANY = 64, 512  # tokens, up to which and from which on the bars hold
+
+
+def problems() -> Iterator[tuple[dict, Callable[[], object]]]:
+    """Yield the row of each problem without times, and its call."""
+    make = calls.Operands(DEVICE)
+    for n, k in shapes.DENSE_SHAPES:
+        for m in DENSE_M:
+            row = {"what": "gemm", "m": m, "n": n, "k": k, "parts": invariant_parts(n, k)}
+            yield row, calls.gemm(make, m, n, k)
+    for name in ("dsv3_ep8", "qwen3_30b"):
+        for tokens in TOKENS:
+            call = calls.experts(make, **shapes.MODELS[name]._asdict(), tokens=tokens)
+            yield {"what": "experts", "model": name, "tokens": tokens}, call
+
+
+def invariance() -> Iterator[dict]:
+    """Time calls outside and inside of `fp8moe.batch_invariant`, in turn: `usual_us` and `us`."""
+
+    def invariant(call: Callable[[], object]) -> object:
+        with fp8moe.batch_invariant():
+            return call()
+
+    for row, call in problems():
+        usual, mode = timing.measure([call, partial(invariant, call)], rests=[REST] * 2)
+        us, usual_us = mode.median_us, usual.median_us
+        yield row | {"usual_us": usual_us, "us": us, "ratio": us / usual_us}
+
+
+TIMES = ("usual_us", "us", "ratio")
+BATCH_INVARIANCE = Benchmark(
+    "batch_invariance",
+    invariance,
+    {"gemm": ("m", "n", "k", "parts", *TIMES), "experts": ("model", "tokens", *TIMES)},
+    [
+        Bar(f"batch invariance, {what}, {text}, {shown}", "ratio", limit, None, {"what": what, size: some}, over=over)
+        for what, size in (("gemm", "m"), ("experts", "tokens"))
+        for some, text, limit in (
+            (lambda count: count <= FEW, f"up to {FEW} tokens", 1.15),
+            (lambda count: count >= MANY, f"from {MANY} tokens on", 1.05),
+        )
+        for shown, over in (("largest ratio", max), ("geomean", geomean))
+    ],
+)

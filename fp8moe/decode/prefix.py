@@ -1,0 +1,65 @@
+"""A prefix of many prompts, which is read once."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8moe.decode.cache import copy_rows, has_states
+from fp8moe.decode.use import ModelState
+
+
+class Prefix:
+    """A prefix of prompts: tokens (n,) int64, and a cache of exactly their length that a step has read them into.
+
+    pads: whether prompts that follow it in one batch may have different lengths.
+    """
+
+    def __init__(self, decoder: Any, tokens: Tensor):
+        """tokens (1, n) int64, on the model's device."""
+        self.tokens = tokens[0]
+        self.length = tokens.shape[1]
+        self._decoder = weakref.ref(decoder)
+        self._state = ModelState(decoder.model)
+        step = decoder.step_of(1, self.length)
+        step.start(1, self.length, None, [], 0)
+        step.prefill(tokens, None)
+        self.pads = step.capabilities.ragged and not has_states(step.cache)
+        self._cache = step.cache
+
+    def check(self, decoder: Any) -> None:
+        """Raise ValueError if the decoder cannot continue it."""
+        if self._decoder() is not decoder:
+            raise ValueError("prefix: it was made by another GraphDecoder")
+        if change := self._state.change(decoder.model):
+            raise ValueError(f"prefix: {change} since it was made: make it again")
+
+    def put(self, step: Any, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, int | None]:
+        """Begin the rows of a started step with it. tokens, mask (B, T): the prompts that follow.
+
+        Padding between the prefix and a prompt could not be hidden: the last tokens of the prefix take its place and
+        are read again, in rows of their own lengths.
+
+        Returns the tokens to read and the column where they begin, None where the rows differ in it.
+        Raises ValueError for padding that is not on the left, or that the model cannot do without.
+        """
+        size, new = tokens.shape
+        row = torch.arange(size, device=tokens.device)
+        copy_rows(step.cache, size, row, self._cache, torch.zeros_like(row), self.length)
+        if mask is None or mask.all():
+            step.columns.fill_(self.length)
+            return tokens, self.length
+        name = type(step.model).__name__
+        if (mask[:, :-1] & ~mask[:, 1:]).any():
+            raise ValueError("attention_mask: after a prefix expected zeros on the left only, got some between ones")
+        if not self.pads:
+            raise ValueError(f"prefix: {name} can continue it with prompts of one length only, without padding")
+        padding = step.begin[:, None].clone()
+        column = torch.arange(new, device=tokens.device)
+        source = torch.where(column < padding, self.length - padding + column, self.length + column)
+        joined = torch.cat([self.tokens.expand(size, -1), tokens], dim=1)
+        step.columns.copy_((self.length - step.begin).clamp(min=0))
+        step.begin.sub_(self.length).clamp_(min=0)
+        step.mask.copy_(torch.arange(step.mask.shape[1], device=tokens.device) >= step.begin[:, None])
+        return joined.gather(1, source.clamp(min=0)), None

@@ -1,0 +1,377 @@
+"""One request of a GraphDecoder: the checked arguments of generate, stream, run or `fp8moe serve`, and its progress.
+
+`parse` and `parse_one` make a `Request` of arguments. The scheduler carries it to its result.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Required, TypedDict
+
+import torch
+from torch import Tensor
+
+from fp8moe.decode.prefix import Prefix
+from fp8moe.decode.sampling import Sampling, integer, integers, parse_sampling, random_seeds
+from fp8moe.decode.step import vocabulary
+from fp8moe.decode.transfers import to_device
+from fp8moe.runtime.checks import check_tensor, describe
+
+
+class Options(TypedDict, total=False):
+    """The arguments of `GraphDecoder.generate` beside the prompts, which it documents."""
+
+    max_new_tokens: Required[int]
+    attention_mask: Tensor | None
+    eos_token_id: int | Iterable[int] | None
+    pad_token_id: int | None
+    do_sample: bool
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    seed: int | Iterable[int] | None
+    streamer: Any
+    stop_strings: str | Iterable[str] | None
+    tokenizer: Any
+    prefix: Prefix | None
+    return_logprobs: bool
+
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""The sign that tokenizers write for the first bytes of a character."""
+
+
+class StopStrings:
+    """Stop strings and the tokenizer that writes the text which they are looked for in."""
+
+    def __init__(self, strings: Any, tokenizer: Any):
+        """strings: one, or several. Raises TypeError or ValueError with the name of the argument that is wrong."""
+        if isinstance(strings, str) or not isinstance(strings, Iterable):
+            strings = [strings]
+        several = [*strings]
+        wrong = [string for string in several if not isinstance(string, str)]
+        if wrong:
+            raise TypeError(f"stop_strings: expected a string or several, got {describe(wrong[0])}")
+        if not several or not all(several):
+            raise ValueError(f"stop_strings: expected one or more strings, none of them empty, got {several}")
+        if tokenizer is None:
+            raise ValueError("stop_strings: they need tokenizer=, the tokenizer of the model")
+        if not callable(getattr(tokenizer, "decode", None)):
+            raise TypeError(f"tokenizer: expected a tokenizer of transformers, got {describe(tokenizer)}")
+        self.strings = several
+        self.tokenizer = tokenizer
+        # A token adds a byte or more; decoders may leave out a space before the first one.
+        self.window = 1 + max(len(string.encode()) for string in several)
+
+    def text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+class Tail:
+    """The last tokens of one sequence, as many as a stop string can take."""
+
+    def __init__(self, stop: StopStrings, prompt: list[int]):
+        self.stop = stop
+        self.tokens = deque(prompt, maxlen=stop.window)
+
+    def ends_with(self, token: int) -> bool:
+        """Add a token and return whether it completes a stop string, which may begin in the prompt.
+
+        So does transformers' StopStringCriteria: some of the string is text of this token.
+        """
+        self.tokens.append(token)
+        tokens = [*self.tokens]
+        text = self.stop.text(tokens)
+        matches = [string for string in self.stop.strings if string in text]
+        if not matches:
+            return False
+        before = len(self.stop.text(tokens[:-1]).rstrip(_INCOMPLETE))
+        return any(text.find(string, max(0, before - len(string) + 1)) >= 0 for string in matches)
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """Prompts that begin together: their arguments, which are right, and how far their sequences are.
+
+    key: what its results come with. given: prompts (B, L) as they came, which the result begins with if with_prompts.
+    tokens (B, L) int64, mask (B, L) bool or None: on the model's device. new_tokens: at most, of a sequence.
+    ends, pad: tokens; pad is None where there is none. samplings: of each sequence.
+    tails: with stop strings the last tokens of each sequence, else Nones.
+    stepwise: the tokens of each step are to come too. cancelled: no result is to come, and the rows are to be freed
+    before the next step; any thread may set it at any time.
+
+    rows: of the step that it is in. made: new tokens of a sequence, or fewer. end: a column that no sequence reaches.
+    seen: how many new tokens of each sequence were looked at, where that is done one by one. stopped: sequences that a
+    stop string has ended.
+    """
+
+    key: Any
+    given: Tensor
+    tokens: Tensor
+    mask: Tensor | None
+    new_tokens: int
+    ends: list[int]
+    pad: int | None
+    samplings: list[Sampling]
+    tails: list[Tail | None]
+    streamer: Any
+    prefix: Prefix | None
+    return_logprobs: bool
+    with_prompts: bool = True
+    stepwise: bool = False
+    cancelled: bool = False
+    rows: list[int] = field(default_factory=list)
+    made: int = 0
+    end: int = 0
+    seen: list[int] = field(init=False)
+    stopped: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.seen = [0] * len(self.tokens)
+
+    @property
+    def is_followed(self) -> bool:
+        """Return whether its tokens are looked at one by one."""
+        return self.stepwise or self.streamer is not None or self.tails[0] is not None
+
+    @property
+    def length(self) -> int:
+        """Return the columns of its prompts, with those of the prefix."""
+        return self.tokens.shape[1] + (0 if self.prefix is None else self.prefix.length)
+
+    def end_stream(self) -> None:
+        if self.streamer is not None:
+            self.streamer.end()
+
+
+def parse(
+    decoder: Any, input_ids: Tensor, options: Mapping[str, Any], generation_config: Any, key: Any = None
+) -> Request:
+    """Check the arguments of ``decoder.generate``; what is None comes from the generation config, as it says there.
+
+    Raises TypeError or ValueError with the name of the argument that is wrong.
+    """
+    _check_names(options)
+    mask = options.get("attention_mask")
+    check_prompt(input_ids, mask)
+    _check_config(generation_config, sampling=options.get("do_sample", False))
+    check_tokens(input_ids, decoder.model)
+    batch = len(input_ids)
+    new_tokens = integer("max_new_tokens", options["max_new_tokens"])
+    given_ends, given_pad = options.get("eos_token_id"), options.get("pad_token_id")
+    ends, pad = end_tokens(vocabulary(decoder.model), given_ends, given_pad, generation_config)
+    samplings = parse_sampling(
+        options, generation_config, batch, lambda count: decoder.ranks.first(random_seeds(count), decoder.device)
+    )
+    strings = options.get("stop_strings")
+    if strings is None:
+        strings = getattr(generation_config, "stop_strings", None)
+    stop = None if strings is None else StopStrings(strings, options.get("tokenizer"))
+    if stop is not None and batch > 1 and pad is None:
+        raise ValueError("stop_strings: in a batch they need pad_token_id, which follows the end of a sequence")
+    streamer = options.get("streamer")
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise TypeError(f"streamer: expected put and end, as transformers' BaseStreamer has, got {describe(streamer)}")
+    prefix = options.get("prefix")
+    if prefix is not None:
+        if not isinstance(prefix, Prefix):
+            raise TypeError(f"prefix: expected what GraphDecoder.prefix returns, got {describe(prefix)}")
+        prefix.check(decoder)
+    _check_room(decoder, input_ids, new_tokens, prefix)
+    tokens, mask = _prompt(decoder, input_ids, mask, None if pad in ends else pad)
+    return Request(
+        key=key,
+        given=input_ids,
+        tokens=tokens,
+        mask=mask,
+        new_tokens=new_tokens,
+        ends=ends,
+        pad=pad,
+        samplings=samplings,
+        tails=[None] * batch if stop is None else _tails(stop, input_ids if mask is None else tokens, mask, prefix),
+        streamer=streamer,
+        prefix=prefix,
+        return_logprobs=options.get("return_logprobs", False),
+    )
+
+
+def parse_one(decoder: Any, arguments: Any, key: Any, generation_config: Any = None) -> Request:
+    """Check the arguments of one request of ``decoder.run``, and cut off padding.
+
+    generation_config: where what is not given comes from, None: the model's. Raises TypeError or ValueError as `parse`.
+    """
+    if not isinstance(arguments, Mapping):
+        raise TypeError(f"requests: expected dicts of generate's arguments, got {describe(arguments)}")
+    _check_names(arguments, "input_ids")
+    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+    if not isinstance(ids, Tensor) or ids.dim() != 1:
+        raise ValueError(f"input_ids: expected one prompt of shape (length,), got {describe(ids)}")
+    options = {name: value for name, value in arguments.items() if name != "input_ids"}
+    if isinstance(mask, Tensor):
+        options["attention_mask"] = mask[None]
+    request = parse(decoder, ids[None], options, generation_config or decoder.model.generation_config, key)
+    request.with_prompts = False
+    if request.mask is not None:
+        check_zeros_on_the_left(request.mask)
+        padding = int((~request.mask).sum())
+        request.tokens, request.mask = request.tokens[:, padding:], None
+    return request
+
+
+def _check_names(options: Mapping[str, Any], *more: str) -> None:
+    """Raise TypeError for an argument that is unknown or missing. more: names that are needed beside the options."""
+    unknown = [name for name in options if name not in (*more, *Options.__annotations__)]
+    if unknown:
+        raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+    missing = [name for name in (*more, *Options.__required_keys__) if name not in options]
+    if missing:
+        raise TypeError(f"missing a required argument: {missing[0]!r}")
+
+
+def _tails(stop: StopStrings, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None) -> list[Tail | None]:
+    """Return the last tokens of each prompt, with those of a prefix: stop strings may begin in them."""
+    before = [] if prefix is None else prefix.tokens[-stop.window :].tolist()
+    last = tokens if mask is None else tokens.masked_fill(~mask, -1)
+    prompts = last[:, -stop.window :].tolist()
+    return [Tail(stop, before + [token for token in prompt if token >= 0]) for prompt in prompts]
+
+
+_UNSERVED = {
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"), (None, [], {})),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), (None,)),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), (None, 0)),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale"), (None, 1.0)),
+    **dict.fromkeys(("watermarking_config", "penalty_alpha", "dola_layers", "constraints", "force_words_ids"), (None,)),
+    **dict.fromkeys(("remove_invalid_values", "token_healing"), (None, False)),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (None, 1)),
+    "max_time": (None,),
+}
+"""Settings of a generation config that the decoder does not apply, each with the values that change no token."""
+
+_UNSERVED_SAMPLING = {
+    "typical_p": (None, 1.0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (None, 0.0)),
+    "top_h": (None,),
+}
+
+
+def _check_config(generation_config: Any, *, sampling: bool) -> None:
+    """Raise ValueError for a setting of the generation config that would change tokens, and that is not applied."""
+    for name, neutral in (_UNSERVED | (_UNSERVED_SAMPLING if sampling else {})).items():
+        value = getattr(generation_config, name, None)
+        if value not in neutral:
+            raise ValueError(
+                f"generation_config.{name}: GraphDecoder does not apply {_shown(value)}; set it to None in "
+                "model.generation_config to go on without it"
+            )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def parse_prefix(decoder: Any, input_ids: Any) -> Tensor:
+    """Return the tokens (1, n) int64 of ``decoder.prefix``, on the model's device.
+
+    Raises TypeError or ValueError for other tensors, for no room after them, and for a model that cannot go on from
+    them.
+    """
+    check_tensor("input_ids", input_ids)
+    ids = input_ids[None] if input_ids.dim() == 1 else input_ids
+    check_prompt(ids, None)
+    check_tokens(ids, decoder.model)
+    if len(ids) > 1:
+        raise ValueError(f"input_ids: expected one prefix, got a batch of {len(ids)}")
+    length = ids.shape[1]
+    if length > decoder.max_length - 2:
+        raise ValueError(f"input_ids: {length} tokens leave no room for others in max_length, {decoder.max_length}")
+    if not decoder.capabilities.chunked_prefill:
+        raise ValueError(
+            f"model: {type(decoder.model).__name__} reads a prompt in one piece only, so it cannot continue a prefix"
+        )
+    return ids.to(decoder.device, torch.int64)
+
+
+def end_tokens(size: int, eos: Any, pad: Any, defaults: Any) -> tuple[list[int], int | None]:
+    """Return the end tokens and the pad token, None where there is neither. size: of the vocabulary."""
+    eos = defaults.eos_token_id if eos is None else eos
+    ends = [] if eos is None else integers("eos_token_id", eos)
+    pad = defaults.pad_token_id if pad is None else pad
+    pad = integer("pad_token_id", pad) if pad is not None else ends[0] if ends else None
+    for name, tokens in (("eos_token_id", ends), ("pad_token_id", [] if pad is None else [pad])):
+        if not all(0 <= token < size for token in tokens):
+            raise ValueError(f"{name}: expected tokens between 0 and {size - 1}, got {tokens}")
+    return ends, pad
+
+
+def check_prompt(ids: Any, mask: Any) -> None:
+    check_tensor("input_ids", ids)
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        raise TypeError(f"input_ids: expected integers, got {ids.dtype}")
+    if ids.dim() != 2 or not ids.numel():
+        raise ValueError(f"input_ids: expected shape (batch, length), neither of them 0, got {tuple(ids.shape)}")
+    if mask is not None:
+        check_tensor("attention_mask", mask)
+        if mask.shape != ids.shape:
+            raise ValueError(f"attention_mask: expected shape {tuple(ids.shape)}, got {tuple(mask.shape)}")
+
+
+def check_tokens(ids: Tensor, model: Any) -> None:
+    """Raise ValueError for tokens that the model does not have; of tokens on a GPU nothing is read."""
+    size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if size is None or ids.device.type != "cpu":
+        return
+    ids = ids.long()
+    wrong = ids[(ids < 0) | (ids >= size)]
+    if len(wrong):
+        raise ValueError(f"input_ids: expected tokens between 0 and {size - 1}, got {wrong[0]}")
+
+
+def _check_room(decoder: Any, ids: Tensor, new_tokens: int, prefix: Prefix | None) -> None:
+    batch, length = ids.shape
+    if new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected at least 1, got {new_tokens}")
+    before = 0 if prefix is None else prefix.length
+    if before + length + new_tokens > decoder.max_length:
+        beginning = f"{before} tokens of prefix, {length}" if before else f"{length} tokens"
+        raise ValueError(
+            f"max_new_tokens: {beginning} of prompt and {new_tokens} new ones are more than max_length, "
+            f"{decoder.max_length}"
+        )
+    if batch > decoder.batch_sizes[-1]:
+        raise ValueError(
+            f"input_ids: {batch} sequences are more than the largest captured batch, {decoder.batch_sizes[-1]}"
+        )
+
+
+def check_zeros_on_the_left(mask: Tensor) -> None:
+    """Raise ValueError for a mask (B, L) bool with zeros between ones."""
+    if (mask[:, :-1] & ~mask[:, 1:]).any():
+        raise ValueError(
+            "attention_mask: expected zeros on the left only, got some between ones (without attention_mask, "
+            "tokens that are pad_token_id count as zeros)"
+        )
+
+
+def _prompt(decoder: Any, ids: Tensor, mask: Tensor | None, padding: int | None) -> tuple[Tensor, Tensor | None]:
+    """Put the prompts and their mask on the model's device; without a mask, tokens `padding` are masked.
+
+    What is on the host is checked there: reading it on the device would wait for all that is queued.
+    """
+    if mask is not None:
+        mask = mask.to(ids.device, torch.bool)
+    elif padding is not None and (ids == padding).any():
+        mask = ids != padding
+    if mask is not None and not mask[:, -1].all():
+        raise ValueError(
+            "attention_mask: expected ones in the last column, as of prompts padded on the left (a tokenizer's "
+            "padding_side='left')"
+        )
+    if mask is not None and decoder.attention == "flash":
+        check_zeros_on_the_left(mask)
+    return to_device(ids.long(), decoder.device), None if mask is None else to_device(mask, decoder.device)

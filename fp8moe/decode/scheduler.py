@@ -1,0 +1,421 @@
+"""Requests over the rows of a step: a forward reads prompts into free rows, or decodes a token in each row."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8moe.decode.memory import MOST_TOKENS
+from fp8moe.decode.request import Request, parse_one
+from fp8moe.decode.stats import Record
+from fp8moe.decode.step import Step
+from fp8moe.decode.transfers import Readback, integers_on, to_device
+from fp8moe.runtime.progress import progress as progress_bar
+
+STEPS_PER_ROW_CHECK = 2
+"""Steps between two checks of which rows have ended. A check does not stall the GPU: see `Readback`."""
+STEPS_PER_END_CHECK = 8
+"""The same where nothing waits for a row."""
+ROWS_PER_NEWCOMER = 8
+"""Newcomers are read when one of so many rows is free: reading several at once costs little more than one."""
+FEW_TOKENS = 2048
+MOST_PADDING = 1.25
+"""Newcomers are read together if their columns are no more than MOST_PADDING times their tokens, or FEW_TOKENS."""
+
+Result = Tensor | tuple[Tensor, Tensor] | ValueError
+
+
+class NaNLogits(ValueError):
+    """The logits of some sequences, `rows`, became NaN: these end before that token, the others were finished.
+
+    tokens, logprobs: what the call would have returned; logprobs is None where they were not asked for.
+    """
+
+    def __init__(self, rows: list[int], tokens: Tensor, logprobs: Tensor | None):
+        super().__init__(
+            f"model: its logits became NaN in sequences {rows}, which end there; this error has the tokens of all "
+            "sequences as its attribute tokens"
+        )
+        self.rows = rows
+        self.tokens = tokens
+        self.logprobs = logprobs
+
+
+class News(NamedTuple):
+    """News of the request with this key: its result, which comes last, or before it tokens (B,) of one step."""
+
+    key: Any
+    value: Any
+    last: bool = True
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def decode(
+    decoder: Any, alone: Request | None = None, coming: Iterator[tuple[Any, Any]] | None = None
+) -> Generator[News, None, None]:
+    """Yield the news of one request alone, or of those that come: pairs of a key and the arguments of one prompt."""
+    stream = torch.cuda.current_stream(decoder.device) if decoder.device.type == "cuda" else None
+    with decoder.turn():
+        with decoder.on_device(stream):
+            scheduler = Scheduler(decoder, alone)
+        try:
+            while scheduler.busy or not scheduler.complete:
+                with decoder.on_device(stream):  # only here: the caller's own is in force while it holds what came
+                    news: list[News] = []
+                    while not news and (scheduler.busy or not scheduler.complete):
+                        news = _add_waiting(scheduler, decoder, coming) + scheduler.advance()
+                yield from news
+        finally:
+            with decoder.on_device(stream):
+                scheduler.close()
+
+
+def run(decoder: Any, requests: Iterable[Mapping[str, Any]], progress: Any) -> Iterator[tuple[int, Result]]:
+    """Yield results as `GraphDecoder.run` does, whose arguments these are."""
+    with closing(decode(decoder, coming=enumerate(requests))) as results, _counted(progress, requests) as count:
+        for index, result, _ in results:
+            count()
+            yield index, result
+
+
+def _add_waiting(scheduler: "Scheduler", decoder: Any, coming: Iterator[tuple[Any, Any]]) -> list[News]:
+    """Let as many requests wait as there are rows, so that prompts of similar lengths are found among them.
+
+    Returns the errors of those that are refused.
+    """
+    refused: list[News] = []
+    most = decoder.batch_sizes[-1]
+    while not scheduler.complete and len(scheduler.waiting) < most and len(refused) < most:
+        index, arguments = next(coming, (None, None))
+        if index is None:
+            scheduler.complete = True
+            break
+        try:
+            scheduler.add(parse_one(decoder, arguments, index))
+        except (TypeError, ValueError) as error:
+            refused.append(News(index, error if isinstance(error, ValueError) else ValueError(str(error))))
+    return refused
+
+
+@contextmanager
+def _counted(progress: Any, requests: Iterable) -> Iterator[Callable[[], None]]:
+    """Yield the function to call for each result."""
+    total = len(requests) if hasattr(requests, "__len__") else None
+    if progress is True:
+        with progress_bar(total=total, label="generating", unit="request") as bar:
+            yield bar.update
+    elif callable(progress):
+        done = itertools.count(1)
+        yield lambda: progress(next(done), total)
+    else:
+        yield lambda: None
+
+
+class _Report(NamedTuple):
+    """A step's count, finished and tokens, as lists, and stacked (3, size) on its device and on the host."""
+
+    count: list[int]
+    finished: list[int]
+    tokens: list[int]
+    device: Tensor
+    host: Tensor
+
+
+class Scheduler:
+    """Continuous batching: the rows of a step, the requests in them, those that wait for rows, and what has ended.
+
+    alone: the one request that there is. It has all rows, so its prompts are read where they stay.
+    complete: no more requests come. waiting: those without rows.
+    """
+
+    def __init__(self, decoder: Any, alone: Request | None = None):
+        self._decoder = decoder
+        self._alone = alone is not None
+        self.complete = self._alone
+        self.waiting: list[Request] = [] if alone is None else [alone]
+        self._alive: list[Request] = []
+        self._news: list[News] = []
+        self._step: Step | None = None
+        self._free: list[int] = []
+        self._reports, self._reported = Readback(decoder.device), deque[list[tuple[Request, list[int]]]]()
+        self._copies, self._left = Readback(decoder.device), deque[tuple[int, list[Request]]]()
+        self._steps_per_check = STEPS_PER_END_CHECK if self._alone else STEPS_PER_ROW_CHECK
+        if not self._reports.lag:
+            self._steps_per_check = 1
+        self._forwards = self._newcomers = 0  # newcomers: sequences that began after the last decode step
+        self._record, self._lengths = Record(decoder.device), list[int]()
+        self._reader = None if self._alone else decoder.reader()
+
+    def add(self, request: Request) -> None:
+        """Let a request of one prompt wait for a row."""
+        self.waiting.append(request)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self._alive or self._left)
+
+    def advance(self) -> list[News]:
+        """Run one forward, of waiting prompts if it pays, else a decode step of all rows; return what came of it.
+
+        The requests' streamers are called here.
+        """
+        self._drop_cancelled()
+        self._resize()
+        group = self._group()
+        if group:
+            self._begin(group)
+        elif any(request.made < request.new_tokens for request in self._alive):
+            self._step.replay()
+            self._record.steps += 1
+            self._forwards += 1
+            self._newcomers = 0
+            for request in self._alive:
+                request.made += 1
+        self._deliver()  # what left before this forward, which the GPU is at work on
+        self._release([one for one in self._alive if not one.is_followed and one.made >= one.new_tokens])
+        followed = any(request.is_followed for request in self._alive)
+        if followed or (self._alive and not group and self._record.steps % self._steps_per_check == 0):
+            self._check_rows()
+        news, self._news = self._news, []
+        return news
+
+    def close(self) -> None:
+        """End the streams of what has not ended, and count what was generated."""
+        for request in (*self.waiting, *self._alive, *itertools.chain(*(left for _, left in self._left))):
+            self._lengths += [count for count in request.seen if count]
+            request.end_stream()
+        if any(self._lengths):
+            self._record.end(self._lengths)
+            self._decoder._records.add(self._record)
+
+    def _drop_cancelled(self) -> None:
+        for request in [request for request in self.waiting if request.cancelled]:
+            self.waiting.remove(request)
+            request.end_stream()
+        self._release([request for request in self._alive if request.cancelled])
+
+    def _resize(self) -> None:
+        """Go on in the smallest step with a row for each sequence, or in the largest."""
+        wanted = sum(len(request.tokens) for request in (*self._alive, *self.waiting))
+        sizes = self._decoder.batch_sizes
+        size = next((size for size in sizes if size >= wanted), sizes[-1])
+        source = self._step
+        if not wanted or (source is not None and size == source.size):
+            return
+        self._step, self._free = self._decoder.steps[size], [*range(size)]
+        if not self._alone:
+            self._step.clear()
+        if self._alive:
+            chosen = [row for request in self._alive for row in request.rows]
+            self._move(self._alive, source, chosen, max(request.end for request in self._alive))
+
+    def _group(self) -> list[Request]:
+        """Pick prompts to read together, the oldest and others of similar length; none if that does not pay now."""
+        if not self.waiting or (self._alive and self._newcomers >= self._step.size):
+            return []
+        pays = min(max(1, self._step.size // ROWS_PER_NEWCOMER), len(self.waiting))
+        if len(self._free) < (pays if self._alive else 1):
+            return []
+        first = self.waiting[0]
+        if self.complete:  # the longest answers first: then the rows end together
+            first = max(self.waiting, key=lambda request: request.new_tokens)
+        others = [other for other in self.waiting if other is not first and _follow_together(other, first)]
+        others.sort(key=lambda other: abs(other.length - first.length))
+        group = [first]
+        for other in others:
+            together = [*group, other]
+            longest = max(request.length for request in together)
+            columns, tokens = len(together) * longest, sum(request.length for request in together)
+            new = max(request.new_tokens for request in together)
+            if len(together) > len(self._free) or columns > MOST_TOKENS or self._graphed(len(group), longest):
+                break
+            if columns <= max(MOST_PADDING * tokens, FEW_TOKENS) and longest + new <= self._decoder.max_length:
+                group = together
+        return group
+
+    def _graphed(self, rows: int, columns: int) -> bool:
+        """Return whether so many prompts fill the step that reads those of this length from graphs."""
+        reader = self._reader
+        return reader is not None and rows >= reader.size and columns <= reader.short_prompts.most
+
+    def _begin(self, group: list[Request]) -> None:
+        """Read the prompts of these requests, choose their first tokens and give them rows."""
+        for request in group:
+            if request.streamer is not None:
+                request.streamer.put(request.given.cpu())
+        step = self._step if self._alone else self._reading_step(group)
+        prefix, rows = group[0].prefix, sum(len(request.tokens) for request in group)
+        tokens, mask = self._joined(group)
+        if prefix is None:
+            tokens, mask = step.fit(tokens, mask, self._decoder.max_length - max(one.new_tokens for one in group))
+        ends, new = group[0].ends, [one.new_tokens for one in group for _ in one.tokens]
+        alike = all(request.ends == ends for request in group)
+        samplings = [sampling for request in group for sampling in request.samplings]
+        step.start(rows, tokens.shape[1], mask, ends if alike else [], group[0].pad or 0, samplings)
+        step.limit[:rows] = self._integers(new)
+        if not alike:
+            for row, request in enumerate(group):
+                step.ends[row].index_fill_(0, self._integers(request.ends), True)
+        step.accept(step.prefill(tokens, mask, prefix))
+        self._forwards += 1
+        self._newcomers += rows
+        if not self._record.steps:
+            self._record.first_token()
+        length = tokens.shape[1] + (0 if prefix is None else prefix.length)
+        if self._alone:
+            group[0].rows = [*range(rows)]
+        else:
+            self._move(group, step, range(rows), length)
+        for request in group:
+            self.waiting.remove(request)
+            request.made, request.end = 1, length + request.new_tokens
+        self._alive += group
+
+    def _reading_step(self, group: list[Request]) -> Step:
+        """Return another step, to read these prompts in."""
+        step, most = self._reader, max(request.length for request in group)
+        if step is None or group[0].prefix is not None or len(group) > step.size or most > step.short_prompts.most:
+            return self._decoder.step_of(len(group), most)
+        return step
+
+    def _joined(self, group: list[Request]) -> tuple[Tensor, Tensor | None]:
+        """Return the prompts (B, L) of these requests in one batch, and its mask."""
+        if len(group) == 1:
+            return group[0].tokens, group[0].mask
+        lengths = [request.tokens.shape[1] for request in group]
+        longest = max(lengths)
+        tokens = torch.cat([pad(request.tokens, (longest - request.tokens.shape[1], 0)) for request in group])
+        if min(lengths) == longest:
+            return tokens, None
+        padding = self._integers(longest - length for length in lengths)
+        return tokens, torch.arange(longest, device=tokens.device) >= padding[:, None]
+
+    def _move(self, requests: list[Request], source: Step, chosen: Sequence[int], length: int) -> None:
+        """Move them from the rows `chosen` of another step to free ones. No token is in column `length` or after it."""
+        for request in requests:
+            request.rows = [self._free.pop() for _ in request.tokens]
+        rows, chosen = self._rows(requests), self._integers(chosen)
+        self._step.adopt(rows, source, chosen, length)
+
+    def _check_rows(self) -> None:
+        """Find the requests that have ended, as of the check before this one on a GPU, and pass on their tokens."""
+        step = self._step
+        self._reports.push(torch.stack([step.count, step.finished, step.tokens[:, 0]]))
+        self._reported.append([(request, request.rows) for request in self._alive])
+        while len(self._reports) > self._reports.lag:
+            device, host = self._reports.pop()
+            step.check_weights()
+            report = _Report(*host.tolist(), device, host)
+            reported = [(request, rows) for request, rows in self._reported.popleft() if request.rows]
+            self._release([request for request, rows in reported if self._note(request, rows, report)])
+
+    def _note(self, request: Request, rows: list[int], report: "_Report") -> bool:
+        """Pass on a request's tokens if they are followed; return whether all of its sequences have ended.
+
+        rows: adjacent ones, where the sequences were at the time of the report.
+        """
+        count, finished, tokens, device, host = report
+        ended = [bool(finished[row]) for row in rows]
+        if not request.is_followed:
+            return all(ended)
+        got = [request.pad or 0] * len(rows)
+        some_got_one = False
+        for index, row in enumerate(rows):
+            if index not in request.stopped and count[row] > request.seen[index]:
+                request.seen[index], got[index], some_got_one = count[row], tokens[row], True
+                tail = request.tails[index]
+                if tail is not None and tail.ends_with(tokens[row]):
+                    request.stopped.add(index)
+        ended = [one or index in request.stopped for index, one in enumerate(ended)]
+        if not all(ended):
+            for index in request.stopped:
+                self._step.finished[request.rows[index]].fill_(True)  # the GPU has begun its next token
+        if some_got_one:
+            if request.streamer is not None:
+                request.streamer.put(torch.tensor(got))
+            if request.stepwise:
+                home = request.given.device
+                # What was reported on the GPU is ready on every stream.
+                value = (host if home.type == "cpu" else device)[2, rows[0] : rows[0] + len(rows)]
+                for index, row in enumerate(rows):
+                    if tokens[row] != got[index]:
+                        value[index] = got[index]
+                self._news.append(News(request.key, value.to(home), last=False))
+        return all(ended)
+
+    def _release(self, requests: list[Request]) -> None:
+        """Begin to copy what was generated in the rows of these requests, and free them."""
+        if not requests:
+            return
+        step, rows = self._step, self._rows(requests)
+        width = max(request.new_tokens for request in requests)
+        parts = [step.generated[:, :width], step.logprobs[:, :width].double().view(torch.int64)]
+        parts += [step.count[:, None], step.failed[:, None]]
+        self._copies.push(torch.cat([part.index_select(0, rows) for part in parts], dim=1))
+        self._left.append((self._forwards, requests))
+        for request in requests:
+            self._alive.remove(request)
+            self._free += request.rows
+            request.rows = []
+        if self._alive or self.waiting or not self.complete:
+            step.leave(rows)
+
+    def _deliver(self) -> None:
+        """Make results of the copies from before the last forward, or of all if nothing is alive."""
+        while self._left and (self._left[0][0] < self._forwards or not self._alive):
+            _, requests = self._left.popleft()
+            device, host = self._copies.pop()
+            self._step.check_weights()
+            sizes = [len(request.tokens) for request in requests]
+            for request, *values in zip(requests, device.split(sizes), host.split(sizes), strict=True):
+                self._end(request, *values)
+
+    def _end(self, request: Request, device: Tensor, host: Tensor) -> None:
+        """Make its result of what `_release` copied."""
+        counts, failed = host[:, -2].tolist(), host[:, -1].tolist()
+        for index in request.stopped:  # the row went on after the stop string
+            counts[index], failed[index] = request.seen[index], False
+        self._lengths += counts
+        request.end_stream()
+        if not request.cancelled:
+            self._news.append(News(request.key, _result(request, device, host, counts, failed)))
+
+    def _rows(self, requests: list[Request]) -> Tensor:
+        return self._integers(row for request in requests for row in request.rows)
+
+    def _integers(self, values: Iterable[int]) -> Tensor:
+        return integers_on(self._decoder.device, values)
+
+
+def _follow_together(one: Request, other: Request) -> bool:
+    """Return whether they have one prefix, or none, and lengths that may follow it in one batch."""
+    if one.prefix is not other.prefix:
+        return False
+    return one.prefix is None or one.prefix.pads or one.tokens.shape == other.tokens.shape
+
+
+def _result(request: Request, device: Tensor, host: Tensor, counts: list[int], failed: list[int]) -> Result:
+    """Return the result of a request as `generate` does, or as `run` where it is to be without prompts.
+
+    device, host (B, 2 * columns + 2) int64: generated tokens, their logprobs in float64, counts, failed.
+    """
+    home = request.given.device
+    values = (host if home.type == "cpu" else device)[:, :-2].unflatten(1, (2, -1))[:, :, : max(counts)]
+    ended = torch.arange(max(counts)) >= torch.tensor(counts)[:, None]
+    ended = to_device(ended, values.device)
+    tokens = values[:, 0].masked_fill(ended, request.pad or 0).to(home)
+    logprobs = values[:, 1].contiguous().view(torch.float64).float().masked_fill(ended, 0).to(home)
+    if request.with_prompts:
+        tokens = torch.cat([request.given.long(), tokens], dim=1)
+    else:
+        tokens, logprobs = tokens[0], logprobs[0]
+    rows = [row for row, one in enumerate(failed) if one]
+    if rows:
+        return NaNLogits(rows, tokens, logprobs if request.return_logprobs else None)
+    return (tokens, logprobs) if request.return_logprobs else tokens

@@ -1,0 +1,126 @@
+"""The model of a decoder: which ranks hold it, and whether it is still the model that it was."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8moe.layers.master import Fingerprint
+from fp8moe.weights.closing import modules_of, refits_of
+
+
+class Ranks(NamedTuple):
+    """The ranks that hold a model together. What they decide alike keeps them at the same steps.
+
+    groups: process groups that hold it; none for a model on one rank.
+    key_heads: over how many ranks the heads of keys and values are spread.
+    """
+
+    groups: tuple[Any, ...] = ()
+    key_heads: int = 1
+
+    @property
+    def most(self) -> int:
+        """Return the size of the largest group."""
+        return max((dist.get_world_size(group) for group in self.groups), default=1)
+
+    def least(self, value: int, device: torch.device) -> int:
+        """Return the smallest of the ranks' values. device: of the model, which the groups communicate on."""
+        if not self.groups:
+            return value
+        agreed = torch.tensor([value], device=device)
+        for group in self.groups:
+            dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+        return int(agreed)
+
+    def first(self, values: list[int], device: torch.device) -> list[int]:
+        """Return the values of the first rank."""
+        if not self.groups:
+            return values
+        agreed = torch.tensor(values, device=device)
+        for group in self.groups:
+            dist.broadcast(agreed, group_src=0, group=group)
+        return agreed.tolist()
+
+
+def ranks_of(model: Any) -> Ranks:
+    """Find the ranks that hold the model's parameters as DTensors."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks()
+    groups = {}
+    for parameter in model.parameters():
+        if mesh := _mesh(parameter):
+            for dim in range(mesh.ndim):
+                group = mesh.get_group(dim)
+                groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    projections = (getattr(module, "k_proj", None) for module in model.modules())
+    spread = [_sharded_over(projection.weight) for projection in projections if hasattr(projection, "weight")]
+    return Ranks(tuple(group for ranks, group in groups.items() if len(ranks) > 1), max(spread, default=1))
+
+
+def _mesh(parameter: Tensor) -> Any:
+    """Return the mesh of a DTensor, None for other tensors."""
+    from torch.distributed.tensor import DTensor
+
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+
+def _sharded_over(weight: Tensor) -> int:
+    """Return how many ranks the rows of a weight are spread over."""
+    mesh = _mesh(weight)
+    if mesh is None:
+        return 1
+    return next((mesh.size(dim) for dim, place in enumerate(weight.placements) if place.is_shard(0)), 1)
+
+
+class ModelState:
+    """Where a model's weights lie and what they held at one time, and which adapters of peft were active, how much.
+
+    CUDA graphs and cached keys of the model serve as long as nothing of it changes. It keeps neither in memory.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.renew(model)
+        self._adapters = [(ref(module), _active(module)) for module in model.modules() if _has_adapters(module)]
+
+    def renew(self, model: nn.Module) -> None:
+        """Take what the weights hold now for what they held then."""
+        self._weights = Fingerprint(_weights(model))
+        self._refits = refits_of(model).count
+
+    def change(self, model: nn.Module) -> str | None:
+        """Return what has changed in the model since: the beginning of a sentence, or None."""
+        if refits_of(model).count != self._refits:
+            return "the model's weights were refitted"
+        if not self._weights.matches(_weights(model)):
+            return "the model's weights have moved or changed"
+        if any(module() is None or _active(module()) != active for module, active in self._adapters):
+            return "the model's adapters have been switched, scaled or disabled"
+        return None
+
+
+def check_eval(model: nn.Module) -> None:
+    """Raise ValueError for a module in training mode."""
+    if any(module.training for module in modules_of(model)):
+        path = next(path for path, module in model.named_modules() if module.training)
+        raise ValueError(f"model: call model.eval() first, {path or 'it'} is in training mode")
+
+
+def _weights(model: nn.Module) -> Iterator[Tensor]:
+    """Yield parameters and buffers: what is added to the scores of routers is a buffer in many models."""
+    for module in modules_of(model):
+        for tensors in (module._parameters, module._buffers):
+            yield from [tensor for tensor in tensors.values() if tensor is not None]
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    """Return whether it is a layer of peft. New ones bring new parameters."""
+    return isinstance(getattr(module, "merged_adapters", None), list)
+
+
+def _active(module: Any) -> tuple:
+    scaling = tuple(getattr(module, "scaling", {}).items())
+    return tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters), scaling

@@ -1,0 +1,323 @@
+"""Reads a checkpoint directory: headers, the shard index, config.json, and tensors piece by piece.
+
+The format is that of https://github.com/huggingface/safetensors: eight bytes with the length of a JSON header, the
+header with dtype, shape and byte range of each tensor, then the bytes. Headers are read here without the tensors.
+"""
+
+import math
+import os
+import re
+import stat
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fp8moe.weights.formats import DTYPES, TensorSpec
+from fp8moe.weights.untrusted import MAX_BYTES, parse_object, printable, shown
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+HF_QUANT_CONFIG = "hf_quant_config.json"
+
+DECLARATIONS = ("quantization_config", "compression_config")
+"""Entries of config.json and its parts that say how weights are quantized."""
+_SHOWN_PROBLEMS = 100
+_COUNT = re.compile(r"(\w*_)?(num|n)_\w*(layers?|experts)|(en|de)coder_layers|depth")
+_MAX_RANK = 64  # of tensors that PyTorch can copy
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used. ``problems`` lists everything that is wrong, the message the first hundred."""
+
+    def __init__(self, what: str, problems: Iterable[str]):
+        self.what = what
+        self.problems = [printable(problem) for problem in problems]
+        start = " " if len(self.problems) == 1 else "\n  "
+        lines = [start + problem for problem in self.problems[:_SHOWN_PROBLEMS]]
+        if len(self.problems) > _SHOWN_PROBLEMS:
+            lines.append(f"\n  ... and {len(self.problems) - _SHOWN_PROBLEMS} more")
+        super().__init__(f"{printable(what)}:{''.join(lines)}")
+
+
+class TensorInfo(NamedTuple):
+    """What a header says of one tensor: name, safetensors dtype, shape, where its bytes lie in which file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    file: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass
+class Checkpoint:
+    """A directory as its headers describe it.
+
+    files: names of the shards that could be read. tensors: by name. declarations: entries that say how the weights are
+    quantized, by file and place. problems: what is wrong with the files themselves. incomplete: whether a shard is
+    missing or damaged, so that `tensors` lacks what it holds.
+    """
+
+    directory: Path
+    files: list[str]
+    tensors: dict[str, TensorInfo]
+    config: dict
+    declarations: dict[str, dict]
+    problems: list[str]
+    incomplete: bool
+
+    @property
+    def unknown_dtypes(self) -> list[str]:
+        """A line for each tensor of a dtype that is not understood."""
+        return [
+            f"{name}: unknown dtype {info.dtype}" for name, info in self.tensors.items() if info.dtype not in DTYPES
+        ]
+
+    def read_unmapped(self, infos: Iterable[TensorInfo]) -> Iterator[tuple[TensorInfo, Tensor]]:
+        """Yield small stored tensors, flattened, without mapping whole files as the safetensors library does."""
+        for file, wanted in groupby(sorted(infos, key=lambda info: (info.file, info.begin)), lambda info: info.file):
+            with (self.directory / file).open("rb") as stream:
+                for info in wanted:
+                    stream.seek(info.begin)
+                    content, dtype = bytearray(stream.read(info.nbytes)), DTYPES[info.dtype]
+                    yield info, torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+
+
+class Reader:
+    """Reads tensors with the safetensors library. A shard stays mapped from its first tensor until `close`."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._files: dict[str, safe_open] = {}
+        self._stack = ExitStack()
+
+    def read(self, info: TensorInfo, part: tuple[slice | int, ...] = ()) -> Tensor:
+        """Return a tensor, or a part of it."""
+        if info.file not in self._files:
+            self._files[info.file] = self._stack.enter_context(safe_open(self._directory / info.file, framework="pt"))
+        shard = self._files[info.file]
+        return shard.get_slice(info.name)[part] if part else shard.get_tensor(info.name)
+
+    def close(self) -> None:
+        self._files.clear()
+        self._stack.close()
+
+
+def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
+    """Read config.json, the index and the header of each shard.
+
+    Raises CheckpointError if there is no checkpoint at all; a missing or damaged file becomes an entry of ``problems``.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} is not a checkpoint",
+            ["it is not a directory" if directory.exists() else f"there is no such directory{_hub_hint(directory)}"],
+        )
+    present = set(os.listdir(directory))
+    problems: list[str] = []
+    config = read_json(directory / CONFIG, problems) if CONFIG in present else {}
+    declarations = _declarations(config, problems)
+    if HF_QUANT_CONFIG in present:
+        declarations[HF_QUANT_CONFIG] = read_json(directory / HF_QUANT_CONFIG, problems)
+    weight_map: dict[str, str] | None = None  # of each tensor, as the index has them
+    if INDEX in present:
+        weight_map = read_json(directory / INDEX, problems).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(
+                f"{directory} is not a checkpoint", problems or [f"{INDEX}: has no weight_map from names to files"]
+            )
+    elif SINGLE not in present:
+        raise CheckpointError(f"{directory} is not a checkpoint", [f"there is neither {SINGLE} nor {INDEX}"])
+
+    listed: dict[str, list[str]] = defaultdict(list)
+    for name, file in (weight_map or {}).items():
+        listed[file].append(name)
+    tensors: dict[str, TensorInfo] = {}
+    files, unread = [], set()
+    for file in [SINGLE] if weight_map is None else sorted(listed):
+        try:
+            if Path(file).name != file:
+                raise CheckpointError(f"{directory} is not complete", [f"{file}: is not in the directory itself"])
+            header = read_header(directory / file)
+        except CheckpointError as error:
+            names = sorted(listed[file])
+            lost = f"; {INDEX} puts {len(names)} tensors there, from {names[0]} to {names[-1]}" if names else ""
+            problems += [problem + lost for problem in error.problems]
+            unread.add(file)
+            continue
+        files.append(file)
+        for name, info in header.items():
+            if weight_map is not None and weight_map.get(name) != file:
+                problems.append(f"{name}: is in {file}, but {INDEX} does not say so")
+            else:
+                tensors[name] = info
+    for name, file in (weight_map or {}).items():
+        if name not in tensors and file not in unread:
+            problems.append(f"{name}: {INDEX} says it is in {file}, but it is not")
+    return Checkpoint(
+        directory=directory,
+        files=files,
+        tensors=tensors,
+        config=config,
+        declarations=declarations,
+        problems=problems,
+        incomplete=bool(unread),
+    )
+
+
+def sections(config: dict) -> list[tuple[str, dict]]:
+    """A configuration and the objects in it, text_config and others, each with its name: "text_config.rope"."""
+    found = [("", config)]
+    for place, content in found:
+        found += [(f"{place}.{name}".strip("."), value) for name, value in content.items() if isinstance(value, dict)]
+    return found
+
+
+def _declarations(config: dict, problems: list[str]) -> dict[str, dict]:
+    """The entries of config.json that say how the weights are quantized; one that is no object becomes a problem."""
+    found: dict[str, dict] = {}
+    for place, content in sections(config):
+        if any(name in place.split(".") for name in DECLARATIONS):
+            continue  # of an entry itself
+        for name in DECLARATIONS:
+            value, where = content.get(name), f"{CONFIG}: {place}{'.' * bool(place)}{name}"
+            if value and isinstance(value, dict):
+                found[where] = value
+            elif value is not None and not isinstance(value, dict):
+                problems.append(f"{where} is {shown(value)}, expected an object")
+    mlx = config.get("quantization")
+    if isinstance(mlx, dict) and "bits" in mlx:
+        found[f"{CONFIG}: quantization"] = mlx
+    return found
+
+
+def count_problems(checkpoint: Checkpoint) -> list[str]:
+    """Find numbers of layers and experts that these tensors cannot have: to make as many would take all memory."""
+    limit = max(len(checkpoint.tensors), *(size for info in checkpoint.tensors.values() for size in info.shape), 0)
+    problems = []
+    for _, content in sections(checkpoint.config):
+        for name, value in content.items():
+            if _COUNT.fullmatch(name) and isinstance(value, int | float) and value > limit:
+                problems.append(f"{CONFIG}: {name} is {shown(value)}, expected at most {limit} for these tensors")
+    return problems
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read the header of a safetensors file: its tensors by name, in the order of their bytes.
+
+    Raises CheckpointError for a file that cannot be read, is cut short, too long, or not safetensors: what passes, the
+    safetensors library opens, too.
+    """
+
+    def broken(why: str) -> CheckpointError:
+        return CheckpointError(f"{path} cannot be read", [f"{path.name}: {why}"])
+
+    obstacle = _obstacle(path)
+    if obstacle is not None:
+        raise broken(obstacle)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if size < 8 or 8 + length > size or length > MAX_BYTES:
+                raise broken("is cut short, or no safetensors file")
+            content = prefix + file.read(length)
+        entries = parse_object(content[8:])
+        entries.pop("__metadata__", None)
+        infos = {name: _tensor_info(name, entry, len(content), path.name) for name, entry in entries.items()}
+        tensors = dict(sorted(infos.items(), key=lambda item: (item[1].begin, item[1].end)))
+        position = len(content)
+        for name, info in tensors.items():
+            if info.begin != position:
+                raise broken(f"the bytes of {name} do not follow on those before")
+            if info.dtype in DTYPES and info.nbytes != TensorSpec(info.dtype, info.shape).nbytes:
+                raise broken(f"{name} has {info.nbytes} bytes, which does not fit {info.dtype} {shown(info.shape)}")
+            position = info.end
+        if size != position:
+            state = "is cut short" if size < position else "is too long"
+            raise broken(f"{state}: {size} bytes, the header says {position}")
+        with suppress(RuntimeError), safe_open(path, framework="pt"):  # of a file too large to map: see unmappable
+            pass
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise broken(f"has no valid safetensors header ({error})") from error
+    except (OSError, SafetensorError) as error:
+        raise broken(f"cannot be read ({error})") from error
+    return tensors
+
+
+def unmappable(checkpoint: Checkpoint) -> list[str]:
+    """List the shards that PyTorch cannot map, being larger than memory: headers can be read, tensors cannot."""
+    problems = []
+    for file in checkpoint.files:
+        try:
+            with safe_open(checkpoint.directory / file, framework="pt"):
+                pass
+        except RuntimeError as error:
+            problems.append(f"{file}: {error}")
+    return problems
+
+
+def _tensor_info(name: str, entry: object, start: int, file: str) -> TensorInfo:
+    """Check an entry of a header. start: where the bytes of the first tensor begin."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if (
+            all(type(size) is int and size >= 0 for size in (*shape, begin, end))
+            and begin <= end
+            and len(shape) <= _MAX_RANK
+            and math.prod(max(size, 1) for size in shape) < 2**63
+        ):
+            return TensorInfo(name, dtype, tuple(shape), start + begin, start + end, file)
+    raise ValueError(f"{name} has {shown(entry)}, expected dtype, shape and data_offsets of a tensor")
+
+
+def read_json(path: Path, problems: list[str]) -> dict:
+    """The object in this file; empty, with a problem, if there is none."""
+    why = _obstacle(path)
+    try:
+        if why is None and path.stat().st_size > MAX_BYTES:
+            why = f"is larger than {MAX_BYTES:,} bytes"
+        if why is None:
+            return parse_object(path.read_bytes())
+    except ValueError as error:
+        why = f"is not valid JSON ({error})"
+    except OSError as error:
+        why = f"cannot be read ({error})"
+    problems.append(f"{path.name}: {why}")
+    return {}
+
+
+def _hub_hint(directory: Path) -> str:
+    """How to fetch what may be a name on the Hugging Face hub."""
+    if directory.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)):
+        return ""
+    return f"; fetch a model of the Hugging Face hub first: hf download {directory} --local-dir {directory.name}"
+
+
+def _obstacle(path: Path) -> str | None:
+    """Why this is no file to open, or None: opening a pipe would wait for its writer."""
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return "there is no such file"
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({error})"
+    return None if regular else "is not a regular file"

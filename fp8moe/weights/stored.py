@@ -1,0 +1,426 @@
+"""StoredWeight: a weight of a checkpoint as one object, with its name, codes, scale, format and values.
+
+`open_weights` reads a directory's headers, pairs every weight with its scale, and judges the format: what configuration
+and tensors say is compared, and where they disagree, or nothing says how FP8 codes are scaled, it does not load.
+"""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
+from fp8moe.weights.declared import FP8_KINDS, KINDS, MX_BLOCK, Declared, declared
+from fp8moe.weights.formats import (
+    CONCATENATED,
+    FP8,
+    GATE_UP_LAYOUT,
+    Layout,
+    TensorSpec,
+    as_float,
+    fits_scale,
+    scale_grid,
+)
+from fp8moe.weights.names import (
+    DOWN,
+    GATE_UP,
+    GROUPS,
+    WEIGHT,
+    Name,
+    is_own_scale,
+    is_scale_beside,
+    is_unused_scale,
+    parse,
+    scale_spellings,
+    weight_of_codes,
+)
+from fp8moe.weights.source import Checkpoint, CheckpointError, Reader, TensorInfo, open_checkpoint, sections
+
+_IN_TURNS = {"gpt_oss": "GPT-OSS"}
+"""Models whose experts are (E, columns, rows), with rows of gate and up in turns, by their model_type."""
+INTERLEAVED = " or ".join(_IN_TURNS.values())
+
+
+class StoredWeight(NamedTuple):
+    """A weight, a bias or any other tensor as a checkpoint stores it, or as a view of `fp8moe.weights.views` sees it.
+
+    name: of the weight as a tensor of its own. codes, scale: the stored tensors. kind: of `KINDS`; None for values that
+    are not quantized, and for FP8 codes whose scale is missing or unknown. dtype, shape: of its values, by safetensors
+    name and (N, K) or (E, N, K). grid, scale_dtype: shape and dtype of its scale; grid is None without one. coded:
+    whether it is stored as FP8 codes or packed integers. transposed: whether fused experts are stored (E, K, N).
+    shared: whether the scale is that of all experts, which are stored one by one, and is a StoredWeight of its own.
+    make: the value of a matrix, a Tensor or an FP8Tensor, from its codes and scale, where it is not what is stored.
+    """
+
+    name: Name
+    codes: TensorInfo
+    scale: TensorInfo | None
+    kind: str | None
+    dtype: str
+    shape: tuple[int, ...]
+    grid: tuple[int, ...] | None = None
+    scale_dtype: str = "F32"
+    coded: bool = False
+    transposed: bool = False
+    shared: bool = False
+    make: Callable[[Tensor, Tensor | None], Tensor | FP8Tensor] | None = None
+
+    @property
+    def is_expert(self) -> bool:
+        return self.name.projection is not None and (self.name.expert is not None or len(self.shape) == 3)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether rows of gate and up take turns in packed codes."""
+        return self.name.projection == GATE_UP and self.codes.name.endswith(GROUPS)
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether a scale of its own belongs to the values, as they are seen."""
+        return self.scale is not None and not self.shared and (self.grid is not None or self.make is None)
+
+    @property
+    def scale_name(self) -> str:
+        """The name of the scale, as it is stored or as it would be."""
+        return self.name.scale if self.scale is None or self.make is not None else self.scale.name
+
+    def specs(self) -> Layout:
+        """Return the tensors that the weight is written as, by name: values and scale."""
+        specs = {self.name.text: TensorSpec(self.dtype, self.shape)}
+        return specs if self.grid is None else specs | {self.name.scale: TensorSpec(self.scale_dtype, self.grid)}
+
+    def value(self, codes: Tensor, scale: Tensor | None) -> Tensor | FP8Tensor:
+        """Return the value of a matrix of these codes and this scale."""
+        if self.make is not None:
+            return self.make(codes, scale)
+        return codes if self.grid is None else FP8Tensor(codes, as_float(scale).reshape(self.grid[-2:]))
+
+    def seen(self, function: Callable[[Any], Tensor | FP8Tensor], dtype: str, **changes: Any) -> "StoredWeight":
+        """Return a view: `function` of the value of each matrix, of this dtype. changes: to the fields."""
+        value = self.value
+        return self._replace(make=lambda codes, scale: function(value(codes, scale)), dtype=dtype, **changes)
+
+    def pieces(
+        self, reader: Reader, part: tuple[slice, ...] | None = None
+    ) -> Iterator[tuple[int | None, Tensor | FP8Tensor]]:
+        """Yield the values: of three dimensions an expert at a time with its place, otherwise once with None.
+
+        part: of the values; the scale of an FP8Tensor is always whole. Fused experts can take gigabytes: so memory
+        holds one expert at a time.
+        """
+        part = part or tuple(slice(0, size) for size in self.shape)
+        own_scale = None if self.shared else self.scale
+        if len(self.shape) < 3:
+            yield None, self._piece(reader, (), part, own_scale and reader.read(own_scale))
+            return
+        if not math.prod(self.shape):
+            return
+        first, *inner = part
+        by_expert = own_scale is not None and own_scale.shape[:1] == self.shape[:1]
+        scale = own_scale and reader.read(own_scale, (first,) if by_expert else ())
+        for place, expert in enumerate(range(first.start, first.stop)):
+            yield place, self._piece(reader, (expert,), tuple(inner), scale[place] if by_expert else scale)
+
+    def whole(self, reader: Reader) -> Tensor:
+        """Read all values of a weight without a scale."""
+        values = [value for _, value in self.pieces(reader)]
+        return torch.stack(values) if len(self.shape) > 2 else values[0]
+
+    def _piece(
+        self, reader: Reader, at: tuple[int, ...], part: tuple[slice, ...], scale: Tensor | None
+    ) -> Tensor | FP8Tensor:
+        """Read a part of a matrix: of what is stored as it is seen, nothing else."""
+        if self.make is None:
+            return self.value(reader.read(self.codes, (*at, *part)), scale)
+        value = self.make(reader.read(self.codes, at), scale)
+        if isinstance(value, FP8Tensor):
+            return value._replace(data=value.data[part])
+        return value[part] if isinstance(value, Tensor) else value
+
+
+class Format(NamedTuple):
+    """How the weights of a checkpoint are quantized: `find_format` says it.
+
+    name: "fp8-block", "fp8-block-ue8m0", "fp8-tensor", "fp8-channel", "mxfp8", "mxfp4", "nvfp4", "int4", "w4a8", "bf16"
+        (nothing is quantized) or "unknown". Of a checkpoint with several: that of the experts, else of the linears.
+    bits: of a weight's code; of unquantized weights 16.
+    scales: how many values share a scale: "128x128", "tensor", "channel", "1x32"...; "none" of unquantized weights.
+    exact: whether 128x128 blocks hold the same values. loads: whether `load_model` and `load_fp8_checkpoint` take it.
+    reason: one sentence: how it loads, or why it does not and what to do.
+    """
+
+    name: str
+    bits: int
+    scales: str
+    exact: bool
+    loads: bool
+    reason: str
+
+
+class Weights(NamedTuple):
+    """The weights of a checkpoint, in the order of its files.
+
+    stored: every tensor but scales that belong to a weight. unused: the names of static scales of activations and of
+    the cache of keys and values. declared: what its configuration says first of them, None if nothing. interleaved:
+    whether config.json is of a model whose experts have rows of gate and up in turns.
+    """
+
+    checkpoint: Checkpoint
+    stored: list[StoredWeight]
+    format: Format
+    unused: set[str]
+    declared: Declared | None
+    interleaved: bool
+
+    @property
+    def quantized(self) -> list[StoredWeight]:
+        """The weights that are stored as FP8 codes or packed integers."""
+        return [weight for weight in self.stored if weight.coded]
+
+    def check(self, what: str) -> None:
+        """Raise CheckpointError, with the format's reason first, if the format does not load."""
+        if not self.format.loads:
+            raise CheckpointError(what, [self.format.reason, *self.checkpoint.problems])
+
+
+def is_interleaved(config: dict) -> bool:
+    """Return whether a configuration, or a part of it, is of a model whose experts have gate and up in turns."""
+    return any(content.get("model_type") in _IN_TURNS for _, content in sections(config))
+
+
+def find_format(directory: str | os.PathLike) -> Format:
+    """How the weights of a checkpoint are quantized, and whether it loads.
+
+    Raises CheckpointError if there is no checkpoint in ``directory``.
+    """
+    return open_weights(directory).format
+
+
+def open_weights(directory: str | os.PathLike) -> Weights:
+    """Read what a checkpoint holds: headers and JSON alone.
+
+    Raises CheckpointError if there is no checkpoint in ``directory``.
+    """
+    checkpoint = open_checkpoint(directory)
+    declarations = [declared(where, content) for where, content in checkpoint.declarations.items()]
+    first = declarations[0] if declarations else None
+    stored, unused = _paired(checkpoint, first)
+    found, in_turns = _format(checkpoint, declarations, stored), is_interleaved(checkpoint.config)
+    return Weights(checkpoint, stored, found, unused, first, in_turns)
+
+
+# Weights and their scales.
+
+
+def _paired(checkpoint: Checkpoint, declaration: Declared | None) -> tuple[list[StoredWeight], set[str]]:
+    """Take every tensor's name apart once, and put each weight together with its scale."""
+    tensors = checkpoint.tensors
+    names = {text: parse(text, len(info.shape)) for text, info in tensors.items()}
+    stored, own_scales = [], set()
+    for text, info in tensors.items():
+        name = _weight_of(names[text], info, tensors)
+        scale = None if name is None else next(filter(tensors.__contains__, scale_spellings(name, text)), None)
+        if name is None:
+            stored.append(StoredWeight(names[text], info, None, None, info.dtype, info.shape))
+            continue
+        weight = StoredWeight(
+            name=name,
+            codes=info,
+            scale=None if scale is None else tensors[scale],
+            scale_dtype="F32" if scale is None else tensors[scale].dtype,
+            kind=None,
+            dtype=info.dtype,
+            shape=info.shape,
+            coded=True,
+            transposed=_is_transposed(name, info.shape, tensors),
+            shared=scale is not None and not is_own_scale(name, scale),
+        )
+        kind = _kind(weight, declaration)
+        stored.append(weight if kind is None else weight._replace(kind=kind, shape=_values_shape(weight)))
+        if scale is not None and not weight.shared:
+            own_scales.add(scale)
+    unused = {text for text, info in tensors.items() if math.prod(info.shape[1:]) == 1 and is_unused_scale(text)}
+    return [weight for weight in stored if weight.codes.name not in own_scales], unused
+
+
+def _weight_of(name: Name, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> Name | None:
+    """The name of the weight that this tensor holds the codes of, None for a tensor of another kind."""
+    if info.dtype == FP8:
+        return None if is_scale_beside(name.text, tensors) else name
+    text = weight_of_codes(name.text, tensors)
+    if text is not None:
+        return parse(text)
+    return name if info.dtype in ("I8", "U8", "I32", "U32") and name.role == WEIGHT and len(info.shape) > 1 else None
+
+
+def _is_transposed(name: Name, shape: tuple[int, ...], tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether fused experts are stored (E, K, N), with as many rows of gate_up as columns of down."""
+    if name.expert is not None or len(shape) != 3 or name.projection not in (GATE_UP, DOWN):
+        return False
+    pair = [tensors.get(f"{name.module}.{projection}") for projection in (GATE_UP, DOWN)]
+    if None in pair or any(len(info.shape) != 3 for info in pair):
+        return False
+    (_, rows, columns), (_, down_rows, down_columns) = (info.shape for info in pair)
+    return rows == down_columns and columns == 2 * down_rows
+
+
+def _values_shape(weight: StoredWeight) -> tuple[int, ...]:
+    shape = weight.codes.shape
+    if weight.codes.dtype == FP8:
+        *lead, rows, columns = shape
+        return (*lead, columns, rows) if weight.transposed else shape
+    lead = shape[: -2 if weight.codes.name.endswith(GROUPS) else -1]
+    return *lead, 2 * math.prod(shape[len(lead) :])
+
+
+def _kind(weight: StoredWeight, declaration: Declared | None) -> str | None:
+    """The kind of a weight, of `KINDS`: the first that is declared and fits the shape of its scale, else that fits."""
+    shape, scale = weight.codes.shape, weight.scale
+    if weight.codes.dtype != FP8:
+        return _packed_kind(weight.codes, scale)
+    if scale is None or len(shape) not in (2, 3):
+        return None
+    if weight.shared:
+        return "fp8-block"
+    fitting = [kind for kind in FP8_KINDS if fits(weight, kind)]
+    preferred = [kind for kind in fitting if declaration and declaration.kinds and kind in declaration.kinds]
+    return next(iter(preferred or fitting), None)
+
+
+def fits(weight: StoredWeight, kind: str) -> bool:
+    """Judge whether the scale of FP8 codes has the shape and dtype of a kind: the one place that compares the two."""
+    scale, matrices = weight.scale, weight.name.matrices if len(weight.codes.shape) == 3 else 1
+    *lead, rows, columns = weight.codes.shape
+    exponents = scale.dtype in ("U8", "F8_E8M0")
+    if kind == "fp8-block":
+        blocks = (*lead, ceil_div(rows, BLOCK), ceil_div(columns, BLOCK))
+        return fits_scale(scale.shape, blocks if weight.transposed else scale_grid(matrices, weight.codes.shape))
+    if kind == "fp8-tensor":
+        sizes = [(), tuple(lead), (*lead, matrices)]
+        return scale.dtype != "U8" and any(fits_scale(scale.shape, size) for size in sizes)
+    if kind == "fp8-channel":
+        each = (*lead, columns, 1) if weight.transposed else (*lead, rows, 1)
+        flat = (*lead, 1, columns) if weight.transposed else each
+        return scale.dtype != "U8" and scale.shape in (each, each[:-1], flat)
+    return exponents and not weight.transposed and scale.shape == (*lead, rows, ceil_div(columns, MX_BLOCK))
+
+
+def _packed_kind(codes: TensorInfo, scale: TensorInfo | None) -> str | None:
+    """The kind of codes that are packed into integers, None if they are not those of matrices."""
+    in_groups = codes.name.endswith(GROUPS)
+    if len(codes.shape) not in ((4,) if in_groups else (2, 3)):
+        return None
+    if scale is None:
+        return "int4"
+    if scale.dtype == FP8:
+        return "nvfp4"
+    *rows, columns = codes.shape
+    if codes.dtype in ("I8", "U8") and scale.dtype in ("F8_E8M0", "U8"):
+        grouped = tuple(rows) if in_groups else (*rows, 2 * columns // MX_BLOCK)
+        if scale.shape == grouped and 2 * columns % MX_BLOCK == 0 and (not in_groups or 2 * columns == MX_BLOCK):
+            return "mxfp4"
+    if codes.dtype == "I8":
+        if scale.shape[-2:] == (rows[-1], ceil_div(2 * columns, BLOCK)):
+            return "w4a8"
+        if math.prod(scale.shape) <= math.prod(rows):
+            return "int8"
+    return "int4"
+
+
+# The format of a whole checkpoint.
+
+
+def _format(checkpoint: Checkpoint, declarations: list[Declared], stored: list[StoredWeight]) -> Format:
+    weights = [weight for weight in stored if weight.coded]
+    kinds = Counter(weight.kind for weight in weights)
+    experts = Counter(weight.kind for weight in weights if weight.is_expert)
+    named = of_tensors = next((kind for kind, _ in (experts.most_common() or kinds.most_common()) if kind), None)
+    if named is None and declarations and declarations[0].kinds:
+        named = next(iter(sorted(declarations[0].kinds)))
+    problem = _problem(checkpoint, declarations, weights)
+    if problem is None and not weights:
+        said = f"{_prefix(declarations)}but no weight is quantized" if declarations else "no weight is quantized"
+        return Format("bf16", 16, "none", True, True, said)
+    if problem is None and of_tensors is None and not checkpoint.incomplete:
+        codes, scale = weights[0].codes, weights[0].scale
+        problem = f"nothing says how the codes of {codes.name} are scaled: no tensor is its scale"
+        if scale is not None:
+            problem = f"{scale.name}: shape {scale.shape} for {codes.name} {codes.shape} is no scale that fp8moe knows"
+    loads = problem is None
+    if loads:
+        others = [KINDS[kind].words for kind in kinds if kind and kind != named]
+        mixed = f"; other weights are {' and '.join(others)}" if others else ""
+        problem = f"{_prefix(declarations)}{KINDS[named].words if named else 'FP8'}{mixed}"
+    if named is None:
+        return Format("bf16" if loads else "unknown", 16, "none", loads, loads, problem)
+    scales = {weight.scale.dtype for weight in weights if weight.scale is not None}
+    exponents = scales == {"F8_E8M0"} or any(declaration.power_of_two for declaration in declarations)
+    name = "fp8-block-ue8m0" if named == "fp8-block" and exponents else named
+    exact = all(KINDS[other].exact for other in kinds if other)
+    return Format(name, KINDS[named].bits, KINDS[named].scales, exact, loads, problem)
+
+
+def _problem(checkpoint: Checkpoint, declarations: list[Declared], weights: list[StoredWeight]) -> str | None:
+    """Why the format does not load, where configuration and tensors tell it, or None."""
+    for declaration in declarations:
+        if declaration.refusal is not None:
+            return f"{declaration.where}: {declaration.refusal}"
+    for first, second in zip(declarations, declarations[1:], strict=False):
+        if first.kinds and second.kinds and not first.kinds & second.kinds:
+            return f"{first.where} says {first.method}, but {second.where} says {second.method}"
+    for weight in weights:
+        if weight.kind and KINDS[weight.kind].refusal:
+            kind = KINDS[weight.kind]
+            return f"{_prefix(declarations)}{kind.words} ({weight.codes.name}), {kind.refusal}"
+    for weight in weights:
+        if weight.kind is None and weight.codes.dtype != FP8:
+            return f"{weight.codes.name}: {weight.codes.dtype} {weight.codes.shape}, expected the codes of matrices"
+    for weight in weights:
+        for declaration in declarations:
+            if declaration.kinds is not None and weight.kind and weight.kind not in declaration.kinds:
+                return (
+                    f"{declaration.where} says {declaration.method}, but {weight.codes.name} is "
+                    f"{KINDS[weight.kind].words}"
+                )
+    problems = (_gate_up_problem(weight, checkpoint) for weight in weights if weight.name.projection == GATE_UP)
+    return next(filter(None, problems), None)
+
+
+def _gate_up_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None:
+    """Why gate and up of fused experts cannot be told apart, or None."""
+    name = weight.codes.name
+    if len(weight.shape) != 3:
+        return None
+    rows = weight.shape[1]
+    if rows % 2:
+        return f"{name}: shape {weight.codes.shape}, expected as many rows of gate as of up"
+    if weight.transposed and weight.kind == "fp8-block" and rows // 2 % BLOCK:
+        return f"{name}: gate and up, of {rows // 2} columns each, share blocks of their scale"
+    bias = checkpoint.tensors.get(weight.name.bias)
+    if weight.interleaved:
+        fits_bias = bias is None or bias.shape == weight.shape[:2]
+        return None if fits_bias else f"{name}: with a bias {bias.shape}, expected {weight.shape[:2]}"
+    if (bias is None and not is_interleaved(checkpoint.config)) or _is_concatenated(weight, checkpoint):
+        return None
+    kind = KINDS[weight.kind].words if weight.kind else "FP8"
+    return (
+        f"{name}: {kind}, of experts with biases, and nothing says whether rows of gate and up take turns, as in "
+        f"{INTERLEAVED}; take the MXFP4 checkpoint, or quantize the bfloat16 one (fp8moe quantize)"
+    )
+
+
+def _is_concatenated(weight: StoredWeight, checkpoint: Checkpoint) -> bool:
+    """Whether this is known to have all rows of gate before those of up, as fp8moe writes it.
+
+    Either the configuration says so, or there is none, as where a module was saved that is no model.
+    """
+    said = any(content.get(GATE_UP_LAYOUT) == CONCATENATED for content in checkpoint.declarations.values())
+    return (said or not checkpoint.config) and weight.kind in ("fp8-block", "fp8-channel") and not weight.transposed
+
+
+def _prefix(declarations: list[Declared]) -> str:
+    return f"{declarations[0].method.partition(':')[0]}: " if declarations else ""

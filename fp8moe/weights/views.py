@@ -1,0 +1,255 @@
+"""Views of stored weights: in blocks, in rows, as values, dequantized or quantized, made when they are read.
+
+A view makes one matrix at a time from what is stored: no file is written, and no second copy is held.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8moe.quant.formats import BLOCK, FP8_MAX, FP8Tensor
+from fp8moe.quant.quantize import dequantize, quantize_128x128
+from fp8moe.weights.declared import MX_BLOCK
+from fp8moe.weights.formats import FP8, SCALE_DTYPES, as_float, scale_dtype, scale_grid
+from fp8moe.weights.names import BIAS, GATE_UP
+from fp8moe.weights.source import Reader
+from fp8moe.weights.stored import StoredWeight, Weights
+
+_FP4 = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
+"""The values of E2M1 codes: OCP's microscaling formats 1.0, section 5.3.3."""
+_FP4_SHIFT = 6  # 6 * 2^6 is the largest E4M3 code that an FP4 value becomes
+_FP4_SPREAD = 14  # and 0.5 * 2^(6 - 14) the smallest, a subnormal
+_FP4_LOWEST = 17  # 4 * 2^(6 - 17) is it too
+
+
+def in_blocks(weights: Weights) -> list[StoredWeight]:
+    """View every weight of a format that loads as one of 128x128 blocks, or of channels, with float32 scales.
+
+    What has no scale of its own, or one of another dtype, stays as it is stored: it is named where it is placed.
+    """
+    exponents = weights.declared is not None and weights.declared.power_of_two
+    in_turns = {weight.name.bias for weight in weights.stored if weight.interleaved}
+    return [
+        bias_in_rows(weight) if weight.name.text in in_turns else _in_blocks(weight, exponents)
+        for weight in weights.stored
+    ]
+
+
+def _in_blocks(weight: StoredWeight, bytes_are_exponents: bool) -> StoredWeight:
+    if weight.kind is None or weight.shared:
+        return weight
+    scale, grid = weight.scale, scale_grid(weight.name.matrices, weight.shape)
+    grid = (*weight.shape[:-1], 1) if weight.kind == "fp8-channel" else grid
+    make, known = None, scale.dtype in SCALE_DTYPES or (scale.dtype == "U8" and bytes_are_exponents)
+    if weight.kind in _MICROSCALED:
+        make, known = partial(_of_each, weight, _MICROSCALED[weight.kind]), True
+    elif weight.kind == "fp8-tensor" and known:
+        filled = partial(_filled, matrices=weight.name.matrices, grid=grid[-2:])
+        make = partial(filled, transposed=weight.transposed)
+    elif weight.transposed and known:
+        make = partial(_transposed, grid=grid[-2:])
+    as_stored = make is None and (scale.dtype in SCALE_DTYPES or not known)
+    return weight._replace(dtype=FP8, grid=grid, make=make, scale_dtype=scale.dtype if as_stored else "F32")
+
+
+def in_rows(weight: StoredWeight) -> StoredWeight:
+    """View fused experts (E, columns, rows), gate and up in turns, as (E, rows, columns), gate before up."""
+    experts, columns, rows = weight.shape
+    order = _gate_then_up if weight.name.projection == GATE_UP else Tensor.clone
+    return weight.seen(lambda values: order(values.t().contiguous()), weight.dtype, shape=(experts, rows, columns))
+
+
+def bias_in_rows(weight: StoredWeight) -> StoredWeight:
+    """View a bias (E, rows of gate and up in turns) with gate before up."""
+    return weight.seen(lambda values: tensor_in_rows(BIAS, GATE_UP, values), weight.dtype)
+
+
+def tensor_in_rows(role: str, projection: str | None, stored: Tensor) -> Tensor:
+    """Return a weight or bias of experts with gate and up in turns as `in_rows` sees it; any other tensor as it is."""
+    if projection is None:
+        return stored
+    values = stored if role == BIAS else stored.transpose(1, 2)
+    return torch.cat([values[:, ::2], values[:, 1::2]], 1) if projection == GATE_UP else values
+
+
+def _gate_then_up(in_turns: Tensor) -> Tensor:
+    return torch.cat([in_turns[::2], in_turns[1::2]])
+
+
+def as_values(weight: StoredWeight) -> StoredWeight:
+    """View a weight that blocks do not hold exactly, of channels or of MXFP4, as float32 values."""
+    if weight.kind == "fp8-channel":
+        make = partial(_channels, transposed=weight.transposed)
+    else:
+        make = partial(_of_each, weight, lambda *matrix: _mxfp4_values(*matrix).float())
+    return weight._replace(dtype="F32", grid=None, make=make)
+
+
+def dequantized(weight: StoredWeight) -> StoredWeight:
+    """View a weight in blocks or of channels in bfloat16."""
+    return weight.seen(partial(dequantize, dtype=torch.bfloat16), "BF16", grid=None)
+
+
+def quantized(
+    weight: StoredWeight, *, scale_format: str, device: torch.device, take: Callable[[Tensor, FP8Tensor], None]
+) -> StoredWeight:
+    """View an unquantized weight in blocks. take: given each matrix, and what it was quantized to."""
+
+    def quantize(values: Tensor) -> FP8Tensor:
+        matrices = values.to(device).unflatten(0, (weight.name.matrices, -1))
+        made = quantize_128x128(matrices, scale_format=scale_format)
+        take(matrices, made)
+        return FP8Tensor(made.data.flatten(0, 1), made.scale.flatten(0, 1).cpu())
+
+    grid, stored = scale_grid(weight.name.matrices, weight.shape), scale_dtype(scale_format)
+    return weight.seen(quantize, FP8, grid=grid, scale_dtype=stored)
+
+
+def inexact(weights: Weights) -> Iterator[StoredWeight]:
+    """Yield the weights in MXFP4 that blocks cannot hold: reads exponents, and where these do not tell, codes."""
+    checkpoint = weights.checkpoint
+    of_scale = {weight.scale: weight for weight in weights.stored if weight.kind == "mxfp4"}
+    spread = []
+    for scale, values in checkpoint.read_unmapped(of_scale):
+        if values.numel():
+            groups = values.view(torch.uint8).view(-1, *scale.shape[-2:]).int()
+            matrices = (matrix for of_expert in groups for (matrix,) in _apart(of_scale[scale], of_expert))
+            if any(int(_spread(matrix)) > _FP4_SPREAD for matrix in matrices):
+                spread.append(of_scale[scale])
+    reader = Reader(checkpoint.directory)
+    for weight in spread:
+        judged = weight._replace(make=partial(_is_exact, weight))
+        if not all(exact for _, exact in judged.pieces(reader)):
+            yield weight
+    reader.close()
+
+
+def inexact_problems(weights: Weights) -> list[str]:
+    """Return a line for each weight in MXFP4 that blocks cannot hold."""
+    return [
+        f"{weight.codes.name}: MXFP4 exponents that differ by more than {_FP4_SPREAD} within {BLOCK}x{BLOCK} values, "
+        "which E4M3 cannot hold"
+        for weight in inexact(weights)
+    ]
+
+
+def _apart(weight: StoredWeight, *stored: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield what is stored of each matrix of one expert, gate and up apart, or of a weight that is one matrix."""
+    count = weight.name.matrices
+    return zip(
+        *([value[i::count] for i in range(count)] if weight.interleaved else value.chunk(count) for value in stored),
+        strict=True,
+    )
+
+
+def _of_each(weight: StoredWeight, make: Callable[..., Tensor | FP8Tensor], *stored: Tensor) -> Tensor | FP8Tensor:
+    """Apply `make` to gate and to up, or to the one matrix, and stack the results."""
+    made = [make(*matrix) for matrix in _apart(weight, *stored)]
+    if len(made) == 1:
+        return made[0]
+    if isinstance(made[0], FP8Tensor):
+        return FP8Tensor(*map(torch.cat, zip(*made, strict=True)))
+    return torch.cat(made)
+
+
+def _channels(codes: Tensor, scale: Tensor, *, transposed: bool) -> Tensor:
+    return (codes.t() if transposed else codes).float() * as_float(scale).reshape(-1, 1)
+
+
+def _transposed(codes: Tensor, scale: Tensor, grid: tuple[int, int]) -> FP8Tensor:
+    return FP8Tensor(_rows(codes), as_float(scale).t().reshape(grid))
+
+
+def _rows(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+
+
+def _filled(codes: Tensor, scale: Tensor, matrices: int, grid: tuple[int, int], transposed: bool) -> FP8Tensor:
+    """One scale in all blocks of a tensor, or one in those of gate and one in those of up."""
+    rows, columns = grid
+    each = as_float(scale).reshape(-1, 1, 1).expand(matrices, rows // matrices, columns)
+    return FP8Tensor(_rows(codes) if transposed else codes, each.flatten(0, 1).contiguous())
+
+
+def _mxfp8(codes: Tensor, exponents: Tensor) -> FP8Tensor:
+    """Blocks of MXFP8 codes (N, K): each has the least power of two in which its largest value is no larger than 448.
+
+    The codes of blocks have rounded what is below the smallest subnormal, by 2^-10 where the largest is above 224.
+    """
+    groups = pad(codes.view(torch.uint8) & 127, (0, -codes.shape[1] % MX_BLOCK)).unflatten(1, (-1, MX_BLOCK))
+    largest = groups.amax(-1).view(torch.float8_e4m3fn).double()  # codes without signs grow with their values
+    power = as_float(exponents).double()
+    of_blocks = _of_groups(largest * power, torch.amax, 0.0)
+    mantissa, exponent = torch.frexp(of_blocks / FP8_MAX)
+    block = torch.ldexp(torch.ones_like(of_blocks), exponent - (mantissa == 0.5).int())
+    block = torch.where((of_blocks > 0) & of_blocks.isfinite(), block, 1.0)
+    ratio = (power / _of_values(block, power.shape, BLOCK // MX_BLOCK)).float()
+    values = codes.float() * ratio.repeat_interleave(MX_BLOCK, 1)[:, : codes.shape[1]]
+    return FP8Tensor(values.to(torch.float8_e4m3fn), block.float())
+
+
+def _mxfp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Values (N, K) in float64, the even columns in the low halves of the bytes."""
+    halves = codes.view(torch.uint8).flatten(1)
+    halves = torch.stack((halves & 15, halves >> 4), -1).flatten(-2)
+    values = torch.tensor(_FP4, dtype=torch.float64, device="cpu")[halves.int()]
+    return values * as_float(exponents).double().repeat_interleave(MX_BLOCK, 1)
+
+
+def _mxfp4(codes: Tensor, exponents: Tensor) -> FP8Tensor:
+    """Blocks of MXFP4 codes, two looked up for each byte, with scales 2^(largest exponent - 6).
+
+    The largest exponent of a block leaves out groups of zeros.
+    """
+    groups = codes.view(torch.uint8).reshape(*exponents.shape, MX_BLOCK // 2)
+    power = exponents.view(torch.uint8).int()
+    used = (groups & 0x77 != 0).any(-1)  # without the signs
+    largest = _of_groups(torch.where(used, power, 0), torch.amax, 0)
+    below = _of_values(largest, power.shape, BLOCK // MX_BLOCK) - power
+    index = below.clamp(0, _FP4_LOWEST)[..., None] << 8 | groups.int()
+    pairs = _fp4_pairs().index_select(0, index.flatten())
+    scale = torch.ldexp(torch.ones_like(largest, dtype=torch.float64), largest - 127 - _FP4_SHIFT).float()
+    return FP8Tensor(pairs.view(index.shape).flatten(1).view(torch.float8_e4m3fn), scale)
+
+
+@cache
+def _fp4_pairs() -> Tensor:
+    """Two E4M3 codes as one int16 for each byte with two FP4 codes, at `256 * below`: so far is its exponent below."""
+    powers = torch.arange(_FP4_SHIFT, _FP4_SHIFT - _FP4_LOWEST - 1, -1, device="cpu")[:, None]
+    values = torch.tensor(_FP4, dtype=torch.float32, device="cpu")
+    codes = (values * powers.float().exp2()).to(torch.float8_e4m3fn).view(torch.uint8)
+    halves = torch.arange(256, device="cpu")
+    return torch.stack((codes[:, halves & 15], codes[:, halves >> 4]), -1).view(torch.int16).flatten()
+
+
+_MICROSCALED = {"mxfp8": _mxfp8, "mxfp4": _mxfp4}
+"""What makes blocks of the codes and scales of a matrix."""
+
+
+def _is_exact(weight: StoredWeight, codes: Tensor, exponents: Tensor) -> bool:
+    """Return whether blocks hold the values of each matrix that is stored."""
+    matrices = ((_mxfp4_values(*matrix), _mxfp4(*matrix)) for matrix in _apart(weight, codes, exponents))
+    return all(
+        torch.equal(made.data.double() * _of_values(made.scale.double(), values.shape), values)
+        for values, made in matrices
+    )
+
+
+def _of_values(block: Tensor, shape: torch.Size, columns: int = BLOCK) -> Tensor:
+    """Repeat per-block values for each element, or for each group of which a block has so many columns."""
+    return block.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def _spread(power: Tensor) -> Tensor:
+    """By how much exponents (N, K/32) differ within a block, at most."""
+    return (_of_groups(power, torch.amax, 0) - _of_groups(power, torch.amin, 255)).max()
+
+
+def _of_groups(power: Tensor, reduce: Callable[..., Tensor], filler: float) -> Tensor:
+    """Reduce the values (N, K/32) of the groups of each block."""
+    rows, groups = power.shape
+    padded = pad(power, (0, -groups % (BLOCK // MX_BLOCK), 0, -rows % BLOCK), value=filler)
+    return reduce(padded.unflatten(1, (-1, BLOCK // MX_BLOCK)).unflatten(0, (-1, BLOCK)), dim=(1, 3))

@@ -1,0 +1,141 @@
+"""Index scores of sparse attention."""
+
+import torch
+from torch import Tensor
+
+from deep_gemm.gemm import named
+from fp8moe.kernels.indexer.checks import BLOCK_TOKENS, Prefill, row_length
+from fp8moe.kernels.indexer.mqa_logits import paged_mqa_logits, scores
+from fp8moe.quant.checks import fp8_operand
+from fp8moe.quant.formats import align
+from fp8moe.runtime.autograd import detached, recorded
+from fp8moe.runtime.checks import check_tensor
+
+__all__ = [
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "get_paged_mqa_logits_metadata",
+]
+
+Query = tuple[Tensor, Tensor | None]
+
+_PITCH_BYTES = 1024  # at multiples of which rows of scores begin, as DeepGEMM's and as top-k kernels want it
+
+
+@named(starts="cu_seq_len_k_start", ends="cu_seq_len_k_end")
+def fp8_mqa_logits(
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool | int = True,
+    max_seqlen_k: int = 0,
+    logits_dtype: torch.dtype = torch.float32,
+    schedule_meta: Tensor | None = None,
+) -> Tensor:
+    """`fp8moe.mqa_logits`: (S, T) float32 or bfloat16; outside of the ranges -inf by clean_logits, otherwise undefined.
+
+    q (S, H, D) float8_e4m3fn, kv data (T, D) with scale (T,), weights (S, H) float32, starts and ends (S,) int32.
+    max_seqlen_k: the longest range or more, for scores (S, max_seqlen_k) in which each row begins with its own range.
+        Where an int stands in the place of clean_logits, as in DeepGEMM's newest signature, it is this, without -inf.
+    logits_dtype: float32, or bfloat16, to which a further kernel rounds the scores.
+    schedule_meta: not read. Rows of the result lie a multiple of 1 KB apart.
+
+    Raises NotImplementedError for another logits_dtype.
+    """
+    if not isinstance(clean_logits, bool):
+        clean_logits, max_seqlen_k = False, clean_logits
+    row_length("max_seqlen_k", max_seqlen_k)
+    pitch = _pitch(logits_dtype)
+    for name, value in (("q", q), ("weights", weights), ("starts", cu_seq_len_k_start), ("ends", cu_seq_len_k_end)):
+        check_tensor(name, value)
+    keys, scale = fp8_operand("kv", kv)
+    values = q, keys, scale, weights, cu_seq_len_k_start, cu_seq_len_k_end
+    if recorded(*values):
+        values = tuple(value.detach() for value in values)
+    columns = max_seqlen_k or (keys.shape[0] if keys.dim() else 0)
+    operands = Prefill(*values, align(columns, pitch), max_seqlen_k > 0, clean_logits)
+    return _finished(scores(operands), logits_dtype, columns)
+
+
+def fp8_paged_mqa_logits(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor | None,
+    max_context_len: int,
+    clean_logits: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    indices: Tensor | None = None,
+) -> Tensor:
+    """`fp8moe.paged_mqa_logits`: (B * next_n, max_context_len) float32 or bfloat16.
+
+    q (B, next_n, H, D) float8_e4m3fn, kv_cache (num_blocks, 64, 1, D + 4) uint8, weights (B * next_n, H) float32,
+    context_lens (B,) or (B, next_n), block_table (B, max_blocks) int32. clean_logits: as for `fp8_mqa_logits`, as are
+    the rows' distance and logits_dtype. schedule_meta: not read; the kernel shares its work out on the device.
+
+    Raises NotImplementedError for indices, which Hopper has no kernel for.
+    """
+    pitch = _pitch(logits_dtype)
+    _check_indices(indices)
+    row_length("max_context_len", max_context_len)
+    options = {"max_context_len": align(max_context_len, pitch), "fill_masked": clean_logits}
+    logits = paged_mqa_logits(q, kv_cache, detached(weights), context_lens, block_table, **options)
+    return _finished(logits, logits_dtype, max_context_len)
+
+
+def get_paged_mqa_logits_metadata(
+    context_lens: Tensor, block_size: int, num_sms: int, indices: Tensor | None = None
+) -> Tensor:
+    """What `fp8_paged_mqa_logits` wants as schedule_meta: int32 (num_sms + 1, 2) on the device, as DeepGEMM's is.
+
+    It holds zeros: no schedule is made ahead of the call. indices: as for `fp8_paged_mqa_logits`.
+    """
+    check_tensor("context_lens", context_lens)
+    _check_indices(indices)
+    if block_size != BLOCK_TOKENS:
+        raise NotImplementedError(f"block_size: expected {BLOCK_TOKENS}, that of the cache on Hopper, got {block_size}")
+    return torch.zeros((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
+
+
+def fp8_fp4_mqa_logits(q: Query, *args, **options) -> Tensor:
+    """`fp8_mqa_logits` for q as the pair (FP8 values, None)."""
+    return fp8_mqa_logits(_values(q), *args, **options)
+
+
+def fp8_fp4_paged_mqa_logits(q: Query, *args, **options) -> Tensor:
+    """`fp8_paged_mqa_logits` for q as the pair (FP8 values, None)."""
+    return fp8_paged_mqa_logits(_values(q), *args, **options)
+
+
+def _values(q: Query) -> Tensor:
+    if not isinstance(q, tuple | list) or len(q) != 2:
+        raise TypeError(f"q: expected a pair of FP8 values and None, got {type(q).__name__}")
+    values, scale = q
+    if scale is not None:
+        raise NotImplementedError("q: FP4 values, which have scales, have no kernel on Hopper; expected (FP8, None)")
+    return values
+
+
+def _pitch(logits_dtype: torch.dtype) -> int:
+    """Columns at multiples of which rows of scores end."""
+    if logits_dtype not in (torch.float32, torch.bfloat16):
+        raise NotImplementedError(f"logits_dtype: expected float32 or bfloat16, got {logits_dtype}")
+    return _PITCH_BYTES // logits_dtype.itemsize
+
+
+def _finished(logits: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
+    """So many columns of the logits, in a dtype."""
+    if logits.dtype is not dtype:
+        logits = logits.to(dtype)
+    return logits if logits.shape[1] == columns else logits[:, :columns]
+
+
+def _check_indices(indices: Tensor | None) -> None:
+    if indices is not None:
+        raise NotImplementedError("indices: sequences with different numbers of queries have no kernel on Hopper")

@@ -1,0 +1,121 @@
+"""What DeepGEMM's tests and its users' compare and time with."""
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+P = ParamSpec("P")
+
+_L2_BYTES = 256 << 20  # more than any L2 holds
+
+
+def calc_diff(x: Tensor, y: Tensor) -> float:
+    """``1 - 2 x.y / (x.x + y.y)`` in float64: 0 for equal tensors, 0 where both are zeros."""
+    x, y = x.double(), y.double()
+    size = (x * x + y * y).sum()
+    return (1 - 2 * (x * y).sum() / size).item() if size != 0 else 0.0
+
+
+def assert_bitwise_equal(x: Tensor, y: Tensor) -> None:
+    """AssertionError unless both have one dtype, one shape and the same bits, of NaN and of zeros too."""
+    assert x.dtype is y.dtype and x.shape == y.shape, f"{x.dtype} {tuple(x.shape)}, {y.dtype} {tuple(y.shape)}"
+    one, other = (value.reshape(-1).contiguous().view(torch.uint8) for value in (x, y))
+    differ = (one != other).sum().item()
+    assert not differ, f"{differ} of {x.nbytes} bytes differ"
+
+
+def test_filter(condition: Callable[[], bool]) -> Callable[[Callable[P, Any]], Callable[P, None]]:
+    """A decorator: the function runs where condition() holds as it is called; otherwise a line says that it did not."""
+
+    def decorate(function: Callable[P, Any]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> None:
+            if condition():
+                function(*args, **options)
+            else:
+                print(f"{function.__name__}: left out by its condition")
+
+        return call
+
+    return decorate
+
+
+def ignore_env(name: str, condition: Callable[[], bool]) -> Callable[[Callable[P, Any]], Callable[P, None]]:
+    """A decorator: where condition() holds the function runs without the environment variable `name`."""
+
+    def decorate(function: Callable[P, Any]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> None:
+            value = os.environ.pop(name, None) if condition() else None
+            try:
+                function(*args, **options)
+            finally:
+                if value is not None:
+                    os.environ[name] = value
+
+        return call
+
+    return decorate
+
+
+def count_bytes(*tensors: Tensor | Iterable | None) -> int:
+    """Bytes of the elements of all tensors, also of those in tuples and lists; None counts nothing."""
+    total = 0
+    for value in tensors:
+        if isinstance(value, Tensor):
+            total += value.numel() * value.element_size()
+        elif value is not None:
+            total += count_bytes(*value)
+    return total
+
+
+def get_arch_major() -> int:
+    """The first number of the current GPU's compute capability: 9 on Hopper."""
+    return torch.cuda.get_device_capability()[0]
+
+
+def bench_kineto(
+    fn: Callable[[], Any],
+    kernel_names: str | tuple[str, ...],
+    num_tests: int = 30,
+    suppress_kineto_output: bool = False,
+    trace_path: str | None = None,
+    flush_l2: bool = True,
+    with_multiple_kernels: bool = False,
+) -> float | tuple[float, ...]:
+    """Mean seconds of the kernels, or without a GPU of the operators, whose names hold each of `kernel_names`.
+
+    fn: called once to compile what it needs, and then num_tests times under PyTorch's profiler. flush_l2: write 256 MB
+    ahead of each call. trace_path: where to write a trace. with_multiple_kernels: a name may be that of several
+    kernels, whose times are averaged; ValueError otherwise. suppress_kineto_output: no effect, nothing is printed.
+    Returns a number for each name, or for the one; 0 for a kernel that did not run.
+    """
+    cuda = torch.cuda.is_available()
+    fn()
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+        for _ in range(num_tests):
+            if flush_l2 and cuda:
+                torch.empty(_L2_BYTES, dtype=torch.int8, device="cuda").zero_()
+            fn()
+        if cuda:
+            torch.cuda.synchronize()
+    if trace_path is not None:
+        profiler.export_chrome_trace(trace_path)
+    events = profiler.key_averages()
+    names = (kernel_names,) if isinstance(kernel_names, str) else kernel_names
+    times = tuple(_mean_seconds(name, events, cuda, with_multiple_kernels) for name in names)
+    return times[0] if isinstance(kernel_names, str) else times
+
+
+def _mean_seconds(name: str, events: Iterable, cuda: bool, several: bool) -> float:
+    kernels = [event for event in events if name in event.key]
+    if len(kernels) > 1 and not several:
+        raise ValueError(f"kernel_names: expected the name of one kernel, got {name!r}, of {[e.key for e in kernels]}")
+    count = sum(event.count for event in kernels)
+    microseconds = sum(event.device_time_total if cuda else event.cpu_time_total for event in kernels)
+    return microseconds / count / 1e6 if count else 0.0

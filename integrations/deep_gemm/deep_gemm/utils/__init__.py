@@ -1,0 +1,8 @@
+"""Casts to FP8 and helpers of layouts, by DeepGEMM's names."""
+
+from deep_gemm.utils import layout, math
+from deep_gemm.utils.layout import *  # noqa: F403
+from deep_gemm.utils.math import *  # noqa: F403
+
+__all__ = []
+__all__ += layout.__all__ + math.__all__

@@ -1,0 +1,47 @@
+"""Tables of what works, which tools write into pages. A cell is "yes" or another word, and after a colon the reason."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+Rows = dict[str, dict[str, str]]
+"""Cells by name of a row and of a column."""
+
+
+class Wrong(Exception):
+    """A result that is not what it must be."""
+
+
+def lines(
+    table: Rows, columns: Sequence[str], first: str = "", say: Callable[[str], str] = lambda reason: ""
+) -> list[str]:
+    """Return the lines of a table, with the reasons as notes below; say: what comes before a reason."""
+    notes: dict[str, int] = {}
+
+    def text(cell: str) -> str:
+        kind, _, reason = cell.partition(": ")
+        return f"{kind} ({notes.setdefault(reason.replace('`', ''), len(notes) + 1)})" if reason else kind
+
+    found = [f"| {first + ' ' if first else ''}| " + " | ".join(columns) + " |", "|" + " --- |" * (len(columns) + 1)]
+    found += [
+        f"| {name} | " + " | ".join(text(row[column]) for column in columns) + " |" for name, row in table.items()
+    ]
+    return [*found, "", "Reasons:", "", *(f"{number}. {say(reason)}`{reason}`" for reason, number in notes.items())]
+
+
+def read(page: str, columns: Sequence[str]) -> Rows:
+    """Return the table of a page."""
+    notes = dict(re.findall(r"^(\d+)\. [^`]*`(.*)`$", page, re.MULTILINE))
+    table = {}
+    for line in re.findall(r"^\| (\w.*) \|$", page, re.MULTILINE):
+        name, *cells = line.split(" | ")
+        if len(cells) == len(columns) and cells != list(columns):
+            reasons = (re.sub(r" \((\d+)\)$", lambda found: f": {notes[found[1]]}", cell) for cell in cells)
+            table[name] = dict(zip(columns, reasons, strict=True))
+    return table
+
+
+def write(path: Path, mark: str, below: str) -> None:
+    """Replace what stands below a mark in a page."""
+    head, mark, _ = path.read_text().partition(mark)
+    path.write_text(f"{head}{mark}\n{below}")
