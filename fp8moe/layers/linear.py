@@ -135,6 +135,8 @@ class FP8Linear(MasterModule):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize weight and bias as ``nn.Linear`` does; quantize the weight unless it is a master."""
+        if self.weight.is_meta:
+            return
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         if self.trainable:
             self.weight.uniform_(-bound, bound)
