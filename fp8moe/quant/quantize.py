@@ -156,11 +156,9 @@ def dequantize(t: FP8Tensor | tuple[Tensor, Tensor], *, dtype: torch.dtype = tor
     if scale.shape != per_row:
         per_tile = data.dim() > 1 and (*data.shape[:-2], ceil_div(data.shape[-2], BLOCK), per_row[-1])
         if scale.shape != per_tile:
-            raise ValueError(
-                f"t.scale: expected shape {per_row} (1x128 blocks)"
-                + (f" or {per_tile} (128x128 blocks)" if per_tile else "")
-                + f" for data of shape {tuple(data.shape)}, got {tuple(scale.shape)}"
-            )
+            expected = f"{per_row} (1x128 blocks)" + (f" or {per_tile} (128x128 blocks)" if per_tile else "")
+            shapes = f"for data of shape {tuple(data.shape)}, got {tuple(scale.shape)}"
+            raise ValueError(f"t.scale: expected shape {expected} {shapes}")
         scale = scale.repeat_interleave(BLOCK, dim=-2)[..., : data.shape[-2], :]
     values = data.float()
     whole = k // BLOCK

@@ -329,7 +329,7 @@ def test_refused_sizes(changes, error, message):
         ({"hidden_states": [0.0]}, TypeError, "hidden_states: expected a torch.Tensor, got list"),
         ({"hidden_states": torch.zeros(1, 6, 96)}, ValueError, r"hidden_states: expected shape \(any, 96\), got \(1"),
         ({"hidden_states": torch.zeros(6, 90)}, ValueError, r"hidden_states: expected shape \(any, 96\), got \(6, "),
-        ({"hidden_states": torch.zeros(6, 96).double()}, TypeError, "hidden_states: expected bfloat16 or float16 or"),
+        ({"hidden_states": torch.zeros(6, 96).double()}, TypeError, "hidden_states: expected bfloat16, float16 or"),
         ({"q_resid": torch.zeros(5, 48)}, ValueError, r"q_resid: expected shape \(6, 48\), got \(5, 48\)"),
         ({"q_resid": torch.zeros(6, 40)}, ValueError, r"q_resid: expected shape \(6, 48\), got \(6, 40\)"),
         ({"q_resid": torch.zeros(6, 48, device="meta")}, ValueError, "q_resid: expected on cpu like hidden_states"),
