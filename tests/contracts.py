@@ -75,7 +75,8 @@ def listed(results: Any) -> list[Tensor]:
 
 
 def bits(value: Tensor) -> Tensor:
-    return value.contiguous().view(-1).view(torch.uint8) if value.numel() else value.new_empty(0, dtype=torch.uint8)
+    values = value.clone(memory_format=torch.contiguous_format)  # of one element too, whose strides may be any
+    return values.view(-1).view(torch.uint8) if value.numel() else value.new_empty(0, dtype=torch.uint8)
 
 
 def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:

@@ -162,7 +162,7 @@ def _gradient_reference(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens:
 def _product(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
     with torch.autocast(a.device.type, enabled=False):
         if len(a) and use_cuda(a):
-            return F.grouped_mm(aligned(a), aligned(b), offs=groups[1:])
+            return F.grouped_mm(aligned(a), aligned(b), offs=groups[1:].contiguous())
         out = a.new_zeros((a.shape[0], b.shape[2]))
         for group, rows in _groups(groups):
             out[rows] = (a[rows].float() @ b[group].float()).bfloat16()
