@@ -189,7 +189,7 @@ class Weights(NamedTuple):
 
 def is_interleaved(config: dict) -> bool:
     """Return whether a configuration, or a part of it, is of a model whose experts have gate and up in turns."""
-    return any(content.get("model_type") in _IN_TURNS for _, content in sections(config))
+    return any(content.get("model_type") in [*_IN_TURNS] for _, content in sections(config))  # values may be any
 
 
 def find_format(directory: str | os.PathLike) -> Format:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-import fp8moe
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.progress import progress
 from fp8moe.weights.formats import DTYPES, Layout
@@ -177,9 +176,9 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _stamp(path: Path) -> str:
-    """What tells a source from another one, and the version that quantizes it from another."""
+    """What tells a source from another one: its size and time."""
     status = path.stat()
-    return f"{path.name} {status.st_size} {status.st_mtime_ns}, fp8moe {fp8moe.__version__}"
+    return f"{path.name} {status.st_size} {status.st_mtime_ns}"
 
 
 def _what(name: str, layouts: Mapping[str, Layout], contents: Mapping[str, bytes]) -> str:

@@ -682,7 +682,12 @@ def test_decode_capacity_is_for_calls_without_gradients(monkeypatch):
     layer = make(decode_capacity=64)
     x, index, weights, grad = inputs()
     given = []
-    monkeypatch.setattr("fp8moe.layers.experts.experts", lambda x, *_, capacity, **__: given.append(capacity) or x)
+
+    def run(operands):
+        given.append(operands.capacity)
+        return operands.hidden_states, None
+
+    monkeypatch.setattr("fp8moe.layers.experts.experts_of_tokens", run)
     with torch.no_grad():
         layer.eval()(x, index, weights)
     assert given == [64]

@@ -34,7 +34,7 @@ OPERANDS = Outer(X, Inner(FP8Tensor(DATA, SCALE), Activation(7.0)), 5, torch.flo
 def test_schema():
     assert Signature(Outer).schema == (
         "Tensor x, Tensor weight, Tensor weight_scale, str activation, SymInt count, ScalarType dtype, bool flag, "
-        "SymInt[]? sizes, SymInt? limit, Tensor(a!)? known"
+        "SymInt[]? sizes=None, SymInt? limit=3, Tensor(a!)? known=None"
     )
     assert Signature(Outer).complete("name -> Tensor") == f"name({Signature(Outer).schema}) -> Tensor"
 

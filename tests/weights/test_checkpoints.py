@@ -493,9 +493,9 @@ def test_inspect_reads_headers_and_scales_only(tmp_path, saved, monkeypatch):
     read_names = []
 
     def reading(*arguments):
-        for name, value in read_unmapped(*arguments):
-            read_names.append(name)
-            yield name, value
+        for info, value in read_unmapped(*arguments):
+            read_names.append(info.name)
+            yield info, value
 
     def cannot_map(*arguments, **options):
         raise RuntimeError("unable to mmap")

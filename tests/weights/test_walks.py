@@ -12,12 +12,12 @@ from safetensors import safe_open
 pytest.importorskip("transformers")
 
 import fp8moe  # noqa: E402
-from fp8moe.hf import load_model  # noqa: E402
+from fp8moe.hf import load_model, register  # noqa: E402
 from fp8moe.weights import names, quantize_checkpoint  # noqa: E402
 from tests.tiny_moe_models import MODELS  # noqa: E402
 
 PACKAGE = str(Path(fp8moe.__file__).parent)
-LIMITS = {"quantize": (25, 121), "load_model": (25, 165), "refit": (22, 128)}  # files, functions
+LIMITS = {"quantize": (0, 0), "load_model": (0, 0), "refit": (0, 0)}  # files, functions
 PARSES = 3  # for each tensor
 
 
@@ -39,6 +39,7 @@ def walk(call):
 
 
 def test_walks(tmp_path):
+    register()  # or the count depends on whether a test did so before
     MODELS["Qwen3MoeForCausalLM"].build(torch.bfloat16).save_pretrained(tmp_path / "bf16")
     quantize_checkpoint(tmp_path / "bf16", tmp_path / "first")  # imports what is imported once
     fp8moe.refit(load_model(tmp_path / "first"), tmp_path / "first")
@@ -48,6 +49,12 @@ def test_walks(tmp_path):
     _, walks["refit"] = walk(lambda: fp8moe.refit(model, tmp_path / "fp8"))
     with safe_open(tmp_path / "fp8/model.safetensors", "pt") as stored:
         tensors = len(list(stored.keys()))
+    print(
+        {
+            name: (len({code.co_filename for code in calls}), len(calls), calls[names.parse.__code__] / tensors)
+            for name, calls in walks.items()
+        }
+    )
     for name, calls in walks.items():
         passed = len({code.co_filename for code in calls}), len(calls)
         assert all(count <= limit for count, limit in zip(passed, LIMITS[name], strict=True)), (name, passed)

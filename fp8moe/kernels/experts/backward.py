@@ -405,7 +405,8 @@ def activate_backward(
         wanted = beside is Beside.VALUES
         rows, dots, *values = swiglu_backward_quantize_rows(*operands, groups, activation=activation, values=wanted)
         return ActivationGradient(rows, dots, None, None, *values)
-    d_projected, values, dots = weighted_backward(*operands, activation)
+    # PyTorch's sums take another order in another layout.
+    d_projected, values, dots = weighted_backward(projected.contiguous(), d_h, row_weights, activation)
     if beside is Beside.COLUMNS:
         rows, columns, offsets = quantize_with_transpose(d_projected, groups)
         return ActivationGradient(rows, dots, columns, offsets)

@@ -310,6 +310,19 @@ _experts = operator(
     fake=_fake,
     forward_only=True,
 )
+
+
+def _mapped(info, in_dims: tuple, *arguments) -> tuple[list[Tensor], list[int]]:
+    """Run the operator for each element of a batch: torch.vmap knows no way for operators that return lists."""
+    calls = (
+        [x if dim is None else x.select(dim, index) for x, dim in zip(arguments, in_dims, strict=True)]
+        for index in range(info.batch_size)
+    )
+    results = [torch.stack(parts) for parts in zip(*(_experts(*call) for call in calls), strict=True)]
+    return results, [0] * len(results)
+
+
+torch.library.register_vmap("fp8moe::experts", _mapped)
 _experts_out = operator(
     "experts_out -> ()",
     signature=_TOKENS_OUT,
