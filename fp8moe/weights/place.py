@@ -6,6 +6,7 @@ Names, shapes and dtypes come first; values are read only where they decide: of 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -176,7 +177,7 @@ class Plan:
     sources: dict[str, dict[Part, str]] = field(default_factory=lambda: defaultdict(dict))
     wrong: set[str] = field(default_factory=set)
 
-    def into_model(self, directory: str, state: Mapping[str, Tensor]) -> None:
+    def into_model(self, directory: Path, state: Mapping[str, Tensor]) -> None:
         """Read every weight into its place, with one shard mapped at a time as far as scales lie beside their codes."""
         reader, file = Reader(directory), None
         for weight, place, scale_place in self.moves:

@@ -18,7 +18,7 @@ from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
 from fp8moe.runtime.progress import still_running
-from fp8moe.weights.formats import quantization_config
+from fp8moe.weights.formats import TensorSpec, quantization_config
 from fp8moe.weights.inspect import block_problems, low_fp8_fraction
 from fp8moe.weights.names import DOWN, GATE_UP, WEIGHT, Name
 from fp8moe.weights.provider import provider
@@ -86,7 +86,11 @@ class OutputPlan:
         return outputs
 
     def quantization_config(self, outputs: Iterable[StoredWeight]) -> dict:
-        return quantization_config(((weight.name, weight) for weight in outputs), self.scale_format, self.unconverted)
+        return quantization_config(
+            ((weight.name, TensorSpec(weight.dtype, weight.shape)) for weight in outputs),
+            self.scale_format,
+            self.unconverted,
+        )
 
     def lines(self) -> list[str]:
         """Return the notes, and one line for each reason, with the modules of all layers in one."""
@@ -236,7 +240,9 @@ def convert_checkpoint(
         for weight in blocks
         if weight.name.text not in weights.unused
     ]
-    said = quantization_config(((weight.name, weight) for weight in outputs), "float32", ())
+    said = quantization_config(
+        ((weight.name, TensorSpec(weight.dtype, weight.shape)) for weight in outputs), "float32", ()
+    )
     _write(weights.checkpoint, target, outputs, said, force)
     return float((squares[0] / squares[1].clamp(min=torch.finfo(torch.float64).tiny)).sqrt()) if rounded else None
 
