@@ -1,24 +1,35 @@
-"""Modules that have moved: their names go on working, with a warning that names the new ones."""
+"""The module names of 0.2, until 0.4: each hands on the names of the module that took its place, and warns."""
 
+import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from types import ModuleType
 
+_MOVED = {
+    "checkpoints": "fp8moe.weights",
+    "decode": "fp8moe.decode",
+    "peft": "fp8moe.peft",
+    "transformers": "fp8moe.hf",
+    "deep_gemm": "deep_gemm",
+    "deep_gemm.testing": "deep_gemm.testing",
+    "deep_gemm.utils": "deep_gemm.utils",
+}
 
-def hand_on(old: str, new: str, distribution: str | None = None) -> Callable[[str], object]:
+
+def _hand_on(old: str, new: str) -> Callable[[str], object]:
     """Return a module's `__getattr__` that takes every name from the module `new`, where it is now.
 
-    The first name that is asked for warns (DeprecationWarning).
-    distribution: the folder, in a clone of fp8moe, of the distribution that has `new`, unless fp8moe itself has it.
-        ImportError where `new` is not installed, or where another project's module has its name.
+    It raises ImportError where `new` is not installed, or where another project's module has its name.
     """
 
     def __getattr__(name: str) -> object:
         if name.startswith("__") and name not in ("__all__", "__version__"):
             raise AttributeError(f"module {old!r} has no attribute {name!r}")
-        if distribution is not None:
-            _check_installed(old, new.partition(".")[0], distribution)
+        if not new.startswith("fp8moe."):
+            _check_installed(old, new.partition(".")[0])
         value = getattr(import_module(new), name)
         if name != "__all__":
             warnings.warn(f"{old} is {new} now; the old name goes with fp8moe 0.4", DeprecationWarning, stacklevel=2)
@@ -27,12 +38,19 @@ def hand_on(old: str, new: str, distribution: str | None = None) -> Callable[[st
     return __getattr__
 
 
-def _check_installed(old: str, package: str, distribution: str) -> None:
+def _check_installed(old: str, package: str) -> None:
     """Raise ImportError unless `package` can be imported and is that of fp8moe, whose name its version has."""
-    install = f"`pip install {distribution}` in a clone of fp8moe"
+    install = f"`pip install ./integrations/{package}` in a clone of fp8moe"
     try:
         found: ModuleType = import_module(package)
     except Exception as error:  # of another project's module: any
         raise ImportError(f"{old} is {package} now, which {install} installs; importing it: {error}") from error
     if "+fp8moe" not in getattr(found, "__version__", ""):
         raise ImportError(f"{old} is {package} now, but {found} is not fp8moe's; {install} replaces it")
+
+
+for _name, _new in _MOVED.items():
+    _old = f"{__name__}.{_name}"
+    _module = sys.modules[_old] = module_from_spec(ModuleSpec(_old, None))  # where imports look for it
+    _module.__getattr__ = _hand_on(_old, _new)  # type: ignore[method-assign]
+    globals()[_name] = _module
