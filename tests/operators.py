@@ -851,14 +851,14 @@ def _masters(draw: Draw, hidden: int, size: int) -> tuple:
 def _experts_training(draw: Draw) -> tuple:
     *layer, up, down = _masters(draw, draw.hidden, draw.size)
     index, weights = draw.routing()
-    order = RowOrder.of_tokens(index, EXPERTS, EXPERTS)
+    order = RowOrder.of_tokens(index, EXPERTS, Shard())
     x = draw.normal(draw.rows, draw.hidden)
     return x, None, *order, weights, *layer, "silu", up, down, None, torch.bfloat16, torch.bfloat16, *NO_LOW_RANK
 
 
 def _shard_training(draw: Draw) -> tuple:
     x, index, weights, *layer = _tokens(draw, activation="gelu")
-    order = RowOrder.of_tokens(2 * index, EXPERTS, 6, first_expert=1, num_rows=TOP_K * draw.rows)
+    order = RowOrder.of_tokens(2 * index, EXPERTS, Shard(1, 6, num_rows=TOP_K * draw.rows))
     return x, None, *order, weights, *layer, "gelu", None, None, None, torch.bfloat16, torch.float32, *NO_LOW_RANK
 
 
@@ -873,7 +873,7 @@ def _rows_training(draw: Draw, activation: str = "silu", apart: bool = False) ->
 def _adapted_training(draw: Draw, activation: str = "silu", dropped: bool = False) -> tuple:
     """With a low rank."""
     x, index, weights, *layer = _tokens(draw, activation=activation)
-    order = RowOrder.of_tokens(index, EXPERTS, EXPERTS)
+    order = RowOrder.of_tokens(index, EXPERTS, Shard())
     columns, rank = align(draw.size, 128), 16
     shapes = (rank, draw.hidden), (2 * columns, rank), (rank, columns), (draw.hidden, rank)
     factors = [draw.normal(EXPERTS, *shape) / 8 for shape in shapes]

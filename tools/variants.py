@@ -25,7 +25,7 @@ from fp8moe.kernels.experts.operands import Biases, Layer, Masters, Norm, Shard,
 from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
-from fp8moe.kernels.linear.projection import projection
+from fp8moe.kernels.linear.forward import projection
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime.operator import Signature
 from fp8moe.runtime.peer_table import Targets

@@ -31,7 +31,7 @@ class Weights(NamedTuple):
     masters: Masters = Masters()
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that could get gradients: the masters, or else the FP8 weights and the biases."""
+        """Return the tensors that could get gradients: the masters, or without them FP8 weights and biases."""
         layer = self.layer
         return self.masters[:2] if self.masters.up_master is not None else (*layer.up, *layer.down, *layer.biases)
 
@@ -178,7 +178,7 @@ class GroupedExperts(MasterModule):
         decode_capacity: int | None = None,
         master_dtype: torch.dtype | None = None,
     ) -> "GroupedExperts":
-        """The FP8 experts that compute what ``module`` does: one of transformers' experts modules, or of these.
+        """Make the FP8 experts that compute the function of ``module``, an experts module of transformers or fp8moe.
 
         module: one of
             - fused experts in bfloat16, float16 or float32: gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj
@@ -224,7 +224,7 @@ class GroupedExperts(MasterModule):
         decode_capacity: int | None = None,
         master_dtype: torch.dtype | None = None,
     ) -> "GroupedExperts":
-        """`from_experts` for what `experts_source.read` has read of a module that goes on running, with its hooks."""
+        """Make the layer of a source from `experts_source.read`, whose module may stay in use, with its hooks."""
         if master_dtype is not None and source.reordered:
             raise ValueError(
                 "module: expected weights (E, rows, columns), gate before up, to train; transposed or interleaved ones "
@@ -339,12 +339,11 @@ class GroupedExperts(MasterModule):
         groups: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Normed | None]:
-        """What `forward` returns, and RMSNorm of its rows (T, H) if that takes no kernel more.
+        """Compute `forward`, and RMSNorm of its rows (T, H) if that takes no further kernel.
 
-        norm: `fp8moe.kernels.experts.operands.Norm`, of what is wanted, or None. The other arguments and errors are
-            those of `forward`.
-        Returns the result and, for up to 64 tokens in bfloat16 or float32, with a SwiGLU and sizes that are multiples
-        of 16, where experts are neither trained nor spread over ranks, a Normed; otherwise None in its place.
+        norm: `fp8moe.kernels.experts.operands.Norm`, or None. Other arguments and errors: as for `forward`.
+        Returns the result and a Normed for up to 64 tokens in bfloat16 or float32, with a SwiGLU, sizes that are
+        multiples of 16, and experts that are neither trained nor spread over ranks; otherwise the result and None.
         """
         if self.parallel is not None:
             return self.parallel.forward(self, hidden_states, top_k_index, top_k_weights, residual), None
@@ -368,7 +367,7 @@ class GroupedExperts(MasterModule):
         return out.view(hidden_states.shape), normed
 
     def forward_rows(self, rows: Tensor | FP8Tensor, group_offsets: Tensor) -> Tensor:
-        """The results of the experts on rows that lie in their order already, without routing weights.
+        """Run the experts on rows that are in the order of experts, without routing weights.
 
         rows: (R, H) bfloat16, float16 or float32, or an FP8Tensor quantized 1x128.
         group_offsets: int32 (E + 1,) on the device of rows, E being the number of experts on this rank: rows
@@ -387,7 +386,7 @@ class GroupedExperts(MasterModule):
         return out.to(dtype)
 
     def whole_weights(self) -> Weights:
-        """`local_weights` that are those of all experts; ValueError for a part of them."""
+        """Return `local_weights` of all experts. Raises ValueError if this rank has only a part of them."""
         weights = self.local_weights()
         down = self.down_proj
         here = weights.layer.down.data.shape
@@ -400,7 +399,7 @@ class GroupedExperts(MasterModule):
         return weights
 
     def local_weights(self) -> Weights:
-        """The FP8 weights and biases that are on this rank, and the masters."""
+        """Return the FP8 weights, biases and masters of the experts on this rank."""
         parameters = [getattr(self, name) for name in self.weight_names]
         if not self.trainable:
             check_not_parametrized(_NAME, self)
@@ -418,7 +417,7 @@ class GroupedExperts(MasterModule):
         return Weights(Layer(up_copy, down_copy, self.activation), Masters(*masters))
 
     def trains(self, weights: Weights, *inputs: Tensor) -> bool:
-        """Whether a call is one that can have a backward."""
+        """Whether a call with these inputs can have a backward."""
         if self.trainable:
             # Activation checkpointing runs the first forward without gradients: it must have the same bits.
             return self.training or recorded(*inputs, *weights.tensors())
@@ -503,7 +502,7 @@ def experts_rows_training(
 def flattened(
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The arguments of a forward with their leading sizes as one: (T, H), (T, K), (T, K), (T, H)."""
+    """Flatten the leading sizes of a forward's arguments: (T, H), (T, K), (T, K), (T, H)."""
     inputs = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
     for name, value in inputs.items():
         check_tensor(name, value)

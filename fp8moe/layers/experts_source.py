@@ -1,7 +1,7 @@
-"""Reads experts modules, ours and those of transformers models: their weights, however stored, and their activation.
+"""Reads experts modules of fp8moe and of transformers models: their weights, however stored, and their activation.
 
-Modules are recognised by their attributes. Which activation they have is told from these too, and then compared with
-what their own functions compute. Nothing here needs transformers.
+Modules and activations are recognised by attributes. The activation is then compared with results of the module's own
+functions. Nothing here needs transformers.
 """
 
 import copy
@@ -94,10 +94,10 @@ class Weight:
 
 @dataclass(frozen=True)
 class ExpertsSource:
-    """What an experts module is made of. up: the first projection (gate and up where gated); down: the second.
+    """The parts of an experts module. up: the first projection (gate and up where gated); down: the second.
 
-    biases: DTensors where the weights are. reordered: whether the module has the weights transposed, or gate and up in
-    turns.
+    biases: DTensors where the weights are. reordered: whether the module has the weights transposed, or interleaved
+    rows of gate and up.
     """
 
     num_experts: int
@@ -111,9 +111,9 @@ class ExpertsSource:
 
 
 def read(module: nn.Module) -> ExpertsSource:
-    """See `GroupedExperts.from_experts`. Raises TypeError or ValueError for a module that cannot be taken over.
+    """Read a module as `GroupedExperts.from_experts` describes. Raises TypeError or ValueError for one that it refuses.
 
-    Hooks of the module itself are for the caller to check: where it goes on running, as under transformers, so do they.
+    The caller checks hooks of the module itself: they stay in force if the module stays in use, as in transformers.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an experts module, got {type(module).__name__}")
@@ -189,7 +189,7 @@ def _read_fused(module: nn.Module) -> ExpertsSource:
 
 
 def _biases(module: nn.Module, weights: dict[str, Tensor]) -> Biases:
-    """Those of both projections, or of none. weights: (E, rows, columns)."""
+    """Return the biases, of both projections or of none. weights: by name, (E, rows, columns)."""
     biases = {name: getattr(module, f"{name}_bias", None) for name in weights}
     for name, bias in biases.items():
         if bias is None:
@@ -208,7 +208,7 @@ def _biases(module: nn.Module, weights: dict[str, Tensor]) -> Biases:
 
 
 def _check_whole_experts(name: str, weight: Tensor, down: Tensor) -> None:
-    """ValueError unless the weight is sharded as down_proj is, if at all, and by experts."""
+    """Raise ValueError unless the weight is sharded like down_proj and, if so, by experts."""
     placements, expected = (getattr(value, "placements", None) for value in (weight, down))
     if placements != expected:
         raise ValueError(f"{name}: expected placements {expected}, as of down_proj, got {placements}")
@@ -219,7 +219,7 @@ def _check_whole_experts(name: str, weight: Tensor, down: Tensor) -> None:
 
 
 def _check_fused(module: nn.Module, up_name: str) -> None:
-    """Refuse experts modules of transformers that compute something else, or are quantized otherwise."""
+    """Refuse experts modules of transformers with another computation or quantization."""
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError("module: expected no norm after each expert")
     if getattr(module, "activation_scheme", "dynamic") != "dynamic":
@@ -271,7 +271,7 @@ def _weight_of_list(parts: list[list[Tensor | FP8Tensor]]) -> Weight:
 
 
 def _linear(name: str, linear: nn.Module | None) -> Tensor | FP8Tensor:
-    """The weight of a linear layer, quantized or not."""
+    """Return the weight of a linear layer, quantized or not."""
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise TypeError(f"{name}: expected a linear layer, got {type(linear).__name__}")
@@ -294,7 +294,7 @@ def _check_dtype(name: str, weight: Tensor) -> None:
 
 
 def _quantized(name: str, weight: Tensor, scale: Tensor | None, matrices: int) -> FP8Tensor:
-    """Weights (..., matrices * rows, columns) with their scales in float32."""
+    """Return weights (..., matrices * rows, columns) with their scales in float32."""
     if weight.dtype != torch.float8_e4m3fn:
         raise TypeError(f"{name}: expected float8_e4m3fn like the other projection, got {weight.dtype}")
     if not isinstance(scale, Tensor) or scale.dtype not in _SCALE_DTYPES:
@@ -313,7 +313,7 @@ def _quantized(name: str, weight: Tensor, scale: Tensor | None, matrices: int) -
 
 
 def _activation_of(module: nn.Module, gated: bool) -> Activation:
-    """The activation that the module's attributes describe. Without an act_fn it is silu, for the caller to verify."""
+    """Return the activation that attributes of the module describe; without an act_fn silu. The caller verifies it."""
     act_fn = getattr(module, "act_fn", None)
     name = "silu" if act_fn is None else _function_name(act_fn)
     if not gated:
@@ -326,9 +326,9 @@ def _activation_of(module: nn.Module, gated: bool) -> Activation:
 
 
 def _verify_fused(module: nn.Module, activation: Activation, size: int, interleaved: bool) -> None:
-    """ValueError if the function that transformers' fused experts apply to gate and up is another.
+    """Raise ValueError unless fused experts of transformers apply this activation to gate and up.
 
-    size: of each. interleaved: whether it takes them in turns.
+    size: columns of each. interleaved: whether the function takes columns of gate and up in turns.
     """
     apply = getattr(module, "_apply_gate", None) if activation.gated else None
     if apply is None:
@@ -344,10 +344,10 @@ def _verify_fused(module: nn.Module, activation: Activation, size: int, interlea
 
 @torch.no_grad()
 def _verify_mlp(name: str, expert: nn.Module, names: tuple[str, ...], activation: Activation) -> None:
-    """ValueError if one expert computes something else than ``down(activation(gate(x), up(x)))``.
+    """Raise ValueError unless an expert computes ``down(activation(gate(x), up(x)))``.
 
-    names: of its linears. A copy of it runs with others in their places, which return values of all magnitudes: so it
-    takes no time, reaches every limit whatever the weights are, and does without a GPU for FP8 weights.
+    names: of its linears. A copy of the expert runs with stand-ins for them, which return values of all magnitudes. So
+    the check takes little time, reaches every limit for any weights, and needs no GPU for FP8 weights.
     """
     size, hidden = getattr(expert, names[0]).weight.shape
     device = getattr(expert, names[0]).weight.device
@@ -371,7 +371,7 @@ def _verify_mlp(name: str, expert: nn.Module, names: tuple[str, ...], activation
 
 
 class _StandIn(nn.Linear):
-    """In the place of a linear layer: returns what it was made with and keeps its input."""
+    """A stand-in for a linear layer: it returns a given output and keeps its inputs."""
 
     def __init__(self, output: Tensor, in_features: int):
         super().__init__(in_features, output.shape[-1], bias=False, device="meta", dtype=output.dtype)
@@ -409,19 +409,19 @@ def _run(name: str, function: Callable[[Tensor], object], x: Tensor) -> object:
 
 
 def _rows(size: int) -> int:
-    """How many rows of `size` values to compare."""
+    """Return the number of rows of `size` values to compare."""
     return min(64, math.ceil(_PROBES / size))
 
 
 def _probe(rows: int, columns: int, device: torch.device | str, seed: int) -> Tensor:
-    """Values of both signs from near 0 to 9e17, as many of each magnitude."""
+    """Return values of both signs from near 0 to 9e17, equally many of each magnitude."""
     generator = torch.Generator("cpu").manual_seed(seed)
     uniform = torch.rand((rows, columns), generator=generator, dtype=torch.float32, device="cpu")
     return (uniform.mul(2 * _LARGEST) - _LARGEST).sinh().to(device)
 
 
 def _close(result: Tensor, expected: Tensor, factor: Tensor | None = None) -> bool:
-    """Whether two tensors are equal but for rounding, also that before a product with `factor`."""
+    """Whether two tensors are equal up to rounding of the values, and of values multiplied by `factor`."""
     if not isinstance(result, Tensor) or result.shape != expected.shape:
         return False
     tolerance = 1e-2 * expected.abs() + 1e-5 * (1 if factor is None else 1 + factor.abs())

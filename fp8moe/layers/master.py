@@ -74,7 +74,7 @@ def quantized_gate_up(gate: Tensor, up: Tensor, *, parameters: tuple[Tensor, Ten
 
 
 def part_of(name: str, weight: nn.Parameter) -> Tensor:
-    """A master, or what this rank has of one that is a DTensor, to which its gradient comes back.
+    """Return a master, or this rank's part of a DTensor, differentiably.
 
     The backward raises RuntimeError if the DTensor, called `name`, has been changed in place since.
     """
@@ -83,9 +83,9 @@ def part_of(name: str, weight: nn.Parameter) -> Tensor:
 
 
 def invalidate() -> None:
-    """Have every FP8 copy made anew at its next use. Call it after changes that no version shows.
+    """Make every FP8 copy anew at its next use. Call it after changes that no version shows.
 
-    Copies are those of masters and those of transformers' experts (`fp8moe.hf.register`).
+    Copies: of masters, and of transformers' experts (`fp8moe.hf.register`).
     """
     global _generation
     _generation += 1
@@ -93,7 +93,7 @@ def invalidate() -> None:
 
 
 def invalidate_masters() -> None:
-    """`invalidate` for the copies of masters only: after events that may have changed these alone."""
+    """Make the FP8 copies of masters anew, after events that change masters only."""
     global _master_generation
     _master_generation += 1
 
@@ -197,7 +197,7 @@ class MasterModule(nn.Module):
         return apply
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        """An error for each weight that a conversion would part from its scale, and for scales that are codes."""
+        """Add an error for each weight that a cast would separate from its scale, and for scales that are codes."""
         masters = self.trainable
         if masters:
             invalidate_masters()
@@ -227,7 +227,7 @@ class MasterModule(nn.Module):
 
 
 def check_master_dtype(dtype: torch.dtype | None) -> None:
-    """A dtype of master weights, or None for a module without."""
+    """Check a dtype of master weights; None: for a module without masters."""
     if dtype is not None and dtype not in MASTER_DTYPES:
         raise TypeError(f"master_dtype: expected torch.bfloat16, torch.float32 or None, got {dtype}")
 
@@ -339,7 +339,7 @@ _PLAIN = (nn.Parameter, Tensor)
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, and those that a wrapper has its memory from: the local tensor of a DTensor. Each has a version."""
+    """Yield a tensor and the tensors inside of a wrapper, such as a DTensor's local one. Each has a version."""
     yield tensor
     if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()

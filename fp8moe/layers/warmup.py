@@ -1,4 +1,4 @@
-"""warm: kernels of linears and experts are compiled before a call needs them."""
+"""warm: compile the kernels of linears and experts before a call needs them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -24,7 +24,7 @@ from fp8moe.runtime.sm90 import USUAL_SMS
 
 
 class _Options(NamedTuple):
-    """What modules of a shape differ in."""
+    """The options of the modules."""
 
     activation: Activation
     bias: bool
@@ -106,7 +106,7 @@ def _calls(
 
 
 def _module(shape: tuple[int, ...], options: _Options) -> nn.Module:
-    """A module without weights, in memory that is reserved."""
+    """Make a module whose weights are reserved memory."""
     activation, bias, weight_scales, dtype = options
     own = {"bias": bias, "weight_scales": weight_scales, "dtype": dtype, "device": "meta"}
     if len(shape) == 2:

@@ -68,11 +68,11 @@ def register(config: Any, model: nn.Module) -> Any:
 def merge_and_unload(
     model: Any, *, safe_merge: bool = False, adapter_names: list[str] | None = None
 ) -> tuple[nn.Module, "dict[str, MergeError]"]:
-    """peft's `merge_and_unload`, and by name the error of its rounded weights.
+    """Call peft's `merge_and_unload`, and report the rounding errors of the merged weights by name.
 
     model: a PeftModel. safe_merge, adapter_names: as for peft's.
-    Returns the base model, and `MergeError` of each linear and each projection of experts that was merged: relative to
-    W + BA, which E4M3 makes 2.6e-2 for normally distributed weights, and to BA.
+    Returns the base model, and the `MergeError` of each merged linear and projection of experts. Relative to W + BA it
+    is 2.6e-2 for normally distributed weights in E4M3.
 
     With safe_merge, raises ValueError for an FP8 module where W + BA is not finite, before anything is merged.
     """
@@ -86,7 +86,7 @@ def merge_and_unload(
 
 
 def _adapter_of(module: nn.Module) -> type[nn.Module] | None:
-    """The class of peft layers for a module, if it is one of those that `register` names."""
+    """Return the class of peft layers for a module that `register` names, None for other modules."""
     from transformers.integrations import finegrained_fp8
 
     from fp8moe.peft.experts import LoraExperts

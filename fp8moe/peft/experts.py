@@ -18,7 +18,7 @@ from fp8moe.runtime.checks import FLOATING
 
 
 class ExpertsB(nn.Module):
-    """B of all experts: (E, out, r), in state dicts (out, r * E), as peft's ParamWrapper has it: experts innermost."""
+    """B of all experts: (E, out, r), in state dicts (out, r * E) with experts innermost, as in peft's ParamWrapper."""
 
     def __init__(self, count: int, rows: int, rank: int, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -44,13 +44,13 @@ class ExpertsB(nn.Module):
 class LoraExperts(FP8LoraLayer, ParamWrapper):
     """peft's layer for a projection of experts whose weights, frozen and in FP8, have ``scaling * B @ A`` beside them.
 
-    LoRA: arXiv:2106.09685. As peft's own layers for parameters do, that of the second projection holds that of the
-    first as its base_layer, if both have adapters. The outer one runs the experts, for both.
+    LoRA: arXiv:2106.09685. If both projections have adapters, the layer of the second has the layer of the first as its
+    base_layer, as with peft's own layers for parameters. The outer layer runs the experts for both.
 
     lora_A[adapter].weight: (E * r, in), r rows of each expert; A of the first projection serves gate and up.
-    lora_B[adapter].weight: `ExpertsB`. They are in bfloat16, or the dtype of unquantized weights, and multiplied in
-    bfloat16 with sums in float32 whatever their dtype, those of all active adapters at once. Dropout acts on each token
-    for the first projection, on each row of an expert for the second.
+    lora_B[adapter].weight: `ExpertsB`. Both are in bfloat16, or the dtype of unquantized weights. Factors of all active
+    adapters are multiplied at once, in bfloat16 with sums in float32. Dropout acts on each token for the first
+    projection, on each row of an expert for the second.
     """
 
     by_parameter = True
@@ -90,7 +90,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
 
     @torch.no_grad()
     def _reset(self, adapter_name: str, how: bool | str) -> None:
-        """Initialize as peft does linears: True or "gaussian" of A, with zeros for B; False for values of both."""
+        """Initialize as peft's linears: A uniform or "gaussian" and B zeros; with False both are uniform."""
         a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
         if how == "gaussian":
             a.normal_(std=1 / self.r[adapter_name])
@@ -102,7 +102,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
             b.zero_()
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """Move what peft has loaded. Its own layer would cast it to the dtype of the weights, FP8."""
+        """Move loaded factors. peft's own layer would cast them to the dtype of the weights, FP8."""
         for part in (self.lora_A, self.lora_B):
             part[adapter_name].to(self.get_param().device if device is None else device)
 
@@ -115,9 +115,10 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         residual: Tensor | None = None,
         adapter_names: list[str] | None = None,
     ) -> Tensor:
-        """What the base layer computes, with the active adapters; its arguments. torch.autocast changes nothing.
+        """Compute the base layer with the active adapters. torch.autocast changes nothing.
 
-        Raises ValueError for adapter_names, one of each sequence: tokens of experts have no sequences.
+        Arguments are those of the base layer. Raises ValueError for adapter_names (peft: an adapter for each sequence),
+        as tokens of experts have no sequences.
         """
         if adapter_names is not None:
             raise ValueError(
@@ -150,18 +151,18 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return [Stored(weight.detach(), scale if scale is None else scale.detach(), matrices, added)]
 
     def factors_of(self, adapter_name: str) -> tuple[Tensor, Tensor]:
-        """A (E, r, in) and B (E, out, r)."""
+        """Return A (E, r, in) and B (E, out, r) of an adapter."""
         a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
         return a.unflatten(0, (len(b), -1)), b
 
     def _layer(self) -> Layer:
-        """The FP8 weights of the base layer, or of the copy that transformers' unquantized experts run on."""
+        """Return the FP8 weights of the base layer, or of the FP8 copy with which unquantized experts run."""
         base = self.get_base_layer()
         check_base(self.name, base)  # it may have been spread since
         return (base if isinstance(base, GroupedExperts) else cached_layer(base)).whole_weights().layer
 
     def _low_rank(self, added: dict[str, tuple["LoraExperts", list[str]]]) -> LowRank:
-        """Join the factors of all adapters side by side, with zeros to sizes that kernels want."""
+        """Join the factors of all adapters side by side, padded with zeros to the multiples that kernels need."""
         base = self.get_base_layer()
         hidden, size = base.down_proj.shape[1:]
         (up_a, up_b), (down_a, down_b) = (
@@ -174,7 +175,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return LowRank(up_a, up_b, _pad(down_a, (0, more_columns)), down_b)
 
     def joined(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
-        """A and scaled B of the adapters in bfloat16, side by side, of a rank that is a multiple of 16."""
+        """Return A and scaled B of the adapters side by side, in bfloat16, the rank padded to a multiple of 16."""
         parts = [(*self.factors_of(name), self.scaling[name]) for name in adapters]
         more = -sum(self.r[name] for name in adapters) % 16
         a = _join([a.bfloat16() for a, _, _ in parts], 1)
@@ -182,7 +183,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return _pad(a, (0, 0, 0, more)), _pad(b, (0, more))
 
     def _dropout(self, added: Iterable[tuple["LoraExperts", list[str]]]) -> float:
-        """The probability in training, otherwise 0; ValueError where it differs between the active adapters."""
+        """Return the dropout in training, otherwise 0. Raises ValueError if active adapters differ in it."""
         values = {layer.lora_dropout[name].p for layer, names in added for name in names if layer.training}
         if len(values) > 1:
             raise ValueError(
@@ -195,28 +196,28 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return columns, rows
 
 
-# By this name peft finds the layer in which to put the next adapter of the parameter.
+# peft puts the next adapter of a parameter into the layer whose class has this name.
 LoraExperts.__name__ = ParamWrapper.__name__
 
 
 def projections(base: nn.Module) -> tuple[str, str]:
-    """The names of both projections of experts."""
+    """Return the names of both projections of experts."""
     gated = getattr(base, "has_gate", hasattr(base, "gate_up_proj"))
     return "gate_up_proj" if gated else "up_proj", "down_proj"
 
 
 def _no_factors(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A and B of zeros, for a projection without adapters."""
+    """Return A and B of zeros, for a projection without adapters."""
     count, rows, columns = weight.shape
     options = {"dtype": torch.bfloat16, "device": weight.device}
     return torch.zeros(count, 16, columns, **options), torch.zeros(count, rows, 16, **options)
 
 
 def _join(parts: list[Tensor], dim: int) -> Tensor:
-    """Side by side; one is not copied."""
+    """Concatenate the parts; a single part is not copied."""
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def _pad(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """`F.pad`, which copies also where there is nothing to add."""
+    """Call F.pad unless all sizes are 0, as F.pad would copy x then too."""
     return F.pad(x, sizes) if any(sizes) else x

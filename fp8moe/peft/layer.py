@@ -1,4 +1,4 @@
-"""peft's LoRA layers on FP8 weights: merging, which rounds, unmerging, which must not, and what cannot be adapted."""
+"""peft's LoRA layers on FP8 weights: merging, which rounds, unmerging, which does not, and checks of targets."""
 
 import copy
 import logging
@@ -25,10 +25,9 @@ _NOT_PLAIN = ("lora_bias", "fan_in_fan_out", "use_qalora", "layer_replication")
 
 
 class MergeError(NamedTuple):
-    """How far stored weights are from the sums that were merged, in Frobenius norms of all weights of a module.
+    """The distance of stored weights from the merged sums W + BA, in Frobenius norms of all weights of a module.
 
-    weight: relative to the sums W + BA. adapter: relative to BA; at 1 rounding has taken as much as the
-    adapter has added.
+    weight: relative to W + BA. adapter: relative to BA; at 1 rounding has removed as much as the adapter has added.
     """
 
     weight: float
@@ -37,9 +36,9 @@ class MergeError(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """Weights of a module, of all experts: data (E, matrices * N, K), scale with blocks of each matrix, or None.
+    """Weights of a module: data (E, matrices * N, K); scale, of blocks of each matrix, or None for unquantized data.
 
-    add: (e) -> (matrices * N, K) float32, what is to be added to those of expert e.
+    add: (e) -> (matrices * N, K) float32, the sum to add to the weights of expert e.
     """
 
     data: Tensor
@@ -48,7 +47,7 @@ class Stored:
     add: Callable[[int], Tensor]
 
     def sums(self, expert: int) -> tuple[Tensor, Tensor]:
-        """W + BA and BA of an expert, (matrices, N, K) float32."""
+        """Return W + BA and BA of an expert, (matrices, N, K) float32."""
         added = self.add(expert).unflatten(0, (self.matrices, -1))
         data = self.data[expert].unflatten(0, (self.matrices, -1))
         if self.scale is None:
@@ -57,7 +56,7 @@ class Stored:
         return dequantize(FP8Tensor(data, scale)) + added, added
 
     def write(self, expert: int, sums: Tensor, scale_format: str) -> Tensor:
-        """Store them; returns what is stored, in float32."""
+        """Store the sums of an expert, rounded; return the stored values in float32."""
         if self.scale is None:
             self.data[expert].copy_(sums.flatten(0, 1))
             return self.data[expert].float().view_as(sums)
@@ -68,7 +67,7 @@ class Stored:
 
     @property
     def scale_format(self) -> str:
-        """ "ue8m0" if all scales are powers of two, which they then stay."""
+        """Return "ue8m0" if all scales are powers of two, else "float32"; merging keeps the format."""
         if self.scale is None:
             return "float32"
         mantissa, _ = torch.frexp(self.scale.float())
@@ -84,10 +83,10 @@ class Stored:
 
 
 class FP8LoraLayer(LoraLayer):
-    """A layer of peft around one whose weights are stored in blocks of FP8, or run so.
+    """A layer of peft around a layer whose weights are stored in blocks of FP8, or are quantized to run.
 
-    by_parameter: whether configs name its weights in target_parameters, as peft has it for experts, and not the module
-        in target_modules. name: of the module, or of the parameter. merge_error: of the last merge, None before it.
+    by_parameter: whether configs name its weights in target_parameters, as for experts, not its module in
+        target_modules. name: of the module, or of the parameter. merge_error: of the last merge, None before it.
     """
 
     by_parameter = False
@@ -97,7 +96,7 @@ class FP8LoraLayer(LoraLayer):
     _said_idle = False
 
     def stored(self, adapters: Iterable[str]) -> list[Stored]:
-        """The weights of the base layer, with what these adapters add to them."""
+        """Return the weights of the base layer, with the sums that these adapters add to them."""
         raise NotImplementedError
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config, **kwargs) -> None:
@@ -107,8 +106,8 @@ class FP8LoraLayer(LoraLayer):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Round W + BA, of all these adapters at once, into the weights of the base layer.
 
-        The weights from before are kept, so that `unmerge` brings the same bits back. ValueError, with nothing written,
-        if safe_merge is asked for and a sum is not finite.
+        The old weights are kept, so that `unmerge` restores their bits. With safe_merge, raises ValueError before it
+        writes if a sum is not finite.
         """
         adapters = self.unmerged(adapter_names)
         if adapters:
@@ -117,7 +116,7 @@ class FP8LoraLayer(LoraLayer):
             self._before_merge = before
 
     def unmerge(self) -> None:
-        """The weights that were there before the first `merge`, bit for bit."""
+        """Restore the weights from before the first `merge`, bit for bit."""
         if not self.merged:
             return
         for stored, before in zip(self.stored(()), self._before_merge, strict=True):
@@ -128,7 +127,7 @@ class FP8LoraLayer(LoraLayer):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """The base layer, for peft's `merge_and_unload`, which needs no weights from before."""
+        """Return the base layer, for peft's `merge_and_unload`, which needs no old weights."""
         adapters = self.unmerged(adapter_names) if merge else []
         if adapters:
             self._merge(safe_merge, adapters)
@@ -137,7 +136,7 @@ class FP8LoraLayer(LoraLayer):
         return self.base_layer
 
     def running(self) -> list[str]:
-        """The adapters that this forward adds to what the base layer computes; warns once if none of them is active."""
+        """Return the adapters that a forward adds to the base layer; warn once if there are some and none is active."""
         if self.disable_adapters:
             self.unmerge()
             return []
@@ -145,18 +144,18 @@ class FP8LoraLayer(LoraLayer):
         if self.r and not active and not self.merged and not self._said_idle:
             self._said_idle = True
             found = ", ".join(self.active_adapters) or "none"
-            # Python shows a text of one place once, and this is that of all layers.
+            # Python shows a warning of one place once: all layers warn here, so one of them is shown.
             text = f"forward without adapters: {', '.join(self.r)} loaded, but set_adapter has made {found} active"
             warnings.warn(text, stacklevel=1)
         return [] if self.merged else active
 
     def unmerged(self, adapter_names: list[str] | None) -> list[str]:
-        """Those of the adapters, by default the active ones, that this layer has and that are not merged."""
+        """Return the given adapters, by default the active ones, that this layer has and has not merged."""
         return [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
 
     @torch.no_grad()
     def check_finite(self, adapter_names: list[str] | None) -> None:
-        """ValueError if W + BA of these adapters is not finite."""
+        """Raise ValueError if W + BA of these adapters is not finite."""
         adapters = self.unmerged(adapter_names)
         for stored in self.stored(adapters) if adapters else ():
             for expert in range(len(stored.data)):
@@ -189,7 +188,7 @@ class FP8LoraLayer(LoraLayer):
         )
 
     def _start(self, base_layer: nn.Module, adapter_name: str, config, kwargs: dict) -> None:
-        """Refuse what does not work, before anything is made."""
+        """Refuse targets and options that do not work, before peft changes the layer."""
         self.name = kwargs.get("target_name") or type(base_layer).__name__
         check_target(self.name, type(self), kwargs.get("parameter_name"))
         check_config(self.name, config)
@@ -232,13 +231,13 @@ class LoraFP8Linear(FP8LoraLayer, Linear):
 
 
 Modules = Mapping[str, tuple[nn.Module, type[FP8LoraLayer]]]
-"""By every name that it has in a model, each module that `register` has adapters for, and the class of these."""
+"""The modules of a model that have adapters, under all of their names, each with the class of its adapters."""
 
 
 def with_projections(config: Any, modules: Modules) -> Any:
-    """The LoraConfig with experts of target_modules named by their projections, which are parameters to peft.
+    """Return the LoraConfig with experts of target_modules named by their projections, which are parameters to peft.
 
-    A pattern stays, and so does what a choice of layers belongs to, which peft makes among modules alone.
+    A pattern stays, as does a config with layers_to_transform or exclude_modules, which peft applies to modules only.
     """
     targets = config.target_modules
     if targets is None or isinstance(targets, str) or config.layers_to_transform is not None or config.exclude_modules:
@@ -263,7 +262,7 @@ def with_projections(config: Any, modules: Modules) -> Any:
 
 
 def check_targets(config: Any, modules: Modules) -> None:
-    """ValueError for what would be refused, or left without its adapter, once peft has changed a part of the model.
+    """Raise ValueError for targets that peft would refuse, or leave without adapter, after it has changed the model.
 
     config: a LoraConfig.
     """
@@ -299,7 +298,7 @@ def _ends(name: str, targets: Iterable[str] | None) -> bool:
 
 
 def check_target(name: str, layer: type[FP8LoraLayer], parameter_name: str | None) -> None:
-    """ValueError for experts in target_modules, and for parameters that are not the projections of experts."""
+    """Raise ValueError for experts in target_modules, and for parameters that are not projections of experts."""
     if layer.by_parameter and parameter_name is None:
         module = name.rpartition(".")[2]
         raise ValueError(
@@ -313,7 +312,7 @@ def check_target(name: str, layer: type[FP8LoraLayer], parameter_name: str | Non
 
 
 def check_config(name: str, config: Any) -> None:
-    """ValueError for a LoraConfig that asks for more than LoRA by the side of weights that stay as they are."""
+    """Raise ValueError for a LoraConfig with more than plain LoRA beside weights that do not change."""
     variants = [field.name for field in fields(config) if field.metadata.get("is_lora_variant")]
     for field in (*variants, *_NOT_PLAIN):
         value = getattr(config, field, None)  # older versions of peft lack some
@@ -329,7 +328,7 @@ def check_config(name: str, config: Any) -> None:
 
 
 def check_base(name: str, module: nn.Module) -> None:
-    """ValueError for a layer that is spread over ranks, for experts with biases or transposed, and for other FP8."""
+    """Raise ValueError for a layer spread over ranks, experts with biases or transposed, and other FP8 formats."""
     parallel = [getattr(module, attribute, None) for attribute in ("parallel", "_fp8moe_parallel")]
     if any(style is not None for style in parallel) or any(map(is_sharded, module.parameters(recurse=False))):
         raise ValueError(
@@ -352,10 +351,10 @@ def check_base(name: str, module: nn.Module) -> None:
 
 
 def check_loaded(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_) -> None:
-    """Refuse, with nothing written, an adapter that does not fit: `load_state_dict` of the model calls it first.
+    """Refuse an adapter that does not fit, before `load_state_dict` of the model writes anything.
 
-    Raises ValueError, which names the layer, for factors that are missing, of another shape, or of no layer here. peft
-    would leave out the first and the last.
+    Raises ValueError, which names the layer, for factors that are missing, of another shape, or of no layer of the
+    model. peft would ignore missing ones and those of no layer.
     """
     given = {key.removeprefix(prefix): tuple(value.shape) for key, value in state_dict.items() if ".lora_" in key}
     if not given:
@@ -376,12 +375,12 @@ def check_loaded(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str
 
 
 def _adapter(key: str) -> str:
-    """The adapter's name in that of its factor, ``layer.lora_A.name.weight``."""
+    """Return the adapter's name in the name of a factor, ``layer.lora_A.name.weight``."""
     return key.rpartition(".lora_")[2].split(".")[1]
 
 
 def _named(model: nn.Module, key: str) -> str:
-    """The factor's layer, as peft's configs name it, which factor it is, and for experts their number and the rank."""
+    """Describe a factor: its layer as peft's configs name it, A or B, and for experts their number and the rank."""
     path, _, factor = key.rpartition(".lora_")
     layer = model.get_submodule(path)
     if not isinstance(layer, FP8LoraLayer):

@@ -16,10 +16,11 @@ from benchmarks.operands import exact, relative_error, rounded_error
 from fp8moe import FP8Tensor, grouped_gemm_k, quantize_128x1, quantize_128x128
 from fp8moe.kernels.activation import Activation, activation_backward
 from fp8moe.kernels.experts.swiglu import (
+    Activated,
+    ActivationGradient,
+    Beside,
     swiglu_backward_quantize,
-    swiglu_backward_quantize_rows,
     swiglu_quantize,
-    swiglu_quantize_rows,
 )
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
 from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
@@ -28,7 +29,7 @@ from fp8moe.kernels.gemm.reference import group_ranges, group_rows
 from fp8moe.kernels.gemm.sm90 import TileConfig, with_stages
 from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant import reference
-from fp8moe.quant.transpose import Transposed, quantize_with_transpose, transpose_fp8
+from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
 from tests.deep_gemm_cases import by_ends, by_group, by_rows, flat_groups
 from tests.gemm_cases import int32
 from tests.gpu.sanitizing import (
@@ -251,14 +252,14 @@ def swiglu_error(offsets: tuple[int, ...], rows: int, size: int, activation: Act
     weights, groups = torch.rand(rows) + 0.1, int32(offsets)
     operands = on_gpu((gate_up, grad, weights, groups))
     h = swiglu_quantize(operands[0], operands[3], activation=activation)
-    d, dots = swiglu_backward_quantize(*operands, activation=activation)
-    rows_alone = {"activation": activation, "values": True}
-    h_rows, h_values = swiglu_quantize_rows(operands[0], operands[3], **rows_alone)
-    d_rows, dots_again, d_values, _ = swiglu_backward_quantize_rows(*operands, **rows_alone)
+    d = swiglu_backward_quantize(*operands, activation=activation)
+    rows_alone = {"activation": activation, "beside": Beside.VALUES}
+    h_rows, _, _, h_values = swiglu_quantize(operands[0], operands[3], **rows_alone)
+    d_rows, dots_again, _, _, d_values, _ = swiglu_backward_quantize(*operands, **rows_alone)
     gradient, value = activation_backward(gate_up.double(), weights[:, None] * grad.double(), activation)
     used = used_rows(groups, rows)
     pairs = (
-        *((part, (value * grad).sum(-1)) for part in (dots, dots_again)),
+        *((part, (value * grad).sum(-1)) for part in (d.dots, dots_again)),
         *((h_values, value), (exact(h_rows), value), (d_values, gradient), (exact(d_rows), gradient)),
     )
     return max(
@@ -268,7 +269,7 @@ def swiglu_error(offsets: tuple[int, ...], rows: int, size: int, activation: Act
     )
 
 
-def both_ways_error(t: Transposed, expected: Tensor, groups: Tensor) -> float:
+def both_ways_error(t: Activated | ActivationGradient, expected: Tensor, groups: Tensor) -> float:
     used = used_rows(groups, len(expected))
     rows = FP8Tensor(t.rows.data.cpu()[used], t.rows.scale.cpu()[used])
     # The reference's quantization of the exact values has its own errors, twice.

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import swiglu
-from fp8moe.kernels.experts.swiglu import (
-    Beside,
-    swiglu_backward_quantize,
-    swiglu_backward_quantize_rows,
-    swiglu_quantize,
-    swiglu_quantize_rows,
-)
+from fp8moe.kernels.experts.swiglu import Beside, swiglu_backward_quantize, swiglu_quantize
 from fp8moe.quant.quantize import dequantize
 from fp8moe.quant.transpose import quantize_with_transpose
 from tests.errors import relative_error
@@ -38,7 +32,7 @@ def offsets_of(*offsets: int) -> torch.Tensor:
 
 
 def assert_same(got, expected) -> None:
-    """Bits of two Transposed."""
+    """Bits of rows, columns and offsets."""
     assert torch.equal(got.offsets, expected.offsets)
     for a, b in zip((*got.rows, *got.columns), (*expected.rows, *expected.columns), strict=True):
         bits = torch.uint8 if a.dtype == torch.float8_e4m3fn else torch.int32
@@ -60,10 +54,10 @@ def assert_same_rows(got, expected) -> None:
 def test_gradients_are_those_of_autograd(rows, blocks, activation, seed):
     gate_up, grad, row_weights = operands(rows, 128 * blocks, seed)
     offsets = offsets_of(0, rows // 2, rows)
-    t, dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=activation)
+    t = swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=activation)
     d_gate_up, d_row_weights = exact_gradients(gate_up, grad, row_weights, activation)
     assert relative_error(dequantize(t.rows), d_gate_up) < E4M3_ERROR
-    assert (dots - d_row_weights).norm() <= 1e-6 * (activation(gate_up.double()) * grad).norm() * math.sqrt(
+    assert (t.dots - d_row_weights).norm() <= 1e-6 * (activation(gate_up.double()) * grad).norm() * math.sqrt(
         128 * blocks
     )
     rounded = quantize_with_transpose(d_gate_up.bfloat16(), offsets)
@@ -83,15 +77,16 @@ def test_forward_is_the_quantized_activation(activation):
 def test_rows_alone_and_values(activation, rows):
     gate_up, grad, row_weights = operands(rows, 256)
     offsets = offsets_of(0, rows // 2, rows)
-    h, values = swiglu_quantize_rows(gate_up, offsets, activation=activation, values=True)
-    assert_same_rows(h, swiglu_quantize(gate_up, offsets, activation=activation).rows)
+    options = {"activation": activation}
+    h, _, _, values = swiglu_quantize(gate_up, offsets, **options, beside=Beside.VALUES)
+    assert_same_rows(h, swiglu_quantize(gate_up, offsets, **options).rows)
     assert torch.equal(values, activation(gate_up.float()).bfloat16())
-    both, dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=activation)
-    d, dots_again, d_gate_up, values_again = swiglu_backward_quantize_rows(
-        gate_up, grad, row_weights, offsets, activation=activation, values=True
+    both = swiglu_backward_quantize(gate_up, grad, row_weights, offsets, **options)
+    d, dots, _, _, d_gate_up, values_again = swiglu_backward_quantize(
+        gate_up, grad, row_weights, offsets, **options, beside=Beside.VALUES
     )
     assert_same_rows(d, both.rows)
-    assert torch.equal(dots_again, dots) and relative_error(values_again, values) <= 1e-4
+    assert torch.equal(dots, both.dots) and relative_error(values_again, values) <= 1e-4
     assert d_gate_up.dtype == values.dtype == values_again.dtype == torch.bfloat16
     assert relative_error(d_gate_up, exact_gradients(gate_up, grad, row_weights, activation)[0]) <= 4e-3
     assert relative_error(values, activation(gate_up.double())) <= 4e-3
@@ -100,12 +95,11 @@ def test_rows_alone_and_values(activation, rows):
 @pytest.mark.parametrize("rows", [0, 20])
 def test_no_values_that_nothing_asks_for(rows):
     gate_up, grad, row_weights = operands(rows, 128)
-    h, values = swiglu_quantize_rows(gate_up, offsets_of(0, rows), activation=Activation())
-    d, dots, *others = swiglu_backward_quantize_rows(
-        gate_up, grad, row_weights, offsets_of(0, rows), activation=Activation()
-    )
+    options = {"activation": Activation(), "beside": Beside.NOTHING}
+    h, *nothing = swiglu_quantize(gate_up, offsets_of(0, rows), **options)
+    d, dots, *others = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of(0, rows), **options)
     assert h.data.shape == (rows, 128) and d.data.shape == (rows, 256) and dots.shape == (rows,)
-    assert values is None and others == [None, None]
+    assert nothing == [None] * 3 and others == [None] * 4
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:3])
@@ -113,7 +107,7 @@ def test_no_gradient_beyond_a_limit(activation):
     gate_up = torch.tensor([2.0, -2.0, 1.0, 0.5]).repeat_interleave(64).repeat(3, 1).bfloat16()  # gate 2, -2; up 1, 0.5
     gate_up[1, 128:192], gate_up[2, 128:192] = 3.0, -3.0
     grad, ones = torch.ones(3, 128).bfloat16(), torch.ones(3)
-    t, _ = swiglu_backward_quantize(gate_up, grad, ones, offsets_of(0, 3), activation=activation)
+    t = swiglu_backward_quantize(gate_up, grad, ones, offsets_of(0, 3), activation=activation)
     d_gate, d_up = dequantize(t.rows).chunk(2, dim=-1)
     assert not d_gate[:, :64].any() and d_gate[:, 64:].all()
     assert d_up[0].all() and not d_up[1:, :64].any() and d_up[1:, 64:].all()
@@ -121,9 +115,9 @@ def test_no_gradient_beyond_a_limit(activation):
 
 def test_results_are_detached():
     gate_up, grad, row_weights = (value.requires_grad_() for value in operands(4, 128))
-    t, dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of(0, 4), activation=Activation())
+    t = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of(0, 4), activation=Activation())
     h = swiglu_quantize(gate_up, offsets_of(0, 4), activation=Activation())
-    assert not any(value.requires_grad for value in (*t.rows, *t.columns, *h.rows, *h.columns, dots))
+    assert not any(value.requires_grad for value in (*t.rows, *t.columns, *h.rows, *h.columns, t.dots))
 
 
 # ---- errors ----
@@ -137,14 +131,8 @@ def test_errors():
             swiglu_quantize(gate_up, offsets, activation=activation)
         with pytest.raises(ValueError, match="^activation: expected a gated silu, got"):
             swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=activation)
-        with pytest.raises(ValueError, match="^activation: expected a gated silu, got"):
-            swiglu_quantize_rows(gate_up, offsets, activation=activation)
-        with pytest.raises(ValueError, match="^activation: expected a gated silu, got"):
-            swiglu_backward_quantize_rows(gate_up, grad, row_weights, offsets, activation=activation)
     with pytest.raises(TypeError, match="^group_offsets: expected a torch.Tensor, got NoneType"):
-        swiglu_quantize_rows(gate_up, None, activation=silu)
-    with pytest.raises(ValueError, match=r"^grad: expected shape \(4, 128\), got \(3, 128\)"):
-        swiglu_backward_quantize_rows(gate_up, grad[:3], row_weights, offsets, activation=silu)
+        swiglu_quantize(gate_up, None, activation=silu)
     with pytest.raises(TypeError, match="^gate_up: expected a torch.Tensor, got NoneType"):
         swiglu_quantize(None, offsets, activation=silu)
     with pytest.raises(TypeError, match="^grad: expected a torch.Tensor, got NoneType"):

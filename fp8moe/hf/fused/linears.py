@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fp8moe.hf.fused.known_forwards import runs_as_written
 from fp8moe.hf.linears import is_routed, refusal
-from fp8moe.kernels.linear.projection import projection
+from fp8moe.kernels.linear.forward import projection
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.formats import BLOCK, FP8Tensor, has_channel_scales
 

@@ -1,4 +1,4 @@
-"""Experts over FP8 weights for callers that hold them: of routed tokens, of rows by expert, in the masked layout."""
+"""The public functions of experts with FP8 weights: for routed tokens, for rows by expert, for the masked layout."""
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def _layer(up: FP8Tensor, down: FP8Tensor, activation: Activation) -> Layer:
 
 
 def _mapped(index: Tensor, expert_map: Tensor) -> Tensor:
-    """Index with the experts here in place of all, -1 for those elsewhere and for what is no expert."""
+    """Map indices of all experts to indices of the experts here; -1 for experts elsewhere and for no expert."""
     check_tensor("expert_map", expert_map)
     check_vector("expert_map", expert_map, torch.int32, None, index.device)
     if not expert_map.shape[0]:
@@ -117,15 +117,19 @@ def experts_rows(
     data, scale = (rows, None) if isinstance(rows, Tensor) else fp8_operand("rows", rows)
     check_tensor("group_offsets", group_offsets)
     layer = _layer(up, down, activation)
+    operands = RowOperands(data, scale, group_offsets, layer, torch.bfloat16)
+    given = {"rows": data, "up": layer.up.data, "down": layer.down.data, "out": out}
+    return _results("fp8moe.experts_rows", operands, out, given)
+
+
+def _results(name: str, operands: RowOperands, out: Tensor | None, given: dict[str, Tensor | None]) -> Tensor:
+    """Compute the results of rows, in `out` if it is given. given: tensors that must then not require gradients."""
     if out is None:
-        operands = RowOperands(data, scale, group_offsets, layer, torch.bfloat16)
-        return operator.run_rows(operands, "fp8moe.experts_rows")
+        return operator.run_rows(operands, name)
     check_tensor("out", out)
     check_dtype("out", out, torch.bfloat16, torch.float32)
-    given = {"rows": data, "up": layer.up.data, "down": layer.down.data, "out": out}
-    autograd.check_out("fp8moe.experts_rows", tuple(given), tuple(given.values()))
-    operands = RowOperands(data, scale, group_offsets, layer, out.dtype)
-    operator.write_rows(operands, out)
+    autograd.check_out(name, tuple(given), tuple(given.values()))
+    operator.write_rows(operands._replace(row_dtype=out.dtype), out)
     return out
 
 
@@ -162,14 +166,5 @@ def experts_masked(
     expected_rows(expected_m)
     if expected_m is None:
         expected_m = data.shape[1] if data.dim() == 3 else 0  # of another rank it is refused
-    dtype = torch.bfloat16
-    if out is not None:
-        check_tensor("out", out)
-        check_dtype("out", out, torch.bfloat16, torch.float32)
-        autograd.check_out("fp8moe.experts_masked", ("out",), (out,))
-        dtype = out.dtype
-    operands = RowOperands(data, scale, masked_m, layer, dtype, expected_m=expected_m)
-    if out is None:
-        return operator.run_rows(operands, "fp8moe.experts_masked")
-    operator.write_rows(operands, out)
-    return out
+    operands = RowOperands(data, scale, masked_m, layer, torch.bfloat16, expected_m=expected_m)
+    return _results("fp8moe.experts_masked", operands, out, {"out": out})

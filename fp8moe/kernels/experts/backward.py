@@ -29,11 +29,11 @@ from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.reference import assignments_of
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.swiglu import (
+    Activated,
+    ActivationGradient,
     Beside,
     swiglu_backward_quantize,
-    swiglu_backward_quantize_rows,
     swiglu_quantize,
-    swiglu_quantize_rows,
 )
 from fp8moe.kernels.gemm.api import grouped_rows, weight_gradients
 from fp8moe.quant.formats import BLOCK, FP8Tensor
@@ -85,9 +85,7 @@ def experts_training(
     checks.tokens(TokenOperands(hidden_states, top_k_index, top_k_weights, layer, shard=shard))
     checks.masters(layer, masters)
     count = len(layer.down.data)
-    order = RowOrder.of_tokens(
-        top_k_index, count, shard.total(count), first_expert=shard.first_expert, num_rows=shard.num_rows
-    )
+    order = RowOrder.of_tokens(top_k_index, count, shard)
     dtypes = shard.dtypes(hidden_states.dtype)
     return _train(TrainingOperands(hidden_states, None, order, top_k_weights, layer, masters, *dtypes, low_rank))
 
@@ -103,11 +101,12 @@ def train_rows(operands: RowOperands, masters: Masters) -> Tensor:
 
 
 class RowOrder(NamedTuple):
-    """Which rows there are: the offsets of the experts' groups (E + 1,), and how tokens are sorted into them.
+    """The rows of a call in the order of experts.
 
-    rows (T, K) of their assignments, and the assignment t * K + k (R,) of each row, -1 where there is none; None: the
-        rows lie in this order already.
-    whole: rows and groups of a layer of which these are a part; None: this is all of it.
+    groups: (E + 1,), the offsets of the experts' groups.
+    rows, assignments: (T, K), the row of each assignment, and (R,), the assignment t * K + k of each row; -1 for none.
+        Both None: the given rows are in this order.
+    whole: rows and groups of a layer of which these are a part; None: these are all.
     """
 
     groups: Tensor
@@ -116,36 +115,34 @@ class RowOrder(NamedTuple):
     whole: tuple[int, int] | None = None
 
     @classmethod
-    def of_tokens(
-        cls, top_k_index: Tensor, num_experts: int, total: int, *, first_expert: int = 0, num_rows: int | None = None
-    ) -> "RowOrder":
-        """The order by `sort_by_expert`, which describes the arguments. total: experts on all ranks."""
-        groups, rows = sort_by_expert(top_k_index, num_experts, first_expert=first_expert, num_rows=num_rows)
-        assignments = assignments_of(rows, rows.numel() if num_rows is None else num_rows)
-        return cls(groups, rows, assignments, (rows.numel(), total))
+    def of_tokens(cls, top_k_index: Tensor, count: int, shard: Shard) -> "RowOrder":
+        """Sort the assignments to the `count` experts of a shard."""
+        groups, rows = sort_by_expert(top_k_index, count, first_expert=shard.first_expert, num_rows=shard.num_rows)
+        assignments = assignments_of(rows, rows.numel() if shard.num_rows is None else shard.num_rows)
+        return cls(groups, rows, assignments, (rows.numel(), shard.total(count)))
 
     def tokens(self) -> Tensor | None:
-        """The token (R,) of each row, -1 where there is none; None if rows lie in this order already."""
+        """Return the token (R,) of each row, -1 for none; None if the given rows are in this order."""
         if self.rows is None:
             return None
         return self.assignments.div(max(self.rows.shape[1], 1), rounding_mode="floor")
 
     def row_weights(self, top_k_weights: Tensor) -> Tensor:
-        """(T, K) -> (R,) float32."""
+        """Return the routing weight of each row: (T, K) -> (R,) float32."""
         return top_k_weights.flatten().index_select(0, self.assignments.clamp(min=0)).float()
 
     def by_assignment(self, values: Tensor) -> Tensor:
-        """Values (R,) of rows to the assignments (T, K) that have them, zeros for those without."""
+        """Return the value of each assignment's row: (R,) -> (T, K), 0 for assignments without a row."""
         picked = values.index_select(0, self.rows.flatten().clamp(min=0)).view(self.rows.shape)
         return torch.where(self.rows >= 0, picked, 0)
 
     def gather(
         self, x: Tensor | FP8Tensor, columns: int, row_weights: Tensor | None, transposed: bool
     ) -> tuple[FP8Tensor, FP8Tensor | None, Tensor | None]:
-        """x in the order of rows, quantized by rows and, if asked for, by columns with padded offsets.
+        """Return x in the order of rows, quantized by rows and, if transposed, by columns with padded offsets.
 
-        x: (T, H), or where no tokens are sorted (R, H), which may be quantized by rows already. columns: to which H is
-        padded. row_weights: of `columns` alone.
+        x: (T, H), or without tokens to sort (R, H), which may be quantized by rows. columns: to which H is padded.
+        row_weights: factors of the rows in the quantization by columns alone.
         """
         if not isinstance(x, Tensor):
             rows = FP8Tensor(pad_columns(x.data, columns), x.scale)
@@ -165,7 +162,7 @@ class RowOrder(NamedTuple):
         return grouped_rows(a, b, self.groups, dtype, whole=self.whole, **options)
 
     def sum(self, y: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Rows y (R, H) to tokens (T, H), or themselves."""
+        """Sum rows y (R, H) to tokens (T, H); without tokens to sort, return y."""
         if self.rows is None:
             return y.to(dtype)
         weights = torch.ones_like(self.rows, dtype=torch.bfloat16) if weights is None else weights
@@ -173,7 +170,7 @@ class RowOrder(NamedTuple):
 
 
 class TrainingOperands(NamedTuple):
-    """Tokens, or rows in the order of experts, and what is computed of them.
+    """Operands of the forward: tokens, or rows in the order of experts, with the layer.
 
     x_scale: of x quantized 1x128. top_k_weights: None for rows. row_dtype: of the results of GEMM 2.
     """
@@ -190,14 +187,14 @@ class TrainingOperands(NamedTuple):
 
     @property
     def beside(self) -> Beside:
-        """What the backward, or the low rank, needs of the activation beside its quantized rows."""
+        """The form of the activation that backward or low rank need beside its quantized rows."""
         if self.low_rank is not None:
             return Beside.VALUES
         return Beside.NOTHING if self.masters.down_master is None else Beside.COLUMNS
 
 
 class SavedForBackward(NamedTuple):
-    """What the forward computes for the backward, empty where that needs it not.
+    """Tensors that the forward computes for the backward, empty if it does not need them.
 
     projected: the result of GEMM 1, which stays differentiable, so that the gradients depend on the inputs and double
         backward reaches an error. x_columns, h_columns: the transposed inputs of both GEMMs.
@@ -213,10 +210,9 @@ class SavedForBackward(NamedTuple):
 
 
 class TrainingBackwardOperands(NamedTuple):
-    """The gradient of the result, and what the forward had and saved.
+    """Operands of the backward: the gradient of the result, operands of the forward and what it saved.
 
-    input_dtype: of x; None: it needs no gradient. low_rank, x: as the forward had them; x only where the first factors
-    multiply it.
+    input_dtype: of x; None: it needs no gradient. x: the forward's, if the first factors multiply it, otherwise None.
     """
 
     grad: Tensor
@@ -232,7 +228,7 @@ class TrainingBackwardOperands(NamedTuple):
 
     @property
     def wanted(self) -> list[str]:
-        """The operands of the forward that get gradients, in the order in which the backward returns these."""
+        """Names of the forward's operands that get gradients, in the order in which the backward returns them."""
         low = self.low_rank
         given = {"x": self.input_dtype, "top_k_weights": self.routing_grad or None, **self.masters._asdict()}
         given |= {} if low is None else low._replace(dropout=None)._asdict()
@@ -240,7 +236,7 @@ class TrainingBackwardOperands(NamedTuple):
 
 
 def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
-    """The weighted sums of tokens, or the results of rows; and the tensors of `SavedForBackward`."""
+    """Return the weighted sums of tokens, or the results of rows, and the tensors of `SavedForBackward`."""
     order, masters, low = operands.order, operands.masters, operands.low_rank
     hidden, size = operands.layer.down.data.shape[1:]
     layer = operands.layer.padded(BLOCK)
@@ -253,7 +249,7 @@ def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
     a, x_columns, _ = order.gather(x, layer.down.data.shape[1], None, masters.of_up)
     projected = order.multiply(a, layer.up, torch.bfloat16, low_rank=up_addition)
     del a
-    h, h_columns, values = activate(projected, order.groups, layer.activation, size, operands.beside)
+    h, h_columns, _, values = activate(projected, order.groups, layer.activation, size, operands.beside)
     if low is not None:
         if low.dropout:
             values, kept = torch.native_dropout(values, low.dropout, True)
@@ -268,7 +264,7 @@ def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
 
 
 def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
-    """The gradients that are wanted."""
+    """Return the gradients of `wanted`."""
     grad, order, top_k_weights, layer, masters, saved, input_dtype, routing_grad, low, x = operands
     hidden, size = layer.down.data.shape[1:]
     layer = layer.padded(BLOCK)
@@ -278,8 +274,8 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     else:
         row_weights = order.row_weights(top_k_weights)
 
-    # The columns take the weights of the rows, for the gradient of down_proj. The rows themselves do without, so that
-    # the gradient of the weights is the product of one with its unweighted result. So do ranks, which take them later.
+    # Columns are weighted, for the gradient of down_proj. Rows are not, as the gradient of a routing weight is the
+    # product of the gradient with the unweighted result. Ranks are weighted in `_factor_gradients`.
     addition = None
     if low is not None:
         grad_read = pad_columns(grad.bfloat16(), low.down_b.shape[1])
@@ -335,27 +331,12 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     return [grads[name] for name in operands.wanted]
 
 
-class ActivationGradient(NamedTuple):
-    """The gradient of projected, quantized by rows, and of row_weights (R,); and what is asked for beside these.
-
-    columns, offsets: the first one's columns, with padded offsets. d_projected, values: the first one, and the
-    activation, in bfloat16.
-    """
-
-    rows: FP8Tensor
-    dots: Tensor
-    columns: FP8Tensor | None = None
-    offsets: Tensor | None = None
-    d_projected: Tensor | None = None
-    values: Tensor | None = None
-
-
 def _factor_gradients(
     operands: TrainingBackwardOperands, grad: Tensor, d_ranks: Tensor, d: ActivationGradient, row_weights: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The gradients of the factors, and of the ranks (R, r) of the input.
+    """Return the gradients of the factors, and of the ranks (R, r) of the input.
 
-    grad: (T, H) bfloat16, of the result. d_ranks: (R, r), of its ranks, without the weights of the rows.
+    grad: (T, H) bfloat16, the gradient of the result. d_ranks: (R, r), its ranks, without the weights of the rows.
     """
     order, saved, low = operands.order, operands.saved, operands.low_rank
     groups, tokens = order.groups, order.tokens()
@@ -372,44 +353,28 @@ def _factor_gradients(
     return {"up_a": d_up_a, "up_b": d_up_b, "down_a": d_down_a, "down_b": d_down_b}, d_ranks
 
 
-def activate(
-    projected: Tensor, groups: Tensor, activation: Activation, size: int, beside: Beside
-) -> tuple[FP8Tensor, FP8Tensor | None, Tensor | None]:
-    """The activation of projected (R, 2I) or (R, I), quantized by rows, and beside by columns, or in bfloat16.
-
-    size: the columns that are not padding.
-    """
-    if activation.is_swiglu and beside is Beside.COLUMNS:
-        h = swiglu_quantize(projected, groups, activation=activation)
-        return h.rows, h.columns, None
+def activate(projected: Tensor, groups: Tensor, activation: Activation, size: int, beside: Beside) -> Activated:
+    """Apply the activation to projected (R, 2I) or (R, I), and quantize it. size: the columns that are not padding."""
     if activation.is_swiglu:
-        rows, values = swiglu_quantize_rows(projected, groups, activation=activation, values=beside is Beside.VALUES)
-        return rows, None, values
+        return swiglu_quantize(projected, groups, activation=activation, beside=beside)
     values = activation(projected.float())
     values[:, size:] = 0  # some functions have another value at 0
     if beside is Beside.COLUMNS:
-        h = quantize_with_transpose(values, groups)
-        return h.rows, h.columns, None
-    return quantize_1x128(values), None, values.bfloat16() if beside is Beside.VALUES else None
+        return Activated(*quantize_with_transpose(values, groups))
+    return Activated(quantize_1x128(values), values=values.bfloat16() if beside is Beside.VALUES else None)
 
 
 def activate_backward(
     projected: Tensor, d_h: Tensor, row_weights: Tensor, groups: Tensor, activation: Activation, beside: Beside
 ) -> ActivationGradient:
-    """The backward of `activate`. d_h: (R, I), without the weights of the rows."""
-    operands = projected, d_h, row_weights
-    if activation.is_swiglu and beside is Beside.COLUMNS:
-        (rows, columns, offsets), dots = swiglu_backward_quantize(*operands, groups, activation=activation)
-        return ActivationGradient(rows, dots, columns, offsets)
+    """Run the backward of `activate`. d_h: (R, I), without the weights of the rows."""
     if activation.is_swiglu:
-        wanted = beside is Beside.VALUES
-        rows, dots, *values = swiglu_backward_quantize_rows(*operands, groups, activation=activation, values=wanted)
-        return ActivationGradient(rows, dots, None, None, *values)
+        return swiglu_backward_quantize(projected, d_h, row_weights, groups, activation=activation, beside=beside)
     # PyTorch's sums take another order in another layout.
     d_projected, values, dots = weighted_backward(projected.contiguous(), d_h, row_weights, activation)
     if beside is Beside.COLUMNS:
-        rows, columns, offsets = quantize_with_transpose(d_projected, groups)
-        return ActivationGradient(rows, dots, columns, offsets)
+        rows, *columns = quantize_with_transpose(d_projected, groups)
+        return ActivationGradient(rows, dots, *columns)
     both = (d_projected.bfloat16(), values.bfloat16()) if beside is Beside.VALUES else ()
     return ActivationGradient(quantize_1x128(d_projected), dots, None, None, *both)
 
@@ -417,7 +382,7 @@ def activate_backward(
 def _weight_gradient(
     grad_columns: FP8Tensor, columns: FP8Tensor, offsets: Tensor, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> Tensor:
-    """`weight_gradients` (E, N, K) without padding; shape: projections, N of each, and K."""
+    """Compute `weight_gradients` (E, N, K) without padding. shape: projections, N of each, and K."""
     projections, rows, width = shape
     padded = weight_gradients(grad_columns, columns, offsets, dtype)
     return padded.unflatten(1, (projections, -1))[:, :, :rows, :width].flatten(1, 2).contiguous()
@@ -486,7 +451,7 @@ def no_double_backward(ctx, *grads):
     raise RuntimeError("fp8moe.GroupedExperts: there is no double backward; its gradients cannot be differentiated")
 
 
-# Both are made of operators that have fakes of their own.
+# Both call operators that have fakes, so they serve as their own fakes.
 _TRAINING, _BACKWARD = Signature(TrainingOperands), Signature(TrainingBackwardOperands)
 _training_backward = define(
     "experts_training_backward -> Tensor[]",

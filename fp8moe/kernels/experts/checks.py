@@ -44,7 +44,7 @@ def tokens(operands: TokenOperands) -> None:
 
 
 def of_rank(shard: Shard, count: int) -> None:
-    """Check that the `count` experts which are here are among all of them, and the window of rows."""
+    """Check that the `count` experts of this rank are among all experts, and the window of rows."""
     first, total = shard.first_expert, shard.num_experts
     if first < 0 or (total is not None and first + count > total):
         raise ValueError(
@@ -98,13 +98,13 @@ def _floating_or_fp8(name: str, x: Tensor, scale: Tensor | None) -> None:
 
 
 def masters(layer: Layer, given: Masters) -> None:
-    """Check the masters of a layer, and that it is one that has gradients."""
+    """Check the masters of a layer, and that the layer can have gradients: block scales and no biases."""
     check_no_channels("up_proj_scale_inv", layer.up)
     check_no_channels("down_proj_scale_inv", layer.down)
     if any(bias is not None for bias in layer.biases):
         raise ValueError("biases: expected None for gradients, which there are for experts without biases only")
     count, hidden, size = layer.down.data.shape
-    half = (count, size, hidden)  # of gate or up where they are apart
+    half = (count, size, hidden)  # of gate or up if they are separate
     shapes = {"up_master": (tuple(layer.up.data.shape), half), "down_master": ((count, hidden, size),)}
     if layer.activation.gated:
         shapes["gate_master"] = (half,)
@@ -115,7 +115,7 @@ def masters(layer: Layer, given: Masters) -> None:
 
 
 def layer_of(name: str, shape: torch.Size, device: torch.device, layer: Layer) -> int:
-    """Check that weights fit together and to the argument `name`, of shape (M, H), on their device. Returns E."""
+    """Check that the weights fit each other and the argument `name`, of shape (M, H) on `device`. Returns E."""
     up, down, gated = layer.up.data, layer.down.data, layer.activation.gated
     projections = 2 if gated else 1
     up_name = "gate_up_proj" if gated else "up_proj"
@@ -222,7 +222,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
 
 
 def _weights(name: str, weights: Tensor, like: Tensor, like_name: str, beside: str) -> None:
-    """Check that there is a weight for each assignment of `like`, which is on the device of the argument `beside`."""
+    """Check dtype, shape and device of a weight for each assignment of `like`; `beside` names an argument there."""
     check_dtype(name, weights, *FLOATING)
     if weights.shape != like.shape:
         raise ValueError(f"{name}: expected shape {tuple(like.shape)} like {like_name}, got {tuple(weights.shape)}")

@@ -64,7 +64,7 @@ class Dtypes(NamedTuple):
 
 
 def _warp_columns(y_dtype: torch.dtype) -> int:
-    """Columns that a warp takes at a time: 16 bytes for each lane."""
+    """The columns that a warp takes at a time: 16 bytes for each lane."""
     return WARP * 16 // y_dtype.itemsize
 
 
@@ -119,9 +119,9 @@ def launcher(
 
 
 def joins_norm(tokens: int, hidden: int, dtypes: Dtypes) -> bool:
-    """Whether one kernel sums the rows of so many tokens and normalizes the results, beside a residual.
+    """Whether one kernel sums the rows of `tokens` tokens and normalizes the results, beside a residual.
 
-    Each token has a thread block: for many tokens those have too few rows in flight.
+    Each token has a thread block, whose few rows in flight make it slow for many tokens.
     """
     fits = 0 < hidden * dtypes.out.itemsize <= _MAX_NORM_BYTES
     return 0 < tokens <= _MAX_NORM_TOKENS and fits and dtypes.y is dtypes.out and dtypes.index is None

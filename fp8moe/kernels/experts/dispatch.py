@@ -1,4 +1,4 @@
-"""Tokens of one GPU to all that hold experts, over memory that it can store to: `dispatch`."""
+"""Send the tokens of one GPU to all GPUs that hold experts, by stores to their memory: `dispatch`."""
 
 import ctypes
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ def _check(x: Tensor, index: Tensor, buffers: Sequence[Received], rank: int, num
 
 
 def _check_target(name: str, value: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """That a kernel can write it; it may be on another device than what is written."""
+    """Check dtype, shape, layout and address of a tensor that the kernel writes, on any device."""
     check_dtype(name, value, dtype)
     if value.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(value.shape)}")

@@ -22,7 +22,7 @@ _GRADIENT_COLUMNS, _GRADIENT_WARPS = 256, 4  # of a thread block of cuda/lora_gr
 
 
 class _ShrinkBlock(NamedTuple):
-    """A thread block of cuda/lora_shrink.cu: its rows, its warps, which share K, and how many an SM has room for."""
+    """A thread block of cuda/lora_shrink.cu. warps: they share K. per_sm: blocks that fit on an SM."""
 
     rows: int
     warps: int
@@ -30,7 +30,7 @@ class _ShrinkBlock(NamedTuple):
 
 
 _MANY, _FEW = _ShrinkBlock(32, 4, 6), _ShrinkBlock(16, 16, 2)
-_FEW_ROWS = 16  # of a group, on average: then what a block takes for one is its K
+_FEW_ROWS = 16  # rows of a group, on average, below which the time of a block depends on K
 
 
 def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None = None) -> Tensor:
@@ -52,7 +52,7 @@ def lora_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tenso
     """``ranks[rows of e].T @ x[rows of e]``, (E, r, N) bfloat16, summed in float32; zeros for a group without rows.
 
     ranks: (R, r) bfloat16, r a multiple of 16. x: (R, N) bfloat16, or with tokens (T, N); N a multiple of 8.
-    The others, errors and bits are those of `lora_shrink`.
+    Other arguments, errors and bits: as for `lora_shrink`.
     """
     return _lora_gradient(ranks, x, group_offsets, tokens)
 
@@ -87,7 +87,7 @@ def shrink_launcher(
     """The launcher for x (R, K) or, if gathered, (T, K), factors, group_offsets, tokens or None, and out (R, rank)."""
     few = rows < _FEW_ROWS * groups
     block = _FEW if few else _MANY
-    # As many share rows as these have groups, if all have equally many.
+    # Blocks that share rows: as many as these have groups, if all groups have equally many.
     sharing = min(block.rows, ceil_div(block.rows * groups, max(rows, 1)))
     return PointerLauncher(
         load(shrink_spec(rank, gathered, few)),
@@ -170,7 +170,7 @@ def _product(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
 
 
 def _check(x: Tensor, rank: int, group_offsets: Tensor, experts: int, tokens: Tensor | None) -> None:
-    """What both products take."""
+    """Check the arguments that both products have."""
     check_dtype("x", x, torch.bfloat16)
     if rank % 16 or not rank:
         raise ValueError(f"expected a multiple of 16 ranks (pad with zeros), got {rank}")

@@ -1,4 +1,4 @@
-"""What an experts layer computes with, which part of it, and the sizes that its kernels want."""
+"""Operands of an experts layer: weights, tokens, rows, the part that one rank computes; padding to kernel sizes."""
 
 from typing import Annotated, NamedTuple
 
@@ -13,7 +13,7 @@ from fp8moe.runtime.autograd import recorded
 
 
 class Biases(NamedTuple):
-    """What is added to the sums of both GEMMs in float32: bfloat16, float16 or float32, None for none.
+    """Biases, added to the sums of both GEMMs in float32; each bfloat16, float16 or float32, or None.
 
     up_bias: (E, 2I), gate then up, or (E, I), added before the activation. down_bias: (E, H), added before the results
     are rounded and weighted. Both need an I above 0.
@@ -39,9 +39,10 @@ class Layer(NamedTuple):
     biases: Biases = Biases()
 
     def padded(self, multiple: int) -> "Layer":
-        """With I a multiple of `multiple` and H of 16: itself, or with copies of weights and biases padded with zeros.
+        """Pad weights and biases with zeros to an I that is a multiple of `multiple` and an H of 16.
 
-        Padded weights fall into blocks that are there already: the scales of blocks stay as they are.
+        Returns the layer itself where nothing is missing. Padding stays inside existing blocks, so block scales do not
+        change.
         """
         up, down = self.up.data, self.down.data
         hidden, size = down.shape[1:]
@@ -69,9 +70,9 @@ class Layer(NamedTuple):
 
 
 class Masters(NamedTuple):
-    """What the FP8 weights were quantized from, where that gets gradients, each in the shape of its weight.
+    """Masters that get gradients: the sources of the quantized weights, each in the shape of its weight.
 
-    gate_master, up_master: (E, I, H) where the two are apart; otherwise up_master has the rows of both.
+    gate_master, up_master: (E, I, H) each if gate and up are separate; otherwise up_master has the rows of both.
     """
 
     up_master: Tensor | None = None
@@ -84,15 +85,15 @@ class Masters(NamedTuple):
 
     @property
     def of_up(self) -> bool:
-        """Whether one of the first projection gets a gradient."""
+        """Whether a master of the first projection gets a gradient."""
         return self.up_master is not None or self.gate_master is not None
 
 
 class LowRank(NamedTuple):
-    """What LoRA adds to frozen weights, ``up_b @ up_a`` and ``down_b @ down_a``, scaled already: arXiv:2106.09685.
+    """Factors of LoRA, scaled: ``up_b @ up_a`` and ``down_b @ down_a`` are added to frozen weights: arXiv:2106.09685.
 
     up_a (E, r, H), up_b (E, P, r), down_a (E, r, Q), down_b (E, H, r), bfloat16. I is padded with zeros to a multiple
-    of 128: P is that, twice with a gate, and Q. H and r are padded to multiples of 16.
+    of 128, which is Q, and P without a gate; with a gate P is 2Q. H and r are padded to multiples of 16.
     dropped: (T, H), hidden_states after dropout, which up_a multiplies; None: hidden_states.
     dropout: the probability of dropout on what down_a multiplies, the result of the activation.
     """
@@ -105,7 +106,7 @@ class LowRank(NamedTuple):
     dropout: float = 0.0
 
     def multiplied(self, hidden_states: Tensor | None) -> Tensor:
-        """What up_a multiplies, in bfloat16, H padded. hidden_states: read where there is no `dropped`."""
+        """Return the operand of up_a in bfloat16, H padded: `dropped`, or hidden_states if that is None."""
         return pad_columns((hidden_states if self.dropped is None else self.dropped).bfloat16(), self.up_a.shape[2])
 
     def drop(self, values: Tensor, kept: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ class LowRank(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Which part of a layer is computed, and in which dtypes; by default all of it.
+    """The part of a layer that is computed, by default all of it, and dtypes.
 
     first_expert: the index of the first expert that is here. num_experts: how many there are on all ranks, for whose
         share of the assignments tiles are chosen; None: those here.
@@ -133,11 +134,11 @@ class Shard(NamedTuple):
     out_dtype: torch.dtype | None = None
 
     def total(self, here: int) -> int:
-        """Experts on all ranks, of which so many are here."""
+        """The number of experts on all ranks. here: of experts on this rank."""
         return here if self.num_experts is None else self.num_experts
 
     def rows(self, assignments: int) -> int:
-        """Rows to make room for, of so many assignments."""
+        """The number of rows to allocate for this many assignments."""
         return assignments if self.num_rows is None else min(self.num_rows, assignments)
 
     def dtypes(self, hidden_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
@@ -146,10 +147,10 @@ class Shard(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """RMSNorm of a layer's result, wanted beside it where one kernel gives both: see `rms_norm`.
+    """RMSNorm of a layer's result, returned beside it if one kernel computes both: see `rms_norm`.
 
-    norm_weight: (H,) of the dtype of the result. norm_quantized: in FP8 alone, in blocks of 1x128, rather than as
-    values alone.
+    norm_weight: (H,) of the dtype of the result. norm_quantized: return the norm in FP8, in blocks of 1x128, not as
+    values.
     """
 
     norm_weight: Tensor
@@ -190,11 +191,11 @@ class TokenOperands(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str]:
-        """What the caller calls hidden_states and the residual: of a layer, or of sums of a given dtype."""
+        """Names of hidden_states and residual in messages: those of a layer's arguments, or of a partial sum's."""
         return ("hidden_states", "residual") if self.shard.out_dtype is None else ("x", "partial")
 
     def layouts(self) -> tuple:
-        """What launches depend on: of each tensor its layout, and all that is no tensor."""
+        """Return all that launches depend on: the layout of each tensor, and the other fields."""
         layer, norm = self.layer, self.norm
         routed = self.hidden_states, self.hidden_scale, self.top_k_index, self.top_k_weights
         beside = self.residual, self.residual_known, self.groups, self.rows
@@ -226,25 +227,25 @@ class RowOperands(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """What the caller calls rows, rows_scale and groups."""
+        """Names of rows, rows_scale and groups in messages: those of the caller's arguments."""
         contiguous = self.expected_m is None
         return ("rows", "rows.scale", "group_offsets") if contiguous else ("x.data", "x.scale", "masked_m")
 
 
 def grouping_of(assignments: int, num_experts: int, capacity: int | None = None) -> Grouping:
-    """What GEMMs choose their tiles by, for assignments to some of `num_experts` experts, all of these counted."""
+    """Return the grouping by which GEMMs choose tiles. assignments: to all `num_experts` experts."""
     if capacity is None:
         return Grouping(whole=(assignments, num_experts))
     return Grouping(ceil_div(assignments, num_experts), capacity)
 
 
 def row_dtype(hidden_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of rows that are summed to results like hidden_states."""
+    """Return the dtype of the rows whose sums have the dtype of hidden_states."""
     return torch.bfloat16 if hidden_dtype is torch.bfloat16 else torch.float32
 
 
 def pad_columns(x: Tensor, columns: int) -> Tensor:
-    """x (M, H) itself or a copy with `columns` columns, the last ones zeros."""
+    """Pad x (M, H) with zeros to `columns` columns; x itself if it has them."""
     if x.shape[1] == columns:
         return x
     # PyTorch pads no float8: its bytes, of which 0 is 0.
@@ -253,5 +254,5 @@ def pad_columns(x: Tensor, columns: int) -> Tensor:
 
 
 def without_padding(out: Tensor, columns: int) -> Tensor:
-    """The first `columns` columns of `out` (M, H): itself or a contiguous copy."""
+    """Return the first `columns` columns of `out` (M, H): `out` itself or a contiguous copy."""
     return out if out.shape[1] == columns else out[:, :columns].clone(memory_format=torch.contiguous_format)

@@ -87,7 +87,7 @@ def experts_partial(
     partial_known: Tensor | None = None,
     wants_known: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The weighted sums of `experts_of_tokens` over the experts that are here, not rounded.
+    """Compute the weighted sums of `experts_of_tokens` over the experts of this rank, not rounded.
 
     x: (T, H) bfloat16, float16 or float32, or an FP8Tensor: data (T, H), scale (T, ceil(H/128)) of any strides.
     top_k_index: (T, K) int32 or int64, counted over all experts. One whose expert is not here adds nothing.
@@ -115,21 +115,21 @@ def experts_partial(
 
 
 def run_shard(operands: TokenOperands, name: str) -> Tensor:
-    """The weighted sums of a shard, without a residual; name: of what has no backward."""
+    """Compute the weighted sums of a shard, without a residual. name: of the function, for errors of the backward."""
     (out,) = autograd.run(_experts, name, *_SHARD.pack(operands))
     return out
 
 
 def write_tokens(operands: TokenOperands, out: Tensor) -> None:
-    """Write the weighted sums of operands without a capacity, a residual and more to `out`, of the shard's dtype."""
+    """Write weighted sums to `out`, of the shard's out_dtype. operands: the fields that `TokensOut` lists."""
     _experts_out(*_TOKENS_OUT.pack(TokensOut(operands, out)))
 
 
 def send_rows(targets: Targets, x: Tensor | FP8Tensor, top_k_index: Tensor, layer: Layer, shard: Shard) -> None:
     """Write the results of GEMM 2 for the assignments that `experts_partial` computes of the same arguments.
 
-    That of assignment t * K + k goes to its row on the peer whose token t is. Rows of other assignments stay as they
-    are. GPUs only. The callers have checked the arguments; there is at least one token, and H is a multiple of 16.
+    The result of assignment t * K + k goes to its row on the peer that has token t. Rows of other assignments are not
+    written. GPUs only. The callers have checked the arguments; there is at least one token, and H is a multiple of 16.
     """
     data, scale = (x, None) if isinstance(x, Tensor) else x
     operands = TokenOperands(data, top_k_index, None, layer.padded(16), hidden_scale=scale, shard=shard)
@@ -146,7 +146,7 @@ def send_rows(targets: Targets, x: Tensor | FP8Tensor, top_k_index: Tensor, laye
 
 
 def _padded(operands: TokenOperands, compute: Callable[[TokenOperands], list[Tensor]]) -> list[Tensor]:
-    """``compute(operands)`` with H and I padded to multiples of 16, and what comes out if there is nothing to do."""
+    """Return ``compute(operands)`` with H and I padded to multiples of 16; zeros and the residual without work."""
     x, layer = operands.hidden_states, operands.layer
     hidden = x.shape[1]
     if not _has_work(operands):
@@ -170,20 +170,20 @@ def _has_work(operands: TokenOperands) -> bool:
 
 
 def _whole_residual(operands: TokenOperands) -> Tensor | None:
-    """The residual with zeros where it is not known."""
+    """Return the residual, with zeros for tokens of which it is not known."""
     if operands.residual_known is None:
         return operands.residual
     return torch.where(operands.residual_known[:, None], operands.residual, 0)
 
 
 def _all_known(operands: TokenOperands) -> list[Tensor]:
-    """All tokens, if those that have a sum are wanted."""
+    """Return [ones (T,)], as all tokens have a sum; [] if `wants_known` is false."""
     x = operands.hidden_states
     return [x.new_ones(x.shape[0], dtype=torch.bool)] if operands.wants_known else []
 
 
 def _composed(operands: TokenOperands) -> list[Tensor]:
-    """The layer as five operators in place of the kernels of a `Workspace`, for any backend."""
+    """Compute the layer by five operators, on any backend, instead of the kernels of a `Workspace`."""
     down = operands.layer.down
     h, groups, rows, num_rows, grouping = _hidden(operands)
     row_dtype, out_dtype = operands.shard.dtypes(operands.hidden_states.dtype)
@@ -194,7 +194,7 @@ def _composed(operands: TokenOperands) -> list[Tensor]:
 
 
 def _hidden(operands: TokenOperands) -> tuple[FP8Tensor, Tensor, Tensor, int, Grouping]:
-    """The input of GEMM 2; groups and rows of `sort_by_expert`; how many rows there are; and their grouping."""
+    """Return the input of GEMM 2, groups and rows of `sort_by_expert`, the number of rows, and their grouping."""
     x, x_scale, index = operands.hidden_states, operands.hidden_scale, operands.top_k_index
     capacity, shard, layer = operands.capacity, operands.shard, operands.layer
     count, assignments = len(layer.up.data), index.numel()
@@ -210,7 +210,7 @@ def _hidden(operands: TokenOperands) -> tuple[FP8Tensor, Tensor, Tensor, int, Gr
 
 
 def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -> FP8Tensor:
-    """GEMM 1, the activation and its quantization: a (R, H) -> (R, I), both multiples of 16."""
+    """Run GEMM 1 and the activation, and quantize: a (R, H) -> (R, I), H and I multiples of 16."""
     bias = layer.biases.up_bias
     if layer.activation.is_swiglu:
         options = {"max_m": grouping.max_m, "expected_m": grouping.expected_m, "whole": grouping.whole}
@@ -358,8 +358,8 @@ def experts_of_rows(
     training: compute as with gradients, also where none are recorded: the result of GEMM 1 is rounded to bfloat16.
     Returns (R, H) in row_dtype; rows of no expert are zeros. Equal inputs give equal bits.
 
-    Gradients are those of rows, if these are a tensor, and of the masters, as `experts_training` describes them, which
-    also says what is kept for the backward. Rows of no expert get zeros.
+    Rows that are a tensor, and the masters, get gradients; `experts_training` describes them, and the memory that is
+    kept for the backward. Rows of no expert get zeros.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device.
     """
@@ -373,12 +373,12 @@ def experts_of_rows(
 
 
 def run_rows(operands: RowOperands, name: str) -> Tensor:
-    """The results of rows, without gradients; name: of what has no backward."""
+    """Compute the results of rows, without gradients. name: of the function, for errors of the backward."""
     return autograd.run(_experts_rows, name, *_ROWS.pack(operands))
 
 
 def write_rows(operands: RowOperands, out: Tensor) -> None:
-    """Write the results of rows to `out`, of the row_dtype. Rows of no expert stay as they are there."""
+    """Write the results of rows to `out`, of the row_dtype. Rows of no expert are not written."""
     _experts_rows_out(*_ROWS_OUT.pack(RowsOut(operands, out)))
 
 
@@ -402,7 +402,7 @@ def _new_rows(operands: RowOperands) -> Tensor:
 
 
 def _multiply_rows(operands: RowOperands, out: Tensor) -> None:
-    """Both GEMMs over weights that need no padding, to `out` of their H."""
+    """Run both GEMMs, with weights that need no padding, and write to `out`, which has their H."""
     rows, scale, groups, layer, _, whole, expected_m = operands
     if expected_m is None:
         grouping, data = Grouping(whole=whole), pad_columns(rows, layer.up.data.shape[2])

@@ -1,4 +1,4 @@
-"""Tokens to the rows of their experts: `permute_quantize`, and `permute_fp8` for tokens that are quantized already."""
+"""Copy tokens to the rows of their experts: `permute_quantize`, and `permute_fp8` for quantized tokens."""
 
 import ctypes
 
@@ -64,7 +64,7 @@ class _PermuteFP8Sizes(ctypes.Structure):
 
 
 def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
-    """The kernel for tokens of `hidden` columns and `dtype`, which of float8_e4m3fn are quantized."""
+    """The kernel for tokens of `hidden` columns and `dtype`; float8_e4m3fn: tokens are quantized already."""
     fp8 = dtype is torch.float8_e4m3fn
     name = "permute_fp8" if fp8 else "permute_quantize"
     block = (("BLOCK", BLOCK),) if fp8 else quantizer_defines(dtype)

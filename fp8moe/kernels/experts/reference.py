@@ -47,7 +47,7 @@ def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Te
 
 
 def permute_fp8(data: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Permutes tokens that are quantized: data (T, H), scale (T, ceil(H/128))."""
+    """Permute quantized tokens: data (T, H), scale (T, ceil(H/128))."""
     out_scale = empty_mn_major((num_rows, scale.shape[1]), device=data.device)
     tokens, top_k = rows.shape
     if tokens * top_k * num_rows == 0:
@@ -76,7 +76,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
 def dispatch(
     x: Tensor, index: Tensor, buffers: Sequence[tuple[Tensor, Tensor, Tensor]], rank: int, num_experts: int
 ) -> None:
-    """x (N, H), index (N, K) -> the slots of `rank` in buffers as `Received` describes them."""
+    """Write x (N, H) and index (N, K) to the slots of `rank` in the buffers, which `Received` describes."""
     slots = buffers[0][0].shape[0] // len(buffers)
     end = rank * slots + x.shape[0]
     own, free = slice(rank * slots, end), slice(end, (rank + 1) * slots)
@@ -92,7 +92,7 @@ def dispatch(
 
 
 def owners(index: Tensor, ranks: int, num_experts: int) -> Tensor:
-    """Which of the ranks have an expert of each token: index (T, K) -> (T, W) bool."""
+    """Return whether each rank has an expert of each token: index (T, K) -> (T, W) bool."""
     first = torch.arange(ranks, device=index.device)[:, None] * (num_experts // ranks)
     inside = (index[:, None] >= first) & (index[:, None] < first + num_experts // ranks)
     return inside.any(-1)

@@ -1,4 +1,4 @@
-"""Expert routing: ``sort_by_expert`` gives every assignment a row, those of one expert next to each other."""
+"""Expert routing: ``sort_by_expert`` gives every assignment a row; rows of one expert are next to each other."""
 
 import ctypes
 from typing import NamedTuple
@@ -20,7 +20,7 @@ _MAX_WARPS = 32
 
 
 class SortedAssignments(NamedTuple):
-    """Where the assignments of tokens to experts lie once they are sorted.
+    """The places of assignments of tokens to experts after they are sorted.
 
     groups: int32 on the device of the indices. Without a capacity (E + 1,): rows groups[e]:groups[e + 1] belong to
         expert e, groups[0] is 0 and groups[E] the number of assignments that have a row. With a capacity (E,):
@@ -76,7 +76,7 @@ class KernelShape(NamedTuple):
 
     @classmethod
     def of(cls, assignments: int, num_experts: int) -> "KernelShape":
-        """For so many assignments to so many experts."""
+        """Return the shape for this many assignments to this many experts."""
         counters = max(WARP, 1 << (num_experts - 1).bit_length())
         few_warps = max(8, counters // WARP)
         for warps in (few_warps, _MAX_WARPS):
@@ -86,7 +86,7 @@ class KernelShape(NamedTuple):
 
     @property
     def pitch(self) -> int:
-        """Counters of a warp: one more for assignments to no expert, and whole 16-byte vectors."""
+        """Counters of a warp: with one for assignments to no expert, rounded up to whole 16-byte vectors."""
         return align(self.counters + 1, 4)
 
     @property

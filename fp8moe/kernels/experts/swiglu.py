@@ -12,87 +12,13 @@ from fp8moe.quant import reference
 from fp8moe.quant.checks import check_groups, check_vector
 from fp8moe.quant.formats import BLOCK, FP8Tensor, empty_quantized, padded_rows
 from fp8moe.quant.reference import Results, pad_groups
-from fp8moe.quant.transpose import TILE_BYTES, Transposed, empty_results, tile_launcher, tile_spec, transposed
+from fp8moe.quant.transpose import TILE_BYTES, empty_results, tile_launcher, tile_spec
 from fp8moe.runtime.checks import check_dtype, check_like, check_tensor, row_major
 from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.launch import PointerLauncher, planned
 from fp8moe.runtime.operator import Signature, operator
 
 _FORM = (("limit", ctypes.c_float), ("alpha", ctypes.c_float))
-
-
-def swiglu_quantize(gate_up: Tensor, group_offsets: Tensor, *, activation: Activation) -> Transposed:
-    """``activation(gate_up)`` of every group's rows, computed in float32, rounded to bfloat16 and quantized both ways.
-
-    gate_up: (R, 2I) bfloat16, gate then up, any strides; I a multiple of 128.
-    group_offsets: (E+1,) int32, as for `quantize_with_transpose`, which also describes the result.
-    activation: a SwiGLU.
-    Returns `Transposed` of (R, I), detached from the autograd graph: rows for the next GEMM, columns for the weight
-    gradient, DeepSeek-V3, arXiv:2412.19437, section 3.3.
-
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
-    """
-    _check_types(activation, gate_up=gate_up, group_offsets=group_offsets)
-    operands = SwigluOperands(gate_up.detach(), group_offsets, activation)
-    return transposed(*_swiglu_quantize(*_FORWARD.pack(operands)))
-
-
-def swiglu_backward_quantize(
-    gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor, *, activation: Activation
-) -> tuple[Transposed, Tensor]:
-    """The backward of ``row_weights * activation(gate_up)`` for every group's rows, in float32; the gradient of gate_up
-    is rounded to bfloat16 and quantized both ways.
-
-    gate_up: (R, 2I) bfloat16, gate then up, as in the forward; I a multiple of 128.
-    grad: (R, I) bfloat16, with respect to the weighted result.
-    row_weights: (R,) float32.
-    group_offsets, activation: as for `swiglu_quantize`. Where a limit clamps gate or up, it gets no gradient.
-    Returns `Transposed` of the gradient of gate_up (R, 2I), and the gradient of row_weights (R,) float32:
-    ``sum over i of activation(gate_up)[r, i] * grad[r, i]``. Rows of no group are uninitialized in both.
-    Equal inputs give equal bits. The results are detached from the autograd graph.
-
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
-    """
-    _check_types(activation, gate_up=gate_up, grad=grad, row_weights=row_weights, group_offsets=group_offsets)
-    operands = SwigluBackwardOperands(gate_up.detach(), grad.detach(), row_weights.detach(), group_offsets, activation)
-    *results, dots = _swiglu_backward_quantize(*_BACKWARD.pack(operands))
-    return transposed(*results), dots
-
-
-def swiglu_quantize_rows(
-    gate_up: Tensor, group_offsets: Tensor, *, activation: Activation, values: bool = False
-) -> tuple[FP8Tensor, Tensor | None]:
-    """The rows of `swiglu_quantize`, which also describes the arguments and errors, with the same bits.
-
-    Returns data (R, I) and scale (R, I/128) MN-major; and with `values` what was quantized, (R, I) bfloat16, which
-    adapters of frozen experts multiply, otherwise None. Rows of no group are uninitialized.
-    """
-    _check_types(activation, gate_up=gate_up, group_offsets=group_offsets)
-    operands = SwigluOperands(gate_up.detach(), group_offsets, activation, Beside.VALUES if values else Beside.NOTHING)
-    data, scale, *h = _swiglu_quantize(*_FORWARD.pack(operands))
-    return FP8Tensor(data, scale), h[0] if values else None
-
-
-def swiglu_backward_quantize_rows(
-    gate_up: Tensor,
-    grad: Tensor,
-    row_weights: Tensor,
-    group_offsets: Tensor,
-    *,
-    activation: Activation,
-    values: bool = False,
-) -> tuple[FP8Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The rows of `swiglu_backward_quantize`, which also describes the arguments and errors, with the same bits.
-
-    Returns data (R, 2I) and scale (R, 2I/128) MN-major of the gradient of gate_up, and the gradient of row_weights; and
-    with `values` what was quantized, (R, 2I) bfloat16, and ``activation(gate_up)`` (R, I) as `swiglu_quantize_rows`
-    returns it, otherwise None twice. Rows of no group are uninitialized.
-    """
-    _check_types(activation, gate_up=gate_up, grad=grad, row_weights=row_weights, group_offsets=group_offsets)
-    tensors = gate_up.detach(), grad.detach(), row_weights.detach(), group_offsets
-    operands = SwigluBackwardOperands(*tensors, activation, Beside.VALUES if values else Beside.NOTHING)
-    data, scale, dots, *beside = _swiglu_backward_quantize(*_BACKWARD.pack(operands))
-    return FP8Tensor(data, scale), dots, *(beside if values else (None, None))
 
 
 class Beside(enum.IntEnum):
@@ -109,8 +35,87 @@ class Beside(enum.IntEnum):
         return cls.NOTHING if values is None else cls.VALUES
 
 
+class Activated(NamedTuple):
+    """The activation (R, I) of rows, quantized 1x128; and by its columns with padded offsets, or as bfloat16 values."""
+
+    rows: FP8Tensor
+    columns: FP8Tensor | None = None
+    offsets: Tensor | None = None
+    values: Tensor | None = None
+
+
+class ActivationGradient(NamedTuple):
+    """The gradient of the activation's operand, quantized as `Activated`, and of the weights of rows (R,).
+
+    d_projected, values: the first gradient, and the activation, in bfloat16.
+    """
+
+    rows: FP8Tensor
+    dots: Tensor
+    columns: FP8Tensor | None = None
+    offsets: Tensor | None = None
+    d_projected: Tensor | None = None
+    values: Tensor | None = None
+
+
+def swiglu_quantize(
+    gate_up: Tensor, group_offsets: Tensor, *, activation: Activation, beside: Beside = Beside.COLUMNS
+) -> Activated:
+    """Compute ``activation(gate_up)`` of every group's rows in float32, round it to bfloat16 and quantize it.
+
+    gate_up: (R, 2I) bfloat16, gate then up, any strides; I a multiple of 128.
+    group_offsets: (E+1,) int32, as for `quantize_with_transpose`, which also describes rows, columns and offsets.
+    activation: a SwiGLU.
+    beside: what to return beside the rows, which have the same bits whatever it is. COLUMNS, for the weight gradient:
+        DeepSeek-V3, arXiv:2412.19437, section 3.3. VALUES: (R, I) bfloat16, which adapters of frozen experts multiply.
+    Returns `Activated`, detached from the autograd graph. Rows of no group are uninitialized.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
+    """
+    _check_types(activation, gate_up=gate_up, group_offsets=group_offsets)
+    operands = SwigluOperands(gate_up.detach(), group_offsets, activation, beside)
+    data, scale, *more = _swiglu_quantize(*_FORWARD.pack(operands))
+    if beside is Beside.COLUMNS:
+        return Activated(FP8Tensor(data, scale), FP8Tensor(*more[:2]), more[2])
+    return Activated(FP8Tensor(data, scale), None, None, *more)
+
+
+def swiglu_backward_quantize(
+    gate_up: Tensor,
+    grad: Tensor,
+    row_weights: Tensor,
+    group_offsets: Tensor,
+    *,
+    activation: Activation,
+    beside: Beside = Beside.COLUMNS,
+) -> ActivationGradient:
+    """The backward of ``row_weights * activation(gate_up)`` for every group's rows, in float32; the gradient of gate_up
+    is rounded to bfloat16 and quantized.
+
+    gate_up: (R, 2I) bfloat16, gate then up, as in the forward; I a multiple of 128.
+    grad: (R, I) bfloat16, with respect to the weighted result.
+    row_weights: (R,) float32.
+    group_offsets, activation, beside: as for `swiglu_quantize`. Where a limit clamps gate or up, it gets no gradient.
+        VALUES: the gradient of gate_up (R, 2I) and ``activation(gate_up)`` (R, I), both bfloat16.
+    Returns `ActivationGradient`: of gate_up (R, 2I), and of row_weights (R,) float32,
+    ``sum over i of activation(gate_up)[r, i] * grad[r, i]``. Rows of no group are uninitialized in both.
+    Equal inputs give equal bits. The results are detached from the autograd graph.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
+    """
+    _check_types(activation, gate_up=gate_up, grad=grad, row_weights=row_weights, group_offsets=group_offsets)
+    tensors = gate_up.detach(), grad.detach(), row_weights.detach(), group_offsets
+    data, scale, *more = _swiglu_backward_quantize(
+        *_BACKWARD.pack(SwigluBackwardOperands(*tensors, activation, beside))
+    )
+    if beside is Beside.COLUMNS:
+        return ActivationGradient(FP8Tensor(data, scale), more[3], FP8Tensor(*more[:2]), more[2])
+    dots, *values = more
+    return ActivationGradient(FP8Tensor(data, scale), dots, None, None, *values)
+
+
 class SwigluOperands(NamedTuple):
-    """What `swiglu_quantize` and `swiglu_quantize_rows` describe."""
+    """Arguments of the operator of `swiglu_quantize`."""
 
     gate_up: Tensor
     group_offsets: Tensor
@@ -118,12 +123,12 @@ class SwigluOperands(NamedTuple):
     beside: Annotated[int, "int"] = Beside.COLUMNS
 
     def widths(self) -> tuple[int, ...]:
-        """Columns of what is quantized, which is the first of the values."""
+        """Columns of the values, of which the first are quantized."""
         return (self.gate_up.shape[1] // 2,)
 
 
 class SwigluBackwardOperands(NamedTuple):
-    """What `swiglu_backward_quantize` and `swiglu_backward_quantize_rows` describe."""
+    """Arguments of the operator of `swiglu_backward_quantize`."""
 
     gate_up: Tensor
     grad: Tensor
@@ -133,7 +138,7 @@ class SwigluBackwardOperands(NamedTuple):
     beside: Annotated[int, "int"] = Beside.COLUMNS
 
     def widths(self) -> tuple[int, ...]:
-        """Columns of what is quantized, and of the activation, the other value."""
+        """Columns of the gradient, which is quantized, and of the activation."""
         return self.gate_up.shape[1], self.gate_up.shape[1] // 2
 
 
@@ -194,7 +199,7 @@ def launcher(
 
 
 def launch(operands: SwigluOperands, results: Results, values: Tensor | None = None) -> None:
-    """Fill `results`, and `values` (R, I) bfloat16, as `swiglu_quantize` and `swiglu_quantize_rows` describe."""
+    """Fill `results`, and `values` (R, I) bfloat16, as `swiglu_quantize` describes."""
     group_offsets = operands.group_offsets.contiguous()
     if not _nothing(group_offsets, results):
         gate_up, groups = row_major(operands.gate_up), group_offsets.shape[0] - 1
@@ -222,7 +227,7 @@ def launch_backward(
 
 
 def _nothing(group_offsets: Tensor, results: Results) -> bool:
-    """Whether there is nothing to quantize: then all that is to be written are the offsets, which it does."""
+    """Whether there is nothing to quantize; if so, write the offsets, which are then the only result."""
     rows, width = results.rows.shape
     if padded_rows(rows, group_offsets.shape[0] - 1) * width:
         return False
@@ -282,7 +287,7 @@ def _empty(operands: _AnyOperands) -> tuple[Results, list[Tensor]]:
 
 
 def _quantized(operands: _AnyOperands, values: Tensor, *beside: Tensor) -> tuple[Results, list[Tensor]]:
-    """What `_empty` makes room for, from the values."""
+    """Quantize the values to the results that `_empty` allocates, and return what is asked for beside them."""
     if operands.beside == Beside.COLUMNS:
         return reference.both_ways(values, values, operands.group_offsets), []
     results = Results(*reference.quantize_1x128(values, False))
@@ -315,8 +320,7 @@ def _launch_backward(operands: SwigluBackwardOperands) -> list[Tensor]:
 
 
 def _reference_backward(operands: SwigluBackwardOperands) -> list[Tensor]:
-    gate_up, grad, row_weights, _, activation, _ = operands
-    d_gate_up, h, dots = swiglu_gradients(gate_up, grad, row_weights, activation)
+    d_gate_up, h, dots = swiglu_gradients(operands.gate_up, operands.grad, operands.row_weights, operands.activation)
     results, values = _quantized(operands, d_gate_up, h)
     return _tensors(results, dots, *values)
 

@@ -44,7 +44,7 @@ class Workspace:
         num_rows = shard.rows(tokens * top_k) if capacity is None else count * capacity
         row_dtype, out_dtype = shard.dtypes(x.dtype)
         self.pitch = align(num_rows, 4)
-        # What the kernels hand on, each part at a multiple of 256 bytes.
+        # The kernels' intermediate results, each at a multiple of 256 bytes.
         parts = {
             "groups": (count + (capacity is None) + 1) * 4,  # and the counter of GEMM 1
             "rows": tokens * top_k * 4,
@@ -79,7 +79,7 @@ class Workspace:
         up_bias, down_bias = layer.biases
         first, second = GemmOperands(*a, *layer.up, up_bias), GemmOperands(*h, *layer.down, down_bias)
         self.gemm1 = build_gemm(first, SwigluQuantize(layer.activation), grouping, h.data, pdl=True)
-        # A counter of tiles is to be 0 behind the groups, and theirs is not given.
+        # GEMM 1 may need a counter of tiles, a 0 behind the groups, which given groups do not have.
         self.sort = None
         if operands.groups is None or self.gemm1.dynamic:
             window = (shard.first_expert, shard.first_row, num_rows)
@@ -154,7 +154,7 @@ class Workspace:
 
 
 def empty_normed(out: Tensor, norm: Norm | None) -> list[Tensor]:
-    """The norm of `out`, uninitialized: values, or data and scale; nothing where none is wanted."""
+    """Return the norm of `out`, uninitialized: values, or data and scale; [] without a norm."""
     if norm is None:
         return []
     return list(empty_quantized(out, *out.shape)) if norm.norm_quantized else [out.new_empty(out.shape)]
@@ -166,18 +166,18 @@ def workspace(device_index: int, form: tuple[int, int, bool] | None, operands: T
 
 
 def find(operands: TokenOperands, targets: Targets | None = None) -> Workspace | None:
-    """The `Workspace` for operands that need no check, as others like them have run; otherwise None."""
+    """Return the `Workspace` of operands whose layouts have run, and so been checked, before; otherwise None."""
     return workspace.find(operands.hidden_states.get_device(), targets and targets.form, operands)
 
 
 def run(operands: TokenOperands, targets: Targets | None = None, out: Tensor | None = None) -> list[Tensor]:
-    """What a `Workspace` returns, for operands in any layout; H and I are multiples of 16, none is empty."""
+    """Run a `Workspace` on operands in any layout; H and I are multiples of 16, no operand is empty."""
     loaded = _as_kernels_load(operands)
     return workspace(loaded.hidden_states.get_device(), targets and targets.form, loaded)(loaded, targets, out)
 
 
 def _as_kernels_load(operands: TokenOperands) -> TokenOperands:
-    """With copies of those in layouts that the kernels do not take."""
+    """Copy the operands whose layouts the kernels do not read."""
     layer = operands.layer
     added = {"top_k_weights": operands.top_k_weights, "residual": operands.residual}
     norm = operands.norm

@@ -1,14 +1,19 @@
-"""FP8 linear layer as one operator, ``fp8moe::linear``: quantize the input 1x128, multiply by quantized weights."""
+"""FP8 linear layer as one operator, ``fp8moe::linear``: quantize the input 1x128, multiply by quantized weights.
+
+`projection` is the layer for an input that is quantized already.
+"""
 
 import functools
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.kernels.gemm import launch
-from fp8moe.kernels.gemm.api import multiply
+from fp8moe.kernels.gemm.api import empty_product, multiply, product
 from fp8moe.kernels.gemm.checks import bias_vector, weight_scale
+from fp8moe.kernels.gemm.checks import out_dtype as check_out_dtype
 from fp8moe.kernels.gemm.launch import GemmOperands
 from fp8moe.kernels.linear.training import check, linear_training
 from fp8moe.quant import reference
@@ -170,3 +175,34 @@ def _linear_fake(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tens
 
 
 _linear_op = define("linear -> Tensor", _linear, _linear_fake, forward_only=True)  # linear_training has a backward
+
+
+# ---- an input that is quantized already ----
+
+
+def projection(
+    x: FP8Tensor, weight: FP8Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Compute `fp8moe.gemm` of x, weight and bias, launched before the kernel ahead in the stream has ended.
+
+    x: data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major. K a multiple of 16.
+    weight: data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) float32. N a multiple of 8.
+    bias: (N,) bfloat16, float16 or float32. out_dtype: bfloat16 or float32.
+    Returns (M, N).
+
+    The kernel fetches weight and bias while the kernel ahead still runs (programmatic dependent launch): a kernel of
+    this package that is ahead must not write them; a kernel of PyTorch may. There is no backward: calling it raises
+    RuntimeError.
+
+    Raises as `fp8moe.gemm` does.
+    """
+    operands = (*fp8_operand("a", x), *fp8_operand("b", weight), bias)
+    check_out_dtype(out_dtype, None)
+    return autograd.run(_projection_op, "fp8moe.kernels.linear.projection", *operands, out_dtype is torch.float32)
+
+
+def _projection(operands: Annotated[GemmOperands, (*GemmOperands._fields[:4], "bias")], float32: bool) -> Tensor:
+    return product(operands, float32, pdl=True)
+
+
+_projection_op = define("projection -> Tensor", _projection, empty_product, forward_only=True)
