@@ -1,11 +1,11 @@
-"""Attention over a static cache, which reads it where it lies, for steps and for prompts.
+"""Attention that reads a static cache in place, for decode steps and prompts.
 
-In a decode step it is `kernels.decoder_ops.decode_attention`. For several tokens it is PyTorch's flash attention: each
-row of the batch is a sequence, whose keys the kernel finds in the cache by their strides. For whole prompts without
-padding it is PyTorch's own choice of a causal attention, cuDNN's on a GPU, which is faster.
+A decode step runs `kernels.decoder_ops.decode_attention`. Several tokens run PyTorch's flash attention: each row of the
+batch is a sequence, whose keys the kernel finds in the cache by strides. Whole prompts without padding run the causal
+attention that PyTorch chooses, on a GPU cuDNN's, which is faster.
 
-An `AttentionMetadata` stands in the place of a mask. Attention that takes a mask has transformers' own, for which
-`hf.patches.take_offsets_of_rows` lets the rows have lengths of their own.
+An `AttentionMetadata` replaces the mask. Other attention gets the masks of transformers, in which
+`hf.patches.take_offsets_of_rows` allows rows of different lengths.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,8 +27,8 @@ NAME = "fp8moe_decode"
 class AttentionMetadataBuilder:
     """Builds the AttentionMetadata of calls that read a cache of `length` columns.
 
-    begin, columns (B,) int64: of each row the column of its first token, and of the first new one; a query sees those
-    from begin on, up to the new token itself. ranks: over how many the key heads of the model are spread.
+    begin, columns (B,) int64: the columns of each row's first token and first new token; a query sees the columns from
+    begin to its own. ranks: the number of ranks that share the key heads.
     """
 
     def __init__(self, begin: Tensor, columns: Tensor, length: int, ranks: int = 1):
@@ -37,12 +37,12 @@ class AttentionMetadataBuilder:
         self._whole = False
 
     def next_call(self, *, whole: bool = False) -> None:
-        """Forget what was built for the last call. whole: the rows have no tokens but the new ones, and no padding."""
+        """Forget the metadata of the last call. whole: the rows have new tokens only, and no padding."""
         self._built = {}
-        self._whole = whole and not config.settings.batch_invariant  # of others the same kernel would have other bits
+        self._whole = whole and not config.settings.batch_invariant  # the kernel for other prompts has other bits
 
     def build(self, new_tokens: int, key_heads: int, window: int | None) -> AttentionMetadata:
-        """Return the metadata of layers of this kind, computed once a call."""
+        """Return the metadata of layers of this kind, built once per call."""
         kind = new_tokens, key_heads, window
         if kind not in self._built:
             more = {} if new_tokens == 1 else self._of_several(*kind)
@@ -66,7 +66,7 @@ _builder: ContextVar[AttentionMetadataBuilder | None] = ContextVar("builder", de
 
 @contextmanager
 def used_by(model: Any, name: str | None, builder: AttentionMetadataBuilder | None = None) -> Iterator[None]:
-    """Set the model's attention implementation, None for its own, and what builds the metadata instead of masks."""
+    """Set the model's attention implementation, None for its own, and the builder of metadata instead of masks."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -92,7 +92,7 @@ def attention_metadata(
     config: Any,
     **others,
 ) -> AttentionMetadata:
-    """Return the metadata that the builder of `used_by` gives, in the place of transformers' mask.
+    """Return the metadata from the builder of `used_by`; transformers calls this to make a mask.
 
     local_size: of a sliding window. Raises UnsupportedAttention for other masks.
     """
@@ -145,7 +145,7 @@ def _several_tokens(
     batch, heads, new, size = query.shape
     length = metadata.length
     key_heads, end = key.shape[1:3]
-    # Row b * key_heads * length + j of it has at each head h the key j of (b, h).
+    # In the strided view, row b * key_heads * length + j has at head h the key j of (b, h).
     strided = (batch * key_heads * length - (key_heads - 1) * length, key_heads, size), (size, length * size, 1)
     output = _flash_attention(
         query.transpose(1, 2).reshape(batch * new, heads, size),
@@ -172,7 +172,7 @@ def _flash_attention(
 ) -> Tensor:
     """query (queries, heads, D); key, value (keys, key heads, D); sequences: of an AttentionMetadata.
 
-    A sequence's last query sees the last of its keys, and each query before it one less; no more than `window` of them.
+    The last query of a sequence sees all keys, each query before it one key less, and none more than `window` keys.
     Returns the attention, like query.
     """
     first_query, first_key, count = sequences

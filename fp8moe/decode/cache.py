@@ -1,4 +1,4 @@
-"""The cache of a decode step: tensors at fixed addresses, written in place, with no count on the host."""
+"""The cache of a decode step: tensors at fixed addresses, written in place, without counters on the host."""
 
 import functools
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class CachePosition:
-    """Where the new tokens of a call go, in all attention layers of a cache alike.
+    """The columns of a call's new tokens, the same in all attention layers of a cache.
 
-    columns (B,) int64: the column of each row's first new token. Whoever calls the model advances it, after the call.
-    ragged: the rows may differ in it; otherwise all are equal.
+    columns (B,) int64: the column of each row's first new token; the caller of the model advances it after the call.
+    ragged: rows may differ in it.
     """
 
     def __init__(self, size: int, device: torch.device, ragged: bool):
@@ -40,7 +40,7 @@ class CachePosition:
         return before + self.count if written else before
 
     def write(self, target: Tensor, dim: int, values: Tensor) -> Tensor:
-        """Put (B, Hk, count, D) or, with dim 1, (B, count, D) there; return all columns that the new tokens may see."""
+        """Write (B, Hk, count, D), or with dim 1 (B, count, D), and return all columns that the new tokens may see."""
         if self.start is None:
             index = self.index if dim == 2 else self.index[:, 0]
             target.scatter_(dim, index.expand(values.shape), values)
@@ -70,7 +70,7 @@ def static_cache(config: Any, max_length: int, position: CachePosition) -> Any:
 
 
 def _layer(index: int, layer: Any, max_length: int, position: CachePosition, chunked: bool) -> Any:
-    """Return the layer that takes the place of transformers'."""
+    """Return the layer that replaces a layer of transformers' cache."""
     name = type(layer).__name__
     if name in ("LinearAttentionLayer", "DummyLayer"):
         return layer
@@ -103,21 +103,21 @@ def copy_rows(target: Any, size: int, rows: Tensor, source: Any, chosen: Tensor,
 
 
 def reset(cache: Any, masked: bool) -> None:
-    """Begin again, with states of zeros. masked: in keys and values too, for attention that multiplies them by 0."""
+    """Set states to zero. masked: keys and values too, for attention that multiplies masked ones by 0."""
     for layer in cache.layers:
         if masked or hasattr(layer, "has_previous_state"):
             layer.reset()
 
 
 def clear_rows(cache: Any, rows: Tensor) -> None:
-    """Write zeros into these rows: what is masked is multiplied by 0, which would leave a NaN."""
+    """Write zeros into these rows, as masked attention multiplies them by 0, which keeps a NaN."""
     for index, layer in enumerate(cache.layers):
         for tensor in _row_tensors(index, layer).values():
             tensor.index_fill_(0, rows, 0)
 
 
 def has_states(cache: Any) -> bool:
-    """Return whether layers of it keep states of linear attention."""
+    """Return whether layers of the cache keep states of linear attention."""
     return any(hasattr(layer, kind) for layer in cache.layers for kind in STATES)
 
 

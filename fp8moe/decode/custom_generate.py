@@ -77,7 +77,7 @@ def check_criteria(criteria: Iterable[Any], config: Any) -> None:
 
 
 def as_output(result: Tensor | tuple[Tensor, Tensor]) -> Any:
-    """Return the output that return_dict_in_generate asks for in the place of tokens."""
+    """Wrap tokens, or the tokens of a pair with logprobs, in the output of return_dict_in_generate."""
     from transformers.generation import GenerateDecoderOnlyOutput
 
     if isinstance(result, tuple):
@@ -86,9 +86,9 @@ def as_output(result: Tensor | tuple[Tensor, Tensor]) -> Any:
 
 
 def check_streamer(caller: FrameType) -> None:
-    """Raise ValueError for a streamer of the ``model.generate`` that is calling: it hands a custom_generate none.
+    """Raise ValueError if the calling ``model.generate`` has a streamer, which it does not pass to a custom_generate.
 
-    So it does with every argument of its own sampling (transformers 5.24, ``_extract_generation_mode_kwargs``).
+    transformers 5.24 drops all arguments of its own sampling there (``_extract_generation_mode_kwargs``).
     """
     if caller.f_locals.get("streamer") is not None:
         raise ValueError(

@@ -1,13 +1,13 @@
-"""How many columns of a batch of prompts may be read at once in the memory that is free."""
+"""The number of columns of a batch of prompts that fit into free memory at once."""
 
 from typing import Any
 
 import torch
 
 MOST_WHOLE_TOKENS = 65536
-"""Tokens of a batch that are read in one piece, if memory allows it: attention is fastest then."""
+"""Most tokens of a batch that are read in one piece, if memory allows it: attention is fastest then."""
 MOST_TOKENS = 8192
-"""Tokens of a batch in one of several pieces: beyond it the kernels gain little."""
+"""Most tokens of a batch in one of several pieces: with more the kernels gain little."""
 LEAST_COLUMNS = 64
 FREE_MEMORY_FRACTION = 0.5
 """The part of the free memory that a piece may take."""
@@ -17,8 +17,8 @@ _RECEIVED, _SUM = 1.1, 4  # bytes of a quantized token's column with its scale, 
 def columns_at_a_time(model: Any, batch: int, end: int, device: torch.device, *, masked: bool, ranks: int = 1) -> int:
     """Return how many columns of a batch of prompts to read at once, of `end`; all of them on a CPU.
 
-    masked: the attention takes a mask, and its keys are repeated for all heads. ranks: that share the experts: each has
-    room for the tokens that all send and for the sums that all return.
+    masked: the attention takes a mask, and keys are repeated for all heads. ranks: the number that share the experts;
+    each has room for the tokens of all and for the sums of all.
     """
     if device.type != "cuda":
         return end

@@ -14,13 +14,13 @@ from fp8moe.runtime.jit import load_all
 from fp8moe.runtime.launch import num_sms
 
 MOST_GRAPH_TOKENS = 4096
-"""Tokens of a batch: of twice as many, the kernels take the GPU longer to run than the host to launch."""
+"""Most tokens of a batch: twice as many take the GPU longer to compute than the host to launch."""
 COLUMNS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Numbers of columns that prompts from graphs are padded to."""
+"""The numbers of columns to which prompts from graphs are padded."""
 
 
 def compile_for_prompts(device_index: int, tokens: int) -> None:
-    """Load every GEMM that prompts of so many tokens together may choose, of all models whose step has run."""
+    """Load every GEMM that prompts of up to `tokens` tokens may choose, of all models whose step has run."""
     tokens = min(tokens, MOST_WHOLE_TOKENS)
     sms = num_sms(device_index)
     known = [*families.items()]  # at once: other threads may add to them meanwhile
@@ -36,10 +36,10 @@ class _Graph(NamedTuple):
 class ShortPrompts:
     """CUDA graphs that read short prompts in a step of `size` rows; none if the model reads values on the host.
 
-    To launch the kernels of a short prompt takes the host longer than they take the GPU. Prompts are padded on the left
-    to one of COLUMNS; each has a graph, captured when it is needed a second time. All share one memory pool.
+    The host takes longer to launch the kernels of a short prompt than the GPU to run them. Prompts are padded on the
+    left to one of COLUMNS, each of which has a graph, captured at its second use. All graphs share one memory pool.
 
-    chunk: most columns that may be read at a time.
+    chunk: most columns to read at a time.
     """
 
     def __init__(self, size: int, chunk: int | None, stream: torch.cuda.Stream, pool: tuple[int, int]):

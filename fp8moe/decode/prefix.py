@@ -1,4 +1,4 @@
-"""A prefix of many prompts, which is read once."""
+"""A prefix shared by prompts, read once."""
 
 import weakref
 from typing import Any
@@ -11,9 +11,9 @@ from fp8moe.decode.use import ModelState
 
 
 class Prefix:
-    """A prefix of prompts: tokens (n,) int64, and a cache of exactly their length that a step has read them into.
+    """A prefix of prompts: tokens (n,) int64, and a cache of exactly this length that holds them.
 
-    pads: whether prompts that follow it in one batch may have different lengths.
+    pads: whether prompts of one batch after the prefix may have different lengths.
     """
 
     def __init__(self, decoder: Any, tokens: Tensor):
@@ -29,17 +29,17 @@ class Prefix:
         self._cache = step.cache
 
     def check(self, decoder: Any) -> None:
-        """Raise ValueError if the decoder cannot continue it."""
+        """Raise ValueError if the decoder cannot continue the prefix."""
         if self._decoder() is not decoder:
             raise ValueError("prefix: it was made by another GraphDecoder")
         if change := self._state.change(decoder.model):
             raise ValueError(f"prefix: {change} since it was made: make it again")
 
     def put(self, step: Any, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, int | None]:
-        """Begin the rows of a started step with it. tokens, mask (B, T): the prompts that follow.
+        """Begin the rows of a started step with the prefix. tokens, mask (B, T): the prompts after it.
 
-        Padding between the prefix and a prompt could not be hidden: the last tokens of the prefix take its place and
-        are read again, in rows of their own lengths.
+        Padding between prefix and prompt could not be masked. Instead the last tokens of the prefix are read again in
+        its place, in rows of different lengths.
 
         Returns the tokens to read and the column where they begin, None where the rows differ in it.
         Raises ValueError for padding that is not on the left, or that the model cannot do without.

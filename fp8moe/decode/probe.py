@@ -1,4 +1,4 @@
-"""Whether a model can be decoded: what its modules say, and what its decode step gives for a few tokens."""
+"""Checks whether a model can be decoded: of its modules, and of the logits of a decode step for a few tokens."""
 
 import inspect
 from typing import Any
@@ -16,7 +16,7 @@ from fp8moe.runtime.checks import FLOATING
 
 PADDING = 2
 PROMPT = 8
-"""Tokens of the probe's prompt, with those of the padding on its left."""
+"""Tokens of the probe's prompt, padding on the left included."""
 CHUNK = 5
 NEW = 3
 
@@ -107,11 +107,11 @@ def _is_experts(module: nn.Module) -> bool:
 def find_capabilities(
     model: Any, device: torch.device, captured: bool, flash: str | None, fused: Optimized | None = None
 ) -> tuple[Capabilities, dict[str, str]]:
-    """Find capabilities with which the model gives the right logits, and why those that were tried are not among them.
+    """Find the capabilities with which the model gives the right logits, and reasons against the other ones.
 
     flash: the name of the attention to try. fused: modules to try in fp8moe's kernels.
-    Raises the ValueError of `check_step` if the model is not even right with none: its own forwards and attention, rows
-    of one length and prompts in one piece.
+    Raises the ValueError of `check_step` for a model that is wrong without any: with its own forwards and attention,
+    rows of one length and prompts in one piece.
     """
     best = Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused)
     if _refusal(model, device, captured, best) is None:
@@ -129,7 +129,7 @@ def find_capabilities(
 
 
 def _refusal(model: Any, device: torch.device, captured: bool, capabilities: Capabilities) -> ValueError | None:
-    """Return why they are not right, for two sequences of tokens: with one, rounding alone may be the reason."""
+    """Return the error of capabilities that fail for two sequences of tokens; one may fail by rounding alone."""
     refusal = None
     for beginning in (0.25, 0.3):
         try:
@@ -145,14 +145,14 @@ def _refusal(model: Any, device: torch.device, captured: bool, capabilities: Cap
 def check_step(
     model: Any, device: torch.device, captured: bool, capabilities: Capabilities = PLAIN, beginning: float = 0.25
 ) -> None:
-    """Run a few tokens through a decode step of its own, and the same tokens through the model at once.
+    """Run a few tokens through a new decode step, and the same tokens through the model at once.
 
-    Where rows may have lengths of their own, the step has two of them, taken over from other steps. Where prompts come
-    in chunks, so does this one. beginning: of the tokens, as a share of the vocabulary.
+    A ragged step has two rows, moved from other steps; a step with chunked prefill reads the prompt in chunks.
+    beginning: the first token, as a share of the vocabulary.
 
-    Raises ValueError if the step cannot run; if it is to be captured and reads values on the host; or if, after each
-    new token, its logits are too far from those of the whole sequence: by a share of what remembering nothing but that
-    token would make. Rounding, and experts chosen otherwise in a near tie, stay below that at least once.
+    Raises ValueError if the step cannot run; if it is to be captured and reads values on the host; or if its logits are
+    too far from those of the whole sequence after every new token. The limit is a share of the error of a model that
+    remembers only that token: rounding, and other experts in a near tie, stay below it after at least one token.
     """
     name = type(model).__name__
     tokens, mask = _sequence(vocabulary(model), device, beginning)

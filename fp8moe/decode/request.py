@@ -41,11 +41,11 @@ class Options(TypedDict, total=False):
 
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""The sign that tokenizers write for the first bytes of a character."""
+"""The character that tokenizers write for an incomplete character."""
 
 
 class StopStrings:
-    """Stop strings and the tokenizer that writes the text which they are looked for in."""
+    """Stop strings, and the tokenizer of the text in which they are searched."""
 
     def __init__(self, strings: Any, tokenizer: Any):
         """strings: one, or several. Raises TypeError or ValueError with the name of the argument that is wrong."""
@@ -80,7 +80,7 @@ class Tail:
     def ends_with(self, token: int) -> bool:
         """Add a token and return whether it completes a stop string, which may begin in the prompt.
 
-        So does transformers' StopStringCriteria: some of the string is text of this token.
+        As in transformers' StopStringCriteria, a part of the string must be text of this token.
         """
         self.tokens.append(token)
         tokens = [*self.tokens]
@@ -94,18 +94,17 @@ class Tail:
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """Prompts that begin together: their arguments, which are right, and how far their sequences are.
+    """Prompts that begin together: their checked arguments, and the progress of their sequences.
 
-    key: what its results come with. given: prompts (B, L) as they came, which the result begins with if with_prompts.
-    tokens (B, L) int64, mask (B, L) bool or None: on the model's device. new_tokens: at most, of a sequence.
-    ends, pad: tokens; pad is None where there is none. samplings: of each sequence.
+    key: identifies its news. given: the prompts (B, L) of the caller, with which the result begins if with_prompts.
+    tokens (B, L) int64, mask (B, L) bool or None: on the model's device. new_tokens: most of a sequence.
+    ends, pad: tokens; pad may be None. samplings: of each sequence.
     tails: with stop strings the last tokens of each sequence, else Nones.
-    stepwise: the tokens of each step are to come too. cancelled: no result is to come, and the rows are to be freed
-    before the next step; any thread may set it at any time.
+    stepwise: the tokens of each step are news too. cancelled: there is no result, and the rows are freed before the
+    next step; any thread may set it at any time.
 
-    rows: of the step that it is in. made: new tokens of a sequence, or fewer. end: a column that no sequence reaches.
-    seen: how many new tokens of each sequence were looked at, where that is done one by one. stopped: sequences that a
-    stop string has ended.
+    rows: of its step. made: an upper bound of a sequence's new tokens. end: a column that no sequence reaches.
+    seen: the new tokens of each sequence that were looked at one by one. stopped: sequences that a stop string ended.
     """
 
     key: Any

@@ -1,4 +1,4 @@
-"""The kernels that a model needs under GraphDecoder, found on any machine, without its weights."""
+"""Find the kernels that a model needs under GraphDecoder, on any machine, without its weights."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -24,12 +24,14 @@ _CPU = torch.device("cpu")
 
 
 def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: int, num_sms: int) -> RequiredKernels:
-    """Find what models of these configurations of transformers launch, in a process of its own (see `runtime.record`).
+    """Find the launches of models of these configurations of transformers. Call it in a process of its own.
 
     batch_sizes: of decode steps. tokens: of the longest prompts that are read at once. num_sms: of the GPU.
 
-    Prompts of 1, 2, 4 and so on tokens are read: a kernel other than a GEMM serves all numbers of tokens, or some that
-    one of these is among. Raises ValueError for a model that `skeletons` or GraphDecoder refuses.
+    The process is unfit for other use afterwards (`runtime.record`). Prompts of 1, 2, 4... tokens are read: each kernel
+    other than a GEMM serves at least one of these numbers.
+
+    Raises ValueError for a model that `skeletons` or GraphDecoder refuses.
     """
     models = [model for config in configs for model in skeletons(config)]
     # PyTorch's own kernels need a GPU, or on a CPU hours.

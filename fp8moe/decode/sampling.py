@@ -1,4 +1,4 @@
-"""How a sequence samples: arguments become a `Sampling`, and that a row of the kernel's `SamplingState`."""
+"""Parameters of sampling: arguments become a `Sampling`, which becomes a row of the kernel's `SamplingState`."""
 
 import ctypes
 import math
@@ -49,8 +49,8 @@ def parse_sampling(
 ) -> list[Sampling]:
     """Return the parameters of each sequence, from the options do_sample, seed and NAMES; None: not given.
 
-    With do_sample what is not given comes from the generation config, and is off where that says nothing either.
-    Without it only the repetition penalty does, as for transformers. draw: makes so many seeds where none is given.
+    With do_sample a missing option comes from the generation config, and is off if missing there too. Without it only
+    the repetition penalty comes from there, as in transformers. draw: makes seeds if none is given.
 
     Raises TypeError or ValueError with the name of an argument (or generation_config.NAME) that is wrong, or that would
     change nothing because do_sample is False.
@@ -97,7 +97,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "presence_penalty": (math.isfinite, "a finite number"),
 }
 _WITHOUT_EFFECT = {"temperature": (0.0, 1.0), "top_k": (1,), "top_p": (1.0,), "min_p": (0.0,)}
-"""Values with which a greedy sequence is what they ask for."""
+"""Values that ask for greedy decoding, or change nothing in it."""
 
 
 def _seeds(seed: Any, batch: int) -> list[int]:

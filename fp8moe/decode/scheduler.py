@@ -20,20 +20,20 @@ from fp8moe.runtime.progress import progress as progress_bar
 STEPS_PER_ROW_CHECK = 2
 """Steps between two checks of which rows have ended. A check does not stall the GPU: see `Readback`."""
 STEPS_PER_END_CHECK = 8
-"""The same where nothing waits for a row."""
+"""Steps between two checks of a request that is alone, as nothing waits for its rows."""
 ROWS_PER_NEWCOMER = 8
-"""Newcomers are read when one of so many rows is free: reading several at once costs little more than one."""
+"""Prompts are read when one row in this many is free: reading several at once costs little more than reading one."""
 FEW_TOKENS = 2048
 MOST_PADDING = 1.25
-"""Newcomers are read together if their columns are no more than MOST_PADDING times their tokens, or FEW_TOKENS."""
+"""Prompts are read together if their columns are at most MOST_PADDING times their tokens, or FEW_TOKENS."""
 
 Result = Tensor | tuple[Tensor, Tensor] | ValueError
 
 
 class NaNLogits(ValueError):
-    """The logits of some sequences, `rows`, became NaN: these end before that token, the others were finished.
+    """The logits of the sequences `rows` became NaN: these end before that token, the others were finished.
 
-    tokens, logprobs: what the call would have returned; logprobs is None where they were not asked for.
+    tokens, logprobs: the result of the call; logprobs is None unless it was asked for.
     """
 
     def __init__(self, rows: list[int], tokens: Tensor, logprobs: Tensor | None):
@@ -47,7 +47,7 @@ class NaNLogits(ValueError):
 
 
 class News(NamedTuple):
-    """News of the request with this key: its result, which comes last, or before it tokens (B,) of one step."""
+    """News of the request with this key: tokens (B,) of one step or, last, the result."""
 
     key: Any
     value: Any
@@ -59,14 +59,14 @@ class News(NamedTuple):
 def decode(
     decoder: Any, alone: Request | None = None, coming: Iterator[tuple[Any, Any]] | None = None
 ) -> Generator[News, None, None]:
-    """Yield the news of one request alone, or of those that come: pairs of a key and the arguments of one prompt."""
+    """Yield the news of one request alone, or of coming requests: pairs of a key and the arguments of one prompt."""
     stream = torch.cuda.current_stream(decoder.device) if decoder.device.type == "cuda" else None
     with decoder.turn():
         with decoder.on_device(stream):
             scheduler = Scheduler(decoder, alone)
         try:
             while scheduler.busy or not scheduler.complete:
-                with decoder.on_device(stream):  # only here: the caller's own is in force while it holds what came
+                with decoder.on_device(stream):  # not around the yield, where the caller's stream is in force
                     news: list[News] = []
                     while not news and (scheduler.busy or not scheduler.complete):
                         news = _add_waiting(scheduler, decoder, coming) + scheduler.advance()
@@ -85,9 +85,9 @@ def run(decoder: Any, requests: Iterable[Mapping[str, Any]], progress: Any) -> I
 
 
 def _add_waiting(scheduler: "Scheduler", decoder: Any, coming: Iterator[tuple[Any, Any]]) -> list[News]:
-    """Let as many requests wait as there are rows, so that prompts of similar lengths are found among them.
+    """Let as many requests wait as there are rows, to find prompts of similar lengths among them.
 
-    Returns the errors of those that are refused.
+    Returns the errors of refused requests.
     """
     refused: list[News] = []
     most = decoder.batch_sizes[-1]
@@ -128,10 +128,10 @@ class _Report(NamedTuple):
 
 
 class Scheduler:
-    """Continuous batching: the rows of a step, the requests in them, those that wait for rows, and what has ended.
+    """Continuous batching: the rows of a step, and the requests that wait for rows, have rows or have ended.
 
-    alone: the one request that there is. It has all rows, so its prompts are read where they stay.
-    complete: no more requests come. waiting: those without rows.
+    alone: the only request. It has all rows, so its prompts are read in place.
+    complete: no more requests come. waiting: requests without rows.
     """
 
     def __init__(self, decoder: Any, alone: Request | None = None):
@@ -161,9 +161,9 @@ class Scheduler:
         return bool(self.waiting or self._alive or self._left)
 
     def advance(self) -> list[News]:
-        """Run one forward, of waiting prompts if it pays, else a decode step of all rows; return what came of it.
+        """Run one forward, of waiting prompts if it pays, else a decode step of all rows, and return the news.
 
-        The requests' streamers are called here.
+        It calls the streamers of requests.
         """
         self._drop_cancelled()
         self._resize()
@@ -177,7 +177,7 @@ class Scheduler:
             self._newcomers = 0
             for request in self._alive:
                 request.made += 1
-        self._deliver()  # what left before this forward, which the GPU is at work on
+        self._deliver()  # requests that ended before this forward, which the GPU computes meanwhile
         self._release([one for one in self._alive if not one.is_followed and one.made >= one.new_tokens])
         followed = any(request.is_followed for request in self._alive)
         if followed or (self._alive and not group and self._record.steps % self._steps_per_check == 0):
@@ -186,7 +186,7 @@ class Scheduler:
         return news
 
     def close(self) -> None:
-        """End the streams of what has not ended, and count what was generated."""
+        """End the streams of unfinished requests, and count their tokens."""
         for request in (*self.waiting, *self._alive, *itertools.chain(*(left for _, left in self._left))):
             self._lengths += [count for count in request.seen if count]
             request.end_stream()
@@ -201,7 +201,7 @@ class Scheduler:
         self._release([request for request in self._alive if request.cancelled])
 
     def _resize(self) -> None:
-        """Go on in the smallest step with a row for each sequence, or in the largest."""
+        """Move to the smallest step with a row for each sequence, or to the largest."""
         wanted = sum(len(request.tokens) for request in (*self._alive, *self.waiting))
         sizes = self._decoder.batch_sizes
         size = next((size for size in sizes if size >= wanted), sizes[-1])
@@ -216,7 +216,7 @@ class Scheduler:
             self._move(self._alive, source, chosen, max(request.end for request in self._alive))
 
     def _group(self) -> list[Request]:
-        """Pick prompts to read together, the oldest and others of similar length; none if that does not pay now."""
+        """Pick prompts to read together, the oldest and others of similar length; [] if reading does not pay now."""
         if not self.waiting or (self._alive and self._newcomers >= self._step.size):
             return []
         pays = min(max(1, self._step.size // ROWS_PER_NEWCOMER), len(self.waiting))
@@ -240,7 +240,7 @@ class Scheduler:
         return group
 
     def _graphed(self, rows: int, columns: int) -> bool:
-        """Return whether so many prompts fill the step that reads those of this length from graphs."""
+        """Return whether `rows` prompts fill the step that reads prompts of `columns` columns from graphs."""
         reader = self._reader
         return reader is not None and rows >= reader.size and columns <= reader.short_prompts.most
 
@@ -278,7 +278,7 @@ class Scheduler:
         self._alive += group
 
     def _reading_step(self, group: list[Request]) -> Step:
-        """Return another step, to read these prompts in."""
+        """Return the step that reads these prompts, which then move to rows of another."""
         step, most = self._reader, max(request.length for request in group)
         if step is None or group[0].prefix is not None or len(group) > step.size or most > step.short_prompts.most:
             return self._decoder.step_of(len(group), most)
@@ -297,14 +297,14 @@ class Scheduler:
         return tokens, torch.arange(longest, device=tokens.device) >= padding[:, None]
 
     def _move(self, requests: list[Request], source: Step, chosen: Sequence[int], length: int) -> None:
-        """Move them from the rows `chosen` of another step to free ones. No token is in column `length` or after it."""
+        """Move requests from the rows `chosen` of another step to free rows. length: of the columns that hold tokens."""
         for request in requests:
             request.rows = [self._free.pop() for _ in request.tokens]
         rows, chosen = self._rows(requests), self._integers(chosen)
         self._step.adopt(rows, source, chosen, length)
 
     def _check_rows(self) -> None:
-        """Find the requests that have ended, as of the check before this one on a GPU, and pass on their tokens."""
+        """Find the requests that have ended, on a GPU as of the previous check, and pass on their tokens."""
         step = self._step
         self._reports.push(torch.stack([step.count, step.finished, step.tokens[:, 0]]))
         self._reported.append([(request, request.rows) for request in self._alive])
@@ -318,7 +318,7 @@ class Scheduler:
     def _note(self, request: Request, rows: list[int], report: "_Report") -> bool:
         """Pass on a request's tokens if they are followed; return whether all of its sequences have ended.
 
-        rows: adjacent ones, where the sequences were at the time of the report.
+        rows: adjacent; the rows of the sequences at the time of the report.
         """
         count, finished, tokens, device, host = report
         ended = [bool(finished[row]) for row in rows]
@@ -335,13 +335,13 @@ class Scheduler:
         ended = [one or index in request.stopped for index, one in enumerate(ended)]
         if not all(ended):
             for index in request.stopped:
-                self._step.finished[request.rows[index]].fill_(True)  # the GPU has begun its next token
+                self._step.finished[request.rows[index]].fill_(True)  # the GPU already computes the next token
         if some_got_one:
             if request.streamer is not None:
                 request.streamer.put(torch.tensor(got))
             if request.stepwise:
                 home = request.given.device
-                # What was reported on the GPU is ready on every stream.
+                # The report on the GPU is ready on every stream.
                 value = (host if home.type == "cpu" else device)[2, rows[0] : rows[0] + len(rows)]
                 for index, row in enumerate(rows):
                     if tokens[row] != got[index]:
@@ -350,7 +350,7 @@ class Scheduler:
         return all(ended)
 
     def _release(self, requests: list[Request]) -> None:
-        """Begin to copy what was generated in the rows of these requests, and free them."""
+        """Begin to copy the generated tokens of these requests, and free their rows."""
         if not requests:
             return
         step, rows = self._step, self._rows(requests)
@@ -367,7 +367,7 @@ class Scheduler:
             step.leave(rows)
 
     def _deliver(self) -> None:
-        """Make results of the copies from before the last forward, or of all if nothing is alive."""
+        """Make results from the copies begun before the last forward, or from all if no request is alive."""
         while self._left and (self._left[0][0] < self._forwards or not self._alive):
             _, requests = self._left.popleft()
             device, host = self._copies.pop()
@@ -377,7 +377,7 @@ class Scheduler:
                 self._end(request, *values)
 
     def _end(self, request: Request, device: Tensor, host: Tensor) -> None:
-        """Make its result of what `_release` copied."""
+        """Make a request's result from the copies of `_release`."""
         counts, failed = host[:, -2].tolist(), host[:, -1].tolist()
         for index in request.stopped:  # the row went on after the stop string
             counts[index], failed[index] = request.seen[index], False
@@ -394,14 +394,14 @@ class Scheduler:
 
 
 def _follow_together(one: Request, other: Request) -> bool:
-    """Return whether they have one prefix, or none, and lengths that may follow it in one batch."""
+    """Return whether one batch can read both requests: same prefix or none, and lengths that may follow it."""
     if one.prefix is not other.prefix:
         return False
     return one.prefix is None or one.prefix.pads or one.tokens.shape == other.tokens.shape
 
 
 def _result(request: Request, device: Tensor, host: Tensor, counts: list[int], failed: list[int]) -> Result:
-    """Return the result of a request as `generate` does, or as `run` where it is to be without prompts.
+    """Return the result of a request in the form of `generate`, or of `run` if it is without prompts.
 
     device, host (B, 2 * columns + 2) int64: generated tokens, their logprobs in float64, counts, failed.
     """

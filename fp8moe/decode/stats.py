@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 RECENT = 16
-"""The calls that times are averaged over."""
+"""The number of calls over which times are averaged."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Stats:
 
 
 class Record:
-    """One call: its times on the device, and what it made."""
+    """One call: its times on the device, its tokens and sequences."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -106,7 +106,7 @@ class Records:
 def cache_bytes(caches: Iterable[Any]) -> int:
     """Count the bytes of keys, values and states in transformers' caches; what several layers share counts once."""
     layers = [vars(layer) for cache in caches for layer in cache.layers]
-    tensors = [leaf for leaf in tree_leaves(layers) if isinstance(leaf, Tensor) and leaf.dim() > 1]  # others count
+    tensors = [leaf for leaf in tree_leaves(layers) if isinstance(leaf, Tensor) and leaf.dim() > 1]  # not counters
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 

@@ -1,4 +1,4 @@
-"""The decode step of one batch size: one token for each sequence, with nothing that depends on the host."""
+"""The decode step of one batch size: one token for each sequence, independent of values on the host."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -32,9 +32,9 @@ class Capabilities(NamedTuple):
     """Abilities of a model in a decoder, as `probe.find_capabilities` finds them.
 
     attention: implementation that reads the cache, None for the model's own.
-    ragged: the rows of a batch may have lengths of their own.
-    chunked_prefill: a call may read several tokens after others.
-    fused: modules that run in fp8moe's kernels meanwhile; None: the model's own forwards do.
+    ragged: the rows of a batch may have different lengths.
+    chunked_prefill: a call may read several tokens after cached ones.
+    fused: modules that run in fp8moe's kernels; None: the model's own forwards run.
     """
 
     attention: str | None = None
@@ -50,7 +50,7 @@ class Step:
     """The cache of a batch, the tensors that the step reads and writes in place, and its graph.
 
     tokens, positions (B, 1): what the model reads. columns (B,): the column of the cache where that token goes.
-    begin (B,): how many columns of the row's prompt are padding; with flash attention they are the first ones.
+    begin (B,): the number of padding columns in the row's prompt; with flash attention the first ones.
     mask (B, max_length): False where the prompt is padded; the causal mask hides the columns that are still to come.
     generated, logprobs (B, max_length): of row b the first count[b] are known, and `pad` and 0 follow.
     limit (B,): a row ends with its limit[b]-th new token. ends (B, vocabulary): or after one of these tokens.
@@ -117,7 +117,7 @@ class Step:
         greedy.
         """
         self.begun = self.refits.count
-        reset(self.cache, masked=self.capabilities.attention is None)  # a NaN that is masked would stay
+        reset(self.cache, masked=self.capabilities.attention is None)  # a masked NaN would stay
         self.mask.fill_(True)
         if mask is None:
             self.begin.zero_()
@@ -137,12 +137,12 @@ class Step:
     def check_weights(self) -> None:
         """Raise RuntimeError if the model has been refitted since the sequences began, or is being refitted.
 
-        Before a step, and where what it made has been read: another thread may have begun a refit while it ran.
+        Called before a step and after its results are read: another thread may have begun a refit meanwhile.
         """
         self.refits.check(self.begun)
 
     def fit(self, tokens: Tensor, mask: Tensor | None, room: int) -> tuple[Tensor, Tensor | None]:
-        """Pad prompts (batch, length) and their mask for `start` and `prefill`, where these have a graph for it.
+        """Pad prompts (batch, length) and their mask to columns that have a graph, for `start` and `prefill`.
 
         room: most columns.
         """
@@ -181,10 +181,10 @@ class Step:
             masked, device = self.capabilities.attention is None, self.columns.device
             free = columns_at_a_time(self.model, self.size, end, device, masked=masked, ranks=self.ranks.most)
             columns = self.ranks.least(free, device)
-        return max(columns, 2)  # one token alone is a decode step's, which has no padding
+        return max(columns, 2)  # one token would be a decode step, which has no padding
 
     def read_several(self, tokens: Tensor, start: int | None, before: int, padded: bool) -> Tensor:
-        """Read tokens (B, T) of prompts, from column `start` on if all rows share it; after at most `before` others."""
+        """Read tokens (B, T) of prompts from column `start`, None if rows differ in it; at most `before` are cached."""
         count = tokens.shape[1]
         end = before + count
         self.position.next_call(count, start, end)
@@ -201,10 +201,10 @@ class Step:
         return logits
 
     def read_padded(self, tokens: Tensor) -> Tensor:
-        """Read whole prompts (B, T), of which `begin` says how many columns are padding.
+        """Read whole prompts (B, T), with `begin` columns of padding.
 
-        Where kernels read the cache, prompts move to the left of their padding, which then ends up in columns that are
-        still to come: their attention is plainly causal, and cuDNN's takes half the time of one that knows lengths.
+        If kernels read the cache, prompts move to the left of their padding, whose columns are overwritten later. Then
+        attention is plainly causal: cuDNN's takes half the time of attention with lengths.
         """
         if self.capabilities.attention is None or not self.capabilities.ragged or config.settings.batch_invariant:
             return self.read_several(tokens, 0, 0, True)
@@ -279,9 +279,9 @@ class Step:
         return torch.cat([values, values[:1].expand(missing, *values.shape[1:])]) if missing else values
 
     def adopt(self, rows: Tensor, source: Self, chosen: Tensor, length: int) -> None:
-        """Go on here, in `rows` (n,), with the sequences in the rows `chosen` (n,) of another step of the model.
+        """Continue, in `rows` (n,), the sequences in the rows `chosen` (n,) of another step of the model.
 
-        length: no sequence of them has a token in that column or after it.
+        length: all tokens of these sequences are in columns before it.
         """
         self.begun = min(self.begun, source.begun)
         copy_rows(self.cache, self.size, rows, source.cache, chosen, length)
@@ -308,7 +308,7 @@ class Step:
         self.finished.fill_(True)
 
     def _note_prompts(self, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None) -> None:
-        """Begin each sequence in the state of sampling; greedy ones, as `start` left it, need no prompt."""
+        """Begin each sequence that is not greedy in the sampling state; `start` has begun greedy ones."""
         if prefix is not None:
             before = prefix.tokens.expand(len(tokens), -1)
             tokens = torch.cat([before, tokens], dim=1)
@@ -318,7 +318,7 @@ class Step:
                 write(self.sampling, row, sampling, tokens[row], None if mask is None else mask[row])
 
     def keep_short_prompts(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
-        """Read short prompts from graphs, where rows may be padded as is convenient."""
+        """Read short prompts from graphs from now on, if the model allows any padding of rows."""
         if self.capabilities.attention is not None and self.capabilities.ragged and not has_states(self.cache):
             self.short_prompts = ShortPrompts(self.size, self.prefill_chunk, stream, pool)
 
@@ -327,8 +327,8 @@ class Step:
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_RUNS):  # allocates the cache, compiles kernels, fills PyTorch's own workspaces
                 self.start(self.size, 1, None, [], 0)
-                self.advance()  # the first token takes other branches of linear attention than later ones,
-                self.advance()  # whose are captured
+                self.advance()  # the first token takes other branches of linear attention than later tokens
+                self.advance()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on calling CUDA.
@@ -346,7 +346,7 @@ class Step:
 
 @contextmanager
 def _head_reads(model: Any, rows: Tensor) -> Iterator[None]:
-    """Let the output layer read one token of each sequence only; rows (B, 1) int64: which."""
+    """Let the output layer read only one token of each sequence. rows (B, 1) int64: its place."""
     head = model.get_output_embeddings()
 
     def choose(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Copies between the host and a GPU that do not wait for each other, and the operations that do wait."""
+"""Copies between host and GPU without waiting, and detection of operations that wait."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy the tensor to the device; pinned on the way, so that the host does not wait."""
+    """Copy the tensor to the device, through pinned memory, so that the host does not wait."""
     if tensor.device.type == "cpu" and device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -32,9 +32,9 @@ class _Copy(NamedTuple):
 
 
 class Readback:
-    """Copies tensors to the host in the order of a stream. One is read while the GPU works on what follows it.
+    """Copies tensors to the host in the order of a stream. One is read while the GPU works on later operations.
 
-    lag: how many may be under way while one is read.
+    lag: the number of copies under way while one is read.
     """
 
     def __init__(self, device: torch.device):
@@ -55,7 +55,7 @@ class Readback:
         self._waiting.append(_Copy(values, host, copied))
 
     def pop(self) -> tuple[Tensor, Tensor]:
-        """Return the oldest: on its device and on the host, both ready to be read."""
+        """Return the oldest tensor, on its device and on the host, both ready to be read."""
         values, host, copied = self._waiting.popleft()
         if copied is not None:
             copied.synchronize()
@@ -63,9 +63,9 @@ class Readback:
 
 
 class HostReads(TorchDispatchMode):
-    """Record in `operations` those on tensors of a device that read values on the host; no CUDA graph holds them.
+    """Record operations on tensors of a device that read values on the host, which no CUDA graph can hold.
 
-    The host reads the values themselves, or the shape of a result that depends on them.
+    They read the values themselves, or the shape of a result that depends on values.
     """
 
     def __init__(self, device: torch.device):
@@ -86,7 +86,7 @@ def _reads(function: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         case aten.index.Tensor:
             return _has_mask(args[1])
         case aten.index_put.default | aten.index_put_.default:
-            return _has_mask(args[1]) and args[2].numel() != 1  # one value is filled in under the mask
+            return _has_mask(args[1]) and args[2].numel() != 1  # one value is filled in without a read
         case aten.repeat_interleave.Tensor:
             return kwargs.get("output_size") is None
         case aten._to_copy.default:

@@ -1,4 +1,4 @@
-"""The model of a decoder: which ranks hold it, and whether it is still the model that it was."""
+"""The model of a decoder: the ranks that hold it, and detection of its changes."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,10 +13,10 @@ from fp8moe.weights.closing import modules_of, refits_of
 
 
 class Ranks(NamedTuple):
-    """The ranks that hold a model together. What they decide alike keeps them at the same steps.
+    """The ranks that hold a model together; they agree on values so as to run the same steps.
 
     groups: process groups that hold it; none for a model on one rank.
-    key_heads: over how many ranks the heads of keys and values are spread.
+    key_heads: the number of ranks that share the heads of keys and values.
     """
 
     groups: tuple[Any, ...] = ()
@@ -77,9 +77,9 @@ def _sharded_over(weight: Tensor) -> int:
 
 
 class ModelState:
-    """Where a model's weights lie and what they held at one time, and which adapters of peft were active, how much.
+    """The state of a model at one time: places and versions of its weights, active adapters of peft and their scales.
 
-    CUDA graphs and cached keys of the model serve as long as nothing of it changes. It keeps neither in memory.
+    CUDA graphs and cached keys are valid while it does not change. It keeps no weights in memory.
     """
 
     def __init__(self, model: nn.Module):
@@ -87,12 +87,12 @@ class ModelState:
         self._adapters = [(ref(module), _active(module)) for module in model.modules() if _has_adapters(module)]
 
     def renew(self, model: nn.Module) -> None:
-        """Take what the weights hold now for what they held then."""
+        """Take the current weights as the recorded state."""
         self._weights = Fingerprint(_weights(model))
         self._refits = refits_of(model).count
 
     def change(self, model: nn.Module) -> str | None:
-        """Return what has changed in the model since: the beginning of a sentence, or None."""
+        """Return the beginning of a sentence about a change of the model since, or None."""
         if refits_of(model).count != self._refits:
             return "the model's weights were refitted"
         if not self._weights.matches(_weights(model)):
@@ -110,14 +110,14 @@ def check_eval(model: nn.Module) -> None:
 
 
 def _weights(model: nn.Module) -> Iterator[Tensor]:
-    """Yield parameters and buffers: what is added to the scores of routers is a buffer in many models."""
+    """Yield parameters and buffers: in many models the bias of routing scores is a buffer."""
     for module in modules_of(model):
         for tensors in (module._parameters, module._buffers):
             yield from [tensor for tensor in tensors.values() if tensor is not None]
 
 
 def _has_adapters(module: nn.Module) -> bool:
-    """Return whether it is a layer of peft. New ones bring new parameters."""
+    """Return whether a module is a layer of peft. (New adapters show as new parameters.)"""
     return isinstance(getattr(module, "merged_adapters", None), list)
 
 
