@@ -484,25 +484,25 @@ DECODER = {
     ),
     "route": Case(
         lambda draw: (
-            *(draw.normal(draw.rows, 8, dtype=torch.float32), 3, "sigmoid", draw.normal(8, dtype=torch.float32)),
-            *(4, 2, True, 2.5, torch.bfloat16),
+            *(draw.normal(draw.rows, 8, dtype=torch.float32), 3, "sigmoid", True, 4, 2, 2.5),
+            *(draw.normal(8, dtype=torch.float32), torch.bfloat16),
         ),
         bad={"logits": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW])},
     ),
     "route, softmax": Case(
-        lambda draw: (draw.normal(draw.rows, draw.experts), 3, "softmax", None, 1, 1, False, 1.0, torch.float32),
+        lambda draw: (draw.normal(draw.rows, draw.experts), 3, "softmax", False, 1, 1, 1.0, None, torch.float32),
         bad={"logits": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW])},
     ),
     "route_sorted": Case(
         lambda draw: (
-            *(draw.normal(draw.rows, 8, dtype=torch.float32), 3, "sigmoid", draw.normal(8, dtype=torch.float32)),
-            *(4, 2, True, 2.5, torch.bfloat16),
+            *(draw.normal(draw.rows, 8, dtype=torch.float32), 3, "sigmoid", True, 4, 2, 2.5),
+            *(draw.normal(8, dtype=torch.float32), torch.bfloat16),
         ),
         bad={"logits": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, ..., ...])},
         rows=(1, 16),
     ),
     "route_sorted, softmax": Case(
-        lambda draw: (draw.normal(draw.rows, draw.experts), 3, "softmax", None, 1, 1, False, 1.0, torch.float32),
+        lambda draw: (draw.normal(draw.rows, draw.experts), 3, "softmax", False, 1, 1, 1.0, None, torch.float32),
         bad={"logits": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, ..., ...])},
         rows=(8, 13),
     ),

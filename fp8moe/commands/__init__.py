@@ -1,4 +1,4 @@
-"""What the subcommands of `fp8moe` do: functions of the options of fp8moe.cli that return the exit status.
+"""The subcommands of `fp8moe`: functions of the options of fp8moe.cli that return the exit status.
 
 fp8moe.cli makes one line of an error: ValueError, OSError, RuntimeError or SafetensorError.
 """

@@ -297,7 +297,7 @@ class Scheduler:
         return tokens, torch.arange(longest, device=tokens.device) >= padding[:, None]
 
     def _move(self, requests: list[Request], source: Step, chosen: Sequence[int], length: int) -> None:
-        """Move requests from the rows `chosen` of another step to free rows. length: of the columns that hold tokens."""
+        """Move requests from the rows `chosen` of another step to free rows. length: of the columns with tokens."""
         for request in requests:
             request.rows = [self._free.pop() for _ in request.tokens]
         rows, chosen = self._rows(requests), self._integers(chosen)

@@ -98,7 +98,7 @@ class _Argument(NamedTuple):
 
     @property
     def expression(self) -> str:
-        """What reads it from `operands`."""
+        """The expression that reads the argument from `operands`."""
         value = f"operands.{self.path}"
         return f"None if operands.{self.owner} is None else {value}" if self.owner else value
 

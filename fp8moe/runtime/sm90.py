@@ -1,4 +1,4 @@
-"""What the package must know of Hopper (compute capability 9.0): its limits, its tensor core instruction."""
+"""Hopper (compute capability 9.0): its limits, and its tensor core instruction."""
 
 USUAL_SMS = 132  # of H100 and H200 SXM
 WARP = 32

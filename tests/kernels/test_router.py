@@ -263,7 +263,7 @@ def test_errors_of_route():
 def test_what_one_thread_block_does_not_sort():
     for tokens, experts in ((17, 16), (4, 513)):
         with pytest.raises(ValueError, match=rf"^logits: .* 16 tokens and 512 experts .* got \({tokens}, {experts}\)"):
-            form = 2, "softmax", None, 1, 1, True, 1.0, torch.float32
+            form = 2, "softmax", True, 1, 1, 1.0, None, torch.float32
             torch.ops.fp8moe.route_sorted(torch.zeros(tokens, experts), *form)
 
 

@@ -16,7 +16,7 @@ from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_int
 from fp8moe.runtime.fixed_rows import by_fixed_rows
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
-from fp8moe.runtime.operator import operator
+from fp8moe.runtime.operator import Signature, operator
 from fp8moe.runtime.sm90 import WARP
 
 MAX_EXPERTS = 1024
@@ -78,11 +78,11 @@ class RoutingRule(NamedTuple):
     scale: factor of the weights, in the end.
     """
 
-    top_k: int
+    top_k: Annotated[int, "int"]
     score: str
     normalize: bool
-    num_groups: int = 1
-    top_groups: int = 1
+    num_groups: Annotated[int, "int"] = 1
+    top_groups: Annotated[int, "int"] = 1
     scale: float = 1.0
 
 
@@ -101,17 +101,16 @@ def route(
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong size, score or device.
     """
-    top_k, score, normalize, num_groups, top_groups, scale = rule
     check_tensor("logits", logits)
     if bias is not None:
         check_tensor("bias", bias)
-    for name, value in (("top_k", top_k), ("num_groups", num_groups), ("top_groups", top_groups)):
-        check_int(name, value)
-    if score not in SCORES:
-        raise ValueError(f"score: expected one of {SCORES}, got {score!r}")
-    check_number("scale", scale)
+    for name in ("top_k", "num_groups", "top_groups"):
+        check_int(name, getattr(rule, name))
+    if rule.score not in SCORES:
+        raise ValueError(f"score: expected one of {SCORES}, got {rule.score!r}")
+    check_number("scale", rule.scale)
     op = _route_sorted_op if sort and _sorts(*logits.shape) else _route_op
-    operands = logits, top_k, score, bias, num_groups, top_groups, normalize, scale, dtype
+    operands = _ROUTE.pack(RouteOperands(logits, rule, bias, dtype))
     return ChosenExperts(*autograd.run(op, "fp8moe.kernels.decoder_ops.route", *operands))
 
 
@@ -248,18 +247,13 @@ class RouteOperands(NamedTuple):
     """Arguments of the operators."""
 
     logits: Tensor
-    top_k: Annotated[int, "int"]
-    score: str
+    rule: RoutingRule
     bias: Tensor | None
-    num_groups: Annotated[int, "int"]
-    top_groups: Annotated[int, "int"]
-    normalize: bool
-    scale: float
     dtype: torch.dtype
 
     def form(self) -> Form:
-        sigmoid, bias = self.score == "sigmoid", self.bias is not None
-        return Form(self.top_k, sigmoid, bias, self.num_groups, self.top_groups, self.normalize)
+        top_k, score, normalize, num_groups, top_groups, _ = self.rule
+        return Form(top_k, score == "sigmoid", self.bias is not None, num_groups, top_groups, normalize)
 
 
 def _route_defines(experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple:
@@ -331,7 +325,7 @@ def sorted_launcher(
 
 
 def _check_route(operands: RouteOperands) -> None:
-    logits, top_k, _, bias, num_groups, top_groups, _, _, dtype = operands
+    logits, (top_k, _, _, num_groups, top_groups, _), bias, dtype = operands
     check_dtype("logits", logits, *FLOATING)
     if logits.dim() != 2 or not 1 <= logits.shape[1] <= MAX_EXPERTS:
         raise ValueError(f"logits: expected shape (T, E) with E from 1 to {MAX_EXPERTS}, got {tuple(logits.shape)}")
@@ -353,7 +347,7 @@ def _check_route(operands: RouteOperands) -> None:
 
 def _launch(launcher: planned[..., PointerLauncher], operands: RouteOperands, results: tuple[Tensor, ...]) -> None:
     logits, bias, dtypes = operands.logits, operands.bias, (operands.logits.dtype, operands.dtype)
-    launch = launcher(logits.get_device(), *logits.shape, operands.form(), operands.scale, dtypes)
+    launch = launcher(logits.get_device(), *logits.shape, operands.form(), operands.rule.scale, dtypes)
     launch(logits.contiguous(), None if bias is None else bias.contiguous(), *results)
 
 
@@ -407,7 +401,7 @@ def _reference_route(operands: RouteOperands) -> tuple[Tensor, Tensor]:
     if form.normalize:
         # 1e-20 as in DeepSeek-V3's modules; softmax needs none, as its scores are not all 0.
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if form.sigmoid else 0.0))
-    return index, (weights * operands.scale).to(operands.dtype)
+    return index, (weights * operands.rule.scale).to(operands.dtype)
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -421,10 +415,11 @@ def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _empty_route(operands: RouteOperands) -> tuple[Tensor, Tensor]:
-    logits, shape = operands.logits, (operands.logits.shape[0], operands.top_k)
+    logits, shape = operands.logits, (operands.logits.shape[0], operands.rule.top_k)
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=operands.dtype)
 
 
+_ROUTE = Signature(RouteOperands)
 _route_op = operator(
     "route -> (Tensor, Tensor)",
     check=_check_route,

@@ -22,7 +22,7 @@ _FORM = (("limit", ctypes.c_float), ("alpha", ctypes.c_float))
 
 
 class Beside(enum.IntEnum):
-    """What a kernel writes beside quantized rows, as cuda/swiglu_operands.cuh numbers it."""
+    """The results of a kernel beside quantized rows, numbered as in cuda/ops/swiglu_operands.cuh."""
 
     NOTHING = 0
     COLUMNS = 1
