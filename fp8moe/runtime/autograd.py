@@ -11,7 +11,7 @@ from fp8moe.runtime.operator import define
 
 
 def run(op, name: str, *args) -> Any:
-    """``op(*args)``; where gradients are being recorded, with a result whose backward raises RuntimeError."""
+    """Return ``op(*args)``; if gradients are recorded, the backward of the result raises RuntimeError."""
     check_derivatives(name, *args)
     if recorded(*args):
         if _transformed():
@@ -21,7 +21,7 @@ def run(op, name: str, *args) -> Any:
 
 
 def recorded(*values: object) -> bool:
-    """Whether autograd records what is done with one of these, also from outside of a vmap."""
+    """Whether autograd records operations on one of these values, also from outside of a vmap."""
     if not torch.is_grad_enabled():
         return False
     for value in values:  # a loop takes half the time of any()
@@ -31,12 +31,12 @@ def recorded(*values: object) -> bool:
 
 
 def detached(value: Tensor) -> Tensor:
-    """For operations without a derivative: the value, of which nothing is recorded."""
+    """Return the value, detached if it is recorded, for operations without a derivative."""
     return value.detach() if recorded(value) else value
 
 
 def check_derivatives(name: str, *values: object) -> None:
-    """RuntimeError where a value has, or may have, a forward-mode tangent, or a gradient that torch.func computes."""
+    """Raise RuntimeError if a value has, or may have, a forward-mode tangent, or a gradient of torch.func."""
     forward_mode = forward_ad._current_level >= 0
     if not (forward_mode or _transformed()):
         return
@@ -48,7 +48,7 @@ def check_derivatives(name: str, *values: object) -> None:
 
 
 def check_out(name: str, arguments: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
-    """RuntimeError where writing to ``out``, one of the tensors, would miss a derivative or a transformation."""
+    """Raise RuntimeError if a write to ``out``, one of the tensors, would miss a derivative or a transformation."""
     check_derivatives(name, *tensors)
     if _transformed() and any(_wrapped(value) for value in tensors if value is not None):
         raise RuntimeError(f"{name}: out= does not work under torch.func or vmap; call it without out")

@@ -24,7 +24,7 @@ class CompileError(RuntimeError):
 
 
 def compile_source(text: str, name: str, compiler: str, arch: str) -> tuple[bytes, str]:
-    """The cubin of CUDA C++, and the compiler's log with the report of ``ptxas -v``.
+    """Return the cubin of CUDA C++, and the compiler's log with the report of ``ptxas -v``.
 
     text: the whole translation unit. name: its name in messages. compiler: "nvrtc" or "nvcc". arch: the flag of
     an `Architecture`.
@@ -34,13 +34,13 @@ def compile_source(text: str, name: str, compiler: str, arch: str) -> tuple[byte
 
 
 def ptx_of(text: str, name: str, compiler: str, arch: str) -> bytes:
-    """The PTX of a source that compiles. Arguments and errors as for `compile_source`."""
+    """Return the PTX of a source that compiles. Arguments and errors as for `compile_source`."""
     return _run_nvcc(text, name, "ptx", arch)[0] if compiler == "nvcc" else _ptx_nvrtc(text, name, arch)
 
 
 @functools.cache
 def identity(compiler: str) -> str:
-    """Name and version of a compiler, for the cache key. RuntimeError if it is not installed."""
+    """Return name and version of a compiler, for the cache key. Raises RuntimeError if it is not installed."""
     if compiler == "nvcc":
         return "nvcc " + _run([_nvcc(), "--version"]).stdout.strip()
     try:
@@ -51,7 +51,7 @@ def identity(compiler: str) -> str:
 
 
 def find_tool(name: str) -> str | None:
-    """Path of a CUDA toolkit program on PATH, or under CUDA_HOME or CUDA_PATH."""
+    """Return the path of a CUDA toolkit program on PATH, or under CUDA_HOME or CUDA_PATH."""
     places = [os.environ.get(variable) for variable in ("CUDA_HOME", "CUDA_PATH")]
     found = (shutil.which(name, path=os.path.join(place, "bin")) for place in places if place)
     return shutil.which(name) or next((path for path in found if path), None)
@@ -86,7 +86,7 @@ def _compile_nvrtc(text: str, name: str, arch: str) -> tuple[bytes, str]:
 
 
 def _ptx_nvrtc(text: str, name: str, arch: str) -> bytes:
-    """Through the bindings, because `Program.compile("ptx")` needs a driver, which a machine without a GPU has not."""
+    """Compile to PTX by the bindings, as `Program.compile("ptx")` needs a driver, which not every machine has."""
     _nvrtc_version()
     from cuda.bindings import nvrtc
 

@@ -1,4 +1,4 @@
-"""Which kernels calls of fp8moe launch, and how, found on any machine: nothing is compiled or runs on a GPU."""
+"""Records the kernel launches of calls of fp8moe on any machine: nothing is compiled or runs on a GPU."""
 
 import ctypes
 import math
@@ -28,7 +28,7 @@ _ATTRIBUTE_BYTES = 72  # of CUlaunchAttribute
 
 
 def reserved(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in memory that takes no room until it is written: those of a large model cost nothing."""
+    """Return zeros that occupy no memory until they are written, so that a large model fits anywhere."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes == 0:
         return torch.zeros(shape, dtype=dtype)
@@ -54,9 +54,9 @@ def reserve_memory(module: nn.Module) -> None:
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return or raise what a function, which may make a `Recorder`, does in a new process.
+    """Call a function, which may make a `Recorder`, in a new process; return its result or raise its error.
 
-    The function is one of a module, not of ``__main__``, which the process does not have: so callers need no
+    The function is in a module other than ``__main__``, which the new process lacks: so callers need no
     ``if __name__ == "__main__"``. Ctrl-C ends this process alone, which then ends the other.
     """
     code = f"from {__name__} import _answer; _answer()"
@@ -85,7 +85,7 @@ def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _answer() -> None:
-    """Read what to call from the standard input, and write what comes of it to the standard output alone."""
+    """Read a call from standard input, and write its result or error, and nothing else, to standard output."""
     output = os.dup(1)
     os.dup2(2, 1)
     function, arguments = pickle.load(sys.stdin.buffer)
@@ -98,15 +98,15 @@ def _answer() -> None:
 
 
 class Recorder:
-    """From its making on, calls of fp8moe on tensors of the CPU run as on a GPU of `num_sms` SMs, but for the kernels.
+    """Makes calls of fp8moe on tensors of the CPU run as on a GPU of `num_sms` SMs, but without kernels.
 
-    It replaces what lies under the package: the compiler, the functions of the CUDA driver, and PyTorch's answers about
-    the current GPU. The process is unfit for other use afterwards. What a kernel would write is left as it is, and new
-    memory is zero: PyTorch may index by it.
+    It replaces the compiler, functions of the CUDA driver, and PyTorch's answers about the current GPU, so the process
+    is unfit for other use afterwards. Results of kernels are not written, and new memory is zero, as PyTorch may index
+    by it.
 
-    kernels: those that were loaded, in their order, each with its number.
-    launches: in their order, as JSON holds them: the number of the kernel, the configuration, and of each argument
-        layout and value, without addresses, so that they are equal in every process.
+    kernels: loaded kernels in order, each with its number.
+    launches: in order, in the form of JSON: the number of the kernel, the configuration, and layout and value of each
+        argument, without addresses, so that launches are equal in every process.
     """
 
     def __init__(self, num_sms: int) -> None:
@@ -140,11 +140,11 @@ class Recorder:
         return SimpleNamespace(handle=self.kernels.setdefault(spec, len(self.kernels)))
 
     def _built(self, build: Callable[..., None]) -> Callable[..., None]:
-        """`Launcher.__init__` whose launcher notes its launches."""
+        """Wrap `Launcher.__init__`: its launchers note their launches."""
 
         def built(launcher: launch.Launcher, kernel: Any, *, args: tuple = (), **options: Any) -> None:
             build(launcher, kernel, args=args, **options)
-            # The arguments as they are now: calls put in nothing but addresses.
+            # Arguments can be noted now: later calls change addresses only.
             configuration = _described(launcher._config)
             noted = {"kernel": kernel.handle, **configuration, "arguments": [*map(self._argument, args)]}
             launcher._launch = lambda *_: (self.launches.append(noted),)
@@ -166,7 +166,7 @@ class Recorder:
 
 
 def _layout(kind: type) -> str | list:
-    """A ctypes type: a letter and a size; of an array its elements, of a structure size and fields with offsets."""
+    """Describe a ctypes type: letter and size; for an array its elements, for a structure size, fields, offsets."""
     if issubclass(kind, ctypes.Array):
         return [kind._length_, _layout(kind._type_)]
     if not issubclass(kind, ctypes.Structure):

@@ -1,4 +1,4 @@
-"""The kernels that calls need: those that they launch, and GEMMs that may be chosen for other numbers of rows."""
+"""The kernels that calls need: launched kernels, and GEMMs that may be chosen for other numbers of rows."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -14,9 +14,9 @@ from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose
 from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.record import Recorder
 
-_LADDER = 1.07  # from one number of rows to the next one that is looked at
-_FEW, _MANY = 128, 8192  # from the first to the last, wherever the tokens of a tile, or the number of tiles, change
-_HEIGHTS, _NARROW = (64, 128, 192, 256), 512  # of tiles for more than _FEW rows; up to so many rows 64 too
+_LADDER = 1.07  # ratio of consecutive numbers of rows that are looked at
+_FEW, _MANY = 128, 8192  # between them, all rows at which the tokens of a tile or the number of tiles change
+_HEIGHTS, _NARROW = (64, 128, 192, 256), 512  # heights of tiles for more than _FEW rows; 64 up to _NARROW rows
 
 
 class Family(NamedTuple):
@@ -29,7 +29,7 @@ class Family(NamedTuple):
     columns: Columns = Columns()
 
     def variants(self, rows: int, num_sms: int) -> set[KernelSpec]:
-        """The kernels that are chosen for up to so many rows, but for a few near ties. Takes a fraction of a second."""
+        """Return the kernels for 1 to `rows` rows, except for a few near ties, in a fraction of a second."""
         sizes = _ladder(1, rows)
         if not self.groups:
             ends = _full_tiles(_MANY)
@@ -38,14 +38,14 @@ class Family(NamedTuple):
         return self._kernels(map(self._choice(num_sms), sizes))
 
     def all_variants(self, step: int, rows: int, num_sms: int) -> set[KernelSpec]:
-        """Every kernel that is chosen for some multiple of `step` rows up to so many. Takes seconds."""
+        """Return every kernel for a multiple of `step` rows up to `rows`. Takes seconds."""
         chosen = self._choice(num_sms)
         if self.groups:
             return self._kernels(map(chosen, range(step, rows + 1, step)))
         return self._kernels(_of_each_interval(chosen, _full_tiles(rows), rows))
 
     def _choice(self, num_sms: int) -> Callable[[int], TileConfig]:
-        """The tile for a number of rows, as `launch.GemmLauncher` chooses it."""
+        """Return the function from a number of rows to the tile that `launch.build` chooses."""
         n, k, groups, epilogue, _ = self
         if not groups:
             return lambda rows: choose(DenseProblem(rows, n, k, num_sms), epilogue)
@@ -57,27 +57,27 @@ class Family(NamedTuple):
 
 
 families: dict[Family, int] = {}
-"""The families of GEMMs that this process has launched, but for the masked layout's, each with its rows for one token.
+"""The GEMM families that this process has launched (not in the masked layout), each with its rows for one token.
 
-Of groups that is the greatest common divisor of the plans' rows: right unless all their numbers of tokens have a common
-divisor. A dense GEMM has a row for each token, or for each sequence.
+With groups: the greatest common divisor of the plans' rows, which is right unless all numbers of tokens have a common
+divisor. A dense GEMM has one row for each token or sequence.
 """
 
 
 def note(family: Family, rows: int) -> None:
-    """A plan has been made for so many rows, or for a part of them."""
+    """Note a plan for `rows` rows, or for a part of them."""
     families[family] = gcd(rows, families.get(family, 0)) if family.groups else 1
 
 
 class RequiredKernels(NamedTuple):
-    """kernels: those that were launched. families: of GEMMs, each with its rows for one token."""
+    """Launched kernels, and families of GEMMs, each with its rows for one token."""
 
     kernels: set[KernelSpec]
     families: dict[Family, int]
 
 
 def required_by(calls: Iterable[Callable[[], object]], num_sms: int) -> RequiredKernels:
-    """Find what calls launch without gradients on a GPU of `num_sms` SMs. The process is a `Recorder`'s afterwards."""
+    """Find the launches of calls without gradients on a GPU of `num_sms` SMs. It makes a `Recorder` in this process."""
     torch.set_num_threads(1)
     recorder = Recorder(num_sms)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def required_by(calls: Iterable[Callable[[], object]], num_sms: int) -> Required
 
 
 def lengths(tokens: int) -> list[int]:
-    """Powers of two up to `tokens`, and `tokens`: numbers that a kernel, but for GEMMs, serves all of or one among."""
+    """Return the powers of two up to `tokens`, and `tokens`: a kernel other than a GEMM serves at least one of them."""
     return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
 
 
@@ -100,9 +100,9 @@ def _ladder(least: int, most: int) -> Iterator[int]:
 
 
 def _full_tiles(most: int) -> list[int]:
-    """Rows from _FEW on with one more of which a tile of some height takes more tokens, or there are more such tiles.
+    """Return the numbers of rows from _FEW on after which tiles of some height have more tokens, or are more.
 
-    Tiles share the rows evenly, in multiples of 8 (`config.tokens_of_tile`).
+    Tiles share the rows evenly, in multiples of 8 (`sm90.tokens_of_tile`).
     """
     found = set()
     for height in _HEIGHTS:
@@ -114,10 +114,10 @@ def _full_tiles(most: int) -> list[int]:
 
 
 def _of_each_interval(chosen_for: Callable[[int], TileConfig], ends: list[int], most: int) -> set[TileConfig]:
-    """All that is chosen for 1 to `most` rows. ends: of intervals, from _FEW on.
+    """Return the tiles chosen for 1 to `most` rows. ends: of intervals, from _FEW on.
 
-    In each the tiles stay as they are, and the difference of two candidates' times rises or falls
-    throughout: what is chosen at both ends is chosen between them.
+    Within an interval tiles have the same tokens, and the difference of two candidates' times is monotonic: a tile that
+    is chosen at both ends is chosen between them.
     """
     chosen = {chosen_for(rows) for rows in range(1, min(_FEW, most) + 1)}
     for last, end in pairwise((*ends, most)):
