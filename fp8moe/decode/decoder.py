@@ -15,12 +15,7 @@ from fp8moe.decode.attention import NAME as FLASH
 from fp8moe.decode.cache import has_states
 from fp8moe.decode.prefill import MOST_GRAPH_TOKENS, compile_for_prompts
 from fp8moe.decode.prefix import Prefix
-from fp8moe.decode.probe import (
-    check_batch_invariance,
-    check_model,
-    device_of,
-    find_capabilities,
-)
+from fp8moe.decode.probe import check_batch_invariance, check_model, device_of, find_capabilities
 from fp8moe.decode.request import Options, Request, parse, parse_prefix
 from fp8moe.decode.sampling import integer
 from fp8moe.decode.scheduler import ROWS_PER_NEWCOMER, Result, decode, run
