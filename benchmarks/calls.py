@@ -111,16 +111,12 @@ def gemm(
     out_dtype: str = "bfloat16",
     pitch: int | None = None,
     c: str | None = None,
-    tile: str | None = None,
     new_out: bool = False,
 ) -> Callable:
     """Build `gemm`. bias: its dtype. pitch: elements from a row of the result to the next. c: "apart" or "out".
 
-    tile: instead of the chosen one, of a GEMM without the rest. new_out: a call makes its result.
+    new_out: a call makes its result.
     """
-    if tile is not None:
-        out = make.zeros(m, n, dtype=torch.bfloat16)
-        return with_tile(tile, make.rows(m, k), make.weights(n, k), out)
     dtype = getattr(torch, out_dtype)
     options = {"bias": None if bias is None else make.normal(n, dtype=getattr(torch, bias)), "out_dtype": dtype}
     out = make.zeros(m, pitch or n, dtype=dtype)[:, :n]
@@ -137,27 +133,12 @@ def cublas(make: Operands, m: int, n: int, k: int) -> Callable:
     return partial(torch._scaled_mm, make.codes(m, k), make.codes(n, k).t(), **options)
 
 
-def grouped_gemm(
-    make: Operands, groups: int, mean_rows: int, n: int, k: int, tile: str | None = None, new_out: bool = False
-) -> Callable:
-    """Build `grouped_gemm`. tile: instead of the chosen one. new_out: a call makes its result."""
+def grouped_gemm(make: Operands, groups: int, mean_rows: int, n: int, k: int, new_out: bool = False) -> Callable:
+    """Build `grouped_gemm`. new_out: a call makes its result."""
     offsets = group_offsets(groups, mean_rows)
     out = make.zeros(offsets[-1], n, dtype=torch.bfloat16)
     operands = make.rows(offsets[-1], k), make.weights(groups, n, k), make.integers(offsets)
-    if tile is not None:
-        return with_tile(tile, *operands[:2], out, operands[2])
     return partial(fp8moe.grouped_gemm, *operands, out=None if new_out else out)
-
-
-def with_tile(tile: str, a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None = None) -> Callable:
-    """Build a GEMM with a tile named as `python -m benchmarks choice` prints it. ValueError if it is no candidate."""
-    from benchmarks.routines.tiles import Problem, every_candidate, multiply
-
-    problem = Problem(0 if offsets is None else len(b.data), len(a.data), *b.data.shape[-2:])
-    named = {config.name: config for config in every_candidate(problem)}
-    if tile not in named:
-        raise ValueError(f"no tile {tile!r} for {problem}; there are {', '.join(named)}")
-    return partial(multiply, a, b, out, offsets, named[tile])
 
 
 def grouped_gemm_masked(

@@ -34,7 +34,6 @@ from benchmarks import roofline, timing
 from benchmarks.report import Bar, Benchmark, Option, start
 from benchmarks.whole_models import CONFIGS, build
 from fp8moe.decode import GraphDecoder
-from fp8moe.layers.parameters import local
 
 CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (32, 8192))
 BF16_CASES = CASES[:3]
@@ -83,18 +82,18 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def step_bytes(model: Any, prompts: Tensor, cached: float) -> int:
-    """Count bytes that this rank must read for a step after these prompts; cached: those of keys and values."""
+    """Count bytes that a step after these prompts must read; cached: those of keys and values."""
     hit = experts_hit(model, prompts)
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    total = sum(local(p).nbytes for p in model.parameters() if p is head or p is not embedding)
+    total = sum(p.nbytes for p in model.parameters() if p is head or p is not embedding)
     for module, used in hit.items():
-        experts = [local(p) for p in module.parameters() if p.dim() == 3]
+        experts = (p for p in module.parameters() if p.dim() == 3)
         total -= sum(int(p.nbytes * (1 - used / len(p))) for p in experts)
     return total + int(cached)
 
 
 def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
-    """Count for each module the experts of this rank that the first step after the prompts uses."""
+    """Count for each module the experts that the first step after the prompts uses."""
     found: dict[nn.Module, Tensor] = {}
     hooks = [
         module.register_forward_pre_hook(lambda module, inputs: found.update({module: inputs[1]}))
@@ -105,17 +104,7 @@ def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
         model(prompts[:, -1:], use_cache=False)
     for hook in hooks:
         hook.remove()
-    return {
-        module: sum(index in _experts_here(module) for index in used.unique().tolist())
-        for module, used in found.items()
-    }
-
-
-def _experts_here(module: nn.Module) -> range:
-    count = len(local(module.down_proj))
-    parallel = getattr(module, "parallel", None)
-    first = 0 if parallel is None else parallel.rank * count
-    return range(first, first + count)
+    return {module: len(used.unique()) for module, used in found.items()}
 
 
 def shares(replay: Callable[[], object]) -> tuple[int, dict[str, float]]:
