@@ -255,7 +255,7 @@ def linear_training(
 
 def _experts(
     make: Operands, hidden: int, intermediate: int, experts: int, gated: bool, master_dtype: str | None, **options
-) -> nn.Module:
+) -> fp8moe.GroupedExperts:
     up, projections = ("gate_up_proj", 2) if gated else ("up_proj", 1)
     state = {}
     for name, parts, n, k in ((up, projections, intermediate, hidden), ("down_proj", 1, hidden, intermediate)):
@@ -269,6 +269,23 @@ def _experts(
         options["master_dtype"] = getattr(torch, master_dtype)
     sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate}
     return _module(fp8moe.GroupedExperts(**sizes, gated=gated, device="meta", **options), state)
+
+
+def experts_layer(make: Operands, model: shapes.Model) -> fp8moe.GroupedExperts:
+    """Build the frozen experts of a model's layer."""
+    hidden, intermediate, count, _ = model
+    return _experts(make, hidden, intermediate, count, True, None)
+
+
+def layer_inputs(model: shapes.Model, index: Tensor, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
+    """Draw inputs of a model's layer for tokens with these experts; the seed is not that of its weights."""
+    make = Operands(device, seed=1)
+    return make.normal(len(index), model.hidden), index.to(device), make.uniform(*index.shape, mean=1 / model.top_k)
+
+
+def route(model: shapes.Model, tokens: int) -> Tensor:
+    """Choose experts (tokens, top_k) at random, always the same, on the CPU."""
+    return _top_k_index(Operands("cpu"), model.experts, model.top_k, tokens)
 
 
 def _top_k_index(make: Operands, experts: int, top_k: int, tokens: int) -> Tensor:

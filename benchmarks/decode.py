@@ -9,7 +9,7 @@
 - First: seconds from the constructor for FIRST_SIZES to the first token, in a process of its own, with empty caches on
   the disk and with those that it left. `beside_gb`: GPU memory then, beside weights and keys and values.
 
-Prompts are random and all different, weights random (`benchmarks/whole_models.py`). With `--bf16` the model is in
+Prompts are random and all different, weights random (`benchmarks/whole_models.py`). Of `decode_bf16` the model is in
 bfloat16 and its experts run on transformers' `grouped_mm`.
 """
 
@@ -204,16 +204,14 @@ def first_token(name: str) -> None:
     print(json.dumps({"seconds": spent, "beside_gb": beside / 1e9}))
 
 
-def measure(
-    model: str | None = None, batch: Sequence[int] = (), prompt: Sequence[int] = (512,), bf16: bool = False
-) -> Iterator[dict]:
+def measure(model: str | None = None, batch: Sequence[int] = (), prompt: Sequence[int] = (512,)) -> Iterator[dict]:
     """Measure a model's decode steps and prefill; without a model what `tools.validate` records of the first."""
     name = model or next(iter(CONFIGS))
     if model is None:
         yield measure_first(name)
-    built = build(name, fp8=not bf16)
+    built = build(name)
     for case in product(batch, prompt) if batch else CASES:
-        yield measure_decode(built, *case) | ({"what": "decode_bf16"} if bf16 else {})
+        yield measure_decode(built, *case)
     for sizes in PREFILLS:
         yield measure_prefill(built, *sizes)
     if model is None:
@@ -228,7 +226,7 @@ def measure(
 DECODE = Benchmark(
     "decode",
     measure,
-    ("what", "batch", "prompt", "ms", "tokens_s", "floor_ms", "x_floor", "kernels", *KINDS, "other"),
+    COLUMNS,
     [
         Bar(
             *(f"{what}, batch {batch}, prompt {prompt}, {column}", column, limit, aim),
@@ -236,12 +234,7 @@ DECODE = Benchmark(
         )
         for (what, batch, prompt, column), (limit, aim) in LIMITS.items()
     ],
-    {
-        "model": Option(next(iter(CONFIGS)), tuple(CONFIGS)),
-        "batch": Option(()),
-        "prompt": Option((512,)),
-        "bf16": Option(False),
-    },
+    {"model": Option(next(iter(CONFIGS)), tuple(CONFIGS)), "batch": Option(()), "prompt": Option((512,))},
 )
 
 if __name__ == "__main__":

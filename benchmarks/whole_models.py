@@ -17,23 +17,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 48, "head_dim": 128, "norm_topk_prob": True, "rope_theta": 1e6}
         | {"max_position_embeddings": 40960},
     ),
-    "glm-4.5-air": (
-        "glm4_moe",
-        {"head_dim": 128, "attention_bias": True}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}},
-    ),
     # 4 of its 61 layers, one of them of the 3 dense ones
     "deepseek-v3": (
         "deepseek_v3",
         {"num_hidden_layers": 4, "first_k_dense_replace": 1, "rope_parameters": _YARN}
         | {"max_position_embeddings": 163840},
-    ),
-    # SmolLM2-1.7B with 8 experts in the place of each feed-forward module
-    "smollm2-moe": (
-        "mixtral",
-        {"vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24}
-        | {"num_key_value_heads": 32, "head_dim": 64, "max_position_embeddings": 8192, "tie_word_embeddings": True}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 130000.0}},
     ),
 }
 """Model types of transformers, and where a configuration differs from that type's defaults."""
