@@ -88,17 +88,21 @@ def inputs(tokens: int) -> Inputs:
     return Inputs(x.bfloat16(), index, weights / weights.sum(1, keepdim=True))
 
 
+def layer_of(experts: int, device: str = "meta", **options: Any) -> GroupedExperts:
+    """Build a layer of the model with so many experts."""
+    sizes = {"num_experts": experts, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
+    return GroupedExperts(**sizes, device=device, **options)
+
+
 def experts() -> GroupedExperts:
-    sizes = {"num_experts": MODEL.experts, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
     torch.manual_seed(0)
-    return GroupedExperts(**sizes, device=DEVICE)
+    return layer_of(MODEL.experts, DEVICE)
 
 
 def local_part(layer: GroupedExperts) -> GroupedExperts:
     """Copy the experts of this rank into a layer that knows no others."""
     count = MODEL.experts // dist.get_world_size()
-    sizes = {"num_experts": count, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
-    part = GroupedExperts(**sizes, device="meta").to_empty(device=DEVICE)
+    part = layer_of(count).to_empty(device=DEVICE)
     first = dist.get_rank() * count
     for mine, whole in zip(part.parameters(), layer.parameters(), strict=True):
         mine.data.copy_(whole.data[first : first + count])
@@ -292,9 +296,7 @@ def measure_training(tokens: int, layers: int) -> Iterator[dict]:
 
 def trained_part(place: int) -> GroupedExperts:
     """Make the experts that this rank has of a layer to train; results are about as large as inputs."""
-    count = MODEL.experts // dist.get_world_size()
-    sizes = {"num_experts": count, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
-    part = GroupedExperts(**sizes, device="meta", master_dtype=torch.bfloat16).to_empty(device=DEVICE)
+    part = layer_of(MODEL.experts // dist.get_world_size(), master_dtype=torch.bfloat16).to_empty(device=DEVICE)
     random = generator(place * dist.get_world_size() + dist.get_rank())
     for weight in part.parameters():
         weight.data.normal_(std=GAIN / weight.shape[-1] ** 0.5, generator=random)
@@ -303,8 +305,7 @@ def trained_part(place: int) -> GroupedExperts:
 
 def whole_of(part: GroupedExperts) -> GroupedExperts:
     """Make the layer of which each rank has such a part, on the same memory."""
-    sizes = {"num_experts": MODEL.experts, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
-    whole = GroupedExperts(**sizes, device="meta", master_dtype=torch.bfloat16)
+    whole = layer_of(MODEL.experts, master_dtype=torch.bfloat16)
     for name, weight in part.named_parameters():
         sharded = DTensor.from_local(weight.data, _mesh(), [Shard(0)], run_check=False)
         setattr(whole, name, nn.Parameter(sharded))

@@ -56,7 +56,7 @@ print("this is no reply")
 
 
 def tree(path, more=""):
-    shutil.copytree(ROOT / "fp8moe", path / "fp8moe", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "fp8moe", path / "fp8moe")  # with its bytecode
     with (path / "fp8moe/__init__.py").open("a") as file:
         file.write(more)
     return path.resolve()
