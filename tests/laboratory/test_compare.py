@@ -150,10 +150,15 @@ def test_the_command(monkeypatch, tmp_path, ratio):
     (tmp_path / "fp8moe/__init__.py").touch()
     monkeypatch.setattr(compare, "compare", compared)
     monkeypatch.setattr(compare.report, "start", lambda: "a GPU")
+    monkeypatch.setattr(compare.report, "digest", lambda root: "d")
     arguments = [str(tmp_path), "--only", "^grouped_gemm_k ", "--out", str(tmp_path / "out")]
     assert compare.main(arguments) == (ratio < 1)
     stored = json.loads((tmp_path / "out/compare.json").read_text())
-    assert stored["gpu"] == "a GPU" and stored["old"] == str(tmp_path) and len(stored["rows"]) == 1
+    assert (
+        (stored["digest"], stored["gpu"]) == ("d", "a GPU")
+        and stored["old"] == str(tmp_path)
+        and len(stored["rows"]) == 1
+    )
     with pytest.raises(SystemExit):
         compare.main([str(tmp_path), "--only", "no such case"])
 
