@@ -6,7 +6,7 @@ the function that makes the operands and returns the call. Only public names of 
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -111,16 +111,12 @@ def gemm(
     out_dtype: str = "bfloat16",
     pitch: int | None = None,
     c: str | None = None,
-    tile: str | None = None,
     new_out: bool = False,
 ) -> Callable:
     """Build `gemm`. bias: its dtype. pitch: elements from a row of the result to the next. c: "apart" or "out".
 
-    tile: instead of the chosen one, of a GEMM without the rest. new_out: a call makes its result.
+    new_out: a call makes its result.
     """
-    if tile is not None:
-        out = make.zeros(m, n, dtype=torch.bfloat16)
-        return with_tile(tile, make.rows(m, k), make.weights(n, k), out)
     dtype = getattr(torch, out_dtype)
     options = {"bias": None if bias is None else make.normal(n, dtype=getattr(torch, bias)), "out_dtype": dtype}
     out = make.zeros(m, pitch or n, dtype=dtype)[:, :n]
@@ -137,27 +133,12 @@ def cublas(make: Operands, m: int, n: int, k: int) -> Callable:
     return partial(torch._scaled_mm, make.codes(m, k), make.codes(n, k).t(), **options)
 
 
-def grouped_gemm(
-    make: Operands, groups: int, mean_rows: int, n: int, k: int, tile: str | None = None, new_out: bool = False
-) -> Callable:
-    """Build `grouped_gemm`. tile: instead of the chosen one. new_out: a call makes its result."""
+def grouped_gemm(make: Operands, groups: int, mean_rows: int, n: int, k: int, new_out: bool = False) -> Callable:
+    """Build `grouped_gemm`. new_out: a call makes its result."""
     offsets = group_offsets(groups, mean_rows)
     out = make.zeros(offsets[-1], n, dtype=torch.bfloat16)
     operands = make.rows(offsets[-1], k), make.weights(groups, n, k), make.integers(offsets)
-    if tile is not None:
-        return with_tile(tile, *operands[:2], out, operands[2])
     return partial(fp8moe.grouped_gemm, *operands, out=None if new_out else out)
-
-
-def with_tile(tile: str, a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None = None) -> Callable:
-    """Build a GEMM with a tile named as `python -m benchmarks choice` prints it. ValueError if it is no candidate."""
-    from benchmarks.routines.tiles import Problem, every_candidate, multiply
-
-    problem = Problem(0 if offsets is None else len(b.data), len(a.data), *b.data.shape[-2:])
-    named = {config.name: config for config in every_candidate(problem)}
-    if tile not in named:
-        raise ValueError(f"no tile {tile!r} for {problem}; there are {', '.join(named)}")
-    return partial(multiply, a, b, out, offsets, named[tile])
 
 
 def grouped_gemm_masked(
@@ -274,7 +255,7 @@ def linear_training(
 
 def _experts(
     make: Operands, hidden: int, intermediate: int, experts: int, gated: bool, master_dtype: str | None, **options
-) -> nn.Module:
+) -> fp8moe.GroupedExperts:
     up, projections = ("gate_up_proj", 2) if gated else ("up_proj", 1)
     state = {}
     for name, parts, n, k in ((up, projections, intermediate, hidden), ("down_proj", 1, hidden, intermediate)):
@@ -288,6 +269,23 @@ def _experts(
         options["master_dtype"] = getattr(torch, master_dtype)
     sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate}
     return _module(fp8moe.GroupedExperts(**sizes, gated=gated, device="meta", **options), state)
+
+
+def experts_layer(make: Operands, model: shapes.Model) -> fp8moe.GroupedExperts:
+    """Build the frozen experts of a model's layer."""
+    hidden, intermediate, count, _ = model
+    return _experts(make, hidden, intermediate, count, True, None)
+
+
+def layer_inputs(model: shapes.Model, index: Tensor, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
+    """Draw inputs of a model's layer for tokens with these experts; the seed is not that of its weights."""
+    make = Operands(device, seed=1)
+    return make.normal(len(index), model.hidden), index.to(device), make.uniform(*index.shape, mean=1 / model.top_k)
+
+
+def route(model: shapes.Model, tokens: int) -> Tensor:
+    """Choose experts (tokens, top_k) at random, always the same, on the CPU."""
+    return _top_k_index(Operands("cpu"), model.experts, model.top_k, tokens)
 
 
 def _top_k_index(make: Operands, experts: int, top_k: int, tokens: int) -> Tensor:
@@ -462,84 +460,59 @@ def build(case: Case, make: Operands) -> Callable:
     return CALLS[case.op](make, **case.sizes)
 
 
+def _cases(op: str, every: Iterable[dict], **more: object) -> list[Case]:
+    return [Case(op, sizes | more) for sizes in every]
+
+
 def timed() -> list[Case]:
     """List the cases of `benchmarks.shapes` and what else a layer calls. The digest records them."""
     found = []
-
-    def add(op: str, **sizes: object) -> None:
-        found.append(Case(op, sizes))
-
     for sizes in shapes.GEMM:
-        add("gemm", **sizes)
-        if sizes["m"] in CUBLAS_M:
-            add("cublas", **sizes)
-    add("gemm", m=4096, n=4096, k=7168, out_dtype="float32")
-    add("gemm", m=64, n=4096, k=7168, bias="bfloat16")
-    for m in (1, 64, 4096):
-        add("gemm", m=m, n=4096, k=7168, c="apart")
-    for sizes in shapes.GROUPED:
-        add("grouped_gemm", **sizes)
+        found += _cases("gemm", [sizes]) + _cases("cublas", [sizes] if sizes["m"] in CUBLAS_M else [])
+    shape = {"n": 4096, "k": 7168}
+    found += _cases("gemm", [{"m": 4096, **shape}], out_dtype="float32")
+    found += _cases("gemm", [{"m": 64, **shape}], bias="bfloat16")
+    found += _cases("gemm", ({"m": m, **shape} for m in (1, 64, 4096)), c="apart")
+    found += _cases("grouped_gemm", shapes.GROUPED)
     for sizes in shapes.MASKED:
         plain = {name: size for name, size in sizes.items() if name != "expected_m"}
-        add("grouped_gemm_masked", **plain, max_m=shapes.room(sizes["mean_rows"]))
-    for sizes in shapes.ALONG_K:
-        add("grouped_gemm_k", **sizes)
-        add("grouped_gemm_k", **sizes, add=True)
-    for sizes in shapes.SCORES:
-        add("mqa_logits", **sizes)
-    for sizes in shapes.PAGED_SCORES:
-        add("paged_mqa_logits", **sizes)
-    for op in QUANTIZERS:
-        for m in (64, 4096, 65536):
-            add(op, m=m, k=7168)
-    for m in (1, 64, 4096):
-        add("linear", m=m, n=7168, k=2048)
-    add("linear_training", m=8192, n=4096, k=7168)
+        found += _cases("grouped_gemm_masked", [plain], max_m=shapes.room(sizes["mean_rows"]))
+    found += [Case("grouped_gemm_k", sizes | more) for sizes in shapes.ALONG_K for more in ({}, {"add": True})]
+    found += _cases("mqa_logits", shapes.SCORES) + _cases("paged_mqa_logits", shapes.PAGED_SCORES)
+    found += [Case(op, {"m": m, "k": 7168}) for op in QUANTIZERS for m in (64, 4096, 65536)]
+    found += _cases("linear", ({"m": m, "n": 7168, "k": 2048} for m in (1, 64, 4096)))
+    found += _cases("linear_training", [{"m": 8192, **shape}])
     for model in shapes.MODELS.values():
-        for tokens in LAYER_TOKENS:
-            add("experts", **model._asdict(), tokens=tokens)
-    add("experts_training", **shapes.MODELS["qwen3_30b"]._asdict(), tokens=4096)
-    add("experts_training", **shapes.MODELS["dsv3_ep8"]._asdict(), tokens=8192)
+        found += _cases("experts", (model._asdict() | {"tokens": tokens} for tokens in LAYER_TOKENS))
+    for name, tokens in (("qwen3_30b", 4096), ("dsv3_ep8", 8192)):
+        found += _cases("experts_training", [shapes.MODELS[name]._asdict()], tokens=tokens)
     return found
 
 
 def more_timed() -> list[Case]:
     """List the other cases: the parts of a layer, other numbers of tokens, float32 master weights."""
-    found = []
-
-    def add(op: str, **sizes: object) -> None:
-        found.append(Case(op, sizes))
-
     model = shapes.MODELS["dsv3_ep8"]
     hidden, intermediate, experts, top_k = model
-    for tokens in (1, 128):
-        add("append_kv", tokens=tokens, per_block=1)
-    for tokens in (8192, 65536):
-        add("append_kv", tokens=tokens)
-    add("transpose_fp8", experts=1, n=4096, k=hidden)
-    add("transpose_fp8", experts=experts, n=2 * intermediate, k=hidden)
+    found = _cases("append_kv", ({"tokens": tokens, "per_block": 1} for tokens in (1, 128)))
+    found += _cases("append_kv", ({"tokens": tokens} for tokens in (8192, 65536)))
+    found += _cases("transpose_fp8", [{"experts": 1, "n": 4096}, {"experts": experts, "n": 2 * intermediate}], k=hidden)
     for tokens in (64, 8192):
         routing = {"experts": experts, "top_k": top_k, "tokens": tokens}
-        add("sort_by_expert", **routing)
-        add("permute_quantize", hidden=hidden, **routing)
-        add("combine", hidden=hidden, **routing)
-    add("quantize_with_transpose", m=8192, k=hidden)
-    add("quantize_with_transpose", m=65536, k=hidden)
-    for weighted in (False, True):
-        add("gather_with_transpose", hidden=hidden, **routing, weighted=weighted)
-    for op in ("swiglu_quantize", "swiglu_backward_quantize"):
-        add(op, groups=experts, mean_rows=tokens * top_k // experts, intermediate=intermediate)
+        found.append(Case("sort_by_expert", routing))
+        found += [Case(op, {"hidden": hidden, **routing}) for op in ("permute_quantize", "combine")]
+    found += _cases("quantize_with_transpose", ({"m": m, "k": hidden} for m in (8192, 65536)))
+    gathered = {"hidden": hidden, **routing}
+    found += _cases("gather_with_transpose", (gathered | {"weighted": weighted} for weighted in (False, True)))
+    rows = {"groups": experts, "mean_rows": tokens * top_k // experts, "intermediate": intermediate}
+    found += [Case(op, rows) for op in ("swiglu_quantize", "swiglu_backward_quantize")]
     # What these leave alone holds anything, so that their results may differ.
-    for sizes in shapes.SCORES:
-        add("mqa_logits", **sizes, fill_masked=False)
-    for sizes in shapes.PAGED_SCORES:
-        add("paged_mqa_logits", **sizes, fill_masked=False)
-    add("paged_mqa_logits", batch=64, context=2552, next_n=1, max_context_len=131072)
+    found += _cases("mqa_logits", shapes.SCORES, fill_masked=False)
+    found += _cases("paged_mqa_logits", shapes.PAGED_SCORES, fill_masked=False)
+    found.append(Case("paged_mqa_logits", {"batch": 64, "context": 2552, "next_n": 1, "max_context_len": 131072}))
     for other in shapes.MODELS.values():
-        for tokens in (32, 128, 2048):
-            add("experts", **other._asdict(), tokens=tokens)
-    add("linear_training", m=8192, n=4096, k=7168, master_dtype="float32")
-    add("experts_training", **model._asdict(), tokens=8192, master_dtype="float32")
+        found += _cases("experts", (other._asdict() | {"tokens": tokens} for tokens in (32, 128, 2048)))
+    found += _cases("linear_training", [{"m": 8192, "n": 4096, "k": 7168}], master_dtype="float32")
+    found += _cases("experts_training", [model._asdict()], tokens=8192, master_dtype="float32")
     return found
 
 

@@ -10,9 +10,7 @@ faster. `results` says whether they are equal bit for bit, or how far they are a
 ratio shows what the clock does to all others. Cases that the older revision cannot run are named and left out. The exit
 status is 1 if a threshold is missed or a case fails.
 
-With `--clock host` it is the CPU time of eager calls (`benchmarks.calls.eager`). With `--tiles` GEMMs run with given
-tiles instead of the chosen ones, named as `python -m benchmarks choice` prints them: what a change does to a kernel,
-before the cost model knows of it.
+With `--clock host` it is the CPU time of eager calls (`benchmarks.calls.eager`).
 
 REVISION: a git revision of this checkout, or a directory that holds a checkout, for machines without the repository.
 """
@@ -166,18 +164,6 @@ def compare(
     return rows
 
 
-def with_tiles(cases: Iterable[Case], tiles: Sequence[str]) -> list[Case]:
-    """Return the GEMMs without addends among the cases, each with every tile, and the control as it is."""
-    plain = {"gemm": {"m", "n", "k"}, "grouped_gemm": {"groups", "mean_rows", "n", "k"}}
-    found = []
-    for case in cases:
-        if case.op == CONTROL:
-            found.append(case)
-        elif case.sizes.keys() == plain.get(case.op):
-            found += [Case(case.op, case.sizes | {"tile": tile}) for tile in tiles]
-    return found
-
-
 def format_row(row: dict) -> str:
     """Return a line for one case."""
     if "ratio" not in row:
@@ -223,18 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new", default=str(ROOT), metavar="REVISION", help="the newer one; default: this checkout")
     parser.add_argument("--clock", choices=CLOCKS, default="kernels", help="what is timed (default: kernels)")
     parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name this regular expression finds")
-    tiles = "the plain cases of gemm and grouped_gemm, with each of these instead of the chosen one: 128x192s*1"
-    parser.add_argument("--tiles", nargs="+", metavar="TILE", help=tiles)
-    parser.add_argument("--turns", type=int, help="of each revision for a case")
-    parser.add_argument("--geomean", type=float, help="threshold of the ratios")
-    parser.add_argument("--least", type=float, help="threshold of each ratio")
     args = parser.parse_args(argv)
-    given = {name: value for name in ("turns", "geomean", "least") if (value := getattr(args, name)) is not None}
-    clock = CLOCKS[args.clock]._replace(**given)
     every = calls.eager() if args.clock == "host" else calls.timed() + calls.more_timed()
     cases = [case for case in every if re.search(args.only, case.name)]
-    if args.tiles:
-        cases = with_tiles(cases, args.tiles)
     if not cases:
         parser.error(f"--only: no case has {args.only!r} in its name")
     gpu = report.start()
@@ -243,8 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = (args.revision, args.new)
         trees = tuple(tree_of(name, Path(directory) / side) for name, side in zip(names, ("old", "new"), strict=True))
         show = lambda row: print(format_row(row), flush=True)  # noqa: E731
-        rows = compare(cases, trees, caches, clock=args.clock, how=clock, show=show)
-    made = report.result(gpu, rows, thresholds(rows, clock), old=args.revision, new=args.new)
+        rows = compare(cases, trees, caches, clock=args.clock, show=show)
+    made = report.result(gpu, rows, thresholds(rows, CLOCKS[args.clock]), old=args.revision, new=args.new)
     slowest = sorted(compared(rows), key=lambda row: row["ratio"])[:SLOWEST]
     summary = format_table(summarize(rows), ("op", "cases", "geomean", "least", "equal"))
     report.finish(args.out / "compare.json", made, "the least ratios", "\n".join(map(format_row, slowest)), summary)

@@ -9,7 +9,7 @@
 - First: seconds from the constructor for FIRST_SIZES to the first token, in a process of its own, with empty caches on
   the disk and with those that it left. `beside_gb`: GPU memory then, beside weights and keys and values.
 
-Prompts are random and all different, weights random (`benchmarks/whole_models.py`). With `--bf16` the model is in
+Prompts are random and all different, weights random (`benchmarks/whole_models.py`). Of `decode_bf16` the model is in
 bfloat16 and its experts run on transformers' `grouped_mm`.
 """
 
@@ -34,7 +34,6 @@ from benchmarks import roofline, timing
 from benchmarks.report import Bar, Benchmark, Option, start
 from benchmarks.whole_models import CONFIGS, build
 from fp8moe.decode import GraphDecoder
-from fp8moe.layers.parameters import local
 
 CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (32, 8192))
 BF16_CASES = CASES[:3]
@@ -83,18 +82,18 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def step_bytes(model: Any, prompts: Tensor, cached: float) -> int:
-    """Count bytes that this rank must read for a step after these prompts; cached: those of keys and values."""
+    """Count bytes that a step after these prompts must read; cached: those of keys and values."""
     hit = experts_hit(model, prompts)
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    total = sum(local(p).nbytes for p in model.parameters() if p is head or p is not embedding)
+    total = sum(p.nbytes for p in model.parameters() if p is head or p is not embedding)
     for module, used in hit.items():
-        experts = [local(p) for p in module.parameters() if p.dim() == 3]
+        experts = (p for p in module.parameters() if p.dim() == 3)
         total -= sum(int(p.nbytes * (1 - used / len(p))) for p in experts)
     return total + int(cached)
 
 
 def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
-    """Count for each module the experts of this rank that the first step after the prompts uses."""
+    """Count for each module the experts that the first step after the prompts uses."""
     found: dict[nn.Module, Tensor] = {}
     hooks = [
         module.register_forward_pre_hook(lambda module, inputs: found.update({module: inputs[1]}))
@@ -105,17 +104,7 @@ def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
         model(prompts[:, -1:], use_cache=False)
     for hook in hooks:
         hook.remove()
-    return {
-        module: sum(index in _experts_here(module) for index in used.unique().tolist())
-        for module, used in found.items()
-    }
-
-
-def _experts_here(module: nn.Module) -> range:
-    count = len(local(module.down_proj))
-    parallel = getattr(module, "parallel", None)
-    first = 0 if parallel is None else parallel.rank * count
-    return range(first, first + count)
+    return {module: len(used.unique()) for module, used in found.items()}
 
 
 def shares(replay: Callable[[], object]) -> tuple[int, dict[str, float]]:
@@ -215,16 +204,14 @@ def first_token(name: str) -> None:
     print(json.dumps({"seconds": spent, "beside_gb": beside / 1e9}))
 
 
-def measure(
-    model: str | None = None, batch: Sequence[int] = (), prompt: Sequence[int] = (512,), bf16: bool = False
-) -> Iterator[dict]:
+def measure(model: str | None = None, batch: Sequence[int] = (), prompt: Sequence[int] = (512,)) -> Iterator[dict]:
     """Measure a model's decode steps and prefill; without a model what `tools.validate` records of the first."""
     name = model or next(iter(CONFIGS))
     if model is None:
         yield measure_first(name)
-    built = build(name, fp8=not bf16)
+    built = build(name)
     for case in product(batch, prompt) if batch else CASES:
-        yield measure_decode(built, *case) | ({"what": "decode_bf16"} if bf16 else {})
+        yield measure_decode(built, *case)
     for sizes in PREFILLS:
         yield measure_prefill(built, *sizes)
     if model is None:
@@ -239,7 +226,7 @@ def measure(
 DECODE = Benchmark(
     "decode",
     measure,
-    ("what", "batch", "prompt", "ms", "tokens_s", "floor_ms", "x_floor", "kernels", *KINDS, "other"),
+    COLUMNS,
     [
         Bar(
             *(f"{what}, batch {batch}, prompt {prompt}, {column}", column, limit, aim),
@@ -247,12 +234,7 @@ DECODE = Benchmark(
         )
         for (what, batch, prompt, column), (limit, aim) in LIMITS.items()
     ],
-    {
-        "model": Option(next(iter(CONFIGS)), tuple(CONFIGS)),
-        "batch": Option(()),
-        "prompt": Option((512,)),
-        "bf16": Option(False),
-    },
+    {"model": Option(next(iter(CONFIGS)), tuple(CONFIGS)), "batch": Option(()), "prompt": Option((512,))},
 )
 
 if __name__ == "__main__":

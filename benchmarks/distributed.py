@@ -12,11 +12,6 @@
   the same experts alone. `gradient_error`: the largest of the layers', against the experts alone on what the layer has
   read. `repeats`: whether a second pass gives equal gradients.
 - `decode`: a step of a whole model (`benchmarks/whole_models.py`), its batch shared out, against one GPU's step.
-- `node`: a step of DeepSeek-V3 with all its layers, 84 GB of FP8 experts on each of 8 GPUs, heads of attention shared
-  out (`benchmarks/whole_models.py`), the batch on all ranks. `floor_ms`: bytes that a rank must read, as in
-  `benchmarks.decode`. `same`: whether all ranks have the same tokens. Not among the parts that run by default.
-- `traffic`: `share` of a step's time in kernels that send, wait for other GPUs and add up what has come: NCCL's,
-  barriers and `dispatch`; rows that GEMM 2 sends are not counted.
 - `predicted`: what `benchmarks/roofline.py` makes of two GPUs' layers for more of them. It is printed, not kept.
 
 The result is written anew with every row, so that what was measured stays when a process ends before its time.
@@ -38,9 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from benchmarks import node, report, timing
+from benchmarks import report, timing
 from benchmarks.decode import ROOM, random_prompts, step_seconds
-from benchmarks.node import DEVICE
 from benchmarks.report import Bar, Threshold, judge, tables_of, write_json
 from benchmarks.roofline import MANY, predicted
 from benchmarks.shapes import MODELS
@@ -54,6 +48,7 @@ from fp8moe.kernels.experts import operands as kernel
 from fp8moe.kernels.experts.operator import experts_partial
 from fp8moe.quant.formats import FP8Tensor
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # tests have none
 MODEL = MODELS["dsv3"]
 TOKENS = (1, 64, 512, 4096)
 BATCH, PROMPT = 64, 512
@@ -65,8 +60,6 @@ COLUMNS = {
     "scratch": ("tokens", "bytes", "share", "over_share"),
     "training": ("tokens", "layers", "method", "us", "over_local", "gradient_error", "repeats"),
     "decode": ("batch", "ms", "one_gpu_ms", "over_one_gpu"),
-    "node": ("batch", "prompt", "ms", "tokens_s", "floor_ms", "x_floor", "same", "weights_gb", "free_gb"),
-    "traffic": ("batch", "kernels", "share"),
     "predicted": ("ranks", "tokens", "method", "us", "over_local"),
 }
 
@@ -95,17 +88,21 @@ def inputs(tokens: int) -> Inputs:
     return Inputs(x.bfloat16(), index, weights / weights.sum(1, keepdim=True))
 
 
+def layer_of(experts: int, device: str = "meta", **options: Any) -> GroupedExperts:
+    """Build a layer of the model with so many experts."""
+    sizes = {"num_experts": experts, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
+    return GroupedExperts(**sizes, device=device, **options)
+
+
 def experts() -> GroupedExperts:
-    sizes = {"num_experts": MODEL.experts, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
     torch.manual_seed(0)
-    return GroupedExperts(**sizes, device=DEVICE)
+    return layer_of(MODEL.experts, DEVICE)
 
 
 def local_part(layer: GroupedExperts) -> GroupedExperts:
     """Copy the experts of this rank into a layer that knows no others."""
     count = MODEL.experts // dist.get_world_size()
-    sizes = {"num_experts": count, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
-    part = GroupedExperts(**sizes, device="meta").to_empty(device=DEVICE)
+    part = layer_of(count).to_empty(device=DEVICE)
     first = dist.get_rank() * count
     for mine, whole in zip(part.parameters(), layer.parameters(), strict=True):
         mine.data.copy_(whole.data[first : first + count])
@@ -299,9 +296,7 @@ def measure_training(tokens: int, layers: int) -> Iterator[dict]:
 
 def trained_part(place: int) -> GroupedExperts:
     """Make the experts that this rank has of a layer to train; results are about as large as inputs."""
-    count = MODEL.experts // dist.get_world_size()
-    sizes = {"num_experts": count, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
-    part = GroupedExperts(**sizes, device="meta", master_dtype=torch.bfloat16).to_empty(device=DEVICE)
+    part = layer_of(MODEL.experts // dist.get_world_size(), master_dtype=torch.bfloat16).to_empty(device=DEVICE)
     random = generator(place * dist.get_world_size() + dist.get_rank())
     for weight in part.parameters():
         weight.data.normal_(std=GAIN / weight.shape[-1] ** 0.5, generator=random)
@@ -310,8 +305,7 @@ def trained_part(place: int) -> GroupedExperts:
 
 def whole_of(part: GroupedExperts) -> GroupedExperts:
     """Make the layer of which each rank has such a part, on the same memory."""
-    sizes = {"num_experts": MODEL.experts, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
-    whole = GroupedExperts(**sizes, device="meta", master_dtype=torch.bfloat16)
+    whole = layer_of(MODEL.experts, master_dtype=torch.bfloat16)
     for name, weight in part.named_parameters():
         sharded = DTensor.from_local(weight.data, _mesh(), [Shard(0)], run_check=False)
         setattr(whole, name, nn.Parameter(sharded))
@@ -410,7 +404,6 @@ BARS = [
     Bar("scratch of a rank, {tokens} tokens a rank, over its share", "over_share", 1.3, 1.1),
     Bar("training, relative error of gradients", "gradient_error", 3e-2, None, TRAINED, over=max),
     Bar("training, gradients equal on repeat", "repeats", 1.0, None, TRAINED, at_least=True, over=min),
-    Bar("node, batch {batch}, the same tokens on all ranks", "same", 1.0, None, {"what": "node"}, at_least=True),
 ]
 
 
@@ -432,7 +425,6 @@ def measure(args: Any) -> Iterator[dict]:
         "layer": lambda: measure_layers(args.tokens),
         "training": lambda: measure_training(MANY, args.layers),
         "decode": lambda: measure_decode(args.model),
-        "node": lambda: node.measure(args.batch),
     }
     for name in (name for name in PARTS if name in args.only):
         yield from parts[name]()
@@ -460,7 +452,7 @@ def work(args: Any) -> None:
     dist.destroy_process_group()
 
 
-PARTS = ("layer", "training", "decode", "node")
+PARTS = ("layer", "training", "decode")
 # NVLink multicast stays off, as in the tests: on some hosts a program that uses it harms others.
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
@@ -469,10 +461,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = report.parser_of("distributed")
     parser.prog = "python -m benchmarks.distributed"
     parser.add_argument("--ranks", type=int, default=2, help="processes, one for each GPU")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS[:-1], metavar="PART")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="T", help="on each rank")
     parser.add_argument("--layers", type=int, default=1, help="of training")
-    parser.add_argument("--batch", nargs="+", type=int, default=node.BATCHES, metavar="B", help="of node")
     parser.add_argument("--model", choices=CONFIGS, default=next(iter(CONFIGS)))
     args = parser.parse_args(argv)
     if "RANK" in os.environ:

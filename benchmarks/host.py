@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from benchmarks import calls, operands, timing
+from benchmarks import calls, timing
 from benchmarks.report import ROOT, Bar, Benchmark
 from fp8moe import FP8Tensor, gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked, mqa_logits, paged_mqa_logits
 
@@ -161,7 +161,8 @@ def memory_rows() -> list[dict]:
     """Measure the memory of `gemm` calls."""
     rows = []
     for m, n, k in MEMORY_CALLS:
-        call = partial(gemm, operands.activation(m, k), operands.weight(n, k))
+        make = calls.Operands()
+        call = partial(gemm, make.rows(m, k), make.weights(n, k))
         call()  # the first of a shape makes its launcher, with a result of its own
         rows.append({"what": "memory", "m": m, "n": n, "k": k, **memory(call)})
     return rows

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks import operands, timing
+from benchmarks import calls, timing
 from benchmarks.report import Bar, Benchmark, Option
 from benchmarks.shapes import MODELS, Model
 from benchmarks.timing import capture
@@ -58,10 +58,10 @@ def adapt(layer: GroupedExperts, rank: int) -> nn.Module:
 
 def passes(model: Model, tokens: int, rank: int, *, device: str = "cuda") -> dict[str, Pass]:
     """Make passes of frozen experts, of the same with adapters, and of experts into which these were merged."""
-    frozen = operands.experts_layer(model, device=device)
+    frozen = calls.experts_layer(calls.Operands(device), model)
     adapted = adapt(frozen, rank)
     merged = copy.deepcopy(adapted).unload_and_optionally_merge_module(True, False, None)
-    x, index, weights = operands.experts_inputs(model, operands.route(model, tokens), device=device)
+    x, index, weights = calls.layer_inputs(model, calls.route(model, tokens), device)
     inputs = (x.requires_grad_(), index, weights.requires_grad_())
     gradient = torch.randn_like(x)
     layers = {"frozen": frozen, "lora": adapted, "merged": merged}
@@ -121,8 +121,8 @@ def measure(name: str, *, tokens: int = TOKENS, rank: int = RANK) -> dict[str, M
     del found["merged"]
     memory = {impl: measure_step(of) for impl, of in found.items()}
     allowed = 3 * adapter_bytes(model, rank) + memory["frozen"] + activation_bytes(model, tokens, rank)
-    calls = [capture(call) for of in found.values() for call in (of.forward, lambda of=of: step(of))]
-    times = iter(timing.elapsed(calls))
+    replays = [capture(call) for of in found.values() for call in (of.forward, lambda of=of: step(of))]
+    times = iter(timing.elapsed(replays))
     measured = {impl: Measurement(next(times), next(times), memory[impl]) for impl in found}
     return measured | {"lora": measured["lora"]._replace(allowed_bytes=allowed, difference=difference)}
 

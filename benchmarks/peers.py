@@ -237,7 +237,7 @@ def measure_host(m: int, n: int, k: int, *, device: str = "cuda") -> dict:
 
 @functools.lru_cache(maxsize=1)
 def layer_of(model: Model, device: str) -> GroupedExperts:
-    return operands.experts_layer(model, device=device)
+    return calls.experts_layer(calls.Operands(device), model)
 
 
 @functools.lru_cache(maxsize=1)
@@ -249,7 +249,7 @@ def bfloat16_of(model: Model, device: str) -> torch.nn.Module:
 def route(model: Model, tokens: int, routing: str) -> Tensor:
     """Choose experts (tokens, top_k): "random", or "skewed" with SKEW of all assignments on the first expert."""
     if routing == "random":
-        return operands.route(model, tokens)
+        return calls.route(model, tokens)
     rows = tokens * model.top_k
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
     others = 1 + order % (model.experts - 1)
@@ -271,11 +271,12 @@ def make_layer(model: str, tokens: int, routing: str = "random", *, device: str 
     """Make a whole layer, and ("_two_gemms") grouped GEMMs of the same sizes alone."""
     shape = MODELS[model]
     layer = layer_of(shape, device)
-    x, index, weights = operands.experts_inputs(shape, route(shape, tokens, routing), device=device)
+    x, index, weights = calls.layer_inputs(shape, route(shape, tokens, routing), device)
     sizes = torch.bincount(index.flatten().cpu(), minlength=shape.experts).tolist()
     up, up_scale, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
+    make = calls.Operands(device, seed=2)
     pairs = [
-        (operands.random_rows(sum(sizes), weight.data.shape[-1], device=device), weight)
+        (make.rows(sum(sizes), weight.data.shape[-1]), weight)
         for weight in (FP8Tensor(up, up_scale), FP8Tensor(down, down_scale))
     ]
     return {

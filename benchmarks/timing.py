@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -41,15 +40,12 @@ class KernelEvent(NamedTuple):
 class Timing:
     """GPU time of one call in microseconds over its repeats, and the names of its kernels in launch order.
 
-    steps_us: for each kernel the median time from the end of the one before it, or from its own start if it is the
-        first, to its end. Kernels that overlap, as they do under programmatic dependent launch, count once.
     spans_us: for each repeat the time from the start of the first kernel to the end of the last.
     places_us: median start and end of each kernel, from the start of the first.
     """
 
     samples_us: tuple[float, ...]
     kernels: tuple[str, ...]
-    steps_us: tuple[float, ...] = ()
     places_us: tuple[tuple[float, float], ...] = ()
     spans_us: tuple[float, ...] = ()
 
@@ -85,22 +81,16 @@ def attribute(
         if len(kernels) != 1 or () in kernels:
             raise RuntimeError(f"call {call}: expected the same kernels in every repeat, recorded {sorted(kernels)}")
         samples = tuple(sum(event.duration_ns for event in segment) / 1000 for segment in group)
-        steps = [_steps_ns(segment) for segment in group]
         places = [[_place_ns(event, segment[0]) for event in segment] for segment in group]
         medians = (tuple(zip(*times, strict=True)) for times in zip(*places, strict=True))
         timings.append(
             Timing(
-                *(samples, kernels.pop(), tuple(statistics.median(step) / 1000 for step in zip(*steps, strict=True))),
+                *(samples, kernels.pop()),
                 tuple((statistics.median(starts) / 1000, statistics.median(ends) / 1000) for starts, ends in medians),
-                tuple(sum(step) / 1000 for step in steps),
+                tuple(place[-1][1] / 1000 for place in places),
             )
         )
     return timings
-
-
-def _steps_ns(segment: Sequence[KernelEvent]) -> list[int]:
-    ends = [segment[0].start_ns, *(event.start_ns + event.duration_ns for event in segment)]
-    return [end - before for before, end in pairwise(ends)]
 
 
 def _place_ns(event: KernelEvent, first: KernelEvent) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks import operands, timing
+from benchmarks import calls, operands, timing
 from benchmarks.adapters import transformers_experts
 from benchmarks.report import Bar, Benchmark, Option
 from benchmarks.shapes import MODELS, Model
@@ -91,7 +91,7 @@ def make_pass_rows(what: str, size: Mapping[str, object], measured: Mapping[str,
 def expert_passes(model: Model, tokens: int, *, device: str = "cuda") -> dict[str, Pass]:
     """Make passes of transformers' experts, "bf16", and of ours by the dtype of their master weights."""
     module = transformers_experts(model, device=device)
-    x, index, weights = operands.experts_inputs(model, operands.route(model, tokens), device=device)
+    x, index, weights = calls.layer_inputs(model, calls.route(model, tokens), device)
     inputs = (x.requires_grad_(), index, weights.requires_grad_())
     gradient = torch.randn_like(x)
     layers = {name: GroupedExperts.from_experts(module, master_dtype=dtype) for name, dtype in MASTERS.items()}

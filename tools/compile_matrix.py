@@ -10,7 +10,6 @@ bits of the eager call, for numbers of tokens that the graph was not made with.
 
 import argparse
 import io
-import json
 import logging
 import tempfile
 import warnings
@@ -166,10 +165,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], help="print these rows; without any, all to the page")
     parser.add_argument("--device", default="cpu", help="cpu, the default, or cuda")
     options = parser.parse_args()
-    table = {}
-    for name, row in rows(options.cases or list(CASES), options.device):
-        table[name] = row
-        print(json.dumps({name: row}), flush=True)
+    table = matrices.collect(rows(options.cases or list(CASES), options.device))
     if not options.cases and options.device == "cpu":
         matrices.write(PAGE, MARK, page(table, torch.__version__.partition("+")[0]))
 

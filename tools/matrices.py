@@ -1,7 +1,8 @@
 """Tables of what works, which tools write into pages. A cell is "yes" or another word, and after a colon the reason."""
 
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 Rows = dict[str, dict[str, str]]
@@ -45,3 +46,12 @@ def write(path: Path, mark: str, below: str) -> None:
     """Replace what stands below a mark in a page."""
     head, mark, _ = path.read_text().partition(mark)
     path.write_text(f"{head}{mark}\n{below}")
+
+
+def collect(found: Iterable[tuple[str, dict[str, str]]]) -> Rows:
+    """Return the table of rows, and print each as it is done."""
+    table = {}
+    for name, row in found:
+        table[name] = row
+        print(json.dumps({name: row}), flush=True)
+    return table

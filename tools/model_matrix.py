@@ -9,7 +9,6 @@ logits or gradients that are not close, other tokens.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import re
@@ -409,10 +408,7 @@ def main() -> None:
     names = parser.parse_args().classes
     if unknown := sorted(moe_classes() - set(MODELS) - set(LEFT_OUT)):
         raise SystemExit(f"transformers has {', '.join(unknown)}: add them to tests/tiny_moe_models.py")
-    table = {}
-    for name, row in rows(names or MODELS):
-        table[name] = row
-        print(json.dumps({name: row}), flush=True)
+    table = matrices.collect(rows(names or MODELS))
     if not names:
         matrices.write(PAGE, MARK, page(table, metadata.version("transformers")))
 

@@ -1,4 +1,4 @@
-"""Kernels beside what bounds them: quantizers, index scores, sampling, and batch invariance.
+"""Kernels beside what bounds them: quantizers, index scores, and batch invariance.
 
 Each call is compared with the reference backend before it is timed. `of_copy` is the bandwidth over that of a copy.
 """
@@ -15,7 +15,6 @@ from benchmarks import calls, operands, roofline, shapes, timing
 from benchmarks.calls import Case, ceil_div
 from benchmarks.report import Bar, Benchmark, Option, geomean
 from benchmarks.timing import Timing
-from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
 from fp8moe.kernels.gemm.tiles import invariant_parts
 from fp8moe.runtime import config
 
@@ -260,80 +259,6 @@ MQA = Benchmark(
         Bar("mqa, overlap of the top {top_k} of {tokens} tokens with float32 scores", "overlap", 0.93, at_least=True),
     ],
     {"only": Option(tuple(SCORES), tuple(SCORES))},
-)
-
-VOCAB, PROMPT, STD = 151936, 512, 3.0
-BATCHES = (1, 8, 64)
-# temperature, top_k, top_p, repetition_penalty
-KINDS = {"greedy": (0.0, 0, 1.0, 1.0), "top_k and top_p": (0.7, 20, 0.8, 1.1), "all tokens": (1.0, 0, 1.0, 1.0)}
-STEP_US = 11_000  # of the model that the bar is about, at a batch of 64
-
-
-def make_state(batch: int, kind: str) -> SamplingState:
-    """Make the state of sequences with random prompts that all draw in one way."""
-    temperature, top_k, top_p, penalty = KINDS[kind]
-
-    def filled(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((batch,), value, dtype=dtype, device=DEVICE)
-
-    parameters = (
-        filled(temperature),
-        filled(top_k, torch.int32),
-        filled(top_p),
-        filled(0.0),
-        filled(penalty),
-        filled(0.0),
-    )
-    seen = torch.zeros(batch, VOCAB, dtype=torch.uint8, device=DEVICE)
-    seen.scatter_(1, torch.randint(VOCAB, (batch, PROMPT), device=DEVICE), 1)
-    return SamplingState(*parameters, torch.arange(batch, device=DEVICE), filled(0, torch.int64), seen)
-
-
-def by_torch(logits: Tensor, state: SamplingState, kind: str) -> Tensor:
-    """Choose tokens by PyTorch's operations, with one value of each parameter for all rows."""
-    temperature, top_k, top_p, penalty = KINDS[kind]
-    if not temperature:
-        return logits.argmax(1)
-    scores = logits.float()
-    if penalty != 1.0:
-        scores = torch.where(state.seen > 0, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
-    scores /= temperature
-    if not top_k:
-        return torch.multinomial(scores.softmax(1), 1)
-    values, tokens = scores.topk(top_k)  # from the largest one on
-    probabilities = values.softmax(1)
-    probabilities = probabilities.masked_fill(probabilities.cumsum(1) - probabilities >= top_p, 0.0)
-    return tokens.gather(1, torch.multinomial(probabilities, 1))
-
-
-def sampling() -> Iterator[dict]:
-    """Time one choice over bfloat16 logits, beside PyTorch's operations for the same."""
-    cases, made = [], []
-    for batch in BATCHES:
-        logits = (STD * torch.randn(batch, VOCAB, device=DEVICE)).bfloat16()
-        for kind in KINDS:
-            state = make_state(batch, kind)
-            copy = lambda state=state: SamplingState(*(value.clone() for value in state))  # noqa: E731  a call writes
-            check(f"sample, {kind}, batch {batch}", lambda logits=logits, copy=copy: sample(logits, copy()).tokens)
-            cases.append((kind, batch))
-            made += [partial(sample, logits, state), partial(by_torch, logits, state, kind)]
-    times = [found.median_us for found in timing.measure(made)]
-    found = dict(zip(cases, zip(times[::2], times[1::2], strict=True), strict=True))
-    for (kind, batch), (us, torch_us) in found.items():
-        beyond = us - found["greedy", batch][1]
-        yield {"kind": kind, "batch": batch, "us": us, "torch_us": torch_us, "over_argmax_us": beyond}
-
-
-SAMPLING = Benchmark(
-    "sampling",
-    sampling,
-    ("kind", "batch", "us", "torch_us", "over_argmax_us"),
-    [
-        Bar(
-            *("sampling, batch {batch}, of a step", lambda row: row["over_argmax_us"] / STEP_US, 0.05, 0.02),
-            {"kind": "top_k and top_p", "batch": max(BATCHES)},
-        )
-    ],
 )
 
 DENSE_M, TOKENS = (1, 16, 64, 512, 4096), (1, 16, 64, 512, 4096)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import operands, timing
+from benchmarks import calls, timing
 from benchmarks.report import Bar, Benchmark, Option
 from fp8moe import FP8Tensor
 from fp8moe.kernels.gemm.cost import SKEWED, dense_time, grouped_time
@@ -152,10 +152,11 @@ def candidates(problem: Problem, sms: int, likely: float = LIKELY, most: int = M
 def call_of(problem: Problem) -> Callable[[TileConfig], object]:
     """Return a function that runs the problem with a given tile, on random operands."""
     groups, m, n, k, _ = problem
-    a, out = operands.random_rows(m, k), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    make = calls.Operands()
+    a, out = make.rows(m, k), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
     if groups:
-        return partial(multiply, a, operands.random_experts(groups, n, k), out, group_offsets(problem).cuda())
-    return partial(multiply, a, operands.weight(n, k), out, None)
+        return partial(multiply, a, make.weights(groups, n, k), out, group_offsets(problem).cuda())
+    return partial(multiply, a, make.weights(n, k), out, None)
 
 
 def multiply(a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None, config: TileConfig) -> Tensor:
@@ -186,9 +187,9 @@ def make_row(problem: Problem, times: dict[TileConfig, float], again: dict[TileC
 def time_in_turn(problem: Problem, configs: Sequence[TileConfig], sms: int, rounds: int = 1) -> dict[TileConfig, float]:
     """Return median microseconds of each tile; with several rounds, the median of its medians."""
     call = call_of(problem)
-    calls = [partial(call, config) for config in configs]
+    every = [partial(call, config) for config in configs]
     rests = [timing.SHORT_REST_S if expected_us(problem, config, sms) > LONG_US else 0.0 for config in configs]
-    found = [one.median_us for one in timing.measure(calls * rounds, rests=rests * rounds)]
+    found = [one.median_us for one in timing.measure(every * rounds, rests=rests * rounds)]
     return {config: statistics.median(found[i :: len(configs)]) for i, config in enumerate(configs)}
 
 

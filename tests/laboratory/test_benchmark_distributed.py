@@ -67,7 +67,7 @@ def test_a_process_without_a_gpu_reads_its_arguments_and_says_what_is_missing(mo
         monkeypatch.setenv(name, "0")
     with pytest.raises(SystemExit, match="^2$"):
         distributed.main(["--only", "layer", "nothing"])
-    options = ["--ranks", "2", "--tokens", "1", "--layers", "2", "--batch", "1", "--model", "deepseek-v3", "--out", "b"]
+    options = ["--ranks", "2", "--tokens", "1", "--layers", "2", "--model", "deepseek-v3", "--out", "b"]
     with pytest.raises(SystemExit, match="needs a Hopper GPU"):
         distributed.main(options)
 

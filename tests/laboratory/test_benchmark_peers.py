@@ -24,7 +24,7 @@ def no_gpu(monkeypatch):
             call()
         names = ("sort_by_expert", "gemm", "gemm", "combine")
         places = ((0.0, 2.0), (1.0, 5.0), (4.0, 9.0), (9.0, 10.0))
-        return [timing.Timing((float(i),), names, (), places) for i in range(1, len(calls) + 1)]
+        return [timing.Timing((float(i),), names, places) for i in range(1, len(calls) + 1)]
 
     monkeypatch.setattr(peers.timing, "measure_in_turn", in_turn)
     monkeypatch.setattr(

@@ -127,12 +127,6 @@ def test_index_scores_beside_their_bytes(monkeypatch):
     assert 0.93 <= row["least"] <= row["overlap"] < 1
 
 
-def test_sampling_is_compared_with_the_reference(monkeypatch):
-    for name, value in (("VOCAB", 500), ("PROMPT", 10), ("BATCHES", (3,))):
-        monkeypatch.setattr(kernels, name, value)
-    assert [row["kind"] for row in kernels.sampling()] == list(kernels.KINDS)
-
-
 def test_cpu_time_is_measured_of_every_kind_of_call(monkeypatch):
     measured = []
     for native, drop_in in host.drop_in_calls("cpu").values():

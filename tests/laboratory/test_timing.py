@@ -8,10 +8,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from benchmarks import operands, timing
+from benchmarks import calls, operands, timing
 from benchmarks.shapes import MODELS
 from benchmarks.timing import KernelEvent
-from fp8moe import FP8Tensor
+from fp8moe import quantize_1x128, quantize_128x128
 
 FILL = "fill"
 
@@ -42,10 +42,10 @@ def test_kernels_of_calls_in_turn_are_told_apart():
     assert (first.median_us, second.median_us) == (5.0, 9.0) and first.places_us[1] == (100.0, 101.0)
 
 
-def test_steps_count_overlapping_kernels_once():
+def test_kernels_that_overlap_count_once_in_the_span():
     starts = ((FILL, 0, 50_000), ("a", 60_000, 4_000), ("b", 62_000, 7_000), ("c", 71_000, 1_000))
     (timed,) = timing.attribute([KernelEvent(*event) for event in starts], FILL, calls=1, repeats=1)
-    assert timed.steps_us == (4.0, 5.0, 3.0)  # a; b from the end of a; c with the gap before it
+    assert timed.places_us == ((0.0, 4.0), (2.0, 9.0), (11.0, 12.0))
     assert timed.median_us == 12.0 and timed.spans_us == (12.0,)
 
 
@@ -81,8 +81,8 @@ def test_a_graph_holds_the_call_whose_operands_it_reads(monkeypatch):
 
 def test_exact_values_and_error_of_quantized_operands():
     torch.manual_seed(0)
-    for make, rows in ((operands.activation, 5), (operands.weight, 300)):
-        tensor = make(rows, 272, device="cpu")
+    for quantize, rows in ((quantize_1x128, 5), (quantize_128x128, 300)):
+        tensor = quantize(torch.randn(rows, 272).bfloat16())
         values = operands.exact(tensor)
         assert values.shape == (rows, 272)
         block = slice(256, 272)
@@ -95,14 +95,18 @@ def test_exact_values_and_error_of_quantized_operands():
 
 
 def test_random_operands_are_normal_and_have_the_layouts_of_the_quantizers():
-    torch.manual_seed(0)
-    a = operands.random_rows(301, 400, std=2.0, device="cpu")
+    make = calls.Operands("cpu")
+    a = make.rows(301, 400)
     assert (a.scale.shape, a.scale.stride()) == ((301, 4), (1, 304))
-    assert operands.exact(a).std().item() == pytest.approx(2, rel=0.1)
-    b = operands.random_experts(3, 200, 272, std=0.1, device="cpu")
+    assert operands.exact(a).std().item() == pytest.approx(1, rel=0.1)
+    b = make.weights(3, 200, 272)
     assert (b.data.shape, b.scale.shape) == ((3, 200, 272), (3, 2, 3))
-    values = operands.exact(FP8Tensor(b.data[1], b.scale[1]))
-    assert values.std().item() == pytest.approx(0.1, rel=0.1) and values.isfinite().all()
-    index = operands.route(MODELS["qwen3_30b"], 9)
-    assert torch.equal(index, operands.route(MODELS["qwen3_30b"], 9))
+    values = operands.exact(make.weights(1200, 1000))
+    assert values.std().item() == pytest.approx(1000**-0.5, rel=0.1) and values.isfinite().all()
+    model = MODELS["qwen3_30b"]
+    index = calls.route(model, 9)
+    assert torch.equal(index, calls.route(model, 9))
+    x, _, weights = calls.layer_inputs(model, index, "cpu")
+    assert x.shape == (9, 2048) and weights.shape == (9, 8) and weights.dtype == torch.float32
+    assert not torch.equal(x, calls.Operands("cpu").normal(9, 2048))  # weights have those values
     assert all(len(set(row)) == 8 for row in index.tolist())
