@@ -81,7 +81,7 @@ def test_distribution_over_the_steps_of_a_sequence():
     assert_distributed(sample(logits.expand(DRAWS, -1), state).tokens, logits.softmax(1)[0])
 
 
-@pytest.mark.parametrize("vocab,dtype", [(1, torch.float32), (7, torch.bfloat16), (1001, torch.float16)])
+@pytest.mark.parametrize("vocab,dtype", [(1, torch.float32), (7, torch.bfloat16), (301, torch.float16)])
 def test_distribution_of_equal_logits(vocab, dtype):
     logits = torch.full((1, vocab), -3.0, dtype=dtype).expand(DRAWS, -1)
     assert_distributed(sample(logits, make_state(DRAWS, vocab)).tokens, torch.full((vocab,), 1 / vocab))
