@@ -1,4 +1,8 @@
-"""What transformers says of a checkpoint: its model, and how tensors of the one become those of the other."""
+"""What transformers says of a checkpoint: its model, and how tensors of the one become those of the other.
+
+`fp8moe.weights` calls this through `fp8moe.weights.load.provider`: find_expert_names, fit, locator, convert,
+ignored_layers and refresh.
+"""
 
 import os
 import sys
@@ -10,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8moe.hf import experts, linears
+from fp8moe.hf.fused import latent_attention
+from fp8moe.weights.load import class_of, state_of
 from fp8moe.weights.names import DOWN, GATE, GATE_UP, UP, W_BLOCK, W_NAMES, ExpertNames, Name, parse
-from fp8moe.weights.place import state_of
-from fp8moe.weights.sharded import class_of
 from fp8moe.weights.source import GENERATION_CONFIG, Checkpoint, count_problems, read_json
+from fp8moe.weights.stored import StoredWeight
 
 # While transformers makes a model, it changes PyTorch's default dtype and how its models tie weights, for all threads.
 # Without this lock, a model that is made meanwhile gets the other one's dtype, or weights that are not tied.
@@ -209,3 +215,16 @@ def predicted_layers(config: Any) -> tuple[str, ...]:
     config = config.get_text_config(decoder=True)
     count, first = getattr(config, "num_nextn_predict_layers", None) or 0, getattr(config, "num_hidden_layers", 0)
     return tuple(f"model.layers.{first + index}.*" for index in range(count))
+
+
+def fit(plan: Any, wanted: Mapping[str, StoredWeight]) -> None:
+    """Limit a plan of `quantize_checkpoint` to what transformers can have in FP8. wanted: what may become FP8."""
+    from fp8moe.hf.fit import fit_to_transformers  # which imports transformers
+
+    fit_to_transformers(plan, wanted)
+
+
+def refresh(module: nn.Module) -> None:
+    """Bring up to date what is made of a module's weights."""
+    for kind in (linears, latent_attention, experts):
+        kind.refresh(module)

@@ -23,11 +23,10 @@ from fp8moe.hf.experts import refusal
 from fp8moe.hf.versions import ShapesBeforeLoading
 from fp8moe.layers.replaced import casts_to_weight
 from fp8moe.quant.formats import BLOCK
-from fp8moe.weights.formats import DTYPES
+from fp8moe.weights.load import state_of
 from fp8moe.weights.names import GATE_UP, SCALE, parse
-from fp8moe.weights.place import state_of
 from fp8moe.weights.quantize import OutputPlan
-from fp8moe.weights.source import CheckpointError
+from fp8moe.weights.source import DTYPES, CheckpointError
 from fp8moe.weights.stored import StoredWeight
 
 _EXPERTS = ".experts"  # the end of the names of modules that transformers makes its FP8 experts of

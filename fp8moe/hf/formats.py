@@ -7,9 +7,8 @@ from typing import Any
 
 from fp8moe.hf.experts import NAME
 from fp8moe.weights.names import CHANNEL_SCALE, SCALE
-from fp8moe.weights.source import CheckpointError
+from fp8moe.weights.source import CheckpointError, printable
 from fp8moe.weights.stored import StoredWeight, open_weights
-from fp8moe.weights.untrusted import printable
 
 _DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # of NVFP4 it loses a scale
 """What transformers makes floating-point experts of where these are linears, one by one, by quantization method.

@@ -27,13 +27,21 @@ from fp8moe.hf.architecture import (
 )
 from fp8moe.hf.versions import conversions_to_save
 from fp8moe.layers.replaced import as_patterns, casts_to_weight
-from fp8moe.weights.formats import DTYPE_NAMES, DTYPES, FLOATS, FP8, TensorSpec, quantization_config
-from fp8moe.weights.load import ignored_names, warn_of_unused
+from fp8moe.weights.formats import quantization_config
+from fp8moe.weights.load import TIED, Plan, Target, copy_weight, ignored_names, match, state_of, warn_of_unused
 from fp8moe.weights.names import CHANNEL_SCALE, SCALE, SCALE_ROLE, Name, parse
-from fp8moe.weights.place import TIED, Plan, Target, copy_weight, match, state_of
-from fp8moe.weights.source import Checkpoint, CheckpointError, Reader
+from fp8moe.weights.source import (
+    DTYPE_NAMES,
+    DTYPES,
+    FLOATS,
+    FP8,
+    Checkpoint,
+    CheckpointError,
+    Reader,
+    TensorSpec,
+    printable,
+)
 from fp8moe.weights.stored import StoredWeight, Weights, open_weights
-from fp8moe.weights.untrusted import printable
 from fp8moe.weights.views import dequantized, in_blocks, inexact_problems
 
 

@@ -18,13 +18,22 @@ from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
 from fp8moe.runtime.progress import still_running
-from fp8moe.weights.formats import TensorSpec, quantization_config
-from fp8moe.weights.inspect import block_problems, low_fp8_fraction
+from fp8moe.weights.formats import low_fp8_fraction, quantization_config
+from fp8moe.weights.inspect import block_problems
+from fp8moe.weights.load import provider
 from fp8moe.weights.names import DOWN, GATE_UP, WEIGHT, Name
-from fp8moe.weights.provider import provider
-from fp8moe.weights.source import CONFIG, DECLARATIONS, HF_QUANT_CONFIG, INDEX, Checkpoint, CheckpointError
+from fp8moe.weights.source import (
+    CONFIG,
+    DECLARATIONS,
+    HF_QUANT_CONFIG,
+    INDEX,
+    MAX_BYTES,
+    Checkpoint,
+    CheckpointError,
+    TensorSpec,
+    printable,
+)
 from fp8moe.weights.stored import INTERLEAVED, StoredWeight, Weights, open_weights
-from fp8moe.weights.untrusted import MAX_BYTES, printable
 from fp8moe.weights.views import as_values, bias_in_rows, in_blocks, in_rows, inexact, inexact_problems, quantized
 from fp8moe.weights.write import into_directory, json_bytes
 

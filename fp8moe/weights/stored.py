@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
-from fp8moe.weights.declared import FP8_KINDS, KINDS, MX_BLOCK, Declared, declared
 from fp8moe.weights.formats import (
     CONCATENATED,
-    FP8,
+    FP8_KINDS,
     GATE_UP_LAYOUT,
-    Layout,
-    TensorSpec,
+    KINDS,
+    MX_BLOCK,
+    Declared,
     as_float,
+    declared,
     fits_scale,
     scale_grid,
 )
@@ -38,7 +39,17 @@ from fp8moe.weights.names import (
     scale_spellings,
     weight_of_codes,
 )
-from fp8moe.weights.source import Checkpoint, CheckpointError, Reader, TensorInfo, open_checkpoint, sections
+from fp8moe.weights.source import (
+    FP8,
+    Checkpoint,
+    CheckpointError,
+    Layout,
+    Reader,
+    TensorInfo,
+    TensorSpec,
+    open_checkpoint,
+    sections,
+)
 
 _IN_TURNS = {"gpt_oss": "GPT-OSS"}
 """Models whose experts are (E, columns, rows), with rows of gate and up in turns, by their model_type."""

@@ -12,10 +12,9 @@ from torch.nn.functional import pad
 
 from fp8moe.quant.formats import BLOCK, FP8_MAX, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_128x128
-from fp8moe.weights.declared import MX_BLOCK
-from fp8moe.weights.formats import FP8, SCALE_DTYPES, as_float, scale_dtype, scale_grid
+from fp8moe.weights.formats import MX_BLOCK, SCALE_DTYPES, as_float, scale_dtype, scale_grid
 from fp8moe.weights.names import BIAS, GATE_UP
-from fp8moe.weights.source import Reader
+from fp8moe.weights.source import FP8, Reader
 from fp8moe.weights.stored import StoredWeight, Weights
 
 _FP4 = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))

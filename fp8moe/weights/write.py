@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.progress import progress
-from fp8moe.weights.formats import DTYPES, Layout
-from fp8moe.weights.source import INDEX, SINGLE, Checkpoint, CheckpointError, Reader
+from fp8moe.weights.source import DTYPES, INDEX, SINGLE, Checkpoint, CheckpointError, Layout, Reader
 from fp8moe.weights.stored import StoredWeight
 
 
