@@ -7,9 +7,9 @@ ignored_layers and refresh.
 import os
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fp8moe.hf import experts, linears
 from fp8moe.hf.fused import latent_attention
 from fp8moe.weights.load import class_of, state_of
-from fp8moe.weights.names import DOWN, GATE, GATE_UP, UP, W_BLOCK, W_NAMES, ExpertNames, Name, parse
+from fp8moe.weights.names import DOWN, GATE, GATE_UP, UP, W_BLOCK, W_NAMES, ExpertNames, Location, Name, parse
 from fp8moe.weights.source import GENERATION_CONFIG, Checkpoint, count_problems, read_json
 from fp8moe.weights.stored import StoredWeight
 
@@ -27,25 +27,6 @@ construction_lock = threading.RLock()
 
 
 _ONE_EXPERT = "experts.*."  # in transformers' patterns of names
-
-
-class Location(NamedTuple):
-    """Where transformers puts a tensor.
-
-    name: what the model calls the tensor; one expert's with its number: mlp.experts.7.gate_proj.weight.
-    key: in the state dict, of what it becomes, or a part of. converter, pattern: transformers' WeightConverter where it
-    takes more than a name, or the place in a fused parameter, and which of the converter's sources this is.
-    """
-
-    name: Name
-    key: str
-    converter: Any = None
-    pattern: str | None = None
-
-    @property
-    def steps(self) -> str:
-        """The converter's operations, for a message."""
-        return ", ".join(type(step).__name__ for step in self.converter.operations)
 
 
 def read_config(checkpoint: Checkpoint) -> Any:
@@ -103,33 +84,29 @@ def empty_model(config: Any) -> Any:
         raise ValueError(f"config.json: transformers cannot make the model ({reason_of(error)})") from error
 
 
-class Locator:
-    """Tells where a tensor of a checkpoint goes in a model of transformers, in the manner of its from_pretrained."""
+def locator(model: Any) -> Callable[[Name], Location]:
+    """Return the function that tells where a model puts a tensor: transformers' models as from_pretrained does."""
+    if not is_of_transformers(model):
+        return lambda name: Location(name, name.text)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
 
-    def __init__(self, model: Any):
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter
+    conversions = get_model_conversion_mapping(model)
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    renamings = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
+    judged = [(each, _stacked(each)) for each in converters]
+    by_pattern = {pattern: pair for pair in judged for pattern in pair[0].source_patterns}
+    state, prefix = state_of(model), model.base_model_prefix
 
-        conversions = get_model_conversion_mapping(model)
-        self._converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
-        self._renamings = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
-        self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
-        self._stacked = {id(each): _stacked(each) for each in self._converters}
-        self._state = state_of(model)
-        self._prefix = model.base_model_prefix
-
-    def locate(self, name: Name) -> Location:
-        from transformers.core_model_loading import rename_source_key
-
-        key, pattern = rename_source_key(name.text, self._renamings, self._converters, self._prefix, self._state)
-        if key not in self._state and name.text in self._state:
+    def located(name: Name) -> Location:
+        key, pattern = rename_source_key(name.text, renamings, converters, prefix, state)
+        if key not in state and name.text in state:
             return Location(name, name.text)
         if pattern is None:
             return Location(name if key == name.text else parse(key), key)
-        converter = self._by_pattern[pattern]
-        stacked = self._stacked[id(converter)]
+        converter, stacked = by_pattern[pattern]
         if stacked is not None and (stacked == GATE_UP) == key.endswith(f".{GATE_UP}"):
-            renamed = rename_source_key(name.text, self._renamings, [])[0]
+            renamed = rename_source_key(name.text, renamings, [])[0]
             renamed = name if renamed == name.text else parse(renamed)
             if renamed.expert is not None:
                 module = key.rpartition(".")[0]
@@ -137,18 +114,15 @@ class Locator:
                 return Location(renamed._replace(text=text, module=module), key)
         return Location(parse(key), key, converter, pattern)
 
-
-def locator(model: nn.Module) -> Locator | None:
-    """Return what tells the places of tensors in a model of transformers; None for other models."""
-    return Locator(model) if is_of_transformers(model) else None
+    return located
 
 
 def locate(model: Any, names: Iterable[Name]) -> dict[str, Location]:
     """Find where each tensor of a checkpoint goes in this model."""
     from transformers.core_model_loading import dot_natural_key
 
-    found, names = Locator(model), sorted(names, key=lambda name: dot_natural_key(name.text))
-    return {name.text: found.locate(name) for name in names}  # some depend on those before
+    located, names = locator(model), sorted(names, key=lambda name: dot_natural_key(name.text))
+    return {name.text: located(name) for name in names}  # some depend on those before
 
 
 def _stacked(converter: Any) -> str | None:

@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from fp8moe.hf.architecture import construction_lock, empty_model, locate, read_config, reason_of
 from fp8moe.hf.experts import refusal
-from fp8moe.hf.versions import ShapesBeforeLoading
+from fp8moe.hf.versions import Rehearsal
 from fp8moe.layers.replaced import casts_to_weight
 from fp8moe.quant.formats import BLOCK
 from fp8moe.weights.load import state_of
@@ -184,18 +184,8 @@ def _weight(key: str) -> str:
 _PLAIN, _FP8 = "fp8moe_rehearsal", "fp8moe_fp8_rehearsal"
 
 
-class _OnMeta(ShapesBeforeLoading):
-    """Lets a quantizer work without a GPU and without memory."""
-
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def update_device_map(self, device_map: Any) -> dict[str, str]:
-        return {"": "meta"}
-
-
 @register_quantizer(_PLAIN)
-class _PlainRehearsal(_OnMeta, HfQuantizer):
+class _PlainRehearsal(Rehearsal, HfQuantizer):
     """Changes nothing."""
 
     def is_serializable(self) -> bool:
@@ -207,7 +197,7 @@ class _PlainRehearsal(_OnMeta, HfQuantizer):
 
 
 @register_quantizer(_FP8)
-class _FP8Rehearsal(_OnMeta, FineGrainedFP8HfQuantizer):
+class _FP8Rehearsal(Rehearsal, FineGrainedFP8HfQuantizer):
     """Makes the FP8 modules of transformers."""
 
     def __init__(self, quantization_config: FineGrainedFP8Config, **kwargs: Any):

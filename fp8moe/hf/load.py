@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.hf.architecture import (
-    Location,
     construction_lock,
     convert,
     empty_model,
@@ -28,8 +27,8 @@ from fp8moe.hf.architecture import (
 from fp8moe.hf.versions import conversions_to_save
 from fp8moe.layers.replaced import as_patterns, casts_to_weight
 from fp8moe.weights.formats import quantization_config
-from fp8moe.weights.load import TIED, Plan, Target, copy_weight, ignored_names, match, state_of, warn_of_unused
-from fp8moe.weights.names import CHANNEL_SCALE, SCALE, SCALE_ROLE, Name, parse
+from fp8moe.weights.load import TIED, Move, Target, copy_weight, ignored_names, match, state_of, warn_of_unused
+from fp8moe.weights.names import CHANNEL_SCALE, SCALE, SCALE_ROLE, Location, Name, parse
 from fp8moe.weights.source import (
     DTYPE_NAMES,
     DTYPES,
@@ -103,7 +102,7 @@ def load_model(
         raise CheckpointError(what, problems)
     if not matched.replaced:
         warnings.warn(printable(f"{directory}: {weights.format.reason}; nothing of it runs on fp8moe"), stacklevel=2)
-    warn_of_unused(weights, matched.plan)
+    warn_of_unused(weights, matched.moves)
     reader = Reader(stored.directory)
     with construction_lock:
         model, report = type(matched.model).from_pretrained(
@@ -191,14 +190,14 @@ class _Match:
     """A checkpoint, and the model that it is for.
 
     model: on the meta device, with fp8moe's modules in it. replaced: their names; channels: of those with a scale for
-    each output channel. plan: of the weights that go into the model as they are. conversions: of the others, the
+    each output channel. moves: of the weights that go into the model as they are. conversions: of the others, the
     sources of each of transformers', and the keys of what it makes. problems: all that does not fit.
     """
 
     model: nn.Module
     replaced: list[str]
     channels: set[str]
-    plan: Plan
+    moves: list[Move]
     conversions: list[tuple[dict[str, Location], dict[str, StoredWeight], list[str]]]
     problems: list[str]
 
@@ -207,7 +206,7 @@ class _Match:
         state = state_of(self.model)
         first = {id(value): key for key, value in reversed(state.items())}
         moves = defaultdict(list)
-        for move in self.plan.moves:
+        for move in self.moves:
             moves[move[1].key].append(move)
         tensors = {}
         for of_key in moves.values():
@@ -326,14 +325,14 @@ def _match(weights: Weights, model: nn.Module, ignore: tuple[str, ...]) -> _Matc
         problems += wrong
         conversions.append((of_sources, sources, keys))
         converted |= {*keys}
-    plan = match(
+    moves, unfit = match(
         weights.checkpoint,
         [weight for weight in blocks if not any(weight.name.text in sources for sources in groups.values())],
         Target({key: value for key, value in state_of(model).items() if key not in converted}),
         ignored_names(model, ignore, weights.unused),
         located,
     )
-    return _Match(model, replaced, channels, plan, conversions, problems + plan.problems)
+    return _Match(model, replaced, channels, moves, conversions, problems + unfit)
 
 
 def _name_to_locate(weight: StoredWeight, weights: Weights) -> Name:

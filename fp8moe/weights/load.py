@@ -6,7 +6,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import chain
@@ -263,29 +262,8 @@ class Target:
         ]
 
 
-@dataclass
-class Plan:
-    """What will be copied where, and what stands in the way.
-
-    moves: each weight with the places of its values and of its scale. sources: of each entry of the state dict the
-    tensors that it is made of, by part. wrong: entries that a tensor does not fit, and their scales.
-    """
-
-    target: Target
-    problems: list[str]
-    moves: list[tuple[StoredWeight, Place, Place | None]] = field(default_factory=list)
-    sources: dict[str, dict[Part, str]] = field(default_factory=lambda: defaultdict(dict))
-    wrong: set[str] = field(default_factory=set)
-
-    def into_model(self, directory: Path, state: Mapping[str, Tensor]) -> None:
-        """Read every weight into its place, with one shard mapped at a time as far as scales lie beside their codes."""
-        reader, file = Reader(directory), None
-        for weight, place, scale_place in self.moves:
-            if weight.codes.file != file:
-                reader.close()
-                file = weight.codes.file
-            copy_weight(reader, weight, place, state[place.key], scale_place, scale_place and state[scale_place.key])
-        reader.close()
+Move = tuple[StoredWeight, Place, Place | None]
+"""A weight of a checkpoint, with the places of its values and of its scale in a model."""
 
 
 def load_fp8_checkpoint(
@@ -327,12 +305,12 @@ def load_fp8_checkpoint(
         try:
             weights = open_weights(directory)
             weights.check(f"cannot load {directory}")
-            plan = match(
+            moves, found = match(
                 weights.checkpoint, in_blocks(weights), Target(state), ignored_names(model, patterns, weights.unused)
             )
-            problems += plan.problems + _bufferless(model, state)
+            problems += found + _bufferless(model, state)
             problems += inexact_problems(weights) if not problems else ()
-            warn_of_unused(weights, plan)
+            warn_of_unused(weights, moves)
         except CheckpointError as error:
             what, problems = error.what, error.problems
     wrong = [(what, problems) for what, problems in ranks.gather((what, problems)) if problems]
@@ -340,13 +318,13 @@ def load_fp8_checkpoint(
         raise CheckpointError(wrong[0][0], dict.fromkeys(chain.from_iterable(problems for _, problems in wrong)))
     with ranks.step():
         _materialize(model, device)
-        plan.into_model(weights.checkpoint.directory, state_of(model))
+        copy_weights(moves, weights.checkpoint.directory, state_of(model))
         invalidate_masters()  # weights that FSDP2 gathers have versions that do not change
 
 
-def warn_of_unused(weights: Weights, plan: Plan) -> None:
+def warn_of_unused(weights: Weights, moves: Iterable[Move]) -> None:
     """Warn once of static scales that the model has no place for."""
-    if weights.unused - {weight.name.text for weight, *_ in plan.moves}:
+    if weights.unused - {weight.name.text for weight, *_ in moves}:
         text = "has static scales of activations, keys or values, which are not used: all are quantized as they come"
         warnings.warn(printable(f"{weights.checkpoint.directory} {text}"), stacklevel=3)
 
@@ -399,48 +377,60 @@ def match(
     target: Target,
     ignored: Callable[[str], bool],
     located: Callable[[StoredWeight], Name] = lambda weight: weight.name,
-) -> Plan:
-    """Find the place of each weight in a model.
+) -> tuple[list[Move], list[str]]:
+    """Find the place of each weight in a model; return the moves, and a line for all that does not fit.
 
     ignored: whether a tensor of this name may be left over. located: the name of a weight in the model. Only scales of
     which this process holds a part, and tensors that the model ties together, are read, once all names, shapes and
     dtypes fit.
     """
-    plan, extra = Plan(target, [*checkpoint.problems, *unmappable(checkpoint)]), []
+    moves, problems, extra = [], [*checkpoint.problems, *unmappable(checkpoint)], []
+    sources: dict[str, dict[Part, str]] = defaultdict(dict)  # of entries of the state dict, the tensors for their parts
+    wrong: set[str] = set()  # entries that a tensor does not fit, and their scales
+
+    def claim(place: Place, text: str, spec: TensorSpec) -> bool:
+        """Note the tensor of a place, and what is wrong with it; return whether it fits."""
+        other = sources[place.key].setdefault(place.part, text)
+        problem = target.mismatch(spec, place) if other == text else f"the checkpoint has it also as {other}"
+        if problem:
+            problems.append(f"{text}: {problem}")
+            wrong.update((place.key, place.key + SCALE))
+        return problem is None
+
     for weight in weights:
         place = target.find(located(weight))
         if place is None:
-            extra += [weight.name.text, weight.scale_name] if weight.has_scale else [weight.name.text]
+            extra += [weight.name.text, weight.scale_name][: 1 + weight.has_scale]
             continue
-        fits = _claim(plan, place, weight.name.text, TensorSpec(weight.dtype, weight.shape))
+        fits = claim(place, weight.name.text, TensorSpec(weight.dtype, weight.shape))
         scale_place = target.scale_of(place) if weight.has_scale else None
         if scale_place is not None:
-            spec = TensorSpec(weight.scale_dtype, weight.scale.shape if weight.grid is None else weight.grid)
-            _claim(plan, scale_place, weight.scale_name, spec)
+            claim(scale_place, weight.scale_name, TensorSpec(weight.scale_dtype, weight.grid or weight.scale.shape))
         elif weight.has_scale and fits:
             extra.append(weight.scale_name)
-        plan.moves.append((weight, place, scale_place))
-    plan.problems += [f"{name}: {EXTRA}" for name in extra if not ignored(name)]
-    if not plan.problems:
-        plan.problems += _tied_problems(checkpoint, plan)
-        judged = (_scale_to_judge(move, target.state) for move in plan.moves)
-        plan.problems += scale_problems(checkpoint, filter(None, judged))
+        moves.append((weight, place, scale_place))
+    problems += [f"{name}: {EXTRA}" for name in extra if not ignored(name)]
+    if not problems:
+        problems += _tied_problems(checkpoint, moves, target.ties)
+        judged = (_scale_to_judge(move, target.state) for move in moves)
+        problems += scale_problems(checkpoint, filter(None, judged))
     if not checkpoint.incomplete:
-        plan.problems += target.missing(plan.sources, plan.wrong)
-    return plan
+        problems += target.missing(sources, wrong)
+    return moves, problems
 
 
-def _claim(plan: Plan, place: Place, text: str, spec: TensorSpec) -> bool:
-    """Note the tensor of a place, and what is wrong with it; return whether it fits."""
-    other = plan.sources[place.key].setdefault(place.part, text)
-    problem = plan.target.mismatch(spec, place) if other == text else f"the checkpoint has it also as {other}"
-    if problem:
-        plan.problems.append(f"{text}: {problem}")
-        plan.wrong |= {place.key, place.key + SCALE}
-    return problem is None
+def copy_weights(moves: Iterable[Move], directory: Path, state: Mapping[str, Tensor]) -> None:
+    """Read every weight into its place, with one shard mapped at a time as far as scales lie beside their codes."""
+    reader, file = Reader(directory), None
+    for weight, place, scale_place in moves:
+        if weight.codes.file != file:
+            reader.close()
+            file = weight.codes.file
+        copy_weight(reader, weight, place, state[place.key], scale_place, scale_place and state[scale_place.key])
+    reader.close()
 
 
-def _scale_to_judge(move: tuple[StoredWeight, Place, Place | None], state: Mapping[str, Tensor]) -> TensorInfo | None:
+def _scale_to_judge(move: Move, state: Mapping[str, Tensor]) -> TensorInfo | None:
     """The stored scale that a move reads, if this process holds a part of it."""
     weight, place, scale_place = move
     info = weight.scale if scale_place is not None else weight.codes
@@ -480,11 +470,11 @@ def scale_problems(checkpoint: Checkpoint, scales: Iterable[TensorInfo]) -> list
     return sorted(problems)
 
 
-def _tied_problems(checkpoint: Checkpoint, plan: Plan) -> list[str]:
+def _tied_problems(checkpoint: Checkpoint, moves: Iterable[Move], ties: Iterable[list[str]]) -> list[str]:
     """Find tensors that differ, but that the model ties together."""
-    by_key = {place.key: weight for weight, place, _ in plan.moves if place.part == WHOLE}
+    by_key = {place.key: weight for weight, place, _ in moves if place.part == WHOLE}
     problems = []
-    for keys in plan.target.ties:
+    for keys in ties:
         first, *others = [by_key[key] for key in keys if key in by_key] or [None]
         problems += [
             f"{other.name.text}: differs from {first.name.text}, {TIED}"
@@ -524,8 +514,7 @@ def copy_weight(
     if not local.numel() and (scale is None or not scale.numel()):
         return
     if weight.shape != place.shape:  # a scale of its own, with more or fewer sizes of one
-        (value,) = (reader.read(weight.codes),)
-        local.copy_(as_float(value).view(place.shape)[part].to(local.dtype))
+        local.copy_(as_float(reader.read(weight.codes)).view(place.shape)[part].to(local.dtype))
         return
     for expert, value in weight.pieces(reader, part):
         data = value.data if isinstance(value, FP8Tensor) else value

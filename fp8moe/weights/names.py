@@ -7,7 +7,7 @@ scale is called X.weight_scale_inv, X.weight_scale or X.scale; a fused weight Y 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -90,6 +90,25 @@ class Name(NamedTuple):
     def of_module(self, module: str, parameter: str) -> str:
         """The key of a parameter of fused experts, for a weight or a scale."""
         return f"{module}.{parameter}{SCALE if self.role == SCALE_ROLE else ''}"
+
+
+class Location(NamedTuple):
+    """Where a model puts a tensor of a checkpoint.
+
+    name: what the model calls the tensor; one expert's with its number: mlp.experts.7.gate_proj.weight.
+    key: in the state dict, of what it becomes, or a part of. converter, pattern: transformers' WeightConverter where it
+    takes more than a name, or the place in a fused parameter, and which of the converter's sources this is.
+    """
+
+    name: Name
+    key: str
+    converter: Any = None
+    pattern: str | None = None
+
+    @property
+    def steps(self) -> str:
+        """The converter's operations, for a message."""
+        return ", ".join(type(step).__name__ for step in self.converter.operations)
 
 
 def parse(text: str, rank: int | None = None) -> Name:

@@ -3,10 +3,10 @@
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +22,7 @@ from fp8moe.runtime.checks import FLOATING, describe
 from fp8moe.weights.closing import close, open_again
 from fp8moe.weights.formats import scale_grid
 from fp8moe.weights.load import WHOLE, Part, Place, Ranks, Target, copy_weight, held, ignored_names, provider, state_of
-from fp8moe.weights.names import GATE_UP, SCALE_ROLE, WEIGHT, Name, from_vllm, parse
+from fp8moe.weights.names import GATE_UP, SCALE_ROLE, WEIGHT, Location, Name, from_vllm, parse
 from fp8moe.weights.source import DTYPE_NAMES, FP8, CheckpointError, Reader, TensorSpec, unmappable
 from fp8moe.weights.stored import INTERLEAVED, StoredWeight, is_interleaved, open_weights
 from fp8moe.weights.views import in_blocks, inexact_problems, tensor_in_rows
@@ -107,7 +107,7 @@ def refitting(model: nn.Module, *, names: Iterable[str] | None = None) -> Iterat
 
 _lock = threading.Lock()
 _under_way: WeakKeyDictionary[nn.Module, "_Refit"] = WeakKeyDictionary()
-_places: WeakKeyDictionary[nn.Module, dict[str, tuple[Any, Place | None]]] = WeakKeyDictionary()
+_places: WeakKeyDictionary[nn.Module, dict[str, tuple[Location, Place | None]]] = WeakKeyDictionary()
 """Where transformers puts the tensors of a checkpoint, and their places in each model, as found at earlier refits."""
 
 
@@ -327,21 +327,19 @@ class _Refit:
         lines = {line.partition(":")[0]: line for line in self.target.missing(self.sources)}
         return [line for name, line in lines.items() if (weight := parse(name).weight) == name or weight not in lines]
 
-    def _place(self, text: str) -> tuple[Any, Place | None]:
-        """Where transformers puts a tensor, and its place; None if the model has none."""
+    def _place(self, text: str) -> tuple[Location, Place | None]:
+        """Return where transformers puts a tensor, and its place, which is None if the model has none."""
         found = self._places.get(text)
         if found is not None and found[1].key in self.state:
             return found
         for other in dict.fromkeys((text, from_vllm(text))):
             name = parse(other)
+            found = None
             if name.role == SCALE_ROLE:
                 weight = self._locate(name._replace(text=name.weight, role=WEIGHT)).name
                 scale = weight._replace(text=weight.scale, role=SCALE_ROLE)
-                found = _Location(scale), self.target.find(scale)
-                if found[1] is None:  # the scale of no weight that the model has in FP8
-                    location = self._locate(name)
-                    found = location, self.target.find(location.name)
-            else:
+                found = Location(scale, scale.text), self.target.find(scale)
+            if found is None or found[1] is None:  # no scale, or of no weight that the model has in FP8
                 location = self._locate(name)
                 found = location, self.target.find(location.name)
             if found[1] is not None:
@@ -349,11 +347,8 @@ class _Refit:
                 break
         return found
 
-    def _locate(self, name: Name) -> Any:
-        return _Location(name) if self._locator is None else self._locator.locate(name)
-
     @cached_property
-    def _locator(self) -> Any:
+    def _locate(self) -> Callable[[Name], Location]:
         return provider().locator(self._model)
 
     def _check_ignored(self, name: str) -> None:
@@ -438,7 +433,7 @@ class _Refit:
         data.copy_(values.data.view(tensor.shape)[part])
         scale.copy_(values.scale.view(*tensor.shape[:-2], *scale_place.shape[-2:])[scale_part])
 
-    def _convert(self, name: str, location: Any, tensor: Tensor) -> None:
+    def _convert(self, name: str, location: Location, tensor: Tensor) -> None:
         """Write what transformers makes of this tensor and others, if they are all there, and keep it otherwise."""
         if tensor.dtype not in FLOATING:
             raise ValueError(
@@ -504,13 +499,6 @@ class _Refit:
             return (values.view(torch.uint8) & 127).amax() == 127
         least, most = values.aminmax()
         return ~((least > (0 if key in self.target.scales else -torch.inf)) & (most < torch.inf))
-
-
-class _Location(NamedTuple):
-    """Where a tensor of a model that is not of transformers goes: to its name."""
-
-    name: Name
-    converter: None = None
 
 
 def _matrices(place: Place) -> int:
