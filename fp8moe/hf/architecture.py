@@ -1,7 +1,7 @@
-"""What transformers says of a checkpoint: its model, and how tensors of the one become those of the other.
+"""Models of transformers for checkpoints, and how tensors of a checkpoint become those of a model.
 
-`fp8moe.weights` calls this through `fp8moe.weights.load.provider`: find_expert_names, fit, locator, convert,
-ignored_layers and refresh.
+`fp8moe.weights` calls this through `fp8moe.weights.load.provider`: find_expert_names, locator, convert, ignored_layers
+and refresh.
 """
 
 import os
@@ -19,7 +19,6 @@ from fp8moe.hf.fused import latent_attention
 from fp8moe.weights.load import class_of, state_of
 from fp8moe.weights.names import DOWN, GATE, GATE_UP, UP, W_BLOCK, W_NAMES, ExpertNames, Location, Name, parse
 from fp8moe.weights.source import GENERATION_CONFIG, Checkpoint, count_problems, read_json
-from fp8moe.weights.stored import StoredWeight
 
 # While transformers makes a model, it changes PyTorch's default dtype and how its models tie weights, for all threads.
 # Without this lock, a model that is made meanwhile gets the other one's dtype, or weights that are not tied.
@@ -30,7 +29,7 @@ _ONE_EXPERT = "experts.*."  # in transformers' patterns of names
 
 
 def read_config(checkpoint: Checkpoint) -> Any:
-    """transformers' configuration of a checkpoint.
+    """Read a checkpoint's configuration as transformers does.
 
     Raises ValueError, with transformers' reason, if there is none, and for more layers or experts than fit the tensors.
     """
@@ -45,7 +44,10 @@ def read_config(checkpoint: Checkpoint) -> Any:
 
 
 def read_generation_config(checkpoint: Checkpoint) -> Any:
-    """transformers' generation settings of a checkpoint, None without any. Raises ValueError if they cannot be read."""
+    """Read a checkpoint's generation settings as transformers does; return None without any.
+
+    Raises ValueError if they cannot be read.
+    """
     from transformers import GenerationConfig
 
     path = checkpoint.directory / GENERATION_CONFIG
@@ -62,7 +64,7 @@ def read_generation_config(checkpoint: Checkpoint) -> Any:
 
 
 def empty_model(config: Any) -> Any:
-    """transformers' language model of a configuration, on the meta device.
+    """Make transformers' language model of a configuration, on the meta device.
 
     Its class is the one that ``architectures`` names, if that generates; otherwise that of AutoModelForCausalLM or
     AutoModelForImageTextToText. Its dtype is PyTorch's default. Raises ValueError, with transformers' reason, if it
@@ -126,7 +128,7 @@ def locate(model: Any, names: Iterable[Name]) -> dict[str, Location]:
 
 
 def _stacked(converter: Any) -> str | None:
-    """The projection that a converter makes by stacking the experts' matrices, gate above up, and nothing else."""
+    """Return the projection that a converter makes by stacking experts' matrices alone, gate above up; else None."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     sources = [parse(pattern.replace("\\", "").replace("*", "0")) for pattern in converter.source_patterns]
@@ -138,7 +140,7 @@ def _stacked(converter: Any) -> str | None:
 
 
 def convert(model: Any, sources: Mapping[str, Location], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a WeightConverter makes of all of its sources: a part of the model's state dict."""
+    """Apply a WeightConverter to all of its sources; return the part of the model's state dict that it makes."""
     from transformers.core_model_loading import dot_natural_key
 
     first = next(iter(sources.values()))
@@ -150,13 +152,13 @@ def convert(model: Any, sources: Mapping[str, Location], values: Mapping[str, Te
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether this is a model of transformers, which is imported where there is one."""
+    """Return whether this is a model of transformers, which is imported where there is one."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def find_expert_names(model: nn.Module) -> ExpertNames | None:
-    """DeepSeek's names, or for transformers' own models what its registry says; None if it says fused experts."""
+    """Return DeepSeek's names, for transformers' own models those of its registry, or None if it has fused experts."""
     if not is_of_transformers(model) or not class_of(model).__module__.startswith("transformers."):
         return ExpertNames()
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -174,28 +176,21 @@ def find_expert_names(model: nn.Module) -> ExpertNames | None:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of an error of transformers, which may have many."""
+    """Return the first line of an error of transformers, which may have many lines."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def ignored_layers(model: nn.Module) -> tuple[str, ...]:
-    """Patterns of the layers for multi-token prediction, behind the others, which transformers' models do not have."""
+    """Return patterns of a model's layers for multi-token prediction, which transformers leaves out."""
     return predicted_layers(model.config) if is_of_transformers(model) else ()
 
 
 def predicted_layers(config: Any) -> tuple[str, ...]:
-    """Patterns of the layers for multi-token prediction that a configuration has behind the others."""
+    """Return patterns of the layers for multi-token prediction that a configuration has behind the others."""
     config = config.get_text_config(decoder=True)
     count, first = getattr(config, "num_nextn_predict_layers", None) or 0, getattr(config, "num_hidden_layers", 0)
     return tuple(f"model.layers.{first + index}.*" for index in range(count))
-
-
-def fit(plan: Any, wanted: Mapping[str, StoredWeight]) -> None:
-    """Limit a plan of `quantize_checkpoint` to what transformers can have in FP8. wanted: what may become FP8."""
-    from fp8moe.hf.fit import fit_to_transformers  # which imports transformers
-
-    fit_to_transformers(plan, wanted)
 
 
 def refresh(module: nn.Module) -> None:

@@ -121,7 +121,7 @@ class _Fitting:
                 self._refuse(f"{key}: {kind} when transformers loads the result" for key, kind in sorted(new.items()))
 
     def _complaints(self) -> dict[str, str]:
-        """What transformers would say of the result that it does not say of the source."""
+        """Return what transformers would report of the result, and does not report of the source, by key."""
         without_biases = {
             text: name for text, name in self.plan.quantized.items() if self._module(text) not in self.biased
         }
@@ -209,7 +209,7 @@ for _method in (_PLAIN, _FP8):
 
 
 def _rehearse(model: Any, weights: Iterable[StoredWeight], quantization: Mapping[str, Any] | None) -> dict[str, str]:
-    """What transformers says of a checkpoint of these weights: "missing", "unexpected" or "mismatched", by name.
+    """Load weights without data; return what transformers reports: "missing", "unexpected" or "mismatched", by name.
 
     model: of the same class and configuration; the names are those of its state dict. quantization: what config.json
     has of it, None for an unquantized checkpoint. Raises what transformers raises.

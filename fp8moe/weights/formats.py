@@ -14,10 +14,10 @@ from fp8moe.weights.names import CHANNEL_SCALE, GATE_UP, SCALE, WEIGHT, Name
 from fp8moe.weights.source import CONFIG, FLOATS, FP8, HF_QUANT_CONFIG, Layout, TensorSpec, shown
 
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
-"""What scales are stored as; all are exact in float32."""
+"""Dtypes of stored scales; all are exact in float32."""
 GATE_UP_LAYOUT = "gate_up_layout"
 CONCATENATED = "concatenated"
-"""What quantization_config says of FP8 experts with biases where all rows of gate lie before those of up."""
+"""The entry of quantization_config for FP8 experts with biases where all rows of gate lie before those of up."""
 
 
 def scale_dtype(scale_format: str) -> str:

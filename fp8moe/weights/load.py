@@ -45,7 +45,7 @@ Part = tuple[int | None, int | None]
 WHOLE: Part = (None, None)
 
 Box = tuple[range, ...]
-"""A part of a tensor: a range for each dimension. It is empty unless ``all(box)``."""
+"""A part of a tensor, as a range for each dimension. A box is empty unless ``all(box)``."""
 
 
 def whole(shape: Iterable[int]) -> Box:
@@ -53,7 +53,7 @@ def whole(shape: Iterable[int]) -> Box:
 
 
 def held(tensor: Tensor) -> tuple[Tensor, Box]:
-    """The memory that this process has of a tensor, and the box of the tensor that is in it."""
+    """Return the memory that this process has of a tensor, and which box of the tensor it holds."""
     if not is_sharded(tensor):
         return tensor, whole(tensor.shape)
     chunks = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks for
@@ -63,19 +63,19 @@ def held(tensor: Tensor) -> tuple[Tensor, Box]:
 
 
 def overlap(box: Box, other: Box) -> Box:
-    """The box that is in both."""
+    """Return the intersection of two boxes."""
     starts = (max(a.start, b.start) for a, b in zip(box, other, strict=True))
     stops = (min(a.stop, b.stop) for a, b in zip(box, other, strict=True))
     return tuple(range(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))
 
 
 def inside(box: Box, outer: Box) -> tuple[slice, ...]:
-    """The index of a box in the tensor that has the values of ``outer``, a box around it."""
+    """Return the index of a box within the memory that holds ``outer``, a box around it."""
     return tuple(slice(own.start - base.start, own.stop - base.start) for own, base in zip(box, outer, strict=True))
 
 
 def class_of(model: nn.Module) -> type[nn.Module]:
-    """The class that a model had before fully_shard made it one of FSDP2's."""
+    """Return the class that a model had before fully_shard made it one of FSDP2's."""
     if not torch.distributed.is_available():
         return type(model)
     from torch.distributed.fsdp import FSDPModule
@@ -99,15 +99,15 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes."""
+        """Return whether this is the process that writes."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of each of them, in their order."""
+        """Return the values of all processes, by rank."""
         return [value] if self._agreement is None else self._agreement.gather(value)
 
     def check_same(self, expected: str, value: Any) -> None:
-        """Raise ValueError on all of them unless all give the same."""
+        """Raise ValueError on all processes unless all give the same value."""
         if self._agreement is not None:
             from fp8moe.distributed.agreement import check_same
 
@@ -184,7 +184,7 @@ class Target:
 
     def _of_expert(self, name: Name, module: str) -> Place | None:
         fused = name.projection in (GATE, UP) and f"{module}.{GATE_UP}" in self.state
-        key = name.of_module(module, GATE_UP if fused else name.projection)
+        key = f"{module}.{GATE_UP if fused else name.projection}{SCALE if name.role == SCALE_ROLE else ''}"
         target = self.state.get(key)
         if target is None or target.dim() != 3 or name.expert >= target.shape[0]:
             return None
@@ -243,7 +243,7 @@ class Target:
         return problems
 
     def _missing_parts(self, key: str, parts: Mapping[Part, str]) -> list[str]:
-        """What experts stored one by one lack of the fused parameter."""
+        """Return a line for each part of a fused parameter that experts stored one by one lack."""
         if WHOLE in parts:
             return [
                 f"{name}: the checkpoint has it also in {parts[WHOLE]}" for part, name in parts.items() if part != WHOLE
@@ -440,7 +440,7 @@ def _scale_to_judge(move: Move, state: Mapping[str, Tensor]) -> TensorInfo | Non
 
 
 def _way_out(key: str) -> str:
-    """How to make a model's FP8 module and an unquantized tensor go together."""
+    """Tell the user how a model's FP8 module and an unquantized tensor can go together."""
     way_out = "quantize the checkpoint first (fp8moe quantize)"
     module, _, parameter = key.rpartition(".")
     if module and parameter == "weight":
@@ -525,10 +525,6 @@ def copy_weight(
             into.copy_(value.scale[scale_part[-2:]].to(into.dtype))
 
 
-def provider() -> Any:
-    """Return the module whose functions answer for models of transformers, imported when it is first asked.
-
-    find_expert_names(model), fit(plan, wanted), locator(model), convert(model, locations, values),
-    ignored_layers(model), refresh(module).
-    """
-    return import_module("fp8moe.hf.architecture")
+def provider(name: str = "architecture") -> Any:
+    """Import a module of `fp8moe.hf`, whose functions answer for models of transformers, when it is first asked."""
+    return import_module(f"fp8moe.hf.{name}")

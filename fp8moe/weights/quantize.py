@@ -279,7 +279,7 @@ def _fit(plan: OutputPlan, wanted: dict[str, StoredWeight]) -> None:
     elif "model_type" not in plan.weights.checkpoint.config:
         plan.notes.append("not checked against transformers: config.json has no model_type")
     else:
-        provider().fit(plan, wanted)
+        provider("fit").fit_to_transformers(plan, wanted)
 
 
 def _undeclared(config: dict) -> dict:
@@ -296,7 +296,7 @@ def _warn(text: str) -> None:
 
 
 def _is_matrix(weight: StoredWeight) -> bool:
-    """Whether this is a matrix, or the matrices of fused experts."""
+    """Return whether this is a matrix, or the matrices of fused experts."""
     return weight.name.role == WEIGHT and len(weight.shape) == (2 if weight.name.text.endswith(".weight") else 3)
 
 
@@ -328,7 +328,7 @@ def _source_problems(weights: Weights, quantized: dict[str, Name]) -> list[str]:
 
 
 def _fused_problems(weight: StoredWeight, weights: Weights) -> list[str]:
-    """What does not go together of fused experts: gate and up, their bias, and down."""
+    """Return a problem if shapes of fused experts do not go together: of gate and up, their bias, and down."""
     name, shape = weight.name.text, weight.shape
     down_name = f"{weight.name.module}.{DOWN}"
     by_name = {other.name.text: other for other in weights.stored if other.name.module == weight.name.module}
@@ -377,7 +377,7 @@ def _companions(directory: Path) -> tuple[dict[str, bytes], list[str]]:
 
 
 def _leaves(path: Path) -> bool:
-    """Whether this is a link to outside of its directory.
+    """Return whether this is a link to outside of its directory.
 
     The links of a snapshot in the hub's cache lead to the blobs of the same repository: snapshots/REVISION/FILE to
     blobs/HASH. These count as inside.

@@ -122,7 +122,7 @@ class _Again(NamedTuple):
 
 
 _again: WeakKeyDictionary[nn.Module, dict[str, _Again]] = WeakKeyDictionary()
-"""By the names of tensors. A model has tens of thousands of experts' matrices, so the host's time for each counts."""
+"""Quantizations by the names of tensors. With tens of thousands of matrices the host's time for each counts."""
 
 
 class _Source(NamedTuple):
@@ -185,7 +185,7 @@ class _Refit:
 
     @property
     def came(self) -> set[str]:
-        """The entries of the state dict that something came for."""
+        """Entries of the state dict for which a tensor came."""
         return {key for key, parts in self.sources.items() if parts}
 
     def expect(self, names: Iterable[str], strict: bool) -> None:
@@ -292,7 +292,7 @@ class _Refit:
         return is_interleaved({"model_type": getattr(config, "model_type", None)})
 
     def _is_in_turns(self, key: str) -> bool:
-        """Whether this is a tensor of experts whose checkpoints have gate and up in turns, unlike the layer."""
+        """Return whether this is a tensor of experts whose checkpoints have gate and up in turns, unlike the layer."""
         if not self._has_experts_in_turns:
             return False
         return isinstance(self._model.get_submodule(key.rpartition(".")[0]), GroupedExperts)
@@ -323,7 +323,7 @@ class _Refit:
         return RefitReport(tuple(key for key in self.state if key in came), tuple(left))
 
     def _missing(self) -> list[str]:
-        """A line for each tensor that has not come; that of a weight is enough, it may come without a scale."""
+        """Return a line for each tensor that has not come; a missing weight stands for its scale too."""
         lines = {line.partition(":")[0]: line for line in self.target.missing(self.sources)}
         return [line for name, line in lines.items() if (weight := parse(name).weight) == name or weight not in lines]
 
@@ -356,14 +356,14 @@ class _Refit:
             raise ValueError(f"{name}: unknown, the model has no such tensor")
 
     def _claimant(self, place: Place) -> str | None:
-        """The tensor that came for a place, or for a part of it."""
+        """Return the name of the tensor that came for a place, or for a part of it."""
         parts = self.sources[self._first[place.key]]
         if place.part == WHOLE:
             return next(iter(parts.values()), None)
         return parts.get(place.part) or parts.get(WHOLE)
 
     def _has_twin(self, place: Place) -> bool:
-        """Whether a tensor came that the model ties to this one."""
+        """Return whether a tensor came that the model ties to this one."""
         first = self.sources[self._first[place.key]].get(WHOLE)
         return first is not None and self._came[first].key != place.key
 
@@ -458,7 +458,7 @@ class _Refit:
             self._write(key, Place(key, tuple(value.shape)), value)
 
     def _any_bad(self) -> bool:
-        """Whether some of the values that came cannot be. Waits for the device once."""
+        """Return whether some of the values that came cannot be. Waits for the device once."""
         entries = {key: held(self.state[key])[0] for key in self.came}
         entries = {key: values for key, values in entries.items() if values.numel() and values.is_floating_point()}
         judged = {place.key for place in self._codes.values()} | self._scales
@@ -469,7 +469,7 @@ class _Refit:
         return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 
     def _bad_values(self) -> list[str]:
-        """What is wrong with the values of tensors, by the names of these."""
+        """List the tensors that came with values that cannot be."""
         codes = {place.key for place in self._codes.values()}
         entries = {key: held(self.state[key])[0] for key in self.came}
         flags = {
@@ -492,7 +492,7 @@ class _Refit:
         return problems
 
     def _flag(self, key: str, values: Tensor) -> Tensor:
-        """Whether values of an entry of the state dict are not finite, or scales not positive."""
+        """Return whether values of an entry of the state dict are not finite, or scales not positive."""
         if values.dtype == torch.float8_e8m0fnu:
             return values.view(torch.uint8).amax() == 255
         if values.dtype == torch.float8_e4m3fn:
@@ -502,12 +502,12 @@ class _Refit:
 
 
 def _matrices(place: Place) -> int:
-    """How many matrices with blocks of their own lie one below the other: gate and up of fused experts."""
+    """Count the matrices of a place that have blocks of their own: two for gate and up of fused experts."""
     return 2 if len(place.shape) == 3 and place.key.endswith(f".{GATE_UP}") else 1
 
 
 def _halves(value: Tensor) -> Tensor:
-    """(E, 2N, K), gate above up, as (E, 2, N, K)."""
+    """View (E, 2N, K), gate above up, as (E, 2, N, K)."""
     return value.unflatten(1, (2, -1))
 
 
@@ -516,7 +516,7 @@ def _has_channels(weight: Place, scale: Place) -> bool:
 
 
 def _unfit(weight: Place, scale: Place, tensor: Tensor) -> str | None:
-    """Why a tensor cannot be quantized for its place, or None."""
+    """Return why a tensor cannot be quantized for its place, or None."""
     if tensor.shape != weight.shape:
         return f"shape {tuple(tensor.shape)}, expected {weight.shape}"
     if scale.shape != scale_grid(_matrices(weight), weight.shape) and not _has_channels(weight, scale):
@@ -556,7 +556,7 @@ def _opened(source: Source) -> _Source:
 
 
 def _of_directory(directory: str | os.PathLike) -> _Source:
-    """The tensors of a checkpoint in blocks. Raises CheckpointError unless all of them can be read."""
+    """Open the tensors of a checkpoint in blocks. Raises CheckpointError unless all of them can be read."""
     weights, what = open_weights(directory), f"cannot refit from {directory}, the model is unchanged"
     weights.check(f"cannot load {directory}")
     checkpoint = weights.checkpoint

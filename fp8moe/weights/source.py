@@ -357,7 +357,7 @@ def _hub_hint(directory: Path) -> str:
 
 
 def _obstacle(path: Path) -> str | None:
-    """Why this is no file to open, or None: opening a pipe would wait for its writer."""
+    """Return why this is no file to open, or None: opening a pipe would wait for its writer."""
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
@@ -421,7 +421,7 @@ def _integer(text: str) -> int:
 
 
 def _is_deeper(value: object, depth: int) -> bool:
-    """Whether lists and objects are nested more than ``depth`` deep."""
+    """Return whether lists and objects are nested more than ``depth`` deep."""
     level = [value]
     for _ in range(depth + 1):
         level = [

@@ -86,12 +86,12 @@ class StoredWeight(NamedTuple):
 
     @property
     def interleaved(self) -> bool:
-        """Whether rows of gate and up take turns in packed codes."""
+        """Return whether rows of gate and up take turns in packed codes."""
         return self.name.projection == GATE_UP and self.codes.name.endswith(GROUPS)
 
     @property
     def has_scale(self) -> bool:
-        """Whether a scale of its own belongs to the values, as they are seen."""
+        """Return whether a scale of its own belongs to the values, as they are seen."""
         return self.scale is not None and not self.shared and (self.grid is not None or self.make is None)
 
     @property
@@ -269,7 +269,7 @@ def _weight_of(name: Name, info: TensorInfo, tensors: Mapping[str, TensorInfo]) 
 
 
 def _is_transposed(name: Name, shape: tuple[int, ...], tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether fused experts are stored (E, K, N), with as many rows of gate_up as columns of down."""
+    """Return whether fused experts are stored (E, K, N), with as many rows of gate_up as columns of down."""
     if name.expert is not None or len(shape) != 3 or name.projection not in (GATE_UP, DOWN):
         return False
     pair = [tensors.get(f"{name.module}.{projection}") for projection in (GATE_UP, DOWN)]
@@ -376,7 +376,7 @@ def _format(checkpoint: Checkpoint, declarations: list[Declared], stored: list[S
 
 
 def _problem(checkpoint: Checkpoint, declarations: list[Declared], weights: list[StoredWeight]) -> str | None:
-    """Why the format does not load, where configuration and tensors tell it, or None."""
+    """Return why the format does not load, where configuration and tensors tell it, or None."""
     for declaration in declarations:
         if declaration.refusal is not None:
             return f"{declaration.where}: {declaration.refusal}"
@@ -402,7 +402,7 @@ def _problem(checkpoint: Checkpoint, declarations: list[Declared], weights: list
 
 
 def _gate_up_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None:
-    """Why gate and up of fused experts cannot be told apart, or None."""
+    """Return why gate and up of fused experts cannot be told apart, or None."""
     name = weight.codes.name
     if len(weight.shape) != 3:
         return None
@@ -425,7 +425,7 @@ def _gate_up_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None
 
 
 def _is_concatenated(weight: StoredWeight, checkpoint: Checkpoint) -> bool:
-    """Whether this is known to have all rows of gate before those of up, as fp8moe writes it.
+    """Return whether this is known to have all rows of gate before those of up, as fp8moe writes it.
 
     Either the configuration says so, or there is none, as where a module was saved that is no model.
     """

@@ -181,7 +181,7 @@ def _stamp(path: Path) -> str:
 
 
 def _what(name: str, layouts: Mapping[str, Layout], contents: Mapping[str, bytes]) -> str:
-    """Why a file that is there cannot be kept."""
+    """Return why a file that is there cannot be kept."""
     if name in layouts:
         return "of another source, or made with other options"
     return "with other content" if name in contents else "and not a file to be written"
