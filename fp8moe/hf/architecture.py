@@ -1,6 +1,6 @@
 """Models of transformers for checkpoints, and how tensors of a checkpoint become those of a model.
 
-`fp8moe.weights` calls this through `fp8moe.weights.load.provider`: find_expert_names, locator, convert, ignored_layers
+`fp8moe.weights` calls this through `fp8moe.weights.place.provider`: find_expert_names, locator, convert, ignored_layers
 and refresh.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from fp8moe.hf import experts, linears
 from fp8moe.hf.fused import latent_attention
-from fp8moe.weights.load import class_of, state_of
 from fp8moe.weights.names import DOWN, GATE, GATE_UP, UP, W_BLOCK, W_NAMES, ExpertNames, Location, Name, parse
+from fp8moe.weights.place import class_of, state_of
 from fp8moe.weights.source import GENERATION_CONFIG, Checkpoint, count_problems, read_json
 
 # While transformers makes a model, it changes PyTorch's default dtype and how its models tie weights, for all threads.

@@ -23,8 +23,8 @@ from fp8moe.hf.experts import refusal
 from fp8moe.hf.versions import Rehearsal
 from fp8moe.layers.replaced import casts_to_weight
 from fp8moe.quant.formats import BLOCK
-from fp8moe.weights.load import state_of
 from fp8moe.weights.names import GATE_UP, SCALE, parse
+from fp8moe.weights.place import state_of
 from fp8moe.weights.quantize import OutputPlan
 from fp8moe.weights.source import DTYPES, CheckpointError
 from fp8moe.weights.stored import StoredWeight

@@ -26,8 +26,8 @@ from fp8moe.hf.architecture import (
 from fp8moe.hf.versions import conversions_to_save
 from fp8moe.layers.replaced import as_patterns, casts_to_weight
 from fp8moe.weights.formats import quantization_config
-from fp8moe.weights.load import TIED, Move, Target, copy_weight, ignored_names, match, state_of, warn_of_unused
 from fp8moe.weights.names import CHANNEL_SCALE, SCALE, SCALE_ROLE, Location, Name, parse
+from fp8moe.weights.place import TIED, Move, Target, copy_weight, ignored_names, match, state_of, warn_of_unused
 from fp8moe.weights.source import (
     DTYPE_NAMES,
     DTYPES,

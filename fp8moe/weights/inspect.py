@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8moe.weights.formats import SCALE_DTYPES, fits_scale, fractions, scale_grid, unquantized_matrices
-from fp8moe.weights.load import scale_problems
 from fp8moe.weights.names import DOWN, SCALE, SCALE_ROLE, WEIGHT
+from fp8moe.weights.place import scale_problems
 from fp8moe.weights.source import FP8, TensorSpec, printable
 from fp8moe.weights.stored import Format, StoredWeight, Weights, open_weights
 from fp8moe.weights.views import in_blocks

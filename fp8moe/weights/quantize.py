@@ -20,8 +20,8 @@ from fp8moe.quant.quantize import dequantize
 from fp8moe.runtime.progress import still_running
 from fp8moe.weights.formats import low_fp8_fraction, quantization_config
 from fp8moe.weights.inspect import block_problems
-from fp8moe.weights.load import provider
 from fp8moe.weights.names import DOWN, GATE_UP, WEIGHT, Name
+from fp8moe.weights.place import provider
 from fp8moe.weights.source import (
     CONFIG,
     DECLARATIONS,

@@ -21,8 +21,8 @@ from fp8moe.quant.quantize import Requantizer, quantize_128x128, quantize_channe
 from fp8moe.runtime.checks import FLOATING, describe
 from fp8moe.weights.closing import close, open_again
 from fp8moe.weights.formats import scale_grid
-from fp8moe.weights.load import WHOLE, Part, Place, Ranks, Target, copy_weight, held, ignored_names, provider, state_of
 from fp8moe.weights.names import GATE_UP, SCALE_ROLE, WEIGHT, Location, Name, from_vllm, parse
+from fp8moe.weights.place import WHOLE, Part, Place, Ranks, Target, copy_weight, held, ignored_names, provider, state_of
 from fp8moe.weights.source import DTYPE_NAMES, FP8, CheckpointError, Reader, TensorSpec, unmappable
 from fp8moe.weights.stored import INTERLEAVED, StoredWeight, is_interleaved, open_weights
 from fp8moe.weights.views import in_blocks, inexact_problems, tensor_in_rows

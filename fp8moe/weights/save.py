@@ -18,7 +18,6 @@ from fp8moe.layers.parameters import is_sharded
 from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import has_channel_scales
 from fp8moe.weights.formats import low_fp8_fraction, quantization_config, scale_dtype
-from fp8moe.weights.load import Box, Ranks, Target, class_of, held, inside, overlap, provider, state_of, whole
 from fp8moe.weights.names import (
     CHANNEL_SCALE,
     DOWN,
@@ -32,6 +31,7 @@ from fp8moe.weights.names import (
     Name,
     parse,
 )
+from fp8moe.weights.place import Box, Ranks, Target, class_of, held, inside, overlap, provider, state_of, whole
 from fp8moe.weights.source import (
     CONFIG,
     DTYPE_NAMES,

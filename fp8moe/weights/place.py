@@ -1,0 +1,446 @@
+"""Places of weights in a model, sharded or not: all is checked first, then values are copied piece by piece."""
+
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8moe.layers.parameters import is_sharded, local
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.weights.formats import SCALE_DTYPES, as_float, fits_scale
+from fp8moe.weights.names import BLOCK_IN_MODEL, GATE, GATE_UP, SCALE, SCALE_ROLE, UP, W_BLOCK, Name
+from fp8moe.weights.source import (
+    DTYPES,
+    FLOATS,
+    FP8,
+    Checkpoint,
+    Reader,
+    TensorInfo,
+    TensorSpec,
+    printable,
+    unmappable,
+)
+from fp8moe.weights.stored import StoredWeight, Weights
+
+TIED = "but the model ties the two"  # the end of the line about tensors that differ
+EXTRA = "extra, the model has no such tensor"  # the end of the line about such a tensor
+
+Part = tuple[int | None, int | None]
+"""The expert, and the row in its matrices, that a tensor begins at; WHOLE for all of an entry of the state dict."""
+WHOLE: Part = (None, None)
+
+Box = tuple[range, ...]
+"""A part of a tensor, as a range for each dimension. A box is empty unless ``all(box)``."""
+
+
+def whole(shape: Iterable[int]) -> Box:
+    return tuple(map(range, shape))
+
+
+def held(tensor: Tensor) -> tuple[Tensor, Box]:
+    """Return the memory that this process has of a tensor, and which box of the tensor it holds."""
+    if not is_sharded(tensor):
+        return tensor, whole(tensor.shape)
+    chunks = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks for
+    box = tuple(range(first, first + size) for first, size in zip(chunks[0].offsets, chunks[0].sizes, strict=True))
+    with torch.no_grad():
+        return local(tensor), box
+
+
+def overlap(box: Box, other: Box) -> Box:
+    """Return the intersection of two boxes."""
+    starts = (max(a.start, b.start) for a, b in zip(box, other, strict=True))
+    stops = (min(a.stop, b.stop) for a, b in zip(box, other, strict=True))
+    return tuple(range(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))
+
+
+def inside(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the index of a box within the memory that holds ``outer``, a box around it."""
+    return tuple(slice(own.start - base.start, own.stop - base.start) for own, base in zip(box, outer, strict=True))
+
+
+def class_of(model: nn.Module) -> type[nn.Module]:
+    """Return the class that a model had before fully_shard made it one of FSDP2's."""
+    if not torch.distributed.is_available():
+        return type(model)
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+
+
+class Ranks:
+    """All processes of the default group if one of these tensors is sharded, otherwise this process alone.
+
+    group: for tensors on the CPU; None for this process alone.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._agreement, self.group, self.rank = None, None, 0
+        if any(map(is_sharded, tensors)):
+            from fp8moe.distributed.agreement import Agreement
+
+            self._agreement = Agreement.of(dist.group.WORLD)
+            self.group, self.rank = self._agreement.group, dist.get_rank()
+
+    @property
+    def first(self) -> bool:
+        """Return whether this is the process that writes."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, by rank."""
+        return [value] if self._agreement is None else self._agreement.gather(value)
+
+    def check_same(self, expected: str, value: Any) -> None:
+        """Raise ValueError on all processes unless all give the same value."""
+        if self._agreement is not None:
+            from fp8moe.distributed.agreement import check_same
+
+            check_same(expected, self.gather(value))
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Raise an error that one of several processes meets within the block as the same ValueError on all."""
+        if self._agreement is None:
+            yield
+            return
+        error = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        self._agreement.raise_together(error)
+
+
+class Place(NamedTuple):
+    """Where in the model a tensor goes: all of ``state[key]``, or rows of one expert there."""
+
+    key: str
+    shape: tuple[int, ...]
+    part: Part = WHOLE
+
+    @property
+    def box(self) -> Box:
+        """The box of ``state[key]``."""
+        if self.part == WHOLE:
+            return whole(self.shape)
+        (expert, row), (rows, columns) = self.part, self.shape
+        return range(expert, expert + 1), range(row, row + rows), range(columns)
+
+    def held_by(self, target: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+        """Return what this process holds of the place in ``target``, ``state[key]``, and which part of it that is."""
+        if not is_sharded(target):  # quickly: a model may have tens of thousands of such parts
+            expert, row = self.part
+            local = target if self.part == WHOLE else target[expert, row : row + self.shape[0]]
+            return local, tuple(slice(0, size) for size in self.shape)
+        local, box = held(target)
+        part = overlap(self.box, box)
+        local, index = local[inside(part, box)], inside(part, self.box)
+        return (local, index) if self.part == WHOLE else (local.flatten(0, 1), index[1:])
+
+
+class Target:
+    """The state dict of a model that weights go into. state: parameters and persistent buffers under all their names.
+
+    scales: the keys of scales of FP8 weights. ties: the names of each tensor.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor]):
+        self.state = state
+        fp8 = (key for key, value in state.items() if value.dtype == torch.float8_e4m3fn)
+        self.scales = {key + SCALE for key in fp8} & state.keys()
+        names = defaultdict(list)
+        for key, value in state.items():
+            names[id(value)].append(key)
+        self.ties = list(names.values())
+
+    def find(self, name: Name) -> Place | None:
+        """Return where a tensor goes, or None if the model has no place for it."""
+        for other in (name, name._replace(text=name.text.replace(W_BLOCK, BLOCK_IN_MODEL))):
+            for key in (other.text, other.weight + SCALE) if other.role == SCALE_ROLE else (other.text,):
+                if key in self.state:
+                    return Place(key, tuple(self.state[key].shape))
+            if name.expert is not None:
+                module = name.module if other is name else name.module.replace(W_BLOCK, BLOCK_IN_MODEL)
+                place = self._of_expert(name, module)
+                if place is not None:
+                    return place
+        return None
+
+    def _of_expert(self, name: Name, module: str) -> Place | None:
+        fused = name.projection in (GATE, UP) and f"{module}.{GATE_UP}" in self.state
+        key = f"{module}.{GATE_UP if fused else name.projection}{SCALE if name.role == SCALE_ROLE else ''}"
+        target = self.state.get(key)
+        if target is None or target.dim() != 3 or name.expert >= target.shape[0]:
+            return None
+        size = target.shape[1] // 2 if fused else target.shape[1]
+        row = size if fused and name.projection == UP else 0
+        return Place(key, (size, target.shape[2]), (name.expert, row))
+
+    def scale_of(self, place: Place) -> Place | None:
+        """Return where the scale of an FP8 weight at this place goes; None for what is no such weight."""
+        key = place.key + SCALE
+        if key not in self.scales:
+            return None
+        scale = self.state[key]
+        if place.part == WHOLE:
+            return Place(key, tuple(scale.shape))
+        expert, row = place.part
+        size = scale.shape[1] * place.shape[0] // self.state[place.key].shape[1]
+        return Place(key, (size, scale.shape[2]), (expert, size if row else 0))
+
+    def mismatch(self, spec: TensorSpec, place: Place) -> str | None:
+        """Return what keeps a tensor of this dtype and shape from its place, or None."""
+        target = self.state[place.key].dtype
+        if target == torch.float8_e4m3fn:
+            if spec.dtype in FLOATS:
+                return f"{spec.dtype}, but the model's module is FP8; {_way_out(place.key)}"
+            if spec.dtype != FP8:
+                return f"dtype {spec.dtype}, expected {FP8}"
+        elif place.key in self.scales:
+            allowed = SCALE_DTYPES if target == torch.float32 else ("F8_E8M0",)
+            if spec.dtype not in allowed:
+                return f"dtype {spec.dtype}, expected a scale in {' or '.join(allowed)}"
+            if fits_scale(spec.shape, place.shape):
+                return None
+            if len(spec.shape) == len(place.shape) and 1 in (spec.shape[-1], place.shape[-1]):
+                wanted = "channel" if spec.shape[-1] == 1 else "block"
+                return f"shape {spec.shape}, expected {place.shape}; make the module with weight_scales={wanted!r}"
+        elif spec.dtype == FP8:
+            return (
+                f"{FP8}, but the model's module is not FP8; put FP8Linear (replace_linears) or GroupedExperts there "
+                "first"
+            )
+        elif not (target.is_floating_point and spec.dtype in FLOATS) and DTYPES.get(spec.dtype) != target:
+            return f"dtype {spec.dtype}, expected {target}"
+        return None if spec.shape == place.shape else f"shape {spec.shape}, expected {place.shape}"
+
+    def missing(self, sources: Mapping[str, Mapping[Part, str]], wrong: Iterable[str] = ()) -> list[str]:
+        """Return a line for each tensor of the model that no source is for. wrong: keys whose lines are there."""
+        problems = []
+        for keys in self.ties:
+            found = next((key for key in keys if sources.get(key)), None)
+            if found is not None:
+                problems += self._missing_parts(found, sources[found])
+            elif keys[0] not in wrong:
+                also = f" (also called {', '.join(keys[1:])})" if keys[1:] else ""
+                problems.append(f"{keys[0]}: missing{also}")
+        return problems
+
+    def _missing_parts(self, key: str, parts: Mapping[Part, str]) -> list[str]:
+        """Return a line for each part of a fused parameter that experts stored one by one lack."""
+        if WHOLE in parts:
+            return [
+                f"{name}: the checkpoint has it also in {parts[WHOLE]}" for part, name in parts.items() if part != WHOLE
+            ]
+        experts, rows = self.state[key].shape[:2]
+        module, _, parameter = key.rpartition(".")
+        suffix = "weight" + SCALE * (key in self.scales)
+        projections = {GATE: 0, UP: rows // 2} if parameter.startswith(GATE_UP) else {parameter.removesuffix(SCALE): 0}
+        if len(parts) == experts * len(projections):
+            return []
+        return [
+            f"{module}.{expert}.{projection}.{suffix}: missing"
+            for expert in range(experts)
+            for projection, start in projections.items()
+            if (expert, start) not in parts
+        ]
+
+
+Move = tuple[StoredWeight, Place, Place | None]
+"""A weight of a checkpoint, with the places of its values and of its scale in a model."""
+
+
+def warn_of_unused(weights: Weights, moves: Iterable[Move]) -> None:
+    """Warn once of static scales that the model has no place for."""
+    if weights.unused - {weight.name.text for weight, *_ in moves}:
+        text = "has static scales of activations, keys or values, which are not used: all are quantized as they come"
+        warnings.warn(printable(f"{weights.checkpoint.directory} {text}"), stacklevel=3)
+
+
+def ignored_names(model: nn.Module, patterns: tuple[str, ...], unused: Collection[str]) -> Callable[[str], bool]:
+    """Return a function that says whether a checkpoint may have a tensor of a name for which the model has no place.
+
+    unused: such names.
+    """
+    regexes = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+
+    def ignored(name: str) -> bool:
+        if name in unused or any(fnmatchcase(name, pattern) for pattern in patterns):
+            return True
+        return any(regex.search(name) for regex in regexes)
+
+    return ignored
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers themselves, under all of their names."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def match(
+    checkpoint: Checkpoint,
+    weights: Iterable[StoredWeight],
+    target: Target,
+    ignored: Callable[[str], bool],
+    located: Callable[[StoredWeight], Name] = lambda weight: weight.name,
+) -> tuple[list[Move], list[str]]:
+    """Find the place of each weight in a model; return the moves, and a line for all that does not fit.
+
+    ignored: whether a tensor of this name may be left over. located: the name of a weight in the model. Only scales of
+    which this process holds a part, and tensors that the model ties together, are read, once all names, shapes and
+    dtypes fit.
+    """
+    moves, problems, extra = [], [*checkpoint.problems, *unmappable(checkpoint)], []
+    sources: dict[str, dict[Part, str]] = defaultdict(dict)  # of entries of the state dict, the tensors for their parts
+    wrong: set[str] = set()  # entries that a tensor does not fit, and their scales
+
+    def claim(place: Place, text: str, spec: TensorSpec) -> bool:
+        """Note the tensor of a place, and what is wrong with it; return whether it fits."""
+        other = sources[place.key].setdefault(place.part, text)
+        problem = target.mismatch(spec, place) if other == text else f"the checkpoint has it also as {other}"
+        if problem:
+            problems.append(f"{text}: {problem}")
+            wrong.update((place.key, place.key + SCALE))
+        return problem is None
+
+    for weight in weights:
+        place = target.find(located(weight))
+        if place is None:
+            extra += [weight.name.text, weight.scale_name][: 1 + weight.has_scale]
+            continue
+        fits = claim(place, weight.name.text, TensorSpec(weight.dtype, weight.shape))
+        scale_place = target.scale_of(place) if weight.has_scale else None
+        if scale_place is not None:
+            claim(scale_place, weight.scale_name, TensorSpec(weight.scale_dtype, weight.grid or weight.scale.shape))
+        elif weight.has_scale and fits:
+            extra.append(weight.scale_name)
+        moves.append((weight, place, scale_place))
+    problems += [f"{name}: {EXTRA}" for name in extra if not ignored(name)]
+    if not problems:
+        problems += _tied_problems(checkpoint, moves, target.ties)
+        judged = (_scale_to_judge(move, target.state) for move in moves)
+        problems += scale_problems(checkpoint, filter(None, judged))
+    if not checkpoint.incomplete:
+        problems += target.missing(sources, wrong)
+    return moves, problems
+
+
+def copy_weights(moves: Iterable[Move], directory: Path, state: Mapping[str, Tensor]) -> None:
+    """Read every weight into its place, with one shard mapped at a time as far as scales lie beside their codes."""
+    reader, file = Reader(directory), None
+    for weight, place, scale_place in moves:
+        if weight.codes.file != file:
+            reader.close()
+            file = weight.codes.file
+        copy_weight(reader, weight, place, state[place.key], scale_place, scale_place and state[scale_place.key])
+    reader.close()
+
+
+def _scale_to_judge(move: Move, state: Mapping[str, Tensor]) -> TensorInfo | None:
+    """The stored scale that a move reads, if this process holds a part of it."""
+    weight, place, scale_place = move
+    info = weight.scale if scale_place is not None else weight.codes
+    scale_place = scale_place or (place if weight.name.role == SCALE_ROLE else None)
+    here = scale_place is not None and all(overlap(scale_place.box, held(state[scale_place.key])[1]))
+    return info if here else None
+
+
+def _way_out(key: str) -> str:
+    """Tell the user how a model's FP8 module and an unquantized tensor can go together."""
+    way_out = "quantize the checkpoint first (fp8moe quantize)"
+    module, _, parameter = key.rpartition(".")
+    if module and parameter == "weight":
+        way_out += f", or leave the module out with replace_linears(skip=[..., {module.rpartition('.')[2]!r}])"
+    return way_out
+
+
+def scale_problems(checkpoint: Checkpoint, scales: Iterable[TensorInfo]) -> list[str]:
+    """List the stored scales that hold a NaN, an infinity, zero or a negative value; all are of `SCALE_DTYPES` or U8.
+
+    The scale of a block of zeros is positive, too. Memory holds one scale at a time: 1/16384 of its weight's elements.
+    """
+    problems = []
+    for info, stored in checkpoint.read_unmapped(dict.fromkeys(scales)):
+        values = as_float(stored)
+        if ((values > 0) & (values < torch.inf)).all():
+            continue
+        counts = {
+            "NaN": values.isnan(),
+            "infinite": values.isinf(),
+            "zero": values == 0,
+            "negative": (values < 0) & values.isfinite(),
+        }
+        numbers = [f"{count} {kind}" for kind, where in counts.items() if (count := int(where.sum()))]
+        found = f"{', '.join(numbers)} of {values.numel()} values"
+        problems.append(f"{info.name}: has {found}, expected scales that are finite and positive")
+    return sorted(problems)
+
+
+def _tied_problems(checkpoint: Checkpoint, moves: Iterable[Move], ties: Iterable[list[str]]) -> list[str]:
+    """Find tensors that differ, but that the model ties together."""
+    by_key = {place.key: weight for weight, place, _ in moves if place.part == WHOLE}
+    problems = []
+    for keys in ties:
+        first, *others = [by_key[key] for key in keys if key in by_key] or [None]
+        problems += [
+            f"{other.name.text}: differs from {first.name.text}, {TIED}"
+            for other in others
+            if not _equal(checkpoint, first, other)
+        ]
+    return problems
+
+
+def _equal(checkpoint: Checkpoint, *weights: StoredWeight) -> bool:
+    reader = Reader(checkpoint.directory)
+    pairs = [[value for _, value in weight.pieces(reader)] for weight in weights]
+    equal = all(
+        torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors))
+        for pieces in zip(*pairs, strict=True)
+        for tensors in (zip(*pieces, strict=True) if isinstance(pieces[0], FP8Tensor) else [pieces])
+    )
+    reader.close()
+    return equal
+
+
+@torch.no_grad()
+def copy_weight(
+    reader: Reader,
+    weight: StoredWeight,
+    place: Place,
+    target: Tensor | None,
+    scale_place: Place | None = None,
+    scale_target: Tensor | None = None,
+) -> None:
+    """Read a weight into its part of ``target``, and its scale into that of ``scale_target``, where they are given.
+
+    Of a DTensor each process reads what it holds.
+    """
+    local, part = place.held_by(target)
+    scale, scale_part = (None, ()) if scale_place is None else scale_place.held_by(scale_target)
+    if not local.numel() and (scale is None or not scale.numel()):
+        return
+    if weight.shape != place.shape:  # a scale of its own, with more or fewer sizes of one
+        local.copy_(as_float(reader.read(weight.codes)).view(place.shape)[part].to(local.dtype))
+        return
+    for expert, value in weight.pieces(reader, part):
+        data = value.data if isinstance(value, FP8Tensor) else value
+        into = local if expert is None else local[expert]
+        into.copy_(data.to(into.dtype))
+        if scale is not None:
+            into = scale if expert is None else scale[expert]
+            into.copy_(value.scale[scale_part[-2:]].to(into.dtype))
+
+
+def provider(name: str = "architecture") -> Any:
+    """Import a module of `fp8moe.hf`, whose functions answer for models of transformers, when it is first asked."""
+    return import_module(f"fp8moe.hf.{name}")
