@@ -75,7 +75,7 @@ def bytes_read():
     """Name of a tensor -> [bytes that were read of it, bytes that it has], of what transformers loads meanwhile."""
     from transformers import modeling_utils
 
-    from fp8moe.weights.formats import DTYPES
+    from fp8moe.weights.source import DTYPES
 
     found, theirs = {}, modeling_utils.safe_open
 

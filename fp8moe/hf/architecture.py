@@ -1,18 +1,23 @@
-"""What transformers says of a checkpoint: its model, and how tensors of the one become those of the other."""
+"""Models of transformers for checkpoints, and how tensors of a checkpoint become those of a model.
+
+`fp8moe.weights` calls this through `fp8moe.weights.place.provider`: find_expert_names, locator, convert, ignored_layers
+and refresh.
+"""
 
 import os
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8moe.weights.names import DOWN, GATE, GATE_UP, UP, W_BLOCK, W_NAMES, ExpertNames, Name, parse
-from fp8moe.weights.place import state_of
-from fp8moe.weights.sharded import class_of
+from fp8moe.hf import experts, linears
+from fp8moe.hf.fused import latent_attention
+from fp8moe.weights.names import DOWN, GATE, GATE_UP, UP, W_BLOCK, W_NAMES, ExpertNames, Location, Name, parse
+from fp8moe.weights.place import class_of, state_of
 from fp8moe.weights.source import GENERATION_CONFIG, Checkpoint, count_problems, read_json
 
 # While transformers makes a model, it changes PyTorch's default dtype and how its models tie weights, for all threads.
@@ -23,27 +28,8 @@ construction_lock = threading.RLock()
 _ONE_EXPERT = "experts.*."  # in transformers' patterns of names
 
 
-class Location(NamedTuple):
-    """Where transformers puts a tensor.
-
-    name: what the model calls the tensor; one expert's with its number: mlp.experts.7.gate_proj.weight.
-    key: in the state dict, of what it becomes, or a part of. converter, pattern: transformers' WeightConverter where it
-    takes more than a name, or the place in a fused parameter, and which of the converter's sources this is.
-    """
-
-    name: Name
-    key: str
-    converter: Any = None
-    pattern: str | None = None
-
-    @property
-    def steps(self) -> str:
-        """The converter's operations, for a message."""
-        return ", ".join(type(step).__name__ for step in self.converter.operations)
-
-
 def read_config(checkpoint: Checkpoint) -> Any:
-    """transformers' configuration of a checkpoint.
+    """Read a checkpoint's configuration as transformers does.
 
     Raises ValueError, with transformers' reason, if there is none, and for more layers or experts than fit the tensors.
     """
@@ -58,7 +44,10 @@ def read_config(checkpoint: Checkpoint) -> Any:
 
 
 def read_generation_config(checkpoint: Checkpoint) -> Any:
-    """transformers' generation settings of a checkpoint, None without any. Raises ValueError if they cannot be read."""
+    """Read a checkpoint's generation settings as transformers does; return None without any.
+
+    Raises ValueError if they cannot be read.
+    """
     from transformers import GenerationConfig
 
     path = checkpoint.directory / GENERATION_CONFIG
@@ -75,7 +64,7 @@ def read_generation_config(checkpoint: Checkpoint) -> Any:
 
 
 def empty_model(config: Any) -> Any:
-    """transformers' language model of a configuration, on the meta device.
+    """Make transformers' language model of a configuration, on the meta device.
 
     Its class is the one that ``architectures`` names, if that generates; otherwise that of AutoModelForCausalLM or
     AutoModelForImageTextToText. Its dtype is PyTorch's default. Raises ValueError, with transformers' reason, if it
@@ -97,33 +86,29 @@ def empty_model(config: Any) -> Any:
         raise ValueError(f"config.json: transformers cannot make the model ({reason_of(error)})") from error
 
 
-class Locator:
-    """Tells where a tensor of a checkpoint goes in a model of transformers, in the manner of its from_pretrained."""
+def locator(model: Any) -> Callable[[Name], Location]:
+    """Return the function that tells where a model puts a tensor: transformers' models as from_pretrained does."""
+    if not is_of_transformers(model):
+        return lambda name: Location(name, name.text)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
 
-    def __init__(self, model: Any):
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter
+    conversions = get_model_conversion_mapping(model)
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    renamings = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
+    judged = [(each, _stacked(each)) for each in converters]
+    by_pattern = {pattern: pair for pair in judged for pattern in pair[0].source_patterns}
+    state, prefix = state_of(model), model.base_model_prefix
 
-        conversions = get_model_conversion_mapping(model)
-        self._converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
-        self._renamings = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
-        self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
-        self._stacked = {id(each): _stacked(each) for each in self._converters}
-        self._state = state_of(model)
-        self._prefix = model.base_model_prefix
-
-    def locate(self, name: Name) -> Location:
-        from transformers.core_model_loading import rename_source_key
-
-        key, pattern = rename_source_key(name.text, self._renamings, self._converters, self._prefix, self._state)
-        if key not in self._state and name.text in self._state:
+    def located(name: Name) -> Location:
+        key, pattern = rename_source_key(name.text, renamings, converters, prefix, state)
+        if key not in state and name.text in state:
             return Location(name, name.text)
         if pattern is None:
             return Location(name if key == name.text else parse(key), key)
-        converter = self._by_pattern[pattern]
-        stacked = self._stacked[id(converter)]
+        converter, stacked = by_pattern[pattern]
         if stacked is not None and (stacked == GATE_UP) == key.endswith(f".{GATE_UP}"):
-            renamed = rename_source_key(name.text, self._renamings, [])[0]
+            renamed = rename_source_key(name.text, renamings, [])[0]
             renamed = name if renamed == name.text else parse(renamed)
             if renamed.expert is not None:
                 module = key.rpartition(".")[0]
@@ -131,22 +116,19 @@ class Locator:
                 return Location(renamed._replace(text=text, module=module), key)
         return Location(parse(key), key, converter, pattern)
 
-
-def locator(model: nn.Module) -> Locator | None:
-    """Return what tells the places of tensors in a model of transformers; None for other models."""
-    return Locator(model) if is_of_transformers(model) else None
+    return located
 
 
 def locate(model: Any, names: Iterable[Name]) -> dict[str, Location]:
     """Find where each tensor of a checkpoint goes in this model."""
     from transformers.core_model_loading import dot_natural_key
 
-    found, names = Locator(model), sorted(names, key=lambda name: dot_natural_key(name.text))
-    return {name.text: found.locate(name) for name in names}  # some depend on those before
+    located, names = locator(model), sorted(names, key=lambda name: dot_natural_key(name.text))
+    return {name.text: located(name) for name in names}  # some depend on those before
 
 
 def _stacked(converter: Any) -> str | None:
-    """The projection that a converter makes by stacking the experts' matrices, gate above up, and nothing else."""
+    """Return the projection that a converter makes by stacking experts' matrices alone, gate above up; else None."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     sources = [parse(pattern.replace("\\", "").replace("*", "0")) for pattern in converter.source_patterns]
@@ -158,7 +140,7 @@ def _stacked(converter: Any) -> str | None:
 
 
 def convert(model: Any, sources: Mapping[str, Location], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a WeightConverter makes of all of its sources: a part of the model's state dict."""
+    """Apply a WeightConverter to all of its sources; return the part of the model's state dict that it makes."""
     from transformers.core_model_loading import dot_natural_key
 
     first = next(iter(sources.values()))
@@ -170,13 +152,13 @@ def convert(model: Any, sources: Mapping[str, Location], values: Mapping[str, Te
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether this is a model of transformers, which is imported where there is one."""
+    """Return whether this is a model of transformers, which is imported where there is one."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def find_expert_names(model: nn.Module) -> ExpertNames | None:
-    """DeepSeek's names, or for transformers' own models what its registry says; None if it says fused experts."""
+    """Return DeepSeek's names, for transformers' own models those of its registry, or None if it has fused experts."""
     if not is_of_transformers(model) or not class_of(model).__module__.startswith("transformers."):
         return ExpertNames()
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -194,18 +176,24 @@ def find_expert_names(model: nn.Module) -> ExpertNames | None:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of an error of transformers, which may have many."""
+    """Return the first line of an error of transformers, which may have many lines."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def ignored_layers(model: nn.Module) -> tuple[str, ...]:
-    """Patterns of the layers for multi-token prediction, behind the others, which transformers' models do not have."""
+    """Return patterns of a model's layers for multi-token prediction, which transformers leaves out."""
     return predicted_layers(model.config) if is_of_transformers(model) else ()
 
 
 def predicted_layers(config: Any) -> tuple[str, ...]:
-    """Patterns of the layers for multi-token prediction that a configuration has behind the others."""
+    """Return patterns of the layers for multi-token prediction that a configuration has behind the others."""
     config = config.get_text_config(decoder=True)
     count, first = getattr(config, "num_nextn_predict_layers", None) or 0, getattr(config, "num_hidden_layers", 0)
     return tuple(f"model.layers.{first + index}.*" for index in range(count))
+
+
+def refresh(module: nn.Module) -> None:
+    """Bring up to date what is made of a module's weights."""
+    for kind in (linears, latent_attention, experts):
+        kind.refresh(module)

@@ -20,14 +20,13 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from fp8moe.hf.architecture import construction_lock, empty_model, locate, read_config, reason_of
 from fp8moe.hf.experts import refusal
-from fp8moe.hf.versions import ShapesBeforeLoading
+from fp8moe.hf.versions import Rehearsal
 from fp8moe.layers.replaced import casts_to_weight
 from fp8moe.quant.formats import BLOCK
-from fp8moe.weights.formats import DTYPES
 from fp8moe.weights.names import GATE_UP, SCALE, parse
 from fp8moe.weights.place import state_of
 from fp8moe.weights.quantize import OutputPlan
-from fp8moe.weights.source import CheckpointError
+from fp8moe.weights.source import DTYPES, CheckpointError
 from fp8moe.weights.stored import StoredWeight
 
 _EXPERTS = ".experts"  # the end of the names of modules that transformers makes its FP8 experts of
@@ -122,7 +121,7 @@ class _Fitting:
                 self._refuse(f"{key}: {kind} when transformers loads the result" for key, kind in sorted(new.items()))
 
     def _complaints(self) -> dict[str, str]:
-        """What transformers would say of the result that it does not say of the source."""
+        """Return what transformers would report of the result, and does not report of the source, by key."""
         without_biases = {
             text: name for text, name in self.plan.quantized.items() if self._module(text) not in self.biased
         }
@@ -185,18 +184,8 @@ def _weight(key: str) -> str:
 _PLAIN, _FP8 = "fp8moe_rehearsal", "fp8moe_fp8_rehearsal"
 
 
-class _OnMeta(ShapesBeforeLoading):
-    """Lets a quantizer work without a GPU and without memory."""
-
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def update_device_map(self, device_map: Any) -> dict[str, str]:
-        return {"": "meta"}
-
-
 @register_quantizer(_PLAIN)
-class _PlainRehearsal(_OnMeta, HfQuantizer):
+class _PlainRehearsal(Rehearsal, HfQuantizer):
     """Changes nothing."""
 
     def is_serializable(self) -> bool:
@@ -208,7 +197,7 @@ class _PlainRehearsal(_OnMeta, HfQuantizer):
 
 
 @register_quantizer(_FP8)
-class _FP8Rehearsal(_OnMeta, FineGrainedFP8HfQuantizer):
+class _FP8Rehearsal(Rehearsal, FineGrainedFP8HfQuantizer):
     """Makes the FP8 modules of transformers."""
 
     def __init__(self, quantization_config: FineGrainedFP8Config, **kwargs: Any):
@@ -220,7 +209,7 @@ for _method in (_PLAIN, _FP8):
 
 
 def _rehearse(model: Any, weights: Iterable[StoredWeight], quantization: Mapping[str, Any] | None) -> dict[str, str]:
-    """What transformers says of a checkpoint of these weights: "missing", "unexpected" or "mismatched", by name.
+    """Load weights without data; return what transformers reports: "missing", "unexpected" or "mismatched", by name.
 
     model: of the same class and configuration; the names are those of its state dict. quantization: what config.json
     has of it, None for an unquantized checkpoint. Raises what transformers raises.

@@ -7,12 +7,11 @@ from typing import Any
 
 from fp8moe.hf.experts import NAME
 from fp8moe.weights.names import CHANNEL_SCALE, SCALE
-from fp8moe.weights.source import CheckpointError
+from fp8moe.weights.source import CheckpointError, printable
 from fp8moe.weights.stored import StoredWeight, open_weights
-from fp8moe.weights.untrusted import printable
 
 _DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # of NVFP4 it loses a scale
-"""What transformers makes floating-point experts of where these are linears, one by one, by quantization method.
+"""Kinds of linears of single experts that transformers dequantizes, by quantization method.
 
 fp8moe runs them on an FP8 copy.
 """
@@ -147,5 +146,5 @@ def _runs_experts(config: Any) -> bool:
 
 
 def _is_lost(weight: StoredWeight) -> bool:
-    """Whether transformers' FP8 quantizer would not find the scale under this name."""
+    """Return whether transformers' FP8 quantizer would not find the scale under this name."""
     return weight.scale is None or (not weight.shared and weight.scale.name.endswith(CHANNEL_SCALE))

@@ -7,7 +7,6 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial, reduce
 from types import EllipsisType
 from typing import Any, NoReturn
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.hf.architecture import (
-    Location,
     construction_lock,
     convert,
     empty_model,
@@ -27,13 +25,21 @@ from fp8moe.hf.architecture import (
 )
 from fp8moe.hf.versions import conversions_to_save
 from fp8moe.layers.replaced import as_patterns, casts_to_weight
-from fp8moe.weights.formats import DTYPE_NAMES, DTYPES, FLOATS, FP8, TensorSpec, quantization_config
-from fp8moe.weights.load import ignored_names, warn_of_unused
-from fp8moe.weights.names import CHANNEL_SCALE, SCALE, SCALE_ROLE, Name, parse
-from fp8moe.weights.place import TIED, Plan, Target, copy_weight, match, state_of
-from fp8moe.weights.source import Checkpoint, CheckpointError, Reader
+from fp8moe.weights.formats import quantization_config
+from fp8moe.weights.names import CHANNEL_SCALE, SCALE, SCALE_ROLE, Location, Name, parse
+from fp8moe.weights.place import TIED, Move, Target, copy_weight, ignored_names, match, state_of, warn_of_unused
+from fp8moe.weights.source import (
+    DTYPE_NAMES,
+    DTYPES,
+    FLOATS,
+    FP8,
+    Checkpoint,
+    CheckpointError,
+    Reader,
+    TensorSpec,
+    printable,
+)
 from fp8moe.weights.stored import StoredWeight, Weights, open_weights
-from fp8moe.weights.untrusted import printable
 from fp8moe.weights.views import dequantized, in_blocks, inexact_problems
 
 
@@ -44,7 +50,7 @@ def load_model(
     device: torch.device | str = "cpu",
     ignore: Iterable[str] = (),
 ) -> Any:
-    """The language model of a checkpoint of any format that `find_format` says loads, with its weights in FP8.
+    """Load the language model of a checkpoint of any format that `find_format` says loads, with its weights in FP8.
 
     transformers itself turns FP8 weights back into bfloat16 where there is no GPU. Here every linear and every experts
     module whose weights are FP8 in the checkpoint becomes an `FP8Linear` or a `GroupedExperts`, and the rest stays
@@ -81,40 +87,42 @@ def load_model(
         dtype = _dtype(dtype, config, stored)
         quantization = _without_quantization(config)  # or transformers would quantize by itself
         patterns += predicted_layers(config)
-        matched = _match(weights, empty_model(config), patterns)
-        if any(problem.endswith(TIED) for problem in matched.problems):  # then transformers does not tie them
+        model = empty_model(config)
+        replaced, channels, moves, conversions, problems = _match(weights, model, patterns)
+        if any(problem.endswith(TIED) for problem in problems):  # then transformers does not tie them
             config.tie_word_embeddings = config.get_text_config(decoder=True).tie_word_embeddings = False
-            matched = _match(weights, empty_model(config), patterns)
+            model = empty_model(config)
+            replaced, channels, moves, conversions, problems = _match(weights, model, patterns)
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(what, [*stored.problems, str(error)]) from error
-    problems = matched.problems + matched.cast_by_transformers(dtype)
+    problems += _cast_by_transformers(model, dtype)
     problems += inexact_problems(weights) if not problems else ()
     if problems:
         raise CheckpointError(what, problems)
-    if not matched.replaced:
+    if not replaced:
         warnings.warn(printable(f"{directory}: {weights.format.reason}; nothing of it runs on fp8moe"), stacklevel=2)
-    warn_of_unused(weights, matched.plan)
+    warn_of_unused(weights, moves)
     reader = Reader(stored.directory)
     with construction_lock:
-        model, report = type(matched.model).from_pretrained(
+        model, report = type(model).from_pretrained(
             None,
-            config=matched.model.config,
+            config=model.config,
             dtype=dtype,
-            state_dict=matched.tensors(reader, device),
-            quantization_config=ReplaceModules(matched.replaced, matched.channels, device),
+            state_dict=_tensors(model, moves, conversions, reader, device),
+            quantization_config=ReplaceModules(replaced, channels, device),
             output_loading_info=True,
         )
     reader.close()
     left = [f"{key}: {kind}" for kind, keys in report.items() for key in sorted(map(str, keys))]
     if left:
         raise CheckpointError(f"{what}, transformers reports", left)
-    if matched.channels:
+    if channels:
         model.save_pretrained = _refuse_to_save  # its names are not those that transformers gives such scales
-    if matched.replaced:
+    if replaced:
         as_stored = quantization is not None and all(map(_is_as_in_the_model, weights.quantized))
-        model.config.quantization_config = quantization if as_stored else _quantization_of(model, matched.channels)
+        model.config.quantization_config = quantization if as_stored else _quantization_of(model, channels)
         for part in _parts(model.config):
             if hasattr(part, "expert_dtype"):  # of DeepSeek-V4: "fp4"
                 part.expert_dtype = "fp8"
@@ -130,7 +138,7 @@ def _is_as_in_the_model(weight: StoredWeight) -> bool:
 
 
 def _quantization_of(model: nn.Module, channels: set[str]) -> dict[str, Any]:
-    """What config.json is to say of what the model holds, for a checkpoint in another format."""
+    """Make the quantization_config of a model whose checkpoint has another format."""
     tensors = (
         (parse(key, value.dim()), TensorSpec(DTYPE_NAMES[value.dtype], tuple(value.shape)))
         for key, value in state_of(model).items()
@@ -143,7 +151,7 @@ def _refuse_to_save(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype that a caller asks for: a dtype, its name, or "auto"."""
+    """Return the dtype that a caller asks for by a dtype, its name, or "auto"."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype in ("auto", None):
@@ -163,7 +171,7 @@ def _without_quantization(config: Any) -> Any:
 
 
 def _parts(config: Any) -> list[Any]:
-    """A configuration, and those in it."""
+    """List a configuration and its sub-configurations."""
     parts = (getattr(config, name, None) for name in config.sub_configs)
     return [config, *(part for part in parts if part is not None)]
 
@@ -178,64 +186,55 @@ class _LazyTensor:
         return self._make()
 
 
-@dataclass
-class _Match:
-    """A checkpoint, and the model that it is for.
+Conversion = tuple[dict[str, Location], dict[str, StoredWeight], list[str]]
+"""A conversion of transformers: the locations of its sources, these themselves, and the keys of what it makes."""
 
-    model: on the meta device, with fp8moe's modules in it. replaced: their names; channels: of those with a scale for
-    each output channel. plan: of the weights that go into the model as they are. conversions: of the others, the
-    sources of each of transformers', and the keys of what it makes. problems: all that does not fit.
-    """
 
-    model: nn.Module
-    replaced: list[str]
-    channels: set[str]
-    plan: Plan
-    conversions: list[tuple[dict[str, Location], dict[str, StoredWeight], list[str]]]
-    problems: list[str]
+def _tensors(
+    model: nn.Module, moves: Iterable[Move], conversions: Iterable[Conversion], reader: Reader, device: torch.device
+) -> dict[str, _LazyTensor]:
+    """Make the state dict of a model, with the first of tied tensors alone."""
+    state = state_of(model)
+    first = {id(value): key for key, value in reversed(state.items())}
+    by_key = defaultdict(list)
+    for move in moves:
+        by_key[move[1].key].append(move)
+    tensors = {}
+    for of_key in by_key.values():
+        made: dict[str, Tensor] = {}
+        targets = {place.key: state[place.key] for _, *places in of_key for place in places if place is not None}
+        read = partial(_read, targets, of_key, reader, device)
+        for name, target in targets.items():
+            tensors[first[id(target)]] = _LazyTensor(partial(_made, made, name, read))
+    for locations, sources, keys in conversions:
+        made = {}
+        read = partial(_convert, model, locations, sources, reader)
+        tensors |= {key: _LazyTensor(partial(_made, made, key, read)) for key in keys}
+    return tensors
 
-    def tensors(self, reader: Reader, device: torch.device) -> dict[str, _LazyTensor]:
-        """The model's state dict, of tied tensors the first."""
-        state = state_of(self.model)
-        first = {id(value): key for key, value in reversed(state.items())}
-        moves = defaultdict(list)
-        for move in self.plan.moves:
-            moves[move[1].key].append(move)
-        tensors = {}
-        for of_key in moves.values():
-            made: dict[str, Tensor] = {}
-            targets = {place.key: state[place.key] for _, *places in of_key for place in places if place is not None}
-            read = partial(_read, targets, of_key, reader, device)
-            for name, target in targets.items():
-                tensors[first[id(target)]] = _LazyTensor(partial(_made, made, name, read))
-        for locations, sources, keys in self.conversions:
-            made = {}
-            read = partial(_convert, self.model, locations, sources, reader)
-            tensors |= {key: _LazyTensor(partial(_made, made, key, read)) for key in keys}
-        return tensors
 
-    def cast_by_transformers(self, dtype: torch.dtype) -> list[str]:
-        """FP8 weights that transformers would make float32, without their scales, in a model of this dtype."""
-        from transformers.core_model_loading import build_glob_alternation
+def _cast_by_transformers(model: Any, dtype: torch.dtype) -> list[str]:
+    """List FP8 weights that transformers would make float32, without their scales, in a model of this dtype."""
+    from transformers.core_model_loading import build_glob_alternation
 
-        kept = list(self.model._get_dtype_plan(dtype))
-        cast = build_glob_alternation(kept)[0].search if kept else lambda key: None
-        return [
-            f"{key}: {FP8}, but transformers keeps it in float32 with dtype={dtype}"
-            for key, value in state_of(self.model).items()
-            if value.dtype == torch.float8_e4m3fn and cast(key)
-        ]
+    kept = list(model._get_dtype_plan(dtype))
+    cast = build_glob_alternation(kept)[0].search if kept else lambda key: None
+    return [
+        f"{key}: {FP8}, but transformers keeps it in float32 with dtype={dtype}"
+        for key, value in state_of(model).items()
+        if value.dtype == torch.float8_e4m3fn and cast(key)
+    ]
 
 
 def _made(made: dict[str, Tensor], key: str, make: Callable[[], dict[str, Tensor]]) -> Tensor:
-    """One of the tensors that are made together; ``made`` holds the others until they are asked for."""
+    """Return one of the tensors that are made together; ``made`` holds the others until they are asked for."""
     if key not in made:
         made.update(make())
     return made.pop(key)
 
 
 def _read(targets: Mapping[str, Tensor], moves: list[tuple], reader: Reader, device: torch.device) -> dict[str, Tensor]:
-    """The values of tensors of the state dict, on the device. What is not FP8 keeps the dtype that is stored."""
+    """Read tensors of the state dict onto the device. What is not FP8 keeps the dtype that is stored."""
     values = {}
     for key, target in targets.items():
         dtype = target.dtype
@@ -255,15 +254,18 @@ def _read(targets: Mapping[str, Tensor], moves: list[tuple], reader: Reader, dev
 def _convert(
     model: nn.Module, locations: dict[str, Location], sources: dict[str, StoredWeight], reader: Reader
 ) -> dict[str, Tensor]:
-    """What one of transformers' conversions makes."""
-    values = {name: weight.whole(reader) for name, weight in sources.items()}
-    return convert(model, locations, values)
+    """Read the sources of a conversion of transformers, and return what it makes of them."""
+    return convert(model, locations, {name: weight.whole(reader) for name, weight in sources.items()})
 
 
-def _match(weights: Weights, model: nn.Module, ignore: tuple[str, ...]) -> _Match:
+def _match(
+    weights: Weights, model: nn.Module, ignore: tuple[str, ...]
+) -> tuple[list[str], set[str], list[Move], list[Conversion], list[str]]:
     """Put fp8moe's modules into a model on the meta device where the checkpoint has FP8 weights, and match the two.
 
     ignore: patterns of names of tensors that may be left over.
+    Returns the names of fp8moe's modules, and of those with a scale for each output channel; what goes into the model
+    as it is, and what transformers converts; and a line for all that does not fit.
     """
     from fp8moe.hf.quantizer import replace_modules
 
@@ -318,14 +320,14 @@ def _match(weights: Weights, model: nn.Module, ignore: tuple[str, ...]) -> _Matc
         problems += wrong
         conversions.append((of_sources, sources, keys))
         converted |= {*keys}
-    plan = match(
+    moves, unfit = match(
         weights.checkpoint,
         [weight for weight in blocks if not any(weight.name.text in sources for sources in groups.values())],
         Target({key: value for key, value in state_of(model).items() if key not in converted}),
         ignored_names(model, ignore, weights.unused),
         located,
     )
-    return _Match(model, replaced, channels, plan, conversions, problems + plan.problems)
+    return replaced, channels, moves, conversions, problems + unfit
 
 
 def _name_to_locate(weight: StoredWeight, weights: Weights) -> Name:
@@ -338,7 +340,7 @@ def _name_to_locate(weight: StoredWeight, weights: Weights) -> Name:
 
 
 def _is_only_transposed(location: Location, weight: StoredWeight, state: Mapping[str, Tensor]) -> bool:
-    """Whether transformers would only transpose an FP8 weight that has the model's shape already."""
+    """Return whether transformers would only transpose an FP8 weight that has the model's shape already."""
     if location.converter is None or weight.dtype != FP8 or location.key not in state:
         return False
     return location.steps == "Transpose" and weight.shape == tuple(state[location.key].shape)

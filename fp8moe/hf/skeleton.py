@@ -15,7 +15,7 @@ from fp8moe.hf.quantizer import replace_modules
 from fp8moe.layers.replaced import DEFAULT_SKIP, matches
 from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime.record import reserve_memory
-from fp8moe.weights.declared import declared
+from fp8moe.weights.formats import declared
 
 _UNCONVERTED = ("modules_to_not_convert", "ignore", "exclude_modules")
 """Entries of configurations for modules that are not quantized: of transformers, compressed-tensors and ModelOpt."""

@@ -147,10 +147,16 @@ def complete_plan(theirs):
 # 5.17: from_pretrained takes tensors of any shape on the meta device, and reports none of them as mismatched.
 
 
-class ShapesBeforeLoading:
-    """A mixin of quantizers: it notes the shapes of the model's state dict before tensors are loaded."""
+class Rehearsal:
+    """A mixin of quantizers: on the meta device, without a GPU, they note shapes before tensors are loaded."""
 
     _shapes: dict[str, torch.Size]
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def update_device_map(self, device_map: Any) -> dict[str, str]:
+        return {"": "meta"}
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         super()._process_model_before_weight_loading(model, **kwargs)

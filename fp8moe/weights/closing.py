@@ -1,33 +1,24 @@
 """The closing of a model while its weights are replaced: neither it nor what was captured of it runs meanwhile."""
 
 from collections.abc import Callable, Iterator
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
 
-class CapturedState(Protocol):
-    """The state of a model that a CUDA graph was captured in."""
-
-    def change(self, model: nn.Module) -> str | None:
-        """Return what has changed in the model since; None: the graph is valid."""
-
-    def renew(self, model: nn.Module) -> None:
-        """Take what the weights hold now for what they held at the capture."""
-
-
 class Refits:
     """The refits of a model (`fp8moe.refit`): how many have begun, and whether it is closed until one is complete.
 
-    captures: states of the model that CUDA graphs were captured in; a complete refit leaves valid those that were.
+    captures: states of the model that CUDA graphs were captured in. `change(model)` of a state returns None while its
+    graph is valid; `renew(model)` lets it be valid with the weights that there are now, after a complete refit.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.closed = False
-        self.captures: WeakSet[CapturedState] = WeakSet()
-        self._valid: list[CapturedState] = []
+        self.captures: WeakSet[Any] = WeakSet()
+        self._valid: list[Any] = []
 
     def close(self, model: nn.Module) -> None:
         if not self.closed:

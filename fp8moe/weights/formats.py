@@ -1,59 +1,23 @@
-"""What FP8 checkpoints are made of: dtypes, shapes of weights and their scales, and what config.json says of them."""
+"""Formats of quantized weights: kinds, shapes of scales, and what config.json and other configurations say of them."""
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import BLOCK, ceil_div
-from fp8moe.weights.names import GATE_UP, WEIGHT, Name
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""The dtypes of safetensors files that are understood, by the names that they have there."""
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-FP8 = "F8_E4M3"
-FLOATS = ("BF16", "F16", "F32", "F64")
+from fp8moe.weights.names import CHANNEL_SCALE, GATE_UP, SCALE, WEIGHT, Name
+from fp8moe.weights.source import CONFIG, FLOATS, FP8, HF_QUANT_CONFIG, Layout, TensorSpec, shown
 
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
-"""What scales are stored as; all are exact in float32."""
+"""Dtypes of stored scales; all are exact in float32."""
 GATE_UP_LAYOUT = "gate_up_layout"
 CONCATENATED = "concatenated"
-"""What quantization_config says of FP8 experts with biases where all rows of gate lie before those of up."""
-
-
-class TensorSpec(NamedTuple):
-    """The dtype, by its safetensors name, and the shape of a stored tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-Layout = dict[str, TensorSpec]
-"""The tensors of a file or of a whole checkpoint, by name."""
+"""The entry of quantization_config for FP8 experts with biases where all rows of gate lie before those of up."""
 
 
 def scale_dtype(scale_format: str) -> str:
@@ -118,3 +82,258 @@ def quantization_config(
         "modules_to_not_convert": sorted(kept - quantized),
         **gate_up,
     }
+
+
+MX_BLOCK = 32  # values along K that share a scale in the OCP's microscaling formats (MX 1.0, section 5)
+
+
+class Kind(NamedTuple):
+    """A way of quantizing one weight. words: what a sentence calls it. refusal: why it does not load, if so."""
+
+    name: str
+    bits: int
+    scales: str
+    words: str
+    exact: bool = True
+    refusal: str | None = None
+
+
+_OTHERS = "which fp8moe does not run; take the model's FP8 or unquantized checkpoint"
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("fp8-block", 8, f"{BLOCK}x{BLOCK}", f"FP8 with a scale for each {BLOCK}x{BLOCK} values"),
+        Kind("fp8-tensor", 8, "tensor", "FP8 with a scale for each tensor"),
+        Kind("mxfp8", 8, f"1x{MX_BLOCK}", f"MXFP8, with a power of two for each {MX_BLOCK} values"),
+        Kind("mxfp4", 4, f"1x{MX_BLOCK}", f"MXFP4, with a power of two for each {MX_BLOCK} values"),
+        Kind("fp8-channel", 8, "channel", "FP8 with a scale for each output channel", exact=False),
+        Kind("nvfp4", 4, "1x16", "NVFP4", exact=False, refusal=_OTHERS),
+        Kind("int4", 4, "group", "INT4", exact=False, refusal=_OTHERS),
+        Kind("int8", 8, "channel", "INT8", exact=False, refusal=_OTHERS),
+        Kind("w4a8", 4, f"1x{BLOCK}", "W4A8, with INT4 codes", exact=False, refusal=_OTHERS),
+    )
+}
+
+FP8_KINDS = ("fp8-block", "fp8-tensor", "fp8-channel", "mxfp8")
+
+
+class Declared(NamedTuple):
+    """What an entry of a configuration says.
+
+    kinds: those that it allows, None for any. power_of_two: whether U8 scales are E8M0. refusal: why what it says
+    cannot be followed, whatever the tensors are.
+    """
+
+    where: str
+    method: str
+    kinds: frozenset[str] | None = None
+    power_of_two: bool = False
+    refusal: str | None = None
+
+
+def declared(where: str, content: Mapping[str, Any]) -> Declared:
+    """Read an entry of a configuration. where: its name for messages."""
+    if where == HF_QUANT_CONFIG:
+        return _modelopt(where, content)
+    if where.rpartition(" ")[2] == "quantization":  # MLX
+        method = f"MLX, {shown(content.get('bits'))} bits"
+        return Declared(where, method, refusal=f"quantized by {method}, {_OTHERS}")
+    guessed = next((method for name, method in _TELLTALES.items() if name in content), "fp8")
+    method = content.get("quant_method", guessed)
+    read = _METHODS.get(method) if isinstance(method, str) else None
+    if read is not None:
+        return read(where, content)
+    if isinstance(method, str) and method in _INTEGER_METHODS:
+        bits = f", {shown(content['bits'])} bits" if "bits" in content else ""
+        return Declared(where, method, refusal=f"quantized by {method}{bits}, {_OTHERS}")
+    known = ", ".join(sorted(_METHODS))
+    return Declared(where, "unknown", refusal=f"quant_method is {shown(method)}, where fp8moe knows {known}")
+
+
+def _fp8(where: str, content: Mapping[str, Any]) -> Declared:
+    """DeepSeek's and transformers' fine-grained FP8, and AutoFP8's and Mistral's with one scale a tensor."""
+    power_of_two = content.get("scale_fmt") == "ue8m0"
+    problem = next(iter(config_problems(content)), None)
+    if problem is not None:
+        return Declared(where, "fp8", refusal=problem.partition(": ")[2])
+    match content.get("weight_block_size", "any"):
+        case "any":
+            return Declared(where, "fp8", frozenset({*FP8_KINDS, "mxfp4"} - {"mxfp8"}), power_of_two)
+        case None:
+            return _of_kinds(where, "fp8", ["fp8-tensor"])
+        case [1, 32]:
+            return _of_kinds(where, "fp8", ["mxfp8"])
+    return _of_kinds(where, "fp8", ["fp8-block", "mxfp4"], power_of_two=power_of_two)
+
+
+def config_problems(quantization: Mapping[str, Any]) -> list[str]:
+    """List what these layers cannot follow in a quantization_config of DeepSeek's kind."""
+    problems = []
+    for name, expected in (("fmt", ("e4m3", "float8_e4m3fn")), ("activation_scheme", ("dynamic", "static"))):
+        value = quantization.get(name)
+        if value is not None and value not in expected:
+            problems.append(f"{CONFIG}: {name} is {shown(value)}, expected {' or '.join(map(repr, expected))}")
+    blocks = quantization.get("weight_block_size")
+    if blocks not in (None, [BLOCK, BLOCK], [1, MX_BLOCK]):
+        problems.append(f"{CONFIG}: weight_block_size is {shown(blocks)}, expected {[BLOCK, BLOCK]}")
+    kept = quantization.get("modules_to_not_convert")
+    if kept is not None and not (isinstance(kept, list) and all(isinstance(module, str) for module in kept)):
+        problems.append(f"{CONFIG}: modules_to_not_convert is {shown(kept)}, expected a list of strings")
+    return problems
+
+
+def _of(method: str, kind: str) -> Callable[[str, Mapping[str, Any]], Declared]:
+    return lambda where, content: _of_kinds(where, method, [kind])
+
+
+def _of_kinds(where: str, method: str, kinds: Iterable[str], *, power_of_two: bool = False) -> Declared:
+    """Make the `Declared` of an entry that allows these kinds."""
+    allowed = [KINDS[kind] for kind in dict.fromkeys(kinds)]
+    refusal = next((f"{method}: {kind.words}, {kind.refusal}" for kind in allowed if kind.refusal), None)
+    power_of_two = power_of_two or any(kind.name in ("mxfp8", "mxfp4") for kind in allowed) and len(allowed) == 1
+    words = f"{method}: {allowed[0].words}"
+    return Declared(where, words, frozenset(kind.name for kind in allowed), power_of_two, refusal)
+
+
+def _compressed_tensors(where: str, content: Mapping[str, Any]) -> Declared:
+    """https://github.com/vllm-project/compressed-tensors: groups of modules, each with a scheme for its weights."""
+    groups = content.get("config_groups")
+    schemes = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if _is(groups) else []
+    if not schemes or not all(map(_is, schemes)):
+        return Declared(where, "compressed-tensors", refusal="compressed-tensors without config_groups that say how")
+    if content.get("transform_config"):
+        return Declared(where, "compressed-tensors", refusal="compressed-tensors with transforms of the weights")
+    sparsity = content.get("sparsity_config")
+    if _is(sparsity) and sparsity.get("format", "dense") != "dense":
+        return Declared(where, "compressed-tensors", refusal="compressed-tensors with sparse weights")
+    kinds = {_scheme(scheme, group) for scheme, group in zip(schemes, groups.values(), strict=True)}
+    unknown = next((kind for kind in kinds if kind not in KINDS), None)
+    if unknown is not None:
+        return Declared(where, "compressed-tensors", refusal=f"compressed-tensors with {unknown}, {_OTHERS}")
+    return _of_kinds(where, "compressed-tensors", kinds)
+
+
+def _scheme(weights: Mapping[str, Any], group: Mapping[str, Any]) -> str:
+    """The kind of a scheme of compressed-tensors, or words for one that is none of `KINDS`."""
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
+    size, blocks = weights.get("group_size"), weights.get("block_structure")
+    if kind == "float" and bits == 8:
+        if strategy in ("tensor", "channel"):
+            return f"fp8-{strategy}"
+        if strategy == "block" and blocks in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
+            return "fp8-block"
+        if strategy == "group" and size == MX_BLOCK:
+            return "mxfp8"
+        return f"FP8 in groups of {shown(blocks or size)}"
+    if kind == "float" and bits == 4:
+        return "mxfp4" if size == MX_BLOCK else "nvfp4"
+    if kind == "int" and bits == 4:
+        inputs = group.get("input_activations")
+        return "w4a8" if _is(inputs) and inputs.get("num_bits") == 8 else "int4"
+    return "int8" if kind == "int" and bits == 8 else f"{shown(bits)}-bit {shown(kind)} weights"
+
+
+_MODELOPT = {
+    "FP8": "fp8-tensor",
+    "FP8_PB_WO": "fp8-block",
+    "FP8_PB": "fp8-block",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8-channel",
+    "MXFP8": "mxfp8",
+    "MXFP4": "mxfp4",
+    "NVFP4": "nvfp4",
+    "NVFP4_AWQ": "nvfp4",
+    "W4A16_AWQ": "int4",
+    "W4A8_AWQ": "w4a8",
+    "W4A8_MXFP4_FP8": "mxfp4",
+    "W4AFP8": "w4a8",
+}
+
+
+def _modelopt(where: str, content: Mapping[str, Any]) -> Declared:
+    """NVIDIA's Model Optimizer, of config.json or of hf_quant_config.json."""
+    content = content["quantization"] if _is(content.get("quantization")) else content
+    algorithm = content.get("quant_algo")
+    if algorithm == "MIXED_PRECISION":
+        layers = content.get("quantized_layers")
+        algorithms = [layer.get("quant_algo") for layer in layers.values() if _is(layer)] if _is(layers) else []
+    else:
+        algorithms = [algorithm]
+    kinds = {_MODELOPT.get(name) if isinstance(name, str) else None for name in algorithms}
+    method = "ModelOpt's " + " and ".join(sorted({shown(name).strip("'") for name in algorithms}))
+    if not kinds or None in kinds:
+        return Declared(where, method, refusal=f"quantized by {method}, which fp8moe does not know")
+    return _of_kinds(where, method, kinds)
+
+
+def _quark(where: str, content: Mapping[str, Any]) -> Declared:
+    """AMD's Quark."""
+    config = content.get("global_quant_config")
+    weight = config.get("weight") if _is(config) else None
+    weight = weight[0] if isinstance(weight, list) and weight else weight
+    dtype, scheme = (weight.get("dtype"), weight.get("qscheme")) if _is(weight) else (None, None)
+    if dtype == "fp8_e4m3":
+        kinds = {"per_tensor": "fp8-tensor", "per_channel": "fp8-channel", "per_block": "fp8-block"}
+        return _of_kinds(where, "Quark", [kinds.get(scheme, "fp8-block") if isinstance(scheme, str) else "fp8-block"])
+    if dtype == "fp4":
+        return _of_kinds(where, "Quark", ["mxfp4"])
+    return Declared(where, "Quark", refusal=f"quantized by Quark in {shown(dtype)}, which fp8moe does not run")
+
+
+_METHODS: Mapping[str, Callable[[str, Mapping[str, Any]], Declared]] = {
+    "fp8": _fp8,
+    "mxfp8": _of("mxfp8", "mxfp8"),
+    "mxfp4": _of("mxfp4", "mxfp4"),
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "quark": _quark,
+    "fbgemm_fp8": _of("fbgemm_fp8", "fp8-channel"),
+}
+_TELLTALES = {"quant_algo": "modelopt", "config_groups": "compressed-tensors"}
+"""Entries that tell the method where quant_method is missing."""
+
+_INTEGER_METHODS = {
+    *("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "hqq", "quanto", "aqlm", "eetq", "vptq", "higgs"),
+    *("spqr", "w4afp8", "gguf", "bitnet", "quip", "modelopt_fp4", "intel/auto-round", "auto_round", "fouroversix"),
+}
+
+
+def _is(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+_SHOWN = 5
+
+
+def unquantized_matrices(layout: Layout) -> dict[str, int]:
+    """Parameters of matrices that are not FP8, largest first, by name with * for numbers. layout: without scales."""
+    sizes = Counter()
+    for name, spec in layout.items():
+        if spec.dtype in FLOATS and len(spec.shape) > 1:
+            sizes[_NUMBER.sub("*", name)] += math.prod(spec.shape)
+    return dict(sizes.most_common())
+
+
+def fractions(sizes: Mapping[str, int], total: int) -> str:
+    """The first of these sizes, each as a percentage of ``total``."""
+    lines = [f"{name} {size / max(total, 1):.1%}" for name, size in sizes.items()]
+    shown = ", ".join(lines[:_SHOWN])
+    return f"{shown}, and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else shown or "nothing"
+
+
+def low_fp8_fraction(layout: Layout) -> str | None:
+    """A warning if FP8 weights have less than half of the parameters in matrices, otherwise None."""
+    fp8 = {name: math.prod(spec.shape) for name, spec in layout.items() if spec.dtype == FP8}
+    scales = {name + suffix for name in fp8 for suffix in (SCALE, CHANNEL_SCALE)}
+    rest = unquantized_matrices({name: spec for name, spec in layout.items() if name not in scales})
+    total = sum(fp8.values()) + sum(rest.values())
+    if 2 * sum(fp8.values()) >= total:
+        return None
+    fraction = sum(fp8.values()) / total
+    return (
+        f"FP8 weights have only {fraction:.1%} of the parameters in matrices; what stayed as it is: "
+        f"{fractions(rest, total)}"
+    )

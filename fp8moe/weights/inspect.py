@@ -2,21 +2,17 @@
 
 import math
 import os
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8moe.weights.formats import FLOATS, FP8, SCALE_DTYPES, Layout, TensorSpec, fits_scale, scale_grid
-from fp8moe.weights.names import CHANNEL_SCALE, DOWN, SCALE, SCALE_ROLE, WEIGHT
+from fp8moe.weights.formats import SCALE_DTYPES, fits_scale, fractions, scale_grid, unquantized_matrices
+from fp8moe.weights.names import DOWN, SCALE, SCALE_ROLE, WEIGHT
 from fp8moe.weights.place import scale_problems
+from fp8moe.weights.source import FP8, TensorSpec, printable
 from fp8moe.weights.stored import Format, StoredWeight, Weights, open_weights
-from fp8moe.weights.untrusted import printable
 from fp8moe.weights.views import in_blocks
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -202,34 +198,3 @@ def _bytes(size: int) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
-
-
-def unquantized_matrices(layout: Layout) -> dict[str, int]:
-    """Parameters of matrices that are not FP8, largest first, by name with * for numbers. layout: without scales."""
-    sizes = Counter()
-    for name, spec in layout.items():
-        if spec.dtype in FLOATS and len(spec.shape) > 1:
-            sizes[_NUMBER.sub("*", name)] += math.prod(spec.shape)
-    return dict(sizes.most_common())
-
-
-def fractions(sizes: Mapping[str, int], total: int) -> str:
-    """The first of these sizes, each as a percentage of ``total``."""
-    lines = [f"{name} {size / max(total, 1):.1%}" for name, size in sizes.items()]
-    shown = ", ".join(lines[:_SHOWN])
-    return f"{shown}, and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else shown or "nothing"
-
-
-def low_fp8_fraction(layout: Layout) -> str | None:
-    """A warning if FP8 weights have less than half of the parameters in matrices, otherwise None."""
-    fp8 = {name: math.prod(spec.shape) for name, spec in layout.items() if spec.dtype == FP8}
-    scales = {name + suffix for name in fp8 for suffix in (SCALE, CHANNEL_SCALE)}
-    rest = unquantized_matrices({name: spec for name, spec in layout.items() if name not in scales})
-    total = sum(fp8.values()) + sum(rest.values())
-    if 2 * sum(fp8.values()) >= total:
-        return None
-    fraction = sum(fp8.values()) / total
-    return (
-        f"FP8 weights have only {fraction:.1%} of the parameters in matrices; what stayed as it is: "
-        f"{fractions(rest, total)}"
-    )

@@ -1,10 +1,7 @@
 """Fills a model from an FP8 checkpoint: everything is checked first, then tensors are copied one at a time."""
 
 import os
-import re
-import warnings
-from collections.abc import Callable, Collection, Iterable
-from fnmatch import fnmatchcase
+from collections.abc import Iterable
 from itertools import chain
 
 import torch
@@ -12,11 +9,11 @@ from torch import Tensor, nn
 
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.replaced import as_patterns
-from fp8moe.weights.place import Plan, Target, match, state_of
-from fp8moe.weights.sharded import Ranks
-from fp8moe.weights.source import CheckpointError
-from fp8moe.weights.stored import Weights, open_weights
-from fp8moe.weights.untrusted import printable
+from fp8moe.weights.place import Ranks, Target, copy_weights, ignored_names, match, state_of, warn_of_unused
+from fp8moe.weights.source import (
+    CheckpointError,
+)
+from fp8moe.weights.stored import open_weights
 from fp8moe.weights.views import in_blocks, inexact_problems
 
 
@@ -59,12 +56,12 @@ def load_fp8_checkpoint(
         try:
             weights = open_weights(directory)
             weights.check(f"cannot load {directory}")
-            plan = match(
+            moves, found = match(
                 weights.checkpoint, in_blocks(weights), Target(state), ignored_names(model, patterns, weights.unused)
             )
-            problems += plan.problems + _bufferless(model, state)
+            problems += found + _bufferless(model, state)
             problems += inexact_problems(weights) if not problems else ()
-            warn_of_unused(weights, plan)
+            warn_of_unused(weights, moves)
         except CheckpointError as error:
             what, problems = error.what, error.problems
     wrong = [(what, problems) for what, problems in ranks.gather((what, problems)) if problems]
@@ -72,30 +69,8 @@ def load_fp8_checkpoint(
         raise CheckpointError(wrong[0][0], dict.fromkeys(chain.from_iterable(problems for _, problems in wrong)))
     with ranks.step():
         _materialize(model, device)
-        plan.into_model(weights.checkpoint.directory, state_of(model))
+        copy_weights(moves, weights.checkpoint.directory, state_of(model))
         invalidate_masters()  # weights that FSDP2 gathers have versions that do not change
-
-
-def warn_of_unused(weights: Weights, plan: Plan) -> None:
-    """Warn once of static scales that the model has no place for."""
-    if weights.unused - {weight.name.text for weight, *_ in plan.moves}:
-        text = "has static scales of activations, keys or values, which are not used: all are quantized as they come"
-        warnings.warn(printable(f"{weights.checkpoint.directory} {text}"), stacklevel=3)
-
-
-def ignored_names(model: nn.Module, patterns: tuple[str, ...], unused: Collection[str]) -> Callable[[str], bool]:
-    """Return a function that says whether a checkpoint may have a tensor of a name for which the model has no place.
-
-    unused: such names.
-    """
-    regexes = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-
-    def ignored(name: str) -> bool:
-        if name in unused or any(fnmatchcase(name, pattern) for pattern in patterns):
-            return True
-        return any(regex.search(name) for regex in regexes)
-
-    return ignored
 
 
 def _bufferless(model: nn.Module, state: dict[str, Tensor]) -> list[str]:

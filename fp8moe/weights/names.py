@@ -7,7 +7,7 @@ scale is called X.weight_scale_inv, X.weight_scale or X.scale; a fused weight Y 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -15,10 +15,10 @@ GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 GATE_UP = "gate_up_proj"
 
 W_NAMES = {GATE: "w1", UP: "w3", DOWN: "w2"}
-"""How the checkpoints of Mixtral and some others call the projections of an expert."""
+"""Names of an expert's projections in the checkpoints of Mixtral and some others."""
 
 W_BLOCK, BLOCK_IN_MODEL = ".block_sparse_moe.", ".mlp."
-"""What such checkpoints may call the module around the experts, and what transformers' models call it."""
+"""Names of the module around the experts: in such checkpoints, and in transformers' models."""
 
 WEIGHT, SCALE_ROLE, BIAS, OTHER = "weight", "scale", "bias", "other"
 
@@ -78,18 +78,33 @@ class Name(NamedTuple):
 
     @property
     def matrices(self) -> int:
-        """How many matrices an expert's weight has, one below the other, with blocks of their own: gate and up."""
+        """Count the matrices of a weight, one below the other, with blocks of their own: gate and up are two."""
         return 2 if self.projection == GATE_UP else 1
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What a pattern may match of a weight: its own module, and of a single expert's also that of all experts."""
+        """Return the modules that a pattern may match: a weight's own, and for a single expert also all experts."""
         own = self.text.removesuffix(".weight")
         return (own, self.module) if self.role == WEIGHT else (own,)
 
-    def of_module(self, module: str, parameter: str) -> str:
-        """The key of a parameter of fused experts, for a weight or a scale."""
-        return f"{module}.{parameter}{SCALE if self.role == SCALE_ROLE else ''}"
+
+class Location(NamedTuple):
+    """Where a model puts a tensor of a checkpoint.
+
+    name: what the model calls the tensor; one expert's with its number: mlp.experts.7.gate_proj.weight.
+    key: in the state dict, of what it becomes, or a part of. converter, pattern: transformers' WeightConverter where it
+    takes more than a name, or the place in a fused parameter, and which of the converter's sources this is.
+    """
+
+    name: Name
+    key: str
+    converter: Any = None
+    pattern: str | None = None
+
+    @property
+    def steps(self) -> str:
+        """The converter's operations, for a message."""
+        return ", ".join(type(step).__name__ for step in self.converter.operations)
 
 
 def parse(text: str, rank: int | None = None) -> Name:
@@ -123,7 +138,7 @@ def weight_of_codes(text: str, names: Mapping[str, object]) -> str | None:
 
 
 def is_scale_beside(text: str, names: Mapping[str, object]) -> bool:
-    """Whether this is the scale of another of these tensors, in a spelling that FP8 values may have."""
+    """Return whether this is the scale of another of these tensors, in a spelling that FP8 values may have."""
     of = next((text.removesuffix(suffix) for suffix in (SCALE, CHANNEL_SCALE) if text.endswith(suffix)), None)
     return of is not None and (of in names or f"{of}_packed" in names)
 
@@ -148,7 +163,7 @@ def scale_spellings(weight: Name, codes: str) -> Iterator[str]:
 
 
 def is_own_scale(weight: Name, scale: str) -> bool:
-    """Whether a scale is of this weight alone, and not of all experts."""
+    """Return whether a scale is of this weight alone, and not of all experts."""
     return scale.startswith(weight.text.removesuffix("weight"))
 
 
@@ -163,7 +178,7 @@ def from_vllm(text: str) -> str:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How the checkpoints of a model name the tensors of experts that they store one by one.
+    """Names that the checkpoints of a model give the tensors of experts that they store one by one.
 
     projections: their names for those of ours that they call otherwise. w_block: whether they have `W_BLOCK` where the
     model has `BLOCK_IN_MODEL`.

@@ -1,24 +1,35 @@
-"""Places of weights in a model: matches the two, lists all that does not fit, and copies values to their places.
+"""Places of weights in a model, sharded or not: all is checked first, then values are copied piece by piece."""
 
-Names, shapes and dtypes come first; values are read only where they decide: of scales, and of tied tensors.
-"""
-
+import re
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8moe.layers.parameters import is_sharded
+from fp8moe.layers.parameters import is_sharded, local
 from fp8moe.quant.formats import FP8Tensor
-from fp8moe.weights.formats import DTYPES, FLOATS, FP8, SCALE_DTYPES, TensorSpec, as_float, fits_scale
+from fp8moe.weights.formats import SCALE_DTYPES, as_float, fits_scale
 from fp8moe.weights.names import BLOCK_IN_MODEL, GATE, GATE_UP, SCALE, SCALE_ROLE, UP, W_BLOCK, Name
-from fp8moe.weights.sharded import Box, held, inside, overlap, whole
-from fp8moe.weights.source import Checkpoint, Reader, TensorInfo, unmappable
-from fp8moe.weights.stored import StoredWeight
+from fp8moe.weights.source import (
+    DTYPES,
+    FLOATS,
+    FP8,
+    Checkpoint,
+    Reader,
+    TensorInfo,
+    TensorSpec,
+    printable,
+    unmappable,
+)
+from fp8moe.weights.stored import StoredWeight, Weights
 
 TIED = "but the model ties the two"  # the end of the line about tensors that differ
 EXTRA = "extra, the model has no such tensor"  # the end of the line about such a tensor
@@ -26,6 +37,88 @@ EXTRA = "extra, the model has no such tensor"  # the end of the line about such 
 Part = tuple[int | None, int | None]
 """The expert, and the row in its matrices, that a tensor begins at; WHOLE for all of an entry of the state dict."""
 WHOLE: Part = (None, None)
+
+Box = tuple[range, ...]
+"""A part of a tensor, as a range for each dimension. A box is empty unless ``all(box)``."""
+
+
+def whole(shape: Iterable[int]) -> Box:
+    return tuple(map(range, shape))
+
+
+def held(tensor: Tensor) -> tuple[Tensor, Box]:
+    """Return the memory that this process has of a tensor, and which box of the tensor it holds."""
+    if not is_sharded(tensor):
+        return tensor, whole(tensor.shape)
+    chunks = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks for
+    box = tuple(range(first, first + size) for first, size in zip(chunks[0].offsets, chunks[0].sizes, strict=True))
+    with torch.no_grad():
+        return local(tensor), box
+
+
+def overlap(box: Box, other: Box) -> Box:
+    """Return the intersection of two boxes."""
+    starts = (max(a.start, b.start) for a, b in zip(box, other, strict=True))
+    stops = (min(a.stop, b.stop) for a, b in zip(box, other, strict=True))
+    return tuple(range(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))
+
+
+def inside(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the index of a box within the memory that holds ``outer``, a box around it."""
+    return tuple(slice(own.start - base.start, own.stop - base.start) for own, base in zip(box, outer, strict=True))
+
+
+def class_of(model: nn.Module) -> type[nn.Module]:
+    """Return the class that a model had before fully_shard made it one of FSDP2's."""
+    if not torch.distributed.is_available():
+        return type(model)
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+
+
+class Ranks:
+    """All processes of the default group if one of these tensors is sharded, otherwise this process alone.
+
+    group: for tensors on the CPU; None for this process alone.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._agreement, self.group, self.rank = None, None, 0
+        if any(map(is_sharded, tensors)):
+            from fp8moe.distributed.agreement import Agreement
+
+            self._agreement = Agreement.of(dist.group.WORLD)
+            self.group, self.rank = self._agreement.group, dist.get_rank()
+
+    @property
+    def first(self) -> bool:
+        """Return whether this is the process that writes."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, by rank."""
+        return [value] if self._agreement is None else self._agreement.gather(value)
+
+    def check_same(self, expected: str, value: Any) -> None:
+        """Raise ValueError on all processes unless all give the same value."""
+        if self._agreement is not None:
+            from fp8moe.distributed.agreement import check_same
+
+            check_same(expected, self.gather(value))
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Raise an error that one of several processes meets within the block as the same ValueError on all."""
+        if self._agreement is None:
+            yield
+            return
+        error = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        self._agreement.raise_together(error)
 
 
 class Place(NamedTuple):
@@ -85,7 +178,7 @@ class Target:
 
     def _of_expert(self, name: Name, module: str) -> Place | None:
         fused = name.projection in (GATE, UP) and f"{module}.{GATE_UP}" in self.state
-        key = name.of_module(module, GATE_UP if fused else name.projection)
+        key = f"{module}.{GATE_UP if fused else name.projection}{SCALE if name.role == SCALE_ROLE else ''}"
         target = self.state.get(key)
         if target is None or target.dim() != 3 or name.expert >= target.shape[0]:
             return None
@@ -144,7 +237,7 @@ class Target:
         return problems
 
     def _missing_parts(self, key: str, parts: Mapping[Part, str]) -> list[str]:
-        """What experts stored one by one lack of the fused parameter."""
+        """Return a line for each part of a fused parameter that experts stored one by one lack."""
         if WHOLE in parts:
             return [
                 f"{name}: the checkpoint has it also in {parts[WHOLE]}" for part, name in parts.items() if part != WHOLE
@@ -163,29 +256,30 @@ class Target:
         ]
 
 
-@dataclass
-class Plan:
-    """What will be copied where, and what stands in the way.
+Move = tuple[StoredWeight, Place, Place | None]
+"""A weight of a checkpoint, with the places of its values and of its scale in a model."""
 
-    moves: each weight with the places of its values and of its scale. sources: of each entry of the state dict the
-    tensors that it is made of, by part. wrong: entries that a tensor does not fit, and their scales.
+
+def warn_of_unused(weights: Weights, moves: Iterable[Move]) -> None:
+    """Warn once of static scales that the model has no place for."""
+    if weights.unused - {weight.name.text for weight, *_ in moves}:
+        text = "has static scales of activations, keys or values, which are not used: all are quantized as they come"
+        warnings.warn(printable(f"{weights.checkpoint.directory} {text}"), stacklevel=3)
+
+
+def ignored_names(model: nn.Module, patterns: tuple[str, ...], unused: Collection[str]) -> Callable[[str], bool]:
+    """Return a function that says whether a checkpoint may have a tensor of a name for which the model has no place.
+
+    unused: such names.
     """
+    regexes = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
 
-    target: Target
-    problems: list[str]
-    moves: list[tuple[StoredWeight, Place, Place | None]] = field(default_factory=list)
-    sources: dict[str, dict[Part, str]] = field(default_factory=lambda: defaultdict(dict))
-    wrong: set[str] = field(default_factory=set)
+    def ignored(name: str) -> bool:
+        if name in unused or any(fnmatchcase(name, pattern) for pattern in patterns):
+            return True
+        return any(regex.search(name) for regex in regexes)
 
-    def into_model(self, directory: Path, state: Mapping[str, Tensor]) -> None:
-        """Read every weight into its place, with one shard mapped at a time as far as scales lie beside their codes."""
-        reader, file = Reader(directory), None
-        for weight, place, scale_place in self.moves:
-            if weight.codes.file != file:
-                reader.close()
-                file = weight.codes.file
-            copy_weight(reader, weight, place, state[place.key], scale_place, scale_place and state[scale_place.key])
-        reader.close()
+    return ignored
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -199,48 +293,60 @@ def match(
     target: Target,
     ignored: Callable[[str], bool],
     located: Callable[[StoredWeight], Name] = lambda weight: weight.name,
-) -> Plan:
-    """Find the place of each weight in a model.
+) -> tuple[list[Move], list[str]]:
+    """Find the place of each weight in a model; return the moves, and a line for all that does not fit.
 
     ignored: whether a tensor of this name may be left over. located: the name of a weight in the model. Only scales of
     which this process holds a part, and tensors that the model ties together, are read, once all names, shapes and
     dtypes fit.
     """
-    plan, extra = Plan(target, [*checkpoint.problems, *unmappable(checkpoint)]), []
+    moves, problems, extra = [], [*checkpoint.problems, *unmappable(checkpoint)], []
+    sources: dict[str, dict[Part, str]] = defaultdict(dict)  # of entries of the state dict, the tensors for their parts
+    wrong: set[str] = set()  # entries that a tensor does not fit, and their scales
+
+    def claim(place: Place, text: str, spec: TensorSpec) -> bool:
+        """Note the tensor of a place, and what is wrong with it; return whether it fits."""
+        other = sources[place.key].setdefault(place.part, text)
+        problem = target.mismatch(spec, place) if other == text else f"the checkpoint has it also as {other}"
+        if problem:
+            problems.append(f"{text}: {problem}")
+            wrong.update((place.key, place.key + SCALE))
+        return problem is None
+
     for weight in weights:
         place = target.find(located(weight))
         if place is None:
-            extra += [weight.name.text, weight.scale_name] if weight.has_scale else [weight.name.text]
+            extra += [weight.name.text, weight.scale_name][: 1 + weight.has_scale]
             continue
-        fits = _claim(plan, place, weight.name.text, TensorSpec(weight.dtype, weight.shape))
+        fits = claim(place, weight.name.text, TensorSpec(weight.dtype, weight.shape))
         scale_place = target.scale_of(place) if weight.has_scale else None
         if scale_place is not None:
-            spec = TensorSpec(weight.scale_dtype, weight.scale.shape if weight.grid is None else weight.grid)
-            _claim(plan, scale_place, weight.scale_name, spec)
+            claim(scale_place, weight.scale_name, TensorSpec(weight.scale_dtype, weight.grid or weight.scale.shape))
         elif weight.has_scale and fits:
             extra.append(weight.scale_name)
-        plan.moves.append((weight, place, scale_place))
-    plan.problems += [f"{name}: {EXTRA}" for name in extra if not ignored(name)]
-    if not plan.problems:
-        plan.problems += _tied_problems(checkpoint, plan)
-        judged = (_scale_to_judge(move, target.state) for move in plan.moves)
-        plan.problems += scale_problems(checkpoint, filter(None, judged))
+        moves.append((weight, place, scale_place))
+    problems += [f"{name}: {EXTRA}" for name in extra if not ignored(name)]
+    if not problems:
+        problems += _tied_problems(checkpoint, moves, target.ties)
+        judged = (_scale_to_judge(move, target.state) for move in moves)
+        problems += scale_problems(checkpoint, filter(None, judged))
     if not checkpoint.incomplete:
-        plan.problems += target.missing(plan.sources, plan.wrong)
-    return plan
+        problems += target.missing(sources, wrong)
+    return moves, problems
 
 
-def _claim(plan: Plan, place: Place, text: str, spec: TensorSpec) -> bool:
-    """Note the tensor of a place, and what is wrong with it; return whether it fits."""
-    other = plan.sources[place.key].setdefault(place.part, text)
-    problem = plan.target.mismatch(spec, place) if other == text else f"the checkpoint has it also as {other}"
-    if problem:
-        plan.problems.append(f"{text}: {problem}")
-        plan.wrong |= {place.key, place.key + SCALE}
-    return problem is None
+def copy_weights(moves: Iterable[Move], directory: Path, state: Mapping[str, Tensor]) -> None:
+    """Read every weight into its place, with one shard mapped at a time as far as scales lie beside their codes."""
+    reader, file = Reader(directory), None
+    for weight, place, scale_place in moves:
+        if weight.codes.file != file:
+            reader.close()
+            file = weight.codes.file
+        copy_weight(reader, weight, place, state[place.key], scale_place, scale_place and state[scale_place.key])
+    reader.close()
 
 
-def _scale_to_judge(move: tuple[StoredWeight, Place, Place | None], state: Mapping[str, Tensor]) -> TensorInfo | None:
+def _scale_to_judge(move: Move, state: Mapping[str, Tensor]) -> TensorInfo | None:
     """The stored scale that a move reads, if this process holds a part of it."""
     weight, place, scale_place = move
     info = weight.scale if scale_place is not None else weight.codes
@@ -250,7 +356,7 @@ def _scale_to_judge(move: tuple[StoredWeight, Place, Place | None], state: Mappi
 
 
 def _way_out(key: str) -> str:
-    """How to make a model's FP8 module and an unquantized tensor go together."""
+    """Tell the user how a model's FP8 module and an unquantized tensor can go together."""
     way_out = "quantize the checkpoint first (fp8moe quantize)"
     module, _, parameter = key.rpartition(".")
     if module and parameter == "weight":
@@ -280,11 +386,11 @@ def scale_problems(checkpoint: Checkpoint, scales: Iterable[TensorInfo]) -> list
     return sorted(problems)
 
 
-def _tied_problems(checkpoint: Checkpoint, plan: Plan) -> list[str]:
+def _tied_problems(checkpoint: Checkpoint, moves: Iterable[Move], ties: Iterable[list[str]]) -> list[str]:
     """Find tensors that differ, but that the model ties together."""
-    by_key = {place.key: weight for weight, place, _ in plan.moves if place.part == WHOLE}
+    by_key = {place.key: weight for weight, place, _ in moves if place.part == WHOLE}
     problems = []
-    for keys in plan.target.ties:
+    for keys in ties:
         first, *others = [by_key[key] for key in keys if key in by_key] or [None]
         problems += [
             f"{other.name.text}: differs from {first.name.text}, {TIED}"
@@ -324,8 +430,7 @@ def copy_weight(
     if not local.numel() and (scale is None or not scale.numel()):
         return
     if weight.shape != place.shape:  # a scale of its own, with more or fewer sizes of one
-        (value,) = (reader.read(weight.codes),)
-        local.copy_(as_float(value).view(place.shape)[part].to(local.dtype))
+        local.copy_(as_float(reader.read(weight.codes)).view(place.shape)[part].to(local.dtype))
         return
     for expert, value in weight.pieces(reader, part):
         data = value.data if isinstance(value, FP8Tensor) else value
@@ -334,3 +439,8 @@ def copy_weight(
         if scale is not None:
             into = scale if expert is None else scale[expert]
             into.copy_(value.scale[scale_part[-2:]].to(into.dtype))
+
+
+def provider(name: str = "architecture") -> Any:
+    """Import a module of `fp8moe.hf`, whose functions answer for models of transformers, when it is first asked."""
+    return import_module(f"fp8moe.hf.{name}")

@@ -18,13 +18,22 @@ from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
 from fp8moe.runtime.progress import still_running
-from fp8moe.weights.formats import TensorSpec, quantization_config
-from fp8moe.weights.inspect import block_problems, low_fp8_fraction
+from fp8moe.weights.formats import low_fp8_fraction, quantization_config
+from fp8moe.weights.inspect import block_problems
 from fp8moe.weights.names import DOWN, GATE_UP, WEIGHT, Name
-from fp8moe.weights.provider import provider
-from fp8moe.weights.source import CONFIG, DECLARATIONS, HF_QUANT_CONFIG, INDEX, Checkpoint, CheckpointError
+from fp8moe.weights.place import provider
+from fp8moe.weights.source import (
+    CONFIG,
+    DECLARATIONS,
+    HF_QUANT_CONFIG,
+    INDEX,
+    MAX_BYTES,
+    Checkpoint,
+    CheckpointError,
+    TensorSpec,
+    printable,
+)
 from fp8moe.weights.stored import INTERLEAVED, StoredWeight, Weights, open_weights
-from fp8moe.weights.untrusted import MAX_BYTES, printable
 from fp8moe.weights.views import as_values, bias_in_rows, in_blocks, in_rows, inexact, inexact_problems, quantized
 from fp8moe.weights.write import into_directory, json_bytes
 
@@ -270,7 +279,7 @@ def _fit(plan: OutputPlan, wanted: dict[str, StoredWeight]) -> None:
     elif "model_type" not in plan.weights.checkpoint.config:
         plan.notes.append("not checked against transformers: config.json has no model_type")
     else:
-        provider().fit(plan, wanted)
+        provider("fit").fit_to_transformers(plan, wanted)
 
 
 def _undeclared(config: dict) -> dict:
@@ -287,7 +296,7 @@ def _warn(text: str) -> None:
 
 
 def _is_matrix(weight: StoredWeight) -> bool:
-    """Whether this is a matrix, or the matrices of fused experts."""
+    """Return whether this is a matrix, or the matrices of fused experts."""
     return weight.name.role == WEIGHT and len(weight.shape) == (2 if weight.name.text.endswith(".weight") else 3)
 
 
@@ -319,7 +328,7 @@ def _source_problems(weights: Weights, quantized: dict[str, Name]) -> list[str]:
 
 
 def _fused_problems(weight: StoredWeight, weights: Weights) -> list[str]:
-    """What does not go together of fused experts: gate and up, their bias, and down."""
+    """Return a problem if shapes of fused experts do not go together: of gate and up, their bias, and down."""
     name, shape = weight.name.text, weight.shape
     down_name = f"{weight.name.module}.{DOWN}"
     by_name = {other.name.text: other for other in weights.stored if other.name.module == weight.name.module}
@@ -368,7 +377,7 @@ def _companions(directory: Path) -> tuple[dict[str, bytes], list[str]]:
 
 
 def _leaves(path: Path) -> bool:
-    """Whether this is a link to outside of its directory.
+    """Return whether this is a link to outside of its directory.
 
     The links of a snapshot in the hub's cache lead to the blobs of the same repository: snapshots/REVISION/FILE to
     blobs/HASH. These count as inside.

@@ -3,10 +3,10 @@
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,13 +20,10 @@ from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import Requantizer, quantize_128x128, quantize_channels
 from fp8moe.runtime.checks import FLOATING, describe
 from fp8moe.weights.closing import close, open_again
-from fp8moe.weights.formats import DTYPE_NAMES, FP8, TensorSpec, scale_grid
-from fp8moe.weights.load import ignored_names
-from fp8moe.weights.names import GATE_UP, SCALE_ROLE, WEIGHT, Name, from_vllm, parse
-from fp8moe.weights.place import WHOLE, Part, Place, Target, copy_weight, state_of
-from fp8moe.weights.provider import provider
-from fp8moe.weights.sharded import Ranks, held
-from fp8moe.weights.source import CheckpointError, Reader, unmappable
+from fp8moe.weights.formats import scale_grid
+from fp8moe.weights.names import GATE_UP, SCALE_ROLE, WEIGHT, Location, Name, from_vllm, parse
+from fp8moe.weights.place import WHOLE, Part, Place, Ranks, Target, copy_weight, held, ignored_names, provider, state_of
+from fp8moe.weights.source import DTYPE_NAMES, FP8, CheckpointError, Reader, TensorSpec, unmappable
 from fp8moe.weights.stored import INTERLEAVED, StoredWeight, is_interleaved, open_weights
 from fp8moe.weights.views import in_blocks, inexact_problems, tensor_in_rows
 
@@ -110,7 +107,7 @@ def refitting(model: nn.Module, *, names: Iterable[str] | None = None) -> Iterat
 
 _lock = threading.Lock()
 _under_way: WeakKeyDictionary[nn.Module, "_Refit"] = WeakKeyDictionary()
-_places: WeakKeyDictionary[nn.Module, dict[str, tuple[Any, Place | None]]] = WeakKeyDictionary()
+_places: WeakKeyDictionary[nn.Module, dict[str, tuple[Location, Place | None]]] = WeakKeyDictionary()
 """Where transformers puts the tensors of a checkpoint, and their places in each model, as found at earlier refits."""
 
 
@@ -125,7 +122,7 @@ class _Again(NamedTuple):
 
 
 _again: WeakKeyDictionary[nn.Module, dict[str, _Again]] = WeakKeyDictionary()
-"""By the names of tensors. A model has tens of thousands of experts' matrices, so the host's time for each counts."""
+"""Quantizations by the names of tensors. With tens of thousands of matrices the host's time for each counts."""
 
 
 class _Source(NamedTuple):
@@ -188,7 +185,7 @@ class _Refit:
 
     @property
     def came(self) -> set[str]:
-        """The entries of the state dict that something came for."""
+        """Entries of the state dict for which a tensor came."""
         return {key for key, parts in self.sources.items() if parts}
 
     def expect(self, names: Iterable[str], strict: bool) -> None:
@@ -295,7 +292,7 @@ class _Refit:
         return is_interleaved({"model_type": getattr(config, "model_type", None)})
 
     def _is_in_turns(self, key: str) -> bool:
-        """Whether this is a tensor of experts whose checkpoints have gate and up in turns, unlike the layer."""
+        """Return whether this is a tensor of experts whose checkpoints have gate and up in turns, unlike the layer."""
         if not self._has_experts_in_turns:
             return False
         return isinstance(self._model.get_submodule(key.rpartition(".")[0]), GroupedExperts)
@@ -326,25 +323,23 @@ class _Refit:
         return RefitReport(tuple(key for key in self.state if key in came), tuple(left))
 
     def _missing(self) -> list[str]:
-        """A line for each tensor that has not come; that of a weight is enough, it may come without a scale."""
+        """Return a line for each tensor that has not come; a missing weight stands for its scale too."""
         lines = {line.partition(":")[0]: line for line in self.target.missing(self.sources)}
         return [line for name, line in lines.items() if (weight := parse(name).weight) == name or weight not in lines]
 
-    def _place(self, text: str) -> tuple[Any, Place | None]:
-        """Where transformers puts a tensor, and its place; None if the model has none."""
+    def _place(self, text: str) -> tuple[Location, Place | None]:
+        """Return where transformers puts a tensor, and its place, which is None if the model has none."""
         found = self._places.get(text)
         if found is not None and found[1].key in self.state:
             return found
         for other in dict.fromkeys((text, from_vllm(text))):
             name = parse(other)
+            found = None
             if name.role == SCALE_ROLE:
                 weight = self._locate(name._replace(text=name.weight, role=WEIGHT)).name
                 scale = weight._replace(text=weight.scale, role=SCALE_ROLE)
-                found = _Location(scale), self.target.find(scale)
-                if found[1] is None:  # the scale of no weight that the model has in FP8
-                    location = self._locate(name)
-                    found = location, self.target.find(location.name)
-            else:
+                found = Location(scale, scale.text), self.target.find(scale)
+            if found is None or found[1] is None:  # no scale, or of no weight that the model has in FP8
                 location = self._locate(name)
                 found = location, self.target.find(location.name)
             if found[1] is not None:
@@ -352,11 +347,8 @@ class _Refit:
                 break
         return found
 
-    def _locate(self, name: Name) -> Any:
-        return _Location(name) if self._locator is None else self._locator.locate(name)
-
     @cached_property
-    def _locator(self) -> Any:
+    def _locate(self) -> Callable[[Name], Location]:
         return provider().locator(self._model)
 
     def _check_ignored(self, name: str) -> None:
@@ -364,14 +356,14 @@ class _Refit:
             raise ValueError(f"{name}: unknown, the model has no such tensor")
 
     def _claimant(self, place: Place) -> str | None:
-        """The tensor that came for a place, or for a part of it."""
+        """Return the name of the tensor that came for a place, or for a part of it."""
         parts = self.sources[self._first[place.key]]
         if place.part == WHOLE:
             return next(iter(parts.values()), None)
         return parts.get(place.part) or parts.get(WHOLE)
 
     def _has_twin(self, place: Place) -> bool:
-        """Whether a tensor came that the model ties to this one."""
+        """Return whether a tensor came that the model ties to this one."""
         first = self.sources[self._first[place.key]].get(WHOLE)
         return first is not None and self._came[first].key != place.key
 
@@ -441,7 +433,7 @@ class _Refit:
         data.copy_(values.data.view(tensor.shape)[part])
         scale.copy_(values.scale.view(*tensor.shape[:-2], *scale_place.shape[-2:])[scale_part])
 
-    def _convert(self, name: str, location: Any, tensor: Tensor) -> None:
+    def _convert(self, name: str, location: Location, tensor: Tensor) -> None:
         """Write what transformers makes of this tensor and others, if they are all there, and keep it otherwise."""
         if tensor.dtype not in FLOATING:
             raise ValueError(
@@ -466,7 +458,7 @@ class _Refit:
             self._write(key, Place(key, tuple(value.shape)), value)
 
     def _any_bad(self) -> bool:
-        """Whether some of the values that came cannot be. Waits for the device once."""
+        """Return whether some of the values that came cannot be. Waits for the device once."""
         entries = {key: held(self.state[key])[0] for key in self.came}
         entries = {key: values for key, values in entries.items() if values.numel() and values.is_floating_point()}
         judged = {place.key for place in self._codes.values()} | self._scales
@@ -477,7 +469,7 @@ class _Refit:
         return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 
     def _bad_values(self) -> list[str]:
-        """What is wrong with the values of tensors, by the names of these."""
+        """List the tensors that came with values that cannot be."""
         codes = {place.key for place in self._codes.values()}
         entries = {key: held(self.state[key])[0] for key in self.came}
         flags = {
@@ -500,7 +492,7 @@ class _Refit:
         return problems
 
     def _flag(self, key: str, values: Tensor) -> Tensor:
-        """Whether values of an entry of the state dict are not finite, or scales not positive."""
+        """Return whether values of an entry of the state dict are not finite, or scales not positive."""
         if values.dtype == torch.float8_e8m0fnu:
             return values.view(torch.uint8).amax() == 255
         if values.dtype == torch.float8_e4m3fn:
@@ -509,20 +501,13 @@ class _Refit:
         return ~((least > (0 if key in self.target.scales else -torch.inf)) & (most < torch.inf))
 
 
-class _Location(NamedTuple):
-    """Where a tensor of a model that is not of transformers goes: to its name."""
-
-    name: Name
-    converter: None = None
-
-
 def _matrices(place: Place) -> int:
-    """How many matrices with blocks of their own lie one below the other: gate and up of fused experts."""
+    """Count the matrices of a place that have blocks of their own: two for gate and up of fused experts."""
     return 2 if len(place.shape) == 3 and place.key.endswith(f".{GATE_UP}") else 1
 
 
 def _halves(value: Tensor) -> Tensor:
-    """(E, 2N, K), gate above up, as (E, 2, N, K)."""
+    """View (E, 2N, K), gate above up, as (E, 2, N, K)."""
     return value.unflatten(1, (2, -1))
 
 
@@ -531,7 +516,7 @@ def _has_channels(weight: Place, scale: Place) -> bool:
 
 
 def _unfit(weight: Place, scale: Place, tensor: Tensor) -> str | None:
-    """Why a tensor cannot be quantized for its place, or None."""
+    """Return why a tensor cannot be quantized for its place, or None."""
     if tensor.shape != weight.shape:
         return f"shape {tuple(tensor.shape)}, expected {weight.shape}"
     if scale.shape != scale_grid(_matrices(weight), weight.shape) and not _has_channels(weight, scale):
@@ -571,7 +556,7 @@ def _opened(source: Source) -> _Source:
 
 
 def _of_directory(directory: str | os.PathLike) -> _Source:
-    """The tensors of a checkpoint in blocks. Raises CheckpointError unless all of them can be read."""
+    """Open the tensors of a checkpoint in blocks. Raises CheckpointError unless all of them can be read."""
     weights, what = open_weights(directory), f"cannot refit from {directory}, the model is unchanged"
     weights.check(f"cannot load {directory}")
     checkpoint = weights.checkpoint

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from fp8moe.layers.parameters import is_sharded
 from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import has_channel_scales
-from fp8moe.weights.formats import DTYPE_NAMES, DTYPES, FLOATS, FP8, TensorSpec, quantization_config, scale_dtype
-from fp8moe.weights.inspect import low_fp8_fraction
+from fp8moe.weights.formats import low_fp8_fraction, quantization_config, scale_dtype
 from fp8moe.weights.names import (
     CHANNEL_SCALE,
     DOWN,
@@ -32,11 +31,19 @@ from fp8moe.weights.names import (
     Name,
     parse,
 )
-from fp8moe.weights.place import Target, state_of
-from fp8moe.weights.provider import provider
-from fp8moe.weights.sharded import Box, Ranks, class_of, held, inside, overlap, whole
-from fp8moe.weights.source import CONFIG, GENERATION_CONFIG, INDEX, SINGLE
-from fp8moe.weights.untrusted import printable
+from fp8moe.weights.place import Box, Ranks, Target, class_of, held, inside, overlap, provider, state_of, whole
+from fp8moe.weights.source import (
+    CONFIG,
+    DTYPE_NAMES,
+    DTYPES,
+    FLOATS,
+    FP8,
+    GENERATION_CONFIG,
+    INDEX,
+    SINGLE,
+    TensorSpec,
+    printable,
+)
 from fp8moe.weights.write import ShardWriter, index_of, json_bytes, write_bytes
 
 _FP8 = (torch.float8_e4m3fn,)

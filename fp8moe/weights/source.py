@@ -4,11 +4,13 @@ The format is that of https://github.com/huggingface/safetensors: eight bytes wi
 header with dtype, shape and byte range of each tensor, then the bytes. Headers are read here without the tensors.
 """
 
+import json
 import math
 import os
 import re
+import reprlib
 import stat
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -20,8 +22,50 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fp8moe.weights.formats import DTYPES, TensorSpec
-from fp8moe.weights.untrusted import MAX_BYTES, parse_object, printable, shown
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The dtypes of safetensors files that are understood, by the names that they have there."""
+
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+FP8 = "F8_E4M3"
+
+
+FLOATS = ("BF16", "F16", "F32", "F64")
+
+
+class TensorSpec(NamedTuple):
+    """The dtype, by its safetensors name, and the shape of a stored tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+Layout = dict[str, TensorSpec]
+"""The tensors of a file or of a whole checkpoint, by name."""
+
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -313,7 +357,7 @@ def _hub_hint(directory: Path) -> str:
 
 
 def _obstacle(path: Path) -> str | None:
-    """Why this is no file to open, or None: opening a pipe would wait for its writer."""
+    """Return why this is no file to open, or None: opening a pipe would wait for its writer."""
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
@@ -321,3 +365,69 @@ def _obstacle(path: Path) -> str | None:
     except (OSError, ValueError) as error:
         return f"cannot be read ({error})"
     return None if regular else "is not a regular file"
+
+
+MAX_BYTES = 100_000_000
+"""The largest JSON text that is read; the safetensors library reads headers up to this size."""
+
+_MAX_DEPTH = 64  # transformers' nested configurations have 4; safetensors allows 128
+_TOO_DEEP = f"nested more than {_MAX_DEPTH} deep"
+_MAX_DIGITS = 100
+_MAX_MESSAGE = 2000  # characters
+
+
+def parse_object(content: bytes) -> dict:
+    """A JSON object in UTF-8.
+
+    Raises ValueError for anything else, for deep nesting, for a name that is there twice and for endless integers.
+    """
+    try:
+        value = json.loads(content.decode(), object_pairs_hook=_without_duplicates, parse_int=_integer)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {shown(value)}")
+    if _is_deeper(value, _MAX_DEPTH):
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
+def shown(value: object) -> str:
+    """A parsed JSON value for a message; a long or nested one is cut."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxlong = short.maxother = 60
+    return short.repr(value)
+
+
+def printable(text: str) -> str:
+    """One line that any terminal can show: control characters and lone surrogates escaped, the middle cut out."""
+    if len(text) > _MAX_MESSAGE:
+        text = f"{text[: _MAX_MESSAGE // 2]} ... {text[-_MAX_MESSAGE // 2 :]}"
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the name {shown(name)} is there more than once")
+    return content
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"an integer has {len(text)} digits")
+    return int(text)
+
+
+def _is_deeper(value: object, depth: int) -> bool:
+    """Return whether lists and objects are nested more than ``depth`` deep."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+    return bool(level)

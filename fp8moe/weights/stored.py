@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
-from fp8moe.weights.declared import FP8_KINDS, KINDS, MX_BLOCK, Declared, declared
 from fp8moe.weights.formats import (
     CONCATENATED,
-    FP8,
+    FP8_KINDS,
     GATE_UP_LAYOUT,
-    Layout,
-    TensorSpec,
+    KINDS,
+    MX_BLOCK,
+    Declared,
     as_float,
+    declared,
     fits_scale,
     scale_grid,
 )
@@ -38,7 +39,17 @@ from fp8moe.weights.names import (
     scale_spellings,
     weight_of_codes,
 )
-from fp8moe.weights.source import Checkpoint, CheckpointError, Reader, TensorInfo, open_checkpoint, sections
+from fp8moe.weights.source import (
+    FP8,
+    Checkpoint,
+    CheckpointError,
+    Layout,
+    Reader,
+    TensorInfo,
+    TensorSpec,
+    open_checkpoint,
+    sections,
+)
 
 _IN_TURNS = {"gpt_oss": "GPT-OSS"}
 """Models whose experts are (E, columns, rows), with rows of gate and up in turns, by their model_type."""
@@ -75,12 +86,12 @@ class StoredWeight(NamedTuple):
 
     @property
     def interleaved(self) -> bool:
-        """Whether rows of gate and up take turns in packed codes."""
+        """Return whether rows of gate and up take turns in packed codes."""
         return self.name.projection == GATE_UP and self.codes.name.endswith(GROUPS)
 
     @property
     def has_scale(self) -> bool:
-        """Whether a scale of its own belongs to the values, as they are seen."""
+        """Return whether a scale of its own belongs to the values, as they are seen."""
         return self.scale is not None and not self.shared and (self.grid is not None or self.make is None)
 
     @property
@@ -258,7 +269,7 @@ def _weight_of(name: Name, info: TensorInfo, tensors: Mapping[str, TensorInfo]) 
 
 
 def _is_transposed(name: Name, shape: tuple[int, ...], tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether fused experts are stored (E, K, N), with as many rows of gate_up as columns of down."""
+    """Return whether fused experts are stored (E, K, N), with as many rows of gate_up as columns of down."""
     if name.expert is not None or len(shape) != 3 or name.projection not in (GATE_UP, DOWN):
         return False
     pair = [tensors.get(f"{name.module}.{projection}") for projection in (GATE_UP, DOWN)]
@@ -365,7 +376,7 @@ def _format(checkpoint: Checkpoint, declarations: list[Declared], stored: list[S
 
 
 def _problem(checkpoint: Checkpoint, declarations: list[Declared], weights: list[StoredWeight]) -> str | None:
-    """Why the format does not load, where configuration and tensors tell it, or None."""
+    """Return why the format does not load, where configuration and tensors tell it, or None."""
     for declaration in declarations:
         if declaration.refusal is not None:
             return f"{declaration.where}: {declaration.refusal}"
@@ -391,7 +402,7 @@ def _problem(checkpoint: Checkpoint, declarations: list[Declared], weights: list
 
 
 def _gate_up_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None:
-    """Why gate and up of fused experts cannot be told apart, or None."""
+    """Return why gate and up of fused experts cannot be told apart, or None."""
     name = weight.codes.name
     if len(weight.shape) != 3:
         return None
@@ -414,7 +425,7 @@ def _gate_up_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None
 
 
 def _is_concatenated(weight: StoredWeight, checkpoint: Checkpoint) -> bool:
-    """Whether this is known to have all rows of gate before those of up, as fp8moe writes it.
+    """Return whether this is known to have all rows of gate before those of up, as fp8moe writes it.
 
     Either the configuration says so, or there is none, as where a module was saved that is no model.
     """

@@ -12,10 +12,9 @@ from torch.nn.functional import pad
 
 from fp8moe.quant.formats import BLOCK, FP8_MAX, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_128x128
-from fp8moe.weights.declared import MX_BLOCK
-from fp8moe.weights.formats import FP8, SCALE_DTYPES, as_float, scale_dtype, scale_grid
+from fp8moe.weights.formats import MX_BLOCK, SCALE_DTYPES, as_float, scale_dtype, scale_grid
 from fp8moe.weights.names import BIAS, GATE_UP
-from fp8moe.weights.source import Reader
+from fp8moe.weights.source import FP8, Reader
 from fp8moe.weights.stored import StoredWeight, Weights
 
 _FP4 = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
@@ -168,14 +167,14 @@ def _rows(codes: Tensor) -> Tensor:
 
 
 def _filled(codes: Tensor, scale: Tensor, matrices: int, grid: tuple[int, int], transposed: bool) -> FP8Tensor:
-    """One scale in all blocks of a tensor, or one in those of gate and one in those of up."""
+    """Repeat a tensor's one scale in all blocks, or its two in the blocks of gate and of up."""
     rows, columns = grid
     each = as_float(scale).reshape(-1, 1, 1).expand(matrices, rows // matrices, columns)
     return FP8Tensor(_rows(codes) if transposed else codes, each.flatten(0, 1).contiguous())
 
 
 def _mxfp8(codes: Tensor, exponents: Tensor) -> FP8Tensor:
-    """Blocks of MXFP8 codes (N, K): each has the least power of two in which its largest value is no larger than 448.
+    """Make blocks of MXFP8 codes (N, K), each with the least power of two in which no value is larger than 448.
 
     The codes of blocks have rounded what is below the smallest subnormal, by 2^-10 where the largest is above 224.
     """
@@ -226,7 +225,7 @@ def _fp4_pairs() -> Tensor:
 
 
 _MICROSCALED = {"mxfp8": _mxfp8, "mxfp4": _mxfp4}
-"""What makes blocks of the codes and scales of a matrix."""
+"""Functions that make blocks of the codes and scales of a matrix, by kind."""
 
 
 def _is_exact(weight: StoredWeight, codes: Tensor, exponents: Tensor) -> bool:
@@ -244,7 +243,7 @@ def _of_values(block: Tensor, shape: torch.Size, columns: int = BLOCK) -> Tensor
 
 
 def _spread(power: Tensor) -> Tensor:
-    """By how much exponents (N, K/32) differ within a block, at most."""
+    """Return the largest difference of exponents (N, K/32) within a block."""
     return (_of_groups(power, torch.amax, 0) - _of_groups(power, torch.amin, 255)).max()
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.progress import progress
-from fp8moe.weights.formats import DTYPES, Layout
-from fp8moe.weights.source import INDEX, SINGLE, Checkpoint, CheckpointError, Reader
+from fp8moe.weights.source import DTYPES, INDEX, SINGLE, Checkpoint, CheckpointError, Layout, Reader
 from fp8moe.weights.stored import StoredWeight
 
 
@@ -182,7 +181,7 @@ def _stamp(path: Path) -> str:
 
 
 def _what(name: str, layouts: Mapping[str, Layout], contents: Mapping[str, bytes]) -> str:
-    """Why a file that is there cannot be kept."""
+    """Return why a file that is there cannot be kept."""
     if name in layouts:
         return "of another source, or made with other options"
     return "with other content" if name in contents else "and not a file to be written"

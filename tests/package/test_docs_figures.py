@@ -19,7 +19,7 @@ from fp8moe.decode import sampling
 from fp8moe.distributed import local, transport
 from fp8moe.layers import mqa_indexer
 from fp8moe.runtime import cubin_cache
-from fp8moe.weights import untrusted
+from fp8moe.weights import source
 from tests.docs_blocks import PAGES, ROOT
 from tools import commands, format_matrix, model_matrix, model_sizes
 
@@ -74,7 +74,7 @@ def stated():
     error = rounding()
     return {
         "README.md": [f"{model_sizes.FULL:.0%}", *rises()],
-        "checkpoints.md": [f"{untrusted.MAX_BYTES / 1e6:.0f} MB"],
+        "checkpoints.md": [f"{source.MAX_BYTES / 1e6:.0f} MB"],
         "decode.md": [f"{sampling.NEAR_ZERO:.0e}".replace("e-0", "e-")],
         "distributed.md": [
             *(f"{transport._MICROSECONDS_A_CALL / 1e3} ms", f"{local._SLACK} times", f"{local._SLACK}"),

@@ -32,8 +32,9 @@ from fp8moe.weights.source import (
     SINGLE,
     count_problems,
     open_checkpoint,
+    parse_object,
+    printable,
 )
-from fp8moe.weights.untrusted import parse_object, printable
 from tools.mutate_checkpoints import Cases, Model, attempt
 from tools.mutations import DEEP, MUTATIONS, read_parts, write_parts
 

@@ -17,8 +17,7 @@ from fp8moe.weights import (
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
-from fp8moe.weights.formats import DTYPE_NAMES, TensorSpec
-from fp8moe.weights.source import INDEX, SINGLE
+from fp8moe.weights.source import DTYPE_NAMES, INDEX, SINGLE, TensorSpec
 from fp8moe.weights.write import ShardWriter
 from tests.checkpoint_formats import as_gpt_oss
 from tests.small_checkpoints import (
