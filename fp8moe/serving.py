@@ -97,7 +97,7 @@ class DecoderManager(BaseGenerateManager):
         self._fail()
 
     def _parse(self, answer: "_Answer", inputs: dict, config: Any, tokenizer: Any) -> Request:
-        tokens = torch.tensor(inputs["input_ids"], dtype=torch.int64)
+        tokens = torch.tensor(inputs["input_ids"], dtype=torch.int64, device="cpu")
         if config.max_new_tokens is None:
             config.max_new_tokens = max(1, min(NEW_TOKENS, self.decoder.max_length - len(tokens)))
         config.pad_token_id = None  # in a prompt it is a token like others

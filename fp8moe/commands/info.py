@@ -47,7 +47,7 @@ def _devices() -> list[str]:
 def _backend(device: str) -> str:
     name = torch.cuda.get_device_name(device) + ", " if device != "cpu" else ""
     try:
-        return name + ("cuda kernels" if use_cuda(torch.empty(0, device=device)) else "reference")
+        return name + ("cuda kernels" if use_cuda(torch.empty(0, dtype=torch.float32, device=device)) else "reference")
     except RuntimeError as error:
         return f"{name}cannot run: {error}"
 

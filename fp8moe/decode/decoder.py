@@ -26,6 +26,7 @@ from fp8moe.hf.fused import FusedModule, find_fused
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime import config
 from fp8moe.runtime.checks import describe
+from fp8moe.runtime.settings import standard_device
 from fp8moe.weights.closing import refits_of
 
 
@@ -144,8 +145,8 @@ class GraphDecoder:
         self._reader: Step | None = None
         with self.on_device():
             self.capabilities = self._find_capabilities(fuse)
+            self.steps = {size: self.step_of(size, self.max_length) for size in sizes}
         self.fused: tuple[FusedModule, ...] = self.capabilities.fused or ()
-        self.steps = {size: self.step_of(size, self.max_length) for size in sizes}
         if self._batch_invariant:
             check_batch_invariance(model, self.attention, any(has_states(step.cache) for step in self.steps.values()))
         if self.captured:
@@ -348,11 +349,14 @@ class GraphDecoder:
 
     @contextmanager
     def on_device(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-        """Make the model's device the current one, and on it this stream, with torch.autocast off, as in a capture."""
+        """Make the model's device the current one, and on it this stream, with torch.autocast off, as in a capture.
+
+        Tensors that transformers makes without naming a device are on the CPU, whatever the caller's default is.
+        """
         current: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "cuda":
             current = torch.cuda.device(self.device) if stream is None else torch.cuda.stream(stream)
-        with current, torch.autocast(self.device.type, enabled=False):
+        with current, standard_device(), torch.autocast(self.device.type, enabled=False):
             yield
 
     def _only(self, request: Request) -> Any:

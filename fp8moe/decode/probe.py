@@ -201,7 +201,9 @@ def _far(stepwise: Tensor, whole: Tensor, alone: Tensor) -> bool:
 
 def _sequence(size: int, device: torch.device, beginning: float) -> tuple[Tensor, Tensor]:
     """Make tokens (1, PROMPT + NEW) from the middle of a vocabulary, which has special ones at its ends; their mask."""
-    tokens = torch.linspace(int(size * beginning), size * 3 // 4, PROMPT + NEW, device=device).long()[None]
+    tokens = torch.linspace(
+        int(size * beginning), size * 3 // 4, PROMPT + NEW, dtype=torch.float64, device=device
+    ).long()[None]
     mask = torch.ones_like(tokens)
     mask[:, :PADDING] = 0
     return tokens, mask
@@ -231,7 +233,7 @@ def _with_cache(steps: list[Step], tokens: Tensor, mask: Tensor, begins: tuple[i
     if others:
         step.start(len(begins), 1, None, [], 0)
     for row, (other, begin) in enumerate(zip(others, begins, strict=bool(others))):
-        rows = torch.tensor([0, row], device=device)
+        rows = torch.tensor([0, row], dtype=torch.int64, device=device)
         step.adopt(rows[1:], other, rows[:1], PROMPT - begin)
     for new in tokens[0, PROMPT:]:
         step.tokens.fill_(new)

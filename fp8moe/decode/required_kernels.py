@@ -37,7 +37,7 @@ def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens:
     # PyTorch's own kernels need a GPU, or on a CPU hours.
     attention._flash_attention = _no_flash_attention
     F.scaled_dot_product_attention = _no_attention
-    F.linear = lambda x, weight, bias=None: torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
+    F.linear = lambda x, weight, bias=None: torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
     experts_source.Weight.quantize = _of_the_first_expert(experts_source.Weight.quantize)
     router._gemm = lambda x, weight: x.new_zeros((len(x), len(weight)), dtype=torch.float32)
     return required_by([partial(_run, model, {1, *batch_sizes}, lengths(tokens)) for model in models], num_sms)
@@ -53,7 +53,7 @@ def _run(model: Any, batch_sizes: Iterable[int], lengths: Iterable[int]) -> None
     for count in lengths:
         step = Step(model, 1, count, _CPU, capabilities)
         step.start(1, count, None, [], 0)
-        step.read_several(torch.zeros(1, count, dtype=torch.int64), 0, 0, False)
+        step.read_several(torch.zeros(1, count, dtype=torch.int64, device=_CPU), 0, 0, False)
 
 
 def _no_flash_attention(query: Tensor, *others: Any) -> Tensor:

@@ -338,7 +338,7 @@ class Scheduler:
                 self._step.finished[request.rows[index]].fill_(True)  # the GPU already computes the next token
         if some_got_one:
             if request.streamer is not None:
-                request.streamer.put(torch.tensor(got))
+                request.streamer.put(torch.tensor(got, dtype=torch.int64, device="cpu"))
             if request.stepwise:
                 home = request.given.device
                 # The report on the GPU is ready on every stream.
@@ -407,7 +407,7 @@ def _result(request: Request, device: Tensor, host: Tensor, counts: list[int], f
     """
     home = request.given.device
     values = (host if home.type == "cpu" else device)[:, :-2].unflatten(1, (2, -1))[:, :, : max(counts)]
-    ended = torch.arange(max(counts)) >= torch.tensor(counts)[:, None]
+    ended = torch.arange(max(counts), device="cpu") >= torch.tensor(counts, dtype=torch.int64, device="cpu")[:, None]
     ended = to_device(ended, values.device)
     tokens = values[:, 0].masked_fill(ended, request.pad or 0).to(home)
     logprobs = values[:, 1].contiguous().view(torch.float64).float().masked_fill(ended, 0).to(home)

@@ -84,7 +84,7 @@ class Step:
         self.begin = integers(size)
         self.mask = ~booleans(size, max_length)
         self.generated = integers(size, max_length)
-        self.logprobs = torch.zeros(size, max_length, device=device)
+        self.logprobs = torch.zeros(size, max_length, dtype=torch.float32, device=device)
         self.count = integers(size)
         self.limit = integers(size)
         self.finished = booleans(size)

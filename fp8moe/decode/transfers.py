@@ -22,7 +22,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def integers_on(device: torch.device, values: Iterable[int]) -> Tensor:
     """Make a tensor (n,) int64 on the device."""
-    return to_device(torch.tensor([*values], dtype=torch.int64), device)
+    return to_device(torch.tensor([*values], dtype=torch.int64, device="cpu"), device)
 
 
 class _Copy(NamedTuple):
@@ -48,7 +48,7 @@ class Readback:
         if values.device.type != "cuda":
             self._waiting.append(_Copy(values, values, None))
             return
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         host.copy_(values, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()

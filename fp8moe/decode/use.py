@@ -31,7 +31,7 @@ class Ranks(NamedTuple):
         """Return the smallest of the ranks' values. device: of the model, which the groups communicate on."""
         if not self.groups:
             return value
-        agreed = torch.tensor([value], device=device)
+        agreed = torch.tensor([value], dtype=torch.int64, device=device)
         for group in self.groups:
             dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
         return int(agreed)
@@ -40,7 +40,7 @@ class Ranks(NamedTuple):
         """Return the values of the first rank."""
         if not self.groups:
             return values
-        agreed = torch.tensor(values, device=device)
+        agreed = torch.tensor(values, dtype=torch.int64, device=device)
         for group in self.groups:
             dist.broadcast(agreed, group_src=0, group=group)
         return agreed.tolist()

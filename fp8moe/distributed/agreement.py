@@ -50,7 +50,7 @@ class Agreement:
     def __init__(self, group: ProcessGroup):
         self._group = ref(_cpu_group(group))  # a weak reference: an agreement does not keep its group alive
         self.world = dist.get_world_size(group)
-        self._mine, self._all = torch.zeros(2, self.world, len(CallSummary._fields), dtype=torch.int64)
+        self._mine, self._all = torch.zeros(2, self.world, len(CallSummary._fields), dtype=torch.int64, device="cpu")
         self._layers = 0
 
     @classmethod
@@ -75,7 +75,7 @@ class Agreement:
         Raises the same ValueError on all ranks if a call is wrong or calls differ.
         """
         # An all-to-all of equal rows takes a third less time over gloo than an all-gather.
-        self._mine.copy_(torch.tensor(call._replace(wrong=int(error is not None))))
+        self._mine.copy_(torch.tensor(call._replace(wrong=int(error is not None)), dtype=torch.int64, device="cpu"))
         dist.all_to_all_single(self._all, self._mine, group=self.group)
         rows = self._all.tolist()
         tokens = [row.pop(0) for row in rows]

@@ -67,7 +67,7 @@ def empty_model(config: Any) -> Any:
     """Make transformers' language model of a configuration, on the meta device.
 
     Its class is the one that ``architectures`` names, if that generates; otherwise that of AutoModelForCausalLM or
-    AutoModelForImageTextToText. Its dtype is PyTorch's default. Raises ValueError, with transformers' reason, if it
+    AutoModelForImageTextToText. Its dtype is float32. Raises ValueError, with transformers' reason, if it
     cannot make one.
     """
     import transformers
@@ -81,7 +81,7 @@ def empty_model(config: Any) -> Any:
         else:
             make = transformers.AutoModelForImageTextToText.from_config
         with construction_lock, torch.device("meta"):
-            return make(config, dtype=torch.get_default_dtype()).eval()
+            return make(config, dtype=torch.float32).eval()
     except Exception as error:
         raise ValueError(f"config.json: transformers cannot make the model ({reason_of(error)})") from error
 

@@ -25,6 +25,8 @@ from fp8moe.hf.architecture import (
 )
 from fp8moe.hf.versions import conversions_to_save
 from fp8moe.layers.replaced import as_patterns, casts_to_weight
+from fp8moe.runtime.checks import FLOATING
+from fp8moe.runtime.settings import standard_settings
 from fp8moe.weights.formats import quantization_config
 from fp8moe.weights.names import CHANNEL_SCALE, SCALE, SCALE_ROLE, Location, Name, parse
 from fp8moe.weights.place import TIED, Move, Target, copy_weight, ignored_names, match, state_of, warn_of_unused
@@ -43,6 +45,7 @@ from fp8moe.weights.stored import StoredWeight, Weights, open_weights
 from fp8moe.weights.views import dequantized, in_blocks, inexact_problems
 
 
+@standard_settings()
 def load_model(
     directory: str | os.PathLike,
     *,
@@ -152,16 +155,17 @@ def _refuse_to_save(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Checkpoint) -> torch.dtype:
     """Return the dtype that a caller asks for by a dtype, its name, or "auto"."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
+    found = dtype
     if dtype in ("auto", None):
         own = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
         stored = (DTYPES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in FLOATS)
-        return own if isinstance(own, torch.dtype) else next(stored, torch.bfloat16)
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-    if not isinstance(named, torch.dtype):
-        raise ValueError(f"dtype: expected a torch.dtype, its name or 'auto', got {dtype!r}")
-    return named
+        found = own if isinstance(own, torch.dtype) else next(stored, torch.bfloat16)
+    elif isinstance(dtype, str):
+        found = getattr(torch, dtype, None)
+    if found not in FLOATING:
+        got = repr(dtype) if found is dtype or found is None else f"{dtype!r}, which is {found}"
+        raise ValueError(f"dtype: expected bfloat16, float16, float32, or 'auto' for one of these, got {got}")
+    return found
 
 
 def _without_quantization(config: Any) -> Any:

@@ -88,7 +88,7 @@ class Weight:
         from torch.distributed.tensor import DTensor
 
         shape = torch.Size((like.shape[0], *values.shape[1:]))
-        stride = torch.empty(shape, device="meta").stride()
+        stride = torch.empty(shape, dtype=values.dtype, device="meta").stride()
         return DTensor.from_local(values, like.device_mesh, like.placements, shape=shape, stride=stride)
 
 

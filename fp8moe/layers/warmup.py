@@ -73,7 +73,7 @@ def warm(
         if not given:
             raise ValueError(f"{argument}: expected at least one")
     tokens = max(counts)
-    on_gpu = torch.cuda.is_available() and use_cuda(torch.empty(0, device="cuda"))
+    on_gpu = torch.cuda.is_available() and use_cuda(torch.empty(0, dtype=torch.float32, device="cuda"))
     sms = num_sms(torch.cuda.current_device()) if on_gpu else min(USUAL_SMS, config.settings.num_sms or USUAL_SMS)
     options = _Options(activation, bias, weight_scales, dtype)
     kernels, found = in_own_process(_record, sizes, tokens, options, sms)
@@ -136,8 +136,8 @@ def _call(module: nn.Module, shape: tuple[int, ...], tokens: int, options: _Opti
     x = reserved((tokens, hidden_size), options.dtype)
     up, up_scale, down, down_scale = (getattr(module, name) for name in module.weight_names)
     for index_dtype, weight_dtype in product((torch.int64, torch.int32), {torch.float32, options.dtype}):
-        index = torch.zeros(tokens, top_k, dtype=index_dtype)
-        weights = torch.zeros(tokens, top_k, dtype=weight_dtype)
+        index = torch.zeros(tokens, top_k, dtype=index_dtype, device="cpu")
+        weights = torch.zeros(tokens, top_k, dtype=weight_dtype, device="cpu")
         module(x, index, weights)
         if not options.bias:
             layer = FP8Tensor(up, up_scale), FP8Tensor(down, down_scale)

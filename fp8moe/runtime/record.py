@@ -31,7 +31,7 @@ def reserved(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros that occupy no memory until they are written, so that a large model fits anywhere."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes == 0:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 

@@ -9,7 +9,17 @@ from torch import Tensor, nn
 
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.replaced import as_patterns
-from fp8moe.weights.place import Ranks, Target, copy_weights, ignored_names, match, state_of, warn_of_unused
+from fp8moe.runtime.settings import standard_settings
+from fp8moe.weights.place import (
+    Ranks,
+    Target,
+    check_writable,
+    copy_weights,
+    ignored_names,
+    match,
+    state_of,
+    warn_of_unused,
+)
 from fp8moe.weights.source import (
     CheckpointError,
 )
@@ -17,6 +27,7 @@ from fp8moe.weights.stored import open_weights
 from fp8moe.weights.views import in_blocks, inexact_problems
 
 
+@standard_settings()
 def load_fp8_checkpoint(
     model: nn.Module, directory: str | os.PathLike, *, ignore: Iterable[str] = (), device: torch.device | str = "cpu"
 ) -> None:
@@ -45,11 +56,13 @@ def load_fp8_checkpoint(
     device: all processes of the default group call this, each with a directory that it can read, and read what they
     hold. If one process fails, all raise the same error.
 
-    Raises CheckpointError, which lists all that is wrong by name, with the model untouched.
+    Raises CheckpointError, which lists all that is wrong by name, with the model untouched; ValueError for a model that
+    was made under torch.inference_mode.
     """
     state = state_of(model)
     ranks = Ranks(state.values())
     with ranks.step():
+        check_writable(state)
         patterns = as_patterns("ignore", ignore)
         device = torch.device(device)
         what, problems = f"cannot load {directory}, the model is unchanged", []

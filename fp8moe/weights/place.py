@@ -287,6 +287,16 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
+def check_writable(state: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for tensors made in inference mode: PyTorch writes nothing to them outside of it."""
+    name = next((name for name, value in state.items() if value.is_inference()), None)
+    if name is not None:
+        raise ValueError(
+            f"model: {name} was made under torch.inference_mode, and fp8moe cannot write to it; make the model outside "
+            "of inference mode, or with load_model"
+        )
+
+
 def match(
     checkpoint: Checkpoint,
     weights: Iterable[StoredWeight],

@@ -18,6 +18,7 @@ from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
 from fp8moe.runtime.progress import still_running
+from fp8moe.runtime.settings import standard_settings
 from fp8moe.weights.formats import low_fp8_fraction, quantization_config
 from fp8moe.weights.inspect import block_problems
 from fp8moe.weights.names import DOWN, GATE_UP, WEIGHT, Name
@@ -116,6 +117,7 @@ def as_rows(weight: StoredWeight, weights: Weights) -> StoredWeight:
     return in_rows(weight) if weights.interleaved and len(weight.shape) == 3 else weight
 
 
+@standard_settings()
 def quantize_checkpoint(
     src_dir: str | os.PathLike,
     dst_dir: str | os.PathLike,
@@ -193,6 +195,7 @@ def quantize_checkpoint(
         _warn(warning)
 
 
+@standard_settings()
 def convert_checkpoint(
     src_dir: str | os.PathLike,
     dst_dir: str | os.PathLike,

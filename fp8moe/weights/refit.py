@@ -19,10 +19,23 @@ from fp8moe.layers.parameters import is_sharded
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import Requantizer, quantize_128x128, quantize_channels
 from fp8moe.runtime.checks import FLOATING, describe
+from fp8moe.runtime.settings import standard_settings
 from fp8moe.weights.closing import close, open_again
 from fp8moe.weights.formats import scale_grid
 from fp8moe.weights.names import GATE_UP, SCALE_ROLE, WEIGHT, Location, Name, from_vllm, parse
-from fp8moe.weights.place import WHOLE, Part, Place, Ranks, Target, copy_weight, held, ignored_names, provider, state_of
+from fp8moe.weights.place import (
+    WHOLE,
+    Part,
+    Place,
+    Ranks,
+    Target,
+    check_writable,
+    copy_weight,
+    held,
+    ignored_names,
+    provider,
+    state_of,
+)
 from fp8moe.weights.source import DTYPE_NAMES, FP8, CheckpointError, Reader, TensorSpec, unmappable
 from fp8moe.weights.stored import INTERLEAVED, StoredWeight, is_interleaved, open_weights
 from fp8moe.weights.views import in_blocks, inexact_problems, tensor_in_rows
@@ -41,6 +54,7 @@ class RefitReport(NamedTuple):
     left: tuple[str, ...]
 
 
+@standard_settings()
 def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitReport:
     """Put new weights into a model in its own memory, in FP8 where the model is.
 
@@ -73,10 +87,10 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
     On a model of sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`) all ranks of the
     default group call this with whole tensors; each takes what it holds, and an error of one is raised on all.
 
-    Raises ValueError, before the tensor is written, for one that is unknown, came before, or has another shape or
-    dtype; at the end, naming the tensors, for those that are missing, hold a NaN or an infinity, or differ though the
-    model ties them. CheckpointError (a ValueError) for a directory that cannot be read, TypeError for other arguments,
-    and RuntimeError while another refit of the model is under way.
+    Raises ValueError for a model that was made under torch.inference_mode; before the tensor is written, for one that
+    is unknown, came before, or has another shape or dtype; at the end, naming the tensors, for those that are missing,
+    hold a NaN or an infinity, or differ though the model ties them. CheckpointError (a ValueError) for a directory that
+    cannot be read, TypeError for other arguments, and RuntimeError while another refit of the model is under way.
     """
     _check_model(model)
     work = _under_way.get(model)
@@ -166,6 +180,7 @@ class _Refit:
             {key.replace("_orig_mod.", ""): value for key, value in state_of(model).items()}
         )  # compiled
         self.state = self.target.state
+        check_writable(self.state)
         self.ranks = Ranks(self.state.values())
         self.sources: dict[str, dict[Part, str]] = defaultdict(dict)
         self._came: dict[str, Place] = {}  # by the name of the tensor

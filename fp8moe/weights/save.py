@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fp8moe.layers.parameters import is_sharded
 from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import has_channel_scales
+from fp8moe.runtime.settings import standard_settings
 from fp8moe.weights.formats import low_fp8_fraction, quantization_config, scale_dtype
 from fp8moe.weights.names import (
     CHANNEL_SCALE,
@@ -49,6 +50,7 @@ from fp8moe.weights.write import ShardWriter, index_of, json_bytes, write_bytes
 _FP8 = (torch.float8_e4m3fn,)
 
 
+@standard_settings()
 def save_fp8_checkpoint(
     model: nn.Module,
     directory: str | os.PathLike,
@@ -308,7 +310,7 @@ class Collector:
             part = overlap(box, held_box)
             if not all(part) or rank not in (0, sender):
                 continue
-            piece = torch.empty(tuple(map(len, part)), dtype=local.dtype)
+            piece = torch.empty(tuple(map(len, part)), dtype=local.dtype, device="cpu")
             if sender == rank:
                 try:
                     piece = local[inside(part, own_box)].detach().cpu()
@@ -321,7 +323,7 @@ class Collector:
                 dist.recv(_flat_bytes(piece), sender, group)
             if part == box:
                 return piece
-            value = torch.empty(tuple(map(len, box)), dtype=local.dtype) if value is None else value
+            value = torch.empty(tuple(map(len, box)), dtype=local.dtype, device="cpu") if value is None else value
             value[inside(part, box)].copy_(piece)
         return value
 

@@ -139,7 +139,8 @@ class Checkpoint:
                 for info in wanted:
                     stream.seek(info.begin)
                     content, dtype = bytearray(stream.read(info.nbytes)), DTYPES[info.dtype]
-                    yield info, torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+                    empty = torch.empty(0, dtype=dtype, device="cpu")
+                    yield info, torch.frombuffer(content, dtype=dtype) if content else empty
 
 
 class Reader:

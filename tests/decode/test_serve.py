@@ -23,6 +23,7 @@ from fp8moe.commands import serve
 from fp8moe.decode import GraphDecoder
 from fp8moe.weights import quantize_checkpoint
 from tests.decode_models import tiny_mixtral
+from tests.global_settings import SETTINGS
 from tests.tiny_moe_models import MODELS
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -136,6 +137,17 @@ def test_the_pad_token_in_a_prompt_is_a_token(client, decoder, tokenizer):
     tokens = decoder.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)[0, 3:]
     answer = client.completions.create(model=NAME, prompt="éaé", max_tokens=8)
     assert answer.choices[0].text == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_change_nothing(tokenizer, setting):
+    model = tiny_model()
+    with SETTINGS[setting]():
+        decoder = GraphDecoder(model, batch_sizes=(1,), max_length=MAX_LENGTH)
+        with running(serving.make_app(NAME, decoder.model, tokenizer, serving.DecoderManager(decoder))) as address:
+            client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+            answer = client.completions.create(model=NAME, prompt="a red fox", max_tokens=8)
+    assert answer.choices[0].text == expected(decoder, tokenizer, "a red fox", 8)
 
 
 def test_sampling_is_each_requests_own(client, decoder, tokenizer):

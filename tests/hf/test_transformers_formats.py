@@ -254,8 +254,9 @@ def test_gpt_oss_on_triton_kernels_is_refused(gpt_oss, monkeypatch):
 def test_dtypes_by_name(tmp_path, qwen, dtype, expected):
     qwen.write(LAYOUTS["block"], tmp_path / "x")
     assert load_model(tmp_path / "x", dtype=dtype).model.embed_tokens.weight.dtype is expected
-    with pytest.raises(CheckpointError, match="dtype: expected a torch.dtype, its name or 'auto', got 'flaot'"):
-        load_model(tmp_path / "x", dtype="flaot")
+    for wrong in ("flaot", "float64", torch.float64, torch.float8_e4m3fn, torch.int8):
+        with pytest.raises(CheckpointError, match="dtype: expected bfloat16, float16, float32, or 'auto' .* got .*"):
+            load_model(tmp_path / "x", dtype=wrong)
 
 
 def test_unquantized_checkpoints_say_that_nothing_runs_on_fp8moe(qwen):

@@ -118,6 +118,7 @@ def test_errors():
     message(ValueError, "^first_expert: expected None beside expert_map, got 2", first_expert=2, expert_map=table)
     message(TypeError, "^expert_map: expected int32, got torch.int64", expert_map=table.long())
     message(ValueError, "^expert_map: expected an entry for each of all experts, got none", expert_map=table[:0])
+    message(ValueError, "^expert_map: expected an entry for each .*, got 1 for [0-9]+ experts", expert_map=table[:1])
     message(ValueError, "^first_expert: expected that the 6 experts here are among 7", first_expert=2, num_experts=7)
     message(ValueError, r"^out: expected shape \(9, 144\), got \(9, 143\)", out=x[:, 1:])
     message(ValueError, "^out: expected a contiguous tensor", out=torch.empty(HIDDEN, TOKENS).t())

@@ -296,6 +296,16 @@ def test_fp8_weights_have_no_gradient(backend, fresh_compiler):
         out.sum().backward()
 
 
+@pytest.mark.parametrize("how", [{}, {"master_dtype": torch.float32}, {"weight_scales": "channel"}], ids=str)
+def test_results_may_be_changed_in_place(how):
+    """As those of nn.Linear: autograd refuses that for a result that is a view."""
+    layer = FP8Linear(144, 24, dtype=torch.float32, **how)
+    x = torch.randn(2, 3, 144, requires_grad=True)
+    out = layer(x)
+    expected = out.detach().relu()
+    assert out.requires_grad and torch.equal(out.relu_(), expected)
+
+
 def test_no_grad_records_nothing():
     layer = FP8Linear(144, 24)
     with torch.no_grad():

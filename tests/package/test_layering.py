@@ -27,6 +27,11 @@ BESIDE = ("integrations", "benchmarks", "tools", "examples")  # the package, fro
 LOWER_FOLDERS = ("runtime", "quant", "kernels")
 MAX_LINES = 700
 MAX_PARAMETERS = 8
+MAKERS = dict.fromkeys(
+    ("empty", "empty_strided", "zeros", "ones", "full", "tensor", "eye", "rand", "randn", "linspace"),
+    ("dtype", "device"),
+)
+MAKERS["arange"] = ("device",)
 MAX_MESSAGES_THAT_NAME_THE_GPU = 6  # files with such messages
 GPU_WORDS = re.compile("sm_90|hopper|wgmma|setmaxnreg", re.IGNORECASE)
 GPU_LIMITS = {227 * 1024: "shared memory of a block", 228 * 1024: "shared memory of an SM", 65536: "registers of an SM"}
@@ -116,6 +121,18 @@ def arguments_by_position(package: Path) -> list[str]:
         or isinstance(node, ast.Assign)
         and is_name(node.value, name)
         and isinstance(node.targets[0], ast.Tuple | ast.List)
+    ]
+
+
+def tensors_of_default_settings(package: Path) -> list[str]:
+    """Calls that make a tensor without naming its device and, but for arange, which takes integers, its dtype."""
+    return [
+        f"{place(package, path, node)}: torch.{node.func.attr} without {name}"
+        for path, tree in modules(package)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_name(node.func.value, "torch")
+        for name in MAKERS.get(node.func.attr, ())
+        if not {name, None} & {keyword.arg for keyword in node.keywords}
     ]
 
 
@@ -372,6 +389,7 @@ FAULTS = {
     names_of_several_kernels: ("cuda/ops/gemm.cu", ""),
     long_parameter_lists_in_python: ("kernels/gemm/plan.py", "run = lambda a, b, c, d, e, f, g, *h, **i: 0\n"),
     arguments_by_position: ("kernels/gemm/plan.py", "def run(*arguments):\n    *first, last = arguments\n"),
+    tensors_of_default_settings: ("kernels/gemm/plan.py", "import torch\nzero = torch.zeros(1, device='cpu')\n"),
     caches_of_plans: ("kernels/gemm/plan.py", "plans = {}\ndef get(key): plans[key] = key\n"),
     classes_of_plans: ("runtime/launch.py", "class PlanCache: ...\n"),
     names_of_the_gpu: ("kernels/gemm/plan.py", "def columns(tile):\n    'Of one wgmma.'\n"),

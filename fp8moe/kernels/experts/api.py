@@ -58,7 +58,7 @@ def experts(
     if expert_map is not None:
         if first_expert is not None:
             raise ValueError(f"first_expert: expected None beside expert_map, got {first_expert}")
-        top_k_index, everywhere = _mapped(top_k_index, expert_map), expert_map.shape[0]
+        top_k_index, everywhere = _mapped(top_k_index, expert_map, len(layer.up.data)), expert_map.shape[0]
     else:
         everywhere = first_expert + len(layer.up.data) if first_expert else None
     if out is not None:
@@ -80,12 +80,13 @@ def _layer(up: FP8Tensor, down: FP8Tensor, activation: Activation) -> Layer:
     return Layer(FP8Tensor(*fp8_operand("up", up)), FP8Tensor(*fp8_operand("down", down)), activation)
 
 
-def _mapped(index: Tensor, expert_map: Tensor) -> Tensor:
+def _mapped(index: Tensor, expert_map: Tensor, count: int) -> Tensor:
     """Map indices of all experts to indices of the experts here; -1 for experts elsewhere and for no expert."""
     check_tensor("expert_map", expert_map)
     check_vector("expert_map", expert_map, torch.int32, None, index.device)
-    if not expert_map.shape[0]:
-        raise ValueError("expert_map: expected an entry for each of all experts, got none")
+    if expert_map.shape[0] < max(count, 1):
+        entries = "none" if not expert_map.shape[0] else f"{expert_map.shape[0]} for {count} experts here"
+        raise ValueError(f"expert_map: expected an entry for each of all experts, got {entries}")
     inside = (index >= 0) & (index < expert_map.shape[0])
     return torch.where(inside, expert_map[index.clamp(0, expert_map.shape[0] - 1)], -1)
 

@@ -138,7 +138,7 @@ def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
     if alignment is not None:
         starts = torch.nn.functional.pad((layout[:-1].clamp(min=0) + alignment - 1) // alignment * alignment, (1, 0))
         return torch.stack([starts[:groups], layout], dim=1)
-    ranges = torch.zeros(groups, 2, dtype=torch.int64)
+    ranges = torch.zeros(groups, 2, dtype=torch.int64, device="cpu")
     runs, sizes = torch.unique_consecutive(layout.cpu(), return_counts=True)
     before = -1
     for group, end, size in zip(runs.tolist(), sizes.cumsum(0).tolist(), sizes.tolist(), strict=True):
@@ -146,7 +146,8 @@ def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
             continue
         if ranges[group, 1] and group != before:
             raise ValueError(f"layout: expected the rows of a group together, got group {group} behind group {before}")
-        ranges[group] = torch.tensor([ranges[group, 0] if ranges[group, 1] else end - size, end])
+        ranges[group, 0] = ranges[group, 0] if ranges[group, 1] else end - size
+        ranges[group, 1] = end
         before = group
     return ranges
 

@@ -95,7 +95,7 @@ class _LinearLauncher:
         allocate = functools.partial(torch.empty_strided, device=x.device)
         self._new_scratch = functools.partial(allocate, (scratch_bytes,), (1,), dtype=torch.uint8)
         shape = (*x.shape[:-1], n)
-        strides = torch.empty(shape, device="meta").stride()
+        strides = torch.empty(shape, dtype=self._out_dtype, device="meta").stride()
         self._new_out = functools.partial(allocate, shape, strides, dtype=self._out_dtype)
         scratch = self._new_scratch()
         data = scratch[: self._data_bytes].view(weight.dtype).view(m, k)
@@ -164,9 +164,9 @@ def _composed(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor 
     lead = x.shape[:-1]
     data, scale = reference.quantize_1x128(x.reshape(lead.numel(), x.shape[-1]), False)
     dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
-    out = torch.empty((lead.numel(), weight.shape[0]), dtype=dtype, device=x.device)
-    multiply(GemmOperands(data, scale, weight, weight_scale_inv, bias), out)
-    return out.to(x.dtype).view(*lead, weight.shape[0])
+    out = torch.empty((*lead, weight.shape[0]), dtype=dtype, device=x.device)  # autograd lets no view change in place
+    multiply(GemmOperands(data, scale, weight, weight_scale_inv, bias), out.view(lead.numel(), weight.shape[0]))
+    return out.to(x.dtype)
 
 
 def _linear_fake(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
