@@ -142,7 +142,7 @@ def _row_tensors(index: int, layer: Any) -> dict[Any, Tensor]:
 
 
 def _allocate(layer: Any, examples: dict[Any, Tensor]) -> None:
-    """Allocate what the layer has not yet, with the shapes of these."""
+    """Allocate the tensors that the layer lacks, with the shapes of `examples`."""
     if "keys" in examples and not layer.is_initialized:
         layer.lazy_initialization(examples["keys"], examples["values"])
     if "indexer_keys" in examples and not layer.is_indexer_initialized:

@@ -1,4 +1,4 @@
-"""Checks whether a model can be decoded: of its modules, and of the logits of a decode step for a few tokens."""
+"""Checks that a model can be decoded, by its modules and by the logits of a decode step for a few tokens."""
 
 import inspect
 from typing import Any
@@ -90,7 +90,8 @@ def _check_scales(model: Any) -> None:
 def check_batch_invariance(model: Any, attention: str, states: bool) -> None:
     """Raise ValueError for a model that cannot be batch invariant.
 
-    attention: "flash", or another and why. states: some layers keep states of linear attention.
+    attention: "flash", or the reason why flash attention is not used. states: whether layers keep states of linear
+        attention.
     """
     name = type(model).__name__
     if attention != "flash":

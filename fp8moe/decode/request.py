@@ -45,7 +45,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class StopStrings:
-    """Stop strings, and the tokenizer of the text in which they are searched."""
+    """Stop strings, and the tokenizer that decodes the text in which they are searched for."""
 
     def __init__(self, strings: Any, tokenizer: Any):
         """strings: one, or several. Raises TypeError or ValueError with the name of the argument that is wrong."""

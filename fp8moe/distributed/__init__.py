@@ -24,13 +24,14 @@ class ExpertParallel(ParallelStyle):
 
     It applies to `GroupedExperts`, frozen or trained, and to transformers' experts modules that run on fp8moe. Rank r
     then has experts [r * E/W, (r + 1) * E/W): parameters become DTensors, Shard(0), on the 1-D mesh; parameters that
-    are such DTensors stay. As with PyTorch's own styles the values are those of rank 0, or with ``src_data_rank=None``
+    are sharded like this already are left alone. As with PyTorch's own styles the values are those of rank 0, or with ``src_data_rank=None``
     of each rank. `num_experts` stays E, and top_k_index has indices of all experts.
 
     The layer's forward takes (T_r, H) tokens on rank r, any number, also 0. All ranks must call forward and backward
-    together, with the same dtype, the same top_k, and all or none with a residual. The result equals that of one GPU's
-    layer bit by bit with `exact`, and also without gradients if the GPUs of a node can write to each other's memory;
-    otherwise float32 partial sums are added in the order of ranks and rounded once. Equal inputs give equal bits, in
+    together, with the same dtype and the same top_k, and either all or none of them with a residual. With `exact` the
+    result has the bits of one GPU's layer. Without `exact` it has them too where no gradients are recorded and the
+    GPUs of a node can write to each other's memory; otherwise float32 partial sums are added in the order of ranks and
+    rounded once. Equal inputs give equal bits, in
     results and gradients. Ranks first exchange T_r and the properties that must agree over a CPU (gloo): wrong
     arguments on one rank raise the same ValueError on all. In a CUDA graph nothing is exchanged: all ranks have the
     same number of tokens, and capture and replay together. Under torch.compile the layer is a graph break.
@@ -42,8 +43,8 @@ class ExpertParallel(ParallelStyle):
             and ranks.
         payload: format of tokens sent without gradients: "fp8", quantized 1x128 once, as the experts would do, or
             "bf16", unchanged. Training sends tokens unchanged.
-        exact: return a row for each token and expert, and add them up on the token's rank, for one GPU's bits. With
-            methods all_to_all and auto. A CUDA graph has room for all rows on every rank.
+        exact: return a row for each token and expert, and add them up on the token's rank, so that the result has one
+            GPU's bits. For methods all_to_all and auto. A CUDA graph has room for all rows on every rank.
         uniform: all ranks have the same number of tokens in each call: nothing is exchanged or checked across ranks.
 
     Raises ValueError for an unknown method or payload, or exact with another method. `parallelize_module` raises the

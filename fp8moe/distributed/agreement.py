@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from fp8moe.runtime.checks import FLOATING
 
-# Bits of `CallSummary.gradients`: the call may have a backward; the operands that need gradients.
+# Bits of `CallSummary.gradients`. "training": the call may have a backward. The others: this operand needs a gradient.
 GRADIENTS = ("training", "hidden_states", "top_k_weights", "parameters")
 
 

@@ -296,7 +296,7 @@ def collect(transport: Transport, partial: Tensor, dtype: torch.dtype) -> Tensor
 def permute(x: Tensor, rows: Tensor, count: int) -> Tensor:
     """Copy tokens x (N, H) to expert rows, differentiably. rows: (N, K), the row of each assignment.
 
-    Returns (count, H); rows of no assignment hold any token.
+    Returns (count, H); rows without an assignment hold an arbitrary token.
     """
     tokens, dtype = _inverse(rows, count).div(max(rows.shape[1], 1), rounding_mode="floor"), x.dtype
     return _Linear.apply(x, lambda x: x.index_select(0, tokens), lambda grad: _ordered_sum(grad, rows, dtype))

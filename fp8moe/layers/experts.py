@@ -56,7 +56,7 @@ class GroupedExperts(MasterModule):
 
     and up_proj_bias (E, I) where there is no gate.
 
-    Moving the module moves them; casting it (``.half()``...) casts the biases only. They are frozen: only
+    Moving the module moves the parameters; casting it (``.half()``...) casts the biases only. They are frozen: only
     hidden_states and top_k_weights get gradients. Where H or I is not a multiple of 16, each call makes padded copies
     of weights and biases.
 
@@ -64,11 +64,11 @@ class GroupedExperts(MasterModule):
     experts, gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj (E, H, I), ordinary parameters of that dtype.
     Their FP8 copies, a byte for each weight, are made in the first call after an optimizer's step and serve until the
     next step. Forward, input gradients and weight gradients run in FP8, with sums in float32
-    (DeepSeek-V3, arXiv:2412.19437, section 3.3). ``from_experts(trained)`` makes the layer for inference. A change of a
-    weight that neither its version nor an optimizer's step shows takes effect as `FP8Linear` says.
+    (DeepSeek-V3, arXiv:2412.19437, section 3.3). ``from_experts(trained)`` makes the layer for inference. `FP8Linear`
+    says when a change of a weight takes effect that neither its version counter nor an optimizer's step shows.
 
     Where gradients are recorded, and in training mode with a master_dtype, the result of GEMM 1 is rounded to bfloat16
-    and the decode_capacity plays no part. `fp8moe.kernels.experts.backward` says what is kept for the backward. The
+    and decode_capacity is ignored. `fp8moe.kernels.experts.backward` says what is kept for the backward. The
     backward raises RuntimeError if a master has changed in place since the forward, and for second derivatives.
 
     `fp8moe.distributed.ExpertParallel` spreads the experts over several GPUs; `forward_rows` runs them on rows that
@@ -99,7 +99,7 @@ class GroupedExperts(MasterModule):
         bias: whether both projections have biases. For inference only, likewise.
 
     Raises TypeError for a size that is no int, ValueError for a size or decode_capacity below one, more than 1024
-    experts, an unknown activation, or activation arguments that do not go together.
+    experts, an unknown activation, or activation arguments that exclude each other.
     """
 
     # Set by `fp8moe.distributed.ExpertParallel`, and called with the layer in place of its own forward: the parameters

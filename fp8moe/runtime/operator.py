@@ -106,9 +106,11 @@ class _Argument(NamedTuple):
 def _arguments(
     kind: type | Callable[..., Any], named: dict[str, Any], fields: Collection[str] | None = None, pair: str = ""
 ) -> tuple[list[_Argument], str]:
-    """Return the arguments for a NamedTuple or a function, and an expression that rebuilds its values from them.
+    """Return an operator's arguments for the fields of a NamedTuple or the parameters of a function.
 
-    named: collects the globals of the expression. pair: the name of a pair (data, scale).
+    named: collects the globals of the expression. fields: names of those to take; the others have their defaults.
+    pair: the name of the pair (data, scale) that the arguments are of, if any.
+    Returns also the expression that makes the values of the fields or parameters of the arguments.
     """
     arguments, values = [], []
     defaults = getattr(kind, "_field_defaults", {})

@@ -24,7 +24,10 @@ from fp8moe.quant.formats import FP8Tensor
 
 
 def prepare(module: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Move weights together that read the same input. Returns what is fused then. dtype: of the input."""
+    """Pack the weights that are applied to the same input into one tensor.
+
+    dtype: the dtype of the input. Returns the names of the parts that then run fused.
+    """
     if not _serves_block(module, dtype):
         return ["feed-forward"] if _prepare_mlp(module) else []
     shared = _shared(module)

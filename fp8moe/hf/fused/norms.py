@@ -57,7 +57,7 @@ class Handover:
         self._held = weakref.ref(result, self._drop), result._version, normed
 
     def take(self, result: Tensor, norm: nn.Module, *, quantized: bool) -> Normed | None:
-        """Return the norm of a result by this module, in FP8 or as values; None if it is not held."""
+        """Return `result` as normalized by the module `norm`, in FP8 if `quantized`; None if that is not held."""
         held, self._held = self._held, None
         if held is None or norm is not self.norm or quantized is not self.quantized:
             return None

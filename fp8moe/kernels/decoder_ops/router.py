@@ -95,11 +95,11 @@ def route(
     bias: float32 (E,), added to the scores for the choice alone (arXiv:2408.15664), or None.
     dtype: bfloat16, float16 or float32, of the weights.
     sort: also sort the assignments by expert if one kernel can do both: up to 16 tokens and 512 experts.
-    Returns ChosenExperts(index, weights, groups, rows), the last two None if nothing was sorted. Of equal experts or
-    groups the first is chosen. NaN counts as the largest score, so that it is among the weights. Equal inputs give
-    equal bits, with and without sorting. There is no backward: calling it raises RuntimeError.
+    Returns ChosenExperts(index, weights, groups, rows), the last two None if nothing was sorted. Of experts or groups
+    with equal scores the lower index is chosen. NaN counts as the largest score, so that it appears in the weights.
+    Equal inputs give equal bits, with and without sorting. There is no backward: calling it raises RuntimeError.
 
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong size, score or device.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong size or device, or an unknown `rule.score`.
     """
     check_tensor("logits", logits)
     if bias is not None:
@@ -140,7 +140,7 @@ def _power_of_two_from(n: int) -> int:
 
 
 def logits_threads(hidden: int, dtype: torch.dtype) -> int:
-    """Return the threads of a thread block, which share a row."""
+    """Return the number of threads of a thread block of the logits' kernel, all of which work on one row."""
     return align(row_threads(hidden * dtype.itemsize), WARP)
 
 

@@ -45,9 +45,10 @@ class Activated(NamedTuple):
 
 
 class ActivationGradient(NamedTuple):
-    """The gradient of the activation's operand, quantized as `Activated`, and of the weights of rows (R,).
+    """Gradients of the activation's operand and of the rows' weights.
 
-    d_projected, values: the first gradient, and the activation, in bfloat16.
+    rows, columns, offsets: the operand's gradient, quantized like the fields of `Activated`. dots: (R,), the gradient
+    of the rows' weights. d_projected: the operand's gradient in bfloat16. values: the activation in bfloat16.
     """
 
     rows: FP8Tensor

@@ -196,7 +196,7 @@ class TileConfig:
 def with_stages(tile: TileConfig, k: int) -> TileConfig:
     """Return ``tile`` with as many stages as fit its share of an SM, but no more than K needs.
 
-    The partial tile of a split replaces the ring, which must be large enough for it.
+    With split_k the partial tile is written over the stages, so there are at least enough of them to hold it.
     """
     budget = min(SHARED_LIMIT, SHARED_PER_SM // tile.blocks_per_sm - 1024)
     fit = (budget - SWIZZLE_ALIGNMENT - tile.tail_bytes - tile.epilogue_bytes) // tile.stage_bytes

@@ -87,7 +87,7 @@ def required_by(calls: Iterable[Callable[[], object]], num_sms: int) -> Required
 
 
 def lengths(tokens: int) -> list[int]:
-    """Return the powers of two up to `tokens`, and `tokens`: a kernel other than a GEMM serves at least one of them."""
+    """Return the numbers of tokens to record kernels other than GEMMs with: powers of two up to `tokens`, and `tokens`."""
     return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
 
 

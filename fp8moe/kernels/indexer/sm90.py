@@ -64,7 +64,7 @@ class MqaConfig:
 
     @property
     def tile_rows(self) -> int:
-        """Rows of head_dim bytes that a tile has in the map of kv: keys and, if paged, the scales after them."""
+        """Height of a tile in kv's tensor map, in rows of head_dim bytes: keys and, if paged, the scales after them."""
         return TILE + 4 * TILE // self.head_dim if self.paged else TILE
 
     @property

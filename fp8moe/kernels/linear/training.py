@@ -151,7 +151,7 @@ def _padded(weight: Tensor, scale: Tensor) -> FP8Tensor:
 
 
 def _product(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return ``a @ b.T + bias`` without padding columns, in ``shape``, rounded once to ``dtype``."""
+    """Return ``a @ b.T + bias`` with padding columns dropped, in ``shape``, rounded once to ``dtype``."""
     out = torch.empty(shape, dtype=dtype, device=a.data.device)
     rows = out.view(a.data.shape[0], shape[-1])  # `out` is no view: so it may be changed in place under FSDP2
     if dtype is not torch.float16 and b.data.shape[0] == shape[-1]:
