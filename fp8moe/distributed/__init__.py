@@ -24,8 +24,8 @@ class ExpertParallel(ParallelStyle):
 
     It applies to `GroupedExperts`, frozen or trained, and to transformers' experts modules that run on fp8moe. Rank r
     then has experts [r * E/W, (r + 1) * E/W): parameters become DTensors, Shard(0), on the 1-D mesh; parameters that
-    are sharded like this already are left alone. As with PyTorch's own styles the values are those of rank 0, or with ``src_data_rank=None``
-    of each rank. `num_experts` stays E, and top_k_index has indices of all experts.
+    are sharded like this already are left alone. As with PyTorch's own styles the values are those of rank 0, or with
+    ``src_data_rank=None`` of each rank. `num_experts` stays E, and top_k_index has indices of all experts.
 
     The layer's forward takes (T_r, H) tokens on rank r, any number, also 0. All ranks must call forward and backward
     together, with the same dtype and the same top_k, and either all or none of them with a residual. With `exact` the

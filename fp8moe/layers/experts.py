@@ -63,9 +63,9 @@ class GroupedExperts(MasterModule):
     With a ``master_dtype`` the experts are trained. Then the parameters, and the state dict, are those of unquantized
     experts, gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj (E, H, I), ordinary parameters of that dtype.
     Their FP8 copies, a byte for each weight, are made in the first call after an optimizer's step and serve until the
-    next step. Forward, input gradients and weight gradients run in FP8, with sums in float32
-    (DeepSeek-V3, arXiv:2412.19437, section 3.3). ``from_experts(trained)`` makes the layer for inference. `FP8Linear`
-    says when a change of a weight takes effect that neither its version counter nor an optimizer's step shows.
+    next step. Forward, input gradients and weight gradients run in FP8, with sums in float32 (DeepSeek-V3,
+    arXiv:2412.19437, section 3.3). ``from_experts(trained)`` makes the layer for inference. `FP8Linear` says when a
+    change of a weight takes effect that neither its version counter nor an optimizer's step shows.
 
     Where gradients are recorded, and in training mode with a master_dtype, the result of GEMM 1 is rounded to bfloat16
     and decode_capacity is ignored. `fp8moe.kernels.experts.backward` says what is kept for the backward. The

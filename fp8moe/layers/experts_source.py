@@ -219,7 +219,7 @@ def _check_whole_experts(name: str, weight: Tensor, down: Tensor) -> None:
 
 
 def _check_fused(module: nn.Module, up_name: str) -> None:
-    """Raise ValueError for a module that computes other than plain experts, or is quantized other than in FP8 blocks."""
+    """Raise ValueError for a module that does not compute plain experts, or whose quantization is not in FP8 blocks."""
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError("module: expected no norm after each expert")
     if getattr(module, "activation_scheme", "dynamic") != "dynamic":

@@ -30,8 +30,8 @@ class FP8Linear(MasterModule):
         bias              (out_features,) of ``dtype``
 
     Moving or casting the module (``.to()``, ``.half()``...) moves all three tensors and casts only the bias. Weight and
-    scale are frozen; input and bias get gradients, computed in FP8, as LoRA needs them. If in_features is not a multiple of 16 or
-    out_features not of 8, each call makes padded copies of the weight.
+    scale are frozen; input and bias get gradients, computed in FP8, as LoRA needs them. If in_features is not a
+    multiple of 16 or out_features not of 8, each call makes padded copies of the weight.
 
     With a ``master_dtype`` the layer is trained. Its weight is then an ordinary parameter of that dtype, and the state
     dict that of ``nn.Linear``. The first call after an optimizer's step makes an FP8 copy of the weight, a byte per
@@ -40,8 +40,8 @@ class FP8Linear(MasterModule):
     backward. The backward raises RuntimeError if the weight has changed in place since the forward, and for second
     derivatives. ``from_linear(trained)`` makes the layer for inference.
 
-    A change of the weight that neither its version counter nor an optimizer's step shows (docs/training.md lists such changes)
-    takes effect at the next step, switch between train and eval mode, ``load_state_dict``, or call of
+    A change of the weight that neither its version counter nor an optimizer's step shows (docs/training.md lists such
+    changes) takes effect at the next step, switch between train and eval mode, ``load_state_dict``, or call of
     `fp8moe.layers.master.invalidate`.
 
     Args:

@@ -197,7 +197,7 @@ class MasterModule(nn.Module):
         return apply
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        """Add an error for each weight whose dtype only a cast, which ignores its scale, would fit, and for coded scales."""
+        """Add an error for each weight that only a cast, which ignores its scale, would fit, and for coded scales."""
         masters = self.trainable
         if masters:
             invalidate_masters()

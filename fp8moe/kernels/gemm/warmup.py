@@ -87,7 +87,7 @@ def required_by(calls: Iterable[Callable[[], object]], num_sms: int) -> Required
 
 
 def lengths(tokens: int) -> list[int]:
-    """Return the numbers of tokens to record kernels other than GEMMs with: powers of two up to `tokens`, and `tokens`."""
+    """Return the numbers of tokens that kernels other than GEMMs are recorded with: powers of two, and `tokens`."""
     return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
 
 
