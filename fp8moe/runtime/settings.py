@@ -23,35 +23,26 @@ def standard_settings() -> Iterator[None]:
     PyTorch's default dtype is one for all threads: it changes with the first such call, and is what it was again after
     the last.
     """
+    global _calls, _before
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(standard_device())
-        _enter()
+        with _lock:
+            if not _calls:
+                _before = torch.get_default_dtype()
+                torch.set_default_dtype(torch.float32)
+            _calls += 1
         try:
             yield
         finally:
-            _leave()
+            with _lock:
+                _calls -= 1
+                if not _calls:
+                    torch.set_default_dtype(_before)
 
 
 def standard_device() -> AbstractContextManager[Any]:
     """Return a context whose default device is the CPU; none where it is already, as it costs every operation time."""
     cpu = torch.device("cpu")
     return nullcontext() if torch.get_default_device() == cpu else cpu
-
-
-def _enter() -> None:
-    global _calls, _before
-    with _lock:
-        if not _calls:
-            _before = torch.get_default_dtype()
-            torch.set_default_dtype(torch.float32)
-        _calls += 1
-
-
-def _leave() -> None:
-    global _calls
-    with _lock:
-        _calls -= 1
-        if not _calls:
-            torch.set_default_dtype(_before)
