@@ -161,6 +161,15 @@ def as_gpt_oss(tensors):
     return made
 
 
+def e5m2(name):
+    def quantize(weight):
+        scale = weight.abs().amax() / 57344
+        codes = (weight / scale).to(torch.float8_e5m2)
+        return Weight({"weight": codes, name: scale}, codes.double() * scale.double())
+
+    return quantize
+
+
 def packed(codes_name, scale_name, codes_dtype, scale_dtype, *, values_each, group):
     """Integers that stand for nothing: of formats that are refused."""
 
@@ -249,6 +258,18 @@ LAYOUTS = {
         True,
         {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block"}}},
     ),
+    "quark block, MXFP4 experts": Layout(
+        mxfp4("weight", "weight_scale", torch.uint8, torch.uint8),
+        "mxfp4",
+        True,
+        {
+            "quant_method": "quark",
+            "global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}},
+            "layer_quant_config": {"*self_attn*": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block"}}},
+        },
+        dense=block("weight_scale"),
+    ),
+    "ModelOpt FP8_BLOCK_SCALES": Layout(block("weight_scale_inv"), "fp8-block", True, _modelopt("FP8_BLOCK_SCALES")),
     "ModelOpt FP8_PB_WO": Layout(
         block("weight_scale", to_stored=_four_dimensions), "fp8-block", True, _modelopt("FP8_PB_WO")
     ),
@@ -331,6 +352,8 @@ LAYOUTS = {
     "ModelOpt per channel": Layout(
         channel("weight_scale", torch.float32, (-1,)), "fp8-channel", True, _modelopt("FP8_PER_CHANNEL_PER_TOKEN")
     ),
+    "E5M2": Layout(e5m2("weight_scale"), "fp8-e5m2", False, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "E5M2, from weight_scale_inv": Layout(e5m2("weight_scale_inv"), "fp8-e5m2", False, None),
     "ModelOpt NVFP4": Layout(
         packed("weight", "weight_scale", torch.uint8, E4M3, values_each=2, group=16), "nvfp4", False, _modelopt("NVFP4")
     ),

@@ -1,8 +1,9 @@
 """`python -m tools.format_matrix`: what reads each published layout of a checkpoint, and what it makes of it.
 
 A tiny Qwen3-MoE with random weights, written in each of `tests.checkpoint_formats.LAYOUTS`, goes through everything
-that reads checkpoints, on the CPU; the result is validation/formats.json. With names of layouts it prints their rows
-and writes nothing. Cells are those of `tools.model_matrix`: "yes", "refused: " or "wrong: ", and why.
+that reads checkpoints, on the CPU and in the default dtype, and every model that comes of it runs; the result is
+validation/formats.json. With names of layouts it prints their rows and writes nothing. Cells are those of
+`tools.model_matrix`: "yes", "refused: " or "wrong: ", and why.
 """
 
 import argparse
@@ -63,13 +64,13 @@ class Trial:
         return "; ".join(report.problems)
 
     def load_model(self) -> str:
-        model = load_model(self.directory, dtype=torch.float32)
+        model = load_model(self.directory)
         self._check_logits(model)
         self.models.append(model)
         return self._error(model)
 
     def load_fp8_checkpoint(self) -> str:
-        model = self.models[0] if self.models else load_model(self.other, dtype=torch.float32)
+        model = self.models[0] if self.models else load_model(self.other)
         before = {name: value.fill_(0.5).float() for name, value in model.state_dict().items()}
         try:
             load_fp8_checkpoint(model, self.directory)
@@ -104,7 +105,9 @@ class Trial:
         convert_checkpoint(self.directory, converted)
         if find_format(converted).scales != "128x128":
             raise Wrong("it does not write blocks")
-        return self._error(load_model(converted, dtype=torch.float32))
+        model = load_model(converted)
+        self._check_logits(model)
+        return self._error(model)
 
     def _check_logits(self, model: nn.Module) -> None:
         check_close(logits_of(model, self.tokens), logits_of(self.expected, self.tokens), LEAST_COSINE)

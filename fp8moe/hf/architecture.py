@@ -18,13 +18,14 @@ from fp8moe.hf import experts, linears
 from fp8moe.hf.fused import latent_attention
 from fp8moe.weights.names import DOWN, GATE, GATE_UP, UP, W_BLOCK, W_NAMES, ExpertNames, Location, Name, parse
 from fp8moe.weights.place import class_of, state_of
-from fp8moe.weights.source import GENERATION_CONFIG, Checkpoint, count_problems, read_json
+from fp8moe.weights.source import GENERATION_CONFIG, Checkpoint, count_problems, read_json, shown
 
 # While transformers makes a model, it changes PyTorch's default dtype and how its models tie weights, for all threads.
 # Without this lock, a model that is made meanwhile gets the other one's dtype, or weights that are not tied.
 construction_lock = threading.RLock()
 
 
+_LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _ONE_EXPERT = "experts.*."  # in transformers' patterns of names
 
 
@@ -64,17 +65,22 @@ def read_generation_config(checkpoint: Checkpoint) -> Any:
 
 
 def empty_model(config: Any) -> Any:
-    """Make transformers' language model of a configuration, on the meta device.
+    """Make transformers' model of a configuration, on the meta device.
 
-    Its class is the one that ``architectures`` names, if that generates; otherwise that of AutoModelForCausalLM or
-    AutoModelForImageTextToText. Its dtype is float32. Raises ValueError, with transformers' reason, if it
-    cannot make one.
+    Its class is the one that ``architectures`` names, of whatever task; without a name, or with that of a language
+    model that transformers does not have, it is that of AutoModelForCausalLM or AutoModelForImageTextToText. Its dtype
+    is float32. Raises ValueError, with transformers' reason, if it cannot make one, and for the name of
+    another kind of model that transformers does not have.
     """
     import transformers
 
+    name = next(iter(config.architectures or ()), "")
+    named = getattr(transformers, name, None) if isinstance(name, str) else None
+    known = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    if name and not known and not f"{name}".endswith(_LANGUAGE_MODELS):
+        raise ValueError(f"config.json: transformers cannot make the model (it has no class {shown(name)})")
     try:
-        named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-        if isinstance(named, type) and issubclass(named, transformers.GenerationMixin):
+        if known:
             make = named._from_config
         elif type(config) in transformers.AutoModelForCausalLM._model_mapping:
             make = transformers.AutoModelForCausalLM.from_config

@@ -106,7 +106,7 @@ class _Fitting:
         if self.biased:
             self.plan.notes.append(
                 f"{len(self.biased)} experts modules have biases: load_model loads them, transformers' from_pretrained "
-                "has no FP8 experts with biases"
+                "has no FP8 experts with biases, nor has vLLM"
             )
 
     def keep_what_would_not_load(self) -> None:

@@ -146,5 +146,7 @@ def _runs_experts(config: Any) -> bool:
 
 
 def _is_lost(weight: StoredWeight) -> bool:
-    """Return whether transformers' FP8 quantizer would not find the scale under this name."""
-    return weight.scale is None or (not weight.shared and weight.scale.name.endswith(CHANNEL_SCALE))
+    """Return whether transformers' FP8 quantizer would not find the scale under this name, or take E5M2 for E4M3."""
+    if weight.scale is None or weight.kind == "fp8-e5m2":
+        return True
+    return not weight.shared and weight.scale.name.endswith(CHANNEL_SCALE)

@@ -83,7 +83,8 @@ def load_model(
     device, patterns, weights = torch.device(device), as_patterns("ignore", ignore), open_weights(directory)
     stored, what = weights.checkpoint, f"cannot load {directory}"
     if not stored.config:
-        raise CheckpointError(what, [*stored.problems, "config.json: missing or empty"])
+        damaged = any(problem.startswith("config.json:") for problem in stored.problems)
+        raise CheckpointError(what, [*stored.problems, *([] if damaged else ["config.json: missing or empty"])])
     weights.check(what)
     try:
         config, generation_config = read_config(stored), read_generation_config(stored)

@@ -13,10 +13,11 @@ DEFAULT_SKIP = (
     *("*embed*", "wte", "wpe", "shared", "*norm"),
     *("gate", "*.gate.*", "router", "*.router.*", "router_gate", "shared_expert_gate"),
     *("weights_proj", "eh_proj"),  # DeepSeek's indexer and multi-token prediction
+    *("in_proj_a", "in_proj_b", "in_proj_ba"),  # gates of Qwen's linear attention, of a row for each head
     "dt_proj",  # Mamba reads the weight itself
 )
-"""Modules that are skipped by default: output layers, embeddings, norms, routers, and modules that DeepSeek's and
-transformers' FP8 checkpoints do not quantize.
+"""Modules that are skipped by default: output layers, embeddings, norms, routers, and modules that DeepSeek's, Qwen's
+and transformers' FP8 checkpoints do not quantize.
 """
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -99,6 +99,7 @@ class Kind(NamedTuple):
 
 
 _OTHERS = "which fp8moe does not run; take the model's FP8 or unquantized checkpoint"
+_E5M2 = "which has two bits of mantissa; fp8moe runs E4M3: take the model's E4M3 or unquantized checkpoint"
 
 KINDS = {
     kind.name: kind
@@ -108,6 +109,7 @@ KINDS = {
         Kind("mxfp8", 8, f"1x{MX_BLOCK}", f"MXFP8, with a power of two for each {MX_BLOCK} values"),
         Kind("mxfp4", 4, f"1x{MX_BLOCK}", f"MXFP4, with a power of two for each {MX_BLOCK} values"),
         Kind("fp8-channel", 8, "channel", "FP8 with a scale for each output channel", exact=False),
+        Kind("fp8-e5m2", 8, "unknown", "FP8 of type E5M2", exact=False, refusal=_E5M2),
         Kind("nvfp4", 4, "1x16", "NVFP4", exact=False, refusal=_OTHERS),
         Kind("int4", 4, "group", "INT4", exact=False, refusal=_OTHERS),
         Kind("int8", 8, "channel", "INT8", exact=False, refusal=_OTHERS),
@@ -238,6 +240,7 @@ _MODELOPT = {
     "FP8": "fp8-tensor",
     "FP8_PB_WO": "fp8-block",
     "FP8_PB": "fp8-block",
+    "FP8_BLOCK_SCALES": "fp8-block",
     "FP8_PER_CHANNEL_PER_TOKEN": "fp8-channel",
     "MXFP8": "mxfp8",
     "MXFP4": "mxfp4",
@@ -245,7 +248,9 @@ _MODELOPT = {
     "NVFP4_AWQ": "nvfp4",
     "W4A16_AWQ": "int4",
     "W4A8_AWQ": "w4a8",
+    "W4A16_MXFP4": "mxfp4",
     "W4A8_MXFP4_FP8": "mxfp4",
+    "W4A8_MXFP4_MXFP8": "mxfp4",
     "W4AFP8": "w4a8",
 }
 
@@ -266,18 +271,36 @@ def _modelopt(where: str, content: Mapping[str, Any]) -> Declared:
     return _of_kinds(where, method, kinds)
 
 
+_QUARK = {
+    ("fp8_e4m3", "per_tensor"): "fp8-tensor",
+    ("fp8_e4m3", "per_channel"): "fp8-channel",
+    ("fp8_e4m3", "per_block"): "fp8-block",
+    ("fp8_e4m3", "per_group"): "mxfp8",
+    ("fp4", "per_group"): "mxfp4",
+}
+
+
 def _quark(where: str, content: Mapping[str, Any]) -> Declared:
-    """AMD's Quark."""
-    config = content.get("global_quant_config")
-    weight = config.get("weight") if _is(config) else None
-    weight = weight[0] if isinstance(weight, list) and weight else weight
-    dtype, scheme = (weight.get("dtype"), weight.get("qscheme")) if _is(weight) else (None, None)
-    if dtype == "fp8_e4m3":
-        kinds = {"per_tensor": "fp8-tensor", "per_channel": "fp8-channel", "per_block": "fp8-block"}
-        return _of_kinds(where, "Quark", [kinds.get(scheme, "fp8-block") if isinstance(scheme, str) else "fp8-block"])
-    if dtype == "fp4":
-        return _of_kinds(where, "Quark", ["mxfp4"])
-    return Declared(where, "Quark", refusal=f"quantized by Quark in {shown(dtype)}, which fp8moe does not run")
+    """AMD's Quark: a configuration of all layers, and others of layers by pattern or by type."""
+    configs = [content.get("global_quant_config")]
+    for name in ("layer_quant_config", "layer_type_quant_config"):
+        layers = content.get(name)
+        configs += layers.values() if _is(layers) else []
+    kinds = []
+    for config in filter(None, configs):
+        weight = config.get("weight") if _is(config) else None
+        weight = weight[0] if isinstance(weight, list) and weight else weight
+        if weight is None and _is(config):
+            continue  # these layers stay unquantized
+        dtype, scheme = (weight.get("dtype"), weight.get("qscheme")) if _is(weight) else (None, None)
+        kind = _QUARK.get((dtype, scheme)) if isinstance(dtype, str) and isinstance(scheme, str) else None
+        if kind is None:
+            how = f"{shown(dtype)} {shown(scheme)}"
+            return Declared(where, "Quark", refusal=f"quantized by Quark in {how}, which fp8moe does not run")
+        kinds.append(kind)
+    if not kinds:
+        return Declared(where, "Quark", refusal="quantized by Quark, but nothing says how weights are")
+    return _of_kinds(where, "Quark", kinds)
 
 
 _METHODS: Mapping[str, Callable[[str, Mapping[str, Any]], Declared]] = {

@@ -34,6 +34,9 @@ from fp8moe.weights.stored import StoredWeight, Weights
 TIED = "but the model ties the two"  # the end of the line about tensors that differ
 EXTRA = "extra, the model has no such tensor"  # the end of the line about such a tensor
 
+_FORMER_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+"""What old checkpoints have of buffers that models make themselves, by the end of a model's name for the buffer."""
+
 Part = tuple[int | None, int | None]
 """The expert, and the row in its matrices, that a tensor begins at; WHOLE for all of an entry of the state dict."""
 WHOLE: Part = (None, None)
@@ -272,7 +275,10 @@ def ignored_names(model: nn.Module, patterns: tuple[str, ...], unused: Collectio
 
     unused: such names.
     """
-    regexes = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    buffers = [name for name, _ in model.named_buffers()]
+    former = [regex for end, regex in _FORMER_BUFFERS.items() if any(name.endswith(end) for name in buffers)]
+    of_model = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    regexes = [re.compile(pattern) for pattern in (*of_model, *former)]
 
     def ignored(name: str) -> bool:
         if name in unused or any(fnmatchcase(name, pattern) for pattern in patterns):

@@ -34,7 +34,7 @@ from fp8moe.weights.source import (
     TensorSpec,
     printable,
 )
-from fp8moe.weights.stored import INTERLEAVED, StoredWeight, Weights, open_weights
+from fp8moe.weights.stored import INTERLEAVED, StoredWeight, Weights, experts_of_their_own, open_weights
 from fp8moe.weights.views import as_values, bias_in_rows, in_blocks, in_rows, inexact, inexact_problems, quantized
 from fp8moe.weights.write import into_directory, json_bytes
 
@@ -134,10 +134,10 @@ def quantize_checkpoint(
     (experts.gate_up_proj (E, 2I, H), up_proj or down_proj, with experts.gate_up_proj_scale_inv...) is quantized, gate
     and up of fused experts each with blocks of its own; other tensors are copied. What transformers could not load in
     FP8 is copied, too, and a warning names it. GPT-OSS's experts, (E, H, 2I) and (E, I, H) with gate and up in turns,
-    get the order of others, and so do their biases: `load_model` loads them. Which shard holds what stays the same, and
-    so do names, but for fused experts that transformers renames: they get the names in its model. The index is written
-    anew, config.json gets a quantization_config, and the tokenizer, generation settings and other small text files are
-    copied.
+    get the order of others, and so do their biases: `load_model` loads them, vLLM does not. Which shard holds what
+    stays the same, and so do names, but for fused experts that transformers renames: they get the names in its model.
+    The index is written anew, config.json gets a quantization_config, and the tokenizer, generation settings and other
+    small text files are copied.
 
     src_dir: with model.safetensors, or model.safetensors.index.json and its shards. Links are followed within it, and
         in the hub's cache to the blobs of the same repository.
@@ -308,6 +308,8 @@ def _source_problems(weights: Weights, quantized: dict[str, Name]) -> list[str]:
     if found is not None or weights.format.name != "bf16":
         says = f"{found.where} says {found.method}" if found else weights.format.reason
         return [f"the checkpoint is quantized already: {says}; start from the unquantized one"]
+    if source.incomplete:
+        return []  # what the other shards hold is not all there is
     problems = [
         f"{file}: is a link to outside of the checkpoint; put the file itself there"
         for file in (CONFIG, INDEX, *source.files)
@@ -315,6 +317,10 @@ def _source_problems(weights: Weights, quantized: dict[str, Name]) -> list[str]:
     ] + source.unknown_dtypes
     if not quantized:
         problems.append("no weight would become FP8: skip leaves no matrix in BF16, F16 or F32, and no fused experts")
+    refusal = experts_of_their_own(source.config)
+    experts = [weight.name for weight in weights.stored if weight.is_expert and weight.name.text in quantized]
+    if refusal is not None and experts:
+        return [*problems, f"{experts[0].module}: {refusal}; leave them as they are: skip 'experts'"]
     states = defaultdict(set)  # of the weights of each module of experts: whether they are to be quantized
     for weight in weights.stored:
         if weight.is_expert and weight.name.role == WEIGHT:

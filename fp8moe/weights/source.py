@@ -47,6 +47,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 FP8 = "F8_E4M3"
+E5M2 = "F8_E5M2"
 
 
 FLOATS = ("BF16", "F16", "F32", "F64")
@@ -78,6 +79,8 @@ DECLARATIONS = ("quantization_config", "compression_config")
 _SHOWN_PROBLEMS = 100
 _COUNT = re.compile(r"(\w*_)?(num|n)_\w*(layers?|experts)|(en|de)coder_layers|depth")
 _MAX_RANK = 64  # of tensors that PyTorch can copy
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_IS_POINTER = "is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull"
 
 
 class CheckpointError(ValueError):
@@ -187,6 +190,12 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
             raise CheckpointError(
                 f"{directory} is not a checkpoint", problems or [f"{INDEX}: has no weight_map from names to files"]
             )
+        if SINGLE in present and {*weight_map.values()} != {SINGLE}:
+            problems.append(
+                f"{SINGLE}: lies beside {INDEX} of other files, and some libraries read the one, some the other; "
+                "remove what is not wanted"
+            )
+            weight_map = None  # transformers reads the single file
     elif SINGLE not in present:
         raise CheckpointError(f"{directory} is not a checkpoint", [f"there is neither {SINGLE} nor {INDEX}"])
 
@@ -281,6 +290,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         with path.open("rb") as file:
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
+            if prefix == _POINTER[:8]:
+                raise broken(_IS_POINTER)
             if size < 8 or 8 + length > size or length > MAX_BYTES:
                 raise broken("is cut short, or no safetensors file")
             content = prefix + file.read(length)
@@ -341,7 +352,10 @@ def read_json(path: Path, problems: list[str]) -> dict:
         if why is None and path.stat().st_size > MAX_BYTES:
             why = f"is larger than {MAX_BYTES:,} bytes"
         if why is None:
-            return parse_object(path.read_bytes())
+            content = path.read_bytes()
+            if not content.startswith(_POINTER):
+                return parse_object(content)
+            why = _IS_POINTER
     except ValueError as error:
         why = f"is not valid JSON ({error})"
     except OSError as error:

@@ -40,6 +40,7 @@ from fp8moe.weights.names import (
     weight_of_codes,
 )
 from fp8moe.weights.source import (
+    E5M2,
     FP8,
     Checkpoint,
     CheckpointError,
@@ -54,6 +55,8 @@ from fp8moe.weights.source import (
 _IN_TURNS = {"gpt_oss": "GPT-OSS"}
 """Models whose experts are (E, columns, rows), with rows of gate and up in turns, by their model_type."""
 INTERLEAVED = " or ".join(_IN_TURNS.values())
+_OF_THEIR_OWN = {"llama4": "Llama 4", "llama4_text": "Llama 4"}
+"""Models whose experts have code of their own, by their model_type."""
 
 
 class StoredWeight(NamedTuple):
@@ -156,8 +159,9 @@ class StoredWeight(NamedTuple):
 class Format(NamedTuple):
     """How the weights of a checkpoint are quantized: `find_format` says it.
 
-    name: "fp8-block", "fp8-block-ue8m0", "fp8-tensor", "fp8-channel", "mxfp8", "mxfp4", "nvfp4", "int4", "w4a8", "bf16"
-        (nothing is quantized) or "unknown". Of a checkpoint with several: that of the experts, else of the linears.
+    name: "fp8-block", "fp8-block-ue8m0", "fp8-tensor", "fp8-channel", "fp8-e5m2", "mxfp8", "mxfp4", "nvfp4", "int4",
+        "int8", "w4a8", "bf16" (nothing is quantized) or "unknown". Of a checkpoint with several: that of the experts,
+        else of the linears.
     bits: of a weight's code; of unquantized weights 16.
     scales: how many values share a scale: "128x128", "tensor", "channel", "1x32"...; "none" of unquantized weights.
     exact: whether 128x128 blocks hold the same values. loads: whether `load_model` and `load_fp8_checkpoint` take it.
@@ -193,14 +197,27 @@ class Weights(NamedTuple):
         return [weight for weight in self.stored if weight.coded]
 
     def check(self, what: str) -> None:
-        """Raise CheckpointError, with the format's reason first, if the format does not load."""
-        if not self.format.loads:
-            raise CheckpointError(what, [self.format.reason, *self.checkpoint.problems])
+        """Raise CheckpointError if the format does not load, with its reason first, or if a shard cannot be read.
+
+        What the other shards hold does not fit a model without that one, which alone is to blame.
+        """
+        refusals = [] if self.format.loads else [self.format.reason]
+        if refusals or self.checkpoint.incomplete:
+            raise CheckpointError(what, [*refusals, *self.checkpoint.problems])
 
 
 def is_interleaved(config: dict) -> bool:
     """Return whether a configuration, or a part of it, is of a model whose experts have gate and up in turns."""
     return any(content.get("model_type") in [*_IN_TURNS] for _, content in sections(config))  # values may be any
+
+
+def experts_of_their_own(config: dict) -> str | None:
+    """Return why experts of the model of this configuration are not run here, or None."""
+    kinds = [content.get("model_type") for _, content in sections(config)]
+    name = next((name for kind, name in _OF_THEIR_OWN.items() if kind in kinds), None)  # kinds may be any values
+    if name is None:
+        return None
+    return f"the experts of {name} scale their input by the router and are stored transposed, which fp8moe does not run"
 
 
 def find_format(directory: str | os.PathLike) -> Format:
@@ -260,7 +277,7 @@ def _paired(checkpoint: Checkpoint, declaration: Declared | None) -> tuple[list[
 
 def _weight_of(name: Name, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> Name | None:
     """The name of the weight that this tensor holds the codes of, None for a tensor of another kind."""
-    if info.dtype == FP8:
+    if info.dtype in (FP8, E5M2):
         return None if is_scale_beside(name.text, tensors) else name
     text = weight_of_codes(name.text, tensors)
     if text is not None:
@@ -281,6 +298,8 @@ def _is_transposed(name: Name, shape: tuple[int, ...], tensors: Mapping[str, Ten
 
 def _values_shape(weight: StoredWeight) -> tuple[int, ...]:
     shape = weight.codes.shape
+    if weight.codes.dtype == E5M2:
+        return shape
     if weight.codes.dtype == FP8:
         *lead, rows, columns = shape
         return (*lead, columns, rows) if weight.transposed else shape
@@ -292,7 +311,7 @@ def _kind(weight: StoredWeight, declaration: Declared | None) -> str | None:
     """The kind of a weight, of `KINDS`: the first that is declared and fits the shape of its scale, else that fits."""
     shape, scale = weight.codes.shape, weight.scale
     if weight.codes.dtype != FP8:
-        return _packed_kind(weight.codes, scale)
+        return _other_kind(weight.codes, scale)
     if scale is None or len(shape) not in (2, 3):
         return None
     if weight.shared:
@@ -320,8 +339,10 @@ def fits(weight: StoredWeight, kind: str) -> bool:
     return exponents and not weight.transposed and scale.shape == (*lead, rows, ceil_div(columns, MX_BLOCK))
 
 
-def _packed_kind(codes: TensorInfo, scale: TensorInfo | None) -> str | None:
-    """The kind of codes that are packed into integers, None if they are not those of matrices."""
+def _other_kind(codes: TensorInfo, scale: TensorInfo | None) -> str | None:
+    """The kind of codes that are not E4M3, None for packed integers that are not those of matrices."""
+    if codes.dtype == E5M2:
+        return "fp8-e5m2"
     in_groups = codes.name.endswith(GROUPS)
     if len(codes.shape) not in ((4,) if in_groups else (2, 3)):
         return None
@@ -353,7 +374,7 @@ def _format(checkpoint: Checkpoint, declarations: list[Declared], stored: list[S
     if named is None and declarations and declarations[0].kinds:
         named = next(iter(sorted(declarations[0].kinds)))
     problem = _problem(checkpoint, declarations, weights)
-    if problem is None and not weights:
+    if problem is None and not weights and not (checkpoint.incomplete and named):
         said = f"{_prefix(declarations)}but no weight is quantized" if declarations else "no weight is quantized"
         return Format("bf16", 16, "none", True, True, said)
     if problem is None and of_tensors is None and not checkpoint.incomplete:
@@ -387,6 +408,11 @@ def _problem(checkpoint: Checkpoint, declarations: list[Declared], weights: list
         if weight.kind and KINDS[weight.kind].refusal:
             kind = KINDS[weight.kind]
             return f"{_prefix(declarations)}{kind.words} ({weight.codes.name}), {kind.refusal}"
+    refusal = experts_of_their_own(checkpoint.config)
+    if refusal is not None:
+        for weight in weights:
+            if weight.is_expert:
+                return f"{weight.codes.name}: {refusal}"
     for weight in weights:
         if weight.kind is None and weight.codes.dtype != FP8:
             return f"{weight.codes.name}: {weight.codes.dtype} {weight.codes.shape}, expected the codes of matrices"

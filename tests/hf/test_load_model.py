@@ -11,7 +11,13 @@ from torch import nn
 
 from fp8moe import FP8Linear, GroupedExperts, quantize_128x128
 from fp8moe.hf import load_model
-from fp8moe.weights import CheckpointError, quantize_checkpoint
+from fp8moe.weights import (
+    DEFAULT_SKIP,
+    CheckpointError,
+    convert_checkpoint,
+    load_fp8_checkpoint,
+    quantize_checkpoint,
+)
 from tests.transformers_models import BASE, random_model
 
 transformers = pytest.importorskip("transformers")
@@ -260,3 +266,69 @@ def test_threads_load_at_once(mixtral, monkeypatch):
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert any(type(module) is FP8Linear for module in model.modules())
     assert len(models) == 9
+
+
+def test_buffers_that_old_checkpoints_have(tmp_path):
+    """transformers leaves them out; a model makes them."""
+    random_model("llama", SHAPE, dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
+    with pytest.warns(UserWarning, match="nothing of it runs on fp8moe"):
+        expected = load_model(tmp_path / "source")
+    buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(16) for layer in (0, 1)}
+    rewritten(tmp_path / "source", tmp_path / "old", tensors_of(tmp_path / "source") | buffers)
+    with pytest.warns(UserWarning, match="nothing of it runs on fp8moe"):
+        assert_equal_states(load_model(tmp_path / "old"), expected)
+    quantize_checkpoint(tmp_path / "old", tmp_path / "fp8")
+    loaded = load_model(tmp_path / "fp8")
+    assert torch.equal(loaded.model.norm.weight, expected.model.norm.weight)
+    load_fp8_checkpoint(loaded, tmp_path / "fp8")
+    with pytest.raises(CheckpointError, match=r"layers.0.self_attn.inv_freq: extra"):
+        others = {name.replace("rotary_emb.", ""): value for name, value in buffers.items()}
+        load_model(rewritten(tmp_path / "source", tmp_path / "old", tensors_of(tmp_path / "source") | others))
+
+
+@pytest.mark.parametrize("task", ["ForSequenceClassification", "Model"])
+def test_models_of_other_tasks(mixtral, tmp_path, task):
+    """Reward and embedding models: the class is the one that config.json names."""
+    kind = getattr(transformers, f"Mixtral{task}")
+    source = kind(transformers.MixtralConfig(**MIXTRAL, num_labels=1)).bfloat16().eval()
+    source.save_pretrained(tmp_path / "source")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "fp8")
+    loaded, tokens = load_model(tmp_path / "fp8"), torch.arange(3, 15).view(1, 12)
+    assert type(loaded) is kind
+    with torch.no_grad():
+        expected, actual = source(tokens)[0].float(), loaded(tokens)[0].float()
+    assert (actual - expected).norm() < 0.2 * expected.norm()
+
+
+def test_models_of_tasks_that_transformers_does_not_have(mixtral, tmp_path):
+    directory = rewritten(mixtral, tmp_path, tensors_of(mixtral), architectures=["MixtralForProcessRewards"])
+    with pytest.raises(CheckpointError, match="cannot make the model .it has no class 'MixtralForProcessRewards'"):
+        load_model(directory)
+
+
+def test_experts_of_llama_4_are_refused_by_name(tmp_path):
+    """And the rest of it runs in FP8."""
+    MODELS["Llama4ForCausalLM"].build(torch.bfloat16).save_pretrained(tmp_path / "source")
+    why = "the experts of Llama 4 scale their input by the router and are stored transposed, which fp8moe does not run"
+    with pytest.raises(CheckpointError, match=rf"layers.0.feed_forward.experts: {why}; .*skip 'experts'"):
+        quantize_checkpoint(tmp_path / "source", tmp_path / "fp8")
+    with pytest.warns(UserWarning, match="FP8 weights have only"):
+        quantize_checkpoint(tmp_path / "source", tmp_path / "fp8", skip=(*DEFAULT_SKIP, "experts"))
+    assert isinstance(load_model(tmp_path / "fp8").model.layers[0].self_attn.q_proj, FP8Linear)
+    tensors, name = tensors_of(tmp_path / "fp8"), "model.layers.0.feed_forward.experts.down_proj"
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(8, 2, 1)}
+    rewritten(tmp_path / "fp8", tmp_path / "experts", tensors)
+    for read in (load_model, lambda directory: convert_checkpoint(directory, tmp_path / "converted")):
+        with pytest.raises(CheckpointError) as error:
+            read(tmp_path / "experts")
+        assert error.value.problems == [f"{name}: {why}"]
+
+
+def test_gates_of_linear_attention_stay_as_they_are(tmp_path):
+    """As in Qwen's own FP8 checkpoints."""
+    MODELS["Qwen3_5MoeForCausalLM"].build(torch.bfloat16).save_pretrained(tmp_path / "source")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "fp8")
+    stored = tensors_of(tmp_path / "fp8").items()
+    kinds = {name.removesuffix(".weight").rpartition(".")[2]: value.dtype for name, value in stored}
+    assert kinds["in_proj_a"] == kinds["in_proj_b"] == torch.bfloat16
+    assert kinds["in_proj_qkv"] == kinds["out_proj"] == torch.float8_e4m3fn

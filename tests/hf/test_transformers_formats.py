@@ -115,7 +115,7 @@ def test_linears_that_transformers_puts_together(tmp_path):
     fp8 = set(filter(in_fp8.match, source.tensors))
     assert any("shared_experts.gate_proj" in name for name in fp8) and any("experts.0.w1" in name for name in fp8)
     expected = source.write(LAYOUTS["MXFP8"], tmp_path / "x", fp8.__contains__)
-    model = load_model(tmp_path / "x", dtype=torch.float32)
+    model = load_model(tmp_path / "x")
     assert cosine(model, expected) >= 0.99
     kinds = {name.rpartition(".")[2]: type(module).__name__ for name, module in model.named_modules()}
     assert kinds["gate_up_proj"] == "Linear" and kinds["q_proj"] == "FP8Linear" and kinds["experts"] == "GroupedExperts"
@@ -127,7 +127,7 @@ def test_multimodal_models(tmp_path, name):
     source = source_of("block, config in text_config", tmp_path / "source")
     assert any(weight.endswith("experts.gate_up_proj") and wanted(name)(weight) for weight in source.tensors)
     expected = source.write(LAYOUTS[name], tmp_path / "x", wanted(name))
-    assert cosine(load_model(tmp_path / "x", dtype=torch.float32), expected) >= 0.99
+    assert cosine(load_model(tmp_path / "x"), expected) >= 0.99
 
 
 @pytest.mark.parametrize("name", ["FP8 with FP4 experts", "block, E8M0", "block, .scale"])
@@ -138,7 +138,7 @@ def test_deepseek_v4_as_published(tmp_path, name):
     wanted = {name for name in source.tensors if name.split(".")[-2:][0] in quantized and "compressor" not in name}
     assert any("wo_a" in name for name in wanted) and any(".experts.3.w2." in name for name in wanted)
     expected = source.write(LAYOUTS[name], tmp_path / "x", wanted.__contains__)
-    model = load_model(tmp_path / "x", dtype=torch.float32)
+    model = load_model(tmp_path / "x")
     assert cosine(model, expected) >= 0.99
     assert {row.runs_on for row in report(model) if "experts" in row.name} == {"fp8moe"}
     model.save_pretrained(tmp_path / "saved")
@@ -146,7 +146,7 @@ def test_deepseek_v4_as_published(tmp_path, name):
     for directory in ("saved", "converted"):  # a configuration that says FP4 would have transformers make FP4 experts
         again = transformers.AutoConfig.from_pretrained(tmp_path / directory)
         assert again.quantization_config.get("expert_dtype", "fp8") == "fp8"
-        same(dict(load_model(tmp_path / directory, dtype=torch.float32).state_dict()), dict(model.state_dict()))
+        same(dict(load_model(tmp_path / directory).state_dict()), dict(model.state_dict()))
 
 
 def test_scales_that_from_pretrained_leaves_as_they_are_stored():
@@ -176,7 +176,7 @@ def gpt_oss(tmp_path_factory):
 def test_gpt_oss_as_published(tmp_path, gpt_oss):
     """Exact for load_model, and in what is written of it; from_pretrained unpacks experts, of which there is a copy."""
     directory, expected = gpt_oss
-    model = load_model(directory, dtype=torch.float32)
+    model = load_model(directory)
     assert cosine(model, expected) >= 0.99
     assert {row.runs_on for row in report(model) if row.name.endswith("experts")} == {"fp8moe"}
     copied = transformers.AutoModelForCausalLM.from_pretrained(
@@ -203,7 +203,7 @@ def test_gpt_oss_as_published(tmp_path, gpt_oss):
     model.save_pretrained(tmp_path / "saved")
     save_fp8_checkpoint(model, tmp_path / "saved by fp8moe")
     for name in ("converted", "saved", "saved by fp8moe"):
-        again = load_model(tmp_path / name, dtype=torch.float32)
+        again = load_model(tmp_path / name)
         same(dict(again.state_dict()), dict(model.state_dict()))
         with pytest.raises(ValueError, match="FP8 experts have no biases, as .*_proj has; .*load_model loads it$"):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, experts_implementation="fp8moe")
@@ -218,10 +218,10 @@ def test_unquantized_gpt_oss(tmp_path):
     with pytest.warns(UserWarning, match="FP8 weights have only"):
         quantize_checkpoint(source.directory, tmp_path / "linears", skip=(*DEFAULT_SKIP, "experts"))
     quantize_checkpoint(source.directory, tmp_path / "experts", skip=(*DEFAULT_SKIP, "*.self_attn.*"))
-    loaded = load_model(tmp_path / "experts", dtype=torch.float32)
+    loaded = load_model(tmp_path / "experts")
     assert cosine(loaded, model) >= 0.99
     for path in ("all", "experts"):
-        loaded = load_model(tmp_path / path, dtype=torch.float32)
+        loaded = load_model(tmp_path / path)
         for layer, own in zip(loaded.model.layers, model.model.layers, strict=True):
             same(dict(layer.mlp.experts.state_dict()), dict(GroupedExperts.from_experts(own.mlp.experts).state_dict()))
             assert isinstance(layer.self_attn.q_proj, FP8Linear) == (path == "all")
@@ -266,7 +266,7 @@ def test_unquantized_checkpoints_say_that_nothing_runs_on_fp8moe(qwen):
 
 def test_an_output_layer_that_the_configuration_ties(tmp_path, qwen):
     expected = qwen.write(LAYOUTS["block"], tmp_path / "x", config={"tie_word_embeddings": True})
-    model = load_model(tmp_path / "x", dtype=torch.float32)
+    model = load_model(tmp_path / "x")
     assert cosine(model, expected) >= 0.99 and not model.config.tie_word_embeddings
 
 
@@ -275,9 +275,9 @@ def test_saved_by_transformers(tmp_path):
     sizes = SIZES | {"moe_intermediate_size": 256}  # transformers 5.17 cannot load scales with a size of one
     source = Source.of_random(tmp_path / "source", TinyModel("qwen3_moe", "AutoModelForCausalLM", sizes).build())
     expected = source.write(LAYOUTS["block"], tmp_path / "x")
-    model = load_model(tmp_path / "x", dtype=torch.float32)
+    model = load_model(tmp_path / "x")
     model.save_pretrained(tmp_path / "saved")
-    again = load_model(tmp_path / "saved", dtype=torch.float32)
+    again = load_model(tmp_path / "saved")
     same(dict(again.state_dict()), dict(model.state_dict()))
     options = {"experts_implementation": "fp8moe", "dtype": torch.float32}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
@@ -291,22 +291,22 @@ def test_linears_to_whose_dtype_a_model_casts(tmp_path):
     source = Source.of_random(tmp_path / "source", model)
     wanted = {"lm_head.weight", "backbone.layers.0.mixer.in_proj.weight"}
     expected = source.write(LAYOUTS["block"], tmp_path / "x", wanted.__contains__)
-    model = load_model(tmp_path / "x", dtype=torch.float32)
+    model = load_model(tmp_path / "x")
     assert type(model.lm_head) is torch.nn.Linear
     assert cosine(model, expected) >= 0.99
     with pytest.warns(UserWarning, match=r"lm_head \(1\): the model casts its input to the dtype of its weight"):
         quantize_checkpoint(source.directory, tmp_path / "quantized", skip=("dt_proj",))
-    assert cosine(load_model(tmp_path / "quantized", dtype=torch.float32), expected) >= 0.99
+    assert cosine(load_model(tmp_path / "quantized"), expected) >= 0.99
 
 
 @pytest.mark.parametrize("name", ["ModelOpt FP8", "compressed-tensors tensor", "FP8 with FP4 experts", "MXFP8"])
 def test_what_was_stored_otherwise_is_saved_as_what_it_is(tmp_path, qwen, name):
     expected = qwen.write(LAYOUTS[name], tmp_path / "x")
-    model = load_model(tmp_path / "x", dtype=torch.float32)
+    model = load_model(tmp_path / "x")
     model.save_pretrained(tmp_path / "saved")
     found = find_format(tmp_path / "saved")
     assert (found.name, found.loads) == ("fp8-block", True)
-    same(dict(load_model(tmp_path / "saved", dtype=torch.float32).state_dict()), dict(model.state_dict()))
+    same(dict(load_model(tmp_path / "saved").state_dict()), dict(model.state_dict()))
     options = {"experts_implementation": "fp8moe", "dtype": torch.float32}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
     assert cosine(theirs, expected) >= 0.99

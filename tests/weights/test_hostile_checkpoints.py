@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fp8moe import GroupedExperts
+from fp8moe import GroupedExperts, refit
 from fp8moe.cli import main
 from fp8moe.weights import (
     CheckpointError,
@@ -476,3 +476,71 @@ def test_errors_show_printable_names_only(single):
     save_file({"a\n\x1b[31m": torch.ones(1)}, single / SINGLE)
     assert "a\\n\\x1b[31m: extra, the model has no such tensor" in refused(single)
     assert "\x1b" not in str(inspect_checkpoint(single))
+
+
+# Leftovers: what is to blame is named once, by every reader.
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4976698672\n"
+
+
+def refused_by_all(directory):
+    """The problems that each reader has with a checkpoint."""
+    readers = [
+        lambda: load_fp8_checkpoint(Model(), directory),
+        lambda: refit(Model(), directory),
+        lambda: convert_checkpoint(directory, directory / "converted"),
+    ]
+    if importlib.util.find_spec("transformers") is not None:
+        from fp8moe.hf import load_model
+
+        readers.append(lambda: load_model(directory))
+    found = []
+    for read in readers:
+        with pytest.raises(CheckpointError) as error:
+            read()
+        found.append(error.value.problems)
+    return found
+
+
+def test_pointers_and_missing_shards_alone_are_to_blame(single, tmp_path):
+    """Also for scales that lie in another shard than their weights."""
+    (single / CONFIG).write_text(json.dumps(CONFIGURATION | {"num_hidden_layers": 2}))
+    tensors, weight_map = load_file(single / SINGLE), {}
+    (single / SINGLE).unlink()
+    for file, scales in (("codes.safetensors", False), ("scales.safetensors", True)):
+        part = {name: value for name, value in tensors.items() if name.endswith("_scale_inv") == scales}
+        save_file(part, single / file)
+        weight_map |= dict.fromkeys(part, file)
+    (single / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    shard = single / "codes.safetensors"
+    for spoil, words in ((lambda: shard.write_text(POINTER), "Git LFS"), (shard.unlink, "there is no such file")):
+        spoil()
+        problems = inspect_checkpoint(single).problems
+        assert len(problems) == 1 and problems[0].startswith(f"{shard.name}: ") and words in problems[0]
+        assert all(found == problems for found in refused_by_all(single))
+    for file in (INDEX, CONFIG):
+        (single / file).write_text(POINTER)
+    with pytest.raises(CheckpointError) as error:
+        load_fp8_checkpoint(Model(), single)
+    assert [problem.partition(":")[0] for problem in error.value.problems] == [CONFIG, INDEX]
+    assert all(
+        "Git LFS, not the file itself; fetch the file with git lfs pull" in line for line in error.value.problems
+    )
+    unquantized = tmp_path / "unquantized"
+    unquantized.mkdir()
+    (unquantized / SINGLE).write_text(POINTER)
+    with pytest.raises(CheckpointError, match=rf"cannot quantize .*: {SINGLE}: is a pointer of Git LFS, [^\n]*$"):
+        quantize_checkpoint(unquantized, tmp_path / "quantized")
+
+
+def test_two_checkpoints_in_a_directory(checkpoint, single):
+    """transformers reads the single file, vLLM the shards of the index."""
+    shutil.copy(single / SINGLE, checkpoint)
+    (problem,) = inspect_checkpoint(checkpoint).problems
+    assert problem.startswith(f"{SINGLE}: lies beside {INDEX} of other files, and some libraries read the one")
+    assert all(problem in found for found in refused_by_all(checkpoint))
+    assert open_checkpoint(checkpoint).files == [SINGLE]
+    index = {"weight_map": dict.fromkeys(load_file(single / SINGLE), SINGLE)}
+    (checkpoint / INDEX).write_text(json.dumps(index))
+    load_fp8_checkpoint(Model(), checkpoint)
