@@ -23,6 +23,7 @@ from fp8moe.decode.stats import Records, Stats, cache_bytes, pool_bytes
 from fp8moe.decode.step import Capabilities, Step, capture_stream
 from fp8moe.decode.use import ModelState, check_eval, ranks_of
 from fp8moe.hf.fused import FusedModule, find_fused
+from fp8moe.layers.wrapped import check_not_around, unwrapped
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime import config
 from fp8moe.runtime.checks import describe
@@ -86,7 +87,9 @@ class GraphDecoder:
     stream or run before the others do leaves them waiting.
 
     Args:
-        model: a causal language model of transformers in eval mode, all of it on one device, with attention
+        model: a causal language model of transformers in eval mode, or one that torch.compile,
+            DistributedDataParallel or peft has wrapped; ``model`` of the decoder is the one inside. All of it lies on
+            one device, with attention
             implementation "sdpa" or "eager" (for "eager" transformers 5.17 copies a constant from the host, which
             cannot be captured). On a GPU its experts need an implementation that can be captured, such as "fp8moe"
             (fp8moe.hf.register); "eager" experts read the routing on the host.
@@ -132,6 +135,9 @@ class GraphDecoder:
         self.prefill_chunk = None if prefill_chunk is None else integer("prefill_chunk", prefill_chunk)
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise ValueError(f"prefill_chunk: expected at least 1, got {prefill_chunk}")
+        if isinstance(model, torch.nn.Module):
+            check_not_around("model", model)
+            model = unwrapped("model", model)
         self.device = device_of(model)
         self.captured = capture and self.device.type == "cuda"
         check_model(model, self.captured)

@@ -12,6 +12,7 @@ from fp8moe.kernels.linear.training import linear_training
 from fp8moe.layers.master import MasterModule, check_master_dtype, quantized
 from fp8moe.layers.parameters import check_not_parametrized, check_not_sharded, frozen
 from fp8moe.layers.replaced import as_patterns, check_no_casts, check_no_hooks, check_only_weights, check_skip, matches
+from fp8moe.layers.wrapped import check_replaceable, names_inside, unwrapped
 from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import BLOCK, ceil_div, has_channel_scales
 from fp8moe.quant.quantize import quantize_128x128, quantize_channels
@@ -200,20 +201,24 @@ def replace_linears(
     mode. One nn.Linear under several names becomes one FP8Linear under the same names, unless a name is skipped. Memory
     beside the model holds one layer's FP8 copy at a time.
 
-    Raises, with the model untouched, TypeError for a model that is no module or is itself a linear (use
+    A model of torch.compile is that in it. Raises, with the model untouched, TypeError for a model that is no module or is itself a linear (use
     `FP8Linear.from_linear`), a ``skip`` that is a single string, an nn.Linear in a dtype other than bfloat16, float16
     and float32, or a wrong master_dtype; ValueError for an nn.Linear with hooks or a replaced forward, which would no
-    longer run, for one whose enclosing module casts the input to the weight's dtype (T5's wo), for a DTensor, and for a
+    longer run, for one whose enclosing module casts the input to the weight's dtype (T5's wo), for a DTensor, for one
+    that is compiled by itself, or wrapped by DistributedDataParallel, FSDP1 or peft: replace linears first; and for a
     pattern of your own that matches no module.
     """
     check_master_dtype(master_dtype)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    check_replaceable("model", model)
+    model = unwrapped("model", model)
     if isinstance(model, nn.Linear | FP8Linear):
         kind = type(model).__name__
         raise TypeError(f"model: the {kind} itself cannot be replaced in place; use FP8Linear.from_linear(model)")
     skip = as_patterns("skip", skip)
-    check_skip(model, skip)
+    own = names_inside(model, [name for name, _ in model.named_modules(remove_duplicate=False)])
+    check_skip(type(model).__name__, own.values(), skip)
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     names: dict[int, list[str]] = {}
     encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
@@ -223,9 +228,11 @@ def replace_linears(
         replaceable = (trained or type(module) is nn.Linear) and module not in read_elsewhere
         if replaceable and owners[id(module.weight)] == 1:
             names.setdefault(id(module), []).append(name)
-    groups = [group for group in names.values() if not any(matches(name, skip) for name in group)]
+    groups = [group for group in names.values() if not any(matches(own[name], skip) for name in group)]
     for name, *_ in groups:
         module = model.get_submodule(name)
+        if own[name] == own[name.rpartition(".")[0]]:
+            raise ValueError(f"{own[name]}: expected a linear to replace, got a compiled one; compile it afterwards")
         check_dtype(f"{name}.weight", module.weight, *FLOATING)
         check_not_sharded(f"{name}.weight", module.weight)
         check_no_hooks(name, module)
@@ -235,4 +242,4 @@ def replace_linears(
         replacement = FP8Linear.from_linear(model.get_submodule(group[0]), master_dtype=master_dtype)
         for name in group:
             model.set_submodule(name, replacement)
-    return [name for group in groups for name in group]
+    return [own[name] for group in groups for name in group]

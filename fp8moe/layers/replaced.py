@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from functools import cache
 
@@ -38,12 +38,14 @@ def matches(module: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(module, pattern) or fnmatchcase(last, pattern) for pattern in patterns)
 
 
-def check_skip(model: nn.Module, skip: Iterable[str]) -> None:
-    """Raise ValueError for a pattern that matches no module, unless it is one of `DEFAULT_SKIP`."""
-    names = [name for name, _ in model.named_modules()]
+def check_skip(model: str, names: Collection[str], skip: Iterable[str]) -> None:
+    """Raise ValueError for a pattern that matches none of a model's modules, unless it is one of `DEFAULT_SKIP`.
+
+    model: the name of its class. names: of its modules.
+    """
     for pattern in skip:
         if pattern not in DEFAULT_SKIP and not any(matches(name, (pattern,)) for name in names):
-            raise ValueError(f"skip: {pattern!r} matches no module of {type(model).__name__}")
+            raise ValueError(f"skip: {pattern!r} matches no module of {model}")
 
 
 def casts_to_weight(model: nn.Module, name: str) -> str | None:

@@ -18,26 +18,39 @@ from fp8moe.runtime.checks import FLOATING
 
 
 class ExpertsB(nn.Module):
-    """B of all experts: (E, out, r), in state dicts (out, r * E) with experts innermost, as in peft's ParamWrapper."""
+    """B of all experts: (E, out, r), in state dicts (out, r * E) with experts innermost, as in peft's ParamWrapper.
+
+    peft's hotswap_adapter puts a tensor of a state dict in the place of the parameter.
+    """
 
     def __init__(self, count: int, rows: int, rank: int, device: torch.device, dtype: torch.dtype):
         super().__init__()
+        self.count = count
         self.weight = nn.Parameter(torch.empty(count, rows, rank, device=device, dtype=dtype))
 
     @property
+    def by_expert(self) -> Tensor:
+        """Return B as (E, out, r)."""
+        return self._by_expert(self.weight) if self.weight.dim() == 2 else self.weight
+
+    @property
     def stored_shape(self) -> tuple[int, int]:
-        count, rows, rank = self.weight.shape
+        count, rows, rank = self.by_expert.shape
         return rows, rank * count
 
+    def _by_expert(self, stored: Tensor) -> Tensor:
+        return stored.unflatten(1, (-1, self.count)).permute(2, 0, 1).contiguous()
+
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        weight = self.weight if keep_vars else self.weight.detach()
+        weight = self.by_expert if keep_vars else self.by_expert.detach()
         destination[f"{prefix}weight"] = weight.permute(1, 2, 0).flatten(1)
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
         key = f"{prefix}weight"
+        if self.weight.dim() == 2:
+            self.weight = nn.Parameter(self.by_expert, requires_grad=self.weight.requires_grad)
         if key in state_dict and state_dict[key].shape == self.stored_shape:
-            by_expert = state_dict[key].unflatten(1, (-1, len(self.weight))).permute(2, 0, 1)
-            state_dict[key] = by_expert.contiguous()
+            state_dict[key] = self._by_expert(state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
@@ -152,8 +165,19 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
 
     def factors_of(self, adapter_name: str) -> tuple[Tensor, Tensor]:
         """Return A (E, r, in) and B (E, out, r) of an adapter."""
-        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
-        return a.unflatten(0, (len(b), -1)), b
+        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].by_expert
+        a = a.unflatten(0, (len(b), -1))
+        if a.shape[1] != b.shape[2]:
+            raise ValueError(
+                f"{self.name}: hotswap_adapter has put factors of rank {b.shape[2]} into {adapter_name!r} of rank "
+                f"{a.shape[1]}, and mixed those of several experts; load that adapter beside it with load_adapter"
+            )
+        if self.training and b.requires_grad != a.requires_grad:
+            raise ValueError(
+                f"{self.name}: hotswap_adapter has put factors without gradients into {adapter_name!r}, and half of it "
+                "would be trained; load that adapter beside it with load_adapter, and train it"
+            )
+        return a, b
 
     def _layer(self) -> Layer:
         """Return the FP8 weights of the base layer, or of the FP8 copy with which unquantized experts run."""
@@ -177,7 +201,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
     def joined(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
         """Return A and scaled B of the adapters side by side, in bfloat16, the rank padded to a multiple of 16."""
         parts = [(*self.factors_of(name), self.scaling[name]) for name in adapters]
-        more = -sum(self.r[name] for name in adapters) % 16
+        more = -sum(a.shape[1] for a, _, _ in parts) % 16
         a = _join([a.bfloat16() for a, _, _ in parts], 1)
         b = _join([(b * scaling).bfloat16() for _, b, scaling in parts], 2)
         return _pad(a, (0, 0, 0, more)), _pad(b, (0, more))

@@ -6,17 +6,20 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
+from fp8moe.layers.wrapped import chain
+
 
 class Refits:
     """The refits of a model (`fp8moe.refit`): how many have begun, and whether it is closed until one is complete.
 
-    captures: states of the model that CUDA graphs were captured in. `change(model)` of a state returns None while its
+    around: wrappers of the model that were closed with it. captures: states of the model that CUDA graphs were captured in. `change(model)` of a state returns None while its
     graph is valid; `renew(model)` lets it be valid with the weights that there are now, after a complete refit.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.closed = False
+        self.around: WeakSet[nn.Module] = WeakSet()
         self.captures: WeakSet[Any] = WeakSet()
         self._valid: list[Any] = []
 
@@ -52,8 +55,14 @@ def refits_of(model: nn.Module) -> Refits:
 
 
 def close(model: nn.Module) -> bool:
-    """Let the model, its modules and its decoders raise RuntimeError where they run; return whether they did before."""
-    closed, known = refits_of(model).closed, {*_refits}
+    """Let the model, its modules and its decoders raise RuntimeError where they run; return whether they did before.
+
+    Wrappers around a model are closed where the model is given in them.
+    """
+    *around, inner = chain("model", model)
+    refits = refits_of(inner)
+    refits.around.update(around)
+    closed, known = refits.closed, {*_refits}
     for module in modules_of(model):
         module._forward_pre_hooks[_CLOSED] = _refuse  # as register_forward_pre_hook does, which takes ten times as long
         module._forward_pre_hooks.move_to_end(_CLOSED, last=False)
@@ -67,8 +76,8 @@ def open_again(model: nn.Module, refresh: Callable[[nn.Module], None]) -> None:
 
     refresh: brings what is made of a module's weights up to date; the model opens after the modules in it.
     """
-    known = {*_refits}
-    for module in reversed([*modules_of(model)]):
+    known, around = {*_refits}, refits_of(chain("model", model)[-1]).around
+    for module in reversed([*around, *modules_of(model)]):
         module._forward_pre_hooks.pop(_CLOSED, None)
         refresh(module)
         if module in known:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.replaced import as_patterns
+from fp8moe.layers.wrapped import check_unmerged, names_inside, unwrapped
 from fp8moe.runtime.settings import standard_settings
 from fp8moe.weights.place import (
     Ranks,
@@ -33,7 +34,9 @@ def load_fp8_checkpoint(
 ) -> None:
     """Load an FP8 checkpoint, of any format that `find_format` says loads, into FP8Linear and GroupedExperts.
 
-    model: its state dict must have what the checkpoint has, with the names and shapes that it has there. Besides:
+    model: its state dict must have what the checkpoint has, with the names and shapes that it has there. Wrapped by
+        torch.compile, DistributedDataParallel or peft it has the names of the model inside; adapters stay as they are.
+        Besides:
         - experts one by one (experts.7.gate_proj.weight or w1, w3, w2) go into the fused parameters;
         - a weight's scale is called weight_scale_inv, weight_scale or scale, and has any dtype exact in float32;
         - one scale a tensor, MXFP8 and MXFP4 become blocks of 128x128, and fused experts (E, K, N) are transposed;
@@ -56,9 +59,11 @@ def load_fp8_checkpoint(
     device: all processes of the default group call this, each with a directory that it can read, and read what they
     hold. If one process fails, all raise the same error.
 
-    Raises CheckpointError, which lists all that is wrong by name, with the model untouched; ValueError for a model that
-    was made under torch.inference_mode.
+    Raises CheckpointError, which lists all that is wrong by name, with the model untouched; ValueError for adapters
+    that are merged into the weights, for a model of FSDP1, and for one that was made under torch.inference_mode.
     """
+    inner = unwrapped("model", model)
+    check_unmerged("model", model)
     state = state_of(model)
     ranks = Ranks(state.values())
     with ranks.step():
@@ -70,7 +75,7 @@ def load_fp8_checkpoint(
             weights = open_weights(directory)
             weights.check(f"cannot load {directory}")
             moves, found = match(
-                weights.checkpoint, in_blocks(weights), Target(state), ignored_names(model, patterns, weights.unused)
+                weights.checkpoint, in_blocks(weights), Target(state), ignored_names(inner, patterns, weights.unused)
             )
             problems += found + _bufferless(model, state)
             problems += inexact_problems(weights) if not problems else ()
@@ -87,10 +92,17 @@ def load_fp8_checkpoint(
 
 
 def _bufferless(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
+    meta = [
+        (kind, name)
+        for kind, tensors in (("adapter", model.named_parameters()), ("buffer", model.named_buffers()))
+        for name, value in tensors
+        if value.is_meta
+    ]
+    own = names_inside(model, [name for _, name in meta])
     return [
-        f"{name}: a buffer on the meta device that no checkpoint has; create the model with its buffers on a real one"
-        for name, buffer in model.named_buffers()
-        if buffer.is_meta and name not in state
+        f"{name}: {kind} on the meta device that no checkpoint has; create the model with it on a real one"
+        for kind, name in meta
+        if own[name] not in state
     ]
 
 

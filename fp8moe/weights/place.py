@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe.layers.parameters import is_sharded, local
+from fp8moe.layers.wrapped import names_inside
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.weights.formats import SCALE_DTYPES, as_float, fits_scale
 from fp8moe.weights.names import BLOCK_IN_MODEL, GATE, GATE_UP, SCALE, SCALE_ROLE, UP, W_BLOCK, Name
@@ -289,8 +290,13 @@ def ignored_names(model: nn.Module, patterns: tuple[str, ...], unused: Collectio
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers themselves, under all of their names."""
-    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    """Return parameters and persistent buffers themselves, under all of their names.
+
+    Names are those of the model without wrappers; adapters of peft are left out.
+    """
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    own = names_inside(model, state)
+    return {own[name]: value for name, value in state.items() if own[name] is not None}
 
 
 def check_writable(state: Mapping[str, Tensor]) -> None:

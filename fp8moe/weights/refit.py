@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.parameters import is_sharded
+from fp8moe.layers.wrapped import check_merged, check_unmerged, unwrapped
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import Requantizer, quantize_128x128, quantize_channels
 from fp8moe.runtime.checks import FLOATING, describe
@@ -64,14 +65,16 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
     ValueError from then on; its sequences that had begun raise RuntimeError.
 
     model: with `FP8Linear`, `GroupedExperts` or `FP8MQAIndexer` in it, or of transformers; the one that decoders were
-        made for, or one around it.
+        made for, or one around it. Wrapped by torch.compile, DistributedDataParallel or peft it has the names of the
+        model inside; adapters stay as they are, and must not be merged.
     tensors: (name, tensor) in any order, as the model's checkpoint has them: linears and norms by name, experts one by
         one (gate_proj or w1...) or fused (gate_up_proj, vLLM's w13_weight), and what else transformers converts.
         Experts of models with gate and up in turns are in columns, in FP8 only from a directory or module.
         bfloat16, float16 or float32; or float8_e4m3fn and, before it or after, its scale. A DTensor is gathered: all
         ranks give the same then. An iterable is read once, and the memory of a tensor may be used again when the next
         one is asked for. Or a mapping; a checkpoint's directory, of any format that `find_format` says loads; or a
-        module that trains, with masters or unquantized, whose state dict is taken.
+        module that trains, with masters or unquantized, whose state dict is taken, without the names of wrappers;
+        adapters of peft must be merged (merge_adapter, and unmerge_adapter afterwards).
     strict: every tensor of the model must come. False leaves the others as they are, but not after a refit that failed.
     Returns what came and what did not. Within `refitting` this is one of several pieces, whose end judges what is
     missing.
@@ -92,14 +95,14 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
     hold a NaN or an infinity, or differ though the model ties them. CheckpointError (a ValueError) for a directory that
     cannot be read, TypeError for other arguments, and RuntimeError while another refit of the model is under way.
     """
-    _check_model(model)
-    work = _under_way.get(model)
+    inner = _inside(model)
+    work = _under_way.get(inner)
     if work is not None and work.thread == threading.get_ident():
         before = work.came
         work.take(_opened(tensors))
         return work.report(before)
     source = _opened(tensors)
-    with _work(model, source.names, strict) as work:
+    with _work(model, inner, source.names, strict) as work:
         work.take(source)
     return work.report()
 
@@ -112,10 +115,10 @@ def refitting(model: nn.Module, *, names: Iterable[str] | None = None) -> Iterat
     names: of all tensors that will come. Those that are unknown, twice or missing raise ValueError here, with the model
         as it was; so does, in `refit`, a tensor that is not among them.
     """
-    _check_model(model)
+    inner = _inside(model)
     if names is not None and (isinstance(names, str) or not isinstance(names, Iterable)):
         raise TypeError(f"names: expected an iterable of names, got {describe(names)}")
-    with _work(model, names, strict=True):
+    with _work(model, inner, names, strict=True):
         yield
 
 
@@ -152,11 +155,12 @@ class _Source(NamedTuple):
 
 
 @contextmanager
-def _work(model: nn.Module, names: Iterable[str] | None, strict: bool) -> Iterator["_Refit"]:
+def _work(model: nn.Module, inner: nn.Module, names: Iterable[str] | None, strict: bool) -> Iterator["_Refit"]:
+    """Begin and end a refit. inner: the model without wrappers."""
     with _lock:
-        if model in _under_way:
+        if inner in _under_way:
             raise RuntimeError("model: another refit of it is under way; end that one first")
-        work = _under_way[model] = _Refit(model)
+        work = _under_way[inner] = _Refit(inner)
     try:
         with work.ranks.step():
             if names is not None:
@@ -168,7 +172,7 @@ def _work(model: nn.Module, names: Iterable[str] | None, strict: bool) -> Iterat
         with torch.no_grad():
             open_again(model, provider().refresh)
     finally:
-        del _under_way[model]
+        del _under_way[inner]
 
 
 class _Refit:
@@ -176,15 +180,13 @@ class _Refit:
 
     def __init__(self, model: nn.Module):
         self.thread = threading.get_ident()
-        self.target = Target(
-            {key.replace("_orig_mod.", ""): value for key, value in state_of(model).items()}
-        )  # compiled
+        self.target = Target(state_of(model))
         self.state = self.target.state
         check_writable(self.state)
         self.ranks = Ranks(self.state.values())
         self.sources: dict[str, dict[Part, str]] = defaultdict(dict)
         self._came: dict[str, Place] = {}  # by the name of the tensor
-        self._model = model = getattr(model, "_orig_mod", model)
+        self._model = model
         self._first = {key: keys[0] for keys in self.target.ties for key in keys}
         self._tied = {key for keys in self.target.ties if len(keys) > 1 for key in keys}
         self._expected: set[str] | None = None
@@ -549,13 +551,19 @@ def _raise(what: str, problems: list[str]) -> None:
         raise ValueError(f"{what}: {'; '.join(problems[:_SHOWN])}{more}")
 
 
-def _check_model(model: object) -> None:
+def _inside(model: object) -> nn.Module:
+    """Return the model to refit without its wrappers. Raises TypeError or ValueError where it cannot be refitted."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {describe(model)}")
+    inner = unwrapped("model", model)
+    check_unmerged("model", model)
+    return inner
 
 
 def _opened(source: Source) -> _Source:
     if isinstance(source, nn.Module):
+        unwrapped("tensors", source)
+        check_merged("tensors", source)
         state = state_of(source)
         return _Source(state.items(), state, not any(isinstance(part, GroupedExperts) for part in source.modules()))
     if isinstance(source, str | os.PathLike):

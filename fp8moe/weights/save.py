@@ -15,6 +15,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 
 from fp8moe.layers.parameters import is_sharded
+from fp8moe.layers.wrapped import check_merged, unwrapped
 from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import has_channel_scales
 from fp8moe.runtime.settings import standard_settings
@@ -64,6 +65,9 @@ def save_fp8_checkpoint(
     Writes the state dict, tied tensors once, into model.safetensors or, above ``max_shard_size``, into shards with
     their index. For a transformers model also config.json, with a quantization_config, and generation_config.json.
 
+    A model that torch.compile, DistributedDataParallel or peft has wrapped is stored under the names that it has without
+    them, with adapters that are merged.
+
     Scales of output channels are stored as compressed-tensors has them (X.weight_scale (N, 1)), and so the
     quantization_config says.
 
@@ -86,9 +90,12 @@ def save_fp8_checkpoint(
 
     Raises ValueError, before anything is written, for unknown options, a directory that already holds a checkpoint, a
     model with parameters on the meta device or in a dtype that is not stored, "ue8m0" with other scales, scales of
-    blocks in some modules and of channels in others, or another model on one of the processes.
+    blocks in some modules and of channels in others, adapters that are not merged, a model of FSDP1, or another model on
+    one of the processes.
     """
     directory = Path(directory)
+    inner = unwrapped("model", model)
+    check_merged("model", model)
     state = state_of(model)
     owners = {id(value): name for name, value in reversed(state.items())}
     tensors = {name: value for name, value in state.items() if owners[id(value)] == name}
@@ -104,7 +111,7 @@ def save_fp8_checkpoint(
         if scale_format == "ue8m0":
             _check_powers_of_two({name: held(tensors[name])[0] for name in scales})
         names = {name: parse(name, value.dim()) for name, value in state.items()}
-        expert_names = provider().find_expert_names(model) if experts == "separate" else None
+        expert_names = provider().find_expert_names(inner) if experts == "separate" else None
         groups = {group[0].name.text: group for group in _groups(tensors, names, scales, expert_names, scale_format)}
         split = split_state_dict_into_shards_factory(
             groups,
@@ -123,14 +130,14 @@ def save_fp8_checkpoint(
     with ranks.step():
         if ranks.first:
             directory.mkdir(parents=True, exist_ok=True)
-            if hasattr(model, "config"):
+            if hasattr(inner, "config"):
                 quantization = None
                 if any(spec.dtype == FP8 for spec in layout.values()):
                     tied = (name for name, value in state.items() if name not in tensors and value.dtype not in _FP8)
                     others = [names[name].module for name in tied if names[name].role == WEIGHT]
                     stored = [(tensor.name, tensor.spec) for content in files.values() for tensor in content]
                     quantization = quantization_config(stored, scale_format, others, channels=bool(channels))
-                _write_configs(model, directory, tensors, quantization)
+                _write_configs(inner, directory, tensors, quantization)
     for file, content in files.items():
         with ranks.step():
             slices = collector.collect(content)

@@ -366,3 +366,33 @@ def test_fp8_linears_of_other_formats_are_refused():
     model = torch.nn.Sequential(finegrained_fp8.FP8Linear(128, 128, block_size=(64, 64)))
     with pytest.raises(ValueError, match=r"^0: expected FP8 weights that fp8moe runs, got weight blocks \(64, 64\)"):
         peft.get_peft_model(model, register(peft.LoraConfig(target_modules=["0"]), model))
+
+
+@torch.no_grad()
+def test_an_adapter_is_exchanged_by_hotswap(tmp_path):
+    """Of the same rank, or of a larger one; of a smaller one peft mixes factors of experts, which is refused."""
+    from peft.utils.hotswap import hotswap_adapter
+
+    _, fp8 = write("mixtral", tmp_path)
+
+    def made(r):
+        model = adapt(load_model(fp8), r=r, lora_alpha=2 * r)
+        for name, value in model.named_parameters():
+            if "lora_" in name:
+                value.normal_(std=0.1)
+        return model.eval()
+
+    for rank in (4, 8, 2):
+        model, other = made(4), made(rank)
+        other.save_pretrained(tmp_path / f"rank {rank}", save_embedding_layers=False)
+        if rank == 2:
+            model.peft_config["default"].r = 4
+        hotswap_adapter(model, tmp_path / f"rank {rank}", adapter_name="default", torch_device="cpu")
+        if rank == 2:
+            with pytest.raises(ValueError, match="rank 2 into 'default' of rank 4, and mixed those of several experts"):
+                model(TOKENS)
+            continue
+        assert torch.equal(model(TOKENS).logits, other(TOKENS).logits)
+        same_bits(saved(model, tmp_path / "again"), saved(other, tmp_path / "other"))
+        with pytest.raises(ValueError, match="without gradients into 'default', and half of it would be trained"):
+            model.train()(TOKENS)

@@ -1,0 +1,149 @@
+"""Modules around a model, or around modules in it: the model inside, its tensors' own names, and adapters of peft.
+
+Wrappers are known by the names of their classes, so that no library is imported for them.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import NamedTuple
+
+from torch import nn
+
+_INSIDE = {
+    "OptimizedModule": "_orig_mod",  # of torch.compile
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "PeftModel": "base_model",
+    "PeftMixedModel": "base_model",
+    "BaseTuner": "model",
+    "BaseTunerLayer": "base_layer",
+    "AuxiliaryTrainingWrapper": "original_module",  # peft's modules_to_save and trainable tokens
+}
+"""The child that holds what is wrapped, by classes of wrappers. Other children are adapters."""
+
+_REFUSED = ("FullyShardedDataParallel", "DeepSpeedEngine")
+
+
+class Adapter(NamedTuple):
+    """A tensor of an adapter of peft. merged: whether its layer has added adapters to the weights in it."""
+
+    name: str
+    merged: bool
+
+
+@cache
+def _child(kind: type[nn.Module]) -> str | None:
+    return next((_INSIDE[cls.__name__] for cls in kind.__mro__ if cls.__name__ in _INSIDE), None)
+
+
+@cache
+def _refused(kind: type[nn.Module]) -> str | None:
+    return next((cls.__name__ for cls in kind.__mro__ if cls.__name__ in _REFUSED), None)
+
+
+def _inside(module: nn.Module | None) -> str | None:
+    """Return the name of the child that this module wraps, or None for other modules."""
+    name = _child(type(module))
+    return name if name is not None and name in module._modules else None
+
+
+def chain(argument: str, model: nn.Module) -> list[nn.Module]:
+    """Return the wrappers around the model that an argument is, the outermost first, and the model inside.
+
+    Raises ValueError for wrappers that keep weights in a form of their own, here or further inside.
+    """
+    for module in model.modules():
+        kind = _refused(type(module))
+        if kind is not None:
+            raise ValueError(f"{argument}: {kind} keeps weights in a form of its own; expected FSDP2 (fully_shard)")
+    modules = [model]
+    while (name := _inside(modules[-1])) is not None:
+        modules.append(modules[-1]._modules[name])
+    return modules
+
+
+def unwrapped(argument: str, model: nn.Module) -> nn.Module:
+    """Return the model inside the wrappers around it. Raises ValueError as `chain` does."""
+    return chain(argument, model)[-1]
+
+
+def names_inside(model: nn.Module, names: Iterable[str]) -> dict[str, str | None]:
+    """Return the names of tensors, or modules, without those of wrappers; None for adapters.
+
+    model: what the names are in, wrapped or not.
+    """
+    if not any(_inside(module) for module in model.modules()):
+        return {name: name for name in names}
+    return {name: _walk(model, name)[0] for name in names}
+
+
+def adapters_in(model: nn.Module) -> Iterator[Adapter]:
+    """Yield the tensors of adapters in a model, and around it."""
+    if not any(_inside(module) for module in model.modules()):
+        return
+    for tensors in (model.named_parameters(), model.named_buffers()):
+        for name, _ in tensors:
+            own, wrapper = _walk(model, name)
+            if own is None:
+                yield Adapter(name, bool(getattr(wrapper, "merged_adapters", ())))
+
+
+def check_merged(argument: str, model: nn.Module) -> None:
+    """Raise ValueError for adapters that are not in the model's weights, which alone are taken from it."""
+    names = [adapter.name for adapter in adapters_in(model) if not adapter.merged]
+    if names:
+        raise ValueError(
+            f"{argument}: {names[0]}{_more(names)} of peft would be left out; merge_and_unload() or merge_adapter() adds "
+            "adapters to the weights, PeftModel.save_pretrained stores them alone"
+        )
+
+
+def check_unmerged(argument: str, model: nn.Module) -> None:
+    """Raise ValueError for adapters that are in the model's weights, which others are to replace."""
+    names = [adapter.name for adapter in adapters_in(model) if adapter.merged]
+    if names:
+        raise ValueError(
+            f"{argument}: {names[0]}{_more(names)} of peft is merged into weights that would be replaced; call "
+            "unmerge_adapter() or merge_and_unload() first"
+        )
+
+
+def check_replaceable(argument: str, model: nn.Module) -> None:
+    """Raise ValueError for a wrapper in a model that would go on with the modules that are replaced."""
+    for module in model.modules():
+        if _inside(module) not in (None, "_orig_mod", "_checkpoint_wrapped_module"):
+            raise ValueError(
+                f"{argument}: expected modules to replace that no other module has taken over, got some in "
+                f"{type(module).__name__}; replace them before it is made"
+            )
+
+
+def check_not_around(argument: str, model: nn.Module) -> None:
+    """Raise ValueError for adapters around the model, as of prompt tuning, which the model inside runs without."""
+    *around, inner = chain(argument, model)
+    own = {id(parameter) for parameter in inner.parameters()}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) not in own]
+    if names:
+        raise ValueError(
+            f"{argument}: {type(around[0]).__name__} has {names[0]}{_more(names)} beside the model in it, which would "
+            "run without"
+        )
+
+
+def _walk(model: nn.Module, name: str) -> tuple[str | None, nn.Module | None]:
+    """Follow a name; return it without wrappers, or None and the wrapper whose adapter it is of."""
+    module, kept = model, []
+    for part in name.split("."):
+        while (inside := _inside(module)) == _INSIDE["CheckpointWrapper"] != part:  # state dicts leave it out
+            module = module._modules[inside]
+        if inside is None:
+            kept.append(part)
+        elif part != inside:
+            return None, module
+        module = None if module is None else module._modules.get(part)
+    return ".".join(kept), None
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if names[1:] else ""
