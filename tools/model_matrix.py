@@ -72,7 +72,9 @@ MARK = "<!-- python -m tools.model_matrix writes what follows -->"
 WORDS = {
     "its experts stay unquantized|its experts are not in FP8": "experts stay in bfloat16",
     "transposed or interleaved": "experts are stored transposed, or gate and up take turns: not to train",
-    "its forward does not go through": "experts have code of their own, which fp8moe does not replace",
+    "its forward does not go through|experts of .* scale their input": (
+        "experts have code of their own, which fp8moe does not replace"
+    ),
     "cannot tell its activation|expected no norm": "experts compute more than a gated activation",
     "expected fused experts|but of JetMoe": "experts are modules of a kind of their own",
     "there is no FP8 checkpoint": "it cannot be quantized, so there is nothing to load",

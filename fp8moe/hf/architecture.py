@@ -74,7 +74,8 @@ def empty_model(config: Any) -> Any:
     """
     import transformers
 
-    name = next(iter(config.architectures or ()), "")
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names else names
     named = getattr(transformers, name, None) if isinstance(name, str) else None
     known = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
     if name and not known and not f"{name}".endswith(_LANGUAGE_MODELS):

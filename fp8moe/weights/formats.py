@@ -99,7 +99,7 @@ class Kind(NamedTuple):
 
 
 _OTHERS = "which fp8moe does not run; take the model's FP8 or unquantized checkpoint"
-_E5M2 = "which has two bits of mantissa; fp8moe runs E4M3: take the model's E4M3 or unquantized checkpoint"
+_E5M2 = "which fp8moe does not run; take the model's E4M3 or unquantized checkpoint"
 
 KINDS = {
     kind.name: kind
