@@ -393,6 +393,7 @@ def test_an_adapter_is_exchanged_by_hotswap(tmp_path):
                 model(TOKENS)
             continue
         assert torch.equal(model(TOKENS).logits, other(TOKENS).logits)
-        same_bits(saved(model, tmp_path / "again"), saved(other, tmp_path / "other"))
-        with pytest.raises(ValueError, match="without gradients into 'default', and half of it would be trained"):
-            model.train()(TOKENS)
+        assert same_bits(saved(model, tmp_path / "again"), saved(other, tmp_path / "other"))
+        if rank == 4:
+            with pytest.raises(ValueError, match="without gradients into 'default', and half of it would be trained"):
+                model.train()(TOKENS)

@@ -213,7 +213,7 @@ def test_a_refit_of_the_model_inside_opens_the_wrapper():
     model = nn.Linear(2, 2)
     compiled = torch.compile(model, backend="eager")
     with pytest.raises(ValueError, match="missing"):
-        refit(compiled, {})
+        refit(compiled, [])
     with pytest.raises(ValueError, match="missing"):
         refit(model, {"weight": torch.ones(2, 2)}, strict=False)
     refit(model, nn.Linear(2, 2))
