@@ -141,9 +141,7 @@ class _Source(NamedTuple):
 
 
 @contextmanager
-def _work(
-    model: nn.Module, inner: nn.Module, names: Iterable[str] | None, strict: bool
-) -> Iterator["_Refit"]:
+def _work(model: nn.Module, inner: nn.Module, names: Iterable[str] | None, strict: bool) -> Iterator["_Refit"]:
     """Begin and end a refit. inner: the model without wrappers."""
     with _lock:
         if inner in _under_way:
