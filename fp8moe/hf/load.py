@@ -68,7 +68,7 @@ def load_model(
         the first unquantized tensor has.
     device: where the model is to be.
     ignore: fnmatch patterns of tensors in the checkpoint that are not wanted.
-    Returns the model in eval mode. Its quantization_config says what it holds, and so does what save_pretrained writes;
+    Returns the model in eval mode. transformers' Trainer raises ValueError for it unless it gets adapters or masters. Its quantization_config says what it holds, and so does what save_pretrained writes;
     with a scale for each output channel save_pretrained raises ValueError: save_fp8_checkpoint stores it. Warns
     (UserWarning) where nothing in the model is FP8.
 
@@ -78,8 +78,10 @@ def load_model(
     Raises CheckpointError (a ValueError), before any weight is read, listing what is missing, extra or misshapen, or
     why transformers cannot make a model of config.json; ImportError without transformers.
     """
+    from fp8moe.hf.patches import check_training
     from fp8moe.hf.quantizer import ReplaceModules
 
+    check_training()
     device, patterns, weights = torch.device(device), as_patterns("ignore", ignore), open_weights(directory)
     stored, what = weights.checkpoint, f"cannot load {directory}"
     if not stored.config:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from fp8moe.hf import formats, indexers, linears, masks, parallel, reporting, versions
+from fp8moe.hf import formats, indexers, linears, masks, parallel, reporting, training, versions
 from fp8moe.hf.experts import NAME, experts_forward, keep_forwards
 
 
@@ -58,6 +58,7 @@ _NO_RULES = "an empty tp_plan shards the experts alone", "transformers takes wha
 _DEFAULT = "experts that run on fp8moe are sharded by it", "experts say what shards them by default"
 _STYLE = "experts are sharded by expert", "5.17 is no longer supported"
 _PLAN = "a plan keeps the rules of modules and of scales of experts", "5.17 is no longer supported"
+_TRAINS = "Trainer refuses frozen FP8 weights without adapters or masters", "it has a check for models to extend"
 _ROWS = "rows of a batch have lengths of their own", "masks of transformers take an offset for each row"
 
 REGISTERED = (
@@ -92,6 +93,14 @@ MASKS = (
 )
 """The patches of `take_offsets_of_rows`."""
 
+TRAINING = tuple(
+    Patch(
+        f"{module}:validate_quantization_for_training", training.checked, *_TRAINS, partial(training.is_there, module)
+    )
+    for module in ("transformers.trainer_utils", "transformers.trainer")  # the second has it by name
+)
+"""The patches of `check_training`."""
+
 _NOTHING: Any = object()
 _lock = threading.Lock()
 _installed: dict[Patch, tuple[Any, Any]] = {}
@@ -123,13 +132,19 @@ def register() -> None:
     raises RuntimeError. Experts of classes that do not go through transformers' experts interface stay with
     transformers: a model that has them warns of each class when it is made or asked to change to fp8moe.
 
+    - Trainer raises ValueError for a model with frozen FP8 weights that has neither adapters nor masters.
     - from_pretrained raises ValueError for a checkpoint in a format whose scales transformers would lose on the way to
       fp8moe: ModelOpt's, AutoFP8's with a scale for each tensor, and FP8 codes without a quantization_config; and where
       it has loaded FP8 modules without scales, as the configuration names others than those in the checkpoint.
 
     Raises ImportError if transformers is missing.
     """
-    _install(REGISTERED)
+    _install(REGISTERED + TRAINING)
+
+
+def check_training() -> None:
+    """Let transformers' Trainer refuse models with frozen FP8 weights that have neither adapters nor masters."""
+    _install(TRAINING)
 
 
 def take_offsets_of_rows() -> None:

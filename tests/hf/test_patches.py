@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("one_thread", "registered")
 
-TABLE = patches.REGISTERED + patches.MASKS
+TABLE = patches.REGISTERED + patches.MASKS + patches.TRAINING
 SHAPE = BASE | {"hidden_size": 128, "max_position_embeddings": 64, "initializer_range": 0.03}
 
 

@@ -393,6 +393,37 @@ def test_an_adapter_is_exchanged_by_hotswap(tmp_path):
                 model(TOKENS)
             continue
         assert torch.equal(model(TOKENS).logits, other(TOKENS).logits)
-        same_bits(saved(model, tmp_path / "again"), saved(other, tmp_path / "other"))
-        with pytest.raises(ValueError, match="without gradients into 'default', and half of it would be trained"):
-            model.train()(TOKENS)
+        assert same_bits(saved(model, tmp_path / "again"), saved(other, tmp_path / "other"))
+        if rank == 4:
+            with pytest.raises(ValueError, match="without gradients into 'default', and half of it would be trained"):
+                model.train()(TOKENS)
+
+
+@pytest.mark.parametrize("kind", ["FP8 of transformers", "load_model"])
+def test_trainer_refuses_frozen_weights_alone(kind, tmp_path):
+    """With adapters, masters, or weights that are not in FP8, it trains."""
+    bf16, fp8 = write("mixtral", tmp_path)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=1, report_to="none", use_cpu=True, save_strategy="no"
+    )
+    batch = {"input_ids": TOKENS[0], "labels": TOKENS[0]}
+
+    def trainer(model):
+        return transformers.Trainer(model, arguments, train_dataset=[batch])
+
+    model = LOADERS[kind](bf16, fp8)
+    with pytest.raises(
+        ValueError, match=r"^model: its weights in FP8 are frozen, .* adapters .* masters .* fp8moe.refit"
+    ):
+        trainer(model)
+    adapted = adapt(model)
+    before = {name: value.clone() for name, value in adapted.named_parameters() if value.requires_grad}
+    trainer(adapted).train()
+    assert any(not torch.equal(adapted.get_parameter(name), value) for name, value in before.items())
+    if kind == "load_model":
+        trainer(LOADERS["bfloat16 experts"](bf16, fp8).requires_grad_(False))
+        model = load_model(fp8)
+        for name, module in [*model.named_modules()]:
+            if name.endswith(".experts"):
+                model.set_submodule(name, GroupedExperts.from_experts(module, master_dtype=torch.bfloat16))
+        trainer(model)

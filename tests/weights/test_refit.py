@@ -530,17 +530,10 @@ def test_a_trainer_with_adapters(tiny):
     decoder, _ = tiny
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(tiny_mixtral(**TINY), config)
-    with pytest.raises(ValueError, match="unchanged: base_model.model.model.embed_tokens.weight: unknown"):
+    with pytest.raises(ValueError, match="^tensors: .*lora_A.default.weight .* would be left out; .* merge_adapter"):
         refit(decoder.model, adapted)
     adapted.merge_adapter()
-    assert not refit(
-        decoder.model,
-        (
-            (name.removeprefix("base_model.model.").replace(".base_layer", ""), value)
-            for name, value in adapted.state_dict().items()
-            if "lora_" not in name
-        ),
-    ).left
+    assert not refit(decoder.model, adapted).left
     adapted.unmerge_adapter()
     found, name = decoder.model.state_dict(), "model.layers.0.self_attn.q_proj.weight"
     wanted = quantize_128x128(adapted.merge_and_unload().state_dict()[name])

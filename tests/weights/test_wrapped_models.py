@@ -1,7 +1,5 @@
 """Models in wrappers at every entry that reads or replaces weights by name: as without the wrapper, or refused."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,7 +90,9 @@ def checkpoints(tmp_path_factory):
 
 
 def values(model):
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state_of(model).items()}
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state_of(model).items()
+    }
 
 
 def save(wrap, first, second, directory):
@@ -168,7 +168,10 @@ def random_factors(model, seed):
 def test_adapters_are_in_the_weights_or_beside_them(checkpoints, tmp_path):
     """Merged they are saved and given away, and nothing is loaded under them; beside the weights they stay."""
     first, second = checkpoints
-    model, plain = (random_factors(adapted(load_model(first), target_modules=["q_proj"], target_parameters=EXPERTS), 0) for _ in range(2))
+    model, plain = (
+        random_factors(adapted(load_model(first), target_modules=["q_proj"], target_parameters=EXPERTS), 0)
+        for _ in range(2)
+    )
     factors = {name: value.clone() for name, value in model.named_parameters() if "lora_" in name}
     before = model(IDS).logits
     refit(model, second)
@@ -183,7 +186,9 @@ def test_adapters_are_in_the_weights_or_beside_them(checkpoints, tmp_path):
     refit(target, model)
     same(target.state_dict(), merged.state_dict())
     for entry in (refit, load_fp8_checkpoint):
-        with pytest.raises(ValueError, match="^model: base_model.*merged into weights that would be replaced; call unmerge"):
+        with pytest.raises(
+            ValueError, match="^model: base_model.*merged into weights that would be replaced; call unmerge"
+        ):
             entry(model, second)
     same(values(model), merged.state_dict())
 
@@ -205,7 +210,9 @@ def test_wrappers_that_hold_something_of_their_own_are_refused(checkpoints, tmp_
     for call in (lambda: refit(fsdp, {}), lambda: save_fp8_checkpoint(fsdp, tmp_path), lambda: replace_linears(fsdp)):
         with pytest.raises(ValueError, match="^model: FullyShardedDataParallel keeps weights in a form of its own"):
             call()
-    with pytest.raises(ValueError, match="^fc: expected a linear to replace, got a compiled one; compile it afterwards"):
+    with pytest.raises(
+        ValueError, match="^fc: expected a linear to replace, got a compiled one; compile it afterwards"
+    ):
         replace_linears(nn.ModuleDict({"fc": torch.compile(nn.Linear(16, 16))}))
 
 
@@ -213,7 +220,7 @@ def test_a_refit_of_the_model_inside_opens_the_wrapper():
     model = nn.Linear(2, 2)
     compiled = torch.compile(model, backend="eager")
     with pytest.raises(ValueError, match="missing"):
-        refit(compiled, {})
+        refit(compiled, [])
     with pytest.raises(ValueError, match="missing"):
         refit(model, {"weight": torch.ones(2, 2)}, strict=False)
     refit(model, nn.Linear(2, 2))

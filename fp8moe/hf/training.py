@@ -1,0 +1,50 @@
+"""Refuses transformers' Trainer for models whose weights in FP8 are frozen, with nothing beside them to train."""
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8moe.layers.master import MasterModule
+from fp8moe.layers.wrapped import adapters_in
+
+
+def checked(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap what Trainer checks of quantized models: those of fp8moe need adapters or masters."""
+
+    @functools.wraps(theirs)
+    def validate_quantization_for_training(model):
+        check_trained(model)
+        theirs(model)
+
+    return validate_quantization_for_training
+
+
+def is_there(module: str) -> bool:
+    """Return whether this module of transformers has the check.
+
+    The module of Trainer is not imported for that: once imported, it has the check that trainer_utils has then.
+    """
+    if module == "transformers.trainer" and module not in sys.modules:
+        return False
+    return hasattr(import_module(module), "validate_quantization_for_training")
+
+
+def check_trained(model: nn.Module) -> None:
+    """Raise ValueError for a model of which training would change only what is not in FP8, without a word."""
+    parameters = [*model.parameters()]
+    if not any(value.dtype == torch.float8_e4m3fn for value in parameters):
+        return
+    if not any(value.requires_grad for value in parameters) or any(adapters_in(model)):
+        return
+    if any(isinstance(module, MasterModule) and module.trainable for module in model.modules()):
+        return
+    raise ValueError(
+        "model: its weights in FP8 are frozen, and embeddings, norms and routers alone would be trained; train adapters "
+        "(fp8moe.peft.register), masters (GroupedExperts.from_experts(module, master_dtype=torch.bfloat16)), or the "
+        "unquantized model, whose weights fp8moe.refit puts into this one"
+    )
