@@ -63,6 +63,5 @@ def checkpoint_directory(checkpoint: str | os.PathLike) -> Path:
         raise NoCheckpoint(f"{nothing}, no whole model of this name in the Hub's cache, and {why}") from error
     except (OSError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]
-        raise NoCheckpoint(
-            f"{nothing}, and the Hugging Face Hub fails to send a model of this name: {first}"
-        ) from error
+        why = f"the Hugging Face Hub did not send a model of this name: {first}"
+        raise NoCheckpoint(f"{nothing}, and {why}") from error

@@ -206,6 +206,7 @@ def is_interleaved(config: dict) -> bool:
 def find_format(directory: str | os.PathLike) -> Format:
     """How the weights of a checkpoint are quantized, and whether it loads.
 
+    directory: of the checkpoint, or its name on the Hugging Face Hub, from where it is downloaded.
     Raises CheckpointError if there is no checkpoint in ``directory``.
     """
     return open_weights(directory).format
