@@ -219,8 +219,8 @@ def headline(benchmarks: dict) -> str:
     found = [
         (f"{WHOLE_MODEL[name]}: {what}", "vLLM's default", mean_and_worst(timed, "vllm", name))
         for what, timed in (
-            ("decode steps, batch 1, 8, 64", whole_models(rows, "decode")),
-            ("prompts of 4 x 4096 tokens", whole_models(rows, "prefill")),
+            ("generating, 1, 8, 64 sequences at once", whole_models(rows, "decode")),
+            ("reading prompts, 4 of 4096 tokens", whole_models(rows, "prefill")),
         )
         for name in WHOLE_MODEL
         if ratios(timed, "vllm", name)
@@ -232,9 +232,10 @@ def headline(benchmarks: dict) -> str:
         if ratios(some, name)
     ]
     steps = ", ".join(f"{row['ms']['fp8moe']:.1f}" for row in select(rows, "decode"))
-    whole = f"\nWhole models are of Qwen3-30B-A3B's size: 1, 8, 64 sequences take {steps} ms a step.\n" if steps else ""
+    whole = f"\nWhole models are of Qwen3-30B-A3B's size: a token for each of 1, 8, 64 sequences takes {steps} ms.\n"
+    whole = whole if steps else ""
     shown = pictures("docs/images/", "overview") if layers(peers) else []
-    head = ("", "beside", "times as fast, mean (worst)")
+    head = ("", "beside", "their time over ours, mean (worst)")
     return "\n".join([f"{measured_with(peers)}{whole}", table(head, found), *shown])
 
 
@@ -242,9 +243,7 @@ def figures(benchmarks: dict) -> str:
     """Make all tables of docs/benchmarks.md, and the pictures of the same run."""
     peers = benchmarks["peers"]
     others_there = (
-        [f"{measured_with(peers)}\n", *filter(None, (gemms(peers), layer(peers), whole_model(peers)))]
-        if peers
-        else []
+        [f"{measured_with(peers)}\n", *filter(None, (gemms(peers), layer(peers), whole_model(peers)))] if peers else []
     )
     passes = training(benchmarks["training"]["rows"])
     model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
