@@ -315,7 +315,8 @@ def batch_invariance(benchmarks: dict) -> str:
         for one in result["thresholds"]
     ]
     found = table(("weights", "parts of K", *map(count_of_tokens, tokens)), [(*k, *v) for k, v in ratios.items()])
-    return f"Time in the mode over the time without it. {on(result)}{found}\n{table(('over all', 'measured', 'goal'), goals)}"
+    means = table(("over all", "measured", "goal"), goals)
+    return f"Time in the mode over the time without it. {on(result)}{found}\n{means}"
 
 
 def roofline(benchmarks: dict) -> str:

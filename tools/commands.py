@@ -82,7 +82,9 @@ def dependencies(name: str, without: str | None = None) -> set[str]:
     found, todo = set(), [name]
     for one in todo:
         requirements = map(Requirement, metadata.requires(one) or ())
-        names = {canonicalize_name(r.name) for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})}
+        names = {
+            canonicalize_name(r.name) for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})
+        }
         todo += sorted(names - found - {without})
         found |= names - {without}
     return found

@@ -252,7 +252,7 @@ def test_a_run_of_other_kernels_is_not_shown(monkeypatch, tmp_path):
 def test_a_name_has_a_colour_of_its_own():
     colours = [plots.OURS, plots.BEHIND, plots.CUBLAS, plots.CUBLAS_ONE_SCALE, plots.MARK, *plots.COLOURS.values()]
     assert len({*colours, *plots.STAGES}) == len(colours) + len(plots.STAGES)
-    assert plots.DEEP_GEMM == plots.COLOURS["deep_gemm_two_gemms"] and {*plots.COLOURS} <= {*tables.NAMES}
+    assert plots.COLOURS["deep_gemm_two_gemms"] == plots.DEEP_GEMM and {*plots.COLOURS} <= {*tables.NAMES}
     assert {*plots.MODEL_NAMES} == {*shapes.MODELS}
 
 
