@@ -127,8 +127,9 @@ def sentences() -> str:
         f"On {recorded['cpus']} CPU cores `make demo` took {took(demo)}, `make test` {took(test)}; `.venv`, which the"
         f" first of them makes, {environment['seconds'] / 60:.1f} minutes beside the download. With PyTorch's {build}"
         f" `.venv` takes {disk['venv']:.1f} GB on the disk, and `pip install '.[transformers]'` alone"
-        f" {disk['installed']:.1f} GB; the demo keeps {disk['cache']:.1f} GB in the cache directory. Beside PyTorch a bare"
-        f" `pip install .` takes {disk['bare']:.2f} GB, mostly NVRTC, which PyTorch's build for CUDA brings anyway.\n"
+        f" {disk['installed']:.1f} GB; the demo keeps {disk['cache']:.1f} GB in the cache directory. Beside PyTorch"
+        f" a bare `pip install .` takes {disk['bare']:.2f} GB, mostly NVRTC,"
+        " which PyTorch's build for CUDA brings anyway.\n"
     )
 
 
