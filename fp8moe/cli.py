@@ -19,6 +19,7 @@ from fp8moe import __version__
 from fp8moe.runtime.sm90 import USUAL_SMS
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
+_PLACE = "a directory, or a name on the Hugging Face Hub, from where it is downloaded"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,7 +111,7 @@ def _add_quantize(commands: Any) -> argparse.ArgumentParser:
     add("--skip", action="append", default=[], metavar="PATTERN", help=skip)
     nonfinite = "go on with weights that hold NaN or infinity; default: an error"
     add("--allow-nonfinite", action="store_true", help=nonfinite)
-    _add_writing(parser, "directory with safetensors in bfloat16, float16 or float32")
+    _add_writing(parser, "checkpoint with safetensors in bfloat16, float16 or float32")
     return parser
 
 
@@ -124,7 +125,7 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
     )
     again = "quantize again what blocks do not hold exactly, such as one scale a channel; the added error is printed"
     parser.add_argument("--requantize", action="store_true", help=again)
-    _add_writing(parser, "directory of a checkpoint; fp8moe inspect names its format")
+    _add_writing(parser, "quantized checkpoint, whose format fp8moe inspect names")
     return parser
 
 
@@ -135,7 +136,7 @@ def _add_inspect(commands: Any) -> argparse.ArgumentParser:
         description="Print what an FP8 checkpoint holds, and list what is wrong with it. Reads headers and scales "
         "only. Exit status 1 if something is wrong.",
     )
-    parser.add_argument("directory", metavar="DIR", help="directory of the checkpoint, with its safetensors files")
+    parser.add_argument("directory", metavar="SRC", help=f"checkpoint: {_PLACE}")
     _add_json(parser)
     return parser
 
@@ -148,7 +149,7 @@ def _add_serve(commands: Any) -> argparse.ArgumentParser:
         "/v1/models and /health. Ctrl-C ends it when the answers that run have ended, or after 10 s.",
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a checkpoint, in FP8 or not, or its name on the Hugging Face Hub")
+    add("model", metavar="MODEL", help=f"checkpoint, in FP8 or not: {_PLACE}")
     add("--host", default="127.0.0.1", help="address to listen at; default: %(default)s, for this machine alone")
     add("--port", type=_port, default=8000, help="0 for a free one, which is printed; default: %(default)s")
     add("--slots", type=_count, default=64, metavar="N", help="answers that run at once; default: %(default)s")
@@ -201,7 +202,7 @@ def _add_writing(parser: argparse.ArgumentParser, source: str) -> None:
     """The arguments of commands that make one checkpoint of another. source: what the latter is."""
     parser.set_defaults(after_interrupt="; the same command goes on behind the last finished shard")
     add = parser.add_argument
-    add("source", metavar="SRC", help=source)
+    add("source", metavar="SRC", help=f"{source}: {_PLACE}")
     add("target", metavar="DST", help="directory to write; an interrupted run there is resumed")
     where = "where to quantize, with the same result; default: %(default)s, a GPU if there is one"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=where)

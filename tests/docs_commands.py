@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import runpy
-import shutil
 import sys
 import tomllib
 from collections.abc import Callable
@@ -21,8 +20,7 @@ import torch.multiprocessing as mp
 from tests.processes import HOST, WITHOUT_MULTICAST, meeting_place, start_processes
 
 ROOT = Path(__file__).parent.parent
-DOWNLOADED = ".downloaded"  # in the working directory: the model that every repository has
-OUTPUT = ".output"  # there, too: what processes have written
+OUTPUT = ".output"  # in the working directory: what processes have written
 FOUND = ".found"  # and the kernels that warmup finds
 FEW = 4
 
@@ -104,13 +102,6 @@ def _begin(rank: int, directory: Path, visible: str | None, count: int, work, ar
     os._exit(status)
 
 
-def hf(arguments: list[str]) -> int:
-    command, repository, option, directory = arguments
-    assert (command, option, repository.count("/")) == ("download", "--local-dir", 1), arguments
-    shutil.copytree(DOWNLOADED, directory)
-    return 0
-
-
 def make(arguments: list[str]) -> int:
     targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
     return 0 if arguments and set(arguments) <= set(targets) else 2
@@ -126,4 +117,4 @@ def pip(arguments: list[str]) -> int:
     return 0 if command == "install" and requirements else 2
 
 
-COMMANDS = {command.__name__: command for command in (fp8moe, hf, make, pip, torchrun)}
+COMMANDS = {command.__name__: command for command in (fp8moe, make, pip, torchrun)}

@@ -13,13 +13,12 @@ import torch
 from fp8moe import dequantize
 from fp8moe.weights import quantize_checkpoint
 from tests.docs_blocks import PAGES, blocks, run_blocks
-from tests.docs_commands import DOWNLOADED
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 MODEL = "Qwen3-30B-A3B"
 FP8_MODEL = "Qwen3-30B-A3B-FP8"
 # Pages that make their models themselves; the others find them in their directory.
-MODELS = {"README.md": (DOWNLOADED,), "checkpoints.md": (MODEL,)}
+MODELS = {"README.md": (f"Qwen/{MODEL}",), "checkpoints.md": (MODEL,)}
 WITH_CODE = [page for page in PAGES if any(block.language in ("python", "sh") for block in blocks(page))]
 
 
@@ -46,7 +45,7 @@ def models():
 def run_page(page, directory, has_gpu):
     """Run a page in the working directory ``directory``, with the models that it needs, and check what it leaves."""
     for name in MODELS.get(page.name, (MODEL, FP8_MODEL)):
-        shutil.copytree(Path(models().name, name.replace(DOWNLOADED, MODEL)), directory / name)
+        shutil.copytree(Path(models().name, Path(name).name), directory / name)
     names = run_blocks(blocks(page), directory, has_gpu)
     if page.name in CHECKS:
         CHECKS[page.name](names)

@@ -15,9 +15,12 @@ import sys
 import tempfile
 import time
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import fp8moe
 from benchmarks.report import write_json
@@ -67,6 +70,26 @@ def disk_gb(directory: Path) -> float:
     return round(sum(sizes) / 1e9, 2)
 
 
+def bare_gb() -> float:
+    """Return the GB on the disk of what `pip install .` brings beside PyTorch, as it is installed here."""
+    beside = dependencies("fp8moe", without="torch") - dependencies("torch")
+    files = (Path(file.locate()) for name in beside for file in metadata.distribution(name).files or ())
+    return round(sum(file.lstat().st_blocks * 512 for file in files if file.is_file()) / 1e9, 2)
+
+
+def dependencies(name: str, without: str | None = None) -> set[str]:
+    """Return the names of the distributions that a distribution requires, and of all that these require."""
+    found, todo = set(), [name]
+    for one in todo:
+        requirements = map(Requirement, metadata.requires(one) or ())
+        names = {
+            canonicalize_name(r.name) for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})
+        }
+        todo += sorted(names - found - {without})
+        found |= names - {without}
+    return found
+
+
 def record() -> dict:
     """Measure all; return the content of the file."""
     with tempfile.TemporaryDirectory() as directory:
@@ -84,7 +107,7 @@ def record() -> dict:
             "versions": {"fp8moe": fp8moe.__version__, "torch": torch.__version__, "python": platform.python_version()},
             "cpus": len(os.sched_getaffinity(0)),
             "commands": commands,
-            "disk_gb": {name: disk_gb(place) for name, place in places.items()},
+            "disk_gb": {name: disk_gb(place) for name, place in places.items()} | {"bare": bare_gb()},
         }
 
 
@@ -104,7 +127,9 @@ def sentences() -> str:
         f"On {recorded['cpus']} CPU cores `make demo` took {took(demo)}, `make test` {took(test)}; `.venv`, which the"
         f" first of them makes, {environment['seconds'] / 60:.1f} minutes beside the download. With PyTorch's {build}"
         f" `.venv` takes {disk['venv']:.1f} GB on the disk, and `pip install '.[transformers]'` alone"
-        f" {disk['installed']:.1f} GB; the demo keeps {disk['cache']:.1f} GB in the cache directory.\n"
+        f" {disk['installed']:.1f} GB; the demo keeps {disk['cache']:.1f} GB in the cache directory. Beside PyTorch"
+        f" a bare `pip install .` takes {disk['bare']:.2f} GB, mostly NVRTC,"
+        " which PyTorch's build for CUDA brings anyway.\n"
     )
 
 

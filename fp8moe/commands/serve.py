@@ -6,7 +6,6 @@ import json
 import socket
 import warnings
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from fp8moe.runtime import config
 from fp8moe.runtime.progress import shown, still_running
 from fp8moe.weights import find_format
+from fp8moe.weights.source import open_checkpoint
 
 PACKAGES = ("transformers", "fastapi", "uvicorn", "openai")
 MAX_LENGTH = 4096
@@ -27,7 +27,6 @@ def run(options: argparse.Namespace) -> int:
     if missing:
         raise RuntimeError(f"{', '.join(missing)}: not installed, and needed to serve: pip install 'fp8moe[serve]'")
     import uvicorn
-    from huggingface_hub import snapshot_download
     from transformers.utils import logging
 
     from fp8moe.serving import DecoderManager, make_app
@@ -36,10 +35,11 @@ def run(options: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:
-        with shown(not options.quiet), still_running("loading the model"):
-            directory = options.model if Path(options.model).is_dir() else snapshot_download(options.model)
-            model, tokenizer = load(directory, options.device)
-            decoder = make_decoder(model, options.slots, options.max_length)
+        with shown(not options.quiet):
+            directory = str(open_checkpoint(options.model).directory)
+            with still_running("loading the model"):
+                model, tokenizer = load(directory, options.device)
+                decoder = make_decoder(model, options.slots, options.max_length)
         app = make_app(options.model, model, tokenizer, DecoderManager(decoder) if decoder else None)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SECONDS_TO_FINISH))
         _announce(options, listener.getsockname()[1], decoder)

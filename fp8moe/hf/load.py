@@ -60,10 +60,10 @@ def load_model(
     transformers' own, which also makes the model: checkpoints may have any names and layouts that it converts. Nothing
     is allocated twice: parameters get memory when their tensors are read.
 
-    directory: config.json and safetensors files; read without a network. What is not in blocks of 128x128 becomes so
-        while it is read, exactly or not at all. Linears of a class of their own (DeepSeek-V4's wo_a), those to whose
-        weight's dtype the model casts their input (Switch's wo), and those whose weight transformers puts together of
-        several (MiniMax-M3's shared experts) or takes from a larger one, get bfloat16.
+    directory: config.json and safetensors files, or a model's name on the Hugging Face Hub. What is not in blocks of
+        128x128 becomes so while it is read, exactly or not at all. Linears of a class of their own (DeepSeek-V4's
+        wo_a), those to whose weight's dtype the model casts their input (Switch's wo), and those whose weight
+        transformers puts together of several (MiniMax-M3's shared experts) or takes from a larger one, get bfloat16.
     dtype: of everything that is not FP8, and of the activations; "auto" or None for what config.json says, else what
         the first unquantized tensor has.
     device: where the model is to be.

@@ -62,6 +62,11 @@ def still_running(label: str) -> Iterator[None]:
         thread.join()
 
 
+def is_shown() -> bool:
+    """Whether progress is shown here."""
+    return _shown.get()
+
+
 @contextmanager
 def shown(show: bool) -> Iterator[None]:
     """Show or hide progress within this block."""

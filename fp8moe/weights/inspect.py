@@ -67,7 +67,8 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
     """Describe a checkpoint and list its problems: damaged files, scales missing, left over or misshapen, experts
     missing, scales that are NaN, infinite, zero or negative, a format that does not load. Reads headers and scales.
 
-    Raises CheckpointError if there is no checkpoint in ``directory``.
+    directory: of the checkpoint, or its name on the Hugging Face Hub, from where it is downloaded.
+    Raises CheckpointError if there is no checkpoint.
     """
     weights = open_weights(directory)
     checkpoint = weights.checkpoint

@@ -47,7 +47,8 @@ def load_fp8_checkpoint(
         - tensors that a transformers model ignores (its _keys_to_ignore_on_load_unexpected) are ignored;
         - unquantized tensors are converted from one floating dtype to another.
         Also transformers' own FP8 modules and unquantized experts are filled, having the same names.
-    directory: with model.safetensors, or model.safetensors.index.json and its shards.
+    directory: with model.safetensors, or model.safetensors.index.json and its shards; or the name of a model on the
+        Hugging Face Hub.
     ignore: fnmatch patterns of tensors in the checkpoint that are not wanted.
     device: where parameters and buffers that are on the meta device are created; others stay where they are.
 

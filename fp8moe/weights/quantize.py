@@ -139,7 +139,8 @@ def quantize_checkpoint(
     The index is written anew, config.json gets a quantization_config, and the tokenizer, generation settings and other
     small text files are copied.
 
-    src_dir: with model.safetensors, or model.safetensors.index.json and its shards. Links are followed within it, and
+    src_dir: with model.safetensors, or model.safetensors.index.json and its shards; or a name on the Hugging Face Hub,
+        from where it is downloaded. Links are followed within it, and
         in the hub's cache to the blobs of the same repository.
     dst_dir: made if needed, and locked while this runs. A shard has its final name only when it is complete and synced,
         and its header names the size and time of its source: what an interrupted run has finished is not done again.
@@ -210,7 +211,7 @@ def convert_checkpoint(
     of the largest value of its block. Names stay, and scales are called weight_scale_inv. Static scales of
     activations, keys and values are left out.
 
-    src_dir: a checkpoint of any format that `find_format` says loads.
+    src_dir: a checkpoint of any format that `find_format` says loads; or its name on the Hugging Face Hub.
     requantize: take one scale a channel, too, and MXFP4 whose exponents E4M3 cannot hold, and quantize these values
         again.
     device: where to quantize; by default a GPU if there is one.

@@ -22,6 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fp8moe.weights.hub import NoCheckpoint, checkpoint_directory
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -167,16 +169,16 @@ class Reader:
 
 
 def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
-    """Read config.json, the index and the header of each shard.
+    """Read config.json, the index and the header of each shard. directory: also a name on the Hugging Face Hub.
 
     Raises CheckpointError if there is no checkpoint at all; a missing or damaged file becomes an entry of ``problems``.
     """
-    directory = Path(directory)
+    try:
+        directory = checkpoint_directory(directory)
+    except NoCheckpoint as error:
+        raise CheckpointError(f"{directory} is not a checkpoint", [str(error)]) from error
     if not directory.is_dir():
-        raise CheckpointError(
-            f"{directory} is not a checkpoint",
-            ["it is not a directory" if directory.exists() else f"there is no such directory{_hub_hint(directory)}"],
-        )
+        raise CheckpointError(f"{directory} is not a checkpoint", ["it is not a directory"])
     present = set(os.listdir(directory))
     problems: list[str] = []
     config = read_json(directory / CONFIG, problems) if CONFIG in present else {}
@@ -362,13 +364,6 @@ def read_json(path: Path, problems: list[str]) -> dict:
         why = f"cannot be read ({error})"
     problems.append(f"{path.name}: {why}")
     return {}
-
-
-def _hub_hint(directory: Path) -> str:
-    """How to fetch what may be a name on the Hugging Face hub."""
-    if directory.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)):
-        return ""
-    return f"; fetch a model of the Hugging Face hub first: hf download {directory} --local-dir {directory.name}"
 
 
 def _obstacle(path: Path) -> str | None:

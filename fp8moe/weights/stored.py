@@ -223,6 +223,7 @@ def experts_of_their_own(config: dict) -> str | None:
 def find_format(directory: str | os.PathLike) -> Format:
     """How the weights of a checkpoint are quantized, and whether it loads.
 
+    directory: of the checkpoint, or its name on the Hugging Face Hub, from where it is downloaded.
     Raises CheckpointError if there is no checkpoint in ``directory``.
     """
     return open_weights(directory).format

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import deep_gemm as drop_in
-from benchmarks import adapters, peers, plots, tables, timing, vllm_engine
+from benchmarks import adapters, peers, plots, shapes, tables, timing, vllm_engine
 from benchmarks.peers import Call, Case
 from benchmarks.report import geomean, select
 from benchmarks.shapes import MODELS, Model
@@ -246,7 +246,14 @@ def test_a_run_of_other_kernels_is_not_shown(monkeypatch, tmp_path):
     for digest, there in (("d", True), ("e", False)):
         tables.PEERS.write_text(json.dumps(stored_run() | {"digest": digest}))
         assert (tables.of_these_kernels(tables.PEERS) is not None) == there
-    assert "python -m benchmarks.peers" in tables.FILES["docs/experts.md"]({"peers": None})
+    assert tables.FILES["docs/experts.md"]({"peers": None}) == ""
+
+
+def test_a_name_has_a_colour_of_its_own():
+    colours = [plots.OURS, plots.BEHIND, plots.CUBLAS, plots.CUBLAS_ONE_SCALE, plots.MARK, *plots.COLOURS.values()]
+    assert len({*colours, *plots.STAGES}) == len(colours) + len(plots.STAGES)
+    assert plots.COLOURS["deep_gemm_two_gemms"] == plots.DEEP_GEMM and {*plots.COLOURS} <= {*tables.NAMES}
+    assert {*plots.MODEL_NAMES} == {*shapes.MODELS}
 
 
 def test_pictures_of_peers_are_drawn_of_a_run_or_removed(tmp_path):
@@ -264,7 +271,7 @@ def test_pictures_of_peers_are_drawn_of_a_run_or_removed(tmp_path):
     without["rows"] = [row for row in without["rows"] if row["what"] != "layer"]
     plots.draw(tmp_path, benchmarks | {"peers": without})
     assert {path.stem for path in tmp_path.iterdir()} == {*plots.OF_PEERS, *plots.OF_KERNELS} - {"overview", "experts"}
-    assert tables.NO_LAYERS in tables.headline({"peers": without})
+    assert "experts layer" not in tables.headline({"peers": without})
     plots.draw(tmp_path, benchmarks | {"peers": None})
     assert {path.stem for path in tmp_path.iterdir()} == {*plots.OF_KERNELS}
 

@@ -132,11 +132,17 @@ def test_what_the_two_commands_took_in_words(monkeypatch, tmp_path):
     (tmp_path / "a").write_bytes(bytes(20_000_000))
     assert commands.disk_gb(tmp_path) == 0.02
     rows = dict(zip(commands.TARGETS, ({"seconds": 60 * n, "peak_gb": n} for n in (1, 2, 10)), strict=True))
-    disk = {"installed": 1.4, "venv": 1.9, "cache": 1.1}
+    disk = {"installed": 1.4, "venv": 1.9, "cache": 1.1, "bare": 0.25}
     recorded = {"versions": {"torch": "2.13.0+cpu"}, "cpus": 2, "commands": rows, "disk_gb": disk}
     monkeypatch.setattr(commands, "FILE", tmp_path / "commands.json")
     assert commands.sentences() == ""
     commands.FILE.write_text(json.dumps(recorded))
     text = commands.sentences()
     assert "`make demo` took 2.0 minutes and 2.0 GB of memory, `make test` 10.0 minutes" in text
-    assert "PyTorch's build for CPUs `.venv` takes 1.9 GB" in text
+    assert "PyTorch's build for CPUs `.venv` takes 1.9 GB" in text and "`pip install .` takes 0.25 GB" in text
+
+
+def test_what_a_bare_install_brings():
+    found = commands.dependencies("fp8moe", without="torch")
+    assert {"safetensors", "cuda-bindings", "nvidia-cuda-nvrtc"} <= found and "torch" not in found
+    assert 0.1 < commands.bare_gb() < 1

@@ -114,6 +114,17 @@ def test_nothing_is_fetched_from_elsewhere(site):
             assert not link.endswith((".js", ".css")) or not urlsplit(link).netloc, f"{path.name}: {link}"
 
 
+def test_the_search_works_from_the_disk(site):
+    """Where nothing may be fetched and no worker may start: its index is a script, and so is what replaces the worker."""
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    script = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert script.startswith("var __index = ") and json.loads(script.removeprefix("var __index = ")) == index
+    for page, folder in {"index.html": "assets", "reference/layers.html": "../assets"}.items():
+        shim = f"{folder}/iframe-worker.js"
+        assert shim in Targets((site / page).read_text(encoding="utf-8")).links
+        assert (site / page).parent.joinpath(shim).is_file()
+
+
 def test_the_search_finds_functions(site):
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     titles = {entry["title"] for entry in index["docs"]}

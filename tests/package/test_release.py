@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -16,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import fp8moe
-from tools import matrix
+from tools import matrix, release
 
 ROOT = Path(__file__).parents[2]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -78,7 +79,7 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(dist):
     with tarfile.open(path) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     generated = {"PKG-INFO", "setup.cfg", *(name for name in names if name.startswith("fp8moe.egg-info/"))}
-    beside = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "SECURITY.md", "pyproject.toml"}
+    beside = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "SECURITY.md", "pyproject.toml", "setup.py"}
     assert names - generated == package_files() | beside
 
 
@@ -120,6 +121,70 @@ def imported(path):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             yield node.module.partition(".")[0]
+
+
+@pytest.mark.parametrize("url", ["", "https://example.com/owner/fp8moe"])
+def test_links_lead_to_where_the_repository_is(url, monkeypatch):
+    made = {}
+    monkeypatch.setattr("setuptools.setup", lambda **given: made.update(given))
+    monkeypatch.setenv("FP8MOE_URL", f"{url}/" if url else "")
+    runpy.run_path(str(ROOT / "setup.py"))
+    text, tag = made["long_description"], f"v{fp8moe.__version__}"
+    if url:
+        assert set(made["project_urls"]) == {"Source", "Documentation", "Changelog", "Security"}
+        assert made["project_urls"]["Changelog"] == f"{url}/blob/{tag}/CHANGELOG.md"
+        assert (
+            f"({url}/blob/{tag}/docs/benchmarks.md)" in text and f"({url}/raw/{tag}/docs/images/overview.png)" in text
+        )
+        assert re.findall(r"\]\((?!http|#)[^)]*\)", text) == []
+    else:
+        assert made["project_urls"] == {} and text == (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_place_that_is_no_address_is_refused(monkeypatch):
+    monkeypatch.setenv("FP8MOE_URL", "fp8moe")
+    with pytest.raises(SystemExit, match="FP8MOE_URL: expected the http address of the repository, got 'fp8moe'"):
+        runpy.run_path(str(ROOT / "setup.py"))
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A small repository with what a release changes."""
+    (tmp_path / "fp8moe").mkdir()
+    (tmp_path / "fp8moe" / "__init__.py").write_text('__version__ = "0.2.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text(
+        "# Changes\n\n## [Unreleased]\n\n### Added\n\n- A.\n\n## [0.2.0] - 2026-11-26\n"
+    )
+    release.git(tmp_path, "init", "--quiet")
+    for name, value in {"user.name": "a", "user.email": "a@b", "commit.gpgsign": "false"}.items():
+        release.git(tmp_path, "config", name, value)
+    release.git(tmp_path, "add", ".")
+    release.git(tmp_path, "commit", "--quiet", "--message", "a")
+    return tmp_path
+
+
+def test_a_release_is_one_commit_with_a_tag(repository):
+    assert release.release("0.3.0", repository) == "v0.3.0"
+    assert release.git(repository, "describe").strip() == "v0.3.0"
+    assert release.git(repository, "status", "--porcelain") == ""
+    assert (repository / "fp8moe" / "__init__.py").read_text() == '__version__ = "0.3.0"\n'
+    headings = re.findall(r"^## (.*)$", (repository / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "[Unreleased]" and headings[1].startswith("[0.3.0] - 2") and len(headings) == 3
+    with pytest.raises(ValueError, match="expected entries under .Unreleased."):
+        release.release("0.3.1", repository)
+
+
+def test_what_a_release_refuses(repository):
+    for version, why in {"1.0": "three numbers", "0.2.0": "above 0.2.0, got 0.2.0", "0.1.9": "above 0.2.0"}.items():
+        with pytest.raises(ValueError, match=why):
+            release.release(version, repository)
+    release.git(repository, "tag", "v0.3.0")
+    with pytest.raises(ValueError, match="the tag v0.3.0 is there already"):
+        release.release("0.3.0", repository)
+    (repository / "new").touch()
+    with pytest.raises(ValueError, match="without changes, but git status has '.. new'"):
+        release.release("0.4.0", repository)
+    assert release.git(repository, "log", "--oneline").count("\n") == 1
 
 
 def test_every_import_is_a_dependency(wheel_files):

@@ -297,19 +297,6 @@ def test_version(capsys):
     assert stopped.value.code == 0 and capsys.readouterr().out == f"fp8moe {__version__}\n"
 
 
-@pytest.mark.parametrize("command", [["quantize", "dst"], ["inspect"]])
-def test_the_name_of_a_model_on_the_hub(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    name, *others = command
-    with pytest.raises(
-        SystemExit, match="no such directory.*: hf download Qwen/Qwen3-30B-A3B --local-dir Qwen3-30B-A3B$"
-    ):
-        main([name, "Qwen/Qwen3-30B-A3B", *others])
-    (tmp_path / "Qwen").mkdir()
-    with pytest.raises(SystemExit, match="no such directory$"):
-        main([name, "Qwen/Qwen3-30B-A3B", *others])
-
-
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), OSError(28, "No space left on device")])
 def test_errors_are_one_line(src, dst, monkeypatch, error):
     def fail(*arguments):
