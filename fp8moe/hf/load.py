@@ -68,9 +68,10 @@ def load_model(
         the first unquantized tensor has.
     device: where the model is to be.
     ignore: fnmatch patterns of tensors in the checkpoint that are not wanted.
-    Returns the model in eval mode. transformers' Trainer raises ValueError for it unless it gets adapters or masters. Its quantization_config says what it holds, and so does what save_pretrained writes;
+    Returns the model in eval mode. Its quantization_config says what it holds, and so does what save_pretrained writes;
     with a scale for each output channel save_pretrained raises ValueError: save_fp8_checkpoint stores it. Warns
-    (UserWarning) where nothing in the model is FP8.
+    (UserWarning) where nothing in the model is FP8. transformers' Trainer raises ValueError for the model unless it
+    gets adapters or masters.
 
     For a moment transformers changes PyTorch's default dtype, for all threads, and the way in which models of its own
     tie weights. Modules that other threads make then are otherwise what they always are.

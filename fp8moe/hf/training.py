@@ -44,7 +44,7 @@ def check_trained(model: nn.Module) -> None:
     if any(isinstance(module, MasterModule) and module.trainable for module in model.modules()):
         return
     raise ValueError(
-        "model: its weights in FP8 are frozen, and embeddings, norms and routers alone would be trained; train adapters "
-        "(fp8moe.peft.register), masters (GroupedExperts.from_experts(module, master_dtype=torch.bfloat16)), or the "
-        "unquantized model, whose weights fp8moe.refit puts into this one"
+        "model: its weights in FP8 are frozen, and embeddings, norms and routers alone would be trained; train "
+        "adapters (fp8moe.peft.register), masters (GroupedExperts.from_experts(module, master_dtype=...)), or "
+        "the unquantized model, whose weights fp8moe.refit puts in"
     )

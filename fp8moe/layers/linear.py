@@ -201,7 +201,9 @@ def replace_linears(
     mode. One nn.Linear under several names becomes one FP8Linear under the same names, unless a name is skipped. Memory
     beside the model holds one layer's FP8 copy at a time.
 
-    A model of torch.compile is that in it. Raises, with the model untouched, TypeError for a model that is no module or is itself a linear (use
+    In a model that torch.compile has wrapped, the linears of the model inside are replaced.
+
+    Raises, with the model untouched, TypeError for a model that is no module or is itself a linear (use
     `FP8Linear.from_linear`), a ``skip`` that is a single string, an nn.Linear in a dtype other than bfloat16, float16
     and float32, or a wrong master_dtype; ValueError for an nn.Linear with hooks or a replaced forward, which would no
     longer run, for one whose enclosing module casts the input to the weight's dtype (T5's wo), for a DTensor, for one

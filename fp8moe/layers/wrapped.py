@@ -94,8 +94,8 @@ def check_merged(argument: str, model: nn.Module) -> None:
     names = [adapter.name for adapter in adapters_in(model) if not adapter.merged]
     if names:
         raise ValueError(
-            f"{argument}: {names[0]}{_more(names)} of peft would be left out; merge_and_unload() or merge_adapter() adds "
-            "adapters to the weights, PeftModel.save_pretrained stores them alone"
+            f"{argument}: {names[0]}{_more(names)} of peft would be left out; merge_and_unload() or merge_adapter() "
+            "adds adapters to the weights, PeftModel.save_pretrained stores them alone"
         )
 
 
@@ -110,7 +110,7 @@ def check_unmerged(argument: str, model: nn.Module) -> None:
 
 
 def check_replaceable(argument: str, model: nn.Module) -> None:
-    """Raise ValueError for a wrapper in a model that would go on with the modules that are replaced."""
+    """Raise ValueError for a wrapper in a model that would go on with modules that have been replaced."""
     for module in model.modules():
         if _inside(module) not in (None, "_orig_mod", "_checkpoint_wrapped_module"):
             raise ValueError(

@@ -12,8 +12,9 @@ from fp8moe.layers.wrapped import chain
 class Refits:
     """The refits of a model (`fp8moe.refit`): how many have begun, and whether it is closed until one is complete.
 
-    around: wrappers of the model that were closed with it. captures: states of the model that CUDA graphs were captured in. `change(model)` of a state returns None while its
-    graph is valid; `renew(model)` lets it be valid with the weights that there are now, after a complete refit.
+    around: wrappers of the model that were closed with it. captures: states of the model that CUDA graphs were captured
+    in. `change(model)` of a state returns None while its graph is valid; `renew(model)` lets it be valid with the
+    weights that there are now, after a complete refit.
     """
 
     def __init__(self) -> None:

@@ -95,13 +95,13 @@ def load_fp8_checkpoint(
 def _bufferless(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
     meta = [
         (kind, name)
-        for kind, tensors in (("adapter", model.named_parameters()), ("buffer", model.named_buffers()))
+        for kind, tensors in (("an adapter", model.named_parameters()), ("a buffer", model.named_buffers()))
         for name, value in tensors
         if value.is_meta
     ]
     own = names_inside(model, [name for _, name in meta])
     return [
-        f"{name}: {kind} on the meta device that no checkpoint has; create the model with it on a real one"
+        f"{name}: {kind} on the meta device that no checkpoint has; create the model with its buffers on a real one"
         for kind, name in meta
         if own[name] not in state
     ]

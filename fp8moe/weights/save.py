@@ -65,8 +65,8 @@ def save_fp8_checkpoint(
     Writes the state dict, tied tensors once, into model.safetensors or, above ``max_shard_size``, into shards with
     their index. For a transformers model also config.json, with a quantization_config, and generation_config.json.
 
-    A model that torch.compile, DistributedDataParallel or peft has wrapped is stored under the names that it has without
-    them, with adapters that are merged.
+    A model that torch.compile, DistributedDataParallel or peft has wrapped is stored under the names that it has
+    without them, with adapters that are merged.
 
     Scales of output channels are stored as compressed-tensors has them (X.weight_scale (N, 1)), and so the
     quantization_config says.
@@ -90,8 +90,8 @@ def save_fp8_checkpoint(
 
     Raises ValueError, before anything is written, for unknown options, a directory that already holds a checkpoint, a
     model with parameters on the meta device or in a dtype that is not stored, "ue8m0" with other scales, scales of
-    blocks in some modules and of channels in others, adapters that are not merged, a model of FSDP1, or another model on
-    one of the processes.
+    blocks in some modules and of channels in others, adapters that are not merged, a model of FSDP1, or another model
+    on one of the processes.
     """
     directory = Path(directory)
     inner = unwrapped("model", model)
