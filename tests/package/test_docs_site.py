@@ -115,7 +115,7 @@ def test_nothing_is_fetched_from_elsewhere(site):
 
 
 def test_the_search_works_from_the_disk(site):
-    """Where nothing may be fetched and no worker may start: its index is a script, and so is what replaces the worker."""
+    """Nothing may be fetched there, and no worker may start: the index is a script, and another replaces the worker."""
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     script = (site / "search" / "search_index.js").read_text(encoding="utf-8")
     assert script.startswith("var __index = ") and json.loads(script.removeprefix("var __index = ")) == index
