@@ -23,8 +23,8 @@ def register(config: Any, model: nn.Module) -> Any:
         - target_modules: FP8Linear and transformers' FP8 linears, beside what peft knows itself.
         - target_parameters: the projections of experts, "experts.gate_up_proj" (or "experts.up_proj", where there is no
           gate) and "experts.down_proj" in most models, of GroupedExperts and, under experts_implementation="fp8moe",
-          of transformers' experts modules, quantized or not. One adapter of a projection has a rank for each expert.
-          "experts" in a list of target_modules is made into both.
+          of transformers' experts modules, quantized or not. An adapter of a projection has factors of rank r for each
+          expert. "experts" in a list of target_modules is replaced by both projections.
 
     model: the one to adapt. Its FP8 weights stay as they are, in FP8, and frozen.
 
@@ -36,7 +36,7 @@ def register(config: Any, model: nn.Module) -> Any:
 
     Raises ImportError without peft, TypeError for another config, and ValueError, with nothing changed, for a model
     without such modules, for more than plain LoRA on one of them, and for a target that is spread over several ranks
-    or shares its weights with another. What changes later is refused as the model is adapted. From now on the model's
+    or shares its weights with another. The same is checked again when peft adapts the model. From now on the model's
     load_state_dict raises ValueError, with nothing written, for factors of an adapter that are missing, of another
     shape, or of no layer of the model.
     """

@@ -55,13 +55,13 @@ class ExpertsB(nn.Module):
 
 
 class LoraExperts(FP8LoraLayer, ParamWrapper):
-    """peft's layer for a projection of experts whose weights, frozen and in FP8, have ``scaling * B @ A`` beside them.
+    """Adds ``scaling * B @ A`` to one projection of experts with frozen FP8 weights, as a layer of peft.
 
     LoRA: arXiv:2106.09685. If both projections have adapters, the layer of the second has the layer of the first as its
     base_layer, as with peft's own layers for parameters. The outer layer runs the experts for both.
 
     lora_A[adapter].weight: (E * r, in), r rows of each expert; A of the first projection serves gate and up.
-    lora_B[adapter].weight: `ExpertsB`. Both are in bfloat16, or the dtype of unquantized weights. Factors of all active
+    lora_B[adapter] is an `ExpertsB`. Both are in bfloat16, or the dtype of unquantized weights. Factors of all active
     adapters are multiplied at once, in bfloat16 with sums in float32. Dropout acts on each token for the first
     projection, on each row of an expert for the second.
     """

@@ -235,9 +235,10 @@ Modules = Mapping[str, tuple[nn.Module, type[FP8LoraLayer]]]
 
 
 def with_projections(config: Any, modules: Modules) -> Any:
-    """Return the LoraConfig with experts of target_modules named by their projections, which are parameters to peft.
+    """Return a LoraConfig whose target_parameters name the projections of the experts that target_modules names.
 
-    A pattern stays, as does a config with layers_to_transform or exclude_modules, which peft applies to modules only.
+    A config whose target_modules is a regular expression is returned as it is, and so is one with layers_to_transform
+    or exclude_modules, which peft applies to modules only.
     """
     targets = config.target_modules
     if targets is None or isinstance(targets, str) or config.layers_to_transform is not None or config.exclude_modules:

@@ -199,7 +199,10 @@ def _of_kinds(where: str, method: str, kinds: Iterable[str], *, power_of_two: bo
 
 
 def _compressed_tensors(where: str, content: Mapping[str, Any]) -> Declared:
-    """https://github.com/vllm-project/compressed-tensors: groups of modules, each with a scheme for its weights."""
+    """Read compressed-tensors' configuration: groups of modules, each group with a scheme for the weights of its modules.
+
+    Source: https://github.com/vllm-project/compressed-tensors.
+    """
     groups = content.get("config_groups")
     schemes = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if _is(groups) else []
     if not schemes or not all(map(_is, schemes)):

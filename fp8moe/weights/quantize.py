@@ -113,7 +113,7 @@ class OutputPlan:
 
 
 def as_rows(weight: StoredWeight, weights: Weights) -> StoredWeight:
-    """View a weight of fused experts as (E, rows, columns), gate before up, where the model has them in turns."""
+    """View fused experts of models that interleave gate and up as (E, rows, columns) with all of gate before up."""
     return in_rows(weight) if weights.interleaved and len(weight.shape) == 3 else weight
 
 

@@ -194,8 +194,8 @@ class _Refit:
         self._again = _again.setdefault(model, {})
         self._memory: dict[str, tuple] = {}  # address and layout of entries of the state dict
         self._parts: dict[str, dict[str, Tensor]] = {}  # of what transformers makes of several tensors, by its key
-        self._codes: dict[str, Place] = {}  # FP8 weights that came as such
-        self._scales: set[str] = set()  # of which scales came as such
+        self._codes: dict[str, Place] = {}  # by name: weights that came quantized already
+        self._scales: set[str] = set()  # keys of scales that came beside them
         self._left: list[str] | None = None  # what is missing at the end
         self._differ: dict[str, Tensor] = {}  # whether tensors differ from those that the model ties them to
         self._ignored = ignored_names(model, provider().ignored_layers(model), ())

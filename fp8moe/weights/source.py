@@ -387,9 +387,9 @@ _MAX_MESSAGE = 2000  # characters
 
 
 def parse_object(content: bytes) -> dict:
-    """A JSON object in UTF-8.
+    """Parse a JSON object in UTF-8.
 
-    Raises ValueError for anything else, for deep nesting, for a name that is there twice and for endless integers.
+    Raises ValueError for anything else, for deep nesting, for duplicate keys and for integers of too many digits.
     """
     try:
         value = json.loads(content.decode(), object_pairs_hook=_without_duplicates, parse_int=_integer)

@@ -114,7 +114,10 @@ class StoredWeight(NamedTuple):
         return codes if self.grid is None else FP8Tensor(codes, as_float(scale).reshape(self.grid[-2:]))
 
     def seen(self, function: Callable[[Any], Tensor | FP8Tensor], dtype: str, **changes: Any) -> "StoredWeight":
-        """Return a view: `function` of the value of each matrix, of this dtype. changes: to the fields."""
+        """Return a view in which `function` is applied to the value of each matrix.
+
+        dtype: the dtype of the view. changes: other fields to replace.
+        """
         value = self.value
         return self._replace(make=lambda codes, scale: function(value(codes, scale)), dtype=dtype, **changes)
 
