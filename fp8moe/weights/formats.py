@@ -199,7 +199,7 @@ def _of_kinds(where: str, method: str, kinds: Iterable[str], *, power_of_two: bo
 
 
 def _compressed_tensors(where: str, content: Mapping[str, Any]) -> Declared:
-    """Read compressed-tensors' configuration: groups of modules, each group with a scheme for the weights of its modules.
+    """Read compressed-tensors' configuration: groups of modules, each group with a scheme for its weights.
 
     Source: https://github.com/vllm-project/compressed-tensors.
     """

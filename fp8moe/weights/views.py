@@ -136,7 +136,7 @@ def inexact_problems(weights: Weights) -> list[str]:
 
 
 def _apart(weight: StoredWeight, *stored: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split the stored tensors of a weight or of one expert: a tuple of parts for gate and one for up, or one for all."""
+    """Split stored tensors of a weight, or of one expert: a tuple of parts for gate and one for up, or one for all."""
     count = weight.name.matrices
     return zip(
         *([value[i::count] for i in range(count)] if weight.interleaved else value.chunk(count) for value in stored),
