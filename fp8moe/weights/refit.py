@@ -236,6 +236,8 @@ class _Refit:
             weight = tensor if isinstance(tensor, StoredWeight) else None
             if weight is None and not isinstance(tensor, Tensor):
                 raise TypeError(f"{name}: expected a tensor, got {describe(tensor)}")
+            if weight is None and tensor.is_meta:
+                raise ValueError(f"{name}: has no data, on the meta device")
             if self._expected is not None and name not in self._expected:
                 raise ValueError(f"{name}: is not among the names that the refit began with")
             if weight is None and self._write_again(name, tensor):

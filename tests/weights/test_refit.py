@@ -204,6 +204,7 @@ def test_pieces():
         (lambda t: t.update({"layers.0.experts.gate_up_proj": torch.ones(3, 144, 144)}), "came before, as"),
         (lambda t: t.update({f"{UP}_scale_inv": torch.ones(1, 2)}), f"{UP}_scale_inv: came before, as {UP}"),
         (lambda t: t.update({UP: None}), f"{UP}: expected a tensor, got"),
+        (lambda t: t.update({UP: t[UP].to("meta")}), f"{UP}: has no data, on the meta device"),
     ],
 )
 def test_what_is_wrong_is_named_and_closes_the_model(change, sentence):
