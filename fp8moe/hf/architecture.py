@@ -64,13 +64,13 @@ def read_generation_config(checkpoint: Checkpoint) -> Any:
         raise ValueError(f"{GENERATION_CONFIG}: transformers cannot read it ({reason_of(error)})") from error
 
 
-def empty_model(config: Any) -> Any:
-    """Make transformers' model of a configuration, on the meta device.
+def empty_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Make transformers' model of a configuration, of this dtype, on the meta device.
 
     Its class is the one that ``architectures`` names, of whatever task; without a name, or with that of a language
-    model that transformers does not have, it is that of AutoModelForCausalLM or AutoModelForImageTextToText. Its dtype
-    is float32. Raises ValueError, with transformers' reason, if it cannot make one, and for the name of
-    another kind of model that transformers does not have.
+    model that transformers does not have, it is that of AutoModelForCausalLM or AutoModelForImageTextToText. Raises
+    ValueError, with transformers' reason, if it cannot make one, and for the name of another kind of model that
+    transformers does not have.
     """
     import transformers
 
@@ -88,7 +88,7 @@ def empty_model(config: Any) -> Any:
         else:
             make = transformers.AutoModelForImageTextToText.from_config
         with construction_lock, torch.device("meta"):
-            return make(config, dtype=torch.float32).eval()
+            return make(config, dtype=dtype).eval()
     except Exception as error:
         raise ValueError(f"config.json: transformers cannot make the model ({reason_of(error)})") from error
 

@@ -225,7 +225,7 @@ def _rehearse(model: Any, weights: Iterable[StoredWeight], quantization: Mapping
             None,
             config=model.config,
             state_dict=tensors,
-            dtype=torch.get_default_dtype(),
+            dtype=torch.float32,
             quantization_config=FineGrainedFP8Config(**(quantization or {}) | method),
             ignore_mismatched_sizes=True,
             output_loading_info=True,

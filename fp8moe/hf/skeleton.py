@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8moe.hf.architecture import construction_lock, empty_model, reason_of
+from fp8moe.hf.architecture import empty_model, reason_of
 from fp8moe.hf.experts import NAME
 from fp8moe.hf.patches import register
 from fp8moe.hf.quantizer import replace_modules
@@ -44,15 +44,9 @@ def _skeleton(config: Any, quantization: Mapping[str, Any] | None) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # or transformers would quantize by itself
     own = getattr(config.get_text_config(decoder=True), "dtype", None)
-    with construction_lock:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(own if own in (torch.bfloat16, torch.float16) else torch.bfloat16)
-        try:
-            model = empty_model(config)
-            if quantization is not None:
-                _put_fp8_modules(model, dict(quantization))
-        finally:
-            torch.set_default_dtype(before)
+    model = empty_model(config, own if own in (torch.bfloat16, torch.float16) else torch.bfloat16)
+    if quantization is not None:
+        _put_fp8_modules(model, dict(quantization))
     _keep_one_layer_of_each_kind(model)
     reserve_memory(model)
     model.set_experts_implementation(NAME)
