@@ -26,7 +26,7 @@ from fp8moe.hf.architecture import (
 from fp8moe.hf.versions import conversions_to_save
 from fp8moe.layers.replaced import as_patterns, casts_to_weight
 from fp8moe.runtime.checks import FLOATING
-from fp8moe.runtime.settings import standard_settings
+from fp8moe.runtime.settings import standard_device
 from fp8moe.weights.formats import quantization_config
 from fp8moe.weights.names import CHANNEL_SCALE, SCALE, SCALE_ROLE, Location, Name, parse
 from fp8moe.weights.place import TIED, Move, Target, copy_weight, ignored_names, match, state_of, warn_of_unused
@@ -45,7 +45,7 @@ from fp8moe.weights.stored import StoredWeight, Weights, open_weights
 from fp8moe.weights.views import dequantized, in_blocks, inexact_problems
 
 
-@standard_settings()
+@torch.inference_mode(False)
 def load_model(
     directory: str | os.PathLike,
     *,
@@ -112,7 +112,7 @@ def load_model(
         warnings.warn(printable(f"{directory}: {weights.format.reason}; nothing of it runs on fp8moe"), stacklevel=2)
     warn_of_unused(weights, moves)
     reader = Reader(stored.directory)
-    with construction_lock:
+    with construction_lock, standard_device():
         model, report = type(model).from_pretrained(
             None,
             config=model.config,

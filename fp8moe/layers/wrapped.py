@@ -48,15 +48,8 @@ def _inside(module: nn.Module | None) -> str | None:
     return name if name is not None and name in module._modules else None
 
 
-def chain(argument: str, model: nn.Module) -> list[nn.Module]:
-    """Return the wrappers around the model that an argument is, the outermost first, and the model inside.
-
-    Raises ValueError for wrappers that keep weights in a form of their own, here or further inside.
-    """
-    for module in model.modules():
-        kind = _refused(type(module))
-        if kind is not None:
-            raise ValueError(f"{argument}: {kind} keeps weights in a form of its own; expected FSDP2 (fully_shard)")
+def chain(model: nn.Module) -> list[nn.Module]:
+    """Return the wrappers around a model, the outermost first, and the model inside."""
     modules = [model]
     while (name := _inside(modules[-1])) is not None:
         modules.append(modules[-1]._modules[name])
@@ -64,8 +57,15 @@ def chain(argument: str, model: nn.Module) -> list[nn.Module]:
 
 
 def unwrapped(argument: str, model: nn.Module) -> nn.Module:
-    """Return the model inside the wrappers around it. Raises ValueError as `chain` does."""
-    return chain(argument, model)[-1]
+    """Return the model inside the wrappers around it.
+
+    Raises ValueError for wrappers that keep weights in a form of their own, around the model or further inside.
+    """
+    for module in model.modules():
+        kind = _refused(type(module))
+        if kind is not None:
+            raise ValueError(f"{argument}: {kind} keeps weights in a form of its own; expected FSDP2 (fully_shard)")
+    return chain(model)[-1]
 
 
 def names_inside(model: nn.Module, names: Iterable[str]) -> dict[str, str | None]:
@@ -121,7 +121,7 @@ def check_replaceable(argument: str, model: nn.Module) -> None:
 
 def check_not_around(argument: str, model: nn.Module) -> None:
     """Raise ValueError for adapters around the model, as of prompt tuning, which the model inside runs without."""
-    *around, inner = chain(argument, model)
+    *around, inner = chain(model)
     own = {id(parameter) for parameter in inner.parameters()}
     names = [name for name, parameter in model.named_parameters() if id(parameter) not in own]
     if names:

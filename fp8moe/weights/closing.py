@@ -60,7 +60,7 @@ def close(model: nn.Module) -> bool:
 
     Wrappers around a model are closed where the model is given in them.
     """
-    *around, inner = chain("model", model)
+    *around, inner = chain(model)
     refits = refits_of(inner)
     refits.around.update(around)
     closed, known = refits.closed, {*_refits}
@@ -77,7 +77,7 @@ def open_again(model: nn.Module, refresh: Callable[[nn.Module], None]) -> None:
 
     refresh: brings what is made of a module's weights up to date; the model opens after the modules in it.
     """
-    known, around = {*_refits}, refits_of(chain("model", model)[-1]).around
+    known, around = {*_refits}, refits_of(chain(model)[-1]).around
     for module in reversed([*around, *modules_of(model)]):
         module._forward_pre_hooks.pop(_CLOSED, None)
         refresh(module)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8moe.runtime.settings import standard_settings
 from fp8moe.weights.formats import SCALE_DTYPES, fits_scale, fractions, scale_grid, unquantized_matrices
 from fp8moe.weights.names import DOWN, SCALE, SCALE_ROLE, WEIGHT
 from fp8moe.weights.place import scale_problems
@@ -62,7 +61,6 @@ class Report:
         return "\n".join(printable(line) for line in lines + [f"  {problem}" for problem in self.problems])
 
 
-@standard_settings()
 def inspect_checkpoint(directory: str | os.PathLike) -> Report:
     """Describe a checkpoint and list its problems: damaged files, scales missing, left over or misshapen, experts
     missing, scales that are NaN, infinite, zero or negative, a format that does not load. Reads headers and scales.

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.replaced import as_patterns
 from fp8moe.layers.wrapped import check_unmerged, names_inside, unwrapped
-from fp8moe.runtime.settings import standard_settings
 from fp8moe.weights.place import (
     Ranks,
     Target,
@@ -28,7 +27,7 @@ from fp8moe.weights.stored import open_weights
 from fp8moe.weights.views import in_blocks, inexact_problems
 
 
-@standard_settings()
+@torch.inference_mode(False)
 def load_fp8_checkpoint(
     model: nn.Module, directory: str | os.PathLike, *, ignore: Iterable[str] = (), device: torch.device | str = "cpu"
 ) -> None:

@@ -18,7 +18,6 @@ from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
 from fp8moe.runtime.progress import still_running
-from fp8moe.runtime.settings import standard_settings
 from fp8moe.weights.formats import low_fp8_fraction, quantization_config
 from fp8moe.weights.inspect import block_problems
 from fp8moe.weights.names import DOWN, GATE_UP, WEIGHT, Name
@@ -117,7 +116,7 @@ def as_rows(weight: StoredWeight, weights: Weights) -> StoredWeight:
     return in_rows(weight) if weights.interleaved and len(weight.shape) == 3 else weight
 
 
-@standard_settings()
+@torch.inference_mode(False)
 def quantize_checkpoint(
     src_dir: str | os.PathLike,
     dst_dir: str | os.PathLike,
@@ -196,7 +195,7 @@ def quantize_checkpoint(
         _warn(warning)
 
 
-@standard_settings()
+@torch.inference_mode(False)
 def convert_checkpoint(
     src_dir: str | os.PathLike,
     dst_dir: str | os.PathLike,

@@ -16,11 +16,10 @@ from torch.autograd.graph import increment_version
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.parameters import is_sharded
-from fp8moe.layers.wrapped import check_merged, check_unmerged, unwrapped
+from fp8moe.layers.wrapped import chain, check_merged, check_unmerged, unwrapped
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import Requantizer, quantize_128x128, quantize_channels
 from fp8moe.runtime.checks import FLOATING, describe
-from fp8moe.runtime.settings import standard_settings
 from fp8moe.weights.closing import close, open_again
 from fp8moe.weights.formats import scale_grid
 from fp8moe.weights.names import GATE_UP, SCALE_ROLE, WEIGHT, Location, Name, from_vllm, parse
@@ -55,7 +54,7 @@ class RefitReport(NamedTuple):
     left: tuple[str, ...]
 
 
-@standard_settings()
+@torch.inference_mode(False)
 def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitReport:
     """Put new weights into a model in its own memory, in FP8 where the model is.
 
@@ -95,13 +94,13 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
     hold a NaN or an infinity, or differ though the model ties them. CheckpointError (a ValueError) for a directory that
     cannot be read, TypeError for other arguments, and RuntimeError while another refit of the model is under way.
     """
-    inner = _inside(model)
-    work = _under_way.get(inner)
+    _check_module(model)
+    work = _under_way.get(chain(model)[-1])  # before what takes a look at every module: pieces are many
     if work is not None and work.thread == threading.get_ident():
         before = work.came
         work.take(_opened(tensors))
         return work.report(before)
-    source = _opened(tensors)
+    inner, source = _inside(model), _opened(tensors)
     with _work(model, inner, source.names, strict) as work:
         work.take(source)
     return work.report()
@@ -115,6 +114,7 @@ def refitting(model: nn.Module, *, names: Iterable[str] | None = None) -> Iterat
     names: of all tensors that will come. Those that are unknown, twice or missing raise ValueError here, with the model
         as it was; so does, in `refit`, a tensor that is not among them.
     """
+    _check_module(model)
     inner = _inside(model)
     if names is not None and (isinstance(names, str) or not isinstance(names, Iterable)):
         raise TypeError(f"names: expected an iterable of names, got {describe(names)}")
@@ -226,7 +226,6 @@ class _Refit:
         _raise("cannot refit, the model is unchanged", problems)
         self.sources, self._came = defaultdict(dict), {}
 
-    @torch.inference_mode(False)
     @torch.no_grad()
     def take(self, source: _Source) -> None:
         for item in source.tensors:
@@ -553,10 +552,13 @@ def _raise(what: str, problems: list[str]) -> None:
         raise ValueError(f"{what}: {'; '.join(problems[:_SHOWN])}{more}")
 
 
-def _inside(model: object) -> nn.Module:
-    """Return the model to refit without its wrappers. Raises TypeError or ValueError where it cannot be refitted."""
+def _check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {describe(model)}")
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """Return the model to refit without its wrappers. Raises ValueError where it cannot be refitted."""
     inner = unwrapped("model", model)
     check_unmerged("model", model)
     return inner

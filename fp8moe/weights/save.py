@@ -18,7 +18,6 @@ from fp8moe.layers.parameters import is_sharded
 from fp8moe.layers.wrapped import check_merged, unwrapped
 from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import has_channel_scales
-from fp8moe.runtime.settings import standard_settings
 from fp8moe.weights.formats import low_fp8_fraction, quantization_config, scale_dtype
 from fp8moe.weights.names import (
     CHANNEL_SCALE,
@@ -51,7 +50,7 @@ from fp8moe.weights.write import ShardWriter, index_of, json_bytes, write_bytes
 _FP8 = (torch.float8_e4m3fn,)
 
 
-@standard_settings()
+@torch.inference_mode(False)
 def save_fp8_checkpoint(
     model: nn.Module,
     directory: str | os.PathLike,

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fp8moe.runtime.settings import standard_device
 from fp8moe.weights.hub import NoCheckpoint, checkpoint_directory
 
 DTYPES = {
@@ -161,7 +162,8 @@ class Reader:
         if info.file not in self._files:
             self._files[info.file] = self._stack.enter_context(safe_open(self._directory / info.file, framework="pt"))
         shard = self._files[info.file]
-        return shard.get_slice(info.name)[part] if part else shard.get_tensor(info.name)
+        with standard_device():
+            return shard.get_slice(info.name)[part] if part else shard.get_tensor(info.name)
 
     def close(self) -> None:
         self._files.clear()
