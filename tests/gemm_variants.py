@@ -1,6 +1,5 @@
 """The compiled variants of the GEMM kernels: one of each structure, and what is wrong with them."""
 
-import re
 from collections.abc import Iterable
 from types import SimpleNamespace
 
@@ -16,9 +15,6 @@ from fp8moe.runtime.architectures import SM90
 from fp8moe.runtime.jit import KernelSpec, full_source
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM
 from tests.ptxas import compile_report
-
-COMPLAINTS = re.compile(r"C75\d\d|serialized|setmaxnreg")
-"""C7510 and C7514: wgmma that ptxas serialised. setmaxnreg: a register count that it did not accept."""
 
 
 def structure(config: TileConfig) -> tuple:
@@ -57,7 +53,7 @@ def faults(
     for config, n, k in variants:
         report = compile_report(kernel_spec(with_columns(config, columns.bytes, k), n, k, epilogue, columns))
         memory = (report.spill_stores, report.spill_loads, report.stack)
-        complaints = COMPLAINTS.findall(report.log)
+        complaints = report.complaints
         # Threads start with even shares, so that all blocks fit; setmaxnreg gives the math threads more afterwards.
         share = REGISTERS_PER_SM // (config.threads * config.blocks_per_sm)
         if any(memory) or complaints or report.static_smem or report.registers > share:

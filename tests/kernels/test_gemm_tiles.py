@@ -23,7 +23,8 @@ from fp8moe.kernels.gemm.tiles import (
 from fp8moe.runtime import compilers, jit
 from fp8moe.runtime.architectures import SM90
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM
-from tests.gemm_variants import COMPLAINTS, counts_shared_memory_alike, faults, largest, one_of_each, without_gpu
+from tests.gemm_variants import counts_shared_memory_alike, faults, largest, one_of_each, without_gpu
+from tests.ptxas import COMPLAINTS
 
 SMS = 132
 BENCHMARK_WEIGHTS = ((576, 7168), (2112, 7168), (4096, 7168), (7168, 2048), (7168, 16384), (24576, 1536), (32768, 512))

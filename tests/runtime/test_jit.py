@@ -150,7 +150,7 @@ def test_report():
     assert 0 < report.registers < 64
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.static_smem == 1024
-    assert "Compiling entry function 'shared' for 'sm_90a'" in report.log
+    assert "Compiling entry function 'shared' for 'sm_90a'" in compiled.log
     assert compile_report(SCALE).static_smem == 0
 
 
