@@ -21,7 +21,7 @@ def check_int(name: str, value: int, at_least: int | None = None) -> None:
 
 
 def check_floating(dtype: torch.dtype) -> None:
-    """Check the argument ``dtype`` of a module."""
+    """Raise TypeError unless `dtype`, the argument of a module, is bfloat16, float16 or float32."""
     if dtype not in FLOATING:
         raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
 

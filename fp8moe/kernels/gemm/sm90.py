@@ -245,7 +245,7 @@ def tokens_of_tile(tile: TileConfig, m: int) -> int:
 
 @dataclass(frozen=True)
 class GroupedKTile:
-    """The tile configuration of ``cuda/sm90/gemm_k.cu``: block_m rows of a, block_n rows of b, a ring of about 190 KB."""
+    """The tile configuration of ``cuda/sm90/gemm_k.cu``: block_m rows of a by block_n rows of b; a ring of 190 KB."""
 
     block_m: int
     block_n: int

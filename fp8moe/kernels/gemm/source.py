@@ -8,7 +8,7 @@ from fp8moe.runtime.jit import KernelSpec, constants
 
 
 def is_dynamic(tile: TileConfig, k: int, epilogue: Epilogue) -> bool:
-    """Return whether blocks take tiles from a counter: only before gated epilogues, as the kernel before ends unevenly."""
+    """Return whether blocks take tiles from a counter: for gated epilogues, as the kernel before them ends unevenly."""
     return epilogue.gated and tile.may_be_dynamic(k)
 
 

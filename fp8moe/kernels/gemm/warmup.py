@@ -20,7 +20,7 @@ _HEIGHTS, _NARROW = (64, 128, 192, 256), 512  # tile heights for more than _FEW 
 
 
 class Family(NamedTuple):
-    """GEMMs with weights of one shape (n, k), one number of groups (0: dense), one epilogue, kind of scales and bias."""
+    """GEMMs with equal shape (n, k) of weights, number of groups (0: dense), epilogue, and kind of scales and bias."""
 
     n: int
     k: int
