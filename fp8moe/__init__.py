@@ -77,5 +77,5 @@ else:
     # postpone it, so that `fp8moe --help` answers at once.
     if Path(*sys.argv[:1]).name not in ("fp8moe", "-m"):
         for _name in __all__:
-            if _name not in ("RefitReport", "refit", "refitting"):  # define no operators, and import much
+            if _name not in ("RefitReport", "refit", "refitting"):  # these have no operators, but slow imports
                 __getattr__(_name)

@@ -23,7 +23,7 @@ from fp8moe.decode.request import Request, parse_one
 from fp8moe.decode.scheduler import Scheduler
 
 NEW_TOKENS = 1024
-"""Default limit of new tokens per request, as in `transformers serve`; lower if fewer fit into the decoder."""
+"""Default limit of new tokens per request, as in `transformers serve`; lower if the decoder has less room."""
 
 
 class DecoderManager(BaseGenerateManager):
@@ -52,7 +52,7 @@ class DecoderManager(BaseGenerateManager):
         request_id: str,
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue, CBStreamer]:
-        """Return a queue that receives the text of the answer and then None, and a streamer that counts and cancels.
+        """Return a queue that receives the answer's text and then None, and a streamer that counts tokens and cancels.
 
         Generation starts when the queue is first read, so that nothing runs for a client that has already gone.
         Arguments are those of transformers' managers: inputs["input_ids"] is a list of tokens; a missing max_new_tokens

@@ -94,7 +94,7 @@ def make_decoder(model: Any, slots: int, max_length: int | None) -> Any:
     except TypeError as error:
         raise ValueError(str(error)) from error
     except ValueError as error:
-        if config.settings.batch_invariant:  # transformers' continuous batching is not
+        if config.settings.batch_invariant:  # transformers' continuous batching is not invariant
             raise
         reason = str(error)
     try:

@@ -115,13 +115,13 @@ def _record(
             raise ValueError(f"--set {name}: the configuration of {model_type} has no such value")
     try:
         made = CONFIG_MAPPING[model_type].from_dict(source)
-    except Exception as error:  # a broken config.json makes transformers raise anything
+    except Exception as error:  # transformers may raise anything for a broken config.json
         raise ValueError(f"config.json: transformers cannot read it ({reason_of(error)})") from None
     return required_kernels([made], batch_sizes, tokens, sms)
 
 
 def _variants(family: Family, rows: int, tokens: int, decoder: int, sms: int) -> set[KernelSpec]:
-    """Return a family's kernels for prompts of 1 to `tokens` tokens, and for GraphDecoder with up to `decoder` tokens.
+    """Return the kernels of a GEMM family for prompts of 1 to `tokens` tokens, and for up to `decoder` in GraphDecoder.
 
     rows: rows of the GEMM per token.
     """

@@ -39,7 +39,7 @@ _register_namedtuple(FP8Tensor, serialized_type_name="fp8moe.FP8Tensor")
 def has_channel_scales(data: torch.Tensor, scale: torch.Tensor) -> bool:
     """Return whether weights (..., N, K) have one scale per output channel: (..., N, 1)."""
     n = data.shape[-2]
-    return n > 2 and scale.shape[-2:] == (n, 1)  # N = 2 may be one gate row and one up row, whose blocks are rows
+    return n > 2 and scale.shape[-2:] == (n, 1)  # up to N = 2 (one gate and one up row), block scales can look the same
 
 
 def ceil_div(n: int, divisor: int) -> int:
@@ -53,7 +53,7 @@ def align(n: int, multiple: int) -> int:
 
 
 def padded_rows(rows: int, groups: int) -> int:
-    """Return an upper bound of the rows after padding, if `rows` rows are in `groups` groups, each padded to 128."""
+    """Return an upper bound of the padded rows, if `rows` rows are split into `groups` groups, each padded to 128."""
     return (rows + (BLOCK - 1) * torch.sym_min(groups, rows)) // BLOCK * BLOCK
 
 

@@ -74,7 +74,7 @@ def both_ways(rows: Tensor, weighted: Tensor, group_offsets: Tensor | None) -> R
 
 
 def pad_groups(group_offsets: Tensor | None, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the groups' first rows (E,) and ends (E,), and their offsets (E+1,) after padding. None: one group."""
+    """Return the groups' first rows (E,), ends (E,) and padded offsets (E+1,). group_offsets: None for one group."""
     if group_offsets is None:
         group_offsets = torch.arange(2, device=device) * rows
     starts = group_offsets[:-1].long().clamp(0, rows)
@@ -108,7 +108,7 @@ def up_to_power_of_two(scale: Tensor) -> Tensor:
 
 
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Pad x (..., M, F) to (..., rows, columns) with zeros; contiguous."""
+    """Return x (..., M, F) padded with zeros to (..., rows, columns), contiguous."""
     return F.pad(x, (0, columns - x.shape[-1], 0, rows - x.shape[-2])).contiguous()
 
 

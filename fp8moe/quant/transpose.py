@@ -190,7 +190,7 @@ def launch(
 
 
 def transposed(rows: Tensor, row_scale: Tensor, columns: Tensor, column_scale: Tensor, offsets: Tensor) -> Transposed:
-    """Return the five tensors that an operator returns as a `Transposed`."""
+    """Return a `Transposed` made of the five tensors that an operator returns."""
     return Transposed(FP8Tensor(rows, row_scale), FP8Tensor(columns, column_scale), offsets)
 
 

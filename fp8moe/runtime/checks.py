@@ -80,7 +80,7 @@ def check_own_memory(out: Tensor, operands: dict[str, Tensor | None]) -> None:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether the memory ranges of two tensors, from first to last byte, overlap."""
+    """Return whether the memory ranges of two tensors, from first to last byte, overlap."""
     begin, end = _span(one)
     other_begin, other_end = _span(other)
     return begin < other_end and other_begin < end

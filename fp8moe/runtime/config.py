@@ -2,9 +2,9 @@
 
 | variable               | values                | meaning                                                        |
 | ---------------------- | --------------------- | -------------------------------------------------------------- |
-| FP8MOE_BACKEND         | auto, cuda, reference | where ops run; auto takes the kernels on a GPU they support    |
+| FP8MOE_BACKEND         | auto, cuda, reference | where ops run; auto: CUDA kernels on GPUs that they support    |
 | FP8MOE_CACHE_DIR       | a directory           | compiled kernels and converted models; default ~/.cache/fp8moe |
-| FP8MOE_NUM_SMS         | an integer >= 1       | upper limit on the SMs of a GEMM or of index scores            |
+| FP8MOE_NUM_SMS         | an integer >= 1       | upper limit on the SMs that a GEMM or index scores may use     |
 | FP8MOE_PRINT_CONFIGS   | 0, 1                  | print the configuration chosen for each new shape              |
 | FP8MOE_PRINT_COMPILER  | 0, 1                  | print the compiler's log (compiles even if a cubin is cached)  |
 | FP8MOE_DUMP_DIR        | a directory           | write source, PTX, cubin and SASS of each kernel there         |

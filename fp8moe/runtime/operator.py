@@ -37,8 +37,8 @@ class Signature(Generic[Operands]):
 
     fields: names of the fields that the operator takes, if not all; the others keep their defaults.
 
-    Trailing arguments have the defaults of their fields: a call may omit them, and PyTorch then passes none, which
-    saves time for each.
+    Trailing arguments have the defaults of their fields. A call may omit them, which saves time: PyTorch then does not
+    pass them on either.
 
     schema, names: schema and names of the arguments. pack: turns the NamedTuple into a tuple of arguments. unpack:
     turns the arguments into the NamedTuple. Both are compiled once from Python expressions, so that calls need no loop.
@@ -68,7 +68,7 @@ class Signature(Generic[Operands]):
         return f"{name}({self.schema}) -> {results}"
 
     def of_arguments(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function of the NamedTuple, or of the parameters, as a function of the operator's arguments."""
+        """Turn a function of the NamedTuple, or of the parameters, into a function of the operator's arguments."""
         return self._function(f"function({self._given})", function=function)
 
     def _function(self, expression: str, **more: Any) -> Callable[..., Any]:

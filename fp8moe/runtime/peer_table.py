@@ -14,8 +14,8 @@ class Targets(NamedTuple):
 
     peers: number of GPUs. each: number of assignments (pairs of a token and one of its experts) for the tokens of one
     peer; with to_all, for all tokens.
-    addresses: for every peer, the address of its buffer (each, H) with one row per assignment; then the addresses that
-    `meeting` returns.
+    addresses: for every peer, the address of its buffer (each, H) with one row per assignment; then the addresses of
+    the peers' barrier (`meeting`).
     """
 
     peers: int
@@ -39,13 +39,14 @@ def peer_defines(peers: int) -> tuple[tuple[str, int], ...]:
 
 
 def meeting(signals: list[int], rank: int) -> tuple[int, ...]:
-    """Return ``struct Meeting``: addresses of this rank's word in each peer's signals, and of its own signals.
+    """Return ``struct Meeting``, the barrier at which a kernel waits for its peers before it ends.
 
-    signals: the address of ``struct Signals`` of each peer.
+    It holds the address of this rank's word in each peer's signals, and the address of its own signals. signals: the
+    address of ``struct Signals`` of each peer.
     """
     return *(address + rank * _ARRIVED_BYTES for address in signals), signals[rank]
 
 
 def no_meeting(peers: int) -> tuple[int, ...]:
-    """Return ``struct Meeting`` for a kernel that ends without waiting for the other GPUs."""
+    """Return ``struct Meeting`` for a kernel that ends without waiting for its peers."""
     return (0,) * (peers + 1)

@@ -96,7 +96,7 @@ _DenseOperands = Annotated[GemmOperands, (*GemmOperands._fields[:4], "bias", "c"
 
 
 def product(operands: GemmOperands, float32: bool, *, pdl: bool = False) -> Tensor:
-    """Return the product; check the operands unless some of the same layouts have run before. pdl: see `multiply`."""
+    """Return the product. Operands with layouts that have run before are not checked again. pdl: see `multiply`."""
     found = launch.find(launch.dense, operands, torch.float32 if float32 else torch.bfloat16, pdl)
     if found is not None:
         return launch.run_new(found, operands)
@@ -311,7 +311,10 @@ def multiply_groups_to(
     grouping: Grouping,
     bias: Tensor | None = None,
 ) -> None:
-    """Write a grouped GEMM to the memory of peer GPUs. a: 2-D. b: contiguous. pointers: for the epilogue's fields."""
+    """Write a grouped GEMM to the memory of peer GPUs. CUDA backend only.
+
+    a: 2-D. b: contiguous. pointers: values of the epilogue's address fields.
+    """
     scale, bias = checks.weight_scale(*b), checks.bias_vector(bias)
     operands = GemmOperands(*a, b.data, scale, bias, groups=groups)
     index = a.data.get_device()

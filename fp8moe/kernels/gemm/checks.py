@@ -177,7 +177,7 @@ def bias_vector(bias: Tensor | None) -> Tensor | None:
 def _operands(
     a: FP8Tensor, b: FP8Tensor, *, rows: str = "(M, K)", weights: str = "(E, N, K)", gated: bool = False
 ) -> tuple[int, ...]:
-    """Check activations a and weights b. gated: b is a gate_up projection. Returns the sizes of both without K."""
+    """Check activations a and weights b. gated: b is a gate_up projection. Returns the sizes of both, except K."""
     name = "gate_up" if gated else "b"
     *lead, k = fp8_data("a.data", a.data, rows)
     scale_shape = (*lead, ceil_div(k, 128))

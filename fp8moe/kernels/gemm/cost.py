@@ -45,7 +45,7 @@ class _DenseCosts(NamedTuple):
     shared: float  # cycles to move 128 bytes into or out of shared memory
     dram: float  # bytes per microsecond from device memory
     overlap: float  # exponent of the norm that joins overlapping times: 1 no overlap, infinity full overlap
-    crowded: float = 0  # share of the read time saved per block that the fullest SM has more than the average SM
+    crowded: float = 0  # share of the read time saved per block by which the fullest SM exceeds the average SM
     # The following apply only to tiles whose 64-row operand is tokens.
     wait: float = 0  # share of the product's time that a single warpgroup cannot hide
     mma: float = 0  # cycles of 128 products along K per output element
@@ -139,6 +139,7 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
 
 # ---- one weight matrix per group: the host knows the expected rows of a group, but not the actual sizes ----
 
+# Microseconds, unless a comment says otherwise.
 _GROUPED_START = 3.619
 _GROUPED_STEP = 331.8  # cycles to consume a stage (128 along K) for one slab of a warpgroup, without the product
 _GROUPED_SWAPPED = 3.526  # factor of the product's cycles in a step if weights are the 64-row operand
@@ -222,10 +223,7 @@ def _not_empty(expected_m: float, skewed: bool) -> float:
 
 
 def _slabs_in_use(tile: TileConfig, rows: int) -> tuple[int, ...]:
-    """Return each warpgroup's number of slabs with tokens, for a tile with ``rows`` rows in use.
-
-    See ``slab_row`` of gemm_layout.cuh.
-    """
+    """Return how many slabs each warpgroup multiplies if ``rows`` rows are in use (``slab_row`` of gemm_layout.cuh)."""
     if tile.weights_as_rows:
         return (tile.slabs,) * tile.warpgroups
     in_use = ceil(rows / 64)
@@ -238,7 +236,7 @@ def _slabs_in_use(tile: TileConfig, rows: int) -> tuple[int, ...]:
 def _step_cycles(tile: TileConfig, rows: int) -> float:
     """Return the cycles of one step of 128 along K, for a tile with ``rows`` rows in use that is alone on its SM."""
     height = tile.block_m if tile.weights_as_rows else 64 * ceil(rows / 64)
-    product = 64 * tile.mma_n * _GROUPED_MMA  # of one slab
+    product = 64 * tile.mma_n * _GROUPED_MMA  # cycles of one slab's product
     slabs = _slabs_in_use(tile, rows)
     if tile.overlaps:
         alone = _GROUPED_OVERLAPPED + _GROUPED_OVERLAPPED_PRODUCT * product

@@ -141,7 +141,7 @@ class PeerStore(Epilogue):
 
     @property
     def fields(self) -> Fields:
-        """Addresses of the rows on each peer, of each row's assignment, and of the meeting (`runtime.peer_table`)."""
+        """Addresses of the rows on each peer, of the rows' assignments, and of the peers' barrier (`meeting`)."""
         targets = [f"peer_{i}" for i in range(self.peers)]
         meeting = [f"meeting_{i}" for i in range(self.peers + 1)]
         return *_addresses((*targets, "assignments", *meeting)), ("each", ctypes.c_int)

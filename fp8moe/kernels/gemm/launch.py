@@ -41,7 +41,7 @@ class GemmOperands(NamedTuple):
     groups: Tensor | None = None
 
     def layouts(self) -> tuple[tuple | None, ...]:
-        """Return the key of the operands for launch plans, a microsecond faster than `planned` would collect it."""
+        """Return the operands' part of a launch plan's key, a microsecond faster than `planned` would collect it."""
         return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in self])
 
 
@@ -237,7 +237,7 @@ def column_addresses(b_scale: Tensor, bias: Tensor | None) -> int:
 def run(found: GemmLauncher, operands: GemmOperands, out: Tensor, *more: int) -> None:
     """Launch the GEMM on PyTorch's current stream.
 
-    more: the epilogue's addresses and pitches after the result's; for an operand c they are filled in.
+    more: values of the epilogue's address and pitch fields after those of the result; c's are filled in here.
     """
     a, a_scale, b, b_scale, bias, c, groups = operands
     index, address = a.get_device(), out.data_ptr()

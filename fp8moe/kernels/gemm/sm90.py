@@ -75,7 +75,7 @@ class TileConfig:
 
     @property
     def scale_pieces(self) -> int:
-        """Pieces of one wgmma's columns that may have different weight scales (``GRANULE`` of the kernel)."""
+        """Number of pieces of one wgmma's columns that may have different weight scales (``GRANULE`` of the kernel)."""
         return 1 if self.weights_as_rows else ceil(self.mma_n / min(128, self.block_n & -self.block_n))
 
     @property
@@ -85,7 +85,7 @@ class TileConfig:
 
     @property
     def slabs(self) -> int:
-        """Slabs of 64 rows and `mma_n` columns that one math warpgroup multiplies, one after the other."""
+        """Number of slabs (64 rows x `mma_n` columns) that one math warpgroup multiplies, one after the other."""
         return self.block_m * self.block_n // (64 * self.mma_n * self.warpgroups)
 
     @property
@@ -130,7 +130,7 @@ class TileConfig:
     @property
     def stage_bytes(self) -> int:
         """Bytes of shared memory per stage: both tiles, token scales, two mbarriers and, for groups whose tokens are
-        the 64-row operand, the ``struct Tile`` that the stage may announce."""
+        the 64-row operand, the ``struct Tile`` of the next tile, which may be announced with the stage."""
         scales = self.block_m
         if self.groups:
             scales = self.block_m * (2 if self.half_tiles else 1) + 4  # 192x128: two loads of 128 scales, and 4 more
@@ -144,7 +144,7 @@ class TileConfig:
 
     @property
     def reduces(self) -> bool:
-        """Whether the epilogue sums through the reduction buffer."""
+        """Whether the epilogue passes sums through the reduction buffer in shared memory."""
         return self.weights_as_rows or self.split_k > 1
 
     @property
@@ -219,9 +219,9 @@ def without_tma_store(tile: TileConfig, k: int) -> TileConfig:
 
 
 def fits(tile: TileConfig, k: int) -> bool:
-    """Return whether registers and shared memory suffice for two stages, or with parts of K for three.
+    """Return whether registers and shared memory suffice for two stages, or for three if K is summed in parts.
 
-    Tiles that sum parts of K take half as long again with two stages.
+    With only two stages, tiles that sum parts of K would take half as long again.
     """
     blocks = ceil(k / 128)
     others = _OTHER_REGISTERS + (8 if tile.groups and not tile.weights_as_rows else 0)
@@ -237,7 +237,7 @@ def fits(tile: TileConfig, k: int) -> bool:
 
 
 def tokens_of_tile(tile: TileConfig, m: int) -> int:
-    """Return the number of tokens per tile. Tiles of a dense GEMM share its ``m`` evenly, unless TMA stores them."""
+    """Return the tokens per tile: tiles of a dense GEMM share its ``m`` tokens evenly, unless TMA stores them."""
     if tile.groups or tile.tma_store:
         return tile.block_m
     return min(tile.block_m, align(ceil(m / ceil(m / tile.block_m)), 8))

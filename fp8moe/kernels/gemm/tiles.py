@@ -120,10 +120,10 @@ _INVARIANT_COST = 1.19  # accepted factor of time; for one part the cost model e
 def invariant_parts(n: int, k: int) -> int:
     """Return the number of parts in which K is summed in batch-invariant mode, whatever the number of tokens.
 
-    The number depends on the shape of the weights only. It is the smallest with which decode steps take at most
-    `_INVARIANT_COST` times as long as with their best split, on the 132 SMs of an H100 or H200. Equal parts with an
-    even number of 128-blocks come first, as products of small tiles alternate between two sets of registers; then
-    equal parts; then any.
+    The number depends on the shape of the weights only. With it, decode steps take at most `_INVARIANT_COST` times as
+    long as with their best split, on the 132 SMs of an H100 or H200. Of such numbers, the smallest is taken that gives
+    equal parts with an even number of 128-blocks, as products of small tiles alternate between two sets of registers;
+    if there is none, the smallest that gives equal parts; then the smallest.
     """
     sms = 132
 
@@ -187,7 +187,7 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
     if expected_m >= _FEWEST_AS_ROWS:
         straight = [TileConfig(128, 256)]
         if not swiglu:
-            # Of equally fast tiles the first is chosen, so high tiles, which read their group's weights once, lead.
+            # Of equally fast tiles the first is chosen: put high tiles first, which read a group's weights once.
             wide = TileConfig(128, 256, half_tiles=True)
             straight = [TileConfig(256, 128), wide, TileConfig(128, 192), TileConfig(128, 128)]
             straight += [replace(shape, tma_store=True) for shape in straight]

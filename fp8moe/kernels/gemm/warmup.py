@@ -103,9 +103,10 @@ def _ladder(least: int, most: int) -> Iterator[int]:
 
 
 def _full_tiles(most: int) -> list[int]:
-    """Return the numbers of rows, from _FEW on, after which one more row adds a tile or tokens to each tile.
+    """Return the numbers of rows, from _FEW on, after which one more row changes how some tile height divides them.
 
-    They cover all tile heights. Tiles share the rows evenly, in multiples of 8 (`sm90.tokens_of_tile`).
+    The number of tiles or the tokens per tile then grow: tiles share the rows evenly, in multiples of 8
+    (`sm90.tokens_of_tile`).
     """
     found = set()
     for height in _HEIGHTS:
