@@ -21,7 +21,7 @@ from fp8moe.runtime.sm90 import WARP
 TILE_BYTES = BLOCK * BLOCK  # bytes of the transposed tile in shared memory
 STRIP = 8  # width in tiles of the strips that thread blocks walk, row of tiles by row of tiles
 _GATHER_STRIP = 4  # the same if tokens are read several times: narrower, so that they stay in L2
-_WARPS = 8  # warps of a thread block
+_WARPS = 8  # warps per thread block
 
 
 class Transposed(NamedTuple):

@@ -68,7 +68,7 @@ class Signature(Generic[Operands]):
         return f"{name}({self.schema}) -> {results}"
 
     def of_arguments(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Turn a function of the NamedTuple, or of the parameters, into a function of the operator's arguments."""
+        """Wrap a function that takes the NamedTuple (or the parameters) so that it takes the operator's arguments."""
         return self._function(f"function({self._given})", function=function)
 
     def _function(self, expression: str, **more: Any) -> Callable[..., Any]:

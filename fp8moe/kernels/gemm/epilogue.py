@@ -88,7 +88,10 @@ class AddAndStore(PlainStore):
 
 @dataclass(frozen=True)
 class AddLowRank(PlainStore):
-    """Stores ``sums + ranks @ factors[e].T`` for rows of group e, in bfloat16 or float32. rank: a multiple of 16."""
+    """Stores ``sums + ranks @ factors[e].T`` for the rows of group e, in bfloat16 or float32.
+
+    ranks is (M, r), factors (E, N, r). rank: r, a multiple of 16.
+    """
 
     rank: int = 0
 

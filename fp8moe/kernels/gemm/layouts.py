@@ -137,7 +137,7 @@ _by_layout_op = define("grouped_gemm_by_layout -> ()", _by_layout, _by_layout_fa
 
 # ---- groups along K, given by sizes ----
 
-_JOIN_WARPS = 8  # warps of a thread block
+_JOIN_WARPS = 8  # warps per thread block
 _JOIN_BLOCKS_PER_SM = 8
 _JOIN_ROWS = 32  # rows of 128 columns that a warp copies at a time
 

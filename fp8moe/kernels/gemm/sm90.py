@@ -155,8 +155,8 @@ class TileConfig:
     def may_be_dynamic(self, k: int) -> bool:
         """Whether blocks may take tiles from a counter in memory (``DYNAMIC`` of cuda/sm90/gemm_layout.cuh).
 
-        Not with overlapping products, which would pause when a tile is announced, or with a short K, whose loop would
-        spill registers.
+        Excluded are overlapping products, which would pause when a tile is announced, and a short K, for which the loop
+        would spill registers.
         """
         tokens_as_rows = self.groups > 0 and not self.weights_as_rows
         return tokens_as_rows and self.math_registers == 240 and not self.overlaps and k > 1024

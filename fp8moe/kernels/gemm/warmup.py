@@ -90,7 +90,7 @@ def required_by(calls: Iterable[Callable[[], object]], num_sms: int) -> Required
 
 
 def lengths(tokens: int) -> list[int]:
-    """Return the numbers of tokens to record calls with, for kernels other than GEMMs: powers of two, and `tokens`."""
+    """Return the prompt lengths at which to look for kernels other than GEMMs: powers of two, and `tokens` itself."""
     return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
 
 
