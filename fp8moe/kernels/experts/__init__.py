@@ -1,4 +1,4 @@
-"""The operators of an experts layer: forward, training, and the steps between the GEMMs."""
+"""Operators of an experts layer: its forward, its training, and the steps before, between and after its two GEMMs."""
 
 from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.operator import experts_of_rows, experts_of_tokens, experts_partial, send_rows
