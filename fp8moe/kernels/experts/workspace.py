@@ -53,7 +53,7 @@ class Workspace:
             "a_scale": self.pitch * ceil_div(hidden, BLOCK) * 4,
             "h": num_rows * size,
             "h_scale": self.pitch * ceil_div(size, BLOCK) * 4,
-            "last": num_rows * (4 if form else hidden * row_dtype.itemsize),  # the rows' assignments, or GEMM 2's result
+            "last": num_rows * (4 if form else hidden * row_dtype.itemsize),  # assignments, or GEMM 2's result
         }
         self.offsets, total = {}, 0
         for name, nbytes in parts.items():
