@@ -131,17 +131,17 @@ class AttentionHeads(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """Lanes that share a head padded with zeros to a multiple of 16 values: a power of two; 8 values per lane."""
+        """Number of lanes that share a head, a power of two: each holds 8 values of the zero-padded head."""
         return 1 << (2 * ceil_div(self.size, 16) - 1).bit_length()
 
     @property
     def tiles(self) -> int:
-        """Number of clusters among which the query heads of one key head are divided."""
+        """Number of clusters over which the query heads of one key head are split."""
         return ceil_div(self.group, _ROWS)
 
     @property
     def pitch(self) -> int:
-        """Bytes from one row to the next in shared memory."""
+        """Bytes between consecutive rows (key, value or query vectors) in shared memory."""
         return align(2 * self.size, 128)
 
     def stages(self, cluster: int) -> int:
@@ -275,7 +275,7 @@ def _launch(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows(x: Tensor | None) -> Tensor | None:
-    """Return x (B, heads, D), or an aligned copy if a row's heads are not contiguous or rows are not aligned."""
+    """Return x (B, heads, D) itself if each sequence's heads are contiguous and 16-byte aligned, or else a copy."""
     if x is None:
         return None
     row, head, value = x.stride()

@@ -95,7 +95,7 @@ def _threads(hidden: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
-    """Return the kernel for rows of `hidden` columns and `dtype`."""
+    """Return the kernel for rows of `hidden` columns in `dtype`."""
     row, block = _threads(hidden, dtype)
     vector = hidden * dtype.itemsize % VECTOR_BYTES == 0
     sizes = (("HIDDEN", hidden), ("THREADS", block), ("ROW_THREADS", row), ("SIZES_BYTES", ctypes.sizeof(_RowSizes)))
@@ -109,7 +109,7 @@ def launcher(
     """Return the launcher for (x, residual, weight, sum, values, data, scale); all but x and weight may be None.
 
     x: (rows, hidden) in `dtype`, rows `row_stride` elements apart; if the size of a row is a multiple of 16 bytes, so
-    is the stride. The other tensors are contiguous, the scale MN-major. All tensors start at multiples of 16 bytes.
+    must be the stride. Other tensors are contiguous, the scale MN-major. All tensors start at multiples of 16 bytes.
     """
     row, block = _threads(hidden, dtype)
     return PointerLauncher(

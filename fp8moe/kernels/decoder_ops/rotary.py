@@ -26,7 +26,7 @@ from fp8moe.runtime.operator import Written, operator
 from fp8moe.runtime.sm90 import WARP
 
 MAX_HEAD = 256
-MULTIPLE = 16  # the number of rotated values is a multiple of this: a lane holds 8 values of one of their halves
+MULTIPLE = 16  # of the number of rotated values: each lane holds 8 values of either the first or the second half
 _WARPS = 4  # warps of a thread block
 _VECTOR_BYTES = 16
 _MANY_ROWS = 256
@@ -103,7 +103,7 @@ class RotaryHeads(NamedTuple):
     norm: bool
 
     def lanes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the number of lanes that share a head, a power of two, and of 16-byte vectors that each lane holds."""
+        """Return the number of lanes that share a head, a power of two, and of 16-byte vectors per lane."""
         nbytes = self.size * dtype.itemsize
         vectors = ceil_div(nbytes, _VECTOR_BYTES * WARP)
         lanes = ceil_div(nbytes, _VECTOR_BYTES * vectors)
@@ -136,7 +136,7 @@ def launcher(device_index: int, operands: RotaryOperands) -> PointerLauncher:
     q, k, v, cos, _, keys, *_ = operands
     batch, tokens, queries, size = q.shape
     key_heads, length = keys.shape[1:3]
-    row = 1 if tokens > 1 else 0  # the dimension whose stride is the distance of rows
+    row = 1 if tokens > 1 else 0  # the dimension whose stride separates consecutive rows
     arguments = _RotaryArguments(
         q_stride=q.stride(row),
         k_stride=k.stride(row),
@@ -224,7 +224,7 @@ def _launch(operands: RotaryOperands) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x (B, T, heads, D), or an aligned copy if tokens are not evenly spaced, contiguous and aligned."""
+    """Return x (B, T, heads, D) itself if tokens are evenly spaced, contiguous and 16-byte aligned, or else a copy."""
     batch, tokens, heads, size = x.shape
     sequence, token, head, value = x.stride()
     even = batch == 1 or tokens == 1 or sequence == tokens * token

@@ -27,7 +27,7 @@ MAX_TOKENS = 64  # tokens per thread block of router_logits.cu
 _MAX_BYTES = 256 << 10  # largest x for router_logits.cu, whose thread blocks each read all of x
 _MAX_ROW_BYTES = 32 << 10  # largest row of x: 8 vectors of 16 bytes in each of 256 threads
 _MAX_EXPERTS_AT_ONCE = 8  # experts per thread block: more would cost registers and hide no latency
-_MAX_SUMS = WARP  # sums per thread, one for each expert and token
+_MAX_SUMS = WARP  # sums per thread, one for each of its block's (expert, token) pairs
 _INVARIANT_TOKENS = 8  # tokens processed at a time, whatever their number, if results are batch invariant
 _ROUTE_WARPS = 4  # warps of a thread block of route.cu
 MAX_SORTED_TOKENS = 16  # for route_sorted.cu, a single thread block: more tokens are sorted faster by a second kernel
@@ -126,7 +126,7 @@ def by_kernel(tokens: int, row_bytes: int) -> bool:
 
 
 def logits_block(tokens: int, experts: int, sms: int) -> tuple[int, int]:
-    """Return the experts per thread block, so that there is a block per SM, and the tokens it processes at a time.
+    """Return the experts per thread block, for about one block per SM, and the tokens that a block takes at a time.
 
     Both are powers of two and compile-time constants of the kernel; the order of its sums depends on them.
     """
@@ -153,7 +153,7 @@ def logits_spec(
     vector: x and the weight start at multiples of 16 bytes, and their rows are multiples of 16 bytes long.
     """
     block_experts, block_tokens = block
-    rounds = 1 if block_tokens > (8 if dtype is torch.float16 else 16) else 2  # rounds of loads held in registers
+    rounds = 1 if block_tokens > (8 if dtype is torch.float16 else 16) else 2  # rounds of loads in flight
     sizes = (
         *(("HIDDEN", hidden), ("NUM_EXPERTS", experts), ("EXPERTS", block_experts), ("TOKENS", block_tokens)),
         *(("MAX_TOKENS", MAX_TOKENS), ("ROW_THREADS", logits_threads(hidden, dtype)), ("ROUNDS", rounds)),
@@ -230,7 +230,7 @@ _logits_op = operator(
 )
 
 
-# ---- the choice ----
+# ---- choosing experts ----
 
 
 class Form(NamedTuple):

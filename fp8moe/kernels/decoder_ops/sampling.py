@@ -89,7 +89,7 @@ def sample(logits: Tensor, state: SamplingState) -> Sampled:
     2. Greedy rows, and rows whose largest logit overflows float32 when divided by the temperature, take the token with
        the largest logit, the first of equal ones.
     3. Other rows are divided by the temperature. top_k keeps the k largest logits and all that equal the k-th; top_p
-       keeps the smallest set of tokens with this share of the probability mass, of equal ones the last by index;
+       keeps the fewest tokens that have this share of the probability mass, preferring higher indices among equals;
        then min_p applies. The token with the largest sum of scaled logit and Gumbel noise is a draw from the softmax of
        the kept tokens (Maddison, Tarlow, Minka, "A* sampling", arXiv:1411.0030). The noise is a function of seed, step
        and token.
@@ -212,7 +212,7 @@ def kernel_spec(dtype: torch.dtype, vector: bool) -> KernelSpec:
 
 
 def _number(value: float) -> str:
-    """Return a number as a CUDA literal."""
+    """Return a float as a CUDA float literal, an int as an unsigned one."""
     return f"{value!r}f" if isinstance(value, float) else f"{value}u"
 
 
@@ -276,7 +276,7 @@ def _empty(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
 
 
 def reference(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
-    """Return tokens and logprobs for logits (B, V), and update state.seen and state.step."""
+    """Compute `sample` in plain PyTorch: return tokens and logprobs (B,), and update state.seen and state.step."""
     raw = logits.float()
     penalized = _penalized(raw, state)
     scaled = penalized / state.temperature[:, None]
@@ -315,7 +315,7 @@ def reference_next(logits: Tensor, state: SamplingState, sequences: Sequences) -
 
 
 def _valid_parameters(state: SamplingState) -> Tensor:
-    """Return which rows have all parameters in range, (B,)."""
+    """Return which rows have all sampling parameters in range, bool (B,)."""
     temperature, top_k, top_p, min_p, repetition, presence = state[:6]
     return (
         ((temperature >= 0) & temperature.isfinite())
@@ -328,7 +328,7 @@ def _valid_parameters(state: SamplingState) -> Tensor:
 
 
 def _penalized(raw: Tensor, state: SamplingState) -> Tensor:
-    """Apply the penalties to raw logits (B, V) float32."""
+    """Apply the repetition and presence penalties to raw logits (B, V) float32."""
     repetition = state.repetition_penalty[:, None]
     repeated = torch.where(raw < 0, raw * repetition, raw / repetition)
     penalized = torch.where((state.seen & (IN_PROMPT | GENERATED)) != 0, repeated, raw)
@@ -341,7 +341,7 @@ def kept(scaled: Tensor, largest: Tensor, state: SamplingState) -> Tensor:
     scaled: logits over temperature, (B, V) float32. largest: (B, 1), the maximum of each row.
     """
     vocab = scaled.shape[1]
-    # Ascending order, with the lower index first among equal values: tokens are dropped from the beginning.
+    # Sorted ascending, with the lower index first among equal values; top_p drops tokens from the beginning.
     order = scaled.sort(dim=1, stable=True)
     top_k = torch.where(state.top_k > 0, state.top_k, vocab).clamp(max=vocab)
     kept = scaled >= order.values.gather(1, vocab - top_k[:, None].long())
@@ -358,7 +358,7 @@ def kept(scaled: Tensor, largest: Tensor, state: SamplingState) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return e**x for float32 x <= 0, with the same bits on every device; x below MIN_EXPONENT counts as that."""
+    """Return e**x for float32 x <= 0, with the same bits on every device; x is clamped to MIN_EXPONENT."""
     x = x.clamp(min=MIN_EXPONENT)
     exponent = (x * LOG2_E).round()
     rest = x - exponent * LN2_HIGH
@@ -370,12 +370,12 @@ def exp(x: Tensor) -> Tensor:
 def log(x: Tensor) -> Tensor:
     """Return the natural logarithm of normal positive float32 x, with the same bits on every device."""
     bits = x.view(torch.int32)
-    exponent = (bits - SQRT_HALF_BITS) >> 23  # for a mantissa from sqrt(1/2) to sqrt(2)
+    exponent = (bits - SQRT_HALF_BITS) >> 23  # leaves a mantissa from sqrt(1/2) to sqrt(2)
     return _log_near_1((bits - (exponent << 23)).view(torch.float32) - 1, exponent.float())
 
 
 def _log_near_1(f: Tensor, exponent: Tensor) -> Tensor:
-    """Return log((1 + f) * 2**exponent) for f from -0.3 to 0.42."""
+    """Return log((1 + f) * 2**exponent) in float32, for f from -0.3 to 0.42."""
     square = f * f
     tail = _polynomial(f, LOG_TERMS) * f * square + exponent * LN2_LOW - square * 0.5
     return f + tail + exponent * LN2_HIGH

@@ -39,13 +39,13 @@ def experts(
     out: (T, H), contiguous, at a multiple of 16 bytes, in memory that no operand uses: bfloat16, float16 or float32.
     first_expert: the index of the first of the E consecutive experts held here; None: 0. expert_map: (all experts,)
         int32: maps each expert to its position in up and down, -1 if it is elsewhere; costs a few small kernels more.
-    num_experts: the number of experts on all ranks; tiles are chosen as if all experts got equally many assignments.
+    num_experts: the number of experts on all ranks, from which GEMM tiles are chosen, for evenly spread assignments.
         None: the length of expert_map, or the number of experts up to the last one held here.
     Returns ``out``, or a new (T, H) tensor in the dtype of x, or bfloat16 if x is an FP8Tensor. The sum over k is taken
     in float32 in the order of k; for a bfloat16 result, the results of down_e are rounded to bfloat16 first. Equal
     inputs give equal bits.
 
-    There is no backward: calling it raises RuntimeError, as does ``out`` if an operand requires a gradient.
+    There is no backward: calling it raises RuntimeError; so does passing ``out`` if an operand requires a gradient.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, for first_expert and expert_map
     together, and for an ``out`` that does not fit or overlaps an operand.
     """
@@ -112,7 +112,7 @@ def experts_rows(
     Returns ``out``, or a new (R, H) bfloat16 tensor, in which rows of no expert are zeros. Equal inputs give equal
     bits.
 
-    There is no backward: calling it raises RuntimeError, as does ``out`` if an operand requires a gradient.
+    There is no backward: calling it raises RuntimeError; so does passing ``out`` if an operand requires a gradient.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, or an ``out`` that does not fit
     or overlaps an operand.
     """
@@ -161,7 +161,7 @@ def experts_masked(
     Returns ``out``, or a new (E, max_m, H) bfloat16 tensor. Rows not in use have arbitrary values. Equal inputs give
     equal bits.
 
-    There is no backward: calling it raises RuntimeError, as does ``out`` if an operand requires a gradient.
+    There is no backward: calling it raises RuntimeError; so does passing ``out`` if an operand requires a gradient.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, a negative ``expected_m``, or an
     ``out`` that does not fit or overlaps an operand.
     """

@@ -56,12 +56,13 @@ def experts_training(
 
     hidden_states: (T, H) bfloat16, float16 or float32; any H. top_k_index: (T, K) int32 or int64.
     top_k_weights: (T, K) float32, bfloat16 or float16.
-    layer: the FP8 weights, without biases. masters: master weights; each one that requires a gradient gets it, in its
-        own dtype.
-    shard: the experts held by this rank; an assignment to another expert adds nothing and gets no gradient. Its
-        num_rows, if given, is at least 1 if there are assignments; assignments beyond num_rows rows are left out too.
+    layer: the FP8 weights, without biases. masters: master weights; those that require gradients get them, in their own
+        dtype.
+    shard: the experts held by this rank; assignments to other experts, and assignments beyond shard.num_rows rows, add
+        nothing and get no gradient. num_rows, if given, must be at least 1 unless there are no assignments.
     low_rank: LoRA factors, added to weights without masters; multiplied in bfloat16 with sums in float32.
-    Returns (T, H) in the shard's out_dtype; the results of GEMM 1 are rounded to bfloat16, the weighted sums once.
+    Returns (T, H) in the shard's out_dtype. The results of GEMM 1 (gate and up projection) are rounded to bfloat16, the
+    weighted sums are rounded once.
 
     Gradients treat every quantization as the identity (straight through). hidden_states (in its dtype), top_k_weights,
     the masters and the tensors of low_rank get gradients; those of low_rank are computed from activations and gradients
@@ -71,12 +72,11 @@ def experts_training(
     arXiv:2412.19437, section 3.3. The forward keeps the quantized transposes that weight gradients need and the result
     of GEMM 1 in bfloat16, from which the backward recomputes the activation.
 
-    Memory kept for the backward, in bytes, where R = T * K or num_rows, I is rounded up to a multiple of 128 and H to a
+    Bytes kept for the backward, where R = T * K or num_rows, I is rounded up to a multiple of 128 and H to a
     multiple of 16, and P = R + 127 * min(E, R) rounded down to a multiple of 128: ``4 * R * I`` (half without a gate),
     ``P * H * 33/32`` with an up_master, ``P * I * 33/32`` with a down_master, ``4 * R * r`` with a low_rank and
     ``R * I`` with its dropout, ``8 * R``, and ``4 * (E + 1)``; in addition top_k_weights, the FP8 weights, low_rank and
-    the input of its first factor. Where H or I is not such a multiple, forward and backward make padded copies of the
-    FP8 weights.
+    the input of up_a. Where H or I is not such a multiple, forward and backward make padded copies of the FP8 weights.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if a
     master, or an FP8 weight, has been changed in place since the forward; so does a backward of the backward.
@@ -91,7 +91,7 @@ def experts_training(
 
 
 def train_rows(operands: RowOperands, masters: Masters) -> Tensor:
-    """Compute the result of `experts_of_rows`, with a backward; operands and masters: see there."""
+    """Compute the result of `experts_of_rows` for packed operands, with a backward."""
     checks.rows(operands)
     checks.masters(operands.layer, masters)
     rows, scale, groups, layer, dtype, whole, _ = operands
@@ -162,7 +162,7 @@ class RowOrder(NamedTuple):
         return grouped_rows(a, b, self.groups, dtype, whole=self.whole, **options)
 
     def sum(self, y: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the weighted sums (T, H) of rows y (R, H) by token; y itself, in `dtype`, if the input is rows."""
+        """Return each token's weighted sum of its rows of y: (R, H) -> (T, H); or just y, if the input is rows."""
         if self.rows is None:
             return y.to(dtype)
         weights = torch.ones_like(self.rows, dtype=torch.bfloat16) if weights is None else weights
@@ -188,7 +188,7 @@ class TrainingOperands(NamedTuple):
 
     @property
     def beside(self) -> Beside:
-        """What the backward or LoRA need of the activation's result in addition to its quantized rows."""
+        """The form of the activation's result that the backward or LoRA needs in addition to its quantized rows."""
         if self.low_rank is not None:
             return Beside.VALUES
         return Beside.NOTHING if self.masters.down_master is None else Beside.COLUMNS
@@ -238,7 +238,7 @@ class TrainingBackwardOperands(NamedTuple):
 
 
 def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
-    """Return the weighted sums of tokens, or the results of rows, and the tensors of `SavedForBackward`."""
+    """Return the weighted sums of tokens (or the results of rows), then the tensors of `SavedForBackward`."""
     order, masters, low = operands.order, operands.masters, operands.low_rank
     hidden, size = operands.layer.down.data.shape[1:]
     layer = operands.layer.padded(BLOCK)
@@ -346,7 +346,7 @@ def _factor_gradients(
     groups, tokens = order.groups, order.tokens()
     values = low.drop(d.values, saved.kept) if low.dropout else d.values
     d_ranks, down_ranks = (
-        torch.mul(ranks, row_weights[:, None], out=torch.empty_like(ranks))  # rounded once
+        torch.mul(ranks, row_weights[:, None], out=torch.empty_like(ranks))  # in float32, rounded once to bfloat16
         for ranks in (d_ranks, saved.down_ranks)
     )
     d_down_a = lora_gradient(d_ranks, values, groups)
@@ -362,7 +362,7 @@ def activate(projected: Tensor, groups: Tensor, activation: Activation, size: in
     if activation.is_swiglu:
         return swiglu_quantize(projected, groups, activation=activation, beside=beside)
     values = activation(projected.float())
-    values[:, size:] = 0  # not all activations are 0 at 0, the value of padding columns
+    values[:, size:] = 0  # padding columns are 0, where not every activation is 0
     if beside is Beside.COLUMNS:
         return Activated(*quantize_with_transpose(values, groups))
     return Activated(quantize_1x128(values), values=values.bfloat16() if beside is Beside.VALUES else None)
@@ -374,7 +374,7 @@ def activate_backward(
     """Run the backward of `activate`. d_h: (R, I), the gradient of its result before multiplying by row_weights."""
     if activation.is_swiglu:
         return swiglu_backward_quantize(projected, d_h, row_weights, groups, activation=activation, beside=beside)
-    # A fixed layout, because the order of PyTorch's sums, and so their bits, depends on the layout.
+    # Contiguous, because the order of PyTorch's sums, and so their bits, depends on the layout.
     d_projected, values, dots = weighted_backward(projected.contiguous(), d_h, row_weights, activation)
     if beside is Beside.COLUMNS:
         rows, *columns = quantize_with_transpose(d_projected, groups)

@@ -177,7 +177,7 @@ def routing(
 
 
 def window(first_row: int, num_rows: int | None) -> None:
-    """Check the ranges of first_row and num_rows, which form a window of rows."""
+    """Check the ranges of first_row and num_rows, which describe a window of rows."""
     if not 0 <= first_row < 1 << 31:
         raise ValueError(f"first_row: expected 0 to 2**31 - 1, got {first_row}")
     if num_rows is not None:
@@ -191,7 +191,7 @@ def permute(x: Tensor, rows: Tensor, num_rows: int) -> None:
 
 
 def permute_fp8(data: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> None:
-    """Check the operands of `permute_fp8`."""
+    """Check dtypes, sizes and devices of the arguments of `permute_fp8`."""
     check_dtype("x.data", data, torch.float8_e4m3fn)
     _permuted("x.data", data, rows, num_rows)
     check_scale("x.scale", scale, (data.shape[0], ceil_div(data.shape[1], BLOCK)), data.device)
@@ -222,7 +222,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
 
 
 def _weights(name: str, weights: Tensor, like: Tensor, like_name: str, beside: str) -> None:
-    """Check dtype, shape and device of weights against `like`; beside: name of an argument on that device."""
+    """Check dtype, shape and device of weights; `like`, an argument named like_name, has their shape and device."""
     check_dtype(name, weights, *FLOATING)
     if weights.shape != like.shape:
         raise ValueError(f"{name}: expected shape {tuple(like.shape)} like {like_name}, got {tuple(weights.shape)}")

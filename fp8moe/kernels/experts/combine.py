@@ -55,7 +55,7 @@ class _CombineSizes(ctypes.Structure):
 
 
 class Dtypes(NamedTuple):
-    """Dtypes of the operands. index: dtype of expert indices given in place of rows, see `launcher`, or None."""
+    """Dtypes of the operands. index: the dtype of `rows` if they are expert indices, see `launcher`; otherwise None."""
 
     y: torch.dtype
     weights: torch.dtype
@@ -133,7 +133,7 @@ def _norm_threads(hidden: int, dtype: torch.dtype) -> int:
 
 
 def norm_kernel_spec(hidden: int, dtypes: Dtypes) -> KernelSpec:
-    """Return the kernel that sums rows of `hidden` columns and normalizes the results."""
+    """Return the kernel that sums rows of `hidden` columns and normalizes the sums."""
     types = ("WEIGHT", INPUT_TYPES[dtypes.weights]), ("ROW", INDEX_TYPES[torch.int32]), ("PLACED", 0)
     sizes = ("HIDDEN", hidden), ("ROW_THREADS", _norm_threads(hidden, dtypes.out))
     return KernelSpec("combine_norm.cu", "combine_norm", (*quantizer_defines(dtypes.out), *types, *sizes))

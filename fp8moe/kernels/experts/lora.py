@@ -20,12 +20,12 @@ from fp8moe.runtime.launch import PointerLauncher, planned
 from fp8moe.runtime.operator import define, operator
 from fp8moe.runtime.sm90 import WARP
 
-_RANKS = 16  # ranks (of the r) that a thread block computes, in both kernels
-_GRADIENT_COLUMNS, _GRADIENT_WARPS = 256, 4  # columns and warps of a thread block of cuda/lora_gradient.cu
+_RANKS = 16  # columns of the (R, r) matrix that a thread block processes, in both kernels
+_GRADIENT_COLUMNS, _GRADIENT_WARPS = 256, 4  # columns and warps of a thread block of cuda/ops/lora_gradient.cu
 
 
 class _ShrinkBlock(NamedTuple):
-    """A thread block of cuda/lora_shrink.cu: rows, the warps that split K, and per_sm, the blocks that fit on an SM."""
+    """A thread block of lora_shrink.cu: rows, warps (which split K), and per_sm, the blocks that fit on an SM."""
 
     rows: int
     warps: int
@@ -90,13 +90,13 @@ def gradient_spec(rank: int, gathered: bool) -> KernelSpec:
 def shrink_launcher(
     device_index: int, rows: int, rank: int, groups: int, width: int, gathered: bool
 ) -> PointerLauncher:
-    """Return the launcher for (x, factors, group_offsets, tokens or None, out (R, rank)).
+    """Return the launcher for (x, factors, group_offsets, tokens, out (R, rank)); see `lora_shrink`.
 
-    x: (R, K), or (T, K) if gathered (read by tokens). rows, groups, width: R, E, K.
+    gathered: x is (T, K), read by `tokens`; otherwise x is (R, K), tokens None. rows, groups, width: R, E, K.
     """
     few = rows < _FEW_ROWS * groups
     block = _FEW if few else _MANY
-    # Thread blocks that share a tile of rows: one per group in the tile, if all groups have equally many rows.
+    # Thread blocks per tile of rows: as many as the tile has groups if all groups have equally many rows.
     sharing = min(block.rows, ceil_div(block.rows * groups, max(rows, 1)))
     return PointerLauncher(
         load(shrink_spec(rank, gathered, few)),
@@ -108,9 +108,9 @@ def shrink_launcher(
 
 @planned
 def gradient_launcher(device_index: int, rank: int, groups: int, width: int, gathered: bool) -> PointerLauncher:
-    """Return the launcher for (x, ranks, group_offsets, tokens or None, out (E, rank, N)).
+    """Return the launcher for (x, ranks, group_offsets, tokens, out (E, rank, N)); see `lora_gradient`.
 
-    x: (R, N), or (T, N) if gathered (read by tokens). groups, width: E, N.
+    gathered: x is (T, N), read by `tokens`; otherwise x is (R, N), tokens None. groups, width: E, N.
     """
     return PointerLauncher(
         load(gradient_spec(rank, gathered)),
@@ -121,7 +121,7 @@ def gradient_launcher(device_index: int, rank: int, groups: int, width: int, gat
 
 
 def launch_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None, out: Tensor) -> Tensor:
-    """Fill `out` as `lora_shrink` describes, and return it."""
+    """Compute `lora_shrink` into `out`, and return `out`."""
     (rows, rank), groups = out.shape, factors.shape[0]
     if rows and groups:
         launcher = shrink_launcher(out.get_device(), rows, rank, groups, x.shape[1], tokens is not None)
@@ -130,7 +130,7 @@ def launch_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Ten
 
 
 def launch_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | None, out: Tensor) -> Tensor:
-    """Fill `out` as `lora_gradient` describes, and return it."""
+    """Compute `lora_gradient` into `out`, and return `out`."""
     groups, rank, width = out.shape
     if groups and width:
         launcher = gradient_launcher(out.get_device(), rank, groups, width, tokens is not None)
@@ -139,7 +139,7 @@ def launch_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Ten
 
 
 def _vectors(*operands: Tensor | None) -> list[Tensor | None]:
-    """Return the operands, copied where necessary so that the kernels can read vectors of 16 bytes."""
+    """Return the operands, copying those that the kernels could not read as 16-byte vectors."""
     return [None if value is None else aligned(value) for value in operands]
 
 

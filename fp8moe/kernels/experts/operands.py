@@ -13,7 +13,7 @@ from fp8moe.runtime.autograd import recorded
 
 
 class Biases(NamedTuple):
-    """Biases of both GEMMs, added to the float32 sums; each is bfloat16, float16 or float32, or None.
+    """Biases of both projections, added to the float32 sums; each is bfloat16, float16 or float32, or None.
 
     up_bias: (E, 2I), gate then up, or (E, I) without a gate; added before the activation. down_bias: (E, H), added
     before the results are rounded and weighted. Biases require I > 0.
@@ -30,7 +30,7 @@ class Layer(NamedTuple):
         float32 (E, 2 * ceil(I/128), ceil(H/128)), gate blocks then up blocks, or without a gate
         (E, ceil(I/128), ceil(H/128)). Any H and I.
     down: data (E, H, I), scale (E, ceil(H/128), ceil(I/128)).
-    activation: a SwiGLU and its quantization are fused into GEMM 1; other activations run as PyTorch operations.
+    activation: a SwiGLU and its quantization are fused into the GEMM of up; others run as PyTorch operations.
     """
 
     up: FP8Tensor
@@ -118,11 +118,11 @@ class LowRank(NamedTuple):
 class Shard(NamedTuple):
     """The part of a layer that a call computes, by default all of it, and the dtypes of its results.
 
-    first_expert: the index of this rank's first expert. num_experts: the number of experts on all ranks; tiles are
-        chosen as if all of them got equally many assignments. None: the number on this rank.
+    first_expert: the index of this rank's first expert. num_experts: the number of experts on all ranks, from which
+        GEMM tiles are chosen, for evenly spread assignments. None: the number on this rank.
     first_row, num_rows: a window of the rows of this rank's assignments, sorted by expert: only num_rows rows from
         first_row on are computed and get memory. num_rows None: T * K.
-    row_dtype: dtype of the results of GEMM 2, bfloat16 or float32; None: bfloat16 if hidden_states is bfloat16,
+    row_dtype: dtype of the down projection's rows, bfloat16 or float32; None: bfloat16 if hidden_states is bfloat16,
         otherwise float32.
     out_dtype: dtype of the weighted sums, bfloat16, float16 or float32; None: the dtype of hidden_states.
     """
@@ -139,11 +139,11 @@ class Shard(NamedTuple):
         return here if self.num_experts is None else self.num_experts
 
     def rows(self, assignments: int) -> int:
-        """Return the number of rows to allocate for this many assignments."""
+        """Return the number of rows to allocate for `assignments` assignments."""
         return assignments if self.num_rows is None else min(self.num_rows, assignments)
 
     def dtypes(self, hidden_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes of the results of GEMM 2 and of the weighted sums."""
+        """Return the dtypes of the down projection's rows and of the weighted sums."""
         return self.row_dtype or row_dtype(hidden_dtype), self.out_dtype or hidden_dtype
 
 
@@ -234,14 +234,14 @@ class RowOperands(NamedTuple):
 
 
 def grouping_of(assignments: int, num_experts: int, capacity: int | None = None) -> Grouping:
-    """Return the `Grouping` from which GEMMs choose tiles. assignments: total for all `num_experts` experts."""
+    """Return the `Grouping` from which GEMMs choose tiles, for this many assignments to all `num_experts` experts."""
     if capacity is None:
         return Grouping(whole=(assignments, num_experts))
     return Grouping(ceil_div(assignments, num_experts), capacity)
 
 
 def row_dtype(hidden_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of GEMM 2's rows for weighted sums in hidden_dtype: bfloat16 for bfloat16, else float32."""
+    """Return the default dtype of the down projection's rows: bfloat16 if hidden_dtype is, otherwise float32."""
     return torch.bfloat16 if hidden_dtype is torch.bfloat16 else torch.float32
 
 

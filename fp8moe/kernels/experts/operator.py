@@ -60,7 +60,7 @@ def experts_of_tokens(operands: TokenOperands) -> tuple[Tensor, Normed | None]:
     Returns (T, H) in the dtype of hidden_states, and the norm or None. The norm, a Normed with the bits of `rms_norm`,
     is computed if operands.norm asks for it and the last kernel can include it: for up to 64 tokens of up to 32 KB, in
     bfloat16 or float32, with a SwiGLU and sizes that are multiples of 16. Products are summed in float32, results of
-    GEMM 2 are rounded to bfloat16 if hidden_states is bfloat16, and the weighted sum is taken in float32 in k order.
+    down_e are rounded to bfloat16 if hidden_states is bfloat16, and the weighted sum is taken in float32 in k order.
 
     Where H or I is not a multiple of 16, the call pads copies of the operands with zeros. There is no backward: calling
     it raises RuntimeError.
@@ -125,12 +125,12 @@ def run_shard(operands: TokenOperands, name: str) -> Tensor:
 
 
 def write_tokens(operands: TokenOperands, out: Tensor) -> None:
-    """Write the weighted sums to `out`, whose dtype is the shard's out_dtype. operands: only fields in `TokensOut`."""
+    """Write the weighted sums to `out`, in the shard's out_dtype; uses only the operands that `TokensOut` lists."""
     _experts_out(*_TOKENS_OUT.pack(TokensOut(operands, out)))
 
 
 def send_rows(targets: Targets, x: Tensor | FP8Tensor, top_k_index: Tensor, layer: Layer, shard: Shard) -> None:
-    """Run the experts of this rank, and write the results of GEMM 2 to the memory of the peers, not yet summed.
+    """Run the experts of this rank, and write the rows of the down projection, not yet summed, to the peers' memory.
 
     Takes the assignments that `experts_partial` would sum for the same arguments. The result of assignment t * K + k
     goes to its row on the peer that has token t, or on all peers with targets.to_all; other rows are not written. GPUs
@@ -151,7 +151,7 @@ def send_rows(targets: Targets, x: Tensor | FP8Tensor, top_k_index: Tensor, laye
 
 
 def _padded(operands: TokenOperands, compute: Callable[[TokenOperands], list[Tensor]]) -> list[Tensor]:
-    """Return ``compute(operands)``, padding H and I to multiples of 16; with nothing to compute, zeros + residual."""
+    """Return ``compute(operands)``, padding H and I to multiples of 16; the residual or zeros if there is no work."""
     x, layer = operands.hidden_states, operands.layer
     hidden = x.shape[1]
     if not _has_work(operands):
@@ -182,7 +182,7 @@ def _whole_residual(operands: TokenOperands) -> Tensor | None:
 
 
 def _all_known(operands: TokenOperands) -> list[Tensor]:
-    """Return [True for every token], the second result if all tokens have a sum; [] if `wants_known` is False."""
+    """Return the list [ones (T,) bool], as every token has a sum, if `wants_known`; otherwise []."""
     x = operands.hidden_states
     return [x.new_ones(x.shape[0], dtype=torch.bool)] if operands.wants_known else []
 
@@ -199,7 +199,7 @@ def _composed(operands: TokenOperands) -> list[Tensor]:
 
 
 def _hidden(operands: TokenOperands) -> tuple[FP8Tensor, Tensor, Tensor, int, Grouping]:
-    """Return the input of GEMM 2, `sort_by_expert`'s groups and rows, the number of rows, and the GEMMs' grouping."""
+    """Return the input of the down projection, `sort_by_expert`'s results, the number of rows, and the grouping."""
     x, x_scale, index = operands.hidden_states, operands.hidden_scale, operands.top_k_index
     capacity, shard, layer = operands.capacity, operands.shard, operands.layer
     count, assignments = len(layer.up.data), index.numel()
@@ -215,7 +215,7 @@ def _hidden(operands: TokenOperands) -> tuple[FP8Tensor, Tensor, Tensor, int, Gr
 
 
 def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -> FP8Tensor:
-    """Run GEMM 1 and the activation, and quantize the result: a (R, H) -> (R, I); H and I are multiples of 16."""
+    """Run up projection, activation and quantization: a (R, H) -> (R, I). H and I are multiples of 16."""
     bias = layer.biases.up_bias
     if layer.activation.is_swiglu:
         options = {"max_m": grouping.max_m, "expected_m": grouping.expected_m, "whole": grouping.whole}
@@ -360,7 +360,7 @@ def experts_of_rows(
         ``group_offsets[e+1]``; see `grouped_gemm`.
     layer: weights and activation; training a layer with biases raises ValueError.
     row_dtype, whole: as in `RowOperands`. masters: the master weights of the layer.
-    training: round the result of GEMM 1 to bfloat16, as the forward with gradients does, even if autograd records none.
+    training: round the up projection to bfloat16, as the forward with gradients does, even if autograd records none.
     Returns (R, H) in row_dtype; rows of no expert are zeros. Equal inputs give equal bits.
 
     The masters, and rows if it is a Tensor, get gradients; `experts_training` describes them, and the memory kept for
@@ -407,7 +407,7 @@ def _new_rows(operands: RowOperands) -> Tensor:
 
 
 def _multiply_rows(operands: RowOperands, out: Tensor) -> None:
-    """Run both GEMMs and write to `out`. Weights are padded already; `out` has their H, rows are padded to it."""
+    """Run both GEMMs and write to `out`. Weights and `out` are padded already; rows are padded here."""
     rows, scale, groups, layer, _, whole, expected_m = operands
     if expected_m is None:
         grouping, data = Grouping(whole=whole), pad_columns(rows, layer.up.data.shape[2])

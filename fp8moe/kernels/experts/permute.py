@@ -30,8 +30,8 @@ def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> FP8Tensor:
     rows: (T, K) int32, the rows of each token, from `sort_by_expert`. Values outside [0, num_rows) are ignored.
     num_rows: number of rows of the result, < 2**31.
     Returns data (num_rows, H) contiguous and scale (num_rows, ceil(H/128)) MN-major, each row with the bits that
-    `quantize_1x128` gives its token. Rows that nothing maps to are uninitialized, as is a row to which several tokens
-    map. The result is detached from the autograd graph of x.
+    `quantize_1x128` gives its token. A row that no token maps to, or several, has unspecified contents. The result is
+    detached from the autograd graph of x.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device.
     """
@@ -51,7 +51,7 @@ def permute_fp8(x: FP8Tensor, rows: Tensor, num_rows: int) -> FP8Tensor:
 
 
 class PermuteSizes(ctypes.Structure):
-    """``struct PermuteSizes`` of the kernels."""
+    """``struct PermuteSizes`` of cuda/ops/permute.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_uint32) for name in ("tokens", "top_k", "num_rows", "read_ahead", "warps")),
@@ -60,7 +60,7 @@ class PermuteSizes(ctypes.Structure):
 
 
 class _PermuteFP8Sizes(ctypes.Structure):
-    """``struct Sizes`` of cuda/permute_fp8.cu."""
+    """``struct Sizes`` of cuda/ops/permute_fp8.cu."""
 
     _fields_ = (("permute", PermuteSizes), ("scale_row_stride", ctypes.c_int64), ("scale_block_stride", ctypes.c_int64))
 

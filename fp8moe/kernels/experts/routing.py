@@ -50,7 +50,8 @@ def sort_by_expert(
         rows e * capacity, e * capacity + 1, ..., and the assignments that do not fit get -1. E * capacity < 2**31.
     first_expert: the index in top_k_index of this rank's first expert, e = 0.
     first_row, num_rows: without a capacity, keep the window [first_row, first_row + num_rows) of the packed rows, up to
-        the last row if num_rows is None: rows are counted from first_row, -1 outside of the window; groups are clamped.
+        the last row if num_rows is None. Rows are counted from first_row, and are -1 outside of the window, to which
+        groups are clamped too.
     Returns SortedAssignments(groups, rows). Equal inputs give equal results. The host does not wait for the GPU.
 
     Method: counting sort, Knuth, The Art of Computer Programming 3, section 5.2.
@@ -68,7 +69,7 @@ class _SortSizes(ctypes.Structure):
 
 
 class KernelShape(NamedTuple):
-    """Launch shape of the sorting kernel: its counters, the warps of a thread block, the blocks of its one cluster."""
+    """Launch shape of the sorting kernel: counters (experts, rounded up), warps per block, blocks of its cluster."""
 
     counters: int
     warps: int
@@ -120,7 +121,7 @@ def launcher(
 ) -> PointerLauncher:
     """Return the launcher for (index (T, K), groups, rows), all contiguous; other arguments: see `sort_by_expert`.
 
-    The kernel also writes one int32 0 after the groups: the initial value of GEMM 1's tile counter.
+    The kernel also writes an int32 0 after the groups: the tile counter of the GEMM that follows.
     """
     assignments = index.numel()
     num_rows = assignments if num_rows is None else num_rows

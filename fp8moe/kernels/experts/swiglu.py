@@ -39,7 +39,7 @@ class Beside(enum.IntEnum):
 
 
 class Activated(NamedTuple):
-    """The result (R, I) of the activation, quantized by rows, and perhaps by columns or as bfloat16 values too.
+    """The result (R, I) of an activation: quantized by rows, and optionally by columns or as bfloat16 values.
 
     rows: quantized 1x128. columns, offsets: the quantized transpose and the offsets of its padded groups, see
     `quantize_with_transpose`. values: (R, I) bfloat16.
@@ -133,7 +133,7 @@ class SwigluOperands(NamedTuple):
     beside: Annotated[int, "int"] = Beside.COLUMNS
 
     def widths(self) -> tuple[int, ...]:
-        """Return the width of each matrix of values; the first matrix is the quantized one."""
+        """Return the widths of the unquantized results: only the activation's result, I columns."""
         return (self.gate_up.shape[1] // 2,)
 
 
@@ -148,7 +148,7 @@ class SwigluBackwardOperands(NamedTuple):
     beside: Annotated[int, "int"] = Beside.COLUMNS
 
     def widths(self) -> tuple[int, ...]:
-        """Return the width of the gradient of gate_up, which is quantized, and of the activation's result."""
+        """Return the widths of the unquantized results: gradient of gate_up (2I), activation's result (I)."""
         return self.gate_up.shape[1], self.gate_up.shape[1] // 2
 
 
@@ -156,14 +156,14 @@ _AnyOperands = SwigluOperands | SwigluBackwardOperands
 
 
 class _Source(ctypes.Structure):
-    """``struct Source`` of cuda/swiglu_quantize.cu."""
+    """``struct Source`` of cuda/ops/swiglu_quantize.cu."""
 
     _pointers_ = 2
     _fields_ = (*((name, ctypes.c_int64) for name in ("gate_up", "values", "row_stride")), *_FORM)
 
 
 class _BackwardSource(ctypes.Structure):
-    """``struct Source`` of cuda/swiglu_backward_quantize.cu."""
+    """``struct Source`` of cuda/ops/swiglu_backward_quantize.cu."""
 
     _pointers_ = 6
     _fields_ = (
@@ -209,7 +209,7 @@ def launcher(
 
 
 def launch(operands: SwigluOperands, results: Results, values: Tensor | None = None) -> None:
-    """Fill `results`, and `values` (R, I) bfloat16, as `swiglu_quantize` describes."""
+    """Compute `swiglu_quantize` into `results`, and into `values` (R, I) bfloat16 if given."""
     group_offsets = operands.group_offsets.contiguous()
     if not _nothing(group_offsets, results):
         gate_up, groups = row_major(operands.gate_up), group_offsets.shape[0] - 1
@@ -221,9 +221,9 @@ def launch(operands: SwigluOperands, results: Results, values: Tensor | None = N
 def launch_backward(
     operands: SwigluBackwardOperands, results: Results, d_gate_up: Tensor | None = None, values: Tensor | None = None
 ) -> Tensor:
-    """Fill `results`, and d_gate_up (R, 2I) and `values` (R, I) in bfloat16 if given; return the dots (R,).
+    """Compute `swiglu_backward_quantize` into `results`; return the dots (R,).
 
-    d_gate_up and values are given together or not at all. Results are those of `swiglu_backward_quantize`.
+    d_gate_up (R, 2I) and values (R, I), bfloat16, are given together or not at all, and written too.
     """
     group_offsets = operands.group_offsets.contiguous()
     rows, size = operands.grad.shape
@@ -291,7 +291,7 @@ def _check_backward(operands: SwigluBackwardOperands) -> None:
 
 
 def _empty(operands: _AnyOperands) -> tuple[Results, list[Tensor]]:
-    """Return uninitialized results, and uninitialized values if `operands.beside` is VALUES."""
+    """Return uninitialized results, and a list of uninitialized values, empty unless `operands.beside` is VALUES."""
     like, rows, widths = operands.gate_up, operands.gate_up.shape[0], operands.widths()
     if operands.beside == Beside.COLUMNS:
         return empty_results(like, rows, widths[0], operands.group_offsets.shape[0] - 1), []
@@ -300,7 +300,7 @@ def _empty(operands: _AnyOperands) -> tuple[Results, list[Tensor]]:
 
 
 def _quantized(operands: _AnyOperands, values: Tensor, *beside: Tensor) -> tuple[Results, list[Tensor]]:
-    """Quantize `values`; return the results, and with VALUES also [values, *beside], in the form of `_empty`."""
+    """Return `values` quantized, by columns too with COLUMNS; and the list [values, *beside] with VALUES, else []."""
     if operands.beside == Beside.COLUMNS:
         return reference.both_ways(values, values, operands.group_offsets), []
     results = Results(*reference.quantize_1x128(values, False))

@@ -73,7 +73,7 @@ class Workspace:
             scale = matrix(f"{name}_scale", torch.float32, self.pitch).t()[:num_rows]
             return FP8Tensor(matrix(name, torch.float8_e4m3fn, columns), scale)
 
-        # Only uneven routing fills rows past the first window, so most tokens have none.
+        # Only uneven routing fills rows past the first window, so most tokens have no row there.
         launch = {"sparse": shard.first_row > 0, "pdl": True}
         self.permute = permute_launcher(device, x, operands.hidden_scale, top_k, num_rows, **launch)
         grouping = grouping_of(tokens * top_k, shard.total(count), capacity)
@@ -81,7 +81,7 @@ class Workspace:
         up_bias, down_bias = layer.biases
         first, second = GemmOperands(*a, *layer.up, up_bias), GemmOperands(*h, *layer.down, down_bias)
         self.gemm1 = build_gemm(first, SwigluQuantize(layer.activation), grouping, h.data, pdl=True)
-        # GEMM 1 may need a tile counter: a 0 after the groups, which groups given by the caller lack. Then sort anew.
+        # GEMM 1 may need a tile counter: a 0 after the groups. Groups from the caller lack it, so sort again then.
         self.sort = None
         if operands.groups is None or self.gemm1.dynamic:
             window = (shard.first_expert, shard.first_row, num_rows)
@@ -168,7 +168,7 @@ def workspace(device_index: int, form: tuple[int, int, bool] | None, operands: T
 
 
 def find(operands: TokenOperands, targets: Targets | None = None) -> Workspace | None:
-    """Return the `Workspace` for operands in these layouts if they have run, and so been checked, before, or None."""
+    """Return the `Workspace` built for operands in the same layouts, which were checked then; None if there is none."""
     return workspace.find(operands.hidden_states.get_device(), targets and targets.form, operands)
 
 

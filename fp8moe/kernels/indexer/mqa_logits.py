@@ -59,7 +59,7 @@ def mqa_logits(
 
 
 def scores(operands: Prefill) -> Tensor:
-    """Compute `mqa_logits` for packed operands, with any number of columns and with or without from_starts."""
+    """Compute `mqa_logits` for packed operands; the number of columns is free, see `Prefill`."""
     return autograd.run(_mqa_logits, "fp8moe.mqa_logits", *operands)
 
 

@@ -37,7 +37,7 @@ def mqa_logits(operands: Prefill, out: Tensor) -> None:
 def paged_mqa_logits(operands: Paged, out: Tensor) -> None:
     """Write the logits of ``paged_mqa_logits`` to ``out`` (B * next_n, max_context_len) float32.
 
-    Sequences are computed one by one with their context lengths, for which the host waits.
+    Sequences are computed one by one; the host waits for their context lengths.
     """
     q, kv_cache, weights, context_lens, block_table, _, fill_masked = operands
     batch, next_n = q.shape[:2]
@@ -82,8 +82,8 @@ def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, ue8m0: bool) -> None:
         return
     data, scale = quantize_1x128(k, ue8m0)
     valid = _valid_slots(slots, num_slots)
-    # Without waiting for a GPU: a token with an invalid slot repeats the write of the first token with a valid slot. If
-    # no slot is valid, slot 0 is rewritten with its own contents.
+    # Filtering by valid slots would wait for the GPU. Instead, a token with an invalid slot repeats the write of the
+    # first token with a valid slot; if no slot is valid, slot 0 is rewritten with its own contents.
     token = torch.where(valid, torch.arange(len(slots), device=slots.device), valid.int().argmax())
     place = tuple(_places(torch.where(valid, slots, 0)[token], kv_cache.shape[1]))
     some = valid.any()

@@ -14,8 +14,8 @@ TILE = BLOCK_TOKENS
 _Q_SLOTS = 2  # buffers for queries in shared memory
 # Bytes of the ring buffer of kv tiles, by `paged`. 80 KB reach the full bandwidth; if paged, 190 KB were 5% slower.
 _RING_BYTES = {False: 160 << 10, True: 88 << 10}
-# Registers per math thread and per producer thread, by the number of math warpgroups. Their total over the thread block
-# equals the total at launch, when all threads have the same number.
+# Registers per math thread and per producer thread, by the number of math warpgroups. The total of a thread block is
+# the same as at launch, when all threads have equally many.
 _REGISTERS = {2: (232, 40), 3: (152, 56), 4: (112, 32)}
 _BARRIERS_BYTES = 16  # bytes of the two barriers, full and empty, of a kv stage or query slot
 

@@ -51,7 +51,7 @@ def linear(x: Tensor, weight: FP8Tensor | tuple[Tensor, Tensor], bias: Tensor | 
 
 
 def apply(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `linear` for a weight given as data and scale; choose the operator by which gradients are recorded."""
+    """Compute `linear` for a weight given as data and scale. Use `linear_training` if x or bias needs a gradient."""
     autograd.check_derivatives("fp8moe.FP8Linear", x, weight, bias)
     if autograd.recorded(weight, weight_scale_inv):
         name = "fp8moe.FP8Linear with an FP8 weight that requires a gradient, not a master_dtype,"
@@ -133,7 +133,7 @@ def _launch(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
 
 
 def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-    # The layouts are listed by hand because calling `_launcher` takes longer to collect them.
+    # The layouts are listed here because `_launcher` would take longer to collect them.
     found = _launcher.look_up(
         index := x.get_device(),
         (x.shape, x.stride(), x.dtype, index),
@@ -164,7 +164,7 @@ def _composed(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor 
     lead = x.shape[:-1]
     data, scale = reference.quantize_1x128(x.reshape(lead.numel(), x.shape[-1]), False)
     dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
-    out = torch.empty((*lead, weight.shape[0]), dtype=dtype, device=x.device)  # no view, whose change autograd forbids
+    out = torch.empty((*lead, weight.shape[0]), dtype=dtype, device=x.device)  # a view could not be changed in place
     multiply(GemmOperands(data, scale, weight, weight_scale_inv, bias), out.view(lead.numel(), weight.shape[0]))
     return out.to(x.dtype)
 
@@ -174,7 +174,7 @@ def _linear_fake(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tens
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_linear_op = define("linear -> Tensor", _linear, _linear_fake, forward_only=True)  # linear_training has a backward
+_linear_op = define("linear -> Tensor", _linear, _linear_fake, forward_only=True)  # `linear_training` has the backward
 
 
 # ---- an input that is quantized already ----
