@@ -223,7 +223,7 @@ def launcher(device_index: int, operands: AttentionOperands) -> PointerLauncher:
 
 
 def serves(size: int) -> bool:
-    """Whether there is a kernel for heads of `size` values."""
+    """Return whether there is a kernel for heads of `size` values."""
     return not size % MULTIPLE and 0 < size <= MAX_HEAD
 
 

@@ -59,7 +59,7 @@ def norm_logits(
 
 
 def by_one_kernel(tokens: int, experts: int, row_bytes: int) -> bool:
-    """Whether to use one kernel: faster than two if the norm, which every thread block computes, is little work."""
+    """Return whether to use one kernel: it is faster if the norm, which every thread block computes, is cheap."""
     few = 0 < tokens <= _MAX_TOKENS and 0 < tokens * row_bytes <= _MAX_BYTES
     return few and experts > 0 and not config.settings.batch_invariant
 

@@ -43,15 +43,15 @@ def rms_norm(
     values: bool = True,
     quantized: bool = False,
 ) -> Normed:
-    """Return ``weight * (sum / sqrt(mean(sum**2) + eps))`` over the last dimension, where sum is x + residual.
+    """Compute ``values = weight * (sum / sqrt(mean(sum**2) + eps))`` over the last dimension; sum is x + residual.
 
     x: (..., H) bfloat16, float16 or float32, any strides; H up to 32768, fewer than 2**31 rows.
     weight: (H,) in the dtype of x. residual: (..., H) in the dtype of x, or None: sum is x, and Normed.sum is None.
     values: return the norm in the dtype of x. quantized: return it in FP8, with the bits of ``quantize_1x128(values)``.
         At least one is True.
-    Everything is computed in float32. The sum, the quotient and its product with the weight are rounded to the dtype of
-    x, as in PyTorch's modules. Equal inputs give equal bits. There is no backward: calling it raises RuntimeError.
-    RMSNorm: arXiv:1910.07467.
+    Returns Normed(sum, values, quantized). Everything is computed in float32. The sum, the quotient and its product
+    with the weight are rounded to the dtype of x, as in PyTorch's modules. Equal inputs give equal bits. There is no
+    backward: calling it raises RuntimeError. RMSNorm: arXiv:1910.07467.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, size or device.
     """

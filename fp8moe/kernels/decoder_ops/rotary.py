@@ -73,7 +73,7 @@ def rotary(q: Tensor, new: NewTokens, keys: Tensor, values: Tensor, *, columns: 
 
 
 def serves(size: int, rotated: int) -> bool:
-    """Whether there is a kernel for heads of `size` values, the first `rotated` of which are rotated."""
+    """Return whether there is a kernel for heads of `size` values, the first `rotated` of which are rotated."""
     return not size % 8 and size <= MAX_HEAD and 0 < rotated <= size and not rotated % MULTIPLE
 
 
@@ -94,7 +94,7 @@ class RotaryOperands(NamedTuple):
 
 
 class RotaryHeads(NamedTuple):
-    """The numbers of query heads, key heads, values per head, rotated values per head; whether heads are normalized."""
+    """Numbers of query heads, key heads, values per head, rotated values per head. norm: heads are normalized first."""
 
     queries: int
     keys: int
@@ -132,7 +132,7 @@ def kernel_spec(dtype: torch.dtype, heads: RotaryHeads, many: bool) -> KernelSpe
 
 @planned
 def launcher(device_index: int, operands: RotaryOperands) -> PointerLauncher:
-    """Return the launcher for (q, k, v, cos, sin, q_weight, k_weight, query, keys, values, columns)."""
+    """Return the launcher for (q, k, v, cos, sin, q_weight, k_weight, query, keys, values, columns). query: result."""
     q, k, v, cos, _, keys, *_ = operands
     batch, tokens, queries, size = q.shape
     key_heads, length = keys.shape[1:3]

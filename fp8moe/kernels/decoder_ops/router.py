@@ -119,7 +119,7 @@ def route(
 
 
 def by_kernel(tokens: int, row_bytes: int) -> bool:
-    """Whether router_logits.cu computes the logits of `tokens` tokens. For more tokens, a GEMM reads less memory."""
+    """Return whether router_logits.cu computes the logits of `tokens` tokens; for more, a GEMM reads less memory."""
     if not 0 < row_bytes <= _MAX_ROW_BYTES:
         return False
     return config.settings.batch_invariant or tokens <= min(MAX_TOKENS, _MAX_BYTES // row_bytes)
@@ -289,7 +289,7 @@ def route_launcher(
 
 
 def _sorts(tokens: int, experts: int) -> bool:
-    """Whether one kernel can route `tokens` tokens and sort their assignments."""
+    """Return whether one kernel can route `tokens` tokens and sort their assignments."""
     return tokens <= MAX_SORTED_TOKENS and experts <= MAX_SORTED_EXPERTS
 
 

@@ -39,8 +39,8 @@ def experts(
     out: (T, H), contiguous, at a multiple of 16 bytes, in memory that no operand uses: bfloat16, float16 or float32.
     first_expert: the index of the first of the E consecutive experts held here; None: 0. expert_map: (all experts,)
         int32: maps each expert to its position in up and down, -1 if it is elsewhere; costs a few small kernels more.
-    num_experts: the number of experts on all ranks, from which GEMM tiles are chosen, for evenly spread assignments.
-        None: the length of expert_map, or the number of experts up to the last one held here.
+    num_experts: the number of experts on all ranks; GEMM tiles are chosen as if assignments were spread evenly over
+        them. None: the length of expert_map, or the number of experts up to the last one held here.
     Returns ``out``, or a new (T, H) tensor in the dtype of x, or bfloat16 if x is an FP8Tensor. The sum over k is taken
     in float32 in the order of k; for a bfloat16 result, the results of down_e are rounded to bfloat16 first. Equal
     inputs give equal bits.

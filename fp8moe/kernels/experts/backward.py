@@ -139,10 +139,11 @@ class RowOrder(NamedTuple):
     def gather(
         self, x: Tensor | FP8Tensor, columns: int, row_weights: Tensor | None, transposed: bool
     ) -> tuple[FP8Tensor, FP8Tensor | None, Tensor | None]:
-        """Return x sorted by expert and quantized by rows; if transposed, also by columns with padded offsets.
+        """Sort x by expert and quantize its rows and, if transposed, its columns; return (rows, columns, offsets).
 
-        x: tokens (T, H); or, if the input is rows, (R, H), which may be quantized 1x128. columns: H after padding.
-        row_weights: factors of the rows, applied only to the copy that is quantized by columns.
+        columns and offsets are those of `quantize_with_transpose`, or None. x: tokens (T, H); or, if the input is rows,
+        (R, H), which may be quantized 1x128. columns: H after padding. row_weights: factors of the rows, applied only
+        before quantizing the columns.
         """
         if not isinstance(x, Tensor):
             rows = FP8Tensor(pad_columns(x.data, columns), x.scale)

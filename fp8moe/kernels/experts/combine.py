@@ -120,7 +120,7 @@ def launcher(
 
 
 def joins_norm(tokens: int, hidden: int, dtypes: Dtypes) -> bool:
-    """Whether one kernel can sum the rows of each token, add the residual and normalize the result.
+    """Return whether one kernel can sum the rows of each token, add the residual and normalize the result.
 
     The kernel uses one thread block per token, which has few loads in flight and so is slow for many tokens.
     """

@@ -118,8 +118,8 @@ class LowRank(NamedTuple):
 class Shard(NamedTuple):
     """The part of a layer that a call computes, by default all of it, and the dtypes of its results.
 
-    first_expert: the index of this rank's first expert. num_experts: the number of experts on all ranks, from which
-        GEMM tiles are chosen, for evenly spread assignments. None: the number on this rank.
+    first_expert: the index of this rank's first expert. num_experts: the number of experts on all ranks; GEMM tiles are
+        chosen as if assignments were spread evenly over them. None: the number on this rank.
     first_row, num_rows: a window of the rows of this rank's assignments, sorted by expert: only num_rows rows from
         first_row on are computed and get memory. num_rows None: T * K.
     row_dtype: dtype of the down projection's rows, bfloat16 or float32; None: bfloat16 if hidden_states is bfloat16,

@@ -199,7 +199,7 @@ def _composed(operands: TokenOperands) -> list[Tensor]:
 
 
 def _hidden(operands: TokenOperands) -> tuple[FP8Tensor, Tensor, Tensor, int, Grouping]:
-    """Return the input of the down projection, `sort_by_expert`'s results, the number of rows, and the grouping."""
+    """Return the input of the down projection, `sort_by_expert`'s results, number of rows and `Grouping`."""
     x, x_scale, index = operands.hidden_states, operands.hidden_scale, operands.top_k_index
     capacity, shard, layer = operands.capacity, operands.shard, operands.layer
     count, assignments = len(layer.up.data), index.numel()
@@ -232,7 +232,7 @@ def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -
 
 
 def _needs_no_padding(operands: TokenOperands) -> bool:
-    """Whether a `Workspace` can run the operands without padding H or I."""
+    """Return whether a `Workspace` can run the operands without padding H or I."""
     x, layer = operands.hidden_states, operands.layer
     if not layer.activation.is_swiglu or layer.down.data.shape[2] % 16 or x.shape[1] % 16:
         return False
@@ -240,7 +240,7 @@ def _needs_no_padding(operands: TokenOperands) -> bool:
 
 
 def _joins_norm(operands: TokenOperands) -> bool:
-    """Whether the layer's last kernel can also compute the norm of the result."""
+    """Return whether the layer's last kernel can also compute the norm of the result."""
     x = operands.hidden_states
     if not _needs_no_padding(operands):
         return False

@@ -87,7 +87,7 @@ class KernelShape(NamedTuple):
 
     @property
     def pitch(self) -> int:
-        """Counters of a warp, plus one for assignments to no local expert, rounded up to whole 16-byte vectors."""
+        """Counters per warp in shared memory: one more, for non-local experts, rounded up to whole 16-byte vectors."""
         return align(self.counters + 1, 4)
 
     @property

@@ -13,7 +13,7 @@ _INF = float("inf")
 
 
 def mqa_logits(operands: Prefill, out: Tensor) -> None:
-    """Write the logits of ``mqa_logits`` to ``out`` (S, columns) float32, any strides, without waiting for a GPU.
+    """Compute ``mqa_logits`` into ``out`` (S, columns) float32, any strides, without waiting for a GPU.
 
     Products are exact, see `products`; all sums are in float32. Queries are processed in chunks, so that temporary
     memory is a float32 copy of the keys plus tens of MB, or more if a single query needs more.
@@ -35,7 +35,7 @@ def mqa_logits(operands: Prefill, out: Tensor) -> None:
 
 
 def paged_mqa_logits(operands: Paged, out: Tensor) -> None:
-    """Write the logits of ``paged_mqa_logits`` to ``out`` (B * next_n, max_context_len) float32.
+    """Compute ``paged_mqa_logits`` into ``out`` (B * next_n, max_context_len) float32.
 
     Sequences are computed one by one; the host waits for their context lengths.
     """
