@@ -74,7 +74,7 @@ class Weight:
         return FP8Tensor(self._sharded(data), self._sharded(scale))
 
     def master(self, dtype: torch.dtype) -> nn.Parameter:
-        """Return the unquantized weights (E, matrices * rows, columns): ``fused`` if it is a Parameter of that dtype."""
+        """Return unquantized weights (E, matrices * rows, columns): ``fused`` if it is a Parameter of that dtype."""
         if isinstance(self.fused, nn.Parameter) and self.fused.dtype == dtype:
             return self.fused
         matrices, rows, columns = self.shape

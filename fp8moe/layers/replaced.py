@@ -49,7 +49,7 @@ def check_skip(model: str, names: Collection[str], skip: Iterable[str]) -> None:
 
 
 def casts_to_weight(model: nn.Module, name: str) -> str | None:
-    """Return the class name of an enclosing module that casts inputs to this module's weight dtype, as in T5, or None."""
+    """Return the class name of an enclosing module that casts to this module's weight dtype, as in T5, or None."""
     parts = name.split(".")
     for depth in range(len(parts)):
         kind = type(model.get_submodule(".".join(parts[:depth])))
