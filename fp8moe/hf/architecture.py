@@ -21,7 +21,7 @@ from fp8moe.weights.place import class_of, state_of
 from fp8moe.weights.source import GENERATION_CONFIG, Checkpoint, count_problems, read_json, shown
 
 # While transformers makes a model, it changes PyTorch's default dtype and the tying of weights, for all threads.
-# Without this lock, a model that another thread makes meanwhile would get the wrong dtype, or weights that are not tied.
+# Without this lock, a model that another thread makes meanwhile would get the wrong dtype, or untied weights.
 construction_lock = threading.RLock()
 
 

@@ -97,7 +97,7 @@ def chosen_implementation(module: nn.Module) -> str | None:
 def cached_layer(module: nn.Module) -> GroupedExperts:
     """Return the frozen GroupedExperts cached for an experts module; make it again if the weights have changed."""
     cached = module.__dict__.get("_fp8moe")
-    # A compiled forward cannot tell whether weights have changed: it uses the layer that the last eager call has cached.
+    # A compiled forward cannot tell whether weights have changed: it uses the layer that the last eager call cached.
     if cached is None or cached.layer is None or not (torch.compiler.is_compiling() or cached.is_of(module)):
         cached = module.__dict__["_fp8moe"] = None  # frees the old layer before the new one is made
         cached = module.__dict__["_fp8moe"] = _make_cached(module)

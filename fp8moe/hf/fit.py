@@ -146,7 +146,10 @@ class _Fitting:
         return {key: kind for key, kind in new.items() if key not in without_room}
 
     def _has_half_blocks(self, key: str) -> bool:
-        """Return whether `key` is the scale of a gate_up_proj with a block, as transformers counts, of gate and up rows."""
+        """Return whether `key` is the scale of a gate_up_proj in which gate and up rows would share a scale block.
+
+        transformers counts blocks over gate_up_proj as a whole.
+        """
         weight = self.model.get_parameter(_weight(key)) if key.endswith(GATE_UP + SCALE) else None
         return weight is not None and weight.shape[1] // 2 % BLOCK != 0
 

@@ -26,7 +26,7 @@ _PARAMETERS = ("self", "hidden_states", "q_resid", "position_embeddings", "atten
 """The parameters that the forward of these indexers has before the cache."""
 
 _PACKED_QUERIES = 16
-"""Most queries of several sequences that share a kernel launch, which scores each query with the keys of all of them."""
+"""Most queries for which sequences share a kernel launch, which scores each query with the keys of all of them."""
 
 _ROW_ALIGNMENT = 16
 """In bytes. `mqa_logits` reads keys in place, without a copy, if their rows begin at multiples of this."""
@@ -140,8 +140,8 @@ def _logits(q: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
     return logits.view(batch, length, batch, keys).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
-# Keys are stored in transformers' own cache, which appends, crops, selects and reorders rows. So each row of bytes holds
-# the values of a key and its scale.
+# Keys are stored in transformers' own cache, which appends, crops, selects and reorders rows. So each row of bytes
+# holds both the values of a key and its scale.
 
 
 def _key_rows(k: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def is_routed() -> bool:
 
 
 def routed(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap transformers' fp8_linear, which its linears look up at each call: use fp8moe's kernels if they support it."""
+    """Wrap transformers' fp8_linear, which its linears look up at each call: run on fp8moe unless `refusal` says no."""
 
     @functools.wraps(theirs)
     def fp8_linear(

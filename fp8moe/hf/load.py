@@ -142,7 +142,7 @@ def load_model(
 
 
 def _is_as_in_the_model(weight: StoredWeight) -> bool:
-    """Return whether a weight is stored as in transformers' FP8 models: in untransposed blocks, with its scale names."""
+    """Return whether a weight is stored as in FP8 models of transformers: in blocks, not transposed, with its names."""
     return weight.kind == "fp8-block" and not weight.transposed and not weight.scale.name.endswith(CHANNEL_SCALE)
 
 
@@ -224,7 +224,7 @@ def _tensors(
 
 
 def _cast_by_transformers(model: Any, dtype: torch.dtype) -> list[str]:
-    """Return error lines for FP8 weights that transformers would cast to float32 without their scales, in this dtype."""
+    """Return error lines for FP8 weights that transformers would cast to float32, without scales, for this dtype."""
     from transformers.core_model_loading import build_glob_alternation
 
     kept = list(model._get_dtype_plan(dtype))

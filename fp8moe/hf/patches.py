@@ -112,7 +112,7 @@ _installed: dict[Patch, tuple[Any, Any]] = {}
 
 
 def register() -> None:
-    """Add ``experts_implementation="fp8moe"`` to transformers, and run its FP8 linears and indexers on fp8moe's kernels.
+    """Add ``experts_implementation="fp8moe"`` to transformers, and run its FP8 linears and indexers on fp8moe.
 
     Afterwards, use ``AutoModelForCausalLM.from_pretrained(directory, experts_implementation="fp8moe")`` or
     ``model.set_experts_implementation("fp8moe")``. A second call changes nothing; `unregister` undoes the first.
@@ -153,7 +153,7 @@ def check_training() -> None:
 
 
 def take_offsets_of_rows() -> None:
-    """Make transformers' mask functions for "sdpa" and "eager" also accept a q_offset (B,), one for each row of a batch.
+    """Make transformers' mask functions for "sdpa" and "eager" also accept a q_offset (B,), one for each batch row.
 
     They keep these names, as models look masks up by them.
     """

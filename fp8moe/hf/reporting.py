@@ -62,7 +62,7 @@ def report(model: nn.Module) -> list[ModuleReport]:
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) for the modules that look like routed experts; of nested ones, only the innermost."""
     names: list[str] = []
-    for name, module in reversed(list(model.named_modules())):  # reversed: submodules come before the module around them
+    for name, module in reversed(list(model.named_modules())):  # reversed: inner modules come first
         own_name = name.rpartition(".")[2]
         is_list = isinstance(module, nn.ModuleList) and own_name == "experts"
         if "shared" in own_name or not (is_list or _EXPERTS.search(type(module).__name__)):
@@ -119,7 +119,7 @@ _NO_CHOICE = "its forward does not go through transformers' experts interface, a
 
 
 def _takes_implementation(module: nn.Module) -> bool:
-    """Return whether the experts module follows experts_implementation: its class has transformers' decorator for it."""
+    """Return whether the experts module follows experts_implementation, by transformers' decorator of its class."""
     return isinstance(module, GroupedExperts) or hasattr(module, "is_transposed")
 
 

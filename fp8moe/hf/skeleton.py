@@ -90,7 +90,7 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
 
 
 def _is_named(name: str, given: Iterable[str]) -> bool:
-    """Return whether an entry of `given`, a pattern or "re:" and a regular expression, matches a module or its parents."""
+    """Return whether an entry of `given`, a pattern or "re:" and a regular expression, matches a module or a parent."""
     parts = name.split(".")
     around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     by_regex = any(re.match(entry.removeprefix("re:"), name) for entry in given if entry.startswith("re:"))

@@ -36,7 +36,7 @@ def is_there(module: str) -> bool:
 
 
 def check_trained(model: nn.Module) -> None:
-    """Raise ValueError for a model with frozen FP8 weights in which training would silently change only other weights."""
+    """Raise ValueError for a model with frozen FP8 weights whose training would silently change only other weights."""
     parameters = [*model.parameters()]
     if not any(value.dtype == torch.float8_e4m3fn for value in parameters):
         return

@@ -153,7 +153,7 @@ def complete_plan(theirs):
 
 
 class Rehearsal:
-    """A mixin for quantizers that load to the meta device, without a GPU, and compare shapes before and after loading."""
+    """A mixin for quantizers that load to the meta device, without a GPU, and record shapes to find mismatches."""
 
     _shapes: dict[str, torch.Size]
 
@@ -210,7 +210,7 @@ def complete_scales(theirs):
 
 
 def conversions_to_save(model: Any) -> list:
-    """Return the conversions (renamings, fusing of experts) that save_pretrained must undo in a model with FP8 weights."""
+    """Return the renamings and fusions of experts that save_pretrained must undo in a model with FP8 weights."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer

@@ -203,7 +203,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return LowRank(up_a, up_b, _pad(down_a, (0, more_columns)), down_b)
 
     def joined(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
-        """Return A and scaling * B of the adapters in bfloat16, joined along the rank and padded to a multiple of 16."""
+        """Return A and scaling * B of the adapters in bfloat16, joined along the rank, padded to a multiple of 16."""
         parts = [(*self.factors_of(name), self.scaling[name]) for name in adapters]
         more = -sum(a.shape[1] for a, _, _ in parts) % 16
         a = _join([a.bfloat16() for a, _, _ in parts], 1)

@@ -131,7 +131,7 @@ class FP8LoraLayer(LoraLayer):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """Return the base layer, merged or not, without keeping its old weights. peft's `merge_and_unload` calls this."""
+        """Return the base layer, merged or not, for peft's `merge_and_unload`. Old weights are not kept."""
         adapters = self.unmerged(adapter_names) if merge else []
         if adapters:
             self._merge(safe_merge, adapters)
@@ -392,7 +392,7 @@ def _adapter(key: str) -> str:
 
 
 def _named(model: nn.Module, key: str) -> str:
-    """Describe a factor for an error: its layer's name in peft configs, A or B; for experts also their count and rank."""
+    """Describe a factor for an error: its layer's name in peft configs, A or B, and for experts count and rank."""
     path, _, factor = key.rpartition(".lora_")
     layer = model.get_submodule(path)
     if not isinstance(layer, FP8LoraLayer):

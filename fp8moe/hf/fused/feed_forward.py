@@ -198,7 +198,7 @@ def _serves_router(module: nn.Module, dtype: torch.dtype) -> bool:
 def _norm_and_logits(
     norm: nn.Module, router: nn.Module, x: Tensor, residual: Tensor, *, quantized: bool
 ) -> tuple[Normed, Tensor]:
-    """Return the RMSNorm of x + residual, and the router logits (M, E) of the normed rows, if possible in one kernel."""
+    """Return the RMSNorm of x + residual and the router logits (M, E) of its rows, from one kernel if possible."""
     if router.weight.dtype is not x.dtype:
         normed = norms.norm(norm, x, residual, values=True, quantized=quantized)
         return normed, _logits(router, normed.values)

@@ -147,7 +147,7 @@ def _reads_quantized(module: Any) -> bool:
 
 
 def is_decoder_layer(layer: Any) -> bool:
-    """Return whether the module is a known decoder layer: attention and feed-forward, each with pre-norm and residual."""
+    """Return whether the module is a known decoder layer: attention and feed-forward, both with RMSNorm and residual."""
     if form_of(layer, known_forwards.DECODER_LAYER) is None:
         return False
     if not (hasattr(layer, "self_attn") and hasattr(layer, "mlp")):
@@ -201,7 +201,7 @@ def _normed(norm: nn.Module, x: Tensor, before: Handover | None, quantized: bool
 
 
 def _forward_norm(norm: nn.Module, before: Handover | None, hidden_states: Tensor) -> Tensor:
-    """Run a norm outside of a decoder layer; call its own forward with gradients, or if the kernel does not support it."""
+    """Run a norm outside of a decoder layer; call its own forward with gradients, or if the kernel cannot run it."""
     if torch.is_grad_enabled() or not norms.serves(norm, hidden_states.dtype):
         return type(norm).forward(norm, hidden_states)
     values: Any = _normed(norm, hidden_states, before, False).values

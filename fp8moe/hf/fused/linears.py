@@ -44,7 +44,7 @@ def are_fp8(modules: Iterable[nn.Module]) -> bool:
 
 
 def project(x: FP8Tensor, modules: Sequence[nn.Module], dtype: torch.dtype) -> list[Tensor]:
-    """Apply FP8 linears to quantized x (M, K); return results (M, N) in `dtype`, from one GEMM if weights are adjacent."""
+    """Apply FP8 linears to quantized x (M, K); return results (M, N) in `dtype`. Adjacent weights share one GEMM."""
     parts = [weights(module) for module in modules]
     whole = joined(parts)
     if whole is None:

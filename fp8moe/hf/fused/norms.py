@@ -57,7 +57,7 @@ class Handover:
         self._held = weakref.ref(result, self._drop), result._version, normed
 
     def take(self, result: Tensor, norm: nn.Module, *, quantized: bool) -> Normed | None:
-        """Return the stored norm if it is that of `result` by the module `norm`, in FP8 as `quantized` says, or None."""
+        """Return the stored norm if it was computed from `result` by the module `norm`, in the wanted form, or None."""
         held, self._held = self._held, None
         if held is None or norm is not self.norm or quantized is not self.quantized:
             return None
