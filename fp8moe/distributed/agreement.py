@@ -67,7 +67,7 @@ class Agreement:
         return self._group()
 
     def new_layer(self) -> int:
-        """Return a number for a new layer, equal on all ranks, as they make layers in the same order."""
+        """Return the number of a new layer, equal on all ranks if they make their layers in the same order."""
         self._layers += 1
         return self._layers
 

@@ -35,7 +35,7 @@ class LocalExperts(NamedTuple):
         return len(self.weights.layer.down.data)
 
     def partial_sums(self, tokens: Tokens, expected_rows: int, num_rows: int | None) -> Tensor:
-        """Return each token's sum over this rank's experts, (N, H) float32, computed in `passes`."""
+        """Return each token's weighted sum over this rank's experts, (N, H) float32, computed in several `passes`."""
         sums = known = None
         passes = self.passes(tokens.top_k_index, expected_rows, num_rows)
         for shard in passes:

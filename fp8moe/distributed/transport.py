@@ -17,7 +17,7 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import FP8Tensor, align, ceil_div
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 
-# PyTorch 2.13 has renamed all_gather_into_tensor.
+# PyTorch 2.13 has renamed all_gather_into_tensor to all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _ALIGNMENT = 16  # bytes; kernels load the parts of a packed row, which must be aligned to this
@@ -92,7 +92,7 @@ class Gather(Transport):
 class AllToAll(Transport):
     """Sends each token once to every rank that has one of its experts. Not for CUDA graphs, as the CPU reads sizes.
 
-    One collective exchanges sizes; two more move one row per pair of a token and a rank, forth and back.
+    One collective exchanges sizes; two more move one row per (token, rank) pair, there and back.
 
     sent, received: numbers of tokens to and from each rank. assignments_sent, assignments_received: numbers of
     (token, expert) assignments to and from each rank. token_rows (T, W) and assignment_rows (T, K), int32: positions

@@ -133,7 +133,7 @@ def load_model(
         as_stored = quantization is not None and all(map(_is_as_in_the_model, weights.quantized))
         model.config.quantization_config = quantization if as_stored else _quantization_of(model, channels)
         for part in _parts(model.config):
-            if hasattr(part, "expert_dtype"):  # of DeepSeek-V4: "fp4"
+            if hasattr(part, "expert_dtype"):  # DeepSeek-V4's checkpoints say "fp4" here
                 part.expert_dtype = "fp8"
     if generation_config is not None:
         model.generation_config = generation_config

@@ -220,7 +220,7 @@ def conversions_to_save(model: Any) -> list:
     if "model" not in inspect.signature(HfQuantizer.update_weight_conversions).parameters:
         return _with_scales(conversions, model)
     quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(), pre_quantized=True)
-    # Not the quantizer's own method, which adds Mistral's names of scales.
+    # Call the base class's method: the quantizer's own would add Mistral's names of scales.
     return HfQuantizer.update_weight_conversions(quantizer, conversions, model)
 
 

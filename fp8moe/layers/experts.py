@@ -421,7 +421,7 @@ class GroupedExperts(MasterModule):
         return Weights(Layer(up_copy, down_copy, self.activation), Masters(*masters))
 
     def trains(self, weights: Weights, *inputs: Tensor) -> bool:
-        """Whether a call with these inputs can have a backward."""
+        """Whether a call with these inputs must run the training kernels, which support a backward."""
         if self.trainable:
             # Activation checkpointing runs the first forward without recording gradients, and that forward must give
             # the same bits as the recomputation: use the training kernels whenever the module is in training mode.

@@ -179,7 +179,7 @@ class FP8MQAIndexer(nn.Module):
             kv = read_kv(kv_cache, kv_slots)
         queries = (q, weights, starts, ends)
         chunk = max(1, LOGITS_AT_A_TIME // max(1, kv.data.shape[0]))
-        if tokens <= chunk:  # no loop: a graph compiled with a loop would serve only one number of tokens
+        if tokens <= chunk:  # one call, no loop: a graph compiled with a loop would serve only one number of tokens
             return self._selected(kv, *queries)
         parts = zip(*(value.split(chunk) for value in queries), strict=True)
         return torch.cat([self._selected(kv, *part) for part in parts])
@@ -281,7 +281,7 @@ def score_operands(
     q = _rotate(q, cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
     data, scale = quantize_1x128(q, scale_format=scale_format)
     proj = indexer.weights_proj
-    if proj.weight.dtype in FLOATING:  # not in FP8
+    if proj.weight.dtype in FLOATING:  # an unquantized linear, whose input must have the weight's dtype
         hidden_states = hidden_states.to(proj.weight.dtype)
     weights = proj(hidden_states).float() * scale.squeeze(-1) * (q.shape[-2] * q.shape[-1]) ** -0.5
     return data, weights, k

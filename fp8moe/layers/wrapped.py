@@ -59,7 +59,7 @@ def chain(model: nn.Module) -> list[nn.Module]:
 def unwrapped(argument: str, model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers around it.
 
-    Raises ValueError for wrappers that keep weights in a form of their own, around the model or further inside.
+    Raises ValueError for wrappers, around the model or inside it, that keep weights in another form (FSDP1, DeepSpeed).
     """
     for module in model.modules():
         kind = _refused(type(module))

@@ -173,7 +173,7 @@ class FP8LoraLayer(LoraLayer):
 
     @torch.no_grad()
     def _merge(self, safe_merge: bool, adapters: list[str]) -> None:
-        """Replace W by W + BA, one expert at a time; every FP8 block gets a new scale."""
+        """Overwrite W with W + BA, one expert at a time; every FP8 block gets a new scale."""
         check_base(self.name, self.get_base_layer())  # again: it may have been spread over ranks since it was adapted
         if safe_merge:
             self.check_finite(adapters)

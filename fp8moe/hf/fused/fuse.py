@@ -147,7 +147,7 @@ def _reads_quantized(module: Any) -> bool:
 
 
 def is_decoder_layer(layer: Any) -> bool:
-    """Return whether the module is a known decoder layer: attention and feed-forward, both with RMSNorm and residual."""
+    """Return whether this is a known decoder layer: attention and feed-forward, both with an RMSNorm and a residual."""
     if form_of(layer, known_forwards.DECODER_LAYER) is None:
         return False
     if not (hasattr(layer, "self_attn") and hasattr(layer, "mlp")):

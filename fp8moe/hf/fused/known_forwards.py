@@ -159,7 +159,7 @@ BLOCK = {
     "e9533d621e160c35": Block("shared_experts"),  # DeepseekV3MoE
 }
 ROTARY = {
-    "15cdd1d7eb945d09": "whole heads",  # of qwen3_moe
-    "4b7dbe68e03c2004": "a part of the heads",  # of glm4_moe
+    "15cdd1d7eb945d09": "whole heads",  # the apply_rotary_pos_emb of qwen3_moe
+    "4b7dbe68e03c2004": "a part of the heads",  # the apply_rotary_pos_emb of glm4_moe
 }
 ROTATE_HALF = "4c77fab22626d7c9"

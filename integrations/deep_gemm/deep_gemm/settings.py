@@ -73,7 +73,7 @@ def get_mk_alignment_for_contiguous_layout() -> int:
     return _values.mk_alignment
 
 
-get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout  # the names of 2025
+get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout  # the names in DeepGEMM of 2025
 get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 
 

@@ -44,7 +44,7 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
     return sf if _lies_mn_major(sf) else empty_mn_major(sf.shape, device=sf.device).copy_(sf)
 
 
-get_col_major_tma_aligned_tensor = get_mn_major_tma_aligned_tensor  # the name of 2025
+get_col_major_tma_aligned_tensor = get_mn_major_tma_aligned_tensor  # the name in DeepGEMM of 2025
 
 
 def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor) -> Tensor:
