@@ -28,9 +28,9 @@ class ExpertParallel(ParallelStyle):
     ``src_data_rank=None``, from each rank itself. `num_experts` stays E, and top_k_index has indices of all experts.
 
     The layer's forward takes (T_r, H) tokens on rank r, any number, also 0. All ranks must call forward and backward
-    together, with the same dtype and the same top_k, and either all or none of them with a residual. The result has
-    the same bits as on one GPU with `exact`, and also without it where no gradients are recorded and the GPUs of a node
-    can write to each other's memory. Otherwise float32 partial sums are added in the order of ranks and rounded once.
+    together, with the same dtype and the same top_k, and either all or none of them with a residual. With `exact`, the
+    result has the same bits as on one GPU. Without it this holds where no gradients are recorded and the GPUs of a node
+    can write to each other's memory; otherwise float32 partial sums are added in the order of ranks and rounded once.
     Equal inputs give equal bits, in results and gradients. Before each call the ranks exchange, over gloo on the CPU,
     T_r and the properties that must agree: wrong arguments on one rank raise the same ValueError on all. In a CUDA
     graph nothing is exchanged: all ranks must have the same number of tokens, and capture and replay together. Under

@@ -72,9 +72,9 @@ class Agreement:
         return self._layers
 
     def calls(self, call: CallSummary, error: Exception | None = None) -> list[int]:
-        """Exchange calls; return the number of tokens of every rank.
+        """Exchange the ranks' summaries of a call; return the number of tokens of every rank.
 
-        error: what the check of this rank's arguments has raised, if it has.
+        error: the error that the check of this rank's arguments raised, or None.
         Raises the same ValueError on all ranks if the call of any rank is wrong or the calls differ.
         """
         # Over gloo, an all-to-all that sends the same row to every rank takes a third less time than an all-gather.

@@ -48,8 +48,8 @@ class LocalExperts(NamedTuple):
         """Split the rows of this rank into passes that fit into the buffers; return a Shard for each pass.
 
         expected_rows: (token, expert) assignments to this rank if routing is even.
-        num_rows: actual assignments to this rank. None: read from the GPU if one pass may not suffice, or in a CUDA
-            graph, which cannot read them, assume as many as possible.
+        num_rows: actual assignments to this rank. None: if one pass may not suffice, read the number from the GPU; in a
+            CUDA graph, which cannot read it, assume as many as possible.
         The pass over the first rows comes last: passes over rows that do not exist cost little.
         """
         room = max(int(expected_rows * _SLACK), _ALWAYS * max(top_k_index.shape[1], 1))

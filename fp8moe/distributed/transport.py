@@ -33,9 +33,9 @@ _MICROSECONDS_A_CALL = 1500
 
 
 class Tokens(NamedTuple):
-    """T tokens with routing: hidden_states (T, H), maybe quantized 1x128; top_k_index (T, K) int; top_k_weights (T, K).
+    """T tokens with their routing.
 
-    top_k_index is int32 or int64.
+    hidden_states: (T, H), quantized 1x128 or not. top_k_index: (T, K) int32 or int64. top_k_weights: (T, K).
     """
 
     hidden_states: Tensor | FP8Tensor

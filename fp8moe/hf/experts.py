@@ -37,8 +37,8 @@ def experts_forward(
 ) -> Tensor | tuple[Tensor, Normed | None]:
     """Run an experts module of transformers, whose forward calls this; return the experts' weighted sums.
 
-    Arguments are those of `GroupedExperts.forward`, and `norm` of `GroupedExperts.forward_with_norm`, whose pair is
-    returned if `norm` is given. ``self`` may hold the experts of one rank only. If
+    Arguments are those of `GroupedExperts.forward`; with a `norm`, arguments and result are those of
+    `GroupedExperts.forward_with_norm`. ``self`` may hold the experts of one rank only. If
     `fp8moe.distributed.ExpertParallel` has spread them, top_k_index and result cover the experts of all ranks.
     Otherwise the result covers this rank's experts: transformers gives all others the index num_experts, which is out
     of range and adds nothing.

@@ -29,11 +29,11 @@ from fp8moe.weights.quantize import OutputPlan
 from fp8moe.weights.source import DTYPES, CheckpointError
 from fp8moe.weights.stored import StoredWeight
 
-_EXPERTS = ".experts"  # transformers replaces modules whose names end so by its FP8 experts
+_EXPERTS = ".experts"  # transformers replaces modules whose names end with this with its FP8 experts
 
 
 def fit_to_transformers(plan: OutputPlan, wanted: Mapping[str, StoredWeight]) -> None:
-    """Limit a plan to weights that transformers can load in FP8, and add those of ``wanted`` that it has as experts.
+    """Limit a plan to weights that transformers can load in FP8, and add those in ``wanted`` that are fused experts.
 
     wanted: tensors that may become FP8, by name. Fused experts that transformers renames when loading, such as
     Granite's, are written under the names in its model, which it reads too: it would not rename their scales.

@@ -1,4 +1,4 @@
-"""Refuses, before weights are read, checkpoints that from_pretrained would load without scales or not for fp8moe."""
+"""Makes from_pretrained refuse checkpoints that it would load without their scales, or not onto fp8moe's kernels."""
 
 import functools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from fp8moe.weights.source import CheckpointError, printable
 from fp8moe.weights.stored import StoredWeight, open_weights
 
 _DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # not NVFP4: it loses a scale
-"""Quantization method -> kinds of weights, of one linear per expert, that transformers dequantizes correctly.
+"""Quantization method -> kinds of weights that transformers dequantizes correctly, if experts have separate linears.
 
 fp8moe then runs the experts on an FP8 copy.
 """
@@ -42,7 +42,7 @@ def check_unquantized(load):
 
 
 def check_quantized(preprocess):
-    """Wrap a quantizer's preparation of a model: refuse checkpoints whose weights fp8moe would not get correctly.
+    """Wrap a quantizer's preparation of a model: refuse checkpoints whose weights would not reach fp8moe intact.
 
     transformers' FP8 quantizer reports scales under other names as unexpected, and leaves its own scales uninitialized;
     its FP8 experts have no biases and no norms. Its MXFP4 quantizer makes experts that run on Triton kernels.
@@ -73,7 +73,7 @@ def check_loaded(finalize):
 
 
 def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
-    """Raise ValueError, naming the format, if weights of the checkpoint would not get to fp8moe with their scales."""
+    """Raise ValueError, naming the format, if weights of the checkpoint would not reach fp8moe with their scales."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     asked = _runs_experts(model.config)

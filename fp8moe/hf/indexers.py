@@ -26,7 +26,7 @@ _PARAMETERS = ("self", "hidden_states", "q_resid", "position_embeddings", "atten
 """The parameters that the forward of these indexers has before the cache."""
 
 _PACKED_QUERIES = 16
-"""Most queries for which sequences share a kernel launch, which scores each query with the keys of all of them."""
+"""Sequences with at most this many queries in total share a kernel launch, which scores every query with all keys."""
 
 _ROW_ALIGNMENT = 16
 """In bytes. `mqa_logits` reads keys in place, without a copy, if their rows begin at multiples of this."""
@@ -57,7 +57,7 @@ def _either(sizes: Sequence[int]) -> str:
 
 
 def called(theirs):
-    """Wrap `__call__` of an indexer class: before each call, replace a bound transformers forward by fp8moe's.
+    """Wrap `__call__` of an indexer class: before each call, replace a bound transformers forward with fp8moe's.
 
     accelerate binds forwards to modules (`BOUND`), which would bypass the patched forward of the class.
     """

@@ -118,8 +118,8 @@ def register() -> None:
     ``model.set_experts_implementation("fp8moe")``. A second call changes nothing; `unregister` undoes the first.
     `report` tells what runs on fp8moe in a model.
 
-    - Experts in bfloat16, float16 or float32 are quantized the first time that they run. The FP8 copy is kept outside
-      of the module, takes half the memory of bfloat16 weights, and is made anew when the weights move or change, or the
+    - Experts in bfloat16, float16 or float32 are quantized the first time that they run. The FP8 copy is cached with
+      the module, takes half the memory of bfloat16 weights, and is made again when the weights move or change, or the
       module switches between training and evaluation. Writes through ``weight.data`` are not noticed: call
       ``fp8moe.layers.master.invalidate()`` after them.
     - FP8 experts (block size 128x128, dynamic activation scales) run on the module's own weights, without a copy.
@@ -189,7 +189,7 @@ def _install(patches: Iterable[Patch]) -> None:
             if patch in _installed or not patch.applies():
                 continue
             before = theirs = _places(patch.owner).get(patch.name, _NOTHING)
-            if before is _NOTHING:  # a new entry, or an attribute of a base class
+            if before is _NOTHING:  # a new entry, or an attribute inherited from a base class
                 theirs = inspect.getattr_static(patch.owner, patch.name, None)
             bind = type(theirs) if isinstance(theirs, staticmethod | classmethod) else None
             ours = patch.ours(theirs) if bind is None else bind(patch.ours(theirs.__func__))

@@ -18,7 +18,7 @@ from fp8moe.layers.parameters import frozen
 class ReplaceModules(QuantizationConfigMixin):
     """The quantization config of this quantizer.
 
-    names: the modules to replace by fp8moe's. channels: which of them have channel scales. device: of the model.
+    names: the modules to replace with fp8moe's. channels: which of them have channel scales. device: of the model.
     """
 
     def __init__(self, names: Iterable[str], channels: Collection[str], device: torch.device):
@@ -55,7 +55,7 @@ class _Quantizer(HfQuantizer):
 
 
 def replace_modules(model: nn.Module, names: Iterable[str], channels: Collection[str] = ()) -> None:
-    """Replace the named linears by FP8Linear, and the named experts modules by GroupedExperts.
+    """Replace the named linears with FP8Linear, and the named experts modules with GroupedExperts.
 
     channels: the names of modules that get a scale for each output channel in place of block scales.
 

@@ -54,7 +54,7 @@ def _skeleton(config: Any, quantization: Mapping[str, Any] | None) -> Any:
 
 
 def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
-    """Replace by fp8moe's FP8 modules all modules that from_pretrained would make FP8 for this quantization_config.
+    """Replace all modules that from_pretrained would make FP8 for this quantization_config with fp8moe's FP8 modules.
 
     Experts with biases, which transformers does not make FP8, are replaced too. Raises ValueError if that fails.
     """
@@ -90,7 +90,7 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
 
 
 def _is_named(name: str, given: Iterable[str]) -> bool:
-    """Return whether an entry of `given`, a pattern or "re:" and a regular expression, matches a module or a parent."""
+    """Return whether an entry of `given` matches a module or a parent; entries are fnmatch patterns or "re:REGEX"."""
     parts = name.split(".")
     around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     by_regex = any(re.match(entry.removeprefix("re:"), name) for entry in given if entry.startswith("re:"))

@@ -1,4 +1,4 @@
-"""Code for differences between the supported versions of transformers: 5.17, the oldest, 5.23 and 5.24, the newest two.
+"""Code for differences between the supported versions of transformers: 5.17 (the oldest), 5.23 and 5.24 (the newest).
 
 Each section begins with the versions that need it, and can be removed with the last of them.
 """

@@ -390,7 +390,7 @@ class GroupedExperts(MasterModule):
         return out.to(dtype)
 
     def whole_weights(self) -> Weights:
-        """Return `local_weights`. Raises ValueError if this rank has only a part of the experts."""
+        """Return `local_weights()`; raise ValueError if this rank has only a part of the experts."""
         weights = self.local_weights()
         down = self.down_proj
         here = weights.layer.down.data.shape
@@ -426,7 +426,7 @@ class GroupedExperts(MasterModule):
             # Activation checkpointing runs the first forward without recording gradients, and that forward must give
             # the same bits as the recomputation: use the training kernels whenever the module is in training mode.
             return self.training or recorded(*inputs, *weights.tensors())
-        # Where this is False although gradients are recorded, the backward of `experts_of_tokens` raises an error.
+        # If this returns False although gradients are recorded, the backward of `experts_of_tokens` raises an error.
         layer = weights.layer
         differentiable = layer.biases.down_bias is None and not has_channel_scales(*layer.up)
         return recorded(*inputs) and differentiable and not recorded(*weights.tensors())

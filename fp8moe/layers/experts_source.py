@@ -431,7 +431,7 @@ def _probe(rows: int, columns: int, device: torch.device | str, seed: int) -> Te
 
 
 def _close(result: Tensor, expected: Tensor, factor: Tensor | None = None) -> bool:
-    """Whether two tensors are equal up to rounding: of the values or, with a `factor`, of other values times it."""
+    """Whether two tensors are equal within 1% plus 1e-5 or, with a `factor`, within 1% plus 1e-5 * (1 + |factor|)."""
     if not isinstance(result, Tensor) or result.shape != expected.shape:
         return False
     tolerance = 1e-2 * expected.abs() + 1e-5 * (1 if factor is None else 1 + factor.abs())

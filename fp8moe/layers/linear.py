@@ -190,7 +190,7 @@ def check_linear(name: str, module: nn.Module) -> None:
 def replace_linears(
     model: nn.Module, *, skip: Iterable[str] = ("lm_head",), master_dtype: torch.dtype | None = None
 ) -> list[str]:
-    """Replace each nn.Linear inside ``model`` by an `FP8Linear`; return the qualified names of replaced modules.
+    """Replace each nn.Linear inside ``model`` with an `FP8Linear`; return the qualified names of replaced modules.
 
     skip: fnmatch patterns; a module stays if one matches its qualified name ("model.layers.0.mlp.gate_proj") or the
         last part of the name ("gate_proj").

@@ -3,9 +3,8 @@
 An FP8 copy is an attribute of its master's storage. So it lives as long as that memory does, is found through every
 alias of the weight (detached, or as a compiled graph sees it), and is not saved, moved or copied with the weight. It is
 valid until the weight's version counter changes, any optimizer makes a step (some optimizers write through ``.data``),
-or `invalidate` is called. It is dropped when another Parameter takes the master's place in its module: FSDP2 exchanges
-Parameters so when it frees gathered weights, and later gathers new values into the same memory without changing the
-version.
+or `invalidate` is called. It is dropped when another Parameter takes the master's place in its module. FSDP2 does this
+when it frees gathered weights; it later gathers new values into the same memory without changing the version.
 
 A compiled graph keeps copies only for Parameters of modules, not for weights that it computes: it may reuse one storage
 for several of those.
@@ -77,7 +76,7 @@ def quantized_gate_up(gate: Tensor, up: Tensor, *, parameters: tuple[Tensor, Ten
 
 
 def part_of(name: str, weight: nn.Parameter) -> Tensor:
-    """Return a master itself or, of a DTensor, this rank's shard, differentiably.
+    """Return a master itself or, if it is a DTensor, this rank's shard, differentiably.
 
     The backward raises RuntimeError if the DTensor, which the error calls `name`, has been changed in place since.
     """
@@ -118,7 +117,7 @@ WEIGHT_SCALES = ("block", "channel")
 
 
 class MasterModule(nn.Module):
-    """Base class of modules whose weights are masters if `trainable`, and frozen FP8 tensors otherwise.
+    """Base class of modules whose weights are master weights if `trainable`, and frozen FP8 tensors otherwise.
 
     It drops outdated FP8 copies of masters: when FSDP2 or a caller replaces the Parameter, when a state dict is loaded,
     and on a switch between train and eval mode. A module of another library that trains masters inherits from this
@@ -204,8 +203,8 @@ class MasterModule(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         """Load the weights; add an error for each weight or scale whose dtype is wrong.
 
-        PyTorch would cast FP8 weights to masters, or masters to FP8, ignoring scales, and scales stored as integer
-        codes to float.
+        PyTorch itself would silently cast: FP8 weights to masters and masters to FP8, both without scales, and scales
+        that are stored as integer codes to float.
         """
         masters = self.trainable
         if masters:
@@ -337,8 +336,8 @@ class Fingerprint:
         parts = [part for tensor in tensors for part in _parts(tensor)]
         self._generation = _generation
         self._stamps = [_stamp(part) for part in parts]
-        # Weak references do not keep the tensors' memory alive, but prevent that a new storage object gets the address
-        # (_cdata) of an old one.
+        # Weak references do not keep the tensors' memory alive, but prevent a new storage object from getting the
+        # address (_cdata) of an old one.
         self._storages = [StorageWeakRef(part.untyped_storage()) for part in parts]
 
     def matches(self, tensors: Iterable[Tensor]) -> bool:

@@ -129,7 +129,7 @@ def _module(shape: tuple[int, ...], options: _Options) -> nn.Module:
 
 
 def _call(module: nn.Module, shape: tuple[int, ...], tokens: int, options: _Options) -> None:
-    """Call a module; of experts, with every dtype of the routing, and also `experts` with quantized tokens."""
+    """Call a linear once, or experts with every dtype of the routing and also with quantized tokens."""
     if len(shape) == 2:
         module(reserved((tokens, shape[1]), options.dtype))
         return

@@ -120,7 +120,7 @@ def check_replaceable(argument: str, model: nn.Module) -> None:
 
 
 def check_not_around(argument: str, model: nn.Module) -> None:
-    """Raise ValueError for parameters in wrappers around the model, as of prompt tuning: the caller would skip them."""
+    """Raise ValueError if wrappers around the model have parameters, as for prompt tuning: the caller ignores them."""
     *around, inner = chain(model)
     own = {id(parameter) for parameter in inner.parameters()}
     names = [name for name, parameter in model.named_parameters() if id(parameter) not in own]
@@ -132,7 +132,7 @@ def check_not_around(argument: str, model: nn.Module) -> None:
 
 
 def _walk(model: nn.Module, name: str) -> tuple[str | None, nn.Module | None]:
-    """Return a tensor's or module's name without wrappers, and None; for an adapter, None and its wrapper."""
+    """Return (name without wrappers, None) for a tensor or module, and (None, its wrapper) for an adapter."""
     module, kept = model, []
     for part in name.split("."):
         # CheckpointWrapper leaves its own child out of the names in state dicts.

@@ -29,8 +29,8 @@ def register(config: Any, model: nn.Module) -> Any:
 
     model: the model to adapt. Its FP8 weights stay unchanged, in FP8, and frozen.
 
-    Adapters have the same files as those that peft saves for the bfloat16 model. peft stores the registration in the
-    config object, not in the file: to load an adapter, register the config that ``LoraConfig.from_pretrained(
+    Adapters are saved and loaded in the format that peft has for the bfloat16 model. peft stores the registration in
+    the config object, not in the file: to load an adapter, register the config that ``LoraConfig.from_pretrained(
     directory)`` returns. Adapters are plain LoRA: r, lora_alpha, rank_pattern, alpha_pattern, use_rslora,
     lora_dropout (which peft itself refuses for parameters) and init_lora_weights True, False or "gaussian" (LoRA:
     arXiv:2106.09685).

@@ -21,7 +21,7 @@ class ExpertsB(nn.Module):
     """The LoRA factor B of all experts: a parameter (E, out, r).
 
     State dicts hold it as (out, r * E) with experts innermost, as peft's ParamWrapper does. peft's hotswap_adapter
-    replaces the parameter by a tensor of that shape.
+    replaces the parameter with a tensor of that shape.
     """
 
     def __init__(self, count: int, rows: int, rank: int, device: torch.device, dtype: torch.dtype):

@@ -95,7 +95,10 @@ def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Ten
 
 
 def prepare(module: nn.Module) -> str | None:
-    """Make the weights of q, k and v adjacent in memory; return a text of what is fused, or None for unknown code."""
+    """Make the weights of q, k and v adjacent in memory; return a description of what is fused.
+
+    Returns None for unknown code.
+    """
     form = form_of(module, known_forwards.ATTENTION)
     if form is None or not rotates_halves(module):
         return None
@@ -152,7 +155,7 @@ def attend(
             window=attention_mask.window,
             scale=module.scaling,
             quantized=linears.weights(module.o_proj) is not None,
-            early=True,  # the kernel before, a projection, writes q, k and v only; all else is complete by its start
+            early=True,  # safe, as the kernel ahead of it, a projection, writes only q, k and v
         )
         if isinstance(output, FP8Tensor):
             return linears.project(output, [module.o_proj], cos.dtype)[0].view(*lead, -1)

@@ -37,10 +37,11 @@ def prepare(module: nn.Module, dtype: torch.dtype) -> list[str]:
 def forward(
     module: nn.Module, norm: nn.Module, attended: Tensor, residual: Tensor, following: Norm | None
 ) -> tuple[Tensor, Normed | None]:
-    """Compute the second half of a decoder layer: norm(attended + residual), the module, and the residual sum.
+    """Compute the second half of a decoder layer: norm(attended + residual), the module, and the residual add.
 
     module: the feed-forward module. attended: the attention's result, without residual. following: the norm that the
-    next layer begins with. Returns the layer's result and, where it costs no further kernel, its norm by `following`.
+    next layer begins with. Returns the layer's result and, if it costs no further kernel, the rows that `following`
+    makes of it.
     """
     if _serves_block(module, residual.dtype):
         shared = _shared(module)
@@ -60,7 +61,7 @@ def forward(
 
 
 def _add(residual: Tensor, out: Tensor, following: Norm | None) -> tuple[Tensor, Normed | None]:
-    """Return residual + out (M, H), and its norm by `following`, or None."""
+    """Return residual + out (M, H), and the same rows normalized by `following`, or None."""
     if following is None or out.dtype is not residual.dtype:
         return residual + out, None
     weight, eps, quantized = following
@@ -126,7 +127,7 @@ def _shared(module: nn.Module) -> nn.Module | None:
 
 
 def _mix(module: nn.Module, normed: Normed, logits: Tensor, following: Norm | None) -> tuple[Tensor, Normed | None]:
-    """Run a mixture-of-experts block; return its result plus the residual (M, H), and the norm of that as in `forward`.
+    """Run a mixture-of-experts block; return its result plus the residual (M, H), and these rows normalized, or None.
 
     normed: the block's input after the norm, as values and, if shared experts run in FP8, also quantized; its `sum` is
     the residual. logits: the router's.

@@ -1,4 +1,4 @@
-"""optimize: replaces the forwards of a model's decoder layers, norms and routers by fused ones, and restores them."""
+"""optimize: replaces the forwards of a model's decoder layers, norms and routers with fused ones; can restore them."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from fp8moe.kernels.decoder_ops.rms_norm import Normed
 class FusedModule(NamedTuple):
     """A module that `optimize` changed.
 
-    name: its path in the model. module_class: its class name. what: a text of the parts that run in fp8moe's kernels.
+    name: its path in the model. module_class: its class name. what: which parts run in fp8moe's kernels, as text.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Optimized(tuple[FusedModule, ...]):
 
 
 def optimize(model: nn.Module) -> Optimized:
-    """Run the parts of a transformers model around its experts in fp8moe's fused kernels.
+    """Run the non-expert parts of a transformers model in fp8moe's fused kernels, where their code is known.
 
-    Fused are: RMSNorm with the residual sum before and the FP8 quantization after it; the projections q, k and v as one
-    GEMM; head norms, rotary embedding and the write to the KV cache; MLA attention of one new token; the router; gate
-    and up of FP8 feed-forward modules as one GEMM with the activation. Modules are recognised by the code of their
+    These are fused: RMSNorm with the residual add before and the FP8 quantization after it; the projections q, k and v
+    as one GEMM; head norms, rotary embedding and the write to the KV cache; MLA attention of one new token; the router;
+    gate and up of FP8 feed-forward modules as one GEMM with the activation. Modules are recognised by the code of their
     forward. A module that is not recognised, has hooks or a replaced forward runs as before, and so do all modules
     while gradients are enabled or in training mode.
 
@@ -103,7 +103,7 @@ _ALONE = Neighbours()
 
 
 def _fused_form(module: nn.Module, neighbours: Neighbours) -> tuple[Callable, str] | None:
-    """Return the fused forward of a module and a text of what it fuses, or None if the module's code is unknown."""
+    """Return a module's fused forward and a description of what it fuses, or None if the module's code is unknown."""
     if is_decoder_layer(module):
         return functools.partial(_forward_layer, module, neighbours), _prepare_layer(module)
     if form_of(module, known_forwards.RMS_NORM):
@@ -157,7 +157,7 @@ def is_decoder_layer(layer: Any) -> bool:
 
 
 def _prepare_layer(layer: Any) -> str:
-    """Make weights that read the same input adjacent in memory; return a text of what is fused in the layer."""
+    """Make weights that read the same input adjacent in memory; return a description of what is fused."""
     whats = ["norms and residuals", *(kind.prepare(layer.self_attn) for kind in _ATTENTIONS)]
     whats += feed_forward.prepare(layer.mlp, layer.input_layernorm.weight.dtype)
     return ", ".join(filter(None, whats))
@@ -195,7 +195,7 @@ def _attend(
 
 
 def _normed(norm: nn.Module, x: Tensor, before: Handover | None, quantized: bool) -> Normed:
-    """Return the norm of x: take it from the layer before if that has computed it already, otherwise compute it."""
+    """Return the normalized rows of x: those that the layer before has computed already, or compute them."""
     handed = None if before is None else before.take(x, norm, quantized=quantized)
     return norms.norm(norm, x, values=not quantized, quantized=quantized) if handed is None else handed
 

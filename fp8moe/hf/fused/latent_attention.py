@@ -29,9 +29,9 @@ def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Ten
 
 
 def prepare(module: nn.Module) -> str | None:
-    """Make the weights of the input projections adjacent in memory; return a text of what is fused, or None.
+    """Make the weights of the input projections adjacent in memory; return a description of what is fused.
 
-    None means that the module's code is unknown.
+    Returns None for unknown code.
     """
     if not _is_known(module):
         return None

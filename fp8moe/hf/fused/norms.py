@@ -1,4 +1,4 @@
-"""Runs RMSNorm modules in one kernel, together with the residual sum before and the FP8 quantization after them."""
+"""Runs RMSNorm modules in one kernel, together with the residual add before and the FP8 quantization after them."""
 
 import weakref
 from typing import Any
@@ -32,12 +32,12 @@ def norm(module: nn.Module, x: Tensor, residual: Tensor | None = None, *, values
 
 
 class Handover:
-    """Passes the norm of a layer's result, computed early, to the layer or norm that follows.
+    """Passes the normalized rows of a layer's result, computed by that layer, to the layer or norm that follows.
 
-    norm: the RMSNorm module that normalizes the result. quantized: whether the follower reads the norm in FP8.
+    norm: the RMSNorm module that normalizes the result. quantized: whether the follower reads the rows in FP8.
 
-    A handover holds one result and its norm, until the norm is taken or the result is freed. `take` returns the norm
-    only for this very tensor, unchanged since; for any other it returns None, and the caller computes the norm. So
+    A handover holds one result and its normalized rows, until they are taken or the result is freed. `take` returns
+    the rows only for this very tensor, unchanged since; for any other it returns None, and the caller normalizes. So
     hooks may replace or change what a layer returns, layers may be skipped, and several threads may run the model.
     """
 
@@ -47,17 +47,17 @@ class Handover:
         self._held: tuple[weakref.ref[Tensor], int, Normed] | None = None
 
     def wanted(self, dtype: torch.dtype) -> Norm | None:
-        """Return the norm that a layer should compute with its result of this dtype, or None."""
+        """Return the norm that a layer should apply to its result of this dtype, or None."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not serves(self.norm, dtype):
             return None
         return Norm(self.norm.weight, self.norm.variance_epsilon, self.quantized)
 
     def put(self, result: Tensor, normed: Normed) -> None:
-        """Store the norm of a result until `take`."""
+        """Store the normalized rows of a result until `take`."""
         self._held = weakref.ref(result, self._drop), result._version, normed
 
     def take(self, result: Tensor, norm: nn.Module, *, quantized: bool) -> Normed | None:
-        """Return the stored norm if it was computed from `result` by the module `norm`, in the wanted form, or None."""
+        """Return the stored rows if the module `norm` has made them of `result`, in the wanted form; otherwise None."""
         held, self._held = self._held, None
         if held is None or norm is not self.norm or quantized is not self.quantized:
             return None

@@ -44,7 +44,7 @@ _values = _Values()
 
 
 def set_num_sms(num_sms: int) -> None:
-    """Set the most SMs that a GEMM or index scores may occupy from the next call on, as FP8MOE_NUM_SMS does.
+    """Limit how many SMs a GEMM or index scores may occupy from the next call on, as FP8MOE_NUM_SMS does.
 
     Raises TypeError for anything but an int, ValueError below 1.
     """
@@ -53,14 +53,14 @@ def set_num_sms(num_sms: int) -> None:
 
 
 def get_num_sms() -> int:
-    """Return the number from `set_num_sms`, at most the SMs of the current device, the default (132 without a GPU)."""
+    """Return the limit from `set_num_sms`; by default, and at most, the SMs of the device. Without a GPU 132."""
     if torch.cuda.is_available():
         return launch.num_sms(torch.cuda.current_device())
     return config.settings.num_sms or _H100_SMS
 
 
 def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
-    """Set the number at whose multiples groups of a psum layout begin, in rows, or in columns of K.
+    """Set the alignment: groups of a psum layout begin at its multiples, counted in rows or along K.
 
     Layouts that give the group of each row ignore it. Raises TypeError for anything but an int, ValueError below 1.
     """
@@ -83,7 +83,7 @@ def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = 
 
 
 def use_deterministic_algorithms(enabled: bool) -> None:
-    """Turn `fp8moe.batch_invariant` on or off for this process: whether a row's bits are independent of other rows.
+    """Turn on or off `fp8moe.batch_invariant` in this process, which makes a row's bits independent of other rows.
 
     Raises TypeError for anything but True and False.
     """

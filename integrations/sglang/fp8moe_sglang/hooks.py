@@ -33,7 +33,7 @@ def get_fused_func(original: Callable, pool: type, dispatcher: str, runner: str)
 def experts(theirs: Callable, dispatched: Any, quant_info: Any, config: Any) -> Any:
     """Run the experts of a layer on fp8moe, or by SGLang's own function (`theirs`) if fp8moe does not support them.
 
-    dispatched: tokens with their top-k; expert ids count this rank's experts, and are -1 for experts of other ranks.
+    dispatched: tokens with their top-k; expert ids index this rank's experts, and are -1 for experts of other ranks.
     """
     if why := experts_refusal(dispatched, quant_info, config):
         _leave_to_sglang("experts", why)

@@ -12,7 +12,7 @@ from torchtitan.protocols.model_converter import register_model_converter
 from fp8moe import replace_linears
 from fp8moe_torchtitan.modules import Experts, Linear, check_tensor_parallel
 
-HIGH_PRECISION = ("output", "router.gate")  # linears whose names end so are not converted
+HIGH_PRECISION = ("output", "router.gate")  # linears whose names end with these are not converted
 
 
 class FP8GroupedExperts(GroupedExperts, Experts):
@@ -23,7 +23,7 @@ class FP8GroupedExperts(GroupedExperts, Experts):
 
 
 class Converter:
-    """Replaces a model's experts and linears by FP8 ones, except routers and the output layer.
+    """Replaces a model's experts and linears with FP8 ones, except routers and the output layer.
 
     torchtitan calls it when the model is on the meta device and not yet parallelized. Parameters keep their names.
     Raises NotImplementedError for tensor parallelism, unless the model has no linears to convert.
