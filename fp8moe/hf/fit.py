@@ -75,7 +75,7 @@ class _Fitting:
                 self.plan.quantized[text] = location.name
 
     def keep_what_has_no_fp8_form(self) -> None:
-        """Keep weights unquantized unless the checkpoint stores them as the model's linear or experts has them."""
+        """Keep weights unquantized unless the checkpoint stores them in the layout of a linear or fused experts."""
         state = state_of(self.model)
         uses = Counter(id(value) for value in state.values())
         in_float32 = self.model._get_dtype_plan(torch.float16)

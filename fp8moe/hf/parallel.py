@@ -163,7 +163,7 @@ def _sharded_weights(model: nn.Module) -> Iterator[_ShardedWeight]:
             for placement, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True):
                 if placement.is_replicate() or (axis := placement.dim % weight.ndim - weight.ndim) not in sizes:
                     continue
-                parts = getattr(placement, "split_factor", 1)  # of placements that shard gate and up separately
+                parts = getattr(placement, "split_factor", 1)  # set on placements that shard gate and up separately
                 what = "rows" if axis == -2 else "columns"
                 yield _ShardedWeight(f"{path}.{name}", what, sizes[axis] // parts, parts, ranks, weight.ndim == 3)
 

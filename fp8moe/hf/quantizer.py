@@ -16,7 +16,7 @@ from fp8moe.layers.parameters import frozen
 
 @register_quantization_config(NAME)
 class ReplaceModules(QuantizationConfigMixin):
-    """The quantization config of this quantizer.
+    """The quantization config for `_Quantizer`.
 
     names: the modules to replace with fp8moe's. channels: which of them have channel scales. device: of the model.
     """

@@ -86,7 +86,7 @@ class Stored:
 
 
 class FP8LoraLayer(LoraLayer):
-    """Base class of peft LoRA layers around a layer with FP8 block weights, or weights that it quantizes to run.
+    """Base class of peft LoRA layers around a layer that stores FP8 block weights, or quantizes its weights to run.
 
     by_parameter: whether configs target it in target_parameters, as experts, rather than in target_modules.
     name: of the target module or parameter.
