@@ -28,8 +28,9 @@ _THEIRS = "transformers"
 class ModuleReport(NamedTuple):
     """Which library runs one module of a model.
 
-    name: the module's path in the model. module_class: its class name. runs_on: "fp8moe", "transformers" or "PyTorch",
-    or "refused" if the module's first forward will raise an error. why: the reason or, if refused, the error's message.
+    name: the module's path in the model. module_class: its class name.
+    runs_on: "fp8moe", "transformers" or "PyTorch", or "refused" if the module's first forward will raise an error.
+    why: the reason or, if refused, the error's message.
     """
 
     name: str

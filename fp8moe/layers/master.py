@@ -125,7 +125,7 @@ class MasterModule(nn.Module):
 
     weight_names: parameter names, each FP8 weight followed by its scale.
     _ways_out: advice for the error about a state dict whose weights have the wrong kind: first for a module with FP8
-    weights, then for one with masters.
+        weights, then for one with masters.
     """
 
     trainable: bool

@@ -27,8 +27,8 @@ _NOT_PLAIN = ("lora_bias", "fan_in_fan_out", "use_qalora", "layer_replication")
 class MergeError(NamedTuple):
     """The rounding error of merged weights: the Frobenius norm of (stored weights - (W + BA)) over a whole module.
 
-    weight: relative to the norm of W + BA. adapter: relative to the norm of BA; at 1, the rounding error is as large as
-    what the adapter has added.
+    weight: relative to the norm of W + BA.
+    adapter: relative to the norm of BA; at 1, the rounding error is as large as what the adapter has added.
     """
 
     weight: float
