@@ -489,7 +489,8 @@ class _Refit:
         entries = {key: values for key, values in entries.items() if values.numel() and values.is_floating_point()}
         judged = {place.key for place in self._codes.values()} | self._scales
         flags = [*self._differ.values(), *(self._flag(key, entries[key]) for key in judged & {*entries})]
-        wide = [values.detach() for values in entries.values() if values.element_size() > 1]  # Parameters run unbatched
+        # Detached, because get_total_norm takes Parameters one by one.
+        wide = [values.detach() for values in entries.values() if values.element_size() > 1]
         if wide:
             flags.append(~nn.utils.get_total_norm(wide, torch.inf).isfinite())
         return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())

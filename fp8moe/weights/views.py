@@ -137,7 +137,7 @@ def inexact_problems(weights: Weights) -> list[str]:
 
 
 def _apart(weight: StoredWeight, *stored: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split stored tensors of a weight or expert by matrix: yield a tuple for gate and one for up, or a single tuple."""
+    """Split stored tensors of a weight or expert by matrix: yield one tuple, or a tuple for gate and one for up."""
     count = weight.name.matrices
     return zip(
         *([value[i::count] for i in range(count)] if weight.interleaved else value.chunk(count) for value in stored),
