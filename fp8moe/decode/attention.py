@@ -39,7 +39,7 @@ class AttentionMetadataBuilder:
     def next_call(self, *, whole: bool = False) -> None:
         """Discard the metadata of the last call. whole: whether rows have only new tokens, and no padding."""
         self._built = {}
-        self._whole = whole and not config.settings.batch_invariant  # other prompts' kernel rounds differently
+        self._whole = whole and not config.settings.batch_invariant  # whose kernel rounds unlike others
 
     def build(self, new_tokens: int, key_heads: int, window: int | None) -> AttentionMetadata:
         """Return the metadata for layers with these key heads and this window, built once per call."""
@@ -66,7 +66,7 @@ _builder: ContextVar[AttentionMetadataBuilder | None] = ContextVar("builder", de
 
 @contextmanager
 def used_by(model: Any, name: str | None, builder: AttentionMetadataBuilder | None = None) -> Iterator[None]:
-    """Within the context, set the model's attention implementation, None for its own, and the metadata's builder."""
+    """Within the context, run the model with this attention implementation (None: its own) and metadata builder."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -94,7 +94,7 @@ def attention_metadata(
 ) -> AttentionMetadata:
     """Return the metadata from the builder set by `used_by`. transformers calls this function to make a mask.
 
-    local_size: of a sliding window. Raises UnsupportedAttention for masks that are neither causal nor sliding windows.
+    local_size: the size of a sliding window, or None. Raises UnsupportedAttention for masks of other kinds.
     """
     from transformers.masking_utils import causal_mask_function
 

@@ -43,7 +43,7 @@ def translate(input_ids: Tensor, config: Any, model_arguments: dict[str, Any]) -
 
 
 def check_processors(processors: Iterable[Any], config: Any) -> None:
-    """Raise ValueError for a logits processor that the configuration does not imply or the decoder does not have."""
+    """Raise ValueError for a logits processor that does not follow from the config, or that the decoder lacks."""
     from transformers import generation
 
     arguments = {
@@ -62,7 +62,7 @@ def check_processors(processors: Iterable[Any], config: Any) -> None:
 
 
 def check_criteria(criteria: Iterable[Any], config: Any) -> None:
-    """Raise ValueError for a stopping criterion that the configuration does not imply or the decoder does not have."""
+    """Raise ValueError for a stopping criterion that does not follow from the config, or that the decoder lacks."""
     from transformers import generation
 
     ends = [] if config.eos_token_id is None else integers("eos_token_id", config.eos_token_id)
@@ -86,7 +86,7 @@ def as_output(result: Tensor | tuple[Tensor, Tensor]) -> Any:
 
 
 def check_streamer(caller: FrameType) -> None:
-    """Raise ValueError if the calling ``model.generate`` has a streamer: it would not pass it to the decoder.
+    """Raise ValueError if the calling ``model.generate`` has a streamer, which would never reach the decoder.
 
     transformers 5.24 does not pass arguments of its own sampling to a custom_generate
     (``_extract_generation_mode_kwargs``). caller: the frame of ``model.generate``.
@@ -101,7 +101,7 @@ def check_streamer(caller: FrameType) -> None:
 def _check_model_arguments(mask: Tensor, arguments: dict[str, Any]) -> None:
     known = {"attention_mask", "position_ids", *versions.CACHE_NAMES, *_WITHOUT_EFFECT}
     others = sorted(name for name, value in arguments.items() if value is not None and name not in known)
-    if arguments.get("mm_encoder_outputs") == {}:  # for a prompt without images
+    if arguments.get("mm_encoder_outputs") == {}:  # as for a prompt without images
         others.remove("mm_encoder_outputs")
     if others:
         raise ValueError(f"{others[0]}: GraphDecoder does not pass it to the model")

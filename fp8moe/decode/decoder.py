@@ -84,8 +84,8 @@ class GraphDecoder:
     ``model.generate(..., custom_generate=decoder)`` works too: see `__call__`.
 
     If several ranks hold the model together, by tensor or expert parallelism, each makes a decoder, and all make the
-    same calls with the same prompts and arguments. They get the same tokens and end at the same step. If a rank leaves
-    a stream or run before the others do, they wait for it.
+    same calls with the same prompts and arguments. They get the same tokens and end at the same step. A rank that
+    leaves a stream or run early leaves the others waiting.
 
     Args:
         model: a causal language model of transformers in eval mode. torch.compile, DistributedDataParallel or peft may
@@ -202,9 +202,9 @@ class GraphDecoder:
     def stream(self, input_ids: Tensor, **options: Unpack[Options]) -> Iterator[Tensor]:
         """Yield the new tokens of each step, (B,) int64 on the device of ``input_ids``, until every sequence has ended.
 
-        After its end, a sequence has pad tokens. Arguments and errors are those of `generate`, except return_logprobs;
-        this call raises errors of arguments, the iterator raises errors that occur later. A step is yielded while the
-        GPU works on the next one. Leaving the loop or closing the iterator frees the decoder.
+        After its end, a sequence has pad tokens. Arguments and errors are those of `generate`, except return_logprobs.
+        This call raises the errors of wrong arguments; the iterator raises all others. A step is yielded while the GPU
+        works on the next one. Leaving the loop or closing the iterator frees the decoder.
         """
         request = parse(self, input_ids, options, self.model.generation_config)
         if request.return_logprobs:
@@ -362,7 +362,7 @@ class GraphDecoder:
     def on_device(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
         """Make the model's device current, and this stream on it, with torch.autocast off, as at the capture.
 
-        PyTorch's default device is the CPU meanwhile, as transformers expects when it makes tensors without a device.
+        The caller's default device has no effect: tensors that transformers makes without a device are on the CPU.
         """
         current: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "cuda":

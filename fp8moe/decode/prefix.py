@@ -39,7 +39,7 @@ class Prefix:
         """Copy the prefix into all rows of a step, after `Step.start`. tokens, mask (B, T): the prompts that follow.
 
         Padding between the prefix and a prompt could not be masked. Instead, the last tokens of the prefix are read
-        again in its place, and rows begin at different columns.
+        again in place of the padding, and rows begin at different columns.
 
         Returns the tokens to read and the column where they begin, or None if rows differ in it.
         Raises ValueError for padding that is not on the left, or if the model cannot have rows of different lengths.

@@ -22,7 +22,7 @@ NEW = 3
 
 
 def device_of(model: Any) -> torch.device:
-    """Return the device that holds a model. Raises TypeError if it is no transformers model, ValueError for others."""
+    """Return the one device that holds a transformers model. Raises TypeError or ValueError for any other model."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):

@@ -48,7 +48,7 @@ class StopStrings:
     """Stop strings, and the tokenizer that decodes the text to search for them."""
 
     def __init__(self, strings: Any, tokenizer: Any):
-        """Check and store the arguments. strings: one or several. Raises TypeError or ValueError for a wrong argument."""
+        """Check the arguments. strings: one string or several. Raises TypeError or ValueError for a wrong argument."""
         if isinstance(strings, str) or not isinstance(strings, Iterable):
             strings = [strings]
         several = [*strings]
@@ -63,7 +63,7 @@ class StopStrings:
             raise TypeError(f"tokenizer: expected a tokenizer of transformers, got {describe(tokenizer)}")
         self.strings = several
         self.tokenizer = tokenizer
-        # In tokens: each adds at least one byte, but decoding may drop a space before the first.
+        # Each token decodes to at least one byte; one token more, as decoding may drop a space before the first.
         self.window = 1 + max(len(string.encode()) for string in several)
 
     def text(self, tokens: list[int]) -> str:
@@ -103,9 +103,9 @@ class Request:
     stepwise: whether the tokens of each step are news, too. cancelled: whether to drop the result and to free the rows
     before the next step; any thread may set this at any time.
 
-    rows: its rows in the scheduler's step. made: an upper bound of the new tokens so far of a sequence. end: all
-    sequences stay in the columns before it. seen: how many new tokens of each sequence were looked at one by one.
-    stopped: indices of sequences that a stop string ended.
+    rows: its rows in the scheduler's step. made: how many new tokens each sequence has at most. end: the column before
+    which all sequences end. seen: how many new tokens of each sequence have been looked at one by one. stopped: indices
+    of sequences that a stop string has ended.
     """
 
     key: Any
@@ -359,7 +359,7 @@ def check_zeros_on_the_left(mask: Tensor) -> None:
 
 
 def _prompt(decoder: Any, ids: Tensor, mask: Tensor | None, padding: int | None) -> tuple[Tensor, Tensor | None]:
-    """Move prompts and their mask to the model's device. padding: without a mask, this token is masked.
+    """Move prompts and their mask to the model's device. padding: the token to mask if there is no mask, or None.
 
     Prompts on the host are checked before they are moved: reading from the device would wait for its queued work.
     """

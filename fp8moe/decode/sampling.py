@@ -50,8 +50,8 @@ def parse_sampling(
     """Return the parameters of each sequence, from the options do_sample, seed and NAMES.
 
     With do_sample, an option that is missing or None comes from the generation config, and is off if it is missing
-    there too. Without do_sample, only the repetition penalty comes from the config, as in transformers. draw: returns
-    as many seeds as it is asked for, if none is given.
+    there too. Without do_sample, only the repetition penalty comes from the config, as in transformers. draw: called
+    with the batch size to make seeds, if none are given.
 
     Raises TypeError or ValueError with the name of an argument (or generation_config.NAME) that is wrong, or that would
     have no effect because do_sample is False.

@@ -25,7 +25,7 @@ ROWS_PER_NEWCOMER = 8
 """Prompts are read once one row in this many is free: reading several at once costs little more than reading one."""
 FEW_TOKENS = 2048
 MOST_PADDING = 1.25
-"""Prompts are read together if, with padding, they take at most MOST_PADDING times their tokens, or FEW_TOKENS."""
+"""Prompts form one batch if it has, with padding, at most MOST_PADDING times their tokens, or at most FEW_TOKENS."""
 
 Result = Tensor | tuple[Tensor, Tensor] | ValueError
 
@@ -307,7 +307,7 @@ class Scheduler:
         self._step.adopt(rows, source, chosen, length)
 
     def _check_rows(self) -> None:
-        """Find requests that have ended, and pass on new tokens. On a GPU this is as of the previous check."""
+        """Find requests that have ended, and pass on new tokens. On a GPU, this is the state at the previous check."""
         step = self._step
         self._reports.push(torch.stack([step.count, step.finished, step.tokens[:, 0]]))
         self._reported.append([(request, request.rows) for request in self._alive])
@@ -338,7 +338,7 @@ class Scheduler:
         ended = [one or index in request.stopped for index, one in enumerate(ended)]
         if not all(ended):
             for index in request.stopped:
-                self._step.finished[request.rows[index]].fill_(True)  # the GPU already computes the next token
+                self._step.finished[request.rows[index]].fill_(True)  # the GPU computes one more token already
         if some_got_one:
             if request.streamer is not None:
                 request.streamer.put(torch.tensor(got, dtype=torch.int64, device="cpu"))
@@ -397,7 +397,7 @@ class Scheduler:
 
 
 def _follow_together(one: Request, other: Request) -> bool:
-    """Return whether one batch can read both requests: they share a prefix or have none, and padding is possible."""
+    """Return whether one batch can read both requests: same prefix or none, and any padding that this takes works."""
     if one.prefix is not other.prefix:
         return False
     return one.prefix is None or one.prefix.pads or one.tokens.shape == other.tokens.shape

@@ -22,7 +22,7 @@ class Stats:
     new_tokens counts each sequence up to its end; of a stream that was left early, the tokens that it had yielded. A
     step is a decode step, which gives one token to every sequence.
 
-    Over the last RECENT calls; the last two are None before the first call:
+    Of the last RECENT calls (time_to_first_token and tokens_per_second are None before the first call):
     seconds: the sum of the times from a call's first token to its last one.
     time_to_first_token: the mean of the seconds from the start of a call on the device to its first token.
     tokens_per_second: the number of tokens after the first one of each sequence, divided by ``seconds``.

@@ -117,7 +117,7 @@ class Step:
         padding. ends, pad: end tokens and the pad token. samplings: one for each sequence; (): all are greedy.
         """
         self.begun = self.refits.count
-        reset(self.cache, masked=self.capabilities.attention is None)  # 0 * NaN of a masked value is NaN
+        reset(self.cache, masked=self.capabilities.attention is None)  # masks multiply by 0, which keeps a NaN
         self.mask.fill_(True)
         if mask is None:
             self.begin.zero_()
@@ -269,7 +269,7 @@ class Step:
         rows = nullcontext() if last is None else _head_reads(self.model, last)
         with used_by(self.model, self.capabilities.attention, self.metadata), fused, linears_by_fixed_rows(), rows:
             logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, **options).logits
-        if last is not None and logits.shape[1] > 1:  # the output layer is not called as a module
+        if last is not None and logits.shape[1] > 1:  # no call of the output layer for `_head_reads`
             return logits.gather(1, last[..., None].expand(-1, -1, logits.shape[-1]))[:, 0]
         return logits[:, -1]
 
@@ -301,7 +301,7 @@ class Step:
     def leave(self, rows: Tensor) -> None:
         """Release finished rows: set their lengths to 0, so that later steps read one cache column for them."""
         if self.capabilities.attention is None:
-            clear_rows(self.cache, rows)  # they may hold NaN, and 0 * NaN of a masked value is NaN
+            clear_rows(self.cache, rows)  # they may hold NaN, and masks multiply by 0, which keeps a NaN
         self.finished.index_fill_(0, rows, True)
         for tensor in (self.columns, self.begin, self.count, self.failed):
             tensor.index_fill_(0, rows, 0)

@@ -87,7 +87,7 @@ class ModelState:
         self._adapters = [(ref(module), _active(module)) for module in model.modules() if _has_adapters(module)]
 
     def renew(self, model: nn.Module) -> None:
-        """Take a new snapshot of the weights, to which later changes are relative."""
+        """Take a new snapshot of the weights; `change` compares with it from now on."""
         self._weights = Fingerprint(_weights(model))
         self._refits = refits_of(model).count
 

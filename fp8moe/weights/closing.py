@@ -10,7 +10,7 @@ from fp8moe.layers.wrapped import chain
 
 
 class Refits:
-    """A record of a model's refits (`fp8moe.refit`). count: how many have begun. closed: until one is complete.
+    """A record of a model's refits (`fp8moe.refit`). count: how many have begun. closed: whether one is incomplete.
 
     around: wrappers of the model that were closed with it. captures: records of the model's state, one for each CUDA
     graph captured from it. A record's `change(model)` returns None while its graph is valid; after a complete refit,
@@ -37,7 +37,7 @@ class Refits:
         self.closed = False
 
     def check(self, begun: int) -> None:
-        """Raise RuntimeError if the model is closed, or a refit began since ``count`` was ``begun``."""
+        """Raise RuntimeError if the model is closed, or if ``count`` has changed from ``begun``, an earlier value."""
         if self.closed:
             _refuse()
         if self.count != begun:

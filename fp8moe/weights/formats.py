@@ -33,7 +33,7 @@ def scale_grid(matrices: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def fits_scale(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     """Return whether a scale has the expected shape, ignoring dimensions of size 1, which transformers 5.17 drops."""
-    if len(shape) == len(expected) == 2:  # (N, 1), a scale of channels, is no (1, N), a scale of blocks
+    if len(shape) == len(expected) == 2:  # (N, 1) is a scale of channels, (1, N) one of blocks
         return tuple(shape) == tuple(expected)
     return [size for size in shape if size != 1] == [size for size in expected if size != 1]
 
@@ -48,9 +48,9 @@ def quantization_config(
 ) -> dict:
     """Make the quantization_config of a checkpoint with these tensors.
 
-    others: more modules that are not in FP8, which the tensors do not show under these names. "lm_head" is always
-    added, unless it is stored in FP8: it may be tied to the embedding. channels: whether scales are per output channel;
-    the result is then a configuration of compressed-tensors.
+    others: modules that are not in FP8 but have no tensor of their own name among these. "lm_head" is always added,
+    unless it is stored in FP8: it may be tied to the embedding. channels: whether scales are per output channel; the
+    result is then a configuration of compressed-tensors.
     """
     kept, quantized, fused, biases = {"lm_head", *others}, set(), set(), set()
     for name, spec in tensors:

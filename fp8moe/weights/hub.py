@@ -30,7 +30,7 @@ def checkpoint_directory(checkpoint: str | os.PathLike) -> Path:
     """Return the directory of a checkpoint: ``checkpoint`` itself if it exists, else the Hub's model of this name.
 
     Downloads the configuration, tokenizer and safetensors files that huggingface_hub does not have in its cache.
-    Respects its environment variables HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN.
+    huggingface_hub's environment variables apply: HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN.
 
     Raises NoCheckpoint if there is neither such a directory nor such a model.
     """

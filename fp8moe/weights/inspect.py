@@ -85,7 +85,8 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
     problems = [weights.format.reason]
     if weights.format.loads:
         problems = block_problems(weights, in_blocks(weights))
-        if weights.quantized and checkpoint.config and not checkpoint.declarations:  # others expect bfloat16 then
+        # Other libraries would take such a checkpoint for an unquantized one.
+        if weights.quantized and checkpoint.config and not checkpoint.declarations:
             problems.insert(0, "config.json: has no quantization_config, but there are FP8 tensors")
     return Report(
         directory=checkpoint.directory,

@@ -88,7 +88,7 @@ def load_fp8_checkpoint(
     with ranks.step():
         _materialize(model, device)
         copy_weights(moves, weights.checkpoint.directory, state_of(model))
-        invalidate_masters()  # versions of weights that FSDP2 gathers do not show that its shards changed
+        invalidate_masters()  # writing to FSDP2's shards leaves versions of gathered weights unchanged
 
 
 def _bufferless(model: nn.Module, state: dict[str, Tensor]) -> list[str]:

@@ -39,7 +39,7 @@ _FORMER_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids
 """Names (regexes) of buffers that old checkpoints store but models compute, by the end of the model's name for them."""
 
 Part = tuple[int | None, int | None]
-"""Where a tensor starts in a fused parameter: (expert, row of that expert's matrix); WHOLE if it is a whole entry."""
+"""Where a tensor starts in a fused parameter: (expert, row of that expert's matrix); WHOLE if it fills an entry."""
 WHOLE: Part = (None, None)
 
 Box = tuple[range, ...]
@@ -54,7 +54,7 @@ def held(tensor: Tensor) -> tuple[Tensor, Box]:
     """Return the part of a tensor that is in this process's memory, and its box within the full tensor."""
     if not is_sharded(tensor):
         return tensor, whole(tensor.shape)
-    chunks = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks for
+    chunks = tensor.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
     box = tuple(range(first, first + size) for first, size in zip(chunks[0].offsets, chunks[0].sizes, strict=True))
     with torch.no_grad():
         return local(tensor), box
@@ -141,7 +141,7 @@ class Place(NamedTuple):
         return range(expert, expert + 1), range(row, row + rows), range(columns)
 
     def held_by(self, target: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-        """Return what this process holds of the place: a view of ``target`` (``state[key]``), and its slices."""
+        """Return this process's part of the place: a view of ``target`` (``state[key]``), and the slices it covers."""
         if not is_sharded(target):  # the fast path: a model may have tens of thousands of expert matrices
             expert, row = self.part
             local = target if self.part == WHOLE else target[expert, row : row + self.shape[0]]
@@ -361,7 +361,7 @@ def match(
 
 
 def copy_weights(moves: Iterable[Move], directory: Path, state: Mapping[str, Tensor]) -> None:
-    """Copy every weight into its place. Only one shard is mapped at a time where scales lie in their codes' shards."""
+    """Copy every weight into its place, with one shard mapped at a time if scales are in the same shards as codes."""
     reader, file = Reader(directory), None
     for weight, place, scale_place in moves:
         if weight.codes.file != file:
@@ -455,7 +455,7 @@ def copy_weight(
     scale, scale_part = (None, ()) if scale_place is None else scale_place.held_by(scale_target)
     if not local.numel() and (scale is None or not scale.numel()):
         return
-    if weight.shape != place.shape:  # a scale without its weight; dimensions of size 1 may differ
+    if weight.shape != place.shape:  # a scale by itself, whose dimensions of size 1 differ
         local.copy_(as_float(reader.read(weight.codes)).view(place.shape)[part].to(local.dtype))
         return
     for expert, value in weight.pieces(reader, part):

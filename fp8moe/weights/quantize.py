@@ -52,7 +52,7 @@ def _ignore(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
 
 def _check_finite(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
     """Raise CheckpointError if a matrix holds a NaN or an infinity."""
-    if not made.scale.isfinite().all():  # nor is the scale of a block with a NaN or an infinity
+    if not made.scale.isfinite().all():  # a NaN or an infinity makes its block's scale non-finite
         count = values.numel() - int(values.isfinite().sum())
         raise CheckpointError(
             f"cannot quantize {weight.codes.file}",
@@ -102,7 +102,7 @@ class OutputPlan:
         )
 
     def lines(self) -> list[str]:
-        """Return the notes, and a line for each reason in ``kept``, in which a module stands for all layers."""
+        """Return the notes, and a line for each reason in ``kept``, which names a module once for all layers."""
         lines = list(self.notes)
         for reason in dict.fromkeys(self.kept.values()):
             modules = (re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, why in self.kept.items() if why == reason)
@@ -236,7 +236,7 @@ def convert_checkpoint(
     if problems:
         raise CheckpointError(what, problems)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    squares = torch.zeros(2, dtype=torch.float64, device="cpu")  # sums over errors, and over values
+    squares = torch.zeros(2, dtype=torch.float64, device="cpu")  # sums of squared errors, and of squared values
 
     def add(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
         _check_finite(weight, values, made)

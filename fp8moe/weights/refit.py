@@ -75,7 +75,7 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
         be reused when the next one is requested. Instead of pairs: a mapping; a checkpoint's directory, in any format
         that `find_format` says loads; or a module in training, with master weights or unquantized, whose state dict is
         read without the names of wrappers; peft's adapters must be merged (merge_adapter, then unmerge_adapter).
-    strict: require every tensor of the model. False leaves the others as they are, except after a failed refit.
+    strict: require every tensor of the model, as always after a failed refit. False leaves the others as they are.
     Returns which tensors came and which did not. Within `refitting`, this call is one of several pieces; tensors that
     are missing are then an error only at the end of that context.
 
@@ -88,7 +88,7 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
     model has E8M0 scales.
 
     If the model has sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`), all ranks of the
-    default group call this with whole tensors; each takes the parts that it holds, and all raise an error of any rank.
+    default group call this with whole tensors; each takes the parts that it holds. If one fails, all raise its error.
 
     Raises ValueError for a model made under torch.inference_mode; for a tensor that is unknown, came before, or has
     another shape or dtype, before that tensor is written; and at the end, by name, for tensors that are missing, hold a
@@ -144,7 +144,7 @@ class _Again(NamedTuple):
 
 
 _again: WeakKeyDictionary[nn.Module, dict[str, _Again]] = WeakKeyDictionary()
-"""For each model, by tensor name: an earlier quantization, to repeat with little host time for tens of thousands."""
+"""For each model, by tensor name: an earlier quantization. Host time counts with tens of thousands of matrices."""
 
 
 class _Source(NamedTuple):
@@ -318,7 +318,7 @@ class _Refit:
         return is_interleaved({"model_type": getattr(config, "model_type", None)})
 
     def _is_in_turns(self, key: str) -> bool:
-        """Return whether a key is of experts that interleave gate and up in checkpoints, but not in this model."""
+        """Return whether ``key`` is of experts with gate and up interleaved in checkpoints, but not in this model."""
         if not self._has_experts_in_turns:
             return False
         return isinstance(self._model.get_submodule(key.rpartition(".")[0]), GroupedExperts)
@@ -338,7 +338,7 @@ class _Refit:
                 if scale is not None and self._claimant(scale) is None
             ]
         increment_version([value for value in map(self.state.get, self.came) if not value.is_inference()])
-        invalidate_masters()  # versions of weights that FSDP2 gathers do not show that its shards changed
+        invalidate_masters()  # writing to FSDP2's shards leaves versions of gathered weights unchanged
         problems += self._bad_values() if self._any_bad() else ()
         _raise("the refit failed, and the model does not run before a complete one", problems)
 

@@ -139,7 +139,7 @@ class Checkpoint:
         ]
 
     def read_unmapped(self, infos: Iterable[TensorInfo]) -> Iterator[tuple[TensorInfo, Tensor]]:
-        """Yield these stored tensors, flattened. For small ones: the safetensors library would map whole files."""
+        """Yield small tensors, flattened, without mapping their files, as the safetensors library would."""
         for file, wanted in groupby(sorted(infos, key=lambda info: (info.file, info.begin)), lambda info: info.file):
             with (self.directory / file).open("rb") as stream:
                 for info in wanted:
@@ -150,7 +150,7 @@ class Checkpoint:
 
 
 class Reader:
-    """Reads tensors with the safetensors library. A shard is mapped at the first read from it and until `close`."""
+    """Reads tensors with the safetensors library. A shard stays mapped from the first read of it until `close`."""
 
     def __init__(self, directory: Path):
         self._directory = directory

@@ -20,15 +20,15 @@ from fp8moe.weights.stored import StoredWeight, Weights
 _FP4 = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
 """The values of the 16 E2M1 codes: OCP's microscaling formats 1.0, section 5.3.3."""
 _FP4_SHIFT = 6  # the largest FP4 value, 6, becomes at most 6 * 2^6 in E4M3
-_FP4_SPREAD = 14  # the smallest, 0.5, becomes at least 0.5 * 2^(6 - 14), E4M3's smallest subnormal
-_FP4_LOWEST = 17  # 4 * 2^(6 - 17) is that subnormal too; with larger exponents no FP4 value is exact
+_FP4_SPREAD = 14  # the smallest, 0.5, may become 0.5 * 2^(6 - 14), E4M3's smallest subnormal
+_FP4_LOWEST = 17  # 4 * 2^(6 - 17) is that subnormal, too; further below, no FP4 value is exact
 
 
 def in_blocks(weights: Weights) -> list[StoredWeight]:
     """View every weight of a format that loads as FP8 with float32 scales of 128x128 blocks or of channels.
 
-    Weights without a scale of their own, or with one of another dtype, stay as they are stored: placing them in a model
-    reports what is wrong.
+    Weights without a scale of their own, or with a scale of an unsupported dtype, stay as they are stored: placing them
+    in a model reports what is wrong.
     """
     exponents = weights.declared is not None and weights.declared.power_of_two
     in_turns = {weight.name.bias for weight in weights.stored if weight.interleaved}
@@ -168,7 +168,7 @@ def _rows(codes: Tensor) -> Tensor:
 
 
 def _filled(codes: Tensor, scale: Tensor, matrices: int, grid: tuple[int, int], transposed: bool) -> FP8Tensor:
-    """Repeat a per-tensor scale for all blocks; if there are two, for the blocks of gate and of up."""
+    """Repeat a per-tensor scale for all blocks; of two scales, the first for the blocks of gate, the other for up's."""
     rows, columns = grid
     each = as_float(scale).reshape(-1, 1, 1).expand(matrices, rows // matrices, columns)
     return FP8Tensor(_rows(codes) if transposed else codes, each.flatten(0, 1).contiguous())
@@ -177,7 +177,8 @@ def _filled(codes: Tensor, scale: Tensor, matrices: int, grid: tuple[int, int], 
 def _mxfp8(codes: Tensor, exponents: Tensor) -> FP8Tensor:
     """Convert MXFP8 codes (N, K) to blocks, scaled by the least powers of two that keep all new codes within 448.
 
-    New codes below E4M3's smallest subnormal are rounded, by up to 2^-10, where the largest of the block is above 224.
+    Values below E4M3's smallest subnormal, divided by the scale, are rounded by up to 2^-10, where a block's largest
+    code is above 224.
     """
     groups = pad(codes.view(torch.uint8) & 127, (0, -codes.shape[1] % MX_BLOCK)).unflatten(1, (-1, MX_BLOCK))
     largest = groups.amax(-1).view(torch.float8_e4m3fn).double()  # without signs, codes order as their values do
@@ -242,7 +243,7 @@ def _is_exact(weight: StoredWeight, codes: Tensor, exponents: Tensor) -> bool:
 
 
 def _of_values(block: Tensor, shape: torch.Size, columns: int = BLOCK) -> Tensor:
-    """Repeat per-block values for each element or group. columns: of them in a block: 128 elements, or 4 groups."""
+    """Repeat per-block values for each element or group. columns: a block's width: 128 elements, or 4 groups."""
     return block.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
 
 

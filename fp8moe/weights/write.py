@@ -29,7 +29,7 @@ class ShardWriter:
     def __init__(self, path: Path, layout: Layout, source: str | None = None):
         self._path = path
         self._temporary = temporary_path(path)
-        metadata = {"format": "pt"} | ({"fp8moe_source": source} if source else {})  # transformers needs the format
+        metadata = {"format": "pt"} | ({"fp8moe_source": source} if source else {})  # transformers needs "format"
         header: dict = {"__metadata__": metadata}
         position = 0
         # The widest dtypes first, so that each tensor is aligned to the size of its elements.
