@@ -101,7 +101,7 @@ def check_streamer(caller: FrameType) -> None:
 def _check_model_arguments(mask: Tensor, arguments: dict[str, Any]) -> None:
     known = {"attention_mask", "position_ids", *versions.CACHE_NAMES, *_WITHOUT_EFFECT}
     others = sorted(name for name, value in arguments.items() if value is not None and name not in known)
-    if arguments.get("mm_encoder_outputs") == {}:  # as for a prompt without images
+    if arguments.get("mm_encoder_outputs") == {}:  # empty: a prompt without images
         others.remove("mm_encoder_outputs")
     if others:
         raise ValueError(f"{others[0]}: GraphDecoder does not pass it to the model")

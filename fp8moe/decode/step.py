@@ -269,7 +269,7 @@ class Step:
         rows = nullcontext() if last is None else _head_reads(self.model, last)
         with used_by(self.model, self.capabilities.attention, self.metadata), fused, linears_by_fixed_rows(), rows:
             logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, **options).logits
-        if last is not None and logits.shape[1] > 1:  # no call of the output layer for `_head_reads`
+        if last is not None and logits.shape[1] > 1:  # the hook of `_head_reads` was not called
             return logits.gather(1, last[..., None].expand(-1, -1, logits.shape[-1]))[:, 0]
         return logits[:, -1]
 
