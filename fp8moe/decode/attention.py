@@ -39,7 +39,8 @@ class AttentionMetadataBuilder:
     def next_call(self, *, whole: bool = False) -> None:
         """Discard the metadata of the last call. whole: whether rows have only new tokens, and no padding."""
         self._built = {}
-        self._whole = whole and not config.settings.batch_invariant  # whose kernel rounds unlike others
+        # The causal kernel for whole prompts rounds differently from the kernel for other prompts.
+        self._whole = whole and not config.settings.batch_invariant
 
     def build(self, new_tokens: int, key_heads: int, window: int | None) -> AttentionMetadata:
         """Return the metadata for layers with these key heads and this window, built once per call."""

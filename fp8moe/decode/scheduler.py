@@ -397,7 +397,10 @@ class Scheduler:
 
 
 def _follow_together(one: Request, other: Request) -> bool:
-    """Return whether one batch can read both requests: same prefix or none, and any padding that this takes works."""
+    """Return whether one batch can read both requests.
+
+    Both need the same prefix, or none. After a prefix, their lengths may differ only if it allows padding.
+    """
     if one.prefix is not other.prefix:
         return False
     return one.prefix is None or one.prefix.pads or one.tokens.shape == other.tokens.shape

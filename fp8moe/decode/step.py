@@ -111,7 +111,7 @@ class Step:
         pad: int,
         samplings: Sequence[Sampling] = (),
     ) -> None:
-        """Initialize all tensors for a batch of prompts of ``length`` columns; rows from ``batch`` on copy row 0.
+        """Initialize all tensors for ``batch`` prompts of ``length`` columns; the rows after them are copies of row 0.
 
         Copies choose the same tokens and experts, so they read no further weights. mask (batch, length): False for
         padding. ends, pad: end tokens and the pad token. samplings: one for each sequence; (): all are greedy.

@@ -83,7 +83,7 @@ class Name(NamedTuple):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the module names that a pattern may match: the tensor's own and, for an expert, that of all experts."""
+        """Return the module names that a pattern may match: the tensor's own and, for experts, that of all experts."""
         own = self.text.removesuffix(".weight")
         return (own, self.module) if self.role == WEIGHT else (own,)
 

@@ -349,7 +349,7 @@ class _Refit:
         return RefitReport(tuple(key for key in self.state if key in came), tuple(left))
 
     def _missing(self) -> list[str]:
-        """Return a line for each tensor that has not come. If a weight and its scale are missing, list only the weight."""
+        """Return a line for each tensor that has not come, but none for the scale of a weight that has not come."""
         lines = {line.partition(":")[0]: line for line in self.target.missing(self.sources)}
         return [line for name, line in lines.items() if (weight := parse(name).weight) == name or weight not in lines]
 

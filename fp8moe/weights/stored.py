@@ -140,7 +140,7 @@ class StoredWeight(NamedTuple):
         by_expert = own_scale is not None and own_scale.shape[:1] == self.shape[:1]
         scale = own_scale and reader.read(own_scale, (first,) if by_expert else ())
         if scale is not None and not by_expert and self.make is None and self.grid is not None:
-            scale, by_expert = scale.reshape(self.grid)[first], True  # dimensions of size 1 differ
+            scale, by_expert = scale.reshape(self.grid)[first], True  # dimensions of size 1 may differ
         for place, expert in enumerate(range(first.start, first.stop)):
             yield place, self._piece(reader, (expert,), tuple(inner), scale[place] if by_expert else scale)
 

@@ -177,8 +177,7 @@ def _filled(codes: Tensor, scale: Tensor, matrices: int, grid: tuple[int, int], 
 def _mxfp8(codes: Tensor, exponents: Tensor) -> FP8Tensor:
     """Convert MXFP8 codes (N, K) to blocks, scaled by the least powers of two that keep all new codes within 448.
 
-    Values below E4M3's smallest subnormal, divided by the scale, are rounded by up to 2^-10, where a block's largest
-    code is above 224.
+    A block's largest code is then above 224, and codes below E4M3's smallest subnormal are rounded by up to 2^-10.
     """
     groups = pad(codes.view(torch.uint8) & 127, (0, -codes.shape[1] % MX_BLOCK)).unflatten(1, (-1, MX_BLOCK))
     largest = groups.amax(-1).view(torch.float8_e4m3fn).double()  # without signs, codes order as their values do

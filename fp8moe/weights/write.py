@@ -46,7 +46,7 @@ class ShardWriter:
         self._ends = {name: len(self._header) + header[name]["data_offsets"][1] for name in layout}
 
     def is_written(self) -> bool:
-        """Return whether a file with the final name exists already, of the same size and with the same header."""
+        """Return whether the final file exists already, with the size and header that this writer would give it."""
         if not self._path.is_file() or self._path.stat().st_size != self._size:
             return False
         with self._path.open("rb") as file:
@@ -126,7 +126,7 @@ def into_directory(
             if final_name(path.name) in ours:  # left by a killed run: no other run holds the lock
                 path.unlink()
         if layouts.keys() - finished:
-            finished.discard(INDEX)  # an index would make the directory look complete to readers
+            finished.discard(INDEX)  # to delete it: with an index, the directory looks complete to readers
         for name in {SINGLE, INDEX} - finished:
             (target / name).unlink(missing_ok=True)
         try:
