@@ -40,7 +40,7 @@ _MIXING = ("DogeCDMoE",)  # routers that mix the tokens of a call; transformers 
 
 
 def check_model(model: Any, captured: bool) -> None:
-    """Raise TypeError or ValueError if the model's modules show that it cannot be decoded or, if needed, captured."""
+    """Raise TypeError or ValueError if the model's modules show that a decoder cannot run or, if asked, capture it."""
     name = type(model).__name__
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise TypeError(f"model: expected a causal language model, got {name}")

@@ -113,7 +113,7 @@ class Ranks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run the block on every process; if it fails on one of several, raise the same ValueError on all."""
+        """Run the block on every process; if it fails on any of several, raise the same ValueError on all of them."""
         if self._agreement is None:
             yield
             return
