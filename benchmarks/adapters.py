@@ -167,9 +167,7 @@ def cublas_block(a: FP8Tensor, b: FP8Tensor) -> Call:
 
 
 def cublas_one_scale(a: Tensor, b: Tensor) -> Call:
-    """Prepare cuBLAS with one scale per operand, E4M3 a (M, K), b (N, K): an upper bound that block scales cannot
-    reach.
-    """
+    """Prepare cuBLAS with one scale per operand, E4M3 a (M, K), b (N, K): an upper bound for block scales."""
     one = torch.ones((), device=a.device)
     multiply = partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one)
     return Call(partial(multiply, out_dtype=torch.bfloat16, use_fast_accum=True), None)

@@ -74,9 +74,7 @@ def adapter_bytes(model: Model, rank: int) -> int:
 
 
 def activation_bytes(model: Model, tokens: int, rank: int) -> int:
-    """Return the bytes that adapters allocate in a step: scaled factors, their transposes, low-rank activations of
-    rows.
-    """
+    """Return the bytes that adapters take in a step: scaled factors, their transposes, low-rank activations of rows."""
     return 3 * adapter_bytes(model, rank) + 16 * tokens * model.top_k * rank
 
 
