@@ -165,7 +165,7 @@ def run_linear(rows: int, out_features: int, in_features: int, *, device: str = 
 
 PARTS = {"experts": lambda: run_experts(MODEL, MODELS[MODEL], TOKENS), "linear": lambda: run_linear(*LINEAR)}
 COLUMNS = ("impl", "master", "forward_us", "us", "speedup", "kept_ratio", "peak_ratio", "difference")
-OURS = {"what": "experts", "model": MODEL, "tokens": TOKENS, "master": "bfloat16"}  # like bf16's
+OURS = {"what": "experts", "model": MODEL, "tokens": TOKENS, "master": "bfloat16"}  # the dtype of the bfloat16 layers
 SIZES = dict(zip(("rows", "out_features", "in_features"), LINEAR, strict=True))
 EXPERTS, PAIR = f"experts, {MODEL}, {TOKENS} tokens", "forward and backward"
 TRAINING = Benchmark(

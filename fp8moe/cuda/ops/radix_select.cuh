@@ -92,10 +92,10 @@ struct Count {
   }
 };
 
-// What remains at the selected key (or digit).
+// The keys at which the weights reach the target: those with the digits selected so far.
 struct Selected {
-  u64 rest;    // the target minus the weights of larger keys
-  u64 inside;  // the weights of the selected keys; at least `rest`
+  u64 rest;    // the target minus the weights of all larger keys
+  u64 inside;  // the weights of these keys; at least `rest`
 };
 
 struct Digit {

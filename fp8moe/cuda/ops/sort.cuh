@@ -49,10 +49,9 @@ struct Sort {
     __syncwarp();
   }
 
-  // The rank inside its warp of an assignment to this expert, one per lane: lower lanes come first.
+  // Counts an assignment to `expert`, one per lane, and returns its rank within the warp. Lower lanes come first.
   __device__ __forceinline__ u32 rank(u32 expert) const {
-    const u32 alike = __match_any_sync(FULL_WARP, expert);  // Counts an assignment to `expert`, one per lane, and
-                                                            // returns its rank within the warp. Lower lanes come first.
+    const u32 alike = __match_any_sync(FULL_WARP, expert);
     const u32 lower = __popc(alike & ((1u << lane) - 1));
     const u32 counted = own[expert];
     __syncwarp();

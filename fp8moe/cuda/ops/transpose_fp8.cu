@@ -48,11 +48,8 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
   Bytes16 v[THREAD_ROWS];
 #pragma unroll
   for (int r = 0; r < THREAD_ROWS; ++r) {
-    const int count =
-        first_row + r < rows
-            ? columns - static_cast<int>(chunk) * CHUNK
-            : 0;  // These loads go through L1: with load_elements, which bypasses L1, this kernel takes 6% longer.
-    // L1 keeps these loads: with load_elements, which bypasses L1, this kernel takes 6% longer.
+    const int count = first_row + r < rows ? columns - static_cast<int>(chunk) * CHUNK : 0;
+    // These loads go through L1: with load_elements, which bypasses L1, this kernel takes 6% longer.
     if constexpr (LOAD_ALIGNED) v[r] = count > 0 ? load_16(source + r * k) : Bytes16{};
     if constexpr (!LOAD_ALIGNED) v[r] = load_elements<false>(source + r * k, count);
   }
