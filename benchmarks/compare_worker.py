@@ -154,7 +154,7 @@ def main() -> None:
             reply(result=getattr(worker, request.pop("do"))(**request))
         except Exception as error:
             if device == "cuda":
-                torch.cuda.synchronize()  # exits by exception if the GPU is in an unusable state
+                torch.cuda.synchronize()  # raises, and so ends this process, if the GPU can no longer be used
             reply(error=f"{type(error).__name__}: {error}")
 
 

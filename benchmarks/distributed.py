@@ -306,7 +306,7 @@ def trained_part(place: int) -> GroupedExperts:
 
 
 def whole_of(part: GroupedExperts) -> GroupedExperts:
-    """Make the layer whose shard on each rank is such a part; it shares the part's memory."""
+    """Make the whole layer, of which `part` is this rank's shard; it shares the part's memory."""
     whole = layer_of(MODEL.experts, master_dtype=torch.bfloat16)
     for name, weight in part.named_parameters():
         sharded = DTensor.from_local(weight.data, _mesh(), [Shard(0)], run_check=False)

@@ -28,7 +28,7 @@ METHODS = ("gather", "all_to_all, eager", "all_to_all, exact, eager")
 def copy_tbps() -> float:
     """Measure the bandwidth of a large copy on this GPU, in TB/s of bytes read plus written; the best of COPIES.
 
-    Without a GPU, return that of an H200.
+    Without a GPU, return COPY_TBPS.
     """
     if not torch.cuda.is_available():
         return COPY_TBPS

@@ -163,7 +163,7 @@ def _name_of_fill() -> str:
 def capture(call: Callable[[], object]) -> Callable[[], None]:
     """Return the replay of a CUDA graph of a call; warms up on a side stream, as PyTorch requires for backward.
 
-    The replay keeps the call alive, and with it the operands, of which the graph has only addresses.
+    The replay keeps the call alive, and so its operands: the graph holds only their addresses.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -150,7 +150,7 @@ def page(table: matrices.Rows, version: str) -> str:
 
 
 def read_page(text: str) -> matrices.Rows:
-    """Return the table of a page."""
+    """Parse the table of a page."""
     return matrices.read(text, COLUMNS)
 
 

@@ -63,7 +63,7 @@ PUBLISHED = {
     "Qwen3_5MoeForConditionalGeneration": ("block, bfloat16 scales",),
 }
 """The layouts of `tests.checkpoint_formats` in which a class's checkpoints are published; the default is "block"."""
-LEAST_COSINE = {"logits": 0.95, "gradients": 0.8}  # to those of the unquantized model
+LEAST_COSINE = {"logits": 0.95, "gradients": 0.8}  # cosine to the unquantized model's
 COSINE_WITHOUT_EXPERTS = 0.8
 LARGEST_DIFFERENCE = 1e-5  # between logits of load_model and of from_pretrained
 TIMEOUT_S = 300
@@ -402,7 +402,7 @@ def in_words(reason: str) -> str:
 
 
 def read_page(text: str) -> tuple[str, matrices.Rows]:
-    """Return the version of transformers and the table of a page."""
+    """Parse a page: return the version of transformers, and the table."""
     version = re.search(r"^transformers (\S+),", text, re.MULTILINE).group(1)
     return version, matrices.read(text, COLUMNS)
 

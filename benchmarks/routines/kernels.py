@@ -19,7 +19,7 @@ from fp8moe.kernels.gemm.tiles import invariant_parts
 from fp8moe.runtime import config
 
 DEVICE = "cuda"  # tests set "cpu"
-MAX_DIFFERENCE = 1e-2  # from the reference, of FP8 values: sums that differ by rounding are rounded again
+MAX_DIFFERENCE = 1e-2  # of FP8 results from the reference: rounding to FP8 amplifies differences of sums
 MAX_ERROR = 1e-3  # of index scores
 RATES = ("us", "gbps", "of_copy")
 

@@ -1,13 +1,13 @@
 """How well tiles are chosen for shapes that the cost model was not fitted to: `python -m benchmarks choice`.
 
-For each of 30 dense and 30 grouped problems, always the same, the candidates are timed whose expected time is at most
-1.5 times that of the fastest. The minimum of many times is low by chance. So the chosen tile and the fastest others are
-timed again, several times in turn, and `regret` uses only these second times: how much slower the chosen tile is than
-the fastest. Groups have very different sizes, as with skewed routing; some are empty.
+The problems are always the same 30 dense and 30 grouped GEMMs. The benchmark times each problem's candidates: tiles with
+an expected time of at most 1.5 times the least expected time. The minimum of many times is low by chance. So the chosen
+tile and the fastest others are timed again, several times in turn. `regret` uses only these second times: how much
+slower the chosen tile is than the fastest. Groups have very different sizes, as with skewed routing; some are empty.
 
-With `--fit` the problems come from nine other seeds, and with `--models` they are weights of well-known models, with
-fewer candidates each. Their `times` are input for `tools.fit_cost`, which must not see the problems above. These are
-timed once. Results from an H200 are in benchmarks/fit.
+With `--fit` the problems come from nine other seeds; with `--models` they are weights of well-known models, with fewer
+candidates each. These are timed once. Their `times` are input for `tools.fit_cost`, which must not see the problems
+above. Results from an H200 are in benchmarks/fit.
 """
 
 import random
@@ -58,7 +58,7 @@ GROUPS = (
     *((8, 1), (6, 20), (32, 1), (32, 4), (32, 20), (128, 1), (128, 4), (128, 16), (128, 512), (256, 2), (256, 16)),
     (256, 64),
 )
-MORE_EXPERTS, THEIR_GROUPS = ((2048, 768), (4096, 1536)), 128  # of Qwen3
+MORE_EXPERTS, THEIR_GROUPS = ((2048, 768), (4096, 1536)), 128  # of Qwen3: (n, k), number of experts
 LIKELY_OF_MODELS, MOST_OF_MODELS = 1.25, 12  # as LIKELY and MOST, for weights of models
 
 

@@ -12,7 +12,7 @@ __device__ __forceinline__ float larger_magnitude(float amax, float x) { return 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < __int_as_float(0x7F800000); }
 
 // 1 / x, correctly rounded if x and 1 / x are normal numbers; 0 for infinity. Same instructions as rcp.rn, without its
-// branch for subnormal numbers and NaN.
+// branch for all other numbers.
 __device__ __forceinline__ float reciprocal_of(float x) {
   const float r = reciprocal(x);
   return is_finite(x) ? __fmaf_rn(__fmaf_rn(r, x, -1.0f), -r, r) : r;

@@ -82,7 +82,7 @@ __device__ int column_slot(int column) {
   return c * ROW_LANES + column / PER_VECTOR % ROW_LANES;
 }
 
-// The larger of two column magnitudes, or of two pairs.
+// The larger of two column magnitudes, or of two pairs of them, packed in words.
 __device__ u32 larger(u32 a, u32 b) { return WEIGHTED ? max(a, b) : Input::larger(a, b); }
 
 // Finds the maxima of rows and columns in one pass: each magnitude is used for both at once, and is then no longer held

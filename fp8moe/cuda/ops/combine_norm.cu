@@ -1,8 +1,8 @@
 // combine.cu followed by rms_norm.cu in one kernel, for few tokens; bitwise equal to the two kernels. One thread block
 // handles one token.
 //
-// The kernel reads everything except y before it waits for the previous kernel. So all other inputs must have been
-// written before the previous kernel began, see wait_for_previous_kernel().
+// The kernel may read all inputs except y before it waits for the previous kernel, which computes y. So the others must
+// have been written before the previous kernel began, see wait_for_previous_kernel().
 //
 // Compile-time constants: those of combine.cuh, with PLACED = 0; those of rms_norm.cuh, with ROW_THREADS = the threads
 // of a block.

@@ -62,8 +62,9 @@ __device__ void send_routing(const Index* index, const Peers& peers, const Sizes
   }
 }
 
-// x (tokens, HIDDEN), rows `row_stride` apart; index (tokens, top_k). In slots past `tokens` all experts become -1. The
-// data and scale of such slots are not written; nor, on each peer, those of tokens that have no expert there. Any grid.
+// x (tokens, HIDDEN), rows `row_stride` apart; index (tokens, top_k). In slots past `tokens` all experts become -1,
+// and data and scale are not written. On each peer, data and scale of tokens without an expert there are not written
+// either. Any grid.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     dispatch(const Element* x, const Index* index, const __grid_constant__ Peers peers,
              const __grid_constant__ Sizes sizes) {

@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   __shared__ int groups_before;
   const int num_groups = sizes.num_groups, first = blockIdx.x * ROWS, last = min(first + ROWS, sizes.rows);
   if (threadIdx.x == 0) groups_before = 0;
-  Places places;  // these loads overlap those of the groups
+  Places places;  // loaded concurrently with the groups
   find_places(operands, places, first, last);
   int before = 0;
   for (int e = threadIdx.x; e < num_groups; e += THREADS) before += operands.groups[e + 1] <= first;

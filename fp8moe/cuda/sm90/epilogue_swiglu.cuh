@@ -71,7 +71,7 @@ struct SwigluQuantize {
     for (int token = threadIdx.x / WARP; token < tokens; token += MATH_WARPS) {
       const long long row = sums.first_row() + token;
       const float4 gate = sums.at(token, 4 * lane);
-      if (CHANNEL && BIAS) __syncwarp();  // see Columns::apply()
+      if (CHANNEL && BIAS) __syncwarp();  // lanes may have diverged in Columns::apply()
       const float4 up = sums.at(token, 128 + 4 * lane);
       float4 h = make_float4(swiglu(gate.x, up.x), swiglu(gate.y, up.y), swiglu(gate.z, up.z), swiglu(gate.w, up.w));
       if (INTERMEDIATE % 128 != 0 && column >= INTERMEDIATE) h = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -8,7 +8,7 @@
 //   GATED                      the weights are the gate projection followed by the up projection
 //   DYNAMIC                    blocks take their tiles from a counter, see below
 //   CHANNEL, BIAS              a weight scale, a bias for each output feature; BIAS = 0: none, 1: bfloat16, 2: float32
-//   OUT_FLOAT32, SWIGLU_FORM   of the epilogue
+//   OUT_FLOAT32, SWIGLU_FORM   properties of the epilogue
 #pragma once
 
 #include "gemm_block.cuh"
@@ -92,7 +92,7 @@ struct alignas(8) Tile {
   __device__ __forceinline__ bool upright() const { return UPRIGHTS && shape == UPRIGHT; }
   __device__ __forceinline__ int columns() const { return HALVES && shape != WHOLE ? HALF_N : BLOCK_N; }
 
-  // One half of the tile, which = 0 or 1: its first or last 128 columns. Of an upright tile: its first 128 rows, or the
+  // Half `which` (0 or 1) of the tile: its first or last 128 columns. Of an upright tile: its first 128 rows, or the
   // 64 rows after them.
   __device__ __forceinline__ Tile half(int which) const {
     Tile tile = {m, n, end, group, HALVED};

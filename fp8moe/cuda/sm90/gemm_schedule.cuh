@@ -127,9 +127,10 @@ struct Schedule<0> : TileWalk<Schedule<0>> {
 
 // One weight matrix for each group of rows. Group sizes are known only on the device: one warp turns them into a table
 // in shared memory. Rows are clamped to m, whatever `groups` contains.
-// `groups` is one of: offsets of the groups' rows, (Groups + 1); first row and end of each group in any order, (Groups,
-// 2), if group_pitch is 2; the number of used rows of each group, (Groups), if max_m > 0, where group e begins at row e
-// * max_m.
+// `groups` has one of three layouts:
+//   (Groups + 1)  offsets of the groups' rows
+//   (Groups, 2)   first row and end of each group, in any order; with group_pitch = 2
+//   (Groups)      number of used rows of each group; with max_m > 0, where group e begins at row e * max_m
 template <int Groups>
 struct Schedule : TileWalk<Schedule<Groups>> {
   static constexpr int EACH = ceil_div(Groups, WARP);  // groups per lane

@@ -10,7 +10,7 @@
 #include "warp.cuh"
 
 // The kv tokens that each query scores. Prefill: from starts[s] to ends[s], at most `longest` tokens. Paged: the first
-// tokens of its sequence, as many as the context length. All values are clamped to existing tokens.
+// tokens of its sequence, as many as the query's context length. All values are clamped to existing tokens.
 struct Ranges {
   const int* starts;  // (queries,); unused if paged
   const int* ends;    // (queries,); paged: context lengths at the last query, (sequences,), or per query, (queries,)

@@ -150,7 +150,7 @@ __device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 by
                : "memory");
 }
 
-// Adds bytes to those that the mbarrier's current phase expects; call before the arrival that lets the phase end.
+// Adds to the number of bytes that the mbarrier's current phase waits for. Call before the last arrival of the phase.
 __device__ __forceinline__ void mbarrier_expect_more(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
