@@ -114,7 +114,7 @@ def step(of: Pass) -> tuple[Tensor, ...]:
 
 
 def measure(name: str, *, tokens: int = TOKENS, rank: int = RANK) -> dict[str, Measurement]:
-    """Check adapters on a model's experts; measure the experts with adapters and frozen."""
+    """Check adapters on a model's experts, then measure the experts with adapters and without."""
     model = MODELS[name]
     found = passes(model, tokens, rank)
     difference = check(found)

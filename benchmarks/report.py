@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Threshold:
-    """A measured number with its `limit`, an upper one, or a lower one if `at_least`; `aim` is the stricter goal."""
+    """A value that must be at most `limit`, or with `at_least` at least `limit`; `aim` is a stricter goal."""
 
     name: str
     value: float

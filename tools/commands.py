@@ -1,6 +1,6 @@
 """README's figures for `make demo` and `make test`: `python -m tools.commands`, on an idle machine without a GPU.
 
-Clones the commit into an empty home directory and measures seconds and peak memory of making .venv and of both
+Clones the last commit into an empty home directory and measures seconds and peak memory of making .venv and of both
 commands, and the disk space that they and an installation take. Writes validation/commands.json and README. Memory is
 the sum over all processes of a command, sampled once a second; shared pages count once.
 """

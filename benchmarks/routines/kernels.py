@@ -174,7 +174,7 @@ def check_paged(case: Case, call: partial) -> float:
 
 
 def paged() -> Iterator[dict]:
-    """Time decode steps. "uneven" rows compare one long context with bytes at EVEN's rate, and with equal contexts."""
+    """Time decode steps. "uneven" rows: a batch with one long context, over its bytes, and over equal contexts."""
     cases = [paged_case(EVEN), *(paged_case(one, fill) for one in (UNEVEN, AS_MANY) for fill in (True, False))]
     made = [calls.build(case, calls.Operands(DEVICE)) for case in cases]
     errors = [check_paged(*pair) for pair in zip(cases, made, strict=True)]
@@ -227,7 +227,7 @@ def shared(actual: Tensor, expected: Tensor, k: int) -> Tensor:
 
 
 def overlap(tokens: int, queries: int, heads: int, head_dim: int, top_k: int) -> Iterator[dict]:
-    """Measure how many of the top keys by float32 scores FP8 scores select too, for normal queries and keys."""
+    """Measure which share of the top_k keys by float32 scores is also chosen by FP8 scores, on normal data."""
     q, keys = (torch.randn(*shape, head_dim, device=DEVICE) for shape in ((queries, heads), (tokens,)))
     weights = torch.randn(queries, heads, device=DEVICE)
     expected = torch.stack([weight @ (one @ keys.t()).relu() for one, weight in zip(q, weights, strict=True)])

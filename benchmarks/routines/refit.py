@@ -32,7 +32,7 @@ def fp8_model(device: str) -> nn.Module:
 
 
 def bfloat16_tensors(device: str) -> dict[str, list[tuple[str, Tensor]]]:
-    """Make checkpoints of the model, with fused experts and one by one. Layers share tensors, to fit in 80 GB."""
+    """Make checkpoints with fused experts and expert by expert. All layers share tensors, to fit in 80 GB."""
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16)

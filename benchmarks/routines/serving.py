@@ -153,7 +153,7 @@ def measure_serving(model: Any, count: int) -> Iterator[dict]:
 
 @fp8moe.batch_invariant()
 def check_clients(model: Any, count: int) -> dict:
-    """Count the clients that got the tokens of `generate`, or its first ones if they left, and open requests."""
+    """Count open requests, and clients that got the tokens of `generate` (its first tokens, if they left)."""
     decoder = make_decoder(model)
     prompts = [random_prompts(model, 1, 8 + 7 * index % 400)[0] for index in range(count)]
     answers = [answer for _, answer in lengths(count)]

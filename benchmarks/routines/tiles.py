@@ -1,6 +1,6 @@
 """How well tiles are chosen for shapes that the cost model was not fitted to: `python -m benchmarks choice`.
 
-The problems are always the same 30 dense and 30 grouped GEMMs. The benchmark times each problem's candidates: tiles with
+The problems are always the same 30 dense and 30 grouped GEMMs. For each, the benchmark times the candidates: tiles with
 an expected time of at most 1.5 times the least expected time. The minimum of many times is low by chance. So the chosen
 tile and the fastest others are timed again, several times in turn. `regret` uses only these second times: how much
 slower the chosen tile is than the fastest. Groups have very different sizes, as with skewed routing; some are empty.
