@@ -1,8 +1,8 @@
 """Pictures of the results: `python -m benchmarks.plots [--out DIR]`.
 
 Pictures that compare fp8moe with other libraries show validation/peers.json alone, as the tables do; bars where fp8moe
-is slower than DeepGEMM have their own colour. If peers.json is of other kernels than the current ones, these pictures
-are removed. The other pictures show validation/kernels.json.
+is slower than DeepGEMM have their own colour. If peers.json was measured with other kernels, these pictures are
+removed. The other pictures show validation/kernels.json.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-// Maps floats to integers of the same order.
+// Maps floats to unsigned integers that compare in the same order, and back.
 #pragma once
 
 #include "ptx.cuh"

@@ -20,7 +20,7 @@ constexpr u32 NO_ROW = 0xFFFFFFFFu;
 static_assert(WARPS * WARP >= COUNTERS && PITCH > NO_EXPERT && PITCH % 4 == 0);
 
 struct Shared {
-  u32 counts[WARPS * PITCH];  // of each warp, PITCH apart: whole 16-byte vectors
+  u32 counts[WARPS * PITCH];  // of each warp, PITCH apart, a multiple of 16 bytes
   u32 starts[COUNTERS];       // start of each expert within its section
   u32 section_counts[WARP];   // total of each section: the 32 experts of one warp
   u32 block_counts[COUNTERS];
