@@ -1,1 +1,1 @@
-"""Benchmarks of fp8moe on a Hopper GPU, run from the repository root: `python -m benchmarks.gemm`."""
+"""Benchmarks of fp8moe on a Hopper GPU, run from the repository root: `python -m benchmarks NAME`."""

@@ -1,7 +1,7 @@
-"""How other libraries are called on fp8moe's operands: DeepGEMM, cuBLAS, vLLM's and transformers' experts.
+"""Calls of other libraries on fp8moe's operands: DeepGEMM, cuBLAS, the experts of vLLM and transformers.
 
-A function makes whatever its library wants beside these, once, and returns the call that is timed. LookupError: no
-installed version has the function.
+Each function prepares once whatever else its library needs and returns the call to time. It raises LookupError if no
+installed version has the library's function.
 """
 
 import functools
@@ -30,22 +30,22 @@ DISTRIBUTIONS = (
 
 
 class Call(NamedTuple):
-    """What is timed, and what of its result is compared with fp8moe's: None if it computes something else."""
+    """A call to time, and how to get a tensor from its result to compare with fp8moe's; None: not comparable."""
 
     run: Callable[[], Any]
     result: Callable[[Any], Tensor] | None
 
 
 def installed(name: str) -> bool:
-    """Find out whether there is a module of this name without importing it; its parents are imported."""
+    """Return whether a module of this name is installed, without importing it (its parent packages are imported)."""
     try:
         return importlib.util.find_spec(name) is not None
-    except Exception:  # of a parent
+    except Exception:  # raised by a parent package
         return False
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of DISTRIBUTIONS and of each DeepGEMM, or why one cannot be imported."""
+    """Return the versions of DISTRIBUTIONS and of each DeepGEMM; for one that fails to import, the error."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -61,7 +61,7 @@ def _version(module: ModuleType | Exception) -> str:
 
 @functools.cache
 def _deep_gemm_modules() -> dict[str, ModuleType | Exception]:
-    """Import the installed DEEP_GEMMS by name; fp8moe's drop-in is none."""
+    """Import the installed modules of DEEP_GEMMS, by name; leave out fp8moe's drop-in, which has the same name."""
     found: dict[str, ModuleType | Exception] = {}
     for name in filter(installed, DEEP_GEMMS):
         try:
@@ -72,12 +72,12 @@ def _deep_gemm_modules() -> dict[str, ModuleType | Exception]:
 
 
 def deep_gemms() -> list[ModuleType]:
-    """Return every DeepGEMM that can be imported, a package of its own first."""
+    """Return every DeepGEMM that can be imported, a standalone package first."""
     return [module for module in _deep_gemm_modules().values() if isinstance(module, ModuleType)]
 
 
 def _deep_gemm(name: str) -> Callable:
-    """Return the function of the first DeepGEMM that has it."""
+    """Return a function from the first DeepGEMM that has it."""
     for module in deep_gemms():
         if hasattr(module, name):
             return getattr(module, name)
@@ -85,16 +85,16 @@ def _deep_gemm(name: str) -> Callable:
 
 
 def deep_gemm(a: FP8Tensor, b: FP8Tensor) -> Call:
-    """Make a (M, K) by b (N, K) -> (M, N) bfloat16."""
+    """Prepare DeepGEMM's dense GEMM: a (M, K), b (N, K) -> (M, N) bfloat16."""
     out = a.data.new_empty(len(a.data), len(b.data), dtype=torch.bfloat16)
     multiply = partial(_deep_gemm("fp8_gemm_nt"), tuple(a), tuple(b), out, compiled_dims="nk")
     return Call(multiply, lambda _: out)
 
 
 def deep_gemm_contiguous(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
-    """Make a (R, K), rows of groups one behind the other, by b (E, N, K) -> (R, N), without the rows of the padding.
+    """Prepare DeepGEMM's contiguous GEMM: a (R, K), the rows of one group after another; b (E, N, K) -> (R, N).
 
-    Each group is padded with zeros to DeepGEMM's alignment, outside what is timed.
+    Each group is padded with zeros to DeepGEMM's alignment, outside the timed call; the result leaves out the padding.
     """
     alignment = _deep_gemm("get_mk_alignment_for_contiguous_layout")()
     device, starts = a.data.device, [0, *accumulate(align(size, alignment) for size in sizes)]
@@ -117,7 +117,7 @@ def deep_gemm_contiguous(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Ca
 
 
 def deep_gemm_masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: int, rows: Tensor) -> Call:
-    """Make a (E, max_m, K) by b (E, N, K), masked_m (E,) -> the `rows` of (E * max_m, N) that are in a group."""
+    """Prepare DeepGEMM's masked GEMM: a (E, max_m, K), b (E, N, K), masked_m (E,); compare the `rows` in use."""
     out = a.data.new_empty(*a.data.shape[:2], b.data.shape[1], dtype=torch.bfloat16)
     multiply = _deep_gemm("fp8_m_grouped_gemm_nt_masked")
     return Call(
@@ -127,7 +127,7 @@ def deep_gemm_masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: i
 
 
 def deep_gemm_k(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
-    """Make a (M, sum of sizes) by b (N, same), groups of columns -> (E, M, N) float32, to which every call adds."""
+    """Prepare DeepGEMM's GEMM over groups of columns: a (M, K), b (N, K); each call adds to (E, M, N) float32."""
     ends = [0, *accumulate(sizes)]
     operands = []
     for data, scale in (a, b):
@@ -142,7 +142,7 @@ def deep_gemm_k(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
 def deep_gemm_mqa(
     q: Tensor, kv: FP8Tensor, weights: Tensor, starts: Tensor, ends: Tensor, fill: bool, seen: Tensor
 ) -> Call:
-    """Make index scores (S, T), zero where `seen` is False, so that what is not filled does not count."""
+    """Prepare DeepGEMM's index scores (S, T). For comparison, scores are zeroed where `seen` is False."""
     score = partial(_deep_gemm("fp8_mqa_logits"), q, tuple(kv), weights, starts, ends, clean_logits=fill)
     return Call(score, lambda out: out[:, : seen.shape[1]].masked_fill(~seen, 0))
 
@@ -150,14 +150,14 @@ def deep_gemm_mqa(
 def deep_gemm_paged(
     q: Tensor, cache: Tensor, weights: Tensor, visible: Tensor, table: Tensor, max_context_len: int, seen: Tensor
 ) -> Call:
-    """Make index scores over a paged cache; visible (B, next_n) int32. The metadata of a step is not timed."""
+    """Prepare DeepGEMM's index scores over a paged cache; visible (B, next_n) int32. Its metadata is not timed."""
     metadata = _deep_gemm("get_paged_mqa_logits_metadata")(visible, BLOCK_TOKENS, _deep_gemm("get_num_sms")())
     score = partial(_deep_gemm("fp8_paged_mqa_logits"), q, cache, weights, visible, table, metadata, max_context_len)
     return Call(partial(score, clean_logits=False), lambda out: out[:, : seen.shape[1]].masked_fill(~seen, 0))
 
 
 def cublas_block(a: FP8Tensor, b: FP8Tensor) -> Call:
-    """Make a (M, K) by b (N, K) -> (M, N) bfloat16, with the scales in the layout that cuBLAS wants."""
+    """Prepare cuBLAS with block scales, in its scale layout: a (M, K), b (N, K) -> (M, N) bfloat16."""
     m, blocks = a.scale.shape
     scale_a = torch.empty_strided((m, blocks), (1, m), device=a.data.device).copy_(a.scale)
     scale_b = F.pad(b.scale, (0, align(blocks, 4) - blocks)).t()
@@ -167,14 +167,14 @@ def cublas_block(a: FP8Tensor, b: FP8Tensor) -> Call:
 
 
 def cublas_one_scale(a: Tensor, b: Tensor) -> Call:
-    """Make E4M3 a (M, K) by b (N, K) with one scale for each operand: what no block scales would allow."""
+    """Prepare cuBLAS with one scale per operand, E4M3 a (M, K), b (N, K): an upper bound for block scales."""
     one = torch.ones((), device=a.device)
     multiply = partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one)
     return Call(partial(multiply, out_dtype=torch.bfloat16, use_fast_accum=True), None)
 
 
 def vllm_experts(layer: GroupedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Call:
-    """Make vLLM's Triton kernels for experts in FP8 blocks, on the layer's weights."""
+    """Prepare vLLM's Triton experts with FP8 block scales, on the layer's weights."""
     from vllm.model_executor.layers.fused_moe import fused_experts
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
 
@@ -185,7 +185,7 @@ def vllm_experts(layer: GroupedExperts, x: Tensor, index: Tensor, weights: Tenso
 
 
 def transformers_experts(model: Model, *, device: str = "cuda") -> nn.Module:
-    """Build transformers' experts in bfloat16, on "grouped_mm", with normal weights that keep the variance."""
+    """Build transformers' experts in bfloat16, with "grouped_mm", and normal weights that preserve variance."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -202,7 +202,7 @@ def transformers_experts(model: Model, *, device: str = "cuda") -> nn.Module:
 
 @torch.no_grad()
 def dequantized_experts(layer: GroupedExperts, model: Model) -> nn.Module:
-    """Build transformers' experts in bfloat16 with the values of an FP8 layer."""
+    """Build transformers' experts in bfloat16 with the dequantized weights of an FP8 layer."""
     up, up_scale, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
     module = transformers_experts(model, device=up.device.type)
     for target, data, scale in ((module.gate_up_proj, up, up_scale), (module.down_proj, down, down_scale)):

@@ -1,8 +1,8 @@
-"""Calls on operands of given sizes: what `benchmarks.compare` times and `tools.digest` records.
+"""Calls on operands of given sizes, which `benchmarks.compare` times and `tools.digest` records.
 
-A case is data, the name of an op and its sizes, so that it can be handed to another process; `CALLS` has for each op
-the function that makes the operands and returns the call. Only public names of fp8moe and its operators
-`torch.ops.fp8moe.*` are used, so that older revisions can run the cases too.
+A case is plain data, the name of an op and its sizes, so that it can be sent to another process. For each op, `CALLS`
+has the function that makes the operands and returns the call. This file uses only public names of fp8moe and its
+operators `torch.ops.fp8moe.*`, so that older revisions can run the cases too.
 """
 
 import random
@@ -19,13 +19,13 @@ from benchmarks import shapes
 from fp8moe import FP8Tensor
 
 FP8_MAX = 448.0
-STD = 100.0  # of the E4M3 values to which normal data is quantized
-AT_ONCE = 1 << 28  # elements drawn in one piece
+STD = 100.0  # of the E4M3 values that result from quantizing normal data
+AT_ONCE = 1 << 28  # elements drawn at a time
 CACHE_BLOCK = 64  # tokens
 
 
 class Case(NamedTuple):
-    """An op of `CALLS` and its sizes: numbers, names of dtypes, flags."""
+    """The name of an op in `CALLS` and its sizes: numbers, names of dtypes, flags."""
 
     op: str
     sizes: dict[str, object]
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 class Operands:
-    """Random operands on one device, the same for every object with the same seed."""
+    """Random operands on one device. Objects with the same seed draw the same values."""
 
     def __init__(self, device: str = "cuda", seed: int = 0):
         self.device = device
@@ -46,12 +46,12 @@ class Operands:
         return torch.empty(shape, dtype=dtype, device=self.device).normal_(std=std, generator=self._generator)
 
     def uniform(self, *shape: int, mean: float) -> Tensor:
-        """Draw float32 scales from half the mean to one and a half of it."""
+        """Draw float32 scales between 0.5 and 1.5 times the mean."""
         low, high = mean / 2, 3 * mean / 2
         return torch.empty(shape, device=self.device).uniform_(low, high, generator=self._generator)
 
     def codes(self, *shape: int) -> Tensor:
-        """Draw E4M3 values as those to which normal data is quantized."""
+        """Draw E4M3 values distributed like quantized normal data."""
         data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
         for part in data.view(-1).split(AT_ONCE):
             part.copy_(self.normal(part.numel(), std=STD).clamp_(-FP8_MAX, FP8_MAX))
@@ -61,7 +61,7 @@ class Operands:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def kv_cache(self, blocks: int, head_dim: int) -> Tensor:
-        """Draw a paged cache of keys: the values of each block, then their scales."""
+        """Draw a paged cache of keys: in each block, the values of its keys, then their scales."""
         cache = self.zeros(blocks, CACHE_BLOCK, 1, head_dim + 4, dtype=torch.uint8)
         flat, size = cache.view(blocks, -1), CACHE_BLOCK * head_dim
         flat[:, :size] = self.codes(blocks, size).view(torch.uint8)
@@ -72,12 +72,12 @@ class Operands:
         return torch.as_tensor(values, dtype=dtype).to(self.device)
 
     def rows(self, m: int, k: int) -> FP8Tensor:
-        """Draw (m, k) in blocks of 1x128, with the scales of one block next to each other."""
+        """Draw (m, k) with 1x128 scales, MN-major: the scales of one column block are contiguous."""
         scale = self.uniform(ceil_div(k, 128), 4 * ceil_div(m, 4), mean=1 / STD)
         return FP8Tensor(self.codes(m, k), scale.t()[:m])
 
     def weights(self, *shape: int) -> FP8Tensor:
-        """Draw (..., n, k) in blocks of 128x128, scaled to keep the variance."""
+        """Draw (..., n, k) with 128x128 scales that preserve variance."""
         *lead, n, k = shape
         scale = self.uniform(*lead, ceil_div(n, 128), ceil_div(k, 128), mean=k**-0.5 / STD)
         return FP8Tensor(self.codes(*shape), scale)
@@ -88,12 +88,12 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def flatten(value: object) -> list[Tensor]:
-    """Return the tensors of a result."""
+    """Return the tensors in a result, which may be nested."""
     return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in flatten(part)]
 
 
 def group_sizes(groups: int, mean_rows: int) -> list[int]:
-    """Draw the rows of each group, 0.7 to 1.3 times the mean, at least 1; always the same."""
+    """Draw the number of rows of each group, 0.7 to 1.3 times the mean, at least 1, always with the same seed."""
     generator = random.Random(0)
     return [max(1, round(mean_rows * generator.uniform(0.7, 1.3))) for _ in range(groups)]
 
@@ -113,9 +113,9 @@ def gemm(
     c: str | None = None,
     new_out: bool = False,
 ) -> Callable:
-    """Build `gemm`. bias: its dtype. pitch: elements from a row of the result to the next. c: "apart" or "out".
+    """Build a call of `gemm`. bias: its dtype. c: "apart" or "out". new_out: each call allocates its result.
 
-    new_out: a call makes its result.
+    pitch: elements from one row of the result to the next.
     """
     dtype = getattr(torch, out_dtype)
     options = {"bias": None if bias is None else make.normal(n, dtype=getattr(torch, bias)), "out_dtype": dtype}
@@ -127,14 +127,14 @@ def gemm(
 
 
 def cublas(make: Operands, m: int, n: int, k: int) -> Callable:
-    """Build cuBLAS with one scale for each whole operand, which no revision of fp8moe changes."""
+    """Build a cuBLAS product with one scale per operand, a control that no revision of fp8moe affects."""
     one = torch.ones((), device=make.device)
     options = {"scale_a": one, "scale_b": one / STD, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     return partial(torch._scaled_mm, make.codes(m, k), make.codes(n, k).t(), **options)
 
 
 def grouped_gemm(make: Operands, groups: int, mean_rows: int, n: int, k: int, new_out: bool = False) -> Callable:
-    """Build `grouped_gemm`. new_out: a call makes its result."""
+    """Build a call of `grouped_gemm`. new_out: each call allocates its result."""
     offsets = group_offsets(groups, mean_rows)
     out = make.zeros(offsets[-1], n, dtype=torch.bfloat16)
     operands = make.rows(offsets[-1], k), make.weights(groups, n, k), make.integers(offsets)
@@ -144,7 +144,7 @@ def grouped_gemm(make: Operands, groups: int, mean_rows: int, n: int, k: int, ne
 def grouped_gemm_masked(
     make: Operands, groups: int, mean_rows: int, max_m: int, n: int, k: int, expected_m: int | None = None
 ) -> Callable:
-    """Build `grouped_gemm_masked`. expected_m: the rows of a group by the caller; None: their mean."""
+    """Build a call of `grouped_gemm_masked`. expected_m: the caller's estimate of rows per group; None: the mean."""
     a = FP8Tensor(*(part.unflatten(0, (groups, max_m)) for part in make.rows(groups * max_m, k)))
     out = make.zeros(groups, max_m, n, dtype=torch.bfloat16)
     sizes = make.integers(group_sizes(groups, mean_rows))
@@ -167,7 +167,7 @@ def _quantize(name: str, make: Operands, m: int, k: int, dtype: str = "bfloat16"
 def mqa_logits(
     make: Operands, queries: int, tokens: int, heads: int = 64, head_dim: int = 128, fill_masked: bool = True
 ) -> Callable:
-    """Build scores of the last queries, each of which sees its own key and all before it."""
+    """Build scores of the last `queries` tokens; each query sees its own key and all keys before it."""
     kv = FP8Tensor(make.codes(tokens, head_dim), make.uniform(tokens, mean=1 / STD))
     q, weights = make.codes(queries, heads, head_dim), make.normal(queries, heads, dtype=torch.float32)
     starts, ends = torch.zeros(queries), torch.arange(tokens - queries, tokens) + 1
@@ -186,7 +186,7 @@ def paged_mqa_logits(
     max_context_len: int | None = None,
     fill_masked: bool = True,
 ) -> Callable:
-    """Build a decoding step over contexts of one length, or of these, with their blocks in random order."""
+    """Build a decode step over contexts of one length, or of the given lengths; cache blocks are in random order."""
     contexts = [context] * batch if isinstance(context, int) else context
     counts = [ceil_div(length, CACHE_BLOCK) for length in contexts]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
@@ -208,7 +208,7 @@ def _forward(module: nn.Module, *inputs: Tensor) -> Callable:
 
 
 def _training(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Callable:
-    """Build forward and backward with weights that count as changed; a call returns the result and all gradients."""
+    """Build forward and backward, as if the weights had changed. Calls return the result and all gradients."""
     leaves = [value for value in (*inputs, *module.parameters()) if value.requires_grad]
 
     def step() -> tuple[Tensor, ...]:
@@ -247,7 +247,7 @@ def linear_training(
     dtype: str = "bfloat16",
     bias: bool = False,
 ) -> Callable:
-    """Build forward and backward; master_dtype None: of frozen FP8 weights, the gradient of the input alone."""
+    """Build forward and backward. master_dtype None: frozen FP8 weights, and only the gradient of the input."""
     module = _linear(make, n, k, dtype, bias, master_dtype)
     x, gradient = (make.normal(m, width, dtype=getattr(torch, dtype)) for width in (k, n))
     return _training(module, [x.requires_grad_()], gradient)
@@ -260,7 +260,7 @@ def _experts(
     state = {}
     for name, parts, n, k in ((up, projections, intermediate, hidden), ("down_proj", 1, hidden, intermediate)):
         if master_dtype is None:
-            # Blocks of 128 rows hold none of both gate and up.
+            # Gate and up are drawn separately, so that no 128-row block spans both.
             data, scale = make.weights(experts, parts, n, k)
             state |= {name: data.flatten(1, 2), f"{name}_scale_inv": scale.flatten(1, 2)}
         else:
@@ -272,24 +272,24 @@ def _experts(
 
 
 def experts_layer(make: Operands, model: shapes.Model) -> fp8moe.GroupedExperts:
-    """Build the frozen experts of a model's layer."""
+    """Build the experts of one layer of a model, with frozen FP8 weights."""
     hidden, intermediate, count, _ = model
     return _experts(make, hidden, intermediate, count, True, None)
 
 
 def layer_inputs(model: shapes.Model, index: Tensor, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
-    """Draw inputs of a model's layer for tokens with these experts; the seed is not that of its weights."""
+    """Draw hidden states and weights for tokens routed by `index`, with another seed than the layer's weights."""
     make = Operands(device, seed=1)
     return make.normal(len(index), model.hidden), index.to(device), make.uniform(*index.shape, mean=1 / model.top_k)
 
 
 def route(model: shapes.Model, tokens: int) -> Tensor:
-    """Choose experts (tokens, top_k) at random, always the same, on the CPU."""
+    """Choose random experts (tokens, top_k), always with the same seed, on the CPU."""
     return _top_k_index(Operands("cpu"), model.experts, model.top_k, tokens)
 
 
 def _top_k_index(make: Operands, experts: int, top_k: int, tokens: int) -> Tensor:
-    """Draw different experts for each token, uniformly."""
+    """Draw top_k different experts for each token, uniformly."""
     draws = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
     return make.integers(draws.topk(top_k).indices, torch.int64)
 
@@ -297,7 +297,7 @@ def _top_k_index(make: Operands, experts: int, top_k: int, tokens: int) -> Tenso
 def _experts_inputs(
     make: Operands, hidden: int, experts: int, top_k: int, tokens: int, dtype: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw hidden states, the experts of each token, and normalised weights."""
+    """Draw hidden states, expert indices and routing weights of mean 1 / top_k."""
     index = _top_k_index(make, experts, top_k, tokens)
     return make.normal(tokens, hidden, dtype=getattr(torch, dtype)), index, make.uniform(tokens, top_k, mean=1 / top_k)
 
@@ -329,7 +329,7 @@ def experts_training(
     gated: bool = True,
     **options,
 ) -> Callable:
-    """Build forward and backward; master_dtype None: of frozen FP8 weights, the gradients of the inputs alone."""
+    """Build forward and backward. master_dtype None: frozen FP8 weights, and only the gradients of the inputs."""
     module = _experts(make, hidden, intermediate, experts, gated, master_dtype, **options)
     x, index, weights = _experts_inputs(make, hidden, experts, top_k, tokens, dtype)
     gradient = make.normal(tokens, hidden, dtype=x.dtype)
@@ -337,7 +337,7 @@ def experts_training(
 
 
 def append_kv(make: Operands, tokens: int, per_block: int = CACHE_BLOCK, head_dim: int = 128) -> Callable:
-    """Build the append of keys to the first places of shuffled blocks, per_block to each."""
+    """Build an append of keys to a paged cache, to the first `per_block` slots of blocks in random order."""
     blocks = torch.randperm(ceil_div(tokens, per_block), generator=torch.Generator().manual_seed(0))
     slots = make.integers((CACHE_BLOCK * blocks[:, None] + torch.arange(per_block)).flatten()[:tokens])
     cache, keys = make.kv_cache(len(blocks), head_dim), make.normal(tokens, head_dim)
@@ -369,7 +369,7 @@ def combine(make: Operands, hidden: int, experts: int, top_k: int, tokens: int) 
 
 
 def _transposing(operator: Callable) -> Callable:
-    """Cut off the padding behind the last group's columns, which is uninitialized."""
+    """Wrap an operator so that its result leaves out the uninitialized padding after the last group's columns."""
     _, _, _, _, offsets, *_ = operator()
     width = int(offsets[-1])
 
@@ -387,7 +387,7 @@ def quantize_with_transpose(make: Operands, m: int, k: int) -> Callable:
 def gather_with_transpose(
     make: Operands, hidden: int, experts: int, top_k: int, tokens: int, weighted: bool = False
 ) -> Callable:
-    """Build the quantization of every token into its top_k rows, both ways."""
+    """Build the gather of every token into its top_k rows, quantized along rows and along columns."""
     groups, rows = sort_by_expert(make, experts, top_k, tokens)()
     of_row = make.zeros(tokens * top_k, dtype=torch.int32)
     of_row[rows.flatten().long()] = make.integers(torch.arange(tokens * top_k) // top_k)
@@ -411,7 +411,7 @@ def swiglu_backward_quantize(make: Operands, groups: int, mean_rows: int, interm
 
 
 def _plain_swiglu(operator: Callable) -> tuple[str | int | None, ...]:
-    """Return an operator's arguments for plain SwiGLU: a key, in older revisions limit and alpha; and for columns."""
+    """Return an operator's arguments for plain SwiGLU and columns; its signature differs between revisions."""
     names = {argument.name for argument in operator.default._schema.arguments}
     if "beside" in names:
         return "silu", 1
@@ -427,7 +427,7 @@ LAYERS = {
     "experts": experts,
     "experts_training": experts_training,
 }
-"""Several kernels each."""
+"""The ops that launch several kernels."""
 PARTS = {
     "append_kv": append_kv,
     "transpose_fp8": transpose_fp8,
@@ -439,7 +439,7 @@ PARTS = {
     "swiglu_quantize": swiglu_quantize,
     "swiglu_backward_quantize": swiglu_backward_quantize,
 }
-"""What layers are made of and `fp8moe` does not export."""
+"""The steps inside layers, which `fp8moe` does not export."""
 
 CALLS: dict[str, Callable[..., Callable]] = {
     "gemm": gemm,
@@ -456,7 +456,7 @@ CALLS: dict[str, Callable[..., Callable]] = {
 
 
 def build(case: Case, make: Operands) -> Callable:
-    """Build the call of a case, which returns its results."""
+    """Build the call of a case; the call returns its results."""
     return CALLS[case.op](make, **case.sizes)
 
 
@@ -465,7 +465,7 @@ def _cases(op: str, every: Iterable[dict], **more: object) -> list[Case]:
 
 
 def timed() -> list[Case]:
-    """List the cases of `benchmarks.shapes` and what else a layer calls. The digest records them."""
+    """List the cases of `benchmarks.shapes` and of the other functions and layers. The digest records them."""
     found = []
     for sizes in shapes.GEMM:
         found += _cases("gemm", [sizes]) + _cases("cublas", [sizes] if sizes["m"] in CUBLAS_M else [])
@@ -490,7 +490,7 @@ def timed() -> list[Case]:
 
 
 def more_timed() -> list[Case]:
-    """List the other cases: the parts of a layer, other numbers of tokens, float32 master weights."""
+    """List further cases: the steps inside a layer, other numbers of tokens, float32 master weights."""
     model = shapes.MODELS["dsv3_ep8"]
     hidden, intermediate, experts, top_k = model
     found = _cases("append_kv", ({"tokens": tokens, "per_block": 1} for tokens in (1, 128)))
@@ -505,7 +505,7 @@ def more_timed() -> list[Case]:
     found += _cases("gather_with_transpose", (gathered | {"weighted": weighted} for weighted in (False, True)))
     rows = {"groups": experts, "mean_rows": tokens * top_k // experts, "intermediate": intermediate}
     found += [Case(op, rows) for op in ("swiglu_quantize", "swiglu_backward_quantize")]
-    # What these leave alone holds anything, so that their results may differ.
+    # Entries that these cases do not write are uninitialized, so their results may differ.
     found += _cases("mqa_logits", shapes.SCORES, fill_masked=False)
     found += _cases("paged_mqa_logits", shapes.PAGED_SCORES, fill_masked=False)
     found.append(Case("paged_mqa_logits", {"batch": 64, "context": 2552, "next_n": 1, "max_context_len": 131072}))
@@ -517,7 +517,7 @@ def more_timed() -> list[Case]:
 
 
 def eager() -> list[Case]:
-    """List the cases whose CPU time is measured: eager calls on few rows."""
+    """List the cases whose CPU time is measured: eager calls with few rows."""
     found = []
     for n, k in shapes.DENSE_SHAPES:
         sizes = {"m": 1, "n": n, "k": k}

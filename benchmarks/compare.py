@@ -1,18 +1,19 @@
 """An older revision of fp8moe against this one: `python -m benchmarks.compare REVISION [--only PATTERN] [--out DIR]`.
 
-Two processes, one for each revision, make the same calls of the public API on the same random operands (those of
-`benchmarks.calls.timed`) and are timed in turn: old, new, old, new, case by case, so that both meet the same clock.
-The time of a call is its kernels', from the start of the first to the end of the last, with a cold L2; layers, which
-launch several, run as CUDA graphs. `ratio` is the older revision's median over the new one's: above 1 the new one is
-faster. `results` says whether they are equal bit for bit, or how far they are apart, over the largest magnitude.
+Two processes, one for each revision, make the same calls of the public API on the same random operands (the cases of
+`benchmarks.calls`). For each case they are timed alternately, old, new, old, new, so that both run at the same clock.
+The time of a call is GPU time from the start of its first kernel to the end of its last, with a cold L2; layers, which
+launch several kernels, run as CUDA graphs. `ratio` is the older revision's median over the new one's: above 1 the new
+one is faster. `results` says whether results are equal bit for bit, or else their largest difference over the largest
+magnitude.
 
-`cublas` is no call of fp8moe but the same product of cuBLAS with one scale per operand, run by both processes: its
-ratio shows what the clock does to all others. Cases that the older revision cannot run are named and left out. The exit
-status is 1 if a threshold is missed or a case fails.
+`cublas` is not a call of fp8moe but the same product by cuBLAS with one scale per operand, run by both processes: its
+ratio shows the effect of the clock on all others. Cases that the older revision cannot run are listed and left out. The
+exit status is 1 if a threshold is missed or a case fails.
 
-With `--clock host` it is the CPU time of eager calls (`benchmarks.calls.eager`).
+With `--clock host` the CPU time of eager calls is compared instead (`benchmarks.calls.eager`).
 
-REVISION: a git revision of this checkout, or a directory that holds a checkout, for machines without the repository.
+REVISION: a git revision of this checkout, or, on machines without the repository, a directory with a checkout.
 """
 
 import json
@@ -32,12 +33,12 @@ from benchmarks.calls import Case
 from benchmarks.report import ROOT, Bar, Threshold, format_table, format_value, geomean
 
 CONTROL = "cublas"
-WIDTH = 80  # of a case's name in a line
+WIDTH = 80  # of a case's name in an output line
 SLOWEST = 10
 
 
 class Clock(NamedTuple):
-    """How revisions are timed: turns of each for a case, repeats or batches in a turn, limits of the ratios."""
+    """How revisions are timed: turns of each per case, repeats (or batches) per turn, and limits of the ratios."""
 
     turns: int
     repeats: int
@@ -45,23 +46,23 @@ class Clock(NamedTuple):
     least: float
 
 
-# The host's turns are short, so that both revisions meet the same moods of the CPU.
+# On the host clock turns are short, so that fluctuations of the CPU affect both revisions alike.
 CLOCKS = {"kernels": Clock(2, 15, 0.995, 0.97), "host": Clock(25, 6, 0.97, 0.9)}
 
 
 class WorkerError(RuntimeError):
-    """A worker could not do what it was asked to."""
+    """A worker process replied with an error."""
 
 
 class Worker:
-    """A process that runs `benchmarks.compare_worker` with the fp8moe of `tree`, and kernels compiled into `cache`."""
+    """A process that runs `benchmarks.compare_worker` with the fp8moe of `tree`, and caches kernels in `cache`."""
 
     def __init__(self, tree: Path, cache: Path, device: str, clock: str):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FP8MOE_")}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.compare_worker", str(tree), device, clock],
             cwd=report.ROOT,
-            # Without the lines that some versions of PyTorch log about every profiler session.
+            # Silences what some versions of PyTorch log about every profiler session.
             env=environment | {"FP8MOE_CACHE_DIR": str(cache), "KINETO_LOG_LEVEL": "99"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -70,8 +71,8 @@ class Worker:
         self.tree = tree
 
     def send(self, do: str, **arguments: object) -> None:
-        """Ask for a method of the worker; `receive` returns its result."""
-        with suppress(BrokenPipeError):  # `receive` tells
+        """Request a method call in the worker process; `receive` returns its result."""
+        with suppress(BrokenPipeError):  # `receive` reports that the process has ended
             print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
 
     def receive(self) -> Any:
@@ -90,13 +91,13 @@ class Worker:
         return self.receive()
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._process.kill()
         self._process.communicate()
 
 
 def tree_of(revision: str, directory: Path) -> Path:
-    """Return a directory that holds the revision: itself if it is one, otherwise `directory`, which git fills."""
+    """Return a directory with the revision: the given one if it is a checkout, else `directory`, extracted by git."""
     path = Path(revision)
     if (path / "fp8moe/__init__.py").is_file():
         return path.resolve()
@@ -110,9 +111,9 @@ def tree_of(revision: str, directory: Path) -> Path:
 
 
 def compare_case(case: Case, old: Worker, new: Worker, clock: Clock, directory: Path) -> dict:
-    """Make one row; with `skipped` where the older revision cannot run the case, `error` where the newer one cannot."""
+    """Return one row; it has `skipped` if the older revision cannot run the case, `error` if the newer one cannot."""
     row: dict = {"case": case.name, "op": case.op, "sizes": case.sizes}
-    for worker in (old, new):  # side by side, since most of it is compiling
+    for worker in (old, new):  # both at once, since most of this time is compilation
         worker.send("prepare", **case._asdict())
     sums, failures = [], {}
     for worker, kind in ((old, "skipped"), (new, "error")):
@@ -149,7 +150,7 @@ def compare(
     device: str = "cuda",
     show: Callable[[dict], None] = lambda row: None,
 ) -> list[dict]:
-    """Return rows of all cases; trees and their caches of kernels: the older first. SystemExit if a process ends."""
+    """Return rows of all cases. trees, caches: the older revision's first. SystemExit if a process ends."""
     rows = []
     with ExitStack() as stack:
         workers = [Worker(*place, device, clock) for place in zip(trees, caches, strict=True)]
@@ -165,7 +166,7 @@ def compare(
 
 
 def format_row(row: dict) -> str:
-    """Return a line for one case."""
+    """Return one case's row as a line of text."""
     if "ratio" not in row:
         what = f"error: {row['error']}" if "error" in row else f"not run by the older: {row['skipped']}"
         return f"{row['case']}  {what}"
@@ -175,12 +176,12 @@ def format_row(row: dict) -> str:
 
 
 def compared(rows: Iterable[dict]) -> list[dict]:
-    """Return the rows that count: those that both could run, without the control."""
+    """Return the rows that both revisions could run, without the control."""
     return [row for row in rows if "ratio" in row and row["op"] != CONTROL]
 
 
 def summarize(rows: Sequence[dict]) -> list[dict]:
-    """Return for each op, and for all but the control, the number of cases, their ratios and how many are equal."""
+    """Return per op, and for all without the control, the number of cases, their ratios, and how many are equal."""
     groups = {op: [row for row in rows if row["op"] == op and "ratio" in row] for op in {row["op"]: 0 for row in rows}}
     lines = []
     for name, group in (groups | {f"all but {CONTROL}": compared(rows)}).items():
@@ -191,7 +192,7 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
 
 
 def thresholds(rows: Sequence[dict], clock: Clock) -> list[Threshold]:
-    """Judge the geometric mean and the least of the ratios of all cases but the control's, and that none failed."""
+    """Judge the geometric mean and the minimum of the ratios, without the control, and that no case failed."""
     found = [
         Threshold("cases that failed", sum("error" in row for row in rows), 0),
         Threshold("cases compared", len(compared(rows)), 1, at_least=True),
@@ -202,7 +203,7 @@ def thresholds(rows: Sequence[dict], clock: Clock) -> list[Threshold]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare revisions; return 1 if a threshold is missed."""
+    """Compare two revisions; return 1 if a threshold is missed."""
     parser = report.parser_of("compare")
     parser.prog = "python -m benchmarks.compare"
     parser.add_argument("revision", metavar="REVISION", help="a git revision, or a directory with a checkout")

@@ -1,9 +1,9 @@
 """One of the two processes of `benchmarks.compare`: `python -m benchmarks.compare_worker TREE DEVICE CLOCK`.
 
-It runs the cases that it is sent with the fp8moe of TREE; all else is of the checkout that it is started in. Requests
-and replies are lines of JSON on standard input and output: {"do": NAME, arguments} is answered by what the method of
-`Worker` with that name returns, as {"result": ...}, or by {"error": text}. CLOCK: "kernels" times the kernels of calls,
-"host" the CPU's part.
+It runs the cases that it receives with the fp8moe of TREE; all other modules come from the checkout it was started in.
+Requests and replies are lines of JSON on standard input and output. A request {"do": NAME, arguments} calls the method
+NAME of `Worker`; the reply is {"result": the method's result} or {"error": text}. CLOCK: "kernels" measures GPU time,
+"host" CPU time.
 """
 
 import gc
@@ -24,7 +24,7 @@ from benchmarks import timing
 
 
 def load(tree: Path) -> str:
-    """Import fp8moe from `tree` and return its file. SystemExit if another one was found."""
+    """Import fp8moe from `tree` and return its file. SystemExit if another fp8moe was imported."""
     sys.path.insert(0, str(tree))
     file = importlib.import_module("fp8moe").__file__
     sys.path.remove(str(tree))
@@ -34,7 +34,7 @@ def load(tree: Path) -> str:
 
 
 def checksum(tensor: Tensor) -> str:
-    """Return a hash that tells results of other bits apart."""
+    """Return a hash of a tensor's bytes."""
     data = tensor.contiguous().view(-1).view(torch.uint8).cpu()
     return hashlib.blake2b(data.numpy(), digest_size=16).hexdigest()
 
@@ -57,7 +57,7 @@ def gpu_times(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def graph_times(replay: Callable[[], object], repeats: int) -> list[float]:
-    """Return the same of a graph by CUDA events: the profiler loses records of a graph's kernels."""
+    """Return microseconds of each replay of a graph, by CUDA events: the profiler may lose kernels of a graph."""
     flush = timing.warm_up([replay])
     time.sleep(timing.SHORT_REST_S)
     return timing.elapsed_each([replay], flush, repeats)[0]
@@ -74,15 +74,15 @@ def wall_times(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def fastest_batch(call: Callable[[], object], repeats: int) -> list[float]:
-    """Return the least of some times of `timing.host_times`: other work of the machine only ever adds to them."""
+    """Return the minimum of `timing.host_times`: interference from other processes only adds time."""
     return [min(timing.host_times(call, repeats))]
 
 
 class Worker:
-    """The methods that requests name; holds one case at a time."""
+    """The methods that requests call. Holds one case at a time."""
 
     def __init__(self, device: str, clock: str = "kernels"):
-        from benchmarks import calls  # it imports fp8moe
+        from benchmarks import calls  # imported here because this module imports fp8moe
 
         self._calls = calls
         self._device = device
@@ -95,34 +95,34 @@ class Worker:
         self._results: list[Tensor] = []
 
     def prepare(self, op: str, sizes: dict) -> list[str]:
-        """Make operands and compile; return checksums of the results."""
+        """Build a case and run it once, which compiles its kernels; return checksums of the results."""
         self.drop()
         call = self._calls.build(self._calls.Case(op, sizes), self._calls.Operands(self._device))
         results = [call()]
         self._measure = self._timer
         if self._graphs and op in self._calls.LAYERS:
-            # Of several kernels: what the host takes between them is not to count.
+            # A graph, because the time that the host takes between kernels must not count.
             eager = call
 
             def keep() -> None:
                 results[:] = [eager()]
 
-            call = timing.capture(keep)  # which leaves the results that the graph writes
+            call = timing.capture(keep)  # the capture leaves in `results` the tensors that the graph writes
             call()
             self._measure = graph_times
         self._call, self._results = call, self._calls.flatten(results[-1])
         return [checksum(tensor) for tensor in self._results]
 
     def measure(self, repeats: int) -> list[float]:
-        """Return microseconds of some repeats."""
+        """Return the microseconds of `repeats` calls."""
         return self._measure(self._call, repeats)
 
     def save(self, path: str) -> None:
-        """Write the results for `difference` in the other process."""
+        """Save the results, for `difference` in the other process."""
         torch.save([tensor.cpu() for tensor in self._results], path)
 
     def difference(self, path: str) -> float:
-        """Return the largest difference of these results from those that the older revision saved."""
+        """Return the largest difference between this revision's results and those that the older one saved."""
         saved = torch.load(path)
         if len(saved) != len(self._results):
             return math.inf
@@ -139,7 +139,7 @@ class Worker:
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what else is printed is no reply
+    os.dup2(2, 1)  # other output goes to stderr, as stdout carries only replies
 
     def reply(**content: object) -> None:
         print(json.dumps(content), file=replies, flush=True)
@@ -154,7 +154,7 @@ def main() -> None:
             reply(result=getattr(worker, request.pop("do"))(**request))
         except Exception as error:
             if device == "cuda":
-                torch.cuda.synchronize()  # ends this process if the GPU can no longer be used
+                torch.cuda.synchronize()  # raises, and so ends this process, if the GPU can no longer be used
             reply(error=f"{type(error).__name__}: {error}")
 
 

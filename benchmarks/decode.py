@@ -1,16 +1,16 @@
 """A whole model under GraphDecoder: `python -m benchmarks decode [--model M] [--batch B ...] [--prompt L ...]`.
 
-- `ms`: a decode step, from the first of MANY new tokens to the last on the GPU's clock.
-- `floor_ms`: the bytes that a step must read (weights outside the embedding, experts that were hit, keys and values up
-  to the middle of the answer) at the bandwidth of a copy. `x_floor`: `ms` over it.
-- `kernels`: of one step; the columns after it share out the time of a step's kernels by kind.
-- Prefill: prompts read and one token chosen; `tokens_s` counts the prompts' tokens.
-- Sampling: a step whose tokens are drawn, with a penalty, and `over_greedy`, what it takes beyond a greedy one.
-- First: seconds from the constructor for FIRST_SIZES to the first token, in a process of its own, with empty caches on
-  the disk and with those that it left. `beside_gb`: GPU memory then, beside weights and keys and values.
+- `ms`: a decode step; GPU time from the first of MANY new tokens to the last, per step.
+- `floor_ms`: the bytes that a step must read (weights without the embedding, the experts in use, keys and values up to
+  the middle of the answer) at the bandwidth of a copy. `x_floor`: `ms` over `floor_ms`.
+- `kernels`: the number of kernels in one step; the columns after it are the shares of kinds of kernels in their time.
+- Prefill: prompts are read and one token is chosen; `tokens_s` counts prompt tokens.
+- Sampling: a step whose tokens are sampled, with a penalty; `over_greedy`: extra time relative to a greedy step.
+- First: seconds from the constructor for FIRST_SIZES to the first token, in a process of its own, with empty disk
+  caches and again with the caches that it filled. `beside_gb`: GPU memory used then, without weights, keys and values.
 
-Prompts are random and all different, weights random (`benchmarks/whole_models.py`). Of `decode_bf16` the model is in
-bfloat16 and its experts run on transformers' `grouped_mm`.
+Prompts are random and all different; weights are random (`benchmarks/whole_models.py`). For `decode_bf16` the model is
+in bfloat16 and its experts run on transformers' `grouped_mm`.
 """
 
 import json
@@ -53,10 +53,10 @@ LIMITS = {
 """What, batch, prompt and column -> limit and aim, on an H200. Every case fits in 80 GB."""
 
 MANY = 65
-ROOM = 256  # of the cache, for the answer
+ROOM = 256  # cache columns for the answer
 PROFILED = 4
 REPEATS = 3
-MANY_TOKENS = 1 << 17  # of prompts, which are read once
+MANY_TOKENS = 1 << 17  # prompts with more tokens in all are run only once
 KINDS = {
     "gemm": re.compile(r"^(gemm|gemm_k)\b"),
     "experts": re.compile(r"sort_by_expert|permute_quantize|combine"),
@@ -70,7 +70,7 @@ COLUMNS = ("what", "batch", "prompt", "ms", "tokens_s", "floor_ms", "x_floor", "
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return the median seconds of some runs on the host's clock."""
+    """Return the median wall time of REPEATS runs, in seconds."""
     times = []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
@@ -82,7 +82,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def step_bytes(model: Any, prompts: Tensor, cached: float) -> int:
-    """Count bytes that a step after these prompts must read; cached: those of keys and values."""
+    """Return the bytes that a decode step after these prompts must read. cached: bytes of keys and values."""
     hit = experts_hit(model, prompts)
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     total = sum(p.nbytes for p in model.parameters() if p is head or p is not embedding)
@@ -93,7 +93,7 @@ def step_bytes(model: Any, prompts: Tensor, cached: float) -> int:
 
 
 def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
-    """Count for each module the experts that the first step after the prompts uses."""
+    """Return for each experts module how many experts the first step after the prompts uses."""
     found: dict[nn.Module, Tensor] = {}
     hooks = [
         module.register_forward_pre_hook(lambda module, inputs: found.update({module: inputs[1]}))
@@ -108,7 +108,7 @@ def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
 
 
 def shares(replay: Callable[[], object]) -> tuple[int, dict[str, float]]:
-    """Count the kernels of a step and share out their time by kind. replay: runs one step."""
+    """Return the number of kernels in a step and the share of each kind in their time. replay: runs one step."""
 
     def steps() -> None:
         for _ in range(PROFILED):
@@ -128,7 +128,7 @@ def random_prompts(model: Any, batch: int, length: int) -> Tensor:
 
 
 def step_seconds(decoder: GraphDecoder, prompts: Tensor, **how: Any) -> float:
-    """Return a decode step's seconds: the median of some calls, or of one where the prompts are long."""
+    """Return seconds per decode step: the median of REPEATS runs, or of one run if the prompts are long."""
     times = []
     for _ in range(REPEATS if prompts.numel() < MANY_TOKENS else 1):
         before = decoder.stats()
@@ -161,7 +161,7 @@ def measure_sampling(model: Any, batch: int, prompt: int) -> dict:
 def measure_prefill(model: Any, batch: int, prompt: int) -> dict:
     decoder = GraphDecoder(model, batch_sizes=(batch,), max_length=prompt + 16)
     read = partial(decoder.generate, random_prompts(model, batch, prompt), max_new_tokens=1, eos_token_id=())
-    for _ in range(2):  # a short prompt's graph is captured the second time
+    for _ in range(2):  # twice, because the graph of a short prompt is captured at its second use
         read()
     spent = seconds(read)
     decoder.close()
@@ -169,7 +169,7 @@ def measure_prefill(model: Any, batch: int, prompt: int) -> dict:
 
 
 def measure_first(name: str) -> dict:
-    """Measure the first token in two processes, with one directory for all that they keep on the disk."""
+    """Measure the first token in two processes in a row; the second reuses the disk caches of the first."""
     prompt = CASES[0][1]
     with tempfile.TemporaryDirectory() as directory:
         places = ("FP8MOE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
@@ -186,7 +186,7 @@ def measure_first(name: str) -> dict:
 
 
 def first_token(name: str) -> None:
-    """Print seconds from the constructor to the first token, and memory, of this process, as JSON."""
+    """Print, as JSON, seconds from the constructor to the first token, and GPU memory of this process."""
     start()
     model = build(name)
     torch.cuda.synchronize()
@@ -205,7 +205,7 @@ def first_token(name: str) -> None:
 
 
 def measure(model: str | None = None, batch: Sequence[int] = (), prompt: Sequence[int] = (512,)) -> Iterator[dict]:
-    """Measure a model's decode steps and prefill; without a model what `tools.validate` records of the first."""
+    """Measure decode steps and prefill of a model; without a model, everything that `tools.validate` records."""
     name = model or next(iter(CONFIGS))
     if model is None:
         yield measure_first(name)

@@ -1,20 +1,22 @@
 """Expert parallelism on one node: `python -m benchmarks.distributed [--ranks N]`, which starts a process for each GPU.
 
-- `layer`: DeepSeek-V3's experts, so many tokens on each rank. `us` is a call, from when all ranks are ready to when the
-  slowest has its result, with a cold L2: a graph's replay, for all_to_all an eager call. `beyond_us` and `over_local`
-  are against `local`: the experts of one rank alone on the tokens of all. `equal` is the share of values that are those
-  of one GPU's layer, `farther` that of values more than one bfloat16 step away from them; where a value is smaller than
-  its token's root mean square, so that the sums cancel, a step of that. `one_gpu` is all of it on each GPU. A graph of
-  gather runs a pass for all rows that could come, an eager call asks how many have.
-- `auto`: the method that "auto" takes for eager calls, and the fastest of those measured.
-- `scratch`: memory of an eager call beside its result and the buffers between GPUs, over that of the rows of a rank.
-- `training`: forward and backward of `--layers` layers, one after another, with master weights in bfloat16, against
-  the same experts alone. `gradient_error`: the largest of the layers', against the experts alone on what the layer has
-  read. `repeats`: whether a second pass gives equal gradients.
-- `decode`: a step of a whole model (`benchmarks/whole_models.py`), its batch shared out, against one GPU's step.
-- `predicted`: what `benchmarks/roofline.py` makes of two GPUs' layers for more of them. It is printed, not kept.
+- `layer`: DeepSeek-V3's experts; `tokens` on each rank. `us` is a call, from the time all ranks are ready until the
+  slowest has its result, with a cold L2: the replay of a graph, or an eager call for methods named "eager". `beyond_us`
+  and `over_local` compare it with `local`: the experts of one rank alone, on the tokens of all ranks. `equal` is the
+  share of values that equal those of a layer on one GPU. `farther` is the share of values that differ from them by more
+  than one bfloat16 step; for values below the root mean square of their token, the step is that of the root mean
+  square, since their sums cancel. `one_gpu` is the whole layer on each GPU. With gather, a graph runs passes for all
+  rows that could arrive; an eager call asks how many did arrive.
+- `auto`: the method that "auto" chooses for eager calls, and the fastest method measured.
+- `scratch`: memory of an eager call, without its result and the buffers between GPUs, over the memory of a rank's rows.
+- `training`: forward and backward of `--layers` layers, one after another, with master weights in bfloat16, compared
+  with the same experts alone. `gradient_error`: the largest over layers, compared with the experts alone on the same
+  input of the layer. `repeats`: whether a second pass gives equal gradients.
+- `decode`: a step of a whole model (`benchmarks/whole_models.py`) with the batch divided among ranks, compared with a
+  step on one GPU.
+- `predicted`: layers on more GPUs, as predicted by `benchmarks/roofline.py` from two. Printed, but not stored.
 
-The result is written anew with every row, so that what was measured stays when a process ends before its time.
+The result is rewritten after every row, so that measurements are kept if a process ends early.
 """
 
 import os
@@ -48,12 +50,12 @@ from fp8moe.kernels.experts import operands as kernel
 from fp8moe.kernels.experts.operator import experts_partial
 from fp8moe.quant.formats import FP8Tensor
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # tests have none
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # tests run without a GPU
 MODEL = MODELS["dsv3"]
 TOKENS = (1, 64, 512, 4096)
 BATCH, PROMPT = 64, 512
 REPEATS = 20
-GAIN = 1.6  # of random weights: with it the experts' results are about as large as their inputs
+GAIN = 1.6  # scale of random weights such that the experts' results are about as large as their inputs
 COLUMNS = {
     "layer": ("tokens", "method", "us", "beyond_us", "over_local", "equal", "farther"),
     "auto": ("tokens", "method", "fastest"),
@@ -65,7 +67,7 @@ COLUMNS = {
 
 
 class Inputs(NamedTuple):
-    """hidden_states, top_k_index, top_k_weights."""
+    """The inputs of an experts layer: hidden_states, top_k_index, top_k_weights."""
 
     hidden_states: Tensor
     top_k_index: Tensor
@@ -80,7 +82,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def inputs(tokens: int) -> Inputs:
-    """Draw inputs, the same on all ranks."""
+    """Draw inputs for `tokens` tokens; all ranks draw the same."""
     random = generator(tokens)
     scores = torch.rand(tokens, MODEL.experts, device=DEVICE, generator=random)
     weights, index = scores.topk(MODEL.top_k)
@@ -89,7 +91,7 @@ def inputs(tokens: int) -> Inputs:
 
 
 def layer_of(experts: int, device: str = "meta", **options: Any) -> GroupedExperts:
-    """Build a layer of the model with so many experts."""
+    """Build a layer of the model with the given number of experts."""
     sizes = {"num_experts": experts, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
     return GroupedExperts(**sizes, device=device, **options)
 
@@ -100,7 +102,7 @@ def experts() -> GroupedExperts:
 
 
 def local_part(layer: GroupedExperts) -> GroupedExperts:
-    """Copy the experts of this rank into a layer that knows no others."""
+    """Copy the experts of this rank into a layer without expert parallelism."""
     count = MODEL.experts // dist.get_world_size()
     part = layer_of(count).to_empty(device=DEVICE)
     first = dist.get_rank() * count
@@ -119,13 +121,13 @@ def _mesh() -> DeviceMesh:
 
 
 def change(layer: GroupedExperts, **options: Any) -> None:
-    """Change the options of a layer that is spread already."""
+    """Change the options of a layer that is already parallelized."""
     layer.parallel.options = ExpertParallel(**options).options
 
 
 @contextmanager
 def without_peers() -> Iterator[None]:
-    """Use NCCL for everything within the block."""
+    """Use NCCL for all communication within the block."""
     of, Peers.of = Peers.of, classmethod(lambda *args: None)
     try:
         yield
@@ -145,7 +147,7 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def microseconds(call: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Return the median of what the slowest rank takes, from when all are ready, with a cold L2."""
+    """Return the median over repeats of the slowest rank's time, from when all ranks are ready, with a cold L2."""
     for _ in range(timing.WARMUP):
         call()
     flush = torch.empty(timing.FLUSH_BYTES // 2, dtype=timing.FLUSH_DTYPE, device="cuda")
@@ -166,7 +168,7 @@ def microseconds(call: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 def local_call(part: GroupedExperts, given: Inputs) -> Callable[[], object]:
-    """Make the call of this rank's experts on the tokens of all: everything to compute and nothing to send."""
+    """Return a call of this rank's experts on the tokens of all ranks: all of the computation, no communication."""
     first = dist.get_rank() * part.num_experts
     up, down = (
         FP8Tensor(*pair)
@@ -187,7 +189,7 @@ METHODS = {
     "replicated": {"method": "replicated", "uniform": True},
 }
 OWN = [name for name, options in METHODS.items() if options["method"] != "replicated"]
-"""Methods with which each rank has tokens of its own."""
+"""The methods in which each rank has its own tokens."""
 
 
 @torch.no_grad()
@@ -227,7 +229,7 @@ def measure_layers(counts: Sequence[int]) -> Iterator[dict]:
 
 
 def measure_method(layer: GroupedExperts, name: str, tokens: int, expected: Tensor) -> tuple[float, dict[str, float]]:
-    """Return microseconds of a call, and how its result agrees with that for the tokens of all ranks."""
+    """Return the microseconds of a call, and how its result agrees with that of one GPU for all ranks' tokens."""
     world, rank = dist.get_world_size(), dist.get_rank()
     change(layer, **METHODS[name])
     every = inputs(world * tokens)
@@ -239,7 +241,7 @@ def measure_method(layer: GroupedExperts, name: str, tokens: int, expected: Tens
 
 
 def agreement(ours: Tensor, expected: Tensor) -> dict[str, float]:
-    """Return the shares of all ranks' values that are equal, and that are more than a step away."""
+    """Return, over all ranks' values, the shares that are equal and that differ by more than a step."""
     size = torch.maximum(expected.float().abs(), expected.float().square().mean(-1, keepdim=True).sqrt())
     step = 2.0 ** (size.log2().floor() - 7)
     far = (ours.float() - expected.float()).abs() > step
@@ -250,7 +252,7 @@ def agreement(ours: Tensor, expected: Tensor) -> dict[str, float]:
 
 
 def measure_scratch(layer: GroupedExperts, given: Inputs) -> dict:
-    """Measure memory beside `share`, that of the rows that a rank has if they are even."""
+    """Measure scratch memory of a call, and compare with `share`: the rows of a rank under even routing."""
     layer(*given)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -295,7 +297,7 @@ def measure_training(tokens: int, layers: int) -> Iterator[dict]:
 
 
 def trained_part(place: int) -> GroupedExperts:
-    """Make the experts that this rank has of a layer to train; results are about as large as inputs."""
+    """Make this rank's experts of one layer to train; results are about as large as inputs."""
     part = layer_of(MODEL.experts // dist.get_world_size(), master_dtype=torch.bfloat16).to_empty(device=DEVICE)
     random = generator(place * dist.get_world_size() + dist.get_rank())
     for weight in part.parameters():
@@ -304,7 +306,7 @@ def trained_part(place: int) -> GroupedExperts:
 
 
 def whole_of(part: GroupedExperts) -> GroupedExperts:
-    """Make the layer of which each rank has such a part, on the same memory."""
+    """Make the whole layer, of which `part` is this rank's shard; it shares the part's memory."""
     whole = layer_of(MODEL.experts, master_dtype=torch.bfloat16)
     for name, weight in part.named_parameters():
         sharded = DTensor.from_local(weight.data, _mesh(), [Shard(0)], run_check=False)
@@ -313,7 +315,7 @@ def whole_of(part: GroupedExperts) -> GroupedExperts:
 
 
 def _routed_here(every: Inputs) -> Inputs:
-    """Number the experts of this rank from 0; those of others are out of range."""
+    """Renumber experts so that this rank's begin at 0; experts of other ranks become out of range."""
     count = MODEL.experts // dist.get_world_size()
     index = every.top_k_index - dist.get_rank() * count
     return every._replace(top_k_index=torch.where((index >= 0) & (index < count), index, count))
@@ -332,7 +334,7 @@ def _largest(value: float) -> float:
 
 
 def _gradient_error(part: GroupedExperts, x: Tensor, every: Inputs, gradient: Tensor, ours: Tensor) -> float:
-    """Return the error of down_proj's gradient against that of the experts alone on the layer's input and gradient."""
+    """Return the relative error of down_proj's gradient, against the experts alone on the same input and gradient."""
     _pass([part], _routed_here(every._replace(hidden_states=x)), gradient)()
     want = part.down_proj.grad.float()
     part.zero_grad()
@@ -340,9 +342,9 @@ def _gradient_error(part: GroupedExperts, x: Tensor, every: Inputs, gradient: Te
 
 
 def _pass(layers: Sequence[GroupedExperts], given: Inputs, gradient: Tensor) -> Callable[..., Any]:
-    """Make forward and backward of layers one after another, with all gradients, eager.
+    """Return a call that runs forward and backward of the layers in a row, eagerly, with all gradients.
 
-    With keep=True it returns the layers' inputs, and the gradients of their results.
+    With keep=True it returns the inputs of the layers and the gradients of their results.
     """
     x, index, weights = given
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -391,7 +393,7 @@ TIMED = {
     2: ((1, "beyond_us", 18, 12), (64, "over_local", 1.04, 1.02), (4096, "over_local", 1.13, 1.08)),
     8: ((64, "over_local", 1.15, None), (4096, "over_local", 1.25, None)),
 }
-"""Ranks -> tokens, column, limit and aim of the fastest way to call the layer."""
+"""Number of ranks -> (tokens, column, limit, aim) for the fastest method of the layer."""
 LAYER, ROUNDED = "layer, {tokens} tokens a rank", tuple(name for name in METHODS if "exact" not in name)
 FASTEST = {"what": "layer", "method": tuple(OWN)}
 TRAINED = {"what": "training", "method": ("gather", "all_to_all")}
@@ -408,7 +410,7 @@ BARS = [
 
 
 def thresholds(rows: Sequence[dict], ranks: int) -> list[Threshold]:
-    """Judge results and memory on any number of ranks; times where bars were set, on 2 and on 8."""
+    """Judge results and memory on any number of ranks, and times on 2 and 8 ranks, for which there are bars."""
     bars = [
         Bar(f"layer, {tokens} tokens a rank, {column}", column, limit, aim, FASTEST | {"tokens": tokens}, over=min)
         for tokens, column, limit, aim in TIMED.get(ranks, ())
@@ -420,7 +422,7 @@ def thresholds(rows: Sequence[dict], ranks: int) -> list[Threshold]:
 
 
 def measure(args: Any) -> Iterator[dict]:
-    """Measure the parts that were asked for."""
+    """Measure the parts that --only selects."""
     parts = {
         "layer": lambda: measure_layers(args.tokens),
         "training": lambda: measure_training(MANY, args.layers),
@@ -431,7 +433,7 @@ def measure(args: Any) -> Iterator[dict]:
 
 
 def work(args: Any) -> None:
-    """Measure in this process; the first one reports."""
+    """Run the benchmark in this process, one of the ranks; rank 0 reports."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     gpu = report.start()
@@ -448,12 +450,12 @@ def work(args: Any) -> None:
     if dist.get_rank() == 0:
         shown = rows + (predicted(rows, MODEL) if dist.get_world_size() == 2 else [])
         report.finish(path, made, *tables_of(shown, COLUMNS))
-    dist.barrier()  # ExpertParallel agrees over gloo: a process that ends at once may abort (pytorch/pytorch#179291)
+    dist.barrier()  # ExpertParallel uses gloo: a process that exits at once may abort (pytorch/pytorch#179291)
     dist.destroy_process_group()
 
 
 PARTS = ("layer", "training", "decode")
-# NVLink multicast stays off, as in the tests: on some hosts a program that uses it harms others.
+# As in the tests, NVLink multicast is off: on some hosts a program that uses it harms other programs.
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 

@@ -1,11 +1,12 @@
 """CPU time, first-call time and memory of calls: `python -m benchmarks host [--out DIR]`.
 
-- CPU time of one eager call, and of the `deep_gemm` drop-in beside our function that it stands for: the host clock over
-  a batch of calls without a wait. A batch launches fewer kernels than the GPU's queue holds and starts with an empty
-  queue, so the GPU never holds the host up. `benchmarks.compare --clock host` compares revisions so.
-- First call: in a fresh process with an empty kernel cache, then in another with that cache. Imports, the CUDA context
-  and the operands, which no kernel of ours makes, come before the clock starts.
-- Memory: the peak over one call less its output, and what is still held when the output is gone.
+- CPU time of one eager call; also of the `deep_gemm` drop-in next to the function of ours that it wraps. Host clock
+  over a batch of calls without synchronization. A batch starts with an empty GPU queue and launches fewer kernels than
+  the queue holds, so the host never waits for the GPU. `benchmarks.compare --clock host` compares revisions in the same
+  way.
+- First call: in a fresh process with an empty kernel cache, then in another process with the cache that the first
+  filled. The clock starts after imports, creation of the CUDA context, and making operands (without our kernels).
+- Memory: peak during one call minus its output, and what is still allocated after the output is freed.
 """
 
 import json
@@ -25,16 +26,16 @@ from fp8moe import FP8Tensor, gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_m
 
 NAMES = {"gemm": "gemm", "grouped_gemm": "grouped_gemm", "linear": "FP8Linear", "experts": "GroupedExperts"}
 BATCHES = 15
-# A kernel for few rows and one for many: (m, n, k).
+# Shapes (m, n, k): one for a kernel for few rows, one for many.
 FIRST_CALLS = ((1, 7168, 2048), (4096, 7168, 2048))
 FIRST_CALL_REPEATS = 2
 MEMORY_CALLS = ((1, 7168, 16384), (4096, 576, 7168), (4096, 7168, 16384))
-# The allocator rounds every tensor up to this.
+# The allocator rounds every tensor up to a multiple of this.
 ALLOCATION_BYTES = 512
 
 
 def host_us(call: Callable[[], object], *, calls: int = timing.CALLS_PER_BATCH, batches: int = BATCHES) -> float:
-    """Return a call's CPU time in microseconds: the median over batches of the mean in a batch."""
+    """Return a call's CPU time in microseconds: the median over batches of the mean within a batch."""
     return statistics.median(timing.host_times(call, batches, calls=calls))
 
 
@@ -48,8 +49,8 @@ def cpu_rows() -> list[dict]:
 
 
 def drop_in_calls(device: str = "cuda") -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """Map names of DeepGEMM's functions to calls of ours and of the drop-in on the same operands."""
-    sys.path.insert(0, str(ROOT / "integrations/deep_gemm"))  # ahead of a DeepGEMM that is installed
+    """Map names of DeepGEMM functions to two calls on the same operands: our function and the drop-in."""
+    sys.path.insert(0, str(ROOT / "integrations/deep_gemm"))  # takes precedence over an installed DeepGEMM
     import deep_gemm
 
     make = calls.Operands(device)
@@ -93,7 +94,7 @@ def drop_in_calls(device: str = "cuda") -> dict[str, tuple[Callable[[], object],
 
 
 def drop_in_rows() -> list[dict]:
-    """Measure `drop_in_calls` in turn, and what the drop-in takes beyond our function."""
+    """Measure the pairs of `drop_in_calls` alternately; `extra_us`: what the drop-in adds to our function."""
     rows = []
     for name, pair in drop_in_calls().items():
         turns = [[host_us(call, batches=1) for call in pair] for _ in range(BATCHES)]
@@ -123,7 +124,7 @@ print(json.dumps({"ms": times[0], "second_ms": times[1], "import_ms": 1e3 * (imp
 
 
 def first_call_rows() -> list[dict]:
-    """Measure the first `gemm` of processes with an empty and a filled cache; the slowest repeat counts."""
+    """Measure the first `gemm` of a process with an empty cache, and with a filled one; keep the slowest repeat."""
 
     def first_call(cache: str, shape: tuple[int, int, int]) -> dict:
         arguments = [sys.executable, "-c", FIRST_CALL, *map(str, shape)]
@@ -146,7 +147,7 @@ def first_call_rows() -> list[dict]:
 
 
 def memory(call: Callable[[], torch.Tensor]) -> dict[str, int]:
-    """Return bytes that a call takes at its peak beside its result, and that stay when the result is gone."""
+    """Return a call's peak bytes without its result, and the bytes still allocated after the result is freed."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -163,13 +164,13 @@ def memory_rows() -> list[dict]:
     for m, n, k in MEMORY_CALLS:
         make = calls.Operands()
         call = partial(gemm, make.rows(m, k), make.weights(n, k))
-        call()  # the first of a shape makes its launcher, with a result of its own
+        call()  # the first call of a shape creates its launcher, which allocates a result
         rows.append({"what": "memory", "m": m, "n": n, "k": k, **memory(call)})
     return rows
 
 
 def bar(name: str, what: str, column: str, limit: float, aim: float | None, unit: str) -> Bar:
-    """Make a bar that the slowest or largest shape decides."""
+    """Make a bar for the maximum of a column over all shapes."""
     return Bar(name, column, limit, aim, {"what": what}, unit=unit, over=max)
 
 

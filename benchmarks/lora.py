@@ -1,15 +1,15 @@
 """Adapters on frozen FP8 experts: `python -m benchmarks lora [--only MODEL ...] [--out DIR]`.
 
-Forward and backward of GroupedExperts, "frozen", whose gradients are those of its inputs, and of our LoRA layer around
-it, "lora", rank 16 in bfloat16, with the gradients of all adapters too: the same FP8 weights, inputs and routing, for
-the tokens of a decode step and of training. Times are those of `benchmarks.training`. `ratio` is "lora" over "frozen",
-`forward_ratio` that of the forward.
+Compares forward and backward of two layers with the same FP8 weights, inputs and routing, for the number of tokens of a
+decode step and of training. "frozen" is GroupedExperts, with gradients of its inputs only. "lora" is our LoRA layer
+around it, rank 16 in bfloat16, with the gradients of all adapters too. Times are measured as in `benchmarks.training`.
+`ratio` is the time of "lora" over "frozen"; `forward_ratio` is the same for the forward alone.
 
-`step_bytes` is the largest amount of memory during training steps, AdamW's included, beside the FP8 weights, adapters,
-inputs and output. `allowed_bytes` is what it may be: gradients and both moments of the adapters, what the frozen pass
-takes, and the activations of the adapters. `difference` is the largest relative Frobenius difference of output and
-input gradients from those of frozen experts into which the adapters were merged: what rounding that sum costs, and a
-check of the pass.
+`step_bytes` is peak memory during training steps, including AdamW, without FP8 weights, adapters, inputs and output.
+`allowed_bytes` is its limit: gradients and both moments of the adapters, the memory of the frozen pass, and the
+adapters' activations. `difference` compares output and input gradients with those of frozen experts into which the
+adapters were merged, as the largest relative Frobenius difference. It measures the rounding of the merged weights, and
+checks the pass.
 """
 
 import copy
@@ -34,7 +34,7 @@ TIMES = ("forward_us", "forward_ratio", "us", "ratio")
 
 
 class Measurement(NamedTuple):
-    """Times of a pass in microseconds and bytes of memory; without adapters the last two are None."""
+    """Times of a pass in microseconds, and memory in bytes. The last two fields are None without adapters."""
 
     forward_us: float
     us: float
@@ -44,7 +44,7 @@ class Measurement(NamedTuple):
 
 
 def adapt(layer: GroupedExperts, rank: int) -> nn.Module:
-    """Wrap the experts in peft's LoRA layer, with values in all factors."""
+    """Wrap the experts in peft's LoRA layer, with nonzero values in all factors."""
     from peft import LoraConfig, get_peft_model
 
     from fp8moe.peft import register
@@ -57,7 +57,7 @@ def adapt(layer: GroupedExperts, rank: int) -> nn.Module:
 
 
 def passes(model: Model, tokens: int, rank: int, *, device: str = "cuda") -> dict[str, Pass]:
-    """Make passes of frozen experts, of the same with adapters, and of experts into which these were merged."""
+    """Make passes of frozen experts, of these with adapters, and of experts with the adapters merged."""
     frozen = calls.experts_layer(calls.Operands(device), model)
     adapted = adapt(frozen, rank)
     merged = copy.deepcopy(adapted).unload_and_optionally_merge_module(True, False, None)
@@ -69,17 +69,17 @@ def passes(model: Model, tokens: int, rank: int, *, device: str = "cuda") -> dic
 
 
 def adapter_bytes(model: Model, rank: int) -> int:
-    """Count the bytes of all factors, in bfloat16."""
+    """Return the bytes of all LoRA factors, in bfloat16."""
     return 2 * rank * model.experts * (2 * model.hidden + 3 * model.intermediate)
 
 
 def activation_bytes(model: Model, tokens: int, rank: int) -> int:
-    """Count what adapters take beside themselves in a step: scaled factors, their transposes, and the ranks of rows."""
+    """Return the bytes that adapters take in a step: scaled factors, their transposes, low-rank activations of rows."""
     return 3 * adapter_bytes(model, rank) + 16 * tokens * model.top_k * rank
 
 
 def measure_step(of: Pass) -> int:
-    """Return the largest amount of memory in a training step beside what there was before the first, and its output."""
+    """Return peak memory of training steps, without the output and what was allocated before the first step."""
     parameters = [value for value in of.layer.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True) if parameters else None
     torch.cuda.synchronize()
@@ -96,7 +96,7 @@ def measure_step(of: Pass) -> int:
 
 
 def check(passes: Mapping[str, Pass]) -> float:
-    """Return the difference of "lora" from "merged". RuntimeError if it is too large."""
+    """Return the difference between "lora" and "merged". RuntimeError if it is too large."""
 
     def results(of: Pass) -> tuple[Tensor, ...]:
         out = of.forward()
@@ -114,7 +114,7 @@ def step(of: Pass) -> tuple[Tensor, ...]:
 
 
 def measure(name: str, *, tokens: int = TOKENS, rank: int = RANK) -> dict[str, Measurement]:
-    """Check adapters on the experts of a model; measure them and the frozen experts."""
+    """Check adapters on a model's experts, then measure the experts with adapters and without."""
     model = MODELS[name]
     found = passes(model, tokens, rank)
     difference = check(found)
@@ -140,7 +140,7 @@ def make_rows(name: str, measured: Mapping[str, Measurement], *, tokens: int = T
 
 
 def memory_ratio(row: dict) -> float:
-    """Divide a step's memory by what it may be."""
+    """Return a step's memory over its limit."""
     return row["step_bytes"] / row["allowed_bytes"]
 
 

@@ -1,4 +1,4 @@
-"""Float64 arithmetic over quantized values, to which results are held."""
+"""Float64 values of quantized tensors, and errors of results relative to them."""
 
 import torch
 
@@ -7,9 +7,10 @@ from fp8moe.quant.formats import BLOCK
 
 
 def exact(tensor: FP8Tensor) -> torch.Tensor:
-    """Return the float64 values that a quantized (rows, k) tensor stands for; rows of a block share its scale.
+    """Return the exact float64 values of a quantized (rows, k) tensor, with one scale per row or per 128 rows.
 
-    Results are held to this: it takes no code of the package, and is exact where `fp8moe.dequantize` rounds to float32.
+    This is the reference for results: it uses no code of the package, and is exact where `fp8moe.dequantize` rounds to
+    float32.
     """
     data, scale = tensor
     rows_per_block = 1 if scale.shape[0] == data.shape[0] else BLOCK
@@ -18,15 +19,15 @@ def exact(tensor: FP8Tensor) -> torch.Tensor:
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the Frobenius norm of the difference over that of `expected`, in float64."""
+    """Return the Frobenius norm of `actual` - `expected` over the norm of `expected`, in float64."""
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def rounded_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the relative Frobenius error of `actual` beyond what rounding the exact result to its dtype costs.
+    """Return the relative Frobenius error of `actual` minus the error of rounding the exact result to its dtype.
 
-    Rounding normal data to bfloat16 costs 1.66e-3 by itself, which would hide the error of the computation.
+    Rounding normal data to bfloat16 alone costs 1.66e-3, which would hide the error of the computation.
     """
     rounding = relative_error(expected.to(actual.dtype), expected)
     error = relative_error(actual, expected) - rounding
-    return 0.0 if error < 0 else error  # NaN stays
+    return 0.0 if error < 0 else error  # NaN stays NaN

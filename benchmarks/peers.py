@@ -1,25 +1,28 @@
-"""fp8moe beside the libraries that its users would take: `python -m benchmarks.peers [--only PATTERN] [--out FILE]`.
+"""fp8moe beside other libraries for the same work: `python -m benchmarks.peers [--only PATTERN] [--out FILE]`.
 
-In one process every case runs whatever is installed, on the same operands and in turn: in each repeat ours, then each
-of the others, after a fill that empties the L2 cache. Times are medians in microseconds of the kernels of a call;
-`layer` are replays of CUDA graphs, from before one to after it; `host` is CPU time of an eager call.
+One process runs each case with every installed library, on the same operands and in turn: each repeat runs ours, then
+each of the others, each after a fill that empties the L2 cache. Times are medians in microseconds of the kernels of a
+call. `layer` instead times replays of CUDA graphs, from before a replay to after it; `host` is CPU time of an eager
+call.
 
-- `deep_gemm`: DeepGEMM. It pads contiguous groups to 128 rows, and has the metadata of paged scores beforehand.
-- `cublas_block`: torch.nn.functional.scaled_mm with scales of 1x128 and 128x128; `cublas_one_scale`: with one scale for
-  each operand, of groups as many rows of one matrix: what no block scales would allow.
-- `vllm`: vLLM's Triton kernels for experts. `transformers_bf16`: transformers' experts in bfloat16 on its "grouped_mm".
-- `layer` has kernel times besides: `gemms_in_layer`, from the start of our GEMM 1 in the layer to the end of GEMM 2;
-  `fp8moe_two_gemms` and `deep_gemm_two_gemms`, grouped GEMMs of the same sizes alone; `kernels`, where those of our
-  layer begin and end.
+- `deep_gemm`: DeepGEMM. Outside the timed call, contiguous groups are padded to 128 rows, and the metadata of paged
+  scores is computed.
+- `cublas_block`: torch.nn.functional.scaled_mm with scales of 1x128 and 128x128. `cublas_one_scale`: cuBLAS with one
+  scale per operand, an upper bound that block scales cannot reach; for groups, one matrix with as many rows.
+- `vllm`: vLLM's Triton experts. `transformers_bf16`: transformers' experts in bfloat16 with "grouped_mm".
+- `layer` also has kernel times: `gemms_in_layer`, from the start of our GEMM 1 in the layer to the end of GEMM 2;
+  `fp8moe_two_gemms` and `deep_gemm_two_gemms`, grouped GEMMs of the same sizes alone; `kernels`, start and end of each
+  kernel of our layer.
 
-Results are compared with ours: `difference`. One that is off counts as failed, as does one that raises.
+Results are compared with ours: `difference`. A call whose result is off counts as failed, as does a call that raises.
 
-With `--whole-model` instead: decode steps and a prefill of Qwen3-30B-A3B's sizes with random weights in milliseconds,
-of this checkout (`fp8moe`), of another revision of it (`--against DIRECTORY`: `before`), and, where they are installed,
-of vLLM's engine and of the same with integrations/vllm (`vllm_fp8moe`), one process after the other.
+With `--whole-model` instead: decode steps and a prefill of a model of Qwen3-30B-A3B's sizes with random weights, in
+milliseconds: this checkout (`fp8moe`), another revision (`--against DIRECTORY`: `before`), and, if installed, vLLM's
+engine (`vllm`) and vLLM's engine with integrations/vllm (`vllm_fp8moe`). They run one after another, in separate
+processes.
 
-The file has the digest of what the GPU runs, card, clocks and versions. Rows of the same digest, card and versions stay
-in it unless --only names them: a run can be made in pieces.
+The file also has the digest of what the GPU runs, the card, clocks and versions. A later run with the same digest, card
+and versions keeps the file's rows, except those that --only selects, so a run can be made in pieces.
 """
 
 import argparse
@@ -54,22 +57,22 @@ from fp8moe import FP8Tensor, GroupedExperts, grouped_gemm
 FILE = ROOT / "validation" / "peers.json"
 REPEATS, REST_S = 12, 0.2
 HOST_BATCHES = 10
-PROCESSES = {"gemm": 5, "contiguous": 3, "masked": 3}  # that compile ahead; one for others
-SAMPLED_ROWS = 1024  # of the GEMMs of a layer, for comparison
+PROCESSES = {"gemm": 5, "contiguous": 3, "masked": 3}  # that compile in parallel ahead of the run; 1 for other kinds
+SAMPLED_ROWS = 1024  # rows of a layer's GEMMs that are compared
 MAX_DIFFERENCE = 1e-2  # relative Frobenius norm
-MAX_LAYER_DIFFERENCE = 0.1  # activations between the GEMMs are rounded to FP8 elsewhere, or not at all
+MAX_LAYER_DIFFERENCE = 0.1  # others round activations between the GEMMs to FP8 differently, or not at all
 TOKENS = (1, 8, 64, 512, 2048, 8192)
-GROUPED = ((4096, 7168), (7168, 2048))  # (n, k) of groups: DeepGEMM compiles for each, for seconds
-SKEW, SKEWED = 0.6, ("dsv3_ep8", 2048)  # of the assignments; model and tokens
-STEPS = ((1, 512), (8, 512), (64, 512))  # sequences and tokens of each prompt
+GROUPED = ((4096, 7168), (7168, 2048))  # (n, k) of grouped GEMMs: few, because DeepGEMM compiles for seconds for each
+SKEW, SKEWED = 0.6, ("dsv3_ep8", 2048)  # share of assignments on one expert; the model and tokens this is measured with
+STEPS = ((1, 512), (8, 512), (64, 512))  # (sequences, tokens of each prompt)
 PREFILL = (4, 4096)
 
 Makers = dict[str, Callable[[], Call]]
-"""Functions that make the calls to be timed, by implementation, "fp8moe" first."""
+"""Functions that prepare the calls to be timed, by implementation; "fp8moe" comes first."""
 
 
 class Case(NamedTuple):
-    """A measurement: a key of `MAKE`, and sizes."""
+    """A measurement: a key of `MAKE`, and its sizes."""
 
     what: str
     sizes: dict[str, Any]
@@ -80,7 +83,7 @@ class Case(NamedTuple):
 
     @property
     def row(self) -> dict:
-        """Return the beginning of the measurement's row."""
+        """Return the columns that identify the measurement in its row."""
         return {"case": self.name, "what": self.what, **self.sizes}
 
 
@@ -89,12 +92,12 @@ def same(out: Tensor) -> Tensor:
 
 
 def case_of(op: str, device: str, **sizes: Any) -> partial:
-    """Make our call of a case of `benchmarks.calls`; its operands are those of all."""
+    """Make our call of a case of `benchmarks.calls`; the other libraries use its operands too."""
     return calls.build(calls.Case(op, sizes), calls.Operands(device))
 
 
 def make_gemm(m: int, n: int, k: int, *, device: str = "cuda") -> Makers:
-    """Make a dense GEMM beside DeepGEMM's and cuBLAS's."""
+    """Make dense GEMMs: ours, DeepGEMM's and cuBLAS's."""
     ours = case_of("gemm", device, m=m, n=n, k=k)
     a, b = ours.args
     return {
@@ -106,7 +109,7 @@ def make_gemm(m: int, n: int, k: int, *, device: str = "cuda") -> Makers:
 
 
 def make_contiguous(groups: int, mean_rows: int, n: int, k: int, *, device: str = "cuda") -> Makers:
-    """Make a GEMM of groups of rows; cuBLAS multiplies as many rows of one matrix."""
+    """Make contiguous grouped GEMMs; cuBLAS multiplies one matrix with as many rows."""
     a, b, _ = case_of("grouped_gemm", device, groups=groups, mean_rows=mean_rows, n=n, k=k).args
     sizes = group_sizes(groups, mean_rows)
     return {
@@ -117,7 +120,7 @@ def make_contiguous(groups: int, mean_rows: int, n: int, k: int, *, device: str 
 
 
 def plain_groups(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
-    """Make `grouped_gemm` of rows (R, K) in groups of these sizes."""
+    """Make `grouped_gemm` of rows (R, K) in groups of the given sizes."""
     offsets = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=a.data.device)
     out = a.data.new_empty(len(a.data), b.data.shape[1], dtype=torch.bfloat16)
     return Call(partial(grouped_gemm, a, b, offsets, out=out), same)
@@ -126,7 +129,7 @@ def plain_groups(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
 def make_masked(
     groups: int, mean_rows: int, n: int, k: int, expected_m: int, *, max_m: int = 0, device: str = "cuda"
 ) -> Makers:
-    """Make a GEMM of groups with room for max_m rows; 0: those of `shapes.room`."""
+    """Make masked grouped GEMMs with space for max_m rows per group; 0: as `shapes.room` says."""
     sizes = {"groups": groups, "mean_rows": mean_rows, "max_m": max_m or shapes.room(mean_rows), "n": n, "k": k}
     ours = case_of("grouped_gemm_masked", device, **sizes, expected_m=expected_m)
     a, b, masked_m = ours.args
@@ -138,7 +141,7 @@ def make_masked(
 
 
 def make_along_k(groups: int, m: int, n: int, total_k: int, *, device: str = "cuda") -> Makers:
-    """Make weight gradients that are added to a result, and ours that are written."""
+    """Make weight gradients that are added to the result; "fp8moe_written" is ours without the addition."""
     ours = case_of("grouped_gemm_k", device, groups=groups, m=m, n=n, total_k=total_k, add=True)
     a, b, offsets = ours.args
     return {
@@ -149,7 +152,7 @@ def make_along_k(groups: int, m: int, n: int, total_k: int, *, device: str = "cu
 
 
 def make_mqa(queries: int, tokens: int, fill: bool, *, device: str = "cuda") -> Makers:
-    """Make causal index scores of the last queries."""
+    """Make causal index scores of the last `queries` tokens."""
     ours = case_of("mqa_logits", device, queries=queries, tokens=tokens, fill_masked=fill)
     seen = torch.arange(tokens, device=device) < ours.args[-1][:, None]
     return {
@@ -159,7 +162,7 @@ def make_mqa(queries: int, tokens: int, fill: bool, *, device: str = "cuda") -> 
 
 
 def make_paged(batch: int, context: int, next_n: int, *, device: str = "cuda") -> Makers:
-    """Make index scores over a paged cache, with the number of keys that each query sees."""
+    """Make index scores over a paged cache; operands include the number of keys that each query sees."""
     made = case_of("paged_mqa_logits", device, batch=batch, context=context, next_n=next_n, fill_masked=False)
     q, cache, weights, _, table = made.args
     visible = torch.arange(context - next_n + 1, context + 1, dtype=torch.int32, device=device).repeat(batch, 1)
@@ -183,19 +186,19 @@ def peers_there(makers: Makers) -> Makers:
 
 
 def empty_row() -> dict:
-    """Make a row without times."""
+    """Return a row without any times."""
     return {"us": {}, "difference": {}, "failed": {}}
 
 
 def sentence(error: Exception) -> str:
-    """Return the beginning of an exception in one line."""
+    """Return the first 100 characters of an exception's type and text, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:100]
 
 
 def compared(makers: Makers, largest: float, row: dict, then: Callable[[Callable], Callable] | None = None) -> dict:
-    """Return the calls whose results agree with ours, by name; `row` gets the errors of others and all differences.
+    """Return the calls whose results agree with ours, by name. Writes errors and differences to `row`.
 
-    then: what is timed in place of a call that has run, such as its CUDA graph.
+    then: returns what is timed instead of the call, such as its CUDA graph. It gets the call after a first run.
     """
     calls: dict[str, Callable] = {}
     expected = None
@@ -227,7 +230,7 @@ def measure_kernels(makers: Makers, largest: float) -> dict:
 
 
 def measure_host(m: int, n: int, k: int, *, device: str = "cuda") -> dict:
-    """Time the CPU in eager calls that write to memory which is there."""
+    """Time the CPU in eager calls that write to preallocated memory."""
     row = empty_row()
     makers = make_gemm(m, n, k, device=device)
     calls = compared({name: makers[name] for name in ("fp8moe", "deep_gemm")}, MAX_DIFFERENCE, row)
@@ -242,7 +245,7 @@ def layer_of(model: Model, device: str) -> GroupedExperts:
 
 @functools.lru_cache(maxsize=1)
 def bfloat16_of(model: Model, device: str) -> torch.nn.Module:
-    """Make transformers' experts with the values of `layer_of`."""
+    """Make transformers' experts with the weights of `layer_of`, dequantized."""
     return adapters.dequantized_experts(layer_of(model, device), model)
 
 
@@ -257,7 +260,7 @@ def route(model: Model, tokens: int, routing: str) -> Tensor:
 
 
 def both(first: Call, second: Call) -> Call:
-    """Make one call of the two GEMMs of a layer, each on operands of its own."""
+    """Make one call of the two GEMMs of a layer; each has its own operands."""
 
     def results(outs: tuple[Any, Any]) -> Tensor:
         parts = [call.result(out) for call, out in zip((first, second), outs, strict=True)]
@@ -268,7 +271,7 @@ def both(first: Call, second: Call) -> Call:
 
 
 def make_layer(model: str, tokens: int, routing: str = "random", *, device: str = "cuda") -> Makers:
-    """Make a whole layer, and ("_two_gemms") grouped GEMMs of the same sizes alone."""
+    """Make the calls of a whole layer, and of only its two grouped GEMMs ("_two_gemms")."""
     shape = MODELS[model]
     layer = layer_of(shape, device)
     x, index, weights = calls.layer_inputs(shape, route(shape, tokens, routing), device)
@@ -290,7 +293,7 @@ def make_layer(model: str, tokens: int, routing: str = "random", *, device: str 
 
 @torch.no_grad()
 def measure_layer(model: str, tokens: int, routing: str = "random", *, device: str = "cuda") -> dict:
-    """Time a whole layer as a CUDA graph, the kernels of ours, and GEMMs of its sizes alone."""
+    """Time a whole layer as a CUDA graph, the kernels of our layer, and its two GEMMs alone."""
     row = empty_row()
     makers = make_layer(model, tokens, routing, device=device)
     whole, alone = ({k: v for k, v in makers.items() if k.endswith("_two_gemms") == kind} for kind in (False, True))
@@ -310,7 +313,7 @@ def measure_layer(model: str, tokens: int, routing: str = "random", *, device: s
 
 
 def gemms_in_layer(kernels: Sequence[tuple[str, float, float]]) -> float:
-    """Return the time from the start of GEMM 1 to the end of GEMM 2. RuntimeError unless there are two."""
+    """Return the time from the start of GEMM 1 to the end of GEMM 2. RuntimeError unless there are exactly two."""
     found = [(start, end) for name, start, end in kernels if re.match(r"gemm\b", name)]
     if len(found) != 2:
         raise RuntimeError(f"expected two GEMMs in the layer, recorded {', '.join(name for name, *_ in kernels)}")
@@ -318,7 +321,7 @@ def gemms_in_layer(kernels: Sequence[tuple[str, float, float]]) -> float:
 
 
 def _masked(sizes: Mapping[str, int]) -> Sequence[tuple[int, int]]:
-    """Return the (n, k) that are measured of masked groups of these sizes."""
+    """Return the (n, k) to measure for masked groups of these sizes."""
     return {1024: GROUPED[:1], 192: GROUPED[1:]}.get(sizes["mean_rows"], GROUPED)
 
 
@@ -356,7 +359,7 @@ MAKE: dict[str, Callable[..., Makers]] = {
     "host": make_gemm,
 }
 MEASURE: dict[str, Callable[..., dict]] = {"layer": measure_layer, "host": measure_host}
-"""Measurements other than `measure_kernels`."""
+"""Functions that measure a kind of case; all other kinds use `measure_kernels`."""
 WHOLE_MODEL = [
     Case(what, {"batch": batch, "prompt": prompt})
     for what, sizes in {"decode": STEPS, "prefill": (PREFILL,)}.items()
@@ -365,7 +368,7 @@ WHOLE_MODEL = [
 
 
 def whole_model(tree: Path) -> list[dict]:
-    """Return rows of `benchmarks.decode` of a checkout, in a process of its own."""
+    """Run `benchmarks.decode` of a checkout in another process; return its rows."""
     with tempfile.TemporaryDirectory() as out:
         batches = map(str, (batch for batch, _ in STEPS))
         _run_in(tree, "benchmarks.decode", "--batch", *batches, "--prompt", str(STEPS[0][1]), "--out", out)
@@ -373,7 +376,7 @@ def whole_model(tree: Path) -> list[dict]:
 
 
 def vllm_engine(*options: str) -> list[dict]:
-    """Return the same rows of vLLM's engine, in a process of its own."""
+    """Run `benchmarks.vllm_engine` in another process; return its rows, which are like those of `whole_model`."""
     with tempfile.TemporaryDirectory() as out:
         file = Path(out) / "rows.json"
         _run_in(ROOT, "benchmarks.vllm_engine", str(file), *options)
@@ -381,7 +384,7 @@ def vllm_engine(*options: str) -> list[dict]:
 
 
 def _run_in(tree: Path, module: str, *arguments: str) -> None:
-    """Run a module of a checkout. RuntimeError if it fails, after the end of what it printed has been printed."""
+    """Run a module of a checkout. On failure, print the end of its output and raise RuntimeError."""
     path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
@@ -397,10 +400,10 @@ def _run_in(tree: Path, module: str, *arguments: str) -> None:
 
 
 class File:
-    """The stored rows of a run, written after each of them."""
+    """The stored rows of a run; the file is rewritten after each row."""
 
     def __init__(self, path: Path, head: Mapping[str, Any]):
-        """Keep the file's rows if it has this digest, card and versions; the name of fp8moe's version may differ."""
+        """Keep the stored rows if digest, card and versions are the same; fp8moe's version may differ."""
         self.path = path
         stored = json.loads(path.read_text()) if path.exists() else {}
         known = stored.get("versions", {})
@@ -422,7 +425,7 @@ class File:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Return a row as text."""
+    """Return a row as text: times, then failures."""
     unit = "us" if "us" in row else "ms"
     times = [f"{name} {format_value(value)}" for name, value in row[unit].items()]
     failed = [f"{name} failed: {why}" for name, why in row["failed"].items()]
@@ -431,10 +434,10 @@ def line(row: Mapping[str, Any]) -> str:
 
 @torch.no_grad()
 def run_once(chosen: Sequence[Case]) -> None:
-    """Run cases so that their kernels are compiled and kept on the disk; what fails fails again when it is measured."""
+    """Run cases once so that their kernels are in the disk cache; errors are ignored, as they recur when measured."""
     for case in chosen:
         for name, make in peers_there(MAKE[case.what](**case.sizes)).items():
-            if name != "transformers_bf16":  # which compiles nothing, and has no room beside others
+            if name != "transformers_bf16":  # it compiles nothing, and needs too much memory
                 with suppress(Exception):
                     make().run()
         torch.cuda.synchronize()
@@ -442,7 +445,7 @@ def run_once(chosen: Sequence[Case]) -> None:
 
 
 def compile_ahead(chosen: Sequence[Case]) -> None:
-    """Call `run_once` in processes side by side, a model's layers in one: most of a first run is compiling."""
+    """Call `run_once` in parallel processes, since it is mostly compilation; a model's layers share one process."""
     begin = time.perf_counter()
     parts: dict[tuple, list[str]] = {}
     for place, case in enumerate(chosen):
@@ -458,7 +461,7 @@ def compile_ahead(chosen: Sequence[Case]) -> None:
 
 
 def measure(chosen: Sequence[Case], file: File) -> None:
-    """Measure cases; one that raises is stored with its error, and the others still run."""
+    """Measure cases. If one raises, its error is stored and the others still run."""
     for case in chosen:
         begin = time.perf_counter()
         try:
@@ -470,7 +473,7 @@ def measure(chosen: Sequence[Case], file: File) -> None:
             row = empty_row() | {"failed": {"case": sentence(error)}}
         file.put(case.row | row)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # also what a graph had for itself
+            torch.cuda.empty_cache()  # also the memory pools of graphs
         if (spent := time.perf_counter() - begin) > 5:
             print(f"    {spent:.0f} s", flush=True)
 
@@ -503,7 +506,7 @@ def measure_whole_models(file: File, sources: Mapping[str, Callable[[], list[dic
 
 
 def clocks() -> dict[str, str]:
-    """Return clocks and power limit of the GPU, as nvidia-smi says them."""
+    """Return the GPU's clocks, power limit and temperature, as nvidia-smi prints them."""
     fields = ("clocks.max.sm", "clocks.max.memory", "clocks.sm", "power.limit", "temperature.gpu")
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
     done = subprocess.run(query, capture_output=True, text=True, check=True)
@@ -511,7 +514,7 @@ def clocks() -> dict[str, str]:
 
 
 def wanted(names: Sequence[str], pattern: str | None, there: Mapping[str, dict]) -> Iterator[str]:
-    """Yield the names that the pattern finds, or without one those that the file does not have whole."""
+    """Yield names that match the pattern; without a pattern, names that the file lacks or that failed."""
     for name in names:
         if (
             re.search(pattern, name)

@@ -1,8 +1,8 @@
 """Pictures of the results: `python -m benchmarks.plots [--out DIR]`.
 
-What compares fp8moe with other libraries is drawn from validation/peers.json alone, as the tables are; bars of what is
-slower than DeepGEMM have a colour of their own. Where there is no such run of what the GPU runs now, these pictures are
-removed. The others are from validation/kernels.json.
+Pictures that compare fp8moe with other libraries show validation/peers.json alone, as the tables do; bars where fp8moe
+is slower than DeepGEMM have their own colour. If peers.json was measured with other kernels, these pictures are
+removed. The other pictures show validation/kernels.json.
 """
 
 import argparse
@@ -24,10 +24,11 @@ from benchmarks import tables  # noqa: E402
 from benchmarks.report import geomean, select  # noqa: E402
 from benchmarks.shapes import DENSE_M  # noqa: E402
 
-# A name has one colour in all pictures: most are of Okabe and Ito, told apart by every kind of colour vision.
+# A name has the same colour in all pictures. Most colours are Okabe and Ito's, which colour-blind readers can tell
+# apart.
 OURS, BEHIND, DEEP_GEMM, CUBLAS, CUBLAS_ONE_SCALE = "#0072B2", "#D55E00", "#A6A6A6", "#E69F00", "#7F4A00"
 BFLOAT16, VLLM, MARK = "#CC79A7", "#009E73", "#000000"  # MARK: single cases, and the bandwidth of a copy
-STAGES = ("#03395C", "#2A6F9E", "#56B4E9", "#9CCBEA", "#D4E7F5")  # blues: kernels of our layer, in their order
+STAGES = ("#03395C", "#2A6F9E", "#56B4E9", "#9CCBEA", "#D4E7F5")  # blues: the kernels of our layer, in order
 COLOURS = {"vllm": VLLM, "transformers_bf16": BFLOAT16, "deep_gemm_two_gemms": DEEP_GEMM}
 MODEL_NAMES = {
     "dsv3": "DeepSeek-V3",
@@ -40,7 +41,7 @@ STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "f
 
 
 def hash_of(result: dict) -> str:
-    """Return the SHA-256 of a stored result, which a picture of it has as its "Source"."""
+    """Return the SHA-256 of a stored result; a picture of the result has it as its "Source"."""
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
 
 
@@ -48,9 +49,9 @@ def hash_of(result: dict) -> str:
 def _picture(
     result: dict, path: Path, title: str, size: tuple[float, float], *grid: int, below: float = 0, **options
 ) -> Iterator:
-    """Yield a figure and its axes; write it to `path` at the end with the hash of the `result` that it shows.
+    """Yield a figure and its axes; finally write it to `path`, with the hash of the `result` that it shows.
 
-    below: the part of its height that a legend takes.
+    below: the fraction of the figure's height for the legend.
     """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(*grid, figsize=size, squeeze=False, **options)
@@ -63,7 +64,7 @@ def _picture(
 
 
 def _legend(figure: plt.Figure, entries: Sequence[tuple[str, str, str]], **options: object) -> None:
-    """Put a legend of (label, colour, style) below the figure; style: "" for a bar, or that of a line."""
+    """Put a legend of (label, colour, style) below the figure. style: "" for a bar, else the style of a line."""
     shown = []
     for label, colour, style in entries:
         marker = (
@@ -76,12 +77,12 @@ def _legend(figure: plt.Figure, entries: Sequence[tuple[str, str, str]], **optio
 def _note(
     axes: plt.Axes, text: str, at: tuple[float, float], shift: tuple[float, float] = (4, 0), **how: object
 ) -> None:
-    """Write a text beside a point."""
+    """Write text beside a point."""
     axes.annotate(text, at, shift, textcoords="offset points", **{"va": "center", **how})
 
 
 def _over(axes: plt.Axes, at: tuple[float, float], text: str, **how: object) -> None:
-    """Write a text above a point."""
+    """Write text above a point."""
     _note(axes, text, at, (0, 3), ha="center", va="bottom", color=OURS, **how)
 
 
@@ -90,14 +91,14 @@ def _colour(ratio: float) -> str:
 
 
 def _categories(axes: plt.Axes, labels: Sequence[str]) -> None:
-    """Name horizontal bars, the first on top."""
+    """Label horizontal bars, the first one on top."""
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
 
 
 def _ratio(row: dict) -> float | None:
-    """Return DeepGEMM's time over ours; None where one of them failed."""
+    """Return DeepGEMM's time over ours; None if one of them failed."""
     found = tables.ratios([row], "deep_gemm")
     return found[0] if found else None
 
@@ -107,7 +108,7 @@ def _card(peers: dict) -> str:
 
 
 def draw_overview(peers: dict, path: Path) -> None:
-    """Draw how many times faster the experts layer is than others, by tokens; tokens a second of a whole model."""
+    """Draw others' times over that of our experts layer, by tokens; and tokens/s of a whole model."""
     rows = tables.layers(peers)
     tokens = sorted({row["tokens"] for row in rows})
     series = {name: colour for name, colour in COLOURS.items() if tables.ratios(rows, name)}
@@ -134,7 +135,7 @@ def draw_overview(peers: dict, path: Path) -> None:
 
 
 def _rates_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
-    """Draw tokens a second of decode steps, ours and vLLM's."""
+    """Draw tokens per second of decode steps, ours and vLLM's."""
     beside = any("vllm" in row["tokens_s"] for row in rows)
     for position, row in enumerate(rows):
         for shift, name, colour in ((-0.2 * beside, "fp8moe", OURS), (0.2, "vllm", VLLM)):
@@ -148,7 +149,7 @@ def _rates_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
 
 
 def _gemm_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
-    """Draw times of each shape of one m; ours carries its time and its ratio to DeepGEMM."""
+    """Draw the times of each shape for one m; our bar is labelled with its time and the ratio to DeepGEMM."""
     series = {"deep_gemm": DEEP_GEMM, "cublas_block": CUBLAS, "fp8moe": OURS}
     height = 0.84 / len(series)
     for position, row in enumerate(rows):
@@ -168,7 +169,7 @@ def _gemm_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
 
 
 def draw_gemm(peers: dict, path: Path) -> None:
-    """Draw one panel for each m."""
+    """Draw the dense GEMMs, one panel for each m."""
     rows = [row for row in select(peers["rows"], "gemm") if "fp8moe" in row["us"]]
     title = f"Dense FP8 GEMM on an {_card(peers)}, cold L2"
     with _picture(peers, path, title, (13.2, 9.2), 2, 3, below=0.03) as (figure, grid):
@@ -183,7 +184,7 @@ def draw_gemm(peers: dict, path: Path) -> None:
 
 
 def draw_quantize(result: dict, path: Path) -> None:
-    """Draw the bandwidth of the large cases against a copy, and the time of the small ones."""
+    """Draw bandwidth relative to a copy for the large cases, and time for the small ones."""
     rows, title = result["rows"], f"Quantization of bfloat16 on an {result['gpu'].removeprefix('NVIDIA ')}"
     large = [row for row in rows if row["m"] > 64]
     small = [row for row in rows if row["m"] <= 64 and row["op"] == "quantize_1x128"]
@@ -212,9 +213,10 @@ def draw_quantize(result: dict, path: Path) -> None:
 
 
 def _ratios_panel(axes: plt.Axes, rows: Sequence[dict], label: str, with_time: bool = False) -> None:
-    """Draw a bar of the geometric mean of each kind of rows, whose sizes the label has, and dots of several rows.
+    """Draw the mean ratio to DeepGEMM as one bar for each kind of row, and dots for the rows of a kind.
 
-    with_time: write our time behind the ratio of a single row.
+    Rows are of one kind if `label`, filled in with their sizes, is the same. with_time: also write our time if a kind
+    has one row.
     """
     kinds: dict[str, list[dict]] = {}
     for row in rows:
@@ -233,7 +235,7 @@ def _ratios_panel(axes: plt.Axes, rows: Sequence[dict], label: str, with_time: b
 
 
 def draw_grouped(peers: dict, path: Path) -> None:
-    """Draw the ratios of the grouped GEMMs to DeepGEMM, one panel for each operation."""
+    """Draw DeepGEMM's times over ours for grouped GEMMs, one panel for each operation."""
     title = f"Grouped FP8 GEMMs on an {_card(peers)}, cold L2"
     panels = {
         "contiguous": ("grouped_gemm", "{groups} × {mean_rows}", "groups × rows of a group"),
@@ -258,7 +260,7 @@ LAYER_LINES = {
 
 
 def _layer_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
-    """Draw the time of one model's experts over the tokens, ours and the others'."""
+    """Draw the time of one model's experts layer by tokens, ours and others'."""
     for name, (_, colour, style) in LAYER_LINES.items():
         times = {row["tokens"]: row["us"][name] for row in rows if name in row["us"]}
         axes.plot(times.keys(), times.values(), style, color=colour, markersize=3.5)
@@ -271,7 +273,7 @@ def _layer_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
 
 
 def _stages_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
-    """Draw the share of each kernel in the time of a call, each from the end of the one before it."""
+    """Draw the share of each kernel in the time of a call; a kernel counts from the end of the one before it."""
     for position, row in enumerate(rows):
         ends = [0.0, *(end for *_, end in row["kernels"])]
         for start, end, colour in zip(ends, ends[1:], STAGES, strict=False):
@@ -284,7 +286,7 @@ def _stages_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
 
 
 def draw_experts(peers: dict, path: Path) -> None:
-    """Draw for each model times of the layer and of others over the tokens, and below where our time goes."""
+    """Draw, for each model, times of our layer and others by tokens; below, the shares of our kernels."""
     rows = [row for row in tables.layers(peers) if "kernels" in row]
     names = list(dict.fromkeys(row["model"] for row in rows))
     title, size = f"Experts layer on an {_card(peers)}, cold L2; below where our time goes", (4.2 * len(names), 6.8)
@@ -304,7 +306,7 @@ def draw_experts(peers: dict, path: Path) -> None:
 
 
 def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
-    """Draw forward and backward of each implementation as one bar of time, with its activation memory in the label."""
+    """Draw forward and backward of each implementation as one bar; the label has its activation memory."""
     for position, row in enumerate(rows):
         colour = OURS if row["impl"] == "fp8" else BFLOAT16
         forward, total = row["forward_us"] / 1e3, row["us"] / 1e3
@@ -314,7 +316,7 @@ def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
         _note(axes, text, (total, position), color=colour)
     axes.set_xlim(0, 1.3 * max(row["us"] for row in rows) / 1e3)
     labels = ["bfloat16" if row["impl"] == "bf16" else f"FP8, {row['master']} master" for row in rows]
-    if all(row["kept_bytes"] for row in rows):  # a bfloat16 linear layer keeps nothing beside its input
+    if all(row["kept_bytes"] for row in rows):  # a bfloat16 linear layer keeps only its input
         labels = [f"{label}\n{row['kept_bytes'] / 1e9:.2f} GB kept" for label, row in zip(labels, rows, strict=True)]
     _categories(axes, labels)
     axes.set_xlabel("forward, then backward, ms, linear (less is better)")
@@ -323,7 +325,7 @@ def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
 
 
 def draw_training(result: dict, path: Path) -> None:
-    """Draw the passes of the layers against bfloat16."""
+    """Draw forward and backward of layers, ours and in bfloat16."""
     title = f"Training on an {result['gpu'].removeprefix('NVIDIA ')}, cold L2"
     with _picture(result, path, title, (9.6, 3.4), 1, 2) as (_, grid):
         left, right = grid[0]
@@ -333,7 +335,7 @@ def draw_training(result: dict, path: Path) -> None:
 
 
 def draw_mqa(peers: dict, path: Path) -> None:
-    """Draw index scores against DeepGEMM's, of prefill and decoding."""
+    """Draw index scores compared with DeepGEMM's, for prefill and decode."""
     title = f"Index scores of sparse attention on an {_card(peers)}, cold L2"
     with _picture(peers, path, title, (11.2, 3.4), 1, 2) as (_, grid):
         left, right = grid[0]
@@ -353,14 +355,14 @@ OF_KERNELS = {"quantize": draw_quantize, "training": draw_training}
 
 
 def shown(benchmarks: dict) -> dict[str, dict]:
-    """Map the names of pictures that have rows to the result that each shows; benchmarks: `tables.stored`."""
+    """Map names of pictures that have data to the result each one shows. benchmarks: from `tables.stored`."""
     peers = benchmarks["peers"]
     of_peers = {name: peers for name in OF_PEERS if peers and name in tables.drawn(peers)}
     return of_peers | {name: benchmarks[name] for name in OF_KERNELS}
 
 
 def draw(out: Path, benchmarks: dict) -> None:
-    """Draw all pictures that have rows; remove those that have none any more."""
+    """Draw all pictures that have data; remove the files of the others."""
     results = shown(benchmarks)
     pictures: dict[str, Callable[[dict, Path], None]] = OF_PEERS | OF_KERNELS
     for name, picture in pictures.items():

@@ -1,4 +1,4 @@
-"""What all benchmarks have in common: rows, bars that rows are held to, tables, stored files and the command line."""
+"""Shared by all benchmarks: rows, bars (limits for rows), tables, stored files and the command line."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Threshold:
-    """A number that must be at least (`at_least`) or at most `limit`; `aim` is what the project strives for."""
+    """A value that must be at most `limit`, or with `at_least` at least `limit`; `aim` is a stricter goal."""
 
     name: str
     value: float
@@ -43,11 +43,11 @@ class Threshold:
 
 
 class Bar(NamedTuple):
-    """A limit that rows are held to: each row alone or, with `over`, one number made of the values of all.
+    """A limit for rows: for each row or, with `over`, for one number computed from the values of all rows.
 
-    name: the threshold's, which is filled in from the row, or with `over` from the `count` of rows. value: a column, or
-    a function of the row; rows without it are left out. where: columns, and what a row must have there: a value, one of
-    a tuple, or what a function takes.
+    name: of the threshold; a format string that is filled in from the row, or with `over` from `count`, the number of
+    rows. value: a column, or a function of the row; rows where it is None are left out. where: maps columns to what a
+    row must have there: a value, one of a tuple of values, or a value that a function accepts.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Bar(NamedTuple):
     over: Callable[[list[float]], float] | None = None
 
     def judge(self, rows: Iterable[dict]) -> list[Threshold]:
-        """Return the thresholds that the rows make of this bar."""
+        """Return the thresholds of this bar for the rows."""
         rows = [row for row in rows if all(_is(row.get(name), wanted) for name, wanted in self.where.items())]
         of = self.value if callable(self.value) else lambda row: row.get(self.value)
         found = [(row, value) for row in rows if (value := of(row)) is not None]
@@ -77,18 +77,18 @@ def _is(value: object, wanted: object) -> bool:
 
 
 def judge(rows: Sequence[dict], bars: Iterable[Bar]) -> list[Threshold]:
-    """Return the thresholds that the rows make of all bars."""
+    """Return the thresholds of all bars for the rows."""
     return [threshold for bar in bars for threshold in bar.judge(rows)]
 
 
 class Option(NamedTuple):
-    """An option of a benchmark's command line. A tuple as the default takes several values, False makes a switch."""
+    """An option of a benchmark's command line. A tuple as default takes several values; False makes it a switch."""
 
     default: Any
     choices: Sequence | None = None
 
     def add(self, parser: argparse.ArgumentParser, name: str) -> None:
-        """Add the option to a parser; the values of an empty tuple are numbers."""
+        """Add the option to a parser. If the default is an empty tuple, values are integers."""
         several = isinstance(self.default, tuple)
         more: dict[str, Any] = {"action": "store_true"}
         if self.default is not False:
@@ -98,10 +98,10 @@ class Option(NamedTuple):
 
 
 class Benchmark(NamedTuple):
-    """What `python -m benchmarks NAME` does: measure rows, hold them to bars, store and print both.
+    """A benchmark, run as `python -m benchmarks NAME`: measures rows, judges them by bars, stores and prints both.
 
-    measure: yields the rows; its parameters are the options. columns: those that are printed, or by kind of row
-    (`what`). bars: may depend on nothing but the rows.
+    measure: yields the rows; its parameters are the options. columns: those that are printed, or for each kind of row
+    (`what`) those printed for it. bars: may depend only on the rows.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Benchmark(NamedTuple):
 
 
 def start() -> str:
-    """Seed PyTorch; return the name of the GPU. SystemExit with one sentence if there is none or it is not sm_90."""
+    """Seed PyTorch and return the GPU's name. SystemExit with one sentence unless there is an sm_90 GPU."""
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a Hopper GPU and PyTorch sees no GPU; run it on a machine that has one")
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
@@ -140,19 +140,19 @@ def start() -> str:
 
 
 def result(gpu: str, rows: Sequence[dict], thresholds: Iterable[Threshold], **more: object) -> dict:
-    """Return what is stored of a run, but for the digest."""
+    """Return what is stored of a run, without the digest."""
     return {"gpu": gpu, "rows": rows, **more, "thresholds": [threshold.as_dict() for threshold in thresholds]}
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """Make the parser of a benchmark, with the directory that results go to."""
+    """Make a benchmark's parser with --out, the directory for results."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
     return parser
 
 
 def finish(path: Path, made: dict, *tables: str) -> None:
-    """Write a result with the digest of what the GPU has run; print the tables and the thresholds."""
+    """Write a result with the digest of what the GPU runs; print the tables and the thresholds."""
     write_json(path, {"digest": digest(ROOT)} | made)
     print(*tables, format_thresholds(made["thresholds"]), sep="\n\n")
 
@@ -163,7 +163,7 @@ def select(rows: Iterable[dict], what: str) -> list[dict]:
 
 
 def geomean(values: Iterable[float]) -> float:
-    """Return the geometric mean of positive numbers; ValueError if there are none or one is not positive."""
+    """Return the geometric mean of positive numbers. ValueError if there are none or one is not positive."""
     values = list(values)
     if not values or min(values) <= 0:
         raise ValueError(f"geomean needs positive numbers, got {values}")
@@ -171,7 +171,7 @@ def geomean(values: Iterable[float]) -> float:
 
 
 def format_value(value: object) -> str:
-    """Return a cell of a table: three to four significant digits, "-" for None."""
+    """Return the text of a table's cell: a float with three to four significant digits; "-" for None."""
     if value is None:
         return "-"
     if not isinstance(value, float):
@@ -182,7 +182,7 @@ def format_value(value: object) -> str:
 
 
 def format_table(rows: Sequence[dict], columns: Sequence[str]) -> str:
-    """Return the given columns of the rows as aligned text, numbers to the right."""
+    """Return the given columns of the rows as an aligned text table, numbers right-aligned."""
     cells = [list(columns)] + [[format_value(row.get(column)) for column in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     numeric = [all(not isinstance(row.get(column), str) for row in rows) for column in columns]
@@ -196,7 +196,7 @@ def format_table(rows: Sequence[dict], columns: Sequence[str]) -> str:
 
 
 def tables_of(rows: Sequence[dict], columns: Sequence[str] | Mapping[str, Sequence[str]]) -> list[str]:
-    """Return one table or, with columns by kind of row, one of each kind that there is under its name."""
+    """Return one table or, if columns are given by kind of row, one for each kind that has rows, under its name."""
     if not isinstance(columns, Mapping):
         return [format_table(rows, columns)]
     kinds = {what: select(rows, what) for what in columns}
@@ -204,7 +204,7 @@ def tables_of(rows: Sequence[dict], columns: Sequence[str] | Mapping[str, Sequen
 
 
 def format_thresholds(thresholds: Sequence[dict]) -> str:
-    """Return a table of thresholds as `Threshold.as_dict` gives them."""
+    """Return a table of thresholds, each a result of `Threshold.as_dict`."""
     if not thresholds:
         return "no threshold applies to these rows"
     rows = [
@@ -220,7 +220,7 @@ def format_thresholds(thresholds: Sequence[dict]) -> str:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Replace a file in one step, and make its directory if there is none."""
+    """Write a JSON file atomically; create its directory if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
@@ -228,7 +228,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def digest(root: Path) -> str:
-    """Return what `tools.digest` prints for the checkout at `root`. RuntimeError with its output if that fails."""
+    """Return what `tools.digest` prints for the checkout at `root`. RuntimeError with its output if it fails."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FP8MOE_")}
     command = [sys.executable, "-m", "tools.digest"]
     done = subprocess.run(
@@ -240,7 +240,7 @@ def digest(root: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return what results are measured with: the GPU, its driver, and the packages."""
+    """Return the versions that results depend on: the GPU, its driver, and packages."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
     packages = ("torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")

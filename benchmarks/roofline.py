@@ -1,4 +1,4 @@
-"""What memory and tensor cores allow, and what more GPUs would take, computed from what two have measured."""
+"""Lower bounds from memory bandwidth and tensor cores; predictions for more GPUs from measurements on two."""
 
 import functools
 import math
@@ -10,25 +10,25 @@ from benchmarks.report import select
 from benchmarks.shapes import Model
 from fp8moe.quant.formats import BLOCK, ceil_div
 
-TFLOPS = 1490.0  # what FP8 tensor cores reach: cuBLAS, 8192 cubed
-COPY_TBPS = 4.21  # of an H200
+TFLOPS = 1490.0  # reached by FP8 tensor cores: cuBLAS, 8192 cubed
+COPY_TBPS = 4.21  # copy bandwidth of an H200
 COPY_BYTES, COPIES = 512 << 20, 10
 NODE = 8  # GPUs that reach each other over NVLink
-# Between nodes, assumed: a 400 Gb/s adapter for each GPU, at 90%, and what a collective takes longer for it.
+# Assumptions between nodes: a 400 Gb/s adapter for each GPU, used at 90%, and the extra time of a collective.
 NETWORK_GBPS = 45.0
 NETWORK_US = 20.0
 RANKS = (8, 64)
 FEW, MANY = 1, 4096  # tokens on each rank
-# Methods of `benchmarks.distributed`, and their collectives.
+# Methods of `benchmarks.distributed`, and how many collectives each uses.
 COLLECTIVES = {"gather": 2, "gather, NCCL": 2, "all_to_all, eager": 3, "all_to_all, exact, eager": 3}
 METHODS = ("gather", "all_to_all, eager", "all_to_all, exact, eager")
 
 
 @functools.cache
 def copy_tbps() -> float:
-    """Measure the TB/s of a large copy on this GPU, bytes read plus bytes written, the best of COPIES.
+    """Measure the bandwidth of a large copy on this GPU, in TB/s of bytes read plus written; the best of COPIES.
 
-    Without a GPU that of an H200.
+    Without a GPU, return COPY_TBPS.
     """
     if not torch.cuda.is_available():
         return COPY_TBPS
@@ -46,9 +46,9 @@ def copy_tbps() -> float:
 
 
 def least_us(model: Model, tokens: int, active: float, tbps: float) -> list[float]:
-    """Bound permute, GEMM 1, GEMM 2 and combine: the larger of bytes at TB/s and operations at TFLOPS.
+    """Return lower bounds in microseconds for permute, GEMM 1, GEMM 2 and combine.
 
-    active: how many experts are in use.
+    Each is the larger of bytes over `tbps` (TB/s) and operations over TFLOPS. active: the number of experts in use.
     """
     hidden, intermediate, _, top_k = model
     rows, fp8 = tokens * top_k, 1 + 4 / 128  # bytes of an E4M3 value with its share of a 1x128 scale
@@ -65,11 +65,11 @@ def least_us(model: Model, tokens: int, active: float, tbps: float) -> list[floa
 
 
 def sent_bytes(model: Model, method: str, ranks: int) -> float:
-    """Count bytes to each other rank for a token, the mean over even routing; method: of `benchmarks.distributed`.
+    """Return the mean bytes sent to each other rank per token, with even routing.
 
-    A quantized token goes out with its scales and routing. Back comes a float32 row from each rank that it went to, or
-    with exact=True a bfloat16 row for each expert. Tokens go to ranks that have an expert of them; over NCCL, gather
-    sends to all, and in a node it sends the routing to all.
+    method: of `benchmarks.distributed`. A quantized token is sent with its scales and routing. A float32 row comes back
+    from each rank that got it, or with exact=True a bfloat16 row for each expert. Tokens go only to ranks that have one
+    of their experts; over NCCL, gather sends to all ranks, and within a node it sends the routing to all.
     """
     token, routing = model.hidden + 4 * ceil_div(model.hidden, BLOCK), 8 * model.top_k
     if method == "gather, NCCL":
@@ -81,15 +81,17 @@ def sent_bytes(model: Model, method: str, ranks: int) -> float:
 
 
 def predicted(rows: Iterable[dict], model: Model) -> list[dict]:
-    """Predict rows of `benchmarks.distributed` on RANKS from its rows of two; none where it lacks FEW or MANY.
+    """Predict rows of `benchmarks.distributed` on RANKS from its rows on two ranks; none if FEW or MANY is missing.
 
-    A call takes the time of the experts of a rank, a fixed time, and that of its bytes.
+    The predicted time of a call is the sum of three:
 
-    - The experts: `local` on two ranks, times what `least_us` makes of their smaller number; a rank has as many rows.
-    - Bytes: to the ranks of the node at the bandwidth that gather has from FEW to MANY tokens, to all others at
-      NETWORK_GBPS in the meantime.
-    - Fixed: the rest of the call on two ranks, of gather with FEW tokens, of all_to_all with MANY. With FEW tokens
-      all_to_all waits for the host: it takes at least as long. Each collective between nodes adds NETWORK_US.
+    - Experts: `local` on two ranks, scaled by the ratio of the bounds that `least_us` gives. A rank has as many rows as
+      on two ranks, but fewer experts.
+    - Bytes: to ranks of the same node at the bandwidth that gather reaches between FEW and MANY tokens; at the same
+      time, to all others at NETWORK_GBPS.
+    - Fixed: the rest of the call on two ranks, with FEW tokens for gather, with MANY for all_to_all. With FEW tokens
+      all_to_all waits for the host, so a prediction is at least the time measured with FEW. Each collective between
+      nodes adds NETWORK_US.
     """
     us = {(row["method"], row["tokens"]): row["us"] for row in select(rows, "layer")}
     if not {(name, tokens) for name in ("local", *COLLECTIVES) for tokens in (FEW, MANY)} <= us.keys():
@@ -115,7 +117,7 @@ def predicted(rows: Iterable[dict], model: Model) -> list[dict]:
 
 
 def _least_of_rank(model: Model, tokens: int, ranks: int) -> float:
-    """Bound the experts of one rank on its share of the rows, with even routing."""
+    """Return a lower bound for the experts of one rank, in microseconds, with even routing."""
     in_use = model.experts / ranks * (1 - (1 - model.top_k / model.experts) ** (ranks * tokens))
     return sum(least_us(model, tokens, in_use, copy_tbps()))
 

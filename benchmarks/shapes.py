@@ -1,14 +1,14 @@
-"""Sizes that benchmarks measure and the digest records: linears, experts and indexers of known models."""
+"""Sizes that benchmarks measure and the digest records: linear layers, experts and indexers of known models."""
 
 from typing import NamedTuple
 
-# (n, k) of the linears of DeepSeek-V3.
+# (n, k) of the linear layers of DeepSeek-V3.
 DENSE_SHAPES = ((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
 DENSE_M = (1, 16, 64, 128, 512, 4096)
 
 
 class Model(NamedTuple):
-    """The experts of one layer of a model."""
+    """The sizes of one experts layer of a model."""
 
     hidden: int
     intermediate: int
@@ -24,11 +24,11 @@ MODELS = {
 }
 
 EXPERT_SHAPES = ((6144, 7168), (7168, 3072), (4096, 7168), (7168, 2048))
-"""(n, k) of the two GEMMs of experts; for 256 of them without the first, which would not fit."""
+"""(n, k) of the two GEMMs of experts. With 256 experts the first is left out, because it does not fit."""
 
 
 def room(mean_rows: int) -> int:
-    """Return the rows that a group of the masked layout has room for."""
+    """Return max_m of the masked layout, the rows that a group has space for."""
     return 4096 if mean_rows >= 192 else 1024
 
 

@@ -1,9 +1,9 @@
-"""The figures of README.md and of pages in docs/: `python -m benchmarks.tables` writes them.
+"""The tables of README.md and of pages in docs/: `python -m benchmarks.tables` writes them.
 
-What compares fp8moe with other libraries is from validation/peers.json alone, one run of `benchmarks.peers`. The rest
-is from validation/kernels.json, models.json and the files beside them that BESIDE names. What is not there, or was
-measured with other kernels than kernels.json, has no table. They stand between BEGIN and END in their file; a test
-keeps them as these files have them.
+Comparisons with other libraries come from validation/peers.json alone, one run of `benchmarks.peers`. The other tables
+come from validation/kernels.json, models.json and the files named in BESIDE. A result that is missing, or was measured
+with other kernels than kernels.json, gets no table. Tables stand between BEGIN and END in their file; a test checks
+that they match the stored results.
 """
 
 import argparse
@@ -22,7 +22,7 @@ BESIDE = {
     name: VALIDATION.with_name(f"{name}.json")
     for name in ("distributed", "batch_invariance", "choice", "warmup", "serve_gpu", "titan")
 }
-"""Benchmarks that `tools.validate` does not run."""
+"""Stored results of benchmarks that `tools.validate` does not run."""
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
 NAMES = {
     "deep_gemm": "DeepGEMM",
@@ -37,7 +37,7 @@ WHOLE_MODEL = {"fp8moe": "GraphDecoder", "vllm_fp8moe": "vLLM, `--quantization f
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Make a table in Markdown. Cells that a row lacks at its end are empty; empty rows and columns are left out."""
+    """Return a table in Markdown. Short rows are padded with empty cells; empty rows and columns are left out."""
     filled = [[*row, *[""] * (len(header) - len(row))] for row in rows if any(row[1:])]
     used = [not column or any(row[column] for row in filled) for column in range(len(header))]
     lines = [[cell for cell, use in zip(line, used, strict=True) if use] for line in (header, *filled)]
@@ -46,12 +46,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def ratios(rows: Iterable[dict], other: str, ours: str = "fp8moe") -> list[float]:
-    """Return another's time over ours of each row that has both."""
+    """Return the time of `other` over ours, for each row that has both."""
     return [row["us"][other] / row["us"][ours] for row in rows if {other, ours} <= row["us"].keys()]
 
 
 def mean_and_worst(rows: Sequence[dict], other: str, ours: str = "fp8moe", worst: Callable = min) -> str:
-    """Return the mean of ratios, the worst of several, and how many there are where some have failed."""
+    """Return the mean ratio, the worst if there are several rows, and how many rows count if some have failed."""
     found = ratios(rows, other, ours)
     if not found:
         return ""
@@ -60,9 +60,9 @@ def mean_and_worst(rows: Sequence[dict], other: str, ours: str = "fp8moe", worst
 
 
 def measured_with(peers: dict) -> str:
-    """Say in one sentence what a run, or the pieces of one, was made with."""
+    """Return one sentence about what a run was made with: GPU, driver, libraries."""
     names = {"vllm": "vLLM", "transformers": "transformers", "torch": "PyTorch"}
-    packaged = {"sgl-deep-gemm": "DeepGEMM as sgl-deep-gemm"}  # a distribution with version numbers of its own
+    packaged = {"sgl-deep-gemm": "DeepGEMM as sgl-deep-gemm"}  # this package has version numbers of its own
     names = (packaged if "sgl-deep-gemm" in peers["versions"] else {"deep_gemm": "DeepGEMM"}) | names
     versions = peers["versions"]
     libraries = [f"{shown} {versions[name]}" for name, shown in names.items() if name in versions]
@@ -71,7 +71,7 @@ def measured_with(peers: dict) -> str:
 
 
 def gemms(peers: dict) -> str:
-    """Make the table of kernels beside those of others."""
+    """Make the table of kernels compared with other libraries."""
     rows = peers["rows"]
 
     def line(what: str, kind: str, belongs: Callable[[dict], bool] = lambda row: True) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ def gemms(peers: dict) -> str:
 
 
 def layer(peers: dict) -> str:
-    """Make the table of the experts layer of all models beside others, by tokens."""
+    """Make the table of the experts layer compared with other libraries, mean over models, by tokens."""
     rows = layers(peers)
     if not rows:
         return ""
@@ -115,12 +115,12 @@ def layer(peers: dict) -> str:
 
 
 def count_of_tokens(count: int) -> str:
-    """Return "1 token", "2 tokens"."""
+    """Return "1 token", "2 tokens" and so on."""
     return f"{count} token{'s' * (count > 1)}"
 
 
 def whole_model(peers: dict) -> str:
-    """Make the table of GraphDecoder beside vLLM's engine; empty where none was measured."""
+    """Make the table of GraphDecoder and vLLM's engine; empty if neither was measured."""
     rows = select(peers["rows"], "decode") + select(peers["rows"], "prefill")
 
     def line(row: dict) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ def whole_model(peers: dict) -> str:
 
 
 def training(rows: Sequence[dict]) -> str:
-    """Make the table of training beside bfloat16."""
+    """Make the table of training compared with bfloat16."""
 
     def fp8(what: str, name: str) -> list[float]:
         found = {row["master"]: row[name] for row in select(rows, what) if row["impl"] == "fp8"}
@@ -157,7 +157,7 @@ def training(rows: Sequence[dict]) -> str:
 
 
 def others(benchmarks: dict) -> str:
-    """Make the table of what is small or of the CPU."""
+    """Make the table of small kernels, CPU time and first calls."""
     quantizers, transposing, host = (benchmarks[name]["rows"] for name in ("quantize", "transpose", "host"))
     large = [f"{row['of_copy']:.0%}" for row in quantizers if row["m"] == 65536]
     (both_ways,) = (row["of_copy"] for row in transposing if row["case"] == "one group")
@@ -181,7 +181,7 @@ def others(benchmarks: dict) -> str:
 
 
 def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
-    """Make the table of a whole model."""
+    """Make the table of a whole model under GraphDecoder."""
     plain = {(row["batch"], row["prompt"]): f"{row['ms']:.1f} ms" for row in select(rows, "decode_bf16")}
     steps = "a step, batch {batch}, prompts of {prompt}", "{ms:.1f} ms", "{tokens_s:.0f}", "{x_floor:.1f}"
     drawn = "the same drawn with top_k, top_p, a penalty, batch {batch}", "{ms:.1f} ms", "{tokens_s:.0f}"
@@ -202,12 +202,12 @@ def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
 
 
 def whole_models(rows: Sequence[dict], what: str) -> list[dict]:
-    """Return the rows of decode steps or of prefill with their times where those of kernels are."""
+    """Return the rows of decode steps or of prefill, with their times under "us", as `ratios` expects."""
     return [row | {"us": row["ms"]} for row in select(rows, what)]
 
 
 def headline(benchmarks: dict) -> str:
-    """Make the table that README begins with: a whole model, the layer and the GEMMs, means with the worst case."""
+    """Make the first table of README: a whole model, the layer and the GEMMs; mean ratios with the worst case."""
     peers = benchmarks["peers"]
     rows = peers["rows"]
     grouped = [row for row in rows if row["what"] in ("contiguous", "masked")]
@@ -240,7 +240,7 @@ def headline(benchmarks: dict) -> str:
 
 
 def figures(benchmarks: dict) -> str:
-    """Make all tables of docs/benchmarks.md, and the pictures of the same run."""
+    """Make all tables of docs/benchmarks.md, and references to the pictures of the same run."""
     peers = benchmarks["peers"]
     others_there = (
         [f"{measured_with(peers)}\n", *filter(None, (gemms(peers), layer(peers), whole_model(peers)))] if peers else []
@@ -262,28 +262,28 @@ PICTURES = {
 
 
 def layers(peers: dict) -> list[dict]:
-    """Return the layers that were measured with random routing."""
+    """Return the rows of experts layers that were measured with random routing."""
     return [row for row in select(peers["rows"], "layer") if "routing" not in row and row["us"]]
 
 
 def drawn(peers: dict) -> list[str]:
-    """Return the names of the pictures of which there are rows."""
+    """Return the names of the pictures that have data."""
     of_layers = ("overview", "experts")
     return [name for name in PICTURES if name not in of_layers or layers(peers)]
 
 
 def pictures(folder: str, *names: str) -> list[str]:
-    """Refer to pictures of what compares with others, which `benchmarks.plots` draws from the same file."""
+    """Return Markdown references to pictures that compare with other libraries, which `benchmarks.plots` draws."""
     return [f"![{PICTURES[name]} beside others]({folder}{name}.png)\n" for name in names]
 
 
 def on(result: dict) -> str:
-    """Say where a benchmark ran, as the beginning of its tables."""
+    """Return the line that says on which GPU a benchmark ran."""
     return f"On an {result['gpu']}:\n\n"
 
 
 def lora(benchmarks: dict) -> str:
-    """Make the table of adapters on frozen experts."""
+    """Make the table of LoRA adapters on frozen experts."""
     result = benchmarks["lora"]
     goal = next(one["limit"] for one in result["thresholds"] if "frozen experts" in one["name"])
     found = table(
@@ -301,7 +301,7 @@ def lora(benchmarks: dict) -> str:
 
 
 def batch_invariance(benchmarks: dict) -> str:
-    """Make the tables of what the mode costs, by weights and over all."""
+    """Make the tables of the cost of batch-invariant mode, by weights and over all."""
     result = benchmarks["batch_invariance"]
     rows = result["rows"]
     tokens = sorted({row["m"] for row in select(rows, "gemm")})
@@ -320,7 +320,7 @@ def batch_invariance(benchmarks: dict) -> str:
 
 
 def roofline(benchmarks: dict) -> str:
-    """Make the table of least times of the experts layer beside those measured."""
+    """Make the table of lower bounds of the experts layer, next to measured times."""
     peers, lines = benchmarks["peers"], []
     names = ("fp8moe", "vllm", "transformers_bf16", "deep_gemm_two_gemms", "fp8moe_two_gemms", "gemms_in_layer")
     for row in select(peers["rows"], "layer"):
@@ -359,7 +359,10 @@ def mqa(benchmarks: dict) -> str:
 
 
 def by_method(title: str, rows: Sequence[dict], names: dict[str, str]) -> str:
-    """Make a table of us, and over `local`, of each number of tokens, by those of `names` that were measured."""
+    """Make a table of microseconds, and their ratio to `local`, by tokens and by the methods that were measured.
+
+    names: maps methods to their headings.
+    """
     us = {(row["tokens"], row["method"]): row["us"] for row in rows}
     names = {name: shown for name, shown in names.items() if name in {method for _, method in us}}
 
@@ -374,7 +377,7 @@ def by_method(title: str, rows: Sequence[dict], names: dict[str, str]) -> str:
 
 
 def others_of_two(rows: Sequence[dict]) -> str:
-    """Make the table of agreement, memory, training and decoding on two GPUs."""
+    """Make the table of agreement, memory, training and decode on two GPUs."""
     layers = [row for row in select(rows, "layer") if "equal" in row]
     rounded, exact = (
         min(row["equal"] for row in layers if ("exact" in row["method"]) == kind) for kind in (False, True)
@@ -397,7 +400,7 @@ def others_of_two(rows: Sequence[dict]) -> str:
 
 
 def distributed(benchmarks: dict) -> str:
-    """Make the tables of two GPUs, and of more by prediction."""
+    """Make the tables of two GPUs (measured) and of more GPUs (predicted)."""
     rows = benchmarks["distributed"]["rows"]
     sent = {"gather": "gather", "all_to_all, eager": "all_to_all", "all_to_all, exact, eager": "exact"}
     alone = {"local": "experts alone"}
@@ -420,11 +423,11 @@ last two tables are predictions. The measurements are kept in
 [validation/distributed.json](../validation/distributed.json), from two runs on one machine: layers, then training and
 decode.
 """
-"""What comes before the tables of several GPUs."""
+"""The text before the tables of several GPUs."""
 
 
 def warmup(benchmarks: dict) -> str:
-    """Make the table of what `fp8moe warmup` takes and leaves."""
+    """Make the table of what `fp8moe warmup` costs and how much it compiles."""
     header = ("batches of 1, 8, 64", "CPUs", "kernels", "time", "on disk", "compiled by the model afterwards")
     cells = "{model}", "{cpus}", "{kernels}", "{seconds:.0f} s", "{mb:.0f} MB", "{compiled}"
     found = table(header, [[cell.format(**row) for cell in cells] for row in benchmarks["warmup"]["rows"]])
@@ -432,7 +435,7 @@ def warmup(benchmarks: dict) -> str:
 
 
 def serving(benchmarks: dict) -> str:
-    """Make the table of the server beside `GraphDecoder.run`."""
+    """Make the table of the server compared with `GraphDecoder.run`."""
     result = benchmarks["serve_gpu"]
     *rows, clients = result["rows"]
     ways = {"run": "`GraphDecoder.run`", "whole": "the server's scheduler, whole answers", "stream": "token by token"}
@@ -459,7 +462,7 @@ def titan(benchmarks: dict) -> str:
 
 
 def of(name: str, tables: Callable[[dict], str]) -> Callable[[dict], str]:
-    """Make the tables of a benchmark, if it has been measured with these kernels."""
+    """Return a function that makes a benchmark's tables, or "" if it was not measured with these kernels."""
     return lambda benchmarks: tables(benchmarks) if benchmarks.get(name) else ""
 
 
@@ -478,20 +481,20 @@ FILES: dict[str, Callable[[dict], str]] = {
 
 
 def of_these_kernels(path: Path) -> dict | None:
-    """Read a stored result; None if there is none, or it is of other kernels than validation/kernels.json."""
+    """Read a stored result; None if there is none, or if its kernels differ from those of validation/kernels.json."""
     found = json.loads(path.read_text()) if path.exists() else {}
     return found if found.get("digest") == json.loads(VALIDATION.read_text())["digest"] else None
 
 
 def stored() -> dict:
-    """Read the results of the benchmarks by their names; "peers": a run of `benchmarks.peers`, or None."""
+    """Read the stored results by the names of their benchmarks; "peers" may be None."""
     beside = {name: found for name, path in BESIDE.items() if (found := of_these_kernels(path))}
     kernels, models = (json.loads(path.read_text()) for path in (VALIDATION, WHOLE_MODELS))
     return kernels["benchmarks"] | models["models"] | beside | {"peers": of_these_kernels(PEERS)}
 
 
 def with_tables(text: str, tables: str, begin: str = BEGIN, end: str = END) -> str:
-    """Put tables between the marks of a file's text. ValueError unless it has each once."""
+    """Put tables between the marks in a file's text. ValueError unless each mark appears once."""
     before, found, rest = text.partition(begin)
     _, ended, after = rest.partition(end)
     if not (found and ended) or begin in rest or end in before + after:

@@ -1,8 +1,9 @@
-"""GPU time of calls, and their CPU time, `host_times`.
+"""GPU time and CPU time of calls.
 
-The time of a call is the sum of the durations of the kernels that it launches, read from the torch profiler. A fill of
-256 MB before every call empties the L2 cache. All cases are measured in one profiler session, so that many of them
-cost little more than one; a call's kernels are those that started between one fill and the next.
+The GPU time of a call is the sum of the durations of the kernels that it launches, read from the torch profiler. A fill
+of 256 MB before every call empties the L2 cache. All cases are measured in one profiler session, so that many cost
+little more than one. A call's kernels are those that started between one fill and the next. `host_times` measures CPU
+time.
 """
 
 import functools
@@ -19,17 +20,18 @@ WARMUP = 3
 REPEATS = 20
 ATTEMPTS = 3
 FILLS_AHEAD = 10
-# Before each case, as if it were measured alone: at its power limit the GPU clocks down, more the longer it was busy.
+# Rest before each case, as if it were measured alone: at its power limit the GPU lowers its clocks, more so the longer
+# it has been busy.
 REST_S = 0.3
-SHORT_REST_S = 0.05  # before cases that power does not limit
-CALLS_PER_BATCH, WARMUP_BATCHES = 100, 5  # until clocks and caches of the CPU are those of a process that works
+SHORT_REST_S = 0.05  # for cases that do not reach the power limit
+CALLS_PER_BATCH, WARMUP_BATCHES = 100, 5  # warmup: until clocks and caches of the CPU are those of a busy process
 FLUSH_BYTES = 256 << 20
-# No op of this package fills int16, so the kernel that does is recognised by its name.
+# No op of this package fills int16, so the name of the kernel that does identifies the flush.
 FLUSH_DTYPE = torch.int16
 
 
 class KernelEvent(NamedTuple):
-    """One piece of GPU work: name, start and duration in nanoseconds."""
+    """One piece of GPU work: its name, and start and duration in nanoseconds."""
 
     name: str
     start_ns: int
@@ -40,8 +42,8 @@ class KernelEvent(NamedTuple):
 class Timing:
     """GPU time of one call in microseconds over its repeats, and the names of its kernels in launch order.
 
-    spans_us: for each repeat the time from the start of the first kernel to the end of the last.
-    places_us: median start and end of each kernel, from the start of the first.
+    spans_us: for each repeat, the time from the start of the first kernel to the end of the last.
+    places_us: median start and end of each kernel, counted from the start of the first.
     """
 
     samples_us: tuple[float, ...]
@@ -51,18 +53,19 @@ class Timing:
 
     @property
     def median_us(self) -> float:
-        """The median of the samples."""
+        """Return the median of the samples."""
         return statistics.median(self.samples_us)
 
 
 def attribute(
     events: Iterable[KernelEvent], fill: str, calls: int, repeats: int, *, in_turn: bool = False
 ) -> list[Timing]:
-    """Share out the events of one session, `repeats` times (fill, call) for each of `calls` calls in order.
+    """Divide the events of one profiler session among the calls.
 
-    `fill` is the name of the fill's kernel. in_turn: every repeat runs all calls, not every call all its repeats.
-    Raises RuntimeError if the events do not fit that order: a fill too many or too few, a call without GPU work, or a
-    call whose repeats launched different kernels (records were lost).
+    The session ran (fill, call) `repeats` times for each of `calls` calls, in order. fill: the name of the fill's
+    kernel. in_turn: each repeat ran all calls, instead of each call all its repeats. Raises RuntimeError if the events
+    do not fit that order: a fill too many or too few, a call without GPU work, or a call whose repeats launched
+    different kernels (records were lost).
     """
     segments: list[list[KernelEvent]] = []
     for event in sorted(events, key=lambda event: event.start_ns):
@@ -99,7 +102,7 @@ def _place_ns(event: KernelEvent, first: KernelEvent) -> tuple[int, int]:
 
 
 def profile(work: Callable[[], None]) -> list[KernelEvent]:
-    """Return what the GPU did for `work`, from the torch profiler."""
+    """Return the GPU's events during `work`, from the torch profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
@@ -111,21 +114,24 @@ def profile(work: Callable[[], None]) -> list[KernelEvent]:
 
 
 def measure(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | None = None) -> list[Timing]:
-    """Measure the GPU time of each call, one after the other, with a cold L2.
+    """Measure the GPU time of each call, one call after another, with a cold L2.
 
-    Every call runs WARMUP times first, so that compilation and module loading stay out of the numbers. rests: seconds
-    of idling before each call's repeats, by default REST_S.
+    Every call runs WARMUP times first, which excludes compilation and module loading. rests: idle seconds before each
+    call's repeats, REST_S by default.
     """
     return _profiled(calls, [[call] for call in calls], _rests(calls, rests), REPEATS)
 
 
 def measure_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest: float = REST_S) -> list[Timing]:
-    """Measure the GPU time of calls that do the same, in turn in every repeat, with a cold L2."""
+    """Measure the GPU time of equivalent calls with a cold L2; each repeat runs all of them, in turn."""
     return _profiled(calls, [calls], [rest], repeats)
 
 
 def _profiled(calls: Sequence, groups: Sequence[Sequence], rests: Sequence[float], repeats: int) -> list[Timing]:
-    """Profile groups of calls, each after a rest, its calls in turn in every repeat; again where records were lost."""
+    """Profile groups of calls, with a rest before each group; each repeat of a group runs its calls in turn.
+
+    Profiles again if records were lost.
+    """
     flush, fill = warm_up(calls), _name_of_fill()
 
     def session() -> None:
@@ -145,7 +151,7 @@ def _profiled(calls: Sequence, groups: Sequence[Sequence], rests: Sequence[float
 
 @functools.cache
 def _name_of_fill() -> str:
-    """Return the name of the fill's kernel in this version of PyTorch, from a short session."""
+    """Return the name that the fill's kernel has in this version of PyTorch."""
     flush = torch.empty(1 << 20, dtype=FLUSH_DTYPE, device="cuda")
     flush.fill_(0)
     names = {event.name for event in profile(lambda: flush.fill_(0))}
@@ -155,9 +161,9 @@ def _name_of_fill() -> str:
 
 
 def capture(call: Callable[[], object]) -> Callable[[], None]:
-    """Return the replay of a CUDA graph of a call, after runs on another stream, as PyTorch asks for a backward.
+    """Return the replay of a CUDA graph of a call; warms up on a side stream, as PyTorch requires for backward.
 
-    The replay holds the call, and with it operands of which the graph has only the addresses.
+    The replay keeps the call alive, and so its operands: the graph holds only their addresses.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -172,26 +178,27 @@ def capture(call: Callable[[], object]) -> Callable[[], None]:
 
 
 def elapsed(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | None = None) -> list[float]:
-    """Return median microseconds from before each call to after it on the GPU, by CUDA events, with a cold L2.
+    """Return median microseconds on the GPU from before each call to after it, by CUDA events, with a cold L2.
 
-    Unlike the sum of the kernels it holds the gaps between them and counts what overlaps once. For calls that the host
-    makes in less time than the GPU takes for the fill, such as the replay of a graph: it is never waited for.
+    Unlike the sum of kernel times, this includes gaps between kernels and counts overlapping kernels once. Only for
+    calls that the host launches in less time than the GPU takes for the fill, such as replays of a graph: then the GPU
+    never waits for the host.
     """
     pairs = zip(calls, _rests(calls, rests), strict=True)
     return [us for call, rest in pairs for us in elapsed_in_turn([call], repeats=REPEATS, rest=rest)]
 
 
 def elapsed_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest: float = REST_S) -> list[float]:
-    """Return the same of calls that take turns in every repeat."""
+    """Return the same as `elapsed`, for calls that take turns in every repeat."""
     flush = warm_up(calls)
     time.sleep(rest)
     return [*map(statistics.median, elapsed_each(calls, flush, repeats))]
 
 
 def elapsed_each(calls: Sequence[Callable[[], object]], flush: torch.Tensor, repeats: int) -> list[list[float]]:
-    """Return the same of each repeat for each call; flush: the tensor whose filling empties the L2 cache."""
+    """Return each repeat's microseconds for each call. flush: the tensor whose filling empties the L2 cache."""
     for _ in range(FILLS_AHEAD):
-        flush.fill_(0)  # while the host gets ahead of the GPU
+        flush.fill_(0)  # lets the host get ahead of the GPU
     events = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls] for _ in range(repeats)]
     for repeat, pairs in enumerate(events):
         for call, (start, end) in zip(calls, pairs, strict=True):
@@ -204,9 +211,9 @@ def elapsed_each(calls: Sequence[Callable[[], object]], flush: torch.Tensor, rep
 
 
 def host_times(call: Callable[[], object], batches: int, *, calls: int = CALLS_PER_BATCH) -> list[float]:
-    """Return a call's CPU time in microseconds: its mean in each batch.
+    """Return a call's CPU time in microseconds: the mean of each batch.
 
-    A batch starts with an empty queue and is to launch fewer kernels than the GPU's queue holds (1024).
+    A batch starts with an empty queue and should launch fewer kernels than the GPU's queue holds (1024).
     """
     times = []
     for _ in range(WARMUP_BATCHES + batches):
@@ -220,7 +227,7 @@ def host_times(call: Callable[[], object], batches: int, *, calls: int = CALLS_P
 
 
 def warm_up(calls: Sequence[Callable[[], object]]) -> torch.Tensor:
-    """Run every call, wait for the GPU, and return the tensor to fill."""
+    """Run every call WARMUP times, wait for the GPU, and return the tensor to fill before each call."""
     for call in calls:
         for _ in range(WARMUP):
             call()

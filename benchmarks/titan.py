@@ -2,12 +2,14 @@
 
     python -m benchmarks.titan OUT.json [--titan DIR] [--variants bf16 fp8moe torchao]
 
-Modules of torchtitan 0.2.2 alone, without its trainer: `--titan` is a directory with its unpacked wheel, and what its
-packages import at once for trainers only need not be there. Masters in float32 under bfloat16 autocast, as torchtitan
-trains on one GPU; blocks compiled in each variant as torchtitan does; fused AdamW; a process for each variant.
+Uses the modules of torchtitan 0.2.2 without its trainer. `--titan` is a directory with its unpacked wheel; packages
+that it imports only for trainers need not be installed. As when torchtitan trains on one GPU, master weights are
+float32 under bfloat16 autocast, blocks are compiled and AdamW is fused. Each variant runs in its own process.
 
-- bf16: `torch._grouped_mm` and nn.Linear. fp8moe: experts and linears by the converter of `fp8moe_torchtitan.v0_2`.
-- torchao: its rowwise FP8, `Float8TrainingOpConfig` with groups of tokens padded to 16 rows, for experts and linears.
+- bf16: `torch._grouped_mm` and nn.Linear. fp8moe: experts and linear layers by the converter of
+  `fp8moe_torchtitan.v0_2`.
+- torchao: its rowwise FP8, `Float8TrainingOpConfig`, for experts and linear layers; groups of tokens are padded to 16
+  rows.
 """
 
 import argparse
@@ -36,7 +38,7 @@ WARMUP, STEPS = 5, 10
 
 
 def find_titan(directory: str | None) -> None:
-    """Make torchtitan and `fp8moe_torchtitan` importable; what is not installed and for trainers only is empty."""
+    """Make torchtitan and `fp8moe_torchtitan` importable; stub missing packages that only trainers need."""
     sys.path[:0] = [*([] if directory is None else [directory]), str(ROOT), str(ROOT / "integrations/torchtitan")]
     missing = [name for name in TRAINERS_ONLY if importlib.util.find_spec(name) is None]
     if "tensorboard" in missing:
@@ -45,7 +47,7 @@ def find_titan(directory: str | None) -> None:
 
 
 class _Empty(type(Stateful)):
-    """Classes with any attribute, themselves again, that decorate nothing."""
+    """Metaclass of stand-in classes: any attribute is the class itself; as a decorator it changes nothing."""
 
     def __getattr__(cls, name: str):
         if name.startswith("__"):
@@ -57,7 +59,7 @@ class _Empty(type(Stateful)):
 
 
 class _EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules of these names, and within them, in which every name is an `_Empty`."""
+    """Import hook for modules of the given names and their submodules; every name in them is an `_Empty` class."""
 
     def __init__(self, names: list[str]):
         self.names = names
@@ -116,14 +118,14 @@ def convert(model: nn.Module, variant: str) -> None:
             linear = isinstance(module, nn.Linear) and not name.endswith(("output", "router.gate"))
             return linear or name.endswith("moe.experts")
 
-        # As torchtitan does for rowwise scales and for groups of FP8 rows.
+        # Settings that torchtitan uses too, for rowwise scales and for groups of FP8 rows.
         torch._inductor.config.emulate_precision_casts = True
         set_token_group_alignment_size_m(16)
         quantize_(model, Float8TrainingOpConfig(), filter_fn=chosen)
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile what torchtitan compiles: all parts of a block but dispatch, and the computation of its own experts."""
+    """Compile what torchtitan compiles: blocks except token dispatch, and the function that computes experts."""
     from torchtitan.models.moe import moe
 
     torch._dynamo.config.capture_scalar_outputs = True
@@ -138,7 +140,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 def measure(variant: str, arguments: argparse.Namespace) -> dict:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":  # to try this out: PyTorch counts no integers there
+    if device == "cpu":  # for trying this out: on a CPU, torch.histc does not accept integers
         counts = torch.histc
         torch.histc = lambda values, **options: counts(values.float(), **options).to(values.dtype)
     sizes = SIZES | {"vocabulary": arguments.vocabulary} | dict(arguments.size)
@@ -153,7 +155,7 @@ def measure(variant: str, arguments: argparse.Namespace) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     generator = torch.Generator(device).manual_seed(1)
     shape = (arguments.batch, arguments.sequence + 1)
-    # Few of the tokens, so that there is something to learn.
+    # Few different tokens, so that there is something to learn.
     data = torch.randint(0, 64, shape, device=device, generator=generator)
     losses, begin = [], 0.0
     for step in range(WARMUP + arguments.steps):

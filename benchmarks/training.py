@@ -1,15 +1,16 @@
-"""Training against bfloat16: `python -m benchmarks training [--only PART ...] [--out DIR]`.
+"""Training in FP8 compared with bfloat16: `python -m benchmarks training [--only PART ...] [--out DIR]`.
 
-Forward and backward with all gradients of GroupedExperts and FP8Linear, beside transformers' experts on "grouped_mm"
-and nn.Linear in bfloat16, on the same weights, inputs and routing, whose weights are float32 as DeepSeek-V3's router
-gives them. The bars are for bfloat16 master weights, the dtype of the other; float32 ones show what these cost. Times
-are of CUDA graphs, by events, with a cold L2: `us`, and `forward_us` of the forward. Every pass quantizes the weights
-anew, as the first after an optimizer step does. `speedup`: bfloat16's time over ours.
+Measures forward and backward with all gradients: GroupedExperts and FP8Linear against transformers' experts with
+"grouped_mm" and nn.Linear in bfloat16. All use the same weights, inputs and routing; routing weights are float32, as in
+DeepSeek-V3's router. The bars apply to bfloat16 master weights, the dtype of the other side; rows with float32 master
+weights show their cost. Times are those of CUDA graphs, by events, with a cold L2: `us`, and `forward_us` for the
+forward alone. Every pass quantizes the weights again, like the first pass after an optimizer step. `speedup`:
+bfloat16's time over ours.
 
-`kept_bytes` is what autograd holds between forward and backward, `peak_bytes` the largest amount during both, gradients
-included; both are beside weights, their FP8 copies (`copy_bytes`), inputs and output. `kept_ratio` and `peak_ratio` are
-ours over bfloat16's. `difference` is the largest relative Frobenius difference of output and gradients from bfloat16's:
-what FP8 costs, and a check of the pass.
+`kept_bytes` is what autograd keeps between forward and backward. `peak_bytes` is the peak during both, including
+gradients. Neither includes weights, their FP8 copies (`copy_bytes`), inputs and output. `kept_ratio` and `peak_ratio`
+are ours over bfloat16's. `difference` is the largest relative Frobenius difference of output and gradients from
+bfloat16's: the error of FP8, and a check of the pass.
 """
 
 import sys
@@ -27,12 +28,12 @@ from fp8moe import FP8Linear, GroupedExperts
 
 MODEL, TOKENS = "dsv3_ep8", 8192
 LINEAR = (8192, 4096, 7168)  # rows, out_features, in_features
-MAX_DIFFERENCE = 0.15  # of FP8 from bfloat16: rounding to E4M3 costs 2.6e-2 for each of the tensors on the way
+MAX_DIFFERENCE = 0.15  # between FP8 and bfloat16: rounding to E4M3 costs 2.6e-2 for each tensor involved
 MASTERS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Memory(NamedTuple):
-    """Bytes of a forward and backward pass, as the module's docstring counts them."""
+    """Bytes of a forward and backward pass: `kept_bytes`, `peak_bytes` and `copy_bytes` of the module's docstring."""
 
     kept: int
     peak: int
@@ -40,7 +41,7 @@ class Memory(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A layer, its inputs, and the gradient of its output. Inputs that require a gradient get one."""
+    """A layer, its inputs, and the gradient of its output. Inputs with requires_grad get gradients."""
 
     layer: nn.Module
     inputs: tuple[Tensor, ...]
@@ -54,19 +55,19 @@ class Pass(NamedTuple):
         return self.layer(*self.inputs)
 
     def renewed_forward(self) -> Tensor:
-        """Run a forward with weights that count as changed since the last one."""
+        """Run a forward as if the weights had changed since the last one, so that they are quantized again."""
         for parameter in self.layer.parameters():
             torch.autograd.graph.increment_version(parameter)
         return self.forward()
 
     def step(self) -> tuple[Tensor, ...]:
-        """Run forward and backward with changed weights; return the output and the gradients of `leaves`."""
+        """Run forward and backward as if the weights had changed; return the output and the gradients of `leaves`."""
         out = self.renewed_forward()
         return out.detach(), *torch.autograd.grad(out, self.leaves, self.gradient)
 
 
 class Measurement(NamedTuple):
-    """Times of a pass in microseconds, its memory, and its difference from bfloat16's, None for that itself."""
+    """Times of a pass in microseconds, its memory, and its difference from bfloat16; None for bfloat16 itself."""
 
     forward_us: float
     us: float
@@ -75,7 +76,7 @@ class Measurement(NamedTuple):
 
 
 def make_pass_rows(what: str, size: Mapping[str, object], measured: Mapping[str, Measurement]) -> list[dict]:
-    """Make a row for each implementation: "bf16", and the masters' names for ours."""
+    """Make a row for each implementation: "bf16", and ours by the dtype of its master weights."""
     bf16, rows = measured["bf16"], []
     for name, (forward_us, us, memory, difference) in measured.items():
         ours = name != "bf16"
@@ -89,7 +90,7 @@ def make_pass_rows(what: str, size: Mapping[str, object], measured: Mapping[str,
 
 
 def expert_passes(model: Model, tokens: int, *, device: str = "cuda") -> dict[str, Pass]:
-    """Make passes of transformers' experts, "bf16", and of ours by the dtype of their master weights."""
+    """Make passes of transformers' experts, "bf16", and of ours by the dtype of the master weights."""
     module = transformers_experts(model, device=device)
     x, index, weights = calls.layer_inputs(model, calls.route(model, tokens), device)
     inputs = (x.requires_grad_(), index, weights.requires_grad_())
@@ -99,7 +100,7 @@ def expert_passes(model: Model, tokens: int, *, device: str = "cuda") -> dict[st
 
 
 def linear_passes(rows: int, out_features: int, in_features: int, *, device: str = "cuda") -> dict[str, Pass]:
-    """Make passes of nn.Linear, "bf16", and of FP8Linear by the dtype of its master weight."""
+    """Make passes of nn.Linear, "bf16", and of FP8Linear by the dtype of the master weight."""
     linear = nn.Linear(in_features, out_features, bias=False, device=device, dtype=torch.bfloat16)
     x = torch.randn(rows, in_features, device=device, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn(rows, out_features, device=device, dtype=torch.bfloat16)
@@ -112,7 +113,7 @@ def largest_difference(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> 
 
 
 def measure_memory(of: Pass) -> Memory:
-    """Measure what a pass takes beside weights, inputs and output once the FP8 copies of the weights are there."""
+    """Measure a pass's memory without weights, inputs and output, after the weights have been quantized."""
 
     def allocated() -> int:
         torch.cuda.synchronize()
@@ -133,7 +134,7 @@ def measure_memory(of: Pass) -> Memory:
 
 
 def measure_passes(what: str, passes: Mapping[str, Pass]) -> dict[str, Measurement]:
-    """Measure memory, difference and times of each pass. RuntimeError if one is too far from "bf16"."""
+    """Measure memory, difference and times of each pass. RuntimeError if one differs too much from "bf16"."""
     memory = {name: measure_memory(of) for name, of in passes.items()}
     expected = passes["bf16"].step()
     differences = {}
@@ -164,7 +165,7 @@ def run_linear(rows: int, out_features: int, in_features: int, *, device: str = 
 
 PARTS = {"experts": lambda: run_experts(MODEL, MODELS[MODEL], TOKENS), "linear": lambda: run_linear(*LINEAR)}
 COLUMNS = ("impl", "master", "forward_us", "us", "speedup", "kept_ratio", "peak_ratio", "difference")
-OURS = {"what": "experts", "model": MODEL, "tokens": TOKENS, "master": "bfloat16"}  # like the other's
+OURS = {"what": "experts", "model": MODEL, "tokens": TOKENS, "master": "bfloat16"}  # the dtype of the bfloat16 layers
 SIZES = dict(zip(("rows", "out_features", "in_features"), LINEAR, strict=True))
 EXPERTS, PAIR = f"experts, {MODEL}, {TOKENS} tokens", "forward and backward"
 TRAINING = Benchmark(

@@ -2,10 +2,10 @@
 
     python -m benchmarks.vllm_engine FILE [--quantization fp8moe]
 
-Decode steps and a prefill of Qwen3-30B-A3B's sizes in FP8 blocks, random weights with the spread of real ones, greedy.
-vLLM chooses its kernels, or with `--quantization fp8moe` those of integrations/vllm run. It has CUDA graphs of the
-batches that are measured and no prefix cache, and its scheduler runs in this process, so that each step can be timed.
-Rows say how many kernels fp8moe compiled while they were measured.
+Measures greedy decode steps and a prefill of a model of Qwen3-30B-A3B's sizes with FP8 block scales. Its random weights
+have the spread of real ones. vLLM chooses its kernels; with `--quantization fp8moe` it runs those of integrations/vllm.
+It captures CUDA graphs for the measured batches and has no prefix cache. Its scheduler runs in this process, so that
+each step can be timed. Rows include the number of kernels that fp8moe compiled during the measurement.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
-    "VLLM_DEEP_GEMM_WARMUP": "skip",  # kernels are compiled at their first use, before a case is timed
+    "VLLM_DEEP_GEMM_WARMUP": "skip",  # kernels are compiled at first use, before a case is timed
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -38,14 +38,14 @@ ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "HF_HUB_OFFLINE": "1",
 }
-STD, FP8_STD, SCALE = 0.02, 100.0, 2.0**-12  # of weights, of E4M3 values, and what these are multiplied by
-TIMED, SKIPPED = 48, 6  # steps, after others
+STD, FP8_STD, SCALE = 0.02, 100.0, 2.0**-12  # std of weights and of E4M3 values; block scale
+TIMED, SKIPPED = 48, 6  # steps that are timed, and steps before them
 REPEATS = 3
-AT_ONCE = 16384  # tokens of prompts
+AT_ONCE = 16384  # prompt tokens per step
 
 
 def write_config(directory: Path) -> None:
-    """Write the config.json of a checkpoint in FP8 blocks: router, norms and output layer in bfloat16."""
+    """Write the config.json of a checkpoint with FP8 block scales; router, norms and output layer are bfloat16."""
     model_type, options = CONFIGS["qwen3-30b-a3b"]
     plain = ("input_layernorm", "post_attention_layernorm", "mlp.gate")
     skip = [f"model.layers.{i}.{name}" for i in range(options["num_hidden_layers"]) for name in plain]
@@ -58,7 +58,7 @@ def write_config(directory: Path) -> None:
 
 @torch.no_grad()
 def fill(model: Any) -> None:
-    """Put random weights in place of vLLM's own, nearly all of which are zero in FP8 and the same in every layer."""
+    """Replace vLLM's dummy weights by random ones: its FP8 dummies are mostly zero, and equal in all layers."""
     for name, parameter in model.named_parameters():
         value = parameter.data
         if value.dtype == torch.float32 and "scale" in name.rsplit(".", 1)[-1] and value.dim() >= 2:
@@ -73,7 +73,7 @@ def fill(model: Any) -> None:
 
 
 class Engine:
-    """vLLM on the model, and prompts for it."""
+    """vLLM's engine with the model, and random prompts for it."""
 
     def __init__(self, directory: str, quantization: str | None):
         from vllm import LLM
@@ -90,18 +90,18 @@ class Engine:
         self._draw, self._requests = random.Random(1), 0
 
     def prompts(self, batch: int, length: int) -> list[dict]:
-        """Draw prompts of one length."""
+        """Draw `batch` random prompts of `length` tokens."""
         return [{"prompt_token_ids": [self._draw.randrange(1000, 150000) for _ in range(length)]} for _ in range(batch)]
 
     def sampling(self, tokens: int, **more: Any) -> Any:
-        """Make the parameters of a greedy answer of so many tokens."""
+        """Make the parameters of a greedy answer with exactly `tokens` tokens."""
         from vllm import SamplingParams
 
         more |= {"max_tokens": tokens, "min_tokens": tokens}
         return SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **more)
 
     def step_seconds(self, batch: int, prompt: int) -> float:
-        """Return the median of TIMED steps in which all sequences decode, after a few that compile at first use."""
+        """Return the median of TIMED steps in which all sequences decode; a few earlier steps compile kernels."""
         self._steps(batch, prompt, 4)
         return self._steps(batch, prompt, TIMED)
 
@@ -127,7 +127,7 @@ class Engine:
         return statistics.median(steps)
 
     def prefill_seconds(self, batch: int, prompt: int) -> float:
-        """Return the median of some runs to the first token."""
+        """Return the median over REPEATS runs of the seconds until the first token."""
 
         def run() -> float:
             prompts = self.prompts(batch, prompt)
@@ -141,7 +141,7 @@ class Engine:
 
 
 class Compilations:
-    """A count of the kernels that fp8moe compiles in this process."""
+    """Counts the kernels that fp8moe compiles in this process."""
 
     def __init__(self) -> None:
         self.count, compile_spec = 0, jit.compile_spec
@@ -154,7 +154,7 @@ class Compilations:
 
 
 def measure(quantization: str | None) -> list[dict]:
-    """Measure rows as those of `benchmarks.decode`, each with the number of kernels that were compiled for it."""
+    """Measure rows like those of `benchmarks.decode`, each with the number of kernels compiled meanwhile."""
     rows: list[dict] = []
     compilations = Compilations()
     with tempfile.TemporaryDirectory() as directory:
@@ -177,11 +177,11 @@ def main() -> None:
     args = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ["FP8MOE_STRICT"] = "1"  # what would run on other kernels is an error
+    os.environ["FP8MOE_STRICT"] = "1"  # an error instead of a fallback to other kernels
     rows = measure(args.quantization)
     args.file.write_text(json.dumps(rows))
     sys.stdout.flush()
-    os._exit(0)  # the engine takes long to end
+    os._exit(0)  # shutting down the engine takes long
 
 
 if __name__ == "__main__":

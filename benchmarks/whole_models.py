@@ -1,4 +1,4 @@
-"""Whole transformers models with random weights on the GPU, in FP8 or bfloat16: sizes are what a decode step costs."""
+"""Whole transformers models with random weights on the GPU, in FP8 or bfloat16, to measure decode and prefill."""
 
 import zlib
 from typing import Any
@@ -17,21 +17,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 48, "head_dim": 128, "norm_topk_prob": True, "rope_theta": 1e6}
         | {"max_position_embeddings": 40960},
     ),
-    # 4 of its 61 layers, one of them of the 3 dense ones
+    # 4 of its 61 layers: 1 of the 3 dense layers, 3 with experts
     "deepseek-v3": (
         "deepseek_v3",
         {"num_hidden_layers": 4, "first_k_dense_replace": 1, "rope_parameters": _YARN}
         | {"max_position_embeddings": 163840},
     ),
 }
-"""Model types of transformers, and where a configuration differs from that type's defaults."""
+"""Model types of transformers, and options that differ from the type's defaults."""
 
 WHOLE = {"deepseek-v3": {"num_hidden_layers": 61, "first_k_dense_replace": 3}}
-"""Options of the whole models whose configurations above are cut."""
+"""Options that restore the full number of layers, for models that are cut in CONFIGS."""
 
 STD = 0.02  # of weights
 FP8_STD = 64.0  # of the E4M3 values
-PIECE = 1 << 28  # elements drawn at once
+PIECE = 1 << 28  # elements drawn at a time
 
 
 def build(
@@ -40,7 +40,7 @@ def build(
     fp8: bool = True,
     device: str = "cuda",
 ) -> Any:
-    """Build the model in eval mode, its experts and linears in FP8, or all of it in bfloat16."""
+    """Build the model in eval mode, with experts and linear layers in FP8, or all of it in bfloat16."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, options = CONFIGS[name]
@@ -57,7 +57,7 @@ def build(
     model.to_empty(device=device)
     model.tie_weights()
     for path, module in list(model.named_modules()):
-        if hasattr(module, "inv_freq"):  # rotary frequencies, which are in no checkpoint
+        if hasattr(module, "inv_freq"):  # rotary frequencies: computed, as checkpoints do not contain them
             model.set_submodule(path, type(module)(config).to(device))
     generator = torch.Generator(device)
     for parameter_name, parameter in model.named_parameters():
@@ -71,7 +71,7 @@ def build(
 
 
 def _fill(name: str, value: Tensor, generator: torch.Generator) -> None:
-    """Fill a parameter with values that its name decides."""
+    """Fill a parameter with values that depend only on its name."""
     if name.endswith("_scale_inv"):
         value.fill_(STD / FP8_STD)
     elif value.dim() == 1:

@@ -1,10 +1,10 @@
 """FP8 layers for mixture-of-experts models on PyTorch, with Hopper kernels compiled at run time.
 
-Importing this needs nothing but PyTorch; CUDA libraries are loaded by the first kernel that runs.
+Importing fp8moe needs only PyTorch; CUDA libraries are loaded when the first kernel runs.
 
-Letters of shapes in all docstrings: T tokens, K experts of a token (top-k) or the inner size of a GEMM, E experts,
-H hidden size, I intermediate size, M and N rows and columns of a result, R rows in expert order; B sequences,
-D values of a head, L columns of a static cache, V tokens of the vocabulary, W ranks of a group.
+Letters of shapes in all docstrings: T tokens, K experts per token (top-k) or the inner dimension of a GEMM, E experts,
+H hidden size, I intermediate size, M and N rows and columns of a result, R rows sorted by expert; B sequences,
+D head dimension, L columns of a static KV cache, V vocabulary size, W ranks of a process group.
 """
 
 import sys
@@ -72,10 +72,10 @@ else:
     def __dir__():
         return sorted({*globals(), *__all__})
 
-    # `import fp8moe` registers the operators, which torch.export.load() looks up by name: nothing else tells that a
-    # program will need them. That imports PyTorch, two seconds that the commands `fp8moe` and `python -m fp8moe`, here
-    # "-m", do without until they have work to do: `fp8moe --help` answers at once.
+    # `import fp8moe` registers all operators, because torch.export.load() looks them up by name. That imports PyTorch,
+    # which takes two seconds. The commands `fp8moe` and `python -m fp8moe` (whose sys.argv[0] is "-m" at this point)
+    # postpone it, so that `fp8moe --help` answers at once.
     if Path(*sys.argv[:1]).name not in ("fp8moe", "-m"):
         for _name in __all__:
-            if _name not in ("RefitReport", "refit", "refitting"):  # no operators, and much to import
+            if _name not in ("RefitReport", "refit", "refitting"):  # these have no operators, but slow imports
                 __getattr__(_name)

@@ -1,4 +1,4 @@
-"""The command `fp8moe`: its arguments. PyTorch is imported with the module of fp8moe.commands that then runs."""
+"""The command line of `fp8moe`. Parsing it needs no PyTorch: only the modules of fp8moe.commands import that."""
 
 import argparse
 import json
@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 from fp8moe import __version__
 from fp8moe.runtime.sm90 import USUAL_SMS
 
-INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
+INTERRUPTED = 130  # exit status after Ctrl-C
 _PLACE = "a directory, or a name on the Hugging Face Hub, from where it is downloaded"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Errors and warnings become one line each on standard error."""
+    """Run a command and return its exit status. Print each error or warning as one line on standard error."""
     options = _parser().parse_args(argv)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"{options.prog}: warning: {message}", file=sys.stderr)
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{options.prog}: interrupted{options.after_interrupt}", file=sys.stderr)
             return INTERRUPTED
         except BrokenPipeError:
-            # Whoever read has gone, as `head` does; nothing is left to say, at exit either.
+            # The reader has closed the pipe, as `head` does. Redirect, so that flushing at exit does not fail too.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except (ValueError, OSError, RuntimeError, SafetensorError) as error:
@@ -48,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _ctrl_c_ends() -> Iterator[None]:
-    """Raise KeyboardInterrupt for a Ctrl-C within it, whatever becomes of it on the way out.
+    """Raise KeyboardInterrupt if Ctrl-C is pressed within the block, even if code in the block swallows the exception.
 
-    PyTorch takes one that comes while it looks at an element of an argument for a wrong argument, a ValueError; its
-    import forgets one that comes while it looks for a package that it could do without.
+    PyTorch turns a KeyboardInterrupt raised while it checks an element of an argument into a ValueError, and its import
+    ignores one raised while it looks for an optional package.
     """
     before, pressed = signal.getsignal(signal.SIGINT), False
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
@@ -199,7 +199,7 @@ def _add_info(commands: Any) -> argparse.ArgumentParser:
 
 
 def _add_writing(parser: argparse.ArgumentParser, source: str) -> None:
-    """The arguments of commands that make one checkpoint of another. source: what the latter is."""
+    """Add the arguments of a command that reads one checkpoint and writes another. source: help text for the input."""
     parser.set_defaults(after_interrupt="; the same command goes on behind the last finished shard")
     add = parser.add_argument
     add("source", metavar="SRC", help=f"{source}: {_PLACE}")

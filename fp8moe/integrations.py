@@ -1,4 +1,4 @@
-"""The module names of 0.2, until 0.4: each hands on the names of the module that took its place, and warns."""
+"""Deprecated module names of fp8moe 0.2, kept until 0.4: each forwards to the module that replaced it, and warns."""
 
 import sys
 import warnings
@@ -20,9 +20,9 @@ _MOVED = {
 
 
 def _hand_on(old: str, new: str) -> Callable[[str], object]:
-    """Return a module's `__getattr__` that takes every name from the module `new`, where it is now.
+    """Return a `__getattr__` for the module `old` that reads every name from the module `new`, with a warning.
 
-    It raises ImportError where `new` is not installed, or where another project's module has its name.
+    The `__getattr__` raises ImportError if `new` is not installed, or if another project's module has that name.
     """
 
     def __getattr__(name: str) -> object:
@@ -39,11 +39,11 @@ def _hand_on(old: str, new: str) -> Callable[[str], object]:
 
 
 def _check_installed(old: str, package: str) -> None:
-    """Raise ImportError unless `package` can be imported and is that of fp8moe, whose name its version has."""
+    """Raise ImportError unless `package` can be imported and is fp8moe's, which has "+fp8moe" in its version."""
     install = f"`pip install ./integrations/{package}` in a clone of fp8moe"
     try:
         found: ModuleType = import_module(package)
-    except Exception as error:  # of another project's module: any
+    except Exception as error:  # another project's module may raise anything
         raise ImportError(f"{old} is {package} now, which {install} installs; importing it: {error}") from error
     if "+fp8moe" not in getattr(found, "__version__", ""):
         raise ImportError(f"{old} is {package} now, but {found} is not fp8moe's; {install} replaces it")
@@ -51,6 +51,6 @@ def _check_installed(old: str, package: str) -> None:
 
 for _name, _new in _MOVED.items():
     _old = f"{__name__}.{_name}"
-    _module = sys.modules[_old] = module_from_spec(ModuleSpec(_old, None))  # where imports look for it
+    _module = sys.modules[_old] = module_from_spec(ModuleSpec(_old, None))  # so that `import` finds it
     _module.__getattr__ = _hand_on(_old, _new)  # type: ignore[method-assign]
     globals()[_name] = _module

@@ -1,7 +1,7 @@
-"""The parts of `fp8moe serve`: the handlers of `transformers serve` over the rows of a GraphDecoder.
+"""The server of `fp8moe serve`: the HTTP handlers of `transformers serve`, with a GraphDecoder that generates.
 
-`DecoderManager` generates for many clients at once, `make_app` answers them over HTTP. Fields and answers of the API,
-chat templates and tool calls are transformers'.
+`DecoderManager` generates for many clients at once, `make_app` makes the HTTP application. API fields and responses,
+chat templates and tool calls are handled by transformers.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from fp8moe.decode.request import Request, parse_one
 from fp8moe.decode.scheduler import Scheduler
 
 NEW_TOKENS = 1024
-"""Most tokens of an answer to a request that does not say, as transformers serve has it; fewer where no more fit."""
+"""Default limit of new tokens per request, as in `transformers serve`; lower if the decoder has less room."""
 
 
 class DecoderManager(BaseGenerateManager):
-    """Generates for many clients over the rows of a decoder: requests join and leave between two steps.
+    """Generates for many clients in the rows of one decoder: requests join and leave between decode steps.
 
-    A thread of its own runs the decoder, and holds its turn while there are requests. The methods are called on an
-    event loop, always the same one, which gets the new tokens of all requests together, once a step.
-    error: what ended the thread, None while it is well.
+    A worker thread runs the decoder, and holds the decoder's `turn` while there are requests. All methods must be
+    called on the same event loop. After each decode step this loop receives the new tokens of all requests together.
+    error: the exception that ended the worker thread, or None.
     """
 
     def __init__(self, decoder: GraphDecoder):
@@ -52,12 +52,12 @@ class DecoderManager(BaseGenerateManager):
         request_id: str,
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue, CBStreamer]:
-        """Return the queue that gets the text of an answer, then None, and a streamer that counts and cancels.
+        """Return a queue that receives the answer's text and then None, and a streamer that counts tokens and cancels.
 
-        The answer begins when the queue is first read: nothing runs for a client that has gone before.
-        Arguments are those of transformers' managers: inputs["input_ids"] is a list of tokens; a gen_config without
-        max_new_tokens gets what holds. Raises ValueError for a request that `GraphDecoder.run` refuses; the queue's
-        `get` RuntimeError for logits that became NaN, a decoder that failed and a manager that was stopped.
+        Generation starts when the queue is first read, so that nothing runs for a client that has already gone.
+        Arguments are those of transformers' managers: inputs["input_ids"] is a list of tokens; a missing max_new_tokens
+        is set in gen_config, see `NEW_TOKENS`. Raises ValueError for a request that `GraphDecoder.run` rejects. The
+        queue's `get` raises RuntimeError if logits become NaN, the decoder fails, or the manager is stopped.
         """
         tokenizer = getattr(processor, "tokenizer", processor)
         answer = _Answer(self._submit)
@@ -71,7 +71,7 @@ class DecoderManager(BaseGenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """Return an answer: its text, the number of tokens of the prompt, and its tokens.
+        """Generate an answer. Returns its text, the number of tokens of the prompt, and the tokens of the answer.
 
         Arguments and errors are those of `generate_streaming`. Cancelling the task cancels the request.
         """
@@ -85,12 +85,12 @@ class DecoderManager(BaseGenerateManager):
         return text[: _end(text, _strings(gen_config.stop_strings))], len(inputs["input_ids"]), tokens
 
     def cancel_request(self, request: Request) -> None:
-        """Free its row before the next step, if it has not ended. No more news of it comes."""
+        """Cancel a request: its row is freed before the next decode step, and its answer gets no more tokens."""
         request.cancelled = True
         self._open.discard(request.key)
 
     def stop(self) -> None:
-        """Cancel what runs, whose clients get an error, and end the thread."""
+        """Cancel all running requests, whose clients get an error, and end the worker thread."""
         self._stopping = True
         self._inbox.put(None)
         self._thread.join()
@@ -100,7 +100,7 @@ class DecoderManager(BaseGenerateManager):
         tokens = torch.tensor(inputs["input_ids"], dtype=torch.int64, device="cpu")
         if config.max_new_tokens is None:
             config.max_new_tokens = max(1, min(NEW_TOKENS, self.decoder.max_length - len(tokens)))
-        config.pad_token_id = None  # in a prompt it is a token like others
+        config.pad_token_id = None  # so that it counts as an ordinary token in a prompt
         arguments = {
             "input_ids": tokens,
             "max_new_tokens": config.max_new_tokens,
@@ -135,7 +135,7 @@ class DecoderManager(BaseGenerateManager):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _serve(self, first: Request) -> None:
-        """Decode until no request is left."""
+        """Decode `first`, and requests that arrive meanwhile, until none is left."""
         with self.decoder.turn(), self.decoder.on_device():
             scheduler = Scheduler(self.decoder)
             scheduler.add(first)
@@ -163,10 +163,11 @@ class DecoderManager(BaseGenerateManager):
 
 
 class _Answer(asyncio.Queue):
-    """An answer to a client: text as it comes from a streamer, then None; or, without a streamer, all tokens at once.
+    """The queue of an answer: pieces of text from a streamer, then None; or, without a streamer, all tokens at once.
 
-    begin: called with the answer when it is first read. stops: strings; the text ends before the first of them, and
-    text that may be the beginning of one is held back. generated_tokens: all so far, as CBStreamer reads them.
+    begin: called with this object when the queue is first read. stops: stop strings; the text ends before the first
+    one, and text that may be the beginning of one is held back. generated_tokens: all tokens so far; CBStreamer reads
+    this attribute.
     """
 
     def __init__(self, begin: Callable[["_Answer"], None]):
@@ -181,22 +182,22 @@ class _Answer(asyncio.Queue):
         self._held, self._stopped = "", False
 
     def read(self, tokens: list[int]) -> None:
-        """Take the tokens of a step."""
+        """Add the new tokens of a decode step, and let the streamer put their text into the queue."""
         self.generated_tokens += tokens
         try:
             self.streamer.put(self)
-        except Exception as error:  # of the tokenizer, or of the parser of answers: other clients go on
+        except Exception as error:  # from the tokenizer or the response parser; must not stop other clients
             self.streamer.cancel()
             self.finish(error)
 
     def finish(self, result: list[int] | Exception) -> None:
-        """End with all tokens, or with what went wrong."""
+        """End the answer. result: all its tokens, or the error that ended it."""
         if self.ended:
             return
         self.ended = True
         if isinstance(result, Exception):
             self.error = RuntimeError(str(result))
-            super().put_nowait("")  # wakes who waits
+            super().put_nowait("")  # wakes a waiting `get`
         elif self.streamer is None:
             super().put_nowait(result)
         else:
@@ -231,14 +232,15 @@ def _strings(stop: Any) -> list[str]:
 
 
 def _end(text: str, stops: list[str]) -> int:
-    """Return where the first stop string begins, or the end of the text."""
+    """Return the position of the first stop string in the text, or the text's length if it has none."""
     return min((start for stop in stops if (start := text.find(stop)) >= 0), default=len(text))
 
 
 def make_app(name: str, model: Any, tokenizer: Any, manager: DecoderManager | None) -> Any:
     """Return the ASGI application (a FastAPI) that serves a model under this name.
 
-    manager: of a decoder of the model; None: continuous batching of transformers. It stops with the application.
+    manager: generates with a decoder of the model; None: transformers' continuous batching does. The application stops
+    the manager when it shuts down.
     """
     from fastapi import FastAPI, HTTPException
     from fastapi import Request as HTTPRequest
@@ -303,13 +305,13 @@ def make_app(name: str, model: Any, tokenizer: Any, manager: DecoderManager | No
 
 
 async def _client_goes(request: Any) -> None:
-    """Return when the client of a request (FastAPI's, whose body was read) closes its connection."""
+    """Wait until the client closes its connection. request: a FastAPI request whose body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _with_errors(parts: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """Yield the parts of a stream, and after them the error that ends it, as transformers' streams tell errors."""
+    """Yield the parts of a stream. If a RuntimeError ends it, yield the error in the format of transformers."""
     async with aclosing(parts):
         try:
             async for part in parts:
@@ -319,7 +321,7 @@ async def _with_errors(parts: AsyncGenerator[str, None]) -> AsyncGenerator[str, 
 
 
 class _State(GenerationState):
-    """Sends all requests to one manager, or, without one, to transformers' continuous batching."""
+    """Sends all requests to one manager or, if there is none, to transformers' continuous batching."""
 
     def __init__(self, manager: DecoderManager | None):
         super().__init__(continuous_batching=True)
@@ -344,16 +346,16 @@ _UNSERVED = {
     "modalities": (None, ["text"]),
     "response_format": (None, {"type": "text"}),
 }
-"""Fields of the API that transformers' handlers leave out, each with the values that change no answer."""
+"""API fields that transformers' handlers ignore, each with the values that are accepted: those that change nothing."""
 
 _ONE_FOR_ALL = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed", "stop", "generation_config")
-"""Fields that transformers' continuous batching does not take from a request."""
+"""Request fields that transformers' continuous batching ignores: all requests share the model's settings."""
 
 
 def _prepared(body: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return a request's body in which its generation_config has what transformers' handlers would leave out.
+    """Return a request's body, with the fields that transformers' handlers would ignore put into its generation_config.
 
-    config: the model's, which holds where the request says nothing; None: requests have no settings of their own.
+    config: the model's generation config, the default for requests; None: requests cannot change settings.
     Raises ValueError for a field that is not served.
     """
     for name, neutral in _UNSERVED.items():
@@ -367,11 +369,11 @@ def _prepared(body: dict[str, Any], config: Any) -> dict[str, Any]:
         return body
     given = body.get("generation_config")
     settings = json.loads(config.to_json_string() if given is None else given)
-    settings.pop("_from_model_config", None)  # a configuration with it takes no further settings
+    settings.pop("_from_model_config", None)  # with this entry, no further settings are taken
     if given is None:
-        settings["max_new_tokens"] = None  # as many as there is room for
-    if float(body.get("temperature") or 0):  # transformers samples only where the model's configuration says so
+        settings["max_new_tokens"] = None  # DecoderManager sets it by the room there is
+    if float(body.get("temperature") or 0):  # otherwise only the model's config decides
         settings["do_sample"] = True
-    # Not as the request's own seed, which would become PyTorch's, and so that of other clients.
+    # A seed left in the body would seed PyTorch's global generator, and so change the samples of other clients.
     settings |= {name: body.get(name) for name in ("seed", "presence_penalty")}
     return body | {"seed": None, "presence_penalty": None, "generation_config": json.dumps(settings)}

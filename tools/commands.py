@@ -1,8 +1,8 @@
-"""What README says of `make demo` and `make test`: `python -m tools.commands`, on an idle machine without a GPU.
+"""README's figures for `make demo` and `make test`: `python -m tools.commands`, on an idle machine without a GPU.
 
-In a fresh clone of what is committed, with a home directory of its own: seconds and peak memory of making .venv and of
-both commands, and the disk that they and an installation take, into validation/commands.json and README. Memory is that
-of all processes of a command at one time, looked at once a second; what they share counts once.
+Clones the last commit into an empty home directory and measures seconds and peak memory of making .venv and of both
+commands, and the disk space that they and an installation take. Writes validation/commands.json and README. Memory is
+the sum over all processes of a command, sampled once a second; shared pages count once.
 """
 
 import argparse
@@ -34,7 +34,7 @@ BEGIN, END = "<!-- tools.commands writes what follows -->\n", "<!-- that was too
 
 
 def measure(target: str, clone: Path, environment: dict[str, str]) -> dict[str, float]:
-    """Measure seconds and peak memory of `make target`. SystemExit with the end of its output if it fails."""
+    """Return the seconds and peak memory of `make target`. SystemExit with the end of its output if it fails."""
     print("make", target, flush=True)
     output = clone.parent / "output"
     command = ["make", target, f"PYTHON={getattr(sys, '_base_executable', sys.executable)}"]
@@ -53,32 +53,32 @@ def measure(target: str, clone: Path, environment: dict[str, str]) -> dict[str, 
 
 
 def memory_of_session(session: int) -> int:
-    """Count bytes that all processes of a session hold, each its share of the pages that several have."""
+    """Return the bytes held by all processes of a session; shared pages are divided among their processes."""
     total = 0
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.getsid(int(process.name)) == session:
                 total += 1024 * int(re.search(r"^Pss: +(\d+)", (process / "smaps_rollup").read_text(), re.M)[1])
-        except (OSError, TypeError):  # it has ended meanwhile
+        except (OSError, TypeError):  # the process has ended
             continue
     return total
 
 
 def disk_gb(directory: Path) -> float:
-    """Return the GB that the files of a directory take on the disk."""
+    """Return the disk space of a directory's files in GB."""
     sizes = (path.lstat().st_blocks * 512 for path in directory.rglob("*") if not path.is_symlink())
     return round(sum(sizes) / 1e9, 2)
 
 
 def bare_gb() -> float:
-    """Return the GB on the disk of what `pip install .` brings beside PyTorch, as it is installed here."""
+    """Return the GB on disk that `pip install .` adds to PyTorch, measured in this environment."""
     beside = dependencies("fp8moe", without="torch") - dependencies("torch")
     files = (Path(file.locate()) for name in beside for file in metadata.distribution(name).files or ())
     return round(sum(file.lstat().st_blocks * 512 for file in files if file.is_file()) / 1e9, 2)
 
 
 def dependencies(name: str, without: str | None = None) -> set[str]:
-    """Return the names of the distributions that a distribution requires, and of all that these require."""
+    """Return the names of all distributions that a distribution requires, directly or indirectly."""
     found, todo = set(), [name]
     for one in todo:
         requirements = map(Requirement, metadata.requires(one) or ())
@@ -91,7 +91,7 @@ def dependencies(name: str, without: str | None = None) -> set[str]:
 
 
 def record() -> dict:
-    """Measure all; return the content of the file."""
+    """Measure everything; return the content of validation/commands.json."""
     with tempfile.TemporaryDirectory() as directory:
         home, clone = Path(directory), Path(directory, "fp8moe")
         subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
@@ -112,7 +112,7 @@ def record() -> dict:
 
 
 def sentences() -> str:
-    """Write the sentences of README from the file; nothing while there is none."""
+    """Return README's sentences about the stored measurement; "" if there is none."""
     if not FILE.exists():
         return ""
     recorded = json.loads(FILE.read_text())

@@ -1,11 +1,11 @@
-"""`python -m tools.compile_matrix`: every public op and layer in PyTorch's graphs outside of eager: docs/compile.md.
+"""`python -m tools.compile_matrix`: which public ops and layers work in PyTorch's graphs: docs/compile.md.
 
-Each case of `tests.graph_cases` goes through everything that the table has a column for, here on the CPU, or with
---device on a GPU. With names of cases it prints their rows and writes nothing.
+Tries each case of `tests.graph_cases` in every way that the table has a column for, on the CPU, or with --device on a
+GPU. With names of cases it prints their rows and writes nothing.
 
-A cell is "yes", with a reason after a colon where more than one graph is needed, or "no: " and the first line of the
-error, or "-" where eager has no backward either. Results, arguments that were written to, and gradients must have the
-bits of the eager call, for numbers of tokens that the graph was not made with.
+A cell is "yes", followed by a colon and a reason if more than one graph is needed; or "no: " and the first line of the
+error; or "-" if there is no backward in eager either. Results, arguments that are written to, and gradients must be
+bitwise equal to those of the eager call, also for numbers of tokens other than the traced one.
 """
 
 import argparse
@@ -32,11 +32,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "compile.md"
 MARK = "<!-- python -m tools.compile_matrix writes what follows -->"
 TRACED, OTHERS = 6, (37, 8, 150)
-"""Numbers of tokens: of the call that is traced, and of those that its graph then serves."""
+"""Numbers of tokens: of the traced call, and of other calls that its graph must serve."""
 
 
 class Trial:
-    """One case; a method for each column tries it."""
+    """One case; each column has a method that tries it."""
 
     def __init__(self, case: Case, device: str, directory: Path):
         self.case, self.device, self.directory = case, device, directory
@@ -116,7 +116,7 @@ COLUMNS = ("compile", "backward", "export", "AOTInductor")
 
 
 def rows(names: list[str], device: str = "cpu", columns: tuple[str, ...] = COLUMNS) -> Iterator[tuple[str, dict]]:
-    """Yield each name with its cells, as they are done."""
+    """Yield each name with its cells as soon as they are done."""
     warnings.simplefilter("ignore")
     torch._logging.set_logs(all=logging.ERROR)
     for name in names:
@@ -138,24 +138,24 @@ def _check_equal(values: Any, expected: Any) -> None:
         if value is None and wanted is None:
             continue
         same = value.dtype == wanted.dtype and value.shape == wanted.shape
-        # Inductor fuses what comes before a cache's quantization, without rounding to bfloat16 in between.
+        # Inductor fuses the computation before a cache's quantization, without rounding to bfloat16 in between.
         allowed = value.numel() // 1000 if value.dtype is torch.uint8 else 0
         if not same or (value.float() != wanted.float()).sum() > allowed:
             raise Wrong(f"tensor {index} of {len(pairs)} is not that of the eager call")
 
 
 def page(table: matrices.Rows, version: str) -> str:
-    """Return what the tool writes below the mark."""
+    """Return the text that this tool writes below the mark."""
     return "\n".join([f"PyTorch {version}.", "", *matrices.lines(table, COLUMNS)]) + "\n"
 
 
 def read_page(text: str) -> matrices.Rows:
-    """Return the table of a page."""
+    """Parse the table of a page."""
     return matrices.read(text, COLUMNS)
 
 
 def kinds(row: dict[str, str]) -> dict[str, str]:
-    """Return a row without its reasons, which other versions of PyTorch word otherwise."""
+    """Return a row without reasons, whose wording differs between versions of PyTorch."""
     return {column: cell.partition(": ")[0] for column, cell in row.items()}
 
 

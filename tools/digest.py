@@ -1,10 +1,11 @@
 """A digest of what the GPU runs: `python -m tools.digest` prints it, on any machine.
 
-`--write FILE` stores what it is taken over as JSON, `--against FILE` lists what differs from such a file.
+`--write FILE` stores the hashed content as JSON; `--against FILE` lists the differences from such a file.
 
-It is taken over the launches of the calls in `tools.variants`, as `fp8moe.runtime.record` notes them for an H200:
+The digest covers the launches of all calls in `tools.variants`, as `fp8moe.runtime.record` records them for an H200:
 kernels, launch configurations, tensor maps, arguments, and the complete source of every kernel with the compiler's
-options. So the stored results of a GPU run stay valid while names, comments or the Python around the launches change.
+options. Comments, names in Python and the Python code around launches do not affect it. So stored results of a GPU run
+stay valid while only these change.
 """
 
 import argparse
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 NUM_SMS = 132  # of an H100 or H200
 
-# Comments and literals first: neither begins inside the other.
+# Comments and literals come first, as neither may begin inside the other.
 _CUDA_TOKEN = re.compile(
     r"""
       (?P<comment> //[^\n]* | /\*.*?\*/ )
@@ -44,7 +45,7 @@ _LINE_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*line[ \t].*\n?", re.MULTILINE)
 
 @functools.cache
 def normalize_cuda(source: str) -> str:
-    """Return the tokens of CUDA C++ text, one a line; a preprocessor directive ends with an empty line."""
+    """Return the tokens of CUDA C++ source, one per line, with an empty line after each preprocessor directive."""
     source = source.replace("\\\n", "")
     tokens: list[str] = []
     directive, line_start = False, True
@@ -61,8 +62,8 @@ def normalize_cuda(source: str) -> str:
 
 
 def normalize_unit(source: str) -> str:
-    """Return the same of a translation unit, whose files begin and end with #line directives, which do not count."""
-    # Piece by piece, as units share most of their files.
+    """Return the tokens of a translation unit, without the #line directives between its files."""
+    # File by file, because units share most of their files and results are cached.
     return "\n".join(filter(None, map(normalize_cuda, _LINE_DIRECTIVE.split(source))))
 
 
@@ -82,14 +83,14 @@ def source_hash(spec: "KernelSpec") -> str:
 
 
 def fingerprint(calls: Iterable[list[dict]], kernels: "Iterable[KernelSpec]") -> str:
-    """Return the SHA-256 of launches and the kernels that they name by index, as a `Recorder` has them."""
+    """Return the SHA-256 of recorded launches and their kernels; launches refer to kernels by index."""
     units = [[spec.name, source_hash(spec)] for spec in kernels]
     content = {"options": options(), "kernels": units, "calls": list(calls)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def content(calls: Iterable[list[dict]], kernels: "Iterable[KernelSpec]") -> dict:
-    """Return what `fingerprint` hashes, each launch once: calls are lists of places among the launches."""
+    """Return what `fingerprint` hashes, in a compact form: each launch once, and calls as lists of launch indices."""
     launches: dict[str, int] = {}
     numbered = [[launches.setdefault(json.dumps(one), len(launches)) for one in call] for call in calls]
     described = [{"name": spec.name, "constants": constants(spec), "source": source_hash(spec)} for spec in kernels]
@@ -104,7 +105,7 @@ def constants(spec: "KernelSpec") -> dict[str, str]:
 
 
 def differences(old: dict, new: dict) -> Iterator[str]:
-    """Yield a line for each kind of change between two results of `content`, with the number of calls that have it."""
+    """Yield one line for each kind of change between two results of `content`, with the number of calls affected."""
     if old["options"] != new["options"]:
         yield f"options: {old['options']}, now {new['options']}"
     if len(old["calls"]) != len(new["calls"]):
@@ -114,13 +115,13 @@ def differences(old: dict, new: dict) -> Iterator[str]:
 
 
 def _described(content: dict) -> Iterator[list[dict]]:
-    """Yield the launches of each call, each with its kernel in place of the kernel's number."""
+    """Yield the launches of each call, with kernels in place of their indices."""
     launches = [one | {"kernel": content["kernels"][one["kernel"]]} for one in content["launches"]]
     yield from ([launches[place] for place in call] for call in content["calls"])
 
 
 def _changes(before: list[dict], after: list[dict]) -> str:
-    """Say what is new in the launches of a call: the kernels, or their constants, source and launch."""
+    """Describe what differs between the launches of a call: kernels, or constants, source and arguments."""
     first, then = (", ".join(one["kernel"]["name"] for one in call) for call in (before, after))
     if first != then:
         return f"launches {first}, now {then}"
@@ -138,7 +139,7 @@ def _changes(before: list[dict], after: list[dict]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the digest; with `--against` what differs, and return 1 if anything does."""
+    """Print the digest. With `--against`, print the differences and return 1 if there are any."""
     parser = argparse.ArgumentParser(prog="python -m tools.digest", description="what the GPU runs, as one hash")
     parser.add_argument("--write", metavar="FILE", help="store what it is taken over")
     parser.add_argument("--against", metavar="FILE", help="list what differs from a stored file")

@@ -1,7 +1,8 @@
-"""A Griffe extension for mkdocs.yml: what the docstrings' own form means in Markdown.
+"""A Griffe extension for mkdocs.yml that converts this project's docstring conventions to Markdown.
 
-Lines ``name: text``, with what follows of them indented, are items of a list, also in sections such as "Args:"; a line
-that begins with "Returns", "Yields" or "Raises" begins a paragraph. Everything else is Markdown already.
+Lines of the form ``name: text``, with indented continuation lines, become items of a list, also in sections such as
+"Args:". A line that begins with "Returns", "Yields" or "Raises" begins a paragraph. Everything else is Markdown
+already.
 """
 
 import re
@@ -15,7 +16,7 @@ _ITEM_OF_SECTION = re.compile(r"(\w+(?:, \w+)*): (.+)")
 
 
 class Docstrings(Extension):
-    """Rewrites the docstring of everything that is documented."""
+    """Rewrites every docstring."""
 
     def on_object(self, *, obj: Object, **_: object) -> None:
         if obj.docstring is not None:

@@ -1,6 +1,6 @@
-"""A hook for mkdocs.yml: pages of files that lie outside of docs/, and links between them and docs/.
+"""A hook for mkdocs.yml: adds pages for files outside of docs/, and rewrites links between them and docs/.
 
-Links to other files of the repository become their text: the site does not know where the repository is hosted.
+Links to other files of the repository become plain text, since the site does not know where the repository is hosted.
 """
 
 import os
@@ -39,7 +39,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def with_links(text: str, source: str, folder: str) -> str:
-    """Rewrite the links of a file in the folder `source` of the repository for its page in `folder` of the site."""
+    """Rewrite the links of a file in the repository's folder `source` for a page in the site's folder `folder`."""
 
     def link(match: re.Match[str]) -> str:
         label, words, path, anchor = match.groups()

@@ -1,13 +1,13 @@
 """Fits the cost model of the GEMMs to times of candidates: `python -m tools.fit_cost dense FILE ... [--proposals N]`.
 
-FILE: of `python -m benchmarks choice --fit`, as benchmarks/fit/tiles_h200.json, or `--models`, as measured_h200.json.
-Prints the constants, for cost.py, and the regret before and after.
+FILE: written by `python -m benchmarks choice --fit`, such as benchmarks/fit/tiles_h200.json, or by `--models`, such as
+measured_h200.json. Prints the constants, for cost.py, and the regret before and after.
 
-By simulated annealing (Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983) of a loss: half the
-root mean square of the logarithmic error of the times, those of slow tiles counting a fifth, plus six times the mean
-regret of the choice, plus how far the constants are from where they began. Few problems should not undo what many have
-taught. Tiles that are expected to take nearly as long share the choice, so that the loss does not jump. The times are
-expected with the routing that a problem has; the choice does not know it.
+Minimizes a loss by simulated annealing (Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983).
+The loss is half the root mean square of the logarithmic error of the times (slow tiles count a fifth), plus six times
+the mean regret of the choice, plus the distance of the constants from their initial values: few problems should not
+undo what many have taught. Tiles with nearly the same expected time share the choice, so that the loss is continuous.
+Expected times use the actual routing of a problem, which the choice itself does not know.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from benchmarks.routines.tiles import Problem, every_candidate, expected_us
 from fp8moe.kernels.gemm import cost
 from fp8moe.kernels.gemm.sm90 import TileConfig
 
-UNSEEN_US = 0.25  # how much times of one tile differ from run to run
-SLOW, OF_SLOW = 1.25, 0.2  # over the time of the fastest; weight of its error
-NEARLY = 0.01  # over the time of the fastest expected: shares the choice
-STEPS = (0.01, 0.03, 0.1, 0.25)  # of a proposal: standard deviations of the logarithms
-HOTTEST = 2e-3  # a loss so much higher is accepted once in e at first
+UNSEEN_US = 0.25  # how much the times of one tile differ from run to run
+SLOW, OF_SLOW = 1.25, 0.2  # a tile is slow above SLOW times the fastest; weight of its error
+NEARLY = 0.01  # relative to the fastest expected time: such tiles share the choice
+STEPS = (0.01, 0.03, 0.1, 0.25)  # of proposals: standard deviations of the logarithms
+HOTTEST = 2e-3  # initial temperature: a loss higher by this is accepted with probability 1/e
 _ENDS = ("start", "per_stage", "split", "per_split", "reduction", "epilogue", "last_epilogue")
 _EVERY = (*_ENDS, "step", "shared", "dram", "overlap")
 _STRAIGHT = (*_EVERY, "per_tile", "piece", "mma", "wait", "overlapped_step", "overlapped_mma")
@@ -38,18 +38,18 @@ CONSTANTS = {
     + [f"_GROUPED_{name}" for name in ("SM_LOAD", "SWAPPED_SM_LOAD", "LATENCY", "LAST_EPILOGUE")]
     + [f"_GROUPED_TILES.{tile}" for tile in cost._GROUPED_TILES],
 }
-"""What is changed for which problems: fields of a constant of cost.py, entries of a table there, or constants."""
+"""The constants to fit for each kind of problem: fields of a constant in cost.py, table entries, or constants."""
 
 
 class Timed(NamedTuple):
-    """A problem, and the times of its candidates in microseconds."""
+    """A problem and the times of its candidates, in microseconds."""
 
     problem: Problem
     times: dict[TileConfig, float]
 
 
 def load(path: Path) -> list[Timed]:
-    """Read the rows of a file whose tiles are still candidates."""
+    """Read a file's rows; keep only tiles that are still candidates."""
     found = []
     for row in json.loads(path.read_text())["rows"]:
         problem = Problem(*(row[field] for field in Problem._fields))
@@ -61,19 +61,19 @@ def load(path: Path) -> list[Timed]:
 
 
 def of_kind(timed: Sequence[Timed], kind: str) -> list[Timed]:
-    """Pick the problems whose times `CONSTANTS[kind]` decide."""
+    """Return the problems whose times depend on `CONSTANTS[kind]`."""
     kinds = ("grouped" if one.problem.groups else "swapped" if one.problem.m <= 32 else "dense" for one in timed)
     return [one for one, its in zip(timed, kinds, strict=True) if its == kind]
 
 
 def excess(times: dict[TileConfig, float], chosen: TileConfig) -> float:
-    """Return how much slower a candidate is than the fastest; differences below UNSEEN_US count as none."""
+    """Return how much slower a tile is than the fastest: 0.1 for 10%. Ignores differences below UNSEEN_US."""
     best = min(times.values())
     return max(times[chosen] - UNSEEN_US, best) / best - 1
 
 
 def regret(one: Timed) -> float:
-    """Return how much slower the choice is than the fastest candidate."""
+    """Return how much slower the chosen tile is than the fastest candidate: 0.1 for 10%."""
     return excess(one.times, min(one.times, key=lambda config: expected_us(one.problem, config)))
 
 
@@ -111,9 +111,9 @@ def put(constant: str, number: float) -> None:
 
 
 def fit(constants: Sequence[str], loss: Callable[[], float], proposals: int, hold: float) -> dict[str, float]:
-    """Change constants of the cost model until the loss is low; return what they are then.
+    """Change constants of the cost model to minimize the loss; return their final values.
 
-    hold: what the mean square of their logarithmic changes adds to the loss.
+    hold: weight in the loss of the mean square of the constants' logarithmic changes.
     """
     draw = random.Random(0)
     begun = {constant: get(constant) for constant in constants if get(constant) > 0}

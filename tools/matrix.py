@@ -1,11 +1,11 @@
 """Install the wheel in empty environments, at both ends of the dependencies' bounds, and use it. Standard library only.
 
-    python tools/matrix.py                                            every Python that is here, oldest and newest
+    python tools/matrix.py                                            every Python found here, oldest and newest
     python tools/matrix.py --python python3.12 --torch torch==2.13.0 --transformers transformers==5.17.* transformers
 
-Each environment gets the wheel with its extra "transformers" from the package index, runs README's blocks and a few
-tests, all without the source tree. PyTorch's CUDA builds take gigabytes: PIP_EXTRA_INDEX_URL may name an index of CPU
-builds.
+Each environment gets the wheel with its extra "transformers" from the package index, and runs README's code blocks and
+a few tests, all without the source tree. PyTorch's CUDA builds take gigabytes: PIP_EXTRA_INDEX_URL may name an index of
+CPU builds.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 TESTS = ("import", "quantize", "gemm", "linear", "experts", "transformers", "transformers_formats", "export")
 MODEL = "Qwen3-30B-A3B-FP8"
-"""What README's second block loads: here a tiny model."""
+"""The model that README's second block loads; here it is a tiny one."""
 
 _MAKE_MODEL = f"""
 import shutil, sys
@@ -41,11 +41,11 @@ assert model(torch.tensor([[2, 3, 5]], device=device)).logits.isfinite().all()
 
 
 class Failed(Exception):
-    """A command that has failed, with the end of what it said."""
+    """A command has failed; the text has the end of its output."""
 
 
 def main() -> int:
-    """Print a line for each environment. 1 if one has failed."""
+    """Print a line for each environment; return 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--python", nargs="+", help=f"interpreters; without it those of {', '.join(PYTHONS)} that run")
     parser.add_argument("--torch", nargs="+", default=ends("torch"), help="requirements; default: %(default)s")
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def ends(name: str) -> list[str]:
-    """Return requirements of the oldest release that pyproject.toml allows, and of the newest."""
+    """Return requirements for the oldest release that pyproject.toml allows, and for the newest release."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     every = project["dependencies"] + project["optional-dependencies"]["transformers"]
     bound = next(match[1] for text in every if (match := re.match(rf"{name}>=([\d.]+)", text)))
@@ -76,7 +76,7 @@ def ends(name: str) -> list[str]:
 
 
 def interpreters(names: Iterable[str]) -> list[str]:
-    """Keep the commands that run: a version manager may have some of versions that it has not installed."""
+    """Return the commands that run: a version manager may provide commands for versions that are not installed."""
     return [
         name
         for name in names
@@ -85,13 +85,13 @@ def interpreters(names: Iterable[str]) -> list[str]:
 
 
 def copy_tree(tree: Path) -> Path:
-    """Copy the source tree without what was built in it, for a wheel with nothing left from before."""
+    """Copy the source tree without build outputs, so that the wheel has nothing left over from earlier builds."""
     ignored = shutil.ignore_patterns(".*", "build", "dist", "site", "*.egg-info", "__pycache__")
     return Path(shutil.copytree(ROOT, tree, ignore=ignored))
 
 
 def try_out(tree: Path, environment: Path, python: str, requirements: list[str]) -> str:
-    """Make an environment, use the wheel in it; returns what was installed."""
+    """Make an environment and use the wheel in it; return the versions that were installed."""
     run([python, "-m", "venv", environment])
     python = str(environment / "bin" / "python")
     work = environment / "work"
@@ -108,31 +108,31 @@ def try_out(tree: Path, environment: Path, python: str, requirements: list[str])
 
 
 def tests_of(tree: Path) -> list[Path]:
-    """Return the files of TESTS, but for those of the GPU, relative to the tree."""
+    """Return the test files of TESTS, except those for a GPU, relative to the tree."""
     found = (path for name in TESTS for path in tree.glob(f"tests/*/test_{name}.py"))
     return [path.relative_to(tree) for path in found if path.parent.name != "gpu"]
 
 
 def without_package(tree: Path, target: Path) -> None:
-    """Copy the tree so that `import fp8moe` finds what is installed."""
+    """Copy the tree without the package, so that `import fp8moe` finds the installed one."""
     shutil.copytree(tree, target, ignore=lambda folder, _: ["fp8moe"] if Path(folder) == tree else [])
 
 
 def run_readme(python: str, work: Path) -> None:
-    """Run README's Python blocks in ``work``, beside a tiny model; ``work / "tree"`` is of `without_package`."""
+    """Run README's Python blocks in ``work``, next to a tiny model. ``work / "tree"``: from `without_package`."""
     run([python, "-c", _MAKE_MODEL, work], cwd=work / "tree")
     (work / "block.py").write_text(readme_blocks() + _AFTER_BLOCKS)
     run([python, "-I", "block.py"], cwd=work)
 
 
 def readme_blocks() -> str:
-    """Return the Python blocks of README, one after the other."""
+    """Return README's Python blocks, joined."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S))
 
 
 def run(command: list, cwd: Path | None = None) -> str:
-    """Return what the command prints; raise Failed."""
+    """Run a command and return its output; raise Failed if it fails."""
     done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True)
     if done.returncode:
         end = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])

@@ -1,11 +1,11 @@
 """`python -m tools.model_matrix`: what fp8moe does with every mixture-of-experts model of transformers: docs/models.md.
 
-Each model of `tests.tiny_moe_models`, with random weights, goes through everything that the table has a column for, in
-a process of its own, on the CPU. With names of classes it prints their rows and writes nothing.
+Each model of `tests.tiny_moe_models`, with random weights, is tried in every way that the table has a column for, on
+the CPU, in its own process. With names of classes it prints their rows and writes nothing.
 
-A cell is "yes", with what it leaves out if there is something, or "refused: " and the reason that fp8moe gives;
-anything else is "wrong: " and what happened: another error than a ValueError or TypeError that fp8moe itself raises,
-logits or gradients that are not close, other tokens.
+A cell is "yes", with a restriction if there is one; or "refused: " and the reason that fp8moe gives; or "wrong: " and
+what happened: an error other than a ValueError or TypeError raised by fp8moe itself, logits or gradients that are not
+close, or other tokens.
 """
 
 import argparse
@@ -62,10 +62,10 @@ PUBLISHED = {
     "Qwen3_5MoeForCausalLM": ("block, bfloat16 scales",),
     "Qwen3_5MoeForConditionalGeneration": ("block, bfloat16 scales",),
 }
-"""The layouts of `tests.checkpoint_formats` in which checkpoints of a class are published; of others it is "block"."""
-LEAST_COSINE = {"logits": 0.95, "gradients": 0.8}  # to those of the unquantized model
+"""The layouts of `tests.checkpoint_formats` in which a class's checkpoints are published; the default is "block"."""
+LEAST_COSINE = {"logits": 0.95, "gradients": 0.8}  # cosine to the unquantized model's
 COSINE_WITHOUT_EXPERTS = 0.8
-LARGEST_DIFFERENCE = 1e-5  # of load_model's logits from those of from_pretrained
+LARGEST_DIFFERENCE = 1e-5  # between logits of load_model and of from_pretrained
 TIMEOUT_S = 300
 
 MARK = "<!-- python -m tools.model_matrix writes what follows -->"
@@ -88,12 +88,12 @@ WORDS = {
     "cache|keeps a|decode step": "its cache is of a kind that GraphDecoder does not have",
     "of the unquantized checkpoint": "transformers' FP8 experts have no biases; load_model's do",
 }
-"""What reasons mean, by a pattern that is found in them; others name layouts in which models are published."""
+"""Patterns found in reasons, and what they mean. A reason that matches none names published layouts."""
 _PACKAGE = str(Path(fp8moe.__file__).parent)
 
 
 class Trial:
-    """One model; a method for each column tries it, and later ones build on what earlier ones have made."""
+    """One model; each column has a method that tries it. Later methods use what earlier ones have made."""
 
     def __init__(self, name: str, directory: Path):
         self.tiny = tiny = MODELS[name]
@@ -101,11 +101,12 @@ class Trial:
         self.tokens = torch.randint(3, 128, (2, 32), generator=torch.Generator().manual_seed(0))
         model = tiny.build()
         _make_experts_matter(model, self.tokens)
-        # In float32: of FP8 models transformers leaves some weights in the checkpoint's dtype, whatever is asked for.
+        # Save in float32: for FP8 models, transformers keeps some weights in the checkpoint's dtype, whatever dtype is
+        # asked for.
         model.save_pretrained(self.unquantized)
         self.logits = logits_of(self._from_pretrained(self.unquantized), self.tokens)
-        self.models: list[nn.Module] = []  # for the decoder: the first is the one to try
-        self.loads = True  # the FP8 checkpoint, with from_pretrained
+        self.models: list[nn.Module] = []  # candidates for the decoder, which tries the first
+        self.loads = True  # whether from_pretrained loads the FP8 checkpoint
         self.quantized_logits: Tensor | None = None
         self.layouts = PUBLISHED.get(name, ("block",))
 
@@ -142,10 +143,10 @@ class Trial:
                 replaced.set_submodule(name, GroupedExperts.from_experts(module))
             replace_linears(replaced, skip=DEFAULT_SKIP)
             expected = logits_of(replaced, self.tokens)
-        elif expected is None:  # fp8moe does not run its experts, which are not FP8 then
+        elif expected is None:  # fp8moe does not run its experts, because they are not FP8
             model.set_experts_implementation("eager")
             expected = logits_of(self._from_pretrained(self.fp8), self.tokens)
-        else:  # also of experts that are not FP8 in the checkpoint
+        else:  # including experts that are not FP8 in the checkpoint
             model.set_experts_implementation("fp8moe")
         self.models.append(model)
         logits = logits_of(model, self.tokens)
@@ -193,7 +194,7 @@ class Trial:
         return self._how_published()
 
     def _published(self) -> Iterator[tuple[Path, Tensor]]:
-        """Yield a checkpoint in each layout that is published, and the logits of the values that it holds."""
+        """Yield a checkpoint in each published layout, and the logits for the values it holds."""
         source = Source(self.unquantized, type(self._from_pretrained(self.unquantized)))
         for name in self.layouts:
             layout, directory = LAYOUTS[name], self.unquantized.with_name(name)
@@ -201,7 +202,7 @@ class Trial:
             yield directory, logits_of(source.write(layout, directory, wanted.__contains__), self.tokens)
 
     def _how_published(self) -> str | None:
-        """Return the note beside "yes": the layouts, if they are not blocks, or that experts are not in FP8."""
+        """Return the note next to "yes": layouts other than blocks, or that the experts are not in FP8."""
         if self.layouts != ("block",):
             return " and ".join(self.layouts)
         return None if _has_fp8_experts(self.unquantized.with_name("block")) else "its experts are not in FP8 there"
@@ -216,7 +217,7 @@ class Trial:
 
     def _step(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the gradients of the experts' weights for one batch."""
-        torch.manual_seed(0)  # of dropout
+        torch.manual_seed(0)  # dropout uses it
         model.zero_grad()
         logits = model(input_ids=self.tokens).logits
         targets = self.tokens[:, : logits.shape[1]]
@@ -233,11 +234,11 @@ class Trial:
 
 
 class Refusal(ValueError):
-    """What a model says of itself without an error."""
+    """A model is not supported, though no function has raised an error."""
 
 
 def _is_published_in_fp8(name: str, value: Tensor, layout: Layout) -> bool:
-    """Find out whether a weight is published in FP8: linears and experts in layers; of GPT-OSS experts alone."""
+    """Return whether a weight is published in FP8: linears and experts in layers; in GPT-OSS only experts."""
     fused = value.dim() == 3 and re.search(r"(\.experts|moe)\b", name) is not None
     if layout.experts == "gpt-oss":
         return fused
@@ -260,7 +261,7 @@ def row_of(name: str) -> dict[str, str]:
 
 
 def prepare() -> None:
-    """Let transformers keep FP8 weights on a CPU, which it would turn into bfloat16 for want of a GPU."""
+    """Let transformers keep FP8 weights on a CPU; without a GPU it would dequantize them to bfloat16."""
     import transformers
     from transformers.quantizers import quantizer_finegrained_fp8
 
@@ -288,7 +289,7 @@ def cell(attempt: Callable[[], str | None]) -> str:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Find out whether fp8moe has raised this error on purpose."""
+    """Return whether fp8moe raised this error deliberately."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     ours = _PACKAGE in frame.filename and (frame.line or "").startswith("raise ")
     return isinstance(error, Refusal) or (isinstance(error, ValueError | TypeError) and ours)
@@ -300,7 +301,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_experts(model: nn.Module) -> None:
-    """Raise Refusal for experts that do not run on fp8moe."""
+    """Raise Refusal if some experts do not run on fp8moe."""
     names = {name for name, _ in experts_modules(model)}
     others = {(row.module_class, row.why) for row in report(model) if row.name in names and row.runs_on != "fp8moe"}
     if others:
@@ -321,7 +322,7 @@ def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _make_experts_matter(model: nn.Module, tokens: Tensor) -> None:
-    """Scale the weights of the experts up until the logits without them are others: wrong ones then show."""
+    """Scale up the experts' weights until the logits depend on them, so that wrong experts are noticed."""
     weights = [weight for _, module in experts_modules(model) for weight in module.parameters()]
     kept = [weight.clone() for weight in weights]
     for weight in weights:
@@ -338,14 +339,17 @@ def _make_experts_matter(model: nn.Module, tokens: Tensor) -> None:
 
 
 def check_close(logits: Tensor, expected: Tensor, least: float = LEAST_COSINE["logits"]) -> None:
-    """Raise Wrong for other logits of the median token: one whose routing is nearly a tie may go to another expert."""
+    """Raise Wrong unless the median token's logits are close.
+
+    The median, because a token whose routing is nearly a tie may go to another expert.
+    """
     cosines = nn.functional.cosine_similarity(logits.double(), expected.double(), dim=-1)
-    if not (cosine := cosines.median().item()) >= least:  # NaN is not
+    if not (cosine := cosines.median().item()) >= least:  # false for NaN
         raise Wrong(f"the logits of the median token have a cosine of {cosine:.4f} to the unquantized model's")
 
 
 def check_decoder(model: nn.Module, prompts: Tensor) -> None:
-    """Raise Wrong where GraphDecoder generates other tokens than the model itself."""
+    """Raise Wrong if GraphDecoder generates other tokens than the model itself."""
     how = {"max_new_tokens": 8, "do_sample": False}
     for fuse in (False, True):
         tokens = GraphDecoder(model, batch_sizes=(2,), max_length=32, fuse=fuse).generate(prompts, **how)
@@ -360,8 +364,8 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 
 
 def rows(names: Iterable[str]) -> Iterable[tuple[str, dict[str, str]]]:
-    """Yield each name with its cells, as they are done; a process that dies or hangs costs its own row only."""
-    context = multiprocessing.get_context("fork")  # what is imported here need not be imported again
+    """Yield each name with its cells when they are done. A process that dies or hangs affects only its own row."""
+    context = multiprocessing.get_context("fork")  # forked, so that imports are not repeated
     for name in names:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_send_row, args=(sender, name))
@@ -383,7 +387,7 @@ def _send_row(sender: Connection, name: str) -> None:
 
 
 def page(table: matrices.Rows, version: str) -> str:
-    """Return what the tool writes below the mark: the table, the reasons as notes, what was left out."""
+    """Return the text that this tool writes below the mark: the table, reasons as notes, and models left out."""
     counts = ", ".join(f"{sum(row[column].startswith('yes') for row in table.values())} {column}" for column in COLUMNS)
     ordered = dict(sorted(table.items(), key=lambda item: item[0].lower()))
     found = [f"transformers {version}, {len(table)} model classes; yes: {counts}.", ""]
@@ -393,12 +397,12 @@ def page(table: matrices.Rows, version: str) -> str:
 
 
 def in_words(reason: str) -> str:
-    """Return what a reason means to someone who does not know the code."""
+    """Return what a reason means, for readers who do not know the code."""
     return next((words for pattern, words in WORDS.items() if re.search(pattern, reason)), "published layout")
 
 
 def read_page(text: str) -> tuple[str, matrices.Rows]:
-    """Return the version of transformers and the table of a page."""
+    """Parse a page: return the version of transformers, and the table."""
     version = re.search(r"^transformers (\S+),", text, re.MULTILINE).group(1)
     return version, matrices.read(text, COLUMNS)
 

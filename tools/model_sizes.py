@@ -1,10 +1,10 @@
-"""GB in FP8 and GPUs of models that people know: `python -m tools.model_sizes` writes the table of README.
+"""Size in FP8 and number of GPUs for well-known models: `python -m tools.model_sizes` writes the table of README.
 
-Each model is of transformers' class, on the meta device, with the numbers of its published config.json. Experts and
-linears count as `fp8moe quantize` writes them, a byte for each weight and a float32 scale for each 128x128 block;
-everything else, such as embeddings, output layer, norms and routers, counts as bfloat16. Layers for multi-token
-prediction are left out, as transformers leaves them out. What works is from docs/models.md. With DIR..., it prints the
-sizes of these checkpoints' models.
+Each model is built from transformers' class on the meta device, with the sizes of its published config.json. Experts
+and linear layers count as `fp8moe quantize` writes them: one byte for each weight and a float32 scale for each 128x128
+block. Everything else, such as embeddings, output layer, norms and routers, counts as bfloat16. Layers for multi-token
+prediction are not counted, as transformers leaves them out. What works is read from docs/models.md. With DIR..., it
+prints the sizes of the models in these directories.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PAGE = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- tools.model_sizes writes what follows -->\n", "<!-- up to here -->\n"
 GPUS = {"H100 80 GB": 80e9, "H200 141 GB": 141e9}
 FULL = 0.85
-"""The part of a GPU's memory that weights may take: keys, values and activations need the rest."""
+"""The fraction of a GPU's memory that weights may take; keys, values and activations need the rest."""
 COUNTS = (1, 2, 4, 8, 16)
 WORKS = {
     "quantize": "`fp8moe quantize`",
@@ -41,14 +41,14 @@ WORKS = {
 
 
 class Published(NamedTuple):
-    """A model: the numbers of its config.json, the billions of parameters that its authors say, how it is published."""
+    """A model: sizes from its config.json, billions of parameters according to its authors, published formats."""
 
     model_type: str
     billions: float
     formats: str
     numbers: dict = {}
     instead: str = ""
-    """What works, where it is not what docs/models.md says of the class."""
+    """Overrides what docs/models.md says about what works."""
 
 
 _GLM = {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552}
@@ -109,25 +109,25 @@ MODELS = {
 
 
 class Sizes(NamedTuple):
-    """Bytes of a model in FP8, of its routed experts and of everything else, and the number of its parameters."""
+    """Bytes of a model in FP8 (routed experts, everything else) and the number of its parameters."""
 
     experts: int
     rest: int
     parameters: int
 
     def gpus(self, memory: float) -> int | None:
-        """Return the fewest GPUs that hold their part of the experts and all else; None if COUNTS has not so many."""
+        """Return the fewest GPUs whose memory holds their share of experts and all else; None if above COUNTS."""
         return next((count for count in COUNTS if self.experts / count + self.rest <= FULL * memory), None)
 
 
 def config_of(name: str) -> PreTrainedConfig:
-    """Return the configuration of one of MODELS; its numbers replace transformers' defaults."""
+    """Return the configuration of one of MODELS: transformers' defaults, with its published sizes."""
     model = MODELS[name]
     return AutoConfig.for_model(model.model_type, **model.numbers)
 
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model without memory for its parameters."""
+    """Build a model on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
@@ -139,7 +139,7 @@ def published(name: str) -> Sizes:
 
 
 def sizes(model: nn.Module) -> Sizes:
-    """Count bytes as `fp8moe quantize` writes them, and parameters, each once."""
+    """Count the bytes of a model as `fp8moe quantize` writes it, and its parameters."""
     experts = rest = parameters = 0
     for name, weight in model.named_parameters():
         module, _, last = name.rpartition(".")
@@ -148,7 +148,7 @@ def sizes(model: nn.Module) -> Sizes:
         size = 2 * weight.numel()
         if fused or (linear and not matches(module, DEFAULT_SKIP)):
             *lead, rows, columns = weight.shape
-            parts = 2 if fused and last == "gate_up_proj" else 1  # which have blocks of their own
+            parts = 2 if fused and last == "gate_up_proj" else 1  # gate and up have separate blocks
             blocks = prod(lead) * parts * ceil_div(rows // parts, 128) * ceil_div(columns, 128)
             size = weight.numel() + 4 * blocks
         experts, rest = (experts + size, rest) if fused else (experts, rest + size)
@@ -157,7 +157,7 @@ def sizes(model: nn.Module) -> Sizes:
 
 
 def works(name: str, matrix: dict[str, dict[str, str]]) -> str:
-    """Say in words what docs/models.md has of the class of a model."""
+    """Return, in words, what works for a model's class according to docs/models.md."""
     if MODELS[name].instead:
         return MODELS[name].instead
     kind = AutoModelForCausalLM._model_mapping[type(config_of(name))].__name__

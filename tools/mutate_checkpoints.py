@@ -1,9 +1,10 @@
 """Small checkpoints, damaged in thousands of ways, and what reads them: `python -m tools.mutate_checkpoints`.
 
-Every case is one mutation of a copy of a sound checkpoint, made from the case's number alone: `--first 123 --count 1`
-repeats it. It goes through inspect_checkpoint, the command `fp8moe inspect`, and one of load_fp8_checkpoint,
-quantize_checkpoint and, for a transformers model, load_model. What is not refused must work; what is refused must be
-refused in words by an error of ours or of the operating system, and leave the model as it was, bit by bit.
+Every case is one mutation of a copy of a valid checkpoint. The mutation depends only on the case's number: `--first 123
+--count 1` repeats it. The case is read by inspect_checkpoint, the command `fp8moe inspect`, and one of
+load_fp8_checkpoint, quantize_checkpoint and, for a transformers model, load_model. A checkpoint that is not refused
+must work. A refusal must be a readable error of ours or of the operating system, and must leave the model bitwise
+unchanged.
 """
 
 import argparse
@@ -43,16 +44,16 @@ from fp8moe.weights import (
 from tests.checkpoint_formats import LAYOUTS, Layout, as_gpt_oss, write_layout
 from tools.mutations import CONFIG, MUTATIONS
 
-SECONDS = 60  # a case that takes longer hangs
-MEMORY = 4 << 30  # bytes that the process may ask for; a case that wants more is a failure
+SECONDS = 60  # a case that takes longer counts as hanging
+MEMORY = 4 << 30  # bytes that the process may allocate; a case that needs more fails
 HIDDEN = 160  # a multiple of 32, not of 128
 FORMATS = (
     *("ModelOpt FP8", "ModelOpt FP8_PB_WO", "Mistral static", "AutoFP8 dynamic", "compressed-tensors block"),
     *("block, E8M0 in bytes", "MXFP8", "compressed-tensors MXFP4", "FP8 with FP4 experts"),
     *("compressed-tensors channel", "GPT-OSS"),
 )
-"""Of `tests.checkpoint_formats.LAYOUTS`; each second case starts from one."""
-MODELS_EVERY = 8  # of so many cases one is a transformers model: making one takes longest
+"""Names in `tests.checkpoint_formats.LAYOUTS`; every second case starts from one of them."""
+MODELS_EVERY = 8  # one of this many cases is a transformers model, which is slow to build
 CONFIGURATION = {"model_type": "unknown", "sizes": {"hidden": [HIDDEN]}}
 QUANTIZATION = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -66,7 +67,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """The names of a mixture-of-experts model, random weights. gpt_oss: FP8 experts alone, with biases."""
+    """A model with the names of a mixture-of-experts model. gpt_oss: only experts are FP8, and they have biases."""
 
     def __init__(self, gpt_oss: bool = False) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class Hang(BaseException):
 
 @dataclass(frozen=True)
 class Case:
-    """number: what the mutation is made from. base: name of the sound checkpoint. mutation: key of `MUTATIONS`."""
+    """A case: its number, which seeds the mutation; the name of the valid checkpoint; a key of `MUTATIONS`."""
 
     number: int
     base: str
@@ -89,7 +90,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """refused: by how many of the readers. failures: what must not be, a text for each."""
+    """The result of a case. refused: by how many readers. failures: descriptions of what went wrong."""
 
     case: Case
     refused: int
@@ -97,7 +98,7 @@ class Outcome:
 
 
 class Cases:
-    """Sound checkpoints under ``directory``, and the cases made from them. with_models: those of transformers, too."""
+    """Valid checkpoints in ``directory``, and cases made from them. with_models: include transformers models."""
 
     def __init__(self, directory: Path, *, with_models: bool):
         self._directory = directory
@@ -132,7 +133,7 @@ class Cases:
         return Case(number, rng.choice(bases), rng.choice(list(MUTATIONS)))
 
     def run(self, case: Case) -> Outcome:
-        """Damage a copy of the base and read it."""
+        """Damage a copy of the base checkpoint and read it."""
         work = self._directory / "work"
         shutil.copytree(self._directory / case.base, work / "checkpoint")
         try:
@@ -155,7 +156,7 @@ class Cases:
         (self._directory / name / CONFIG).write_text(json.dumps(config))
 
     def _convert(self, name: str, wanted: Callable[[str], bool], keep: Callable[[str], bool] = lambda _: True) -> None:
-        """Rewrite the shards of a base: ``wanted`` tensors in bfloat16, and only what to ``keep``."""
+        """Rewrite the shards of a base checkpoint: ``wanted`` tensors in bfloat16, and only those to ``keep``."""
         for path in (self._directory / name).glob("*.safetensors"):
             tensors = {key: value for key, value in load_file(path).items() if keep(key)}
             save_file({key: value.bfloat16() if wanted(key) else value for key, value in tensors.items()}, path)
@@ -177,7 +178,7 @@ def _write_format(directory: Path, layout: Layout, sources: Path) -> None:
 
 
 def _make_transformers_models(directory: Path) -> None:
-    """Write two models, unquantized and in FP8: transformers converts the names of one of them."""
+    """Write two models, unquantized and in FP8; transformers converts the tensor names of one of them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
@@ -195,7 +196,7 @@ def _inspect(checkpoint: Path) -> None:
 
 
 def _inspect_by_command(checkpoint: Path) -> None:
-    """Run `fp8moe inspect`; raise ValueError where the command ends with a message."""
+    """Run `fp8moe inspect`; raise ValueError if the command ends with a message."""
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")):
         try:
             command_line(["inspect", str(checkpoint)])
@@ -204,7 +205,7 @@ def _inspect_by_command(checkpoint: Path) -> None:
 
 
 def _load(model: nn.Module, checkpoint: Path) -> None:
-    # No checkpoint has these values: what is still there after a load has not been loaded.
+    # No checkpoint has these values: a tensor that still has them after a load has not been loaded.
     before = {name: _filled(value) for name, value in model.state_dict().items()}
     model.load_state_dict(before)
     try:
@@ -250,7 +251,7 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 
 def attempt(reader: Callable[[Path], None], checkpoint: Path) -> str | None:
-    """Return "" if the reader is content, None if it refuses as it should, else what went wrong."""
+    """Return "" if the reader succeeds, None if it refuses properly, else what went wrong."""
     try:
         with _time_limit(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -266,7 +267,7 @@ def attempt(reader: Callable[[Path], None], checkpoint: Path) -> str | None:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Find out whether an error names what is wrong, and is not one that was merely not foreseen."""
+    """Return whether an error is a deliberate, readable refusal, rather than an unforeseen exception."""
     if not str(error) or not all(line.isprintable() for line in str(error).split("\n")):
         return False
     if isinstance(error, CheckpointError):

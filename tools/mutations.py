@@ -1,6 +1,6 @@
-"""Ways to damage the files of a checkpoint: headers, bytes, scales, the index, config.json, and what a path leads to.
+"""Ways to damage the files of a checkpoint: headers, bytes, scales, the index, config.json, and the files themselves.
 
-MUTATIONS   name -> function(directory, rng): changes the checkpoint in place, at random but repeatably by ``rng``
+MUTATIONS   name -> function(directory, rng): changes the checkpoint in place, randomly but reproducibly by ``rng``
 """
 
 import json
@@ -60,23 +60,23 @@ MUTATIONS: dict[str, Mutation] = {}
 
 
 def mutation(name: str) -> Callable[[Mutation], Mutation]:
-    """Enter a function into MUTATIONS."""
+    """Return a decorator that adds a function to MUTATIONS."""
     return lambda function: MUTATIONS.setdefault(name, function)
 
 
 class Raw:
-    """JSON text that no Python value stands for, held by place markers until it is written."""
+    """JSON text that no Python value represents. Markers stand for it in values until these are written."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
 
     def marker(self, text: str) -> str:
-        """Return the value that stands for a text."""
+        """Return the marker that stands for a text."""
         self._texts.append(text)
         return f"@raw{len(self._texts) - 1}@"
 
     def dump(self, content: object) -> bytes:
-        """Return the JSON of a value, with texts in place of their markers."""
+        """Return the JSON of a value, with each marker replaced by its text."""
         text = json.dumps(content)
         for i, raw in enumerate(self._texts):
             text = text.replace(f'"@raw{i}@"', raw)
@@ -89,24 +89,24 @@ def shards(directory: Path) -> list[Path]:
 
 
 def read_parts(path: Path) -> tuple[dict, bytes]:
-    """Return header and data of a safetensors file."""
+    """Return the parsed header and the data of a safetensors file."""
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     return json.loads(content[8:end]), content[end:]
 
 
 def write_parts(path: Path, header: bytes, data: bytes) -> None:
-    """Write header and data of a safetensors file."""
+    """Write a safetensors file from header and data."""
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
 def tensor_names(header: dict) -> list[str]:
-    """Return the names of a header that are those of tensors."""
+    """Return the names of the tensors in a header."""
     return [name for name in header if name != "__metadata__"]
 
 
 def in_header(name: str) -> Callable:
-    """Enter a change of a shard's parsed header, of one of its tensors by name, into MUTATIONS."""
+    """Return a decorator that adds to MUTATIONS a function changing one tensor's entry in a shard's parsed header."""
 
     def enter(change: Callable[[dict, str, Raw, Random], None]) -> Callable:
         @mutation(f"header: {name}")
@@ -226,7 +226,7 @@ def _(directory: Path, rng: Random) -> None:
 
 @mutation("data: bytes")
 def data_bytes(directory: Path, rng: Random) -> None:
-    """Change some bytes of tensors."""
+    """Change some bytes of the tensor data."""
     path = rng.choice(shards(directory))
     header, data = read_parts(path)
     data = bytearray(data)
@@ -245,7 +245,7 @@ def _(directory: Path, rng: Random) -> None:
     entry = header[rng.choice(names)]
     begin, end = entry["data_offsets"]
     values = torch.frombuffer(bytearray(data[begin:end]), dtype=DTYPES[entry["dtype"]])
-    bad = {"F8_E8M0": (math.nan,), "U8": (255,)}.get(entry["dtype"], SCALES)  # in e8m0, also in bytes, only NaN is bad
+    bad = {"F8_E8M0": (math.nan,), "U8": (255,)}.get(entry["dtype"], SCALES)  # in E8M0, also as bytes, only NaN is bad
     for _ in range(rng.randint(1, 3)):
         values[rng.randrange(len(values))] = rng.choice(bad)
     changed = values.view(torch.uint8).numpy().tobytes()
@@ -258,7 +258,7 @@ def _(directory: Path, rng: Random) -> None:
     size = path.stat().st_size
     size = rng.choice((0, 1, 7, 8, 9, size // 2, size - 1, size + 1, 2 * size, rng.randrange(size), 2**40))
     with path.open("r+b") as file:
-        file.truncate(size)  # beyond the end it is a hole, which takes no room on the disk
+        file.truncate(size)  # past the end this makes a hole, which takes no disk space
 
 
 @mutation("file: contents")
@@ -282,13 +282,13 @@ def _(directory: Path, rng: Random) -> None:
         os.mknod(path, stat.S_IFSOCK | 0o600)
     elif kind == "unreadable":
         path.write_bytes(content)
-        path.chmod(0)  # which does not stop root
+        path.chmod(0)  # has no effect on root
     elif kind in links:
         path.symlink_to(links[kind])
 
 
 def change_json(*files: str) -> Mutation:
-    """Make a mutation that replaces, deletes or renames a value anywhere in one of these JSON files."""
+    """Make a mutation that replaces, deletes or renames a random value in one of the given JSON files."""
 
     def mutate(directory: Path, rng: Random) -> None:
         paths = [directory / file for file in files if (directory / file).is_file()]
@@ -310,7 +310,7 @@ def change_json(*files: str) -> Mutation:
 
 
 def _places(content: dict | list) -> list[tuple[dict | list, str | int]]:
-    """Return (container, key) of every value in a parsed JSON text."""
+    """Return (container, key) for every value in parsed JSON."""
     keys = list(content) if isinstance(content, dict) else range(len(content))
     inner = [content[key] for key in keys if isinstance(content[key], dict | list)]
     return [(content, key) for key in keys] + [place for part in inner for place in _places(part)]

@@ -1,11 +1,12 @@
 """`python -m tools.serve_clients`: many clients of `fp8moe serve` at once; the result is validation/serve.json.
 
-A tiny Mixtral with random weights is served over HTTP on the CPU with 64 slots. Each client asks greedily for 16 to 512
-tokens, three of four as streams; every tenth goes before its answer is whole. Their texts are compared with those of
-`generate`, one prompt at a time, and memory and requests are counted when all have gone.
+Serves a tiny Mixtral with random weights over HTTP on the CPU, with 64 slots. Each client asks for 16 to 512 tokens,
+greedily; three of four clients stream. Every tenth client leaves before its answer is complete. The texts are compared
+with those of `generate`, one prompt at a time. When all clients have gone, memory and open requests are counted.
 
-The model is in float32 throughout: GraphDecoder is batch invariant on a GPU only, and with experts in FP8 rounding
-would now and then decide between two tokens. `python -m benchmarks serve_gpu` compares such a model's, on a GPU.
+The model is entirely in float32. GraphDecoder is batch invariant only on a GPU, and with FP8 experts rounding would
+occasionally decide between two tokens. `python -m benchmarks serve_gpu` does this comparison for an FP8 model, on a
+GPU.
 """
 
 import asyncio
@@ -36,19 +37,19 @@ NAME = "tiny"
 
 
 def requests() -> list[tuple[str, int]]:
-    """Draw prompts, and how many tokens are asked for."""
+    """Draw prompts and the number of tokens to ask for."""
     draw = random.Random(0)
     letters = [chr(code) for code in range(33, 127)]
     return [("".join(draw.choices(letters, k=draw.randint(*PROMPTS))), draw.randint(*ANSWERS)) for _ in range(CLIENTS)]
 
 
 def goes(index: int) -> bool:
-    """Decide whether a client does not wait for its answer."""
+    """Return whether a client leaves before its answer is complete."""
     return index % GOES_EVERY == GOES_EVERY - 1
 
 
 async def ask(client: AsyncOpenAI, index: int, prompt: str, new: int) -> str | None:
-    """Return the text that a client got; None for one that went while it waited for a whole answer."""
+    """Return the text that a client received; None if it left while waiting for a whole answer."""
     how: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": new}
     if index % 2 and index % 4 == 1:
         call = asyncio.create_task(client.completions.create(**how))
@@ -60,7 +61,7 @@ async def ask(client: AsyncOpenAI, index: int, prompt: str, new: int) -> str | N
     text, parts = "", await client.completions.create(**how, stream=True)
     async for part in parts:
         text += part.choices[0].text
-        if goes(index) and len(text) >= new:  # with the spaces between tokens, half of them
+        if goes(index) and len(text) >= new:  # half of the tokens, as the text has spaces between them
             await parts.close()
             break
     return text
@@ -78,16 +79,16 @@ def tensor_bytes() -> int:
 
 
 def run() -> dict[str, Any]:
-    """Serve a model to all clients; return what validation/serve.json says of them."""
-    tokenizer = tiny_tokenizer()  # a token a letter
-    model = tiny_mixtral(vocab_size=len(tokenizer), max_position_embeddings=MAX_LENGTH)  # without an end token
+    """Serve a model to all clients; return the content of validation/serve.json."""
+    tokenizer = tiny_tokenizer()  # one token per letter
+    model = tiny_mixtral(vocab_size=len(tokenizer), max_position_embeddings=MAX_LENGTH)  # has no end token
     decoder = make_decoder(model, SLOTS, MAX_LENGTH)
     expected = []
     for prompt, new in requests():
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         tokens = decoder.generate(ids, max_new_tokens=new)[0, ids.shape[1] :]
         expected.append(tokenizer.decode(tokens, skip_special_tokens=True))
-    for size in decoder.batch_sizes:  # allocates their caches
+    for size in decoder.batch_sizes:  # allocates the caches of all batch sizes
         list(decoder.run([{"input_ids": torch.tensor([5]), "max_new_tokens": 2}] * size))
     manager = DecoderManager(decoder)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -98,7 +99,7 @@ def run() -> dict[str, Any]:
     begin = time.monotonic()
     texts = asyncio.run(ask_all(f"http://127.0.0.1:{listener.getsockname()[1]}/v1"))
     seconds = time.monotonic() - begin
-    with decoder.turn():  # waits for the last request that was cancelled
+    with decoder.turn():  # waits until the last cancelled request has ended
         left, after = len(manager._open), tensor_bytes()
     new = decoder.stats().new_tokens - calls.new_tokens
     server.should_exit = True

@@ -1,8 +1,8 @@
 """`python -m tools.sglang_hooks`: the tests of SGLang in empty environments; the result is validation/sglang.json.
 
-In each there is a supported version of SGLang, pinned by its hash, without the CUDA builds that it asks for, and what
-its modules for experts and linears import; fp8moe is installed as the README of integrations/sglang says. No server
-runs: SGLang's kernels for a CPU need AMX. It takes about ten minutes and 3 GB.
+Each environment has a supported version of SGLang, pinned by its hash and without the CUDA packages that it requires,
+and the packages that its modules for experts and linear layers import. fp8moe is installed as the README of
+integrations/sglang says. No server is run, because SGLang's CPU kernels need AMX. Takes about ten minutes and 3 GB.
 """
 
 import json
@@ -17,7 +17,7 @@ from tools.environments import PYTHON, commands_of, make, parser_of, pip, store
 
 FILE = ROOT / "validation" / "sglang.json"
 README = ROOT / "integrations/sglang/README.md"
-VERSIONS = {  # of SGLang: the hash of its wheel for Python 3.11, and transformers as it pins them
+VERSIONS = {  # SGLang's version: the hash of its wheel for Python 3.11, and the transformers that it pins
     "0.5.13": ("9d26266ab7e99165098f9e173f4a5a0ef6a0b64a6f30ef0b5ee859eead37e75a", "5.8.1"),
     "0.5.23": ("00b3cd5b265ac76c64185fbb6b95424f324ddd9f428d0306b77bc9db9d859937", "5.19.0"),
 }
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def run_tests(environment: Path) -> dict[str, int]:
-    """Count tests that passed. RuntimeError with the output if any failed or was skipped."""
+    """Return the number of tests that passed. RuntimeError with the output if any failed or was skipped."""
     tests = "tests/guests/test_sglang.py"
     command = [environment / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

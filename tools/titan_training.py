@@ -1,11 +1,10 @@
-"""`python -m tools.titan_training`: integrations/torchtitan in whole runs on the CPU; the result is
-validation/torchtitan.json.
+"""`python -m tools.titan_training`: integrations/torchtitan in whole runs; the result is validation/torchtitan.json.
 
-In an empty environment it installs PyTorch, torchtitan 0.3.0 and what the README of integrations/torchtitan says. There
-`examples.titan.debug_moe` runs for 20 steps each, in bfloat16 and in FP8, in one process and in two, sharded by FSDP2,
-with expert and with tensor parallelism, compiled, and resumed from a checkpoint. A loss in FP8 that is further from the
-one in bfloat16 than BAR fails it, as do one that falls by less than FALL, and linears under tensor parallelism that are
-not refused. It takes a quarter of an hour on two cores, and 3 GB.
+Installs into an empty environment PyTorch, torchtitan 0.3.0 and what the README of integrations/torchtitan says. There
+`examples.titan.debug_moe` is trained for 20 steps on the CPU, in bfloat16 and in FP8: in one process; in two, sharded
+by FSDP2, with expert and with tensor parallelism; compiled; and resumed from a checkpoint. Fails if an FP8 loss differs
+from the bfloat16 loss by more than BAR, if a loss falls by less than FALL, or if linear layers under tensor parallelism
+are not refused. Takes a quarter of an hour on two cores, and 3 GB.
 """
 
 import os
@@ -21,12 +20,12 @@ from tools.environments import commands_of, make, parser_of, pip, store, version
 
 FILE = ROOT / "validation/torchtitan.json"
 README = ROOT / "integrations/torchtitan/README.md"
-TORCHTITAN = ("torchtitan==0.3.0", "triton")  # it imports triton, which PyTorch's CPU build lacks
+TORCHTITAN = ("torchtitan==0.3.0", "triton")  # torchtitan imports triton, which PyTorch's CPU build lacks
 PACKAGES = ("fp8moe", "fp8moe-torchtitan", "torchtitan", "torch")
 BAR, FALL, STEPS = 0.005, 0.1, 20
 EXPERTS, LINEARS = "fp8moe_torchtitan.experts", "fp8moe_torchtitan.linears"
 TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "1")
-# Processes, options, and what is in FP8.
+# Name -> (number of processes, options, what is in FP8).
 RUNS = {
     "one process": (1, (), (EXPERTS, LINEARS)),
     "FSDP2": (2, ("--parallelism.data_parallel_shard_degree", "2"), (EXPERTS, LINEARS)),
@@ -45,13 +44,13 @@ def install(environment: Path, torch_requirement: str) -> None:
 
 
 class Runs:
-    """Runs of the example in an environment."""
+    """Runs of the example in one environment."""
 
     def __init__(self, python: Path):
         self.python = python
 
     def run(self, processes: int, options: Sequence[str], in_fp8: Sequence[str] = ()) -> tuple[list[float], str]:
-        """Return the losses of a run, and all that it printed."""
+        """Run the example; return its losses and everything it printed."""
         program = ["-m", "examples.titan.debug_moe", "--training.steps", str(STEPS), *options]
         if in_fp8:
             program += ["--override.imports", *in_fp8]
@@ -69,7 +68,7 @@ class Runs:
         return found
 
     def resumed(self) -> list[dict]:
-        """Resume a run in FP8 at step 10, in FP8, which must give the same losses, and in bfloat16."""
+        """Resume an FP8 run at step 10: in FP8, which must give the same losses, and in bfloat16."""
         with tempfile.TemporaryDirectory() as directory:
             checkpoint = ("--dump_folder", directory, "--checkpoint.enable", "--checkpoint.interval", "10")
             whole = self.losses(1, checkpoint, (EXPERTS, LINEARS))[10:]

@@ -1,12 +1,12 @@
 """`python -m tools.validate` (`make validate`): run GPU tests, sanitizers and benchmarks, and record them in one file.
 
-The file holds a digest of what the GPU runs too (`tools.digest`), so that a test of the CPU suite can tell when it no
-longer speaks of the sources. Parts may be run one at a time: a part is added to the file as soon as it is done, and
-parts that were recorded with another digest are dropped. `--again` runs only what failed of the tests, once a test that
-was wrong itself has been mended, and of the benchmarks what is missing or has failed.
+The file also has a digest of what the GPU runs (`tools.digest`), so that a CPU test can tell when the file no longer
+matches the sources. Parts may be run one at a time: each part is stored as soon as it is done, and parts that were
+recorded with another digest are dropped. `--again` reruns only failed tests, for use after fixing a wrong test, and
+only missing or failed benchmarks.
 
-Whole models are measured by `--only models`, into a file of their own. It has a digest too, and a test asks for the
-same one.
+Whole models are measured with `--only models`, into a separate file. It has a digest too, and a test requires it to be
+the same.
 """
 
 import argparse
@@ -36,14 +36,14 @@ BENCHMARKS = {
     "benchmarks": ("quantize", "transpose", "host", "training", "mqa", "lora"),
     "models": ("decode", "requests"),
 }
-"""What the parts that measure run."""
+"""The benchmarks that each measuring part runs."""
 TIMEOUT_S = 570
 TAIL_LINES = 30
 _SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
 
 
 def require_gpu() -> None:
-    """Raise SystemExit unless there is a Hopper GPU and the settings are the defaults."""
+    """Raise SystemExit unless there is a Hopper GPU and all settings have their defaults."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != SM90.capability:
         raise SystemExit("validation needs a Hopper (sm_90) GPU that PyTorch can use")
     defaults = {"backend": "auto", "num_sms": None, "compiler": "nvrtc", "batch_invariant": False}
@@ -53,7 +53,7 @@ def require_gpu() -> None:
 
 
 def parse_junit(report: Path) -> dict:
-    """Return counts of a pytest run and the names of what failed, from its JUnit file."""
+    """Return the counts of a pytest run and the names of failed and skipped tests, from its JUnit file."""
     outcomes: dict[str, list[str]] = {"failed": [], "skipped": [], "passed": []}
     for case in ElementTree.parse(report).iter("testcase"):
         tags = {child.tag for child in case}
@@ -64,24 +64,24 @@ def parse_junit(report: Path) -> dict:
 
 
 def environment_of_one_in(processes: int) -> dict[str, str]:
-    """Return the environment of one of some processes side by side, whose threads share the cores."""
+    """Return the environment for one of several concurrent processes: its threads get a share of the cores."""
     return os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
 
 
 def run_tests(root: Path) -> dict:
-    """Run the GPU tests, in a process for each core but two: most of their time is the CPU's."""
+    """Run the GPU tests in parallel processes, two fewer than there are cores: most of their time is CPU time."""
     processes = max(1, (os.cpu_count() or 1) - 2)
     spread = ("-n", str(processes), "--dist", "worksteal") if processes > 1 else ()
     return run_alone(root, _pytest(root, *spread, "tests/gpu", processes=processes))
 
 
 def run_alone(root: Path, beside_others: dict) -> dict:
-    """Run tests that failed beside others once more, one after the other: some measure the CPU's time.
+    """Run tests that failed in a parallel run again, one after another: some of them measure CPU time.
 
-    Tests that pass then are no failures; they are listed as "passed_alone".
+    Tests that pass this time do not count as failures; they are listed under "passed_alone".
     """
     failed = beside_others["failures"]
-    if not failed or any(name.startswith("::") for name in failed):  # a file that cannot be collected
+    if not failed or any(name.startswith("::") for name in failed):  # a file could not be collected
         return beside_others
     modules = [name.split("::", 1) for name in failed]
     again = _pytest(root, *(f"{module.replace('.', '/')}.py::{test}" for module, test in modules), processes=1)
@@ -96,9 +96,9 @@ def run_alone(root: Path, beside_others: dict) -> dict:
 
 
 def run_failures(root: Path, content: dict, current: str) -> dict:
-    """Return the content of the file with its failed tests run once more.
+    """Run the failed tests of a file again and return its updated content.
 
-    SystemExit if it has none of the `current` digest.
+    SystemExit if the file has no tests with the `current` digest.
     """
     if content.get("digest") != current or "tests" not in content:
         raise SystemExit("--again needs tests that are recorded with the digest of these sources: run --only tests")
@@ -106,7 +106,7 @@ def run_failures(root: Path, content: dict, current: str) -> dict:
 
 
 def _pytest(root: Path, *arguments: str, processes: int) -> dict:
-    """Return outcomes of GPU tests in so many processes."""
+    """Run GPU tests in the given number of processes; return their outcomes."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -117,13 +117,13 @@ def _pytest(root: Path, *arguments: str, processes: int) -> dict:
 
 
 def parse_sanitizer(output: str) -> int | None:
-    """Count errors, or hazards of any severity, in the summary of compute-sanitizer; None without a summary."""
+    """Return the errors, or hazards of any severity, in compute-sanitizer's summary; None without a summary."""
     found = _SUMMARY.findall(output)
     return sum(int(count) for match in found for count in match if count) if found else None
 
 
 def find_sanitizer() -> str:
-    """Return the path of compute-sanitizer; SystemExit if there is none."""
+    """Return the path of compute-sanitizer. SystemExit if there is none."""
     directories = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
     path = shutil.which("compute-sanitizer", path=directories)
     if path is None:
@@ -132,15 +132,15 @@ def find_sanitizer() -> str:
 
 
 def run_sanitizer(root: Path) -> dict:
-    """Run the reduced set of operations under each tool, side by side; the script also checks its own results."""
+    """Run a reduced set of operations under each sanitizer tool, in parallel; the script also checks its results."""
     sanitizer = find_sanitizer()
-    # Without PyTorch's caching allocator every tensor is an allocation of its own, whose bounds memcheck knows.
+    # Without PyTorch's caching allocator every tensor is a separate allocation, so memcheck knows its bounds.
     environment = environment_of_one_in(len(SANITIZERS))
     environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FP8MOE_PRINT_CONFIGS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
 
     def run(tool: str) -> dict:
-        # API errors are left to the program, which raises on its own and handles those that PyTorch provokes.
+        # The program checks API errors itself: it raises, or handles those that PyTorch provokes.
         command = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--print-limit", "20"]
         command += [sys.executable, "tests/gpu/sanitize_cases.py"]
         try:
@@ -159,9 +159,10 @@ def run_sanitizer(root: Path) -> dict:
 def run_benchmarks(
     names: Sequence[str], save: Callable[[dict], object] = lambda results: None, done: dict | None = None
 ) -> dict:
-    """Run benchmarks; one that raises is recorded with its error and the others still run.
+    """Run benchmarks. If one raises, its error is recorded and the others still run.
 
-    save: called with the results after each. done: results of an earlier run; those without an error stay.
+    save: called with the results after each benchmark. done: results of an earlier run; those without an error are
+    kept.
     """
     results = {name: result for name, result in (done or {}).items() if name in names and "error" not in result}
     for name in names:
@@ -181,19 +182,19 @@ PARTS: dict[str, Callable[[Path, Callable, dict], dict]] = {
     "benchmarks": lambda root, save, done: run_benchmarks(BENCHMARKS["benchmarks"], save, done),
     "models": lambda root, save, done: run_benchmarks(BENCHMARKS["models"], save, done),
 }
-"""What is recorded, and how: from the checkout, with what writes the file meanwhile, and what of the part is done."""
+"""Part -> function(root, save, done) that returns its result. save: stores partial results; done: earlier results."""
 FILES = {"kernels.json": ("tests", "sanitizer", "benchmarks"), "models.json": ("models",)}
-"""In validation/: which parts a file has. The first is what vouches for the kernels."""
+"""Files in validation/ and the parts in each. The first file vouches for the kernels."""
 
 
 def merge(stored: dict, current: str, part: str, result: dict) -> dict:
-    """Add one more part to the content of the file; `stored` counts only if it has the `current` digest."""
+    """Return a file's content with one more part; drop stored parts if they have another digest than `current`."""
     parts = {**(stored if stored.get("digest") == current else {}), part: result}
     return {"digest": current, **{name: parts[name] for name in PARTS if name in parts}}
 
 
 def problems(content: dict, current: str, needed: Iterable[str] = FILES["kernels.json"]) -> list[str]:
-    """Say what keeps a validation file from vouching for the `current` digest, in a sentence each."""
+    """Return what keeps a validation file from vouching for the `current` digest, one sentence each."""
     found = []
     if content.get("digest") != current:
         found.append("the digest is not that of what the GPU runs now: run `make validate` again")
@@ -213,20 +214,20 @@ def problems(content: dict, current: str, needed: Iterable[str] = FILES["kernels
 
 
 def recorded(content: dict) -> Iterator[tuple[str, dict]]:
-    """Yield the names of the benchmarks of parts that are there, and their results; an error where one is missing."""
+    """Yield name and result of every benchmark in the recorded parts; the result is an error if it is missing."""
     for part, names in BENCHMARKS.items():
         if part in content:
             yield from ((name, content[part].get(name, {"error": "missing"})) for name in names)
 
 
 def missed_thresholds(content: dict) -> list[str]:
-    """List the thresholds that the recorded benchmarks miss."""
+    """Return the thresholds that the recorded benchmarks miss, one line each."""
     missed = [one for _, result in recorded(content) for one in result.get("thresholds", ()) if not one["passed"]]
     return [f"{one['name']}: {one['value']:.4g}, limit {one['limit']:g} {one['unit']}".rstrip() for one in missed]
 
 
 def summary(content: dict, current: str, needed: Iterable[str] = FILES["kernels.json"]) -> str:
-    """Say what was recorded and what is wrong with it."""
+    """Return what was recorded and what is wrong with it, as text."""
     lines = [f"digest {content['digest'][:16]}"]
     if tests := content.get("tests"):
         lines.append(f"tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped")
@@ -262,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, needed = next((name, parts) for name, parts in FILES.items() if set(chosen) <= set(parts))
     require_gpu()
     if "sanitizer" in chosen:
-        find_sanitizer()  # before anything has taken long
+        find_sanitizer()  # checked before the long parts run
     path = args.out or ROOT / "validation" / name
     current = digest(ROOT)
     content = json.loads(path.read_text()) if path.exists() else {}
@@ -278,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return after
 
         earlier = content.get(part, {}) if args.again else {}
-        done = earlier if earlier.get("versions") == measured_with else {}  # rows of a part have one set of versions
+        done = earlier if earlier.get("versions") == measured_with else {}  # one set of versions per part
         content = save(PARTS[part](ROOT, save, done))
     print(summary(content, current, needed))
     return int(bool(problems(content, current, needed=chosen)))

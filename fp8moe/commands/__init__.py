@@ -1,4 +1,4 @@
-"""The subcommands of `fp8moe`: functions of the options of fp8moe.cli that return the exit status.
+"""The subcommands of `fp8moe`: functions that take the options parsed by fp8moe.cli and return the exit status.
 
-fp8moe.cli makes one line of an error: ValueError, OSError, RuntimeError or SafetensorError.
+They may raise ValueError, OSError, RuntimeError or SafetensorError, which fp8moe.cli prints as one line.
 """

@@ -37,7 +37,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def _writing(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of every function that writes a checkpoint. Raises ValueError for a GPU that is missing."""
+    """Return the keyword arguments `device` and `force`. Raises ValueError for --device cuda without a usable GPU."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but PyTorch finds no GPU that it can use; --device cpu works too")
     device = None if options.device == "auto" else options.device
@@ -45,7 +45,7 @@ def _writing(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _describe(options: argparse.Namespace) -> int:
-    """Print what was written, and return the exit status."""
+    """Inspect and describe the written checkpoint. Returns the exit status: 1 if something is wrong with it."""
     report = inspect_checkpoint(options.target)
     if report.problems or not options.quiet:
         print(report)

@@ -53,7 +53,7 @@ def _backend(device: str) -> str:
 
 
 def _compiles(arch: str) -> str:
-    """Ask NVRTC for a kernel that does nothing. Any failure at all is the answer, so it is printed, not raised."""
+    """Compile an empty kernel with NVRTC. Returns "yes", or "no" with the error, whatever its type."""
     try:
         from cuda.core import Program, ProgramOptions
 

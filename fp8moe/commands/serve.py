@@ -17,9 +17,9 @@ from fp8moe.weights.source import open_checkpoint
 
 PACKAGES = ("transformers", "fastapi", "uvicorn", "openai")
 MAX_LENGTH = 4096
-"""Most tokens of a sequence where --max-length does not say; fewer if the model has fewer positions."""
+"""Default of --max-length, in tokens; lower if the model has fewer positions."""
 SECONDS_TO_FINISH = 10
-"""How long answers may go on after Ctrl-C or SIGTERM. Then they are cancelled."""
+"""Seconds that running answers get to finish after Ctrl-C or SIGTERM, before they are cancelled."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,9 +48,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def load(directory: str, device: str | None) -> tuple[Any, Any]:
-    """Load a model, its experts on fp8moe, and its tokenizer. device: None for a GPU if there is one.
+    """Return a model whose experts run on fp8moe, and its tokenizer. device: None for a GPU if there is one.
 
-    Raises ValueError for a checkpoint of which there is no such model or tokenizer.
+    Raises ValueError for a checkpoint that fp8moe or transformers cannot load, or that has no fast tokenizer.
     """
     import transformers
 
@@ -65,7 +65,7 @@ def load(directory: str, device: str | None) -> tuple[Any, Any]:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
         architecture = getattr(transformers, transformers.AutoConfig.from_pretrained(directory).architectures[0])
-    except Exception as error:  # broken files make transformers raise anything
+    except Exception as error:  # for broken files transformers raises exceptions of any type
         raise ValueError(f"{directory}: transformers cannot read it ({reason_of(error)})") from error
     if not tokenizer.is_fast:
         raise ValueError(f"{directory}: its tokenizer is not a fast one (tokenizer.json), which serve needs")
@@ -76,9 +76,9 @@ def load(directory: str, device: str | None) -> tuple[Any, Any]:
 
 
 def make_decoder(model: Any, slots: int, max_length: int | None) -> Any:
-    """Return a GraphDecoder for so many sequences at once; None, with a warning, where transformers has to generate.
+    """Return a GraphDecoder for `slots` sequences; or warn and return None if only transformers can serve the model.
 
-    Raises ValueError for a model that neither serves, and for more tokens than it has positions.
+    Raises ValueError for a model that neither can serve, and for a `max_length` above the model's number of positions.
     """
     from fp8moe.decode import GraphDecoder
     from fp8moe.hf.architecture import reason_of
@@ -94,7 +94,7 @@ def make_decoder(model: Any, slots: int, max_length: int | None) -> Any:
     except TypeError as error:
         raise ValueError(str(error)) from error
     except ValueError as error:
-        if config.settings.batch_invariant:  # which transformers' is not
+        if config.settings.batch_invariant:  # transformers' continuous batching is not invariant
             raise
         reason = str(error)
     try:
@@ -112,7 +112,7 @@ def make_decoder(model: Any, slots: int, max_length: int | None) -> Any:
 
 
 def _announce(options: argparse.Namespace, port: int, decoder: Any) -> None:
-    """Say that clients can come."""
+    """Print where the server listens, and its limits, now that clients can connect."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     facts = {"model": options.model, "url": f"http://{host}:{port}/v1", "runs": "transformers"}
     if decoder is not None:

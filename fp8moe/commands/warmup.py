@@ -25,7 +25,7 @@ from fp8moe.runtime.record import in_own_process
 from fp8moe.runtime.sm90 import USUAL_SMS
 from fp8moe.weights.source import CONFIG, read_json
 
-_FEW_ENOUGH = 8192  # tokens: prompts of more need no further kernels, but those of GEMMs
+_FEW_ENOUGH = 8192  # tokens: longer prompts need more GEMM variants, but no other further kernels
 _WAY_OUT = "expected a directory of your own, writable by nobody else, with 256 MB of room (docs/warmup.md)"
 
 
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_source(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what config.json holds, or would hold. Raises ValueError where there is none."""
+    """Return the model's configuration, from SRC or --model-type, with --set applied. Raises ValueError if unusable."""
     if (options.source is None) == (options.model_type is None):
         raise ValueError("expected either SRC or --model-type")
     if options.source is None:
@@ -82,7 +82,7 @@ def _print_missing(
 
 
 def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argparse.Namespace) -> list[KernelSpec]:
-    """Return all kernels that may be launched."""
+    """Return every kernel that the model may launch within the limits of the options."""
     if importlib.util.find_spec("transformers") is None:
         raise RuntimeError("transformers, which makes the models, is not installed: pip install transformers")
     from fp8moe.decode.prefill import MOST_WHOLE_TOKENS
@@ -99,7 +99,7 @@ def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argpars
 def _record(
     source: dict[str, Any], batch_sizes: list[int], tokens: int, sms: int, given: Collection[str] = ()
 ) -> RequiredKernels:
-    """Find what the model of a configuration needs. given: names of the source that were set by hand."""
+    """Return the kernels and GEMM families that a model needs. source: its configuration. given: names set by --set."""
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
@@ -115,15 +115,15 @@ def _record(
             raise ValueError(f"--set {name}: the configuration of {model_type} has no such value")
     try:
         made = CONFIG_MAPPING[model_type].from_dict(source)
-    except Exception as error:  # a broken config.json makes transformers raise anything
+    except Exception as error:  # transformers may raise anything for a broken config.json
         raise ValueError(f"config.json: transformers cannot read it ({reason_of(error)})") from None
     return required_kernels([made], batch_sizes, tokens, sms)
 
 
 def _variants(family: Family, rows: int, tokens: int, decoder: int, sms: int) -> set[KernelSpec]:
-    """A family's GEMMs for prompts of 1 to `tokens`, and those that GraphDecoder loads for up to `decoder`.
+    """Return the kernels of a GEMM family for prompts of 1 to `tokens` tokens, and for up to `decoder` in GraphDecoder.
 
-    rows: of the family, for one token.
+    rows: rows of the GEMM per token.
     """
     return family.all_variants(rows, rows * tokens, sms) | family.variants(rows * decoder, sms)
 
@@ -142,9 +142,9 @@ def _missing(pool: ProcessPoolExecutor, kernels: list[KernelSpec]) -> list[Kerne
 
 
 def _raise_error(spec: KernelSpec, error: BaseException | None) -> None:
-    """Raise the error of a compilation, if there is one, naming its kernel."""
+    """Raise the error of a compilation, if there is one, with the kernel's name in the message."""
     if isinstance(error, BrokenProcessPool):
-        raise error  # of all kernels that were still to come
+        raise error  # concerns all kernels not yet compiled, not this one
     if error is not None:
         raise RuntimeError(f"{_described(spec)}: {error}") from error
 
@@ -156,7 +156,7 @@ def _described(spec: KernelSpec) -> str:
 
 @contextmanager
 def _processes(count: int, directory: Path) -> Iterator[ProcessPoolExecutor]:
-    """Start processes with `directory` as their cache. Where this one stops early they finish what they are at."""
+    """Start worker processes with `directory` as kernel cache. On an early exit they finish their current kernel."""
     pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_begin, initargs=(directory,))
     try:
         yield _started(pool)
@@ -167,9 +167,9 @@ def _processes(count: int, directory: Path) -> Iterator[ProcessPoolExecutor]:
 
 
 def _started(pool: ProcessPoolExecutor) -> ProcessPoolExecutor:
-    """Start the processes of a pool so that Ctrl-C, which reaches all of a terminal, ends this process alone.
+    """Start the processes of a pool with SIGINT blocked, so that Ctrl-C in the terminal interrupts this process only.
 
-    A signal that is blocked here stays blocked in what is started meanwhile, from its first instruction on.
+    A process inherits the signals that are blocked here when it starts.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

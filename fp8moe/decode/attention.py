@@ -1,10 +1,10 @@
 """Attention that reads a static cache in place, for decode steps and prompts.
 
-A decode step runs `kernels.decoder_ops.decode_attention`. Several tokens run PyTorch's flash attention: each row of the
-batch is a sequence, whose keys the kernel finds in the cache by strides. Whole prompts without padding run the causal
-attention that PyTorch chooses, on a GPU cuDNN's, which is faster.
+A decode step runs `kernels.decoder_ops.decode_attention`. Calls with several tokens run PyTorch's flash attention: each
+row of the batch is a sequence, whose keys the kernel finds in the cache by strides. Whole prompts without padding run
+the causal attention that PyTorch chooses, on a GPU cuDNN's, which is faster.
 
-An `AttentionMetadata` replaces the mask. Other attention gets the masks of transformers, in which
+An `AttentionMetadata` replaces the mask. Other attention implementations get transformers' masks, in which
 `hf.patches.take_offsets_of_rows` allows rows of different lengths.
 """
 
@@ -25,10 +25,10 @@ NAME = "fp8moe_decode"
 
 
 class AttentionMetadataBuilder:
-    """Builds the AttentionMetadata of calls that read a cache of `length` columns.
+    """Builds the AttentionMetadata of model calls that read a cache of ``length`` columns.
 
-    begin, columns (B,) int64: the columns of each row's first token and first new token; a query sees the columns from
-    begin to its own. ranks: the number of ranks that share the key heads.
+    begin, columns (B,) int64: the columns of each row's first token and first new token; a query attends to the columns
+    from begin to its own. ranks: the number of ranks that the key heads are split over.
     """
 
     def __init__(self, begin: Tensor, columns: Tensor, length: int, ranks: int = 1):
@@ -37,12 +37,13 @@ class AttentionMetadataBuilder:
         self._whole = False
 
     def next_call(self, *, whole: bool = False) -> None:
-        """Forget the metadata of the last call. whole: the rows have new tokens only, and no padding."""
+        """Discard the metadata of the last call. whole: whether rows have only new tokens, and no padding."""
         self._built = {}
-        self._whole = whole and not config.settings.batch_invariant  # the kernel for other prompts has other bits
+        # The causal kernel for whole prompts rounds differently from the kernel for other prompts.
+        self._whole = whole and not config.settings.batch_invariant
 
     def build(self, new_tokens: int, key_heads: int, window: int | None) -> AttentionMetadata:
-        """Return the metadata of layers of this kind, built once per call."""
+        """Return the metadata for layers with these key heads and this window, built once per call."""
         kind = new_tokens, key_heads, window
         if kind not in self._built:
             more = {} if new_tokens == 1 else self._of_several(*kind)
@@ -66,7 +67,7 @@ _builder: ContextVar[AttentionMetadataBuilder | None] = ContextVar("builder", de
 
 @contextmanager
 def used_by(model: Any, name: str | None, builder: AttentionMetadataBuilder | None = None) -> Iterator[None]:
-    """Set the model's attention implementation, None for its own, and the builder of metadata instead of masks."""
+    """Within the context, run the model with this attention implementation (None: its own) and metadata builder."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -92,9 +93,9 @@ def attention_metadata(
     config: Any,
     **others,
 ) -> AttentionMetadata:
-    """Return the metadata from the builder of `used_by`; transformers calls this to make a mask.
+    """Return the metadata from the builder set by `used_by`. transformers calls this function to make a mask.
 
-    local_size: of a sliding window. Raises UnsupportedAttention for other masks.
+    local_size: the size of a sliding window, or None. Raises UnsupportedAttention for masks of other kinds.
     """
     from transformers.masking_utils import causal_mask_function
 
@@ -117,11 +118,13 @@ def attend(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query (B, heads, T, D), key and value (B, key heads, columns, D) of the cache, or the first of its columns
-    -> (B, T, heads, D). The query of a padded token gives 0.
+    """Compute attention over the cache; transformers calls this function as the attention implementation `NAME`.
 
-    Raises UnsupportedAttention for dropout, float32, sizes that the kernel does not have, and whatever else the model
-    passes on: soft caps, sinks, position biases, selected tokens.
+    query: (B, heads, T, D). key, value: (B, key heads, columns, D) of the cache, all columns or the first ones. Returns
+    (B, T, heads, D), and None for the attention weights. The query of a padded token gives 0.
+
+    Raises UnsupportedAttention for dropout, float32, sizes that the kernel does not have, and anything else that the
+    model passes: soft caps, sinks, position biases, selected tokens.
     """
     metadata = attention_mask
     batch, heads, new, size = query.shape
@@ -145,7 +148,7 @@ def _several_tokens(
     batch, heads, new, size = query.shape
     length = metadata.length
     key_heads, end = key.shape[1:3]
-    # In the strided view, row b * key_heads * length + j has at head h the key j of (b, h).
+    # In the strided view, row b * key_heads * length + j at head h is key j of sequence b and head h.
     strided = (batch * key_heads * length - (key_heads - 1) * length, key_heads, size), (size, length * size, 1)
     output = _flash_attention(
         query.transpose(1, 2).reshape(batch * new, heads, size),
@@ -170,10 +173,10 @@ def _flash_attention(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """query (queries, heads, D); key, value (keys, key heads, D); sequences: of an AttentionMetadata.
+    """Run PyTorch's flash attention on packed sequences; return the output, shaped like ``query``.
 
-    The last query of a sequence sees all keys, each query before it one key less, and none more than `window` keys.
-    Returns the attention, like query.
+    query (queries, heads, D); key, value (keys, key heads, D); sequences: of an AttentionMetadata. The last query of a
+    sequence attends to all its keys, each query before it to one key less, and none to more than ``window`` keys.
     """
     first_query, first_key, count = sequences
     windows = {"window_size_left": window - 1, "window_size_right": 0} if window is not None else {}

@@ -1,4 +1,4 @@
-"""The cache of a decode step: tensors at fixed addresses, written in place, without counters on the host."""
+"""The KV cache of a decode step: tensors at fixed addresses, written in place, without counters on the host."""
 
 import functools
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class CachePosition:
-    """The columns of a call's new tokens, the same in all attention layers of a cache.
+    """The cache columns of a call's new tokens, shared by all attention layers.
 
-    columns (B,) int64: the column of each row's first new token; the caller of the model advances it after the call.
-    ragged: rows may differ in it.
+    columns (B,) int64: the column of each row's first new token; whoever calls the model advances it after the call.
+    ragged: whether rows may differ in it.
     """
 
     def __init__(self, size: int, device: torch.device, ragged: bool):
@@ -20,7 +20,11 @@ class CachePosition:
         self.next_call()
 
     def next_call(self, count: int = 1, start: int | None = None, end: int | None = None) -> None:
-        """Read `count` tokens a row next, from column `start` on and all before `end`, where the host knows these."""
+        """Prepare for a call that writes ``count`` tokens per row.
+
+        start: the column of the first one, the same in all rows; None if only the device knows. end: the call reads the
+        columns before it; None for all columns.
+        """
         self.start, self.end, self.count = start, end, count
         self.call = object()
         if start is None:  # (B, 1, count, 1): the column of each new token, computed once for all layers
@@ -30,9 +34,10 @@ class CachePosition:
             self.index = index[:, None, :, None]
 
     def length(self, written: bool) -> int | Tensor:
-        """Return how many tokens are cached, before or after the call's are written, as transformers' masks take it.
+        """Return the number of cached tokens, in the form that transformers' masks expect.
 
-        An int, a tensor of no dimension or, if the rows may differ, one of shape (B,).
+        written: whether the call's tokens count. Returns an int, a tensor without dimensions or, if rows may differ, a
+        tensor of shape (B,).
         """
         before = self.start
         if before is None:
@@ -40,7 +45,10 @@ class CachePosition:
         return before + self.count if written else before
 
     def write(self, target: Tensor, dim: int, values: Tensor) -> Tensor:
-        """Write (B, Hk, count, D), or with dim 1 (B, count, D), and return all columns that the new tokens may see."""
+        """Write new values into ``target``; return the columns of ``target`` that the new tokens may attend to.
+
+        values: (B, Hk, count, D) with dim 2, or (B, count, D) with dim 1; dim is that of the columns.
+        """
         if self.start is None:
             index = self.index if dim == 2 else self.index[:, 0]
             target.scatter_(dim, index.expand(values.shape), values)
@@ -50,11 +58,11 @@ class CachePosition:
 
 
 def static_cache(config: Any, max_length: int, position: CachePosition) -> Any:
-    """Make a StaticCache whose attention layers all hold `max_length` tokens and write where `position` says.
+    """Return a StaticCache whose attention layers all hold ``max_length`` tokens and write where ``position`` says.
 
-    transformers' layers write all rows at one column, and those of sliding windows count tokens on the host, which a
-    graph cannot follow. Full-length layers of our own take their place; the mask limits attention to the window.
-    Layers of linear attention hold states of a fixed size.
+    transformers' own layers write all rows at the same column, and its sliding-window layers count tokens on the host,
+    which a CUDA graph cannot follow. They are replaced by full-length layers; the mask limits attention to the window.
+    Layers of linear attention, which hold states of a fixed size, stay.
 
     Raises ValueError for layers of other kinds.
     """
@@ -70,7 +78,7 @@ def static_cache(config: Any, max_length: int, position: CachePosition) -> Any:
 
 
 def _layer(index: int, layer: Any, max_length: int, position: CachePosition, chunked: bool) -> Any:
-    """Return the layer that replaces a layer of transformers' cache."""
+    """Return the replacement for a layer of transformers' cache, or the layer itself if it can stay."""
     name = type(layer).__name__
     if name in ("LinearAttentionLayer", "DummyLayer"):
         return layer
@@ -85,9 +93,9 @@ def _layer(index: int, layer: Any, max_length: int, position: CachePosition, chu
 
 
 def copy_rows(target: Any, size: int, rows: Tensor, source: Any, chosen: Tensor, length: int) -> None:
-    """Copy the rows `chosen` (n,) of a cache, their first `length` columns and all states, to `rows` (n,) of another.
+    """Copy rows ``chosen`` (n,) of a cache, their first ``length`` columns and all states, to ``rows`` (n,) of another.
 
-    size: rows of the target. Raises ValueError if a layer of the source keeps what cannot be copied.
+    size: the number of rows of the target. Raises ValueError if a layer of the source keeps tensors of unknown kinds.
     """
     for index, (mine, theirs) in enumerate(zip(target.layers, source.layers, strict=True)):
         tensors = _row_tensors(index, theirs)
@@ -103,32 +111,32 @@ def copy_rows(target: Any, size: int, rows: Tensor, source: Any, chosen: Tensor,
 
 
 def reset(cache: Any, masked: bool) -> None:
-    """Set states to zero. masked: keys and values too, for attention that multiplies masked ones by 0."""
+    """Set states to zero. masked: also keys and values, for attention that multiplies masked values by 0."""
     for layer in cache.layers:
         if masked or hasattr(layer, "has_previous_state"):
             layer.reset()
 
 
 def clear_rows(cache: Any, rows: Tensor) -> None:
-    """Write zeros into these rows, as masked attention multiplies them by 0, which keeps a NaN."""
+    """Write zeros into these rows: attention with a mask multiplies their values by 0, which would keep a NaN."""
     for index, layer in enumerate(cache.layers):
         for tensor in _row_tensors(index, layer).values():
             tensor.index_fill_(0, rows, 0)
 
 
 def has_states(cache: Any) -> bool:
-    """Return whether layers of the cache keep states of linear attention."""
+    """Return whether any layer of the cache keeps states of linear attention."""
     return any(hasattr(layer, kind) for layer in cache.layers for kind in STATES)
 
 
 _COLUMNS = {"keys": 2, "values": 2, "indexer_keys": 1}
-"""Tensors of a layer that have a column for each token, and the dimension of the columns."""
+"""The tensors of a layer that have a column for each token, with the dimension of the columns."""
 STATES = ("conv_states", "recurrent_states")
-"""Dicts of a layer whose tensors have a state for each whole sequence."""
+"""The dicts of a layer whose tensors hold one state for each sequence."""
 
 
 def _row_tensors(index: int, layer: Any) -> dict[Any, Tensor]:
-    """Return a layer's tensors with a row for each sequence: by their names, states by (name, key)."""
+    """Return a layer's tensors that have a row for each sequence: keys and values by name, states by (name, key)."""
     tensors = {}
     for name, value in vars(layer).items():
         if name in STATES:
@@ -142,7 +150,7 @@ def _row_tensors(index: int, layer: Any) -> dict[Any, Tensor]:
 
 
 def _allocate(layer: Any, examples: dict[Any, Tensor]) -> None:
-    """Allocate the tensors that the layer lacks, with the shapes of `examples`."""
+    """Allocate the tensors that a layer does not have yet, with the shapes of ``examples``."""
     if "keys" in examples and not layer.is_initialized:
         layer.lazy_initialization(examples["keys"], examples["values"])
     if "indexer_keys" in examples and not layer.is_indexer_initialized:
@@ -154,11 +162,11 @@ def _allocate(layer: Any, examples: dict[Any, Tensor]) -> None:
 
 @functools.cache
 def _own_layers() -> dict[str, type]:
-    """Return our layer for each class of transformers'."""
+    """Return our classes of cache layers by the names of transformers' classes that they replace."""
     from transformers import cache_utils
 
     class PositionedLayer:
-        """keys (B, key heads, max_length, D) and values at fixed addresses; new tokens go where `position` says."""
+        """Keys (B, key heads, max_length, D) and values at fixed addresses, written where ``position`` says."""
 
         position: CachePosition  # the cache's owner advances it, once for all layers
         written_in = None
@@ -179,7 +187,7 @@ def _own_layers() -> dict[str, type]:
         pass
 
     class IndexedLayer(PositionedLayer, cache_utils.StaticIndexedLayer):
-        """A layer with the keys of an indexer too, (B, max_length, D)."""
+        """A layer that also keeps the keys of an indexer, (B, max_length, D)."""
 
         def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
             if not self.is_indexer_initialized:
@@ -187,7 +195,7 @@ def _own_layers() -> dict[str, type]:
             return self.position.write(self.indexer_keys, 1, indexer_key_states)
 
     class HybridLayer(PositionedLayer, cache_utils.LinearAttentionAndStaticFullAttentionLayer):
-        """A layer with states of linear attention too."""
+        """A layer that also keeps states of linear attention."""
 
     return {
         "StaticLayer": FullLayer,

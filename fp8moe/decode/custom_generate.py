@@ -1,4 +1,4 @@
-"""The arguments of transformers' ``model.generate(custom_generate=decoder)``, as options of GraphDecoder.generate."""
+"""Translate arguments of transformers' ``model.generate(custom_generate=decoder)`` for GraphDecoder.generate."""
 
 from collections.abc import Iterable
 from types import FrameType
@@ -13,17 +13,17 @@ from fp8moe.decode.step import positions_of
 from fp8moe.hf import versions
 
 _WITHOUT_EFFECT = ("use_cache", "logits_to_keep", "cache_position", "output_attentions", "output_hidden_states")
-"""Model arguments that change no token. The outputs that the last two ask for are refused with the configuration."""
+"""Model arguments that change no token. The last two are refused if the generation config asks for their outputs."""
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 def translate(input_ids: Tensor, config: Any, model_arguments: dict[str, Any]) -> Options:
-    """Make options of generate from the input_ids (B, L), generation config and model arguments of transformers.
+    """Return GraphDecoder.generate's options for transformers' input_ids (B, L), generation config and model arguments.
 
-    Raises ValueError with the name of what GraphDecoder does not serve.
+    Raises ValueError that names what GraphDecoder does not support.
     """
     mode = config.get_generation_mode().value
-    if mode not in ("greedy_search", "sample", "assisted_generation"):  # assistants change no token
+    if mode not in ("greedy_search", "sample", "assisted_generation"):  # an assistant model changes no token
         raise ValueError(f"custom_generate: GraphDecoder serves greedy search and sampling, not {mode}")
     if (config.num_return_sequences or 1) > 1:
         raise ValueError(f"num_return_sequences: GraphDecoder returns one, got {config.num_return_sequences}")
@@ -43,7 +43,7 @@ def translate(input_ids: Tensor, config: Any, model_arguments: dict[str, Any]) -
 
 
 def check_processors(processors: Iterable[Any], config: Any) -> None:
-    """Raise ValueError for logits processors that are not the configuration's, or that the decoder does not have."""
+    """Raise ValueError for a logits processor that does not follow from the config, or that the decoder lacks."""
     from transformers import generation
 
     arguments = {
@@ -62,7 +62,7 @@ def check_processors(processors: Iterable[Any], config: Any) -> None:
 
 
 def check_criteria(criteria: Iterable[Any], config: Any) -> None:
-    """Raise ValueError for stopping criteria that are not the configuration's, or that the decoder does not have."""
+    """Raise ValueError for a stopping criterion that does not follow from the config, or that the decoder lacks."""
     from transformers import generation
 
     ends = [] if config.eos_token_id is None else integers("eos_token_id", config.eos_token_id)
@@ -77,7 +77,7 @@ def check_criteria(criteria: Iterable[Any], config: Any) -> None:
 
 
 def as_output(result: Tensor | tuple[Tensor, Tensor]) -> Any:
-    """Wrap tokens, or the tokens of a pair with logprobs, in the output of return_dict_in_generate."""
+    """Wrap tokens, or the tokens in (tokens, logprobs), in the class that return_dict_in_generate asks for."""
     from transformers.generation import GenerateDecoderOnlyOutput
 
     if isinstance(result, tuple):
@@ -86,9 +86,10 @@ def as_output(result: Tensor | tuple[Tensor, Tensor]) -> Any:
 
 
 def check_streamer(caller: FrameType) -> None:
-    """Raise ValueError if the calling ``model.generate`` has a streamer, which it does not pass to a custom_generate.
+    """Raise ValueError if the calling ``model.generate`` has a streamer, which would never reach the decoder.
 
-    transformers 5.24 drops all arguments of its own sampling there (``_extract_generation_mode_kwargs``).
+    transformers 5.24 does not pass arguments of its own sampling to a custom_generate
+    (``_extract_generation_mode_kwargs``). caller: the frame of ``model.generate``.
     """
     if caller.f_locals.get("streamer") is not None:
         raise ValueError(
@@ -100,7 +101,7 @@ def check_streamer(caller: FrameType) -> None:
 def _check_model_arguments(mask: Tensor, arguments: dict[str, Any]) -> None:
     known = {"attention_mask", "position_ids", *versions.CACHE_NAMES, *_WITHOUT_EFFECT}
     others = sorted(name for name, value in arguments.items() if value is not None and name not in known)
-    if arguments.get("mm_encoder_outputs") == {}:  # of a prompt without images
+    if arguments.get("mm_encoder_outputs") == {}:  # empty: a prompt without images
         others.remove("mm_encoder_outputs")
     if others:
         raise ValueError(f"{others[0]}: GraphDecoder does not pass it to the model")

@@ -32,7 +32,7 @@ from fp8moe.weights.closing import refits_of
 
 
 class _TurnLock:
-    """A lock whose holder may be a suspended generator: a thread that asks for it twice gets an error and no wait."""
+    """A lock that a suspended generator may hold: a thread that asks for it twice gets an error, not a deadlock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,65 +55,66 @@ class _TurnLock:
 class GraphDecoder:
     """Generates with a causal language model of transformers, one CUDA graph replay per token.
 
-    The decode step (one token per sequence: the model, the choice of the token, end-of-sequence bookkeeping) is
-    captured once for each of ``batch_sizes`` with a static cache; a step then costs the CPU one graph launch. The
-    prompt is read into the same cache, eagerly, or a short one from graphs of its own (`short_prompts`). Nothing in
+    The decode step (one token per sequence: running the model, choosing the token, end-of-sequence bookkeeping) is
+    captured once for each of ``batch_sizes`` with a static cache; a step then costs the CPU one graph launch. Prompts
+    are read into the same cache, eagerly or, if they are short, with graphs of their own (`short_prompts`). Nothing in
     the step depends on host values: lengths, masks, expert routing and sampling parameters are read on the device,
     so they may differ at every replay. A batch is padded up to the next captured size with copies of its first
     sequence, which choose the same experts and so read no further weights.
 
-    Where the model is on a CPU the same step runs without a graph; the results are the same.
+    On a CPU the same step runs without a graph; the results are the same.
 
-    On a GPU flash attention reads the cache where it lies, without a mask and without repeating the key heads, if it
-    serves the model: 16-bit dtypes, keys and values of one size up to 256, no soft cap, sinks or position bias, no
-    masks but causal and sliding ones. Otherwise the model's own attention does. ``attention`` is "flash", or which
-    other it is and why.
+    On a GPU, flash attention reads the cache in place, without a mask and without repeating the key heads, if it
+    supports the model: 16-bit dtypes, keys and values of one size up to 256, no soft cap, sinks or position bias, and
+    only causal and sliding-window masks. Otherwise the model's own attention runs. ``attention`` is "flash", or the
+    name of the model's own attention and the reason for it.
 
-    Memory: each batch size has a cache of its own of ``max_length`` tokens a sequence, also for layers with a sliding
-    window (the mask cuts the window); the graphs share one memory pool. Closing or deleting the decoder frees both.
+    Memory: each batch size has its own cache of ``max_length`` tokens per sequence, also for layers with a sliding
+    window (the mask limits attention to the window); the graphs share one memory pool. Closing or deleting the decoder
+    frees both.
 
-    Made inside of `fp8moe.batch_invariant`, or with FP8MOE_BATCH_INVARIANT=1, a sequence has the same tokens and
-    logarithms of probabilities whatever else is in its batch; it is to be called inside too. That needs flash
-    attention. torch.autocast changes nothing in it.
+    A decoder made inside `fp8moe.batch_invariant`, or with FP8MOE_BATCH_INVARIANT=1, gives a sequence the same tokens
+    and logprobs whatever else is in its batch; it must be called inside, too. This needs flash attention.
+    torch.autocast has no effect on a decoder.
 
-    The graphs read the weights where they lay at the capture: `fp8moe.refit` puts new ones there. After moving or
-    changing them otherwise make a new decoder; `generate` raises RuntimeError until then. Threads may share a decoder:
-    their calls take turns. A stream or run holds its turn until it ends or is closed.
+    The graphs read weights at the addresses that they had at the capture: `fp8moe.refit` writes new ones there. If you
+    move or change weights in another way, `generate` raises RuntimeError; make a new decoder. Threads may share a
+    decoder: their calls take turns. A stream or run holds its turn until it ends or is closed.
 
     ``model.generate(..., custom_generate=decoder)`` works too: see `__call__`.
 
-    Where several ranks hold the model together, by tensor or expert parallelism, each makes a decoder and the same
-    calls with the same prompts and arguments. They get the same tokens and end at the same step. A rank that leaves a
-    stream or run before the others do leaves them waiting.
+    If several ranks hold the model together, by tensor or expert parallelism, each makes a decoder, and all make the
+    same calls with the same prompts and arguments. They get the same tokens and end at the same step. A rank that
+    leaves a stream or run early leaves the others waiting.
 
     Args:
-        model: a causal language model of transformers in eval mode, or one that torch.compile,
-            DistributedDataParallel or peft has wrapped; ``model`` of the decoder is the one inside. All of it lies on
-            one device, with attention
+        model: a causal language model of transformers in eval mode. torch.compile, DistributedDataParallel or peft may
+            wrap it; the decoder's ``model`` is the one inside. All of it must be on one device, with attention
             implementation "sdpa" or "eager" (for "eager" transformers 5.17 copies a constant from the host, which
             cannot be captured). On a GPU its experts need an implementation that can be captured, such as "fp8moe"
             (fp8moe.hf.register); "eager" experts read the routing on the host.
-        batch_sizes: of the captured steps; any smaller batch is served by the next larger one.
-        max_length: most tokens of a sequence, prompt and answer together.
-        capture: False runs the step without a graph on a GPU too.
-        fuse: the parts of the model that surround its experts run in fp8moe's kernels where it has known code, as
-            after `fp8moe.hf.optimize`, in the decoder's own steps and prompts; outside of them
-            the model stays as it is. For that FP8 weights of projections that read the same input move next to each
-            other. ``fused`` lists the modules. False: none.
-        prefill_chunk: columns of a batch of prompts that are read at a time, which bounds the memory that they take.
-            None: chosen from the free memory. Models that cannot go on from their cache with several tokens, as some
-            with linear attention, read a prompt in one piece.
+        batch_sizes: the batch sizes to capture; any smaller batch runs in the next larger one.
+        max_length: the most tokens of a sequence, prompt and answer together.
+        capture: False runs the step without a graph on a GPU, too.
+        fuse: run the parts of the model that surround its experts in fp8moe's kernels, where fp8moe knows their code,
+            as after `fp8moe.hf.optimize`, but only in the decoder's own steps and prompts; elsewhere the model runs as
+            it is. For this, FP8 weights of projections with the same input are moved next to each other in memory.
+            ``fused`` lists the modules. False: none.
+        prefill_chunk: how many columns of a batch of prompts to read at a time, which bounds the memory for prompts.
+            None: chosen from the free memory. Models that cannot read several tokens after cached ones, as some with
+            linear attention, read a prompt in one piece.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or the model cannot be captured; says why. The model reads a few
-            tokens to see that its step, with a static cache, gives the logits that it gives without a cache.
+        TypeError, ValueError: an argument is wrong, or the model cannot be captured; the message says why. To find out,
+            the model reads a few tokens, for which its step, with a static cache, must give the same logits as the
+            model without a cache.
         RuntimeError: the capture itself failed.
     """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError("GraphDecoder cannot be copied or pickled: its graphs are those of one process; make another")
 
-    @torch.inference_mode(False)  # whatever the caller's mode: what is kept here must stay writable outside it
+    @torch.inference_mode(False)  # tensors made here must be writable outside of inference mode
     def __init__(
         self,
         model: Any,
@@ -165,45 +166,45 @@ class GraphDecoder:
         """Return the prompts, each followed by its continuation, as ``model.generate`` does.
 
         input_ids: (B, L) integers. Shorter prompts are padded on the left.
-        max_new_tokens: most tokens of a continuation.
-        attention_mask: (B, L), 0 where a prompt is padded. None: where it has the pad token, if that is no end token;
-            otherwise none is padded.
+        max_new_tokens: the most tokens of a continuation.
+        attention_mask: (B, L), 0 where a prompt is padded. None: the prompts are padded where they have the pad token,
+            unless that is also an end token; then they have no padding.
         eos_token_id: a sequence ends after any of these tokens. None: those of ``model.generation_config``; (): none.
-        pad_token_id: what follows the end of a sequence while others go on. None: that of ``model.generation_config``,
-            else the first end token.
-        do_sample: False: the most probable token. True: a random one of those that top_k, top_p and min_p leave, as
-            transformers defines them, with probabilities at this temperature (below 1e-5: as without do_sample). What
-            is None comes from ``model.generation_config``; what is None there too is off.
-        repetition_penalty: above 1, logits of tokens in the prompt or the answer are divided by it, or multiplied where
-            they are negative, as by transformers. presence_penalty: subtracted from logits of tokens in the answer.
-            Both also without do_sample; there only the first comes from ``model.generation_config``, too.
-        seed: an integer of 64 bits for all sequences, or one for each. What a sequence draws depends on its own seed
-            and logits alone: the same prompt twice in a batch gives the same answer twice if the seed is one integer.
-            None: PyTorch's default generator draws one for each, on several ranks that of the first.
-        streamer: of transformers, such as TextStreamer: gets the prompts, then the tokens (B,) of each step.
-        stop_strings: a sequence ends after the token that completes one of these in the text of ``tokenizer``. None:
-            those of ``model.generation_config``.
-        prefix: of `prefix`: the prompts follow it. It is not in what is returned.
-        return_logprobs: also return the logarithms of the probabilities that the model gave the new tokens, (B, n)
-            float32, before penalties, temperature and filters; 0 after the end of a sequence.
+        pad_token_id: fills a sequence after its end while others continue. None: the one of
+            ``model.generation_config``, else the first end token.
+        do_sample: False chooses the most probable token. True draws one from those that top_k, top_p and min_p leave,
+            as transformers defines them, with probabilities at this temperature (below 1e-5: as without do_sample).
+            An option that is None comes from ``model.generation_config``; if it is None there too, it is off.
+        repetition_penalty: as in transformers, logits of tokens in the prompt or the answer are divided by it, or
+            multiplied where they are negative. presence_penalty: subtracted from logits of tokens in the answer. Both
+            apply without do_sample, too; then ``model.generation_config`` sets only the default of repetition_penalty.
+        seed: a 64-bit integer for all sequences, or one for each. What a sequence draws depends only on its own seed
+            and logits: with one integer for all, the same prompt twice in a batch gives the same answer twice. None:
+            PyTorch's default generator draws one for each; of several ranks, the generator of the first.
+        streamer: a streamer of transformers, such as TextStreamer: gets the prompts, then the tokens (B,) of each step.
+        stop_strings: a sequence ends after the token that completes one of these strings in the text that
+            ``tokenizer`` decodes. None: those of ``model.generation_config``.
+        prefix: a result of `prefix`, which the prompts continue. Its tokens are not returned.
+        return_logprobs: also return the log probabilities that the model gave the new tokens, (B, n) float32, before
+            penalties, temperature and filters; 0 after the end of a sequence.
         Integers may be of any kind: Python's, numpy's, tensors of one element.
         Returns (B, L + n) int64 on the device of ``input_ids``; n is max_new_tokens, or less if every sequence ended.
 
         Raises TypeError or ValueError for wrong arguments: more than max_length tokens, more sequences than the largest
         captured batch, padding on the right; ValueError for settings of ``model.generation_config`` that would change
-        tokens and are not applied (suppress_tokens, bad_words_ids, min_length, num_beams...), or if the model is in
+        tokens but are not applied (suppress_tokens, bad_words_ids, min_length, num_beams...), or if the model is in
         training mode; NaNLogits, a ValueError with what was generated, if the logits of a sequence become NaN.
-        RuntimeError if the weights have changed since the capture otherwise than by a complete `fp8moe.refit`, or
-        change meanwhile, or the decoder is closed.
+        RuntimeError if the weights have changed since the capture other than by a complete `fp8moe.refit`, or change
+        during the call, or if the decoder is closed.
         """
         return self._only(parse(self, input_ids, options, self.model.generation_config))
 
     def stream(self, input_ids: Tensor, **options: Unpack[Options]) -> Iterator[Tensor]:
         """Yield the new tokens of each step, (B,) int64 on the device of ``input_ids``, until every sequence has ended.
 
-        After its end a sequence has pad tokens. Arguments and errors are those of `generate`, but for return_logprobs;
-        what is wrong is raised here, what happens on the way from the iterator. A step is yielded while the GPU is at
-        work on the next one. Leaving the loop or closing the iterator frees the decoder.
+        After its end, a sequence has pad tokens. Arguments and errors are those of `generate`, except return_logprobs.
+        This call raises the errors of wrong arguments; the iterator raises all others. A step is yielded while the GPU
+        works on the next one. Leaving the loop or closing the iterator frees the decoder.
         """
         request = parse(self, input_ids, options, self.model.generation_config)
         if request.return_logprobs:
@@ -214,13 +215,14 @@ class GraphDecoder:
     @torch.inference_mode(False)
     @torch.no_grad()
     def prefix(self, input_ids: Tensor) -> Prefix:
-        """Read the beginning of many prompts once: (n,) or (1, n) integers. For `generate`, `stream` and `run`.
+        """Read the common beginning of many prompts once, for use in `generate`, `stream` and `run`.
 
-        What `generate` returns after it is what it returns for the whole prompt, without the prefix. It holds keys,
-        values and states of n tokens, in memory of its own, and serves this decoder until the weights change.
+        input_ids: (n,) or (1, n) integers. With a prefix, `generate` returns what it would return for the whole prompt,
+        without the prefix's tokens. A prefix holds the keys, values and states of n tokens in memory of its own, and
+        can be used with this decoder until the weights change.
 
-        Raises TypeError or ValueError for other tensors, for no room after it, and for a model that cannot read several
-        tokens after others. RuntimeError as `generate`.
+        Raises TypeError or ValueError for other tensors, if no room is left after the prefix, and for a model that
+        cannot read several tokens after cached ones. RuntimeError as `generate`.
         """
         with self.turn(), self.on_device():
             return Prefix(self, parse_prefix(self, input_ids))
@@ -228,21 +230,21 @@ class GraphDecoder:
     def run(
         self, requests: Iterable[Mapping[str, Any]], *, progress: bool | Callable[[int, int | None], None] | None = None
     ) -> Iterator[tuple[int, Result]]:
-        """Serve many requests over the rows of the largest batch: one that ends frees its row for one that waits.
+        """Serve many requests with continuous batching: a request that ends frees its row of the batch for another.
 
         requests: dicts of `generate`'s arguments, each for one prompt, input_ids (length,). The iterable may be lazy
-            and have no end: no more are taken than can wait. A streamer gets its prompt, then its tokens one by one;
-            what it raises ends the run.
-        progress: True for a bar on standard error; or a function, given the number of results and of requests, None
-            where that is not known.
+            and endless: it is read only as far ahead as there are rows. A streamer gets its prompt, then its tokens one
+            by one; if it raises, the run ends.
+        progress: True for a bar on standard error; or a function, which is called with the number of results and the
+            number of requests, None if that is unknown.
 
-        Yields (index of the request, new tokens (n,) without padding) as they end, with return_logprobs (index,
+        Yields (index of the request, new tokens (n,) without padding) as requests end; with return_logprobs, (index,
         (tokens, logprobs)). A request that is refused, or whose logits become NaN, gives (index, ValueError), and the
-        others go on. A request's tokens do not depend on the others but for rounding. Closing the iterator, or leaving
-        the loop and dropping it, frees the rows.
+        others go on. A request's tokens do not depend on other requests, except for rounding. Closing the iterator, or
+        leaving the loop and dropping the iterator, frees the rows.
 
-        Raises TypeError for wrong arguments, ValueError for a model whose rows cannot have lengths of their own;
-        the iterator RuntimeError as `generate`.
+        Raises TypeError for wrong arguments, and ValueError for a model that cannot have rows of different lengths in a
+        batch. The iterator raises RuntimeError as `generate`.
         """
         if isinstance(requests, Mapping | str | Tensor) or not isinstance(requests, Iterable):
             raise TypeError(
@@ -258,7 +260,7 @@ class GraphDecoder:
         return run(self, requests, progress)
 
     def stats(self) -> Stats:
-        """Return calls, tokens, times and memory so far: see `stats.Stats`. Waits for nothing but ended calls."""
+        """Return calls, tokens, times and memory so far: see `stats.Stats`. Waits only for calls that have ended."""
         return self._records.stats(cache_bytes(step.cache for step in self.steps.values()), pool_bytes(self._pool))
 
     def __call__(
@@ -278,18 +280,18 @@ class GraphDecoder:
         return_logprobs: bool = False,
         **model_arguments: Any,
     ) -> Any:
-        """Generate for ``model.generate(..., custom_generate=decoder)``, which calls this with what it has prepared.
+        """Generate for ``model.generate(..., custom_generate=decoder)``, which calls this with prepared arguments.
 
-        Settings come from ``generation_config``; presence_penalty, seed, prefix and return_logprobs may be given to
-        ``model.generate`` as well. It passes no tokenizer and no streamer on: give it
+        Settings come from ``generation_config``; presence_penalty, seed, prefix and return_logprobs may also be given
+        to ``model.generate``. transformers does not pass on a streamer or a tokenizer: for a streamer, use
         ``custom_generate=functools.partial(decoder, streamer=streamer)``, and for stop strings
         ``functools.partial(decoder, tokenizer=tokenizer)``.
 
-        Returns what `generate` does; with return_dict_in_generate the tokens are in a GenerateDecoderOnlyOutput.
+        Returns what `generate` does; with return_dict_in_generate, the tokens are in a GenerateDecoderOnlyOutput.
 
-        Raises ValueError naming what is not served: another model, beams, several sequences for a prompt, logits
-        processors and stopping criteria that `generate` has no argument for, scores, model arguments, a streamer that
-        ``model.generate`` was given and that would get no tokens.
+        Raises ValueError that names what is not supported: another model, beams, several sequences for a prompt, logits
+        processors and stopping criteria that `generate` has no argument for, scores, model arguments, or a streamer
+        given to ``model.generate``, which would get no tokens.
         """
         if model is not self.model:
             raise ValueError(f"custom_generate: this decoder was made for another {type(self.model).__name__}")
@@ -327,7 +329,10 @@ class GraphDecoder:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for this thread's turn. Raises RuntimeError or ValueError if the decoder or its model is not ready."""
+        """Hold the decoder for one call, after calls of other threads.
+
+        Raises RuntimeError or ValueError if the decoder or its model is not ready.
+        """
         with self._lock:
             if not self.steps:
                 raise RuntimeError("the decoder is closed")
@@ -342,11 +347,11 @@ class GraphDecoder:
             yield
 
     def step_of(self, size: int, max_length: int) -> Step:
-        """Make a step that is not captured, with a cache of its own."""
+        """Return a new step without a graph, with a cache of its own."""
         return Step(self.model, size, max_length, self.device, self.capabilities, self.prefill_chunk)
 
     def reader(self) -> Step | None:
-        """Return the step that reads short prompts from graphs for `run`; None where none can be captured."""
+        """Return the step that reads short prompts with CUDA graphs for `run`, or None if they cannot be captured."""
         if self._pool is not None and self._reader is None:
             size = ceil_div(self.batch_sizes[-1], ROWS_PER_NEWCOMER)
             self._reader = self.step_of(size, MOST_GRAPH_TOKENS // size)
@@ -355,9 +360,9 @@ class GraphDecoder:
 
     @contextmanager
     def on_device(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-        """Make the model's device the current one, and on it this stream, with torch.autocast off, as in a capture.
+        """Make the model's device current, and this stream on it, with torch.autocast off, as at the capture.
 
-        Tensors that transformers makes without naming a device are on the CPU, whatever the caller's default is.
+        The caller's default device has no effect: tensors that transformers makes without a device are on the CPU.
         """
         current: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "cuda":
@@ -366,14 +371,14 @@ class GraphDecoder:
             yield
 
     def _only(self, request: Request) -> Any:
-        """Return the result of a request that is alone. Raises NaNLogits."""
+        """Run a single request and return its result. Raises NaNLogits."""
         ((_, result, _),) = decode(self, request)
         if isinstance(result, ValueError):
             raise result
         return result
 
     def _steps(self, request: Request) -> Iterator[Tensor]:
-        """Yield the tokens of each step of a request that is alone. Raises NaNLogits at the end."""
+        """Run a single request and yield the tokens of each step. Raises NaNLogits at the end."""
         with closing(decode(self, request)) as coming:
             for _, value, last in coming:
                 if not last:
@@ -382,7 +387,7 @@ class GraphDecoder:
                     raise value
 
     def _find_capabilities(self, fuse: bool) -> Capabilities:
-        """Find the model's capabilities, with flash attention where it serves the model."""
+        """Find the model's capabilities, with flash attention if it supports the model."""
         flash = FLASH if self.device.type == "cuda" else None
         fused = (find_fused(self.model) or None) if fuse else None
         capabilities, refusals = find_capabilities(self.model, self.device, self.captured, flash, fused)
@@ -397,7 +402,7 @@ class GraphDecoder:
         self._pool = torch.cuda.graph_pool_handle()
         with self.on_device(), torch.no_grad():
             stream = capture_stream(torch.cuda.current_device())
-            # The largest first: the smaller ones then find room in the pool.
+            # The largest first: smaller ones then reuse its memory in the pool.
             for size in reversed(self.batch_sizes):
                 try:
                     self.steps[size].capture(stream, self._pool)

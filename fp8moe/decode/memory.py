@@ -1,24 +1,24 @@
-"""The number of columns of a batch of prompts that fit into free memory at once."""
+"""Compute how many columns of a batch of prompts can be read at once in the free memory."""
 
 from typing import Any
 
 import torch
 
 MOST_WHOLE_TOKENS = 65536
-"""Most tokens of a batch that are read in one piece, if memory allows it: attention is fastest then."""
+"""The most tokens of a batch to read in one piece, if memory allows it: attention is fastest then."""
 MOST_TOKENS = 8192
-"""Most tokens of a batch in one of several pieces: with more the kernels gain little."""
+"""The most tokens of a batch in one of several pieces: the kernels gain little from more."""
 LEAST_COLUMNS = 64
 FREE_MEMORY_FRACTION = 0.5
-"""The part of the free memory that a piece may take."""
-_RECEIVED, _SUM = 1.1, 4  # bytes of a quantized token's column with its scale, and of a partial sum's
+"""The fraction of the free memory that one piece may take."""
+_RECEIVED, _SUM = 1.1, 4  # bytes per hidden value: of a received FP8 token with scales, and of a partial sum
 
 
 def columns_at_a_time(model: Any, batch: int, end: int, device: torch.device, *, masked: bool, ranks: int = 1) -> int:
-    """Return how many columns of a batch of prompts to read at once, of `end`; all of them on a CPU.
+    """Return how many of the ``end`` columns of a batch of prompts to read at once; on a CPU all of them.
 
-    masked: the attention takes a mask, and keys are repeated for all heads. ranks: the number that share the experts;
-    each has room for the tokens of all and for the sums of all.
+    masked: whether attention takes a mask, for which keys are repeated for all heads. ranks: how many ranks share the
+    experts; each needs room for the tokens and the partial sums of all.
     """
     if device.type != "cuda":
         return end
@@ -30,7 +30,7 @@ def columns_at_a_time(model: Any, batch: int, end: int, device: torch.device, *,
     each = _values_of_a_token(config) * itemsize
     if ranks > 1:
         each += ranks * (_RECEIVED + _SUM) * config.hidden_size
-    if getattr(config, "kv_lora_rank", None):  # all latents are expanded, then put together with the rotated part
+    if getattr(config, "kv_lora_rank", None):  # MLA expands all latents, then joins them with the rotary part
         room -= batch * end * heads * (2 * size + 2 * config.v_head_dim) * itemsize
     if masked:
         room -= 2 * batch * end * heads * size * itemsize
@@ -42,7 +42,7 @@ def columns_at_a_time(model: Any, batch: int, end: int, device: torch.device, *,
 
 
 def _values_of_a_token(config: Any) -> int:
-    """Estimate, from above, the values that a layer holds at once for a token."""
+    """Return an upper estimate of the number of values that a layer holds at once for each token."""
     chosen = getattr(config, "num_experts_per_tok", None) or 1
     dense = getattr(config, "intermediate_size", None) or 0
     experts = getattr(config, "moe_intermediate_size", None) or dense

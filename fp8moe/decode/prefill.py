@@ -1,4 +1,4 @@
-"""Prompts on a GPU: kernels that are loaded ahead, and CUDA graphs of short ones."""
+"""Prompts on a GPU: load their kernels in advance, and read short prompts with CUDA graphs."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,16 +14,16 @@ from fp8moe.runtime.jit import load_all
 from fp8moe.runtime.launch import num_sms
 
 MOST_GRAPH_TOKENS = 4096
-"""Most tokens of a batch: twice as many take the GPU longer to compute than the host to launch."""
+"""The most tokens of a batch with a graph: twice as many take the GPU longer to compute than the host to launch."""
 COLUMNS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""The numbers of columns to which prompts from graphs are padded."""
+"""The numbers of columns that prompts are padded to, so that a graph can read them."""
 
 
 def compile_for_prompts(device_index: int, tokens: int) -> None:
-    """Load every GEMM that prompts of up to `tokens` tokens may choose, of all models whose step has run."""
+    """Load every GEMM kernel that prompts of up to ``tokens`` tokens may use, for all models whose step has run."""
     tokens = min(tokens, MOST_WHOLE_TOKENS)
     sms = num_sms(device_index)
-    known = [*families.items()]  # at once: other threads may add to them meanwhile
+    known = [*families.items()]  # a copy: other threads may add families meanwhile
     load_all(set().union(*(family.variants(rows * tokens, sms) for family, rows in known)))
 
 
@@ -34,29 +34,29 @@ class _Graph(NamedTuple):
 
 
 class ShortPrompts:
-    """CUDA graphs that read short prompts in a step of `size` rows; none if the model reads values on the host.
+    """CUDA graphs that read short prompts in a step of ``size`` rows; none if the model reads values on the host.
 
     The host takes longer to launch the kernels of a short prompt than the GPU to run them. Prompts are padded on the
-    left to one of COLUMNS, each of which has a graph, captured at its second use. All graphs share one memory pool.
+    left to one of COLUMNS. Each of these lengths has a graph, captured at its second use. All share one memory pool.
 
-    chunk: most columns to read at a time.
+    chunk: the most columns to read at a time.
     """
 
     def __init__(self, size: int, chunk: int | None, stream: torch.cuda.Stream, pool: tuple[int, int]):
         self._stream, self._pool = stream, pool
         most = min(MOST_GRAPH_TOKENS // size, chunk or MOST_GRAPH_TOKENS)
         self.columns = [columns for columns in COLUMNS if columns <= most]
-        self._graphs: dict[int, _Graph | None] = {}  # None: seen once
+        self._graphs: dict[int, _Graph | None] = {}  # by columns; None after the first use
 
     @property
     def most(self) -> int:
-        """Columns of the longest prompts that may have a graph; 0 if none may."""
+        """Return the number of columns of the longest prompts that may have a graph, 0 if none may."""
         return max(self.columns, default=0)
 
     def fit(self, tokens: Tensor, mask: Tensor | None, room: int) -> tuple[Tensor, Tensor | None]:
-        """Pad prompts (B, T) to columns that a graph may read, and their mask; unchanged if they are too long.
+        """Pad prompts (B, T) and their mask to a length that a graph may read; return them unchanged if too long.
 
-        room: most columns.
+        room: the most columns to pad to.
         """
         length = tokens.shape[1]
         columns = next((columns for columns in self.columns if columns >= length), None)
@@ -68,7 +68,10 @@ class ShortPrompts:
         return pad(tokens, missing), pad(mask.bool(), missing)
 
     def read(self, tokens: Tensor, eagerly: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the logits that `eagerly` gives for tokens (B, T), T one of `columns`; valid until the next call."""
+        """Return ``eagerly(tokens)``, the logits, from a graph if there is one; they are valid until the next call.
+
+        tokens: (B, T), where T is one of ``self.columns``.
+        """
         columns = tokens.shape[1]
         known = self._graphs.get(columns)
         if known is not None:
@@ -88,7 +91,7 @@ class ShortPrompts:
 
     def _capture(self, tokens: Tensor, eagerly: Callable[[Tensor], Tensor]) -> None:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on calling CUDA.
+        # "thread_local", so that other threads may call CUDA during the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = eagerly(tokens)
         self._graphs[tokens.shape[1]] = _Graph(graph, tokens, logits)

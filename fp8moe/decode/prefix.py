@@ -1,4 +1,4 @@
-"""A prefix shared by prompts, read once."""
+"""A prefix that many prompts share, which is read once."""
 
 import weakref
 from typing import Any
@@ -11,13 +11,13 @@ from fp8moe.decode.use import ModelState
 
 
 class Prefix:
-    """A prefix of prompts: tokens (n,) int64, and a cache of exactly this length that holds them.
+    """A prefix of prompts: its tokens (n,) int64, and a cache of n columns with their keys, values and states.
 
-    pads: whether prompts of one batch after the prefix may have different lengths.
+    pads: whether the prompts that follow it in one batch may have different lengths.
     """
 
     def __init__(self, decoder: Any, tokens: Tensor):
-        """tokens (1, n) int64, on the model's device."""
+        """Read the prefix into a cache. tokens (1, n) int64: on the model's device."""
         self.tokens = tokens[0]
         self.length = tokens.shape[1]
         self._decoder = weakref.ref(decoder)
@@ -36,13 +36,13 @@ class Prefix:
             raise ValueError(f"prefix: {change} since it was made: make it again")
 
     def put(self, step: Any, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, int | None]:
-        """Begin the rows of a started step with the prefix. tokens, mask (B, T): the prompts after it.
+        """Copy the prefix into all rows of a step, after `Step.start`. tokens, mask (B, T): the prompts that follow.
 
-        Padding between prefix and prompt could not be masked. Instead the last tokens of the prefix are read again in
-        its place, in rows of different lengths.
+        Padding between the prefix and a prompt could not be masked. Instead, the last tokens of the prefix are read
+        again in place of the padding, and rows begin at different columns.
 
-        Returns the tokens to read and the column where they begin, None where the rows differ in it.
-        Raises ValueError for padding that is not on the left, or that the model cannot do without.
+        Returns the tokens to read and the column where they begin, or None if rows differ in it.
+        Raises ValueError for padding that is not on the left, or if the model cannot have rows of different lengths.
         """
         size, new = tokens.shape
         row = torch.arange(size, device=tokens.device)

@@ -1,4 +1,4 @@
-"""Checks that a model can be decoded, by its modules and by the logits of a decode step for a few tokens."""
+"""Check that a decoder can run a model, by the model's modules and by the logits of a decode step for a few tokens."""
 
 import inspect
 from typing import Any
@@ -16,13 +16,13 @@ from fp8moe.runtime.checks import FLOATING
 
 PADDING = 2
 PROMPT = 8
-"""Tokens of the probe's prompt, padding on the left included."""
+"""The number of tokens of the probe's prompt, including the padding on its left."""
 CHUNK = 5
 NEW = 3
 
 
 def device_of(model: Any) -> torch.device:
-    """Return the one device that a model lies on. Raises TypeError or ValueError for others."""
+    """Return the one device that holds a transformers model. Raises TypeError or ValueError for any other model."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -36,11 +36,11 @@ def device_of(model: Any) -> torch.device:
     return device
 
 
-_MIXING = ("DogeCDMoE",)  # routers of transformers that mix the tokens of a call, which it keeps for old checkpoints
+_MIXING = ("DogeCDMoE",)  # routers that mix the tokens of a call; transformers keeps them for old checkpoints
 
 
 def check_model(model: Any, captured: bool) -> None:
-    """Raise TypeError or ValueError for a model whose modules show that it cannot be decoded, or captured."""
+    """Raise TypeError or ValueError if the model's modules show that a decoder cannot run or, if asked, capture it."""
     name = type(model).__name__
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise TypeError(f"model: expected a causal language model, got {name}")
@@ -74,7 +74,7 @@ def check_model(model: Any, captured: bool) -> None:
 
 
 def _check_scales(model: Any) -> None:
-    """Raise ValueError for a model whose quantized weights transformers has loaded as if their codes were values."""
+    """Raise ValueError if transformers has loaded a model's quantized weights as if their codes were the values."""
     configs = (model.config, model.config.get_text_config(decoder=True))
     quantized = any(getattr(config, "quantization_config", None) is not None for config in configs)
     has_codes = any(parameter.dtype.itemsize == 1 for parameter in model.parameters())
@@ -101,18 +101,18 @@ def check_batch_invariance(model: Any, attention: str, states: bool) -> None:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Return whether transformers' use_experts_implementation made its forward."""
+    """Return whether transformers' use_experts_implementation made the module's forward."""
     return hasattr(module, "has_gate") and hasattr(getattr(module, "config", None), "_experts_implementation")
 
 
 def find_capabilities(
     model: Any, device: torch.device, captured: bool, flash: str | None, fused: Optimized | None = None
 ) -> tuple[Capabilities, dict[str, str]]:
-    """Find the capabilities with which the model gives the right logits, and reasons against the other ones.
+    """Find the capabilities with which the model gives the right logits; also return why the others are refused.
 
-    flash: the name of the attention to try. fused: modules to try in fp8moe's kernels.
-    Raises the ValueError of `check_step` for a model that is wrong without any: with its own forwards and attention,
-    rows of one length and prompts in one piece.
+    flash: the name of the attention implementation to try. fused: modules to try in fp8moe's kernels.
+    Raises the ValueError of `check_step` for a model that is wrong even without any capability: with its own forwards
+    and attention, rows of one length and prompts in one piece.
     """
     best = Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused)
     if _refusal(model, device, captured, best) is None:
@@ -130,7 +130,7 @@ def find_capabilities(
 
 
 def _refusal(model: Any, device: torch.device, captured: bool, capabilities: Capabilities) -> ValueError | None:
-    """Return the error of capabilities that fail for two sequences of tokens; one may fail by rounding alone."""
+    """Return an error if capabilities fail for two different token sequences: one may fail by rounding alone."""
     refusal = None
     for beginning in (0.25, 0.3):
         try:
@@ -146,14 +146,14 @@ def _refusal(model: Any, device: torch.device, captured: bool, capabilities: Cap
 def check_step(
     model: Any, device: torch.device, captured: bool, capabilities: Capabilities = PLAIN, beginning: float = 0.25
 ) -> None:
-    """Run a few tokens through a new decode step, and the same tokens through the model at once.
+    """Run a few tokens through a new decode step, and compare the logits with the model's for all tokens at once.
 
     A ragged step has two rows, moved from other steps; a step with chunked prefill reads the prompt in chunks.
-    beginning: the first token, as a share of the vocabulary.
+    beginning: the first token, as a fraction of the vocabulary.
 
-    Raises ValueError if the step cannot run; if it is to be captured and reads values on the host; or if its logits are
-    too far from those of the whole sequence after every new token. The limit is a share of the error of a model that
-    remembers only that token: rounding, and other experts in a near tie, stay below it after at least one token.
+    Raises ValueError if the step cannot run; if it is to be captured but reads values on the host; or if its logits are
+    too far from those of the whole sequence after every new token. The limit is a fraction of the error of a model that
+    sees only that token: rounding, or other experts chosen in a near tie, stay below it after at least one token.
     """
     name = type(model).__name__
     tokens, mask = _sequence(vocabulary(model), device, beginning)
@@ -180,7 +180,7 @@ def check_step(
             raise ValueError(f"model: the logits of {name} are NaN")
         parts = [slice(1, None)]  # after each new token
         if capabilities != PLAIN:
-            parts.append(slice(1))  # after the prompt, which is not read by the model's own code alone
+            parts.append(slice(1))  # after the prompt, if fp8moe's code takes part in reading it
         if logits.shape != whole.shape or any(_far(logits[part], whole[part], alone[part]) for part in parts):
             raise ValueError(
                 f"model: with a static cache the logits of {name} are not those that it gives without a cache: what it "
@@ -191,8 +191,11 @@ def check_step(
 
 
 def _far(stepwise: Tensor, whole: Tensor, alone: Tensor) -> bool:
-    """Return whether the step is far from the whole sequence after every token."""
-    # In 16 bits a deep model of random weights multiplies rounding errors until they are as large as the context.
+    """Return whether the step's logits are far from those of the whole sequence after every token.
+
+    alone: the logits after each token without those before it.
+    """
+    # In 16 bits, a deep model of random weights amplifies rounding errors until they equal the effect of the context.
     tolerance = 0.25 if whole.dtype.itemsize > 2 else 0.8
     rounding = torch.finfo(whole.dtype).eps ** 0.5
     stepwise, whole, alone = map(_comparable, (stepwise, whole, alone))
@@ -201,7 +204,7 @@ def _far(stepwise: Tensor, whole: Tensor, alone: Tensor) -> bool:
 
 
 def _sequence(size: int, device: torch.device, beginning: float) -> tuple[Tensor, Tensor]:
-    """Make tokens (1, PROMPT + NEW) from the middle of a vocabulary, which has special ones at its ends; their mask."""
+    """Return tokens (1, PROMPT + NEW) from the middle of the vocabulary, whose ends hold special ones, and a mask."""
     tokens = torch.linspace(
         int(size * beginning), size * 3 // 4, PROMPT + NEW, dtype=torch.float64, device=device
     ).long()[None]
@@ -211,7 +214,10 @@ def _sequence(size: int, device: torch.device, beginning: float) -> tuple[Tensor
 
 
 def _without_cache(model: Any, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the logits (1 + NEW, vocabulary) after the prompt and each new token: of all, and of that token alone."""
+    """Return the logits (1 + NEW, vocabulary) after the prompt and after each new token, computed in two ways.
+
+    The first are those of the whole sequence, the second those of each token alone.
+    """
     positions = positions_of(mask)
     whole = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits[0, -1 - NEW :]
     last = tokens[:, -1 - NEW :].T, positions[:, -1 - NEW :].T
@@ -220,9 +226,9 @@ def _without_cache(model: Any, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Te
 
 
 def _with_cache(steps: list[Step], tokens: Tensor, mask: Tensor, begins: tuple[int, ...]) -> tuple[Tensor, list[str]]:
-    """Compute the logits (rows, 1 + NEW, vocabulary) of the first step, and what its last run read on the host.
+    """Return the logits (rows, 1 + NEW, vocabulary) of the first step, and the operations that read on the host.
 
-    Each row reads the prompt from another token on, in another step if there are several.
+    Row i's prompt begins at token begins[i], and is read in a step of its own if there are several steps.
     """
     step, *others = steps
     device = tokens.device
@@ -246,9 +252,9 @@ def _with_cache(steps: list[Step], tokens: Tensor, mask: Tensor, begins: tuple[i
 
 
 def _forgets_states(model: Any, tokens: Tensor, capabilities: Capabilities) -> bool:
-    """Return whether a second chunk of a prompt ignores states of the first one: then NaN in them does not reach it.
+    """Return whether a prompt's second chunk ignores the states of the first: NaN put into them then has no effect.
 
-    In 16 bits, or where other layers remember, the logits alone would not tell.
+    In 16 bits, or where other layers remember the first chunk, comparing logits would not show this.
     """
     for kind in STATES:
         step = Step(model, 1, PROMPT, tokens.device, capabilities)
@@ -264,6 +270,6 @@ def _forgets_states(model: Any, tokens: Tensor, capabilities: Capabilities) -> b
 
 
 def _comparable(logits: Tensor) -> Tensor:
-    """Return logits in float32, without the huge negative values of tokens that a model never chooses."""
+    """Return logits in float32, with 0 for the huge negative values of tokens that a model never chooses."""
     logits = logits.float()
     return logits.masked_fill(logits.abs() > 1e4, 0)

@@ -1,6 +1,6 @@
 """One request of a GraphDecoder: the checked arguments of generate, stream, run or `fp8moe serve`, and its progress.
 
-`parse` and `parse_one` make a `Request` of arguments. The scheduler carries it to its result.
+`parse` and `parse_one` make a `Request` from arguments; the scheduler runs it.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from fp8moe.runtime.checks import check_tensor, describe
 
 
 class Options(TypedDict, total=False):
-    """The arguments of `GraphDecoder.generate` beside the prompts, which it documents."""
+    """The arguments of `GraphDecoder.generate` other than the prompts; see there for their meaning."""
 
     max_new_tokens: Required[int]
     attention_mask: Tensor | None
@@ -41,14 +41,14 @@ class Options(TypedDict, total=False):
 
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""The character that tokenizers write for an incomplete character."""
+"""What tokenizers decode an incomplete UTF-8 sequence to."""
 
 
 class StopStrings:
-    """Stop strings, and the tokenizer that decodes the text in which they are searched for."""
+    """Stop strings, and the tokenizer that decodes the text to search for them."""
 
     def __init__(self, strings: Any, tokenizer: Any):
-        """strings: one, or several. Raises TypeError or ValueError with the name of the argument that is wrong."""
+        """Check the arguments. strings: one string or several. Raises TypeError or ValueError for a wrong argument."""
         if isinstance(strings, str) or not isinstance(strings, Iterable):
             strings = [strings]
         several = [*strings]
@@ -63,7 +63,7 @@ class StopStrings:
             raise TypeError(f"tokenizer: expected a tokenizer of transformers, got {describe(tokenizer)}")
         self.strings = several
         self.tokenizer = tokenizer
-        # A token adds a byte or more; decoders may leave out a space before the first one.
+        # Each token decodes to at least one byte; one token more, as decoding may drop a space before the first.
         self.window = 1 + max(len(string.encode()) for string in several)
 
     def text(self, tokens: list[int]) -> str:
@@ -71,7 +71,7 @@ class StopStrings:
 
 
 class Tail:
-    """The last tokens of one sequence, as many as a stop string can take."""
+    """The last tokens of one sequence, as many as a stop string can span."""
 
     def __init__(self, stop: StopStrings, prompt: list[int]):
         self.stop = stop
@@ -80,7 +80,7 @@ class Tail:
     def ends_with(self, token: int) -> bool:
         """Add a token and return whether it completes a stop string, which may begin in the prompt.
 
-        As in transformers' StopStringCriteria, a part of the string must be text of this token.
+        As in transformers' StopStringCriteria, at least a part of the string must be text of this token.
         """
         self.tokens.append(token)
         tokens = [*self.tokens]
@@ -96,15 +96,16 @@ class Tail:
 class Request:
     """Prompts that begin together: their checked arguments, and the progress of their sequences.
 
-    key: identifies its news. given: the prompts (B, L) of the caller, with which the result begins if with_prompts.
-    tokens (B, L) int64, mask (B, L) bool or None: on the model's device. new_tokens: most of a sequence.
-    ends, pad: tokens; pad may be None. samplings: of each sequence.
-    tails: with stop strings the last tokens of each sequence, else Nones.
-    stepwise: the tokens of each step are news too. cancelled: there is no result, and the rows are freed before the
-    next step; any thread may set it at any time.
+    key: identifies the request in `News`. given: the caller's prompts (B, L); the result includes them if with_prompts.
+    tokens (B, L) int64, mask (B, L) bool or None: on the model's device. new_tokens: the most new tokens of a sequence.
+    ends, pad: the end tokens, and the pad token or None. samplings: one for each sequence.
+    tails: the last tokens of each sequence if there are stop strings, else Nones.
+    stepwise: whether the tokens of each step are news, too. cancelled: whether to drop the result and to free the rows
+    before the next step; any thread may set this at any time.
 
-    rows: of its step. made: an upper bound of a sequence's new tokens. end: a column that no sequence reaches.
-    seen: the new tokens of each sequence that were looked at one by one. stopped: sequences that a stop string ended.
+    rows: its rows in the scheduler's step. made: how many new tokens each sequence has at most. end: the column before
+    which all sequences end. seen: how many new tokens of each sequence have been looked at one by one. stopped: indices
+    of sequences that a stop string has ended.
     """
 
     key: Any
@@ -133,12 +134,12 @@ class Request:
 
     @property
     def is_followed(self) -> bool:
-        """Return whether its tokens are looked at one by one."""
+        """Return whether new tokens must be looked at one by one: for a stream, a streamer or stop strings."""
         return self.stepwise or self.streamer is not None or self.tails[0] is not None
 
     @property
     def length(self) -> int:
-        """Return the columns of its prompts, with those of the prefix."""
+        """Return how many columns the prompts take, including those of the prefix."""
         return self.tokens.shape[1] + (0 if self.prefix is None else self.prefix.length)
 
     def end_stream(self) -> None:
@@ -149,7 +150,7 @@ class Request:
 def parse(
     decoder: Any, input_ids: Tensor, options: Mapping[str, Any], generation_config: Any, key: Any = None
 ) -> Request:
-    """Check the arguments of ``decoder.generate``; what is None comes from the generation config, as it says there.
+    """Check arguments of ``decoder.generate`` and make a request; defaults are those that `generate` documents.
 
     Raises TypeError or ValueError with the name of the argument that is wrong.
     """
@@ -198,9 +199,9 @@ def parse(
 
 
 def parse_one(decoder: Any, arguments: Any, key: Any, generation_config: Any = None) -> Request:
-    """Check the arguments of one request of ``decoder.run``, and cut off padding.
+    """Check the arguments of one request of ``decoder.run``, and cut off its prompt's padding.
 
-    generation_config: where what is not given comes from, None: the model's. Raises TypeError or ValueError as `parse`.
+    generation_config: has the defaults of arguments that are not given; None: the model's. Raises errors as `parse`.
     """
     if not isinstance(arguments, Mapping):
         raise TypeError(f"requests: expected dicts of generate's arguments, got {describe(arguments)}")
@@ -221,7 +222,7 @@ def parse_one(decoder: Any, arguments: Any, key: Any, generation_config: Any = N
 
 
 def _check_names(options: Mapping[str, Any], *more: str) -> None:
-    """Raise TypeError for an argument that is unknown or missing. more: names that are needed beside the options."""
+    """Raise TypeError for an unknown or missing argument. more: names that are required in addition to `Options`."""
     unknown = [name for name in options if name not in (*more, *Options.__annotations__)]
     if unknown:
         raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
@@ -231,7 +232,7 @@ def _check_names(options: Mapping[str, Any], *more: str) -> None:
 
 
 def _tails(stop: StopStrings, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None) -> list[Tail | None]:
-    """Return the last tokens of each prompt, with those of a prefix: stop strings may begin in them."""
+    """Return the `Tail` of each prompt, including its prefix: stop strings may begin in their tokens."""
     before = [] if prefix is None else prefix.tokens[-stop.window :].tolist()
     last = tokens if mask is None else tokens.masked_fill(~mask, -1)
     prompts = last[:, -stop.window :].tolist()
@@ -249,7 +250,7 @@ _UNSERVED = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (None, 1)),
     "max_time": (None,),
 }
-"""Settings of a generation config that the decoder does not apply, each with the values that change no token."""
+"""Settings of a generation config that the decoder does not apply, each with the values at which it has no effect."""
 
 _UNSERVED_SAMPLING = {
     "typical_p": (None, 1.0),
@@ -259,7 +260,7 @@ _UNSERVED_SAMPLING = {
 
 
 def _check_config(generation_config: Any, *, sampling: bool) -> None:
-    """Raise ValueError for a setting of the generation config that would change tokens, and that is not applied."""
+    """Raise ValueError for a setting of the generation config that would change tokens but is not applied."""
     for name, neutral in (_UNSERVED | (_UNSERVED_SAMPLING if sampling else {})).items():
         value = getattr(generation_config, name, None)
         if value not in neutral:
@@ -275,10 +276,10 @@ def _shown(value: Any) -> str:
 
 
 def parse_prefix(decoder: Any, input_ids: Any) -> Tensor:
-    """Return the tokens (1, n) int64 of ``decoder.prefix``, on the model's device.
+    """Check the input_ids of ``decoder.prefix`` and return them as (1, n) int64 on the model's device.
 
-    Raises TypeError or ValueError for other tensors, for no room after them, and for a model that cannot go on from
-    them.
+    Raises TypeError or ValueError for other tensors, if the prefix leaves no room, and for a model that cannot continue
+    one.
     """
     check_tensor("input_ids", input_ids)
     ids = input_ids[None] if input_ids.dim() == 1 else input_ids
@@ -297,7 +298,7 @@ def parse_prefix(decoder: Any, input_ids: Any) -> Tensor:
 
 
 def end_tokens(size: int, eos: Any, pad: Any, defaults: Any) -> tuple[list[int], int | None]:
-    """Return the end tokens and the pad token, None where there is neither. size: of the vocabulary."""
+    """Return the end tokens, and the pad token or None. size: of the vocabulary. defaults: a generation config."""
     eos = defaults.eos_token_id if eos is None else eos
     ends = [] if eos is None else integers("eos_token_id", eos)
     pad = defaults.pad_token_id if pad is None else pad
@@ -321,7 +322,7 @@ def check_prompt(ids: Any, mask: Any) -> None:
 
 
 def check_tokens(ids: Tensor, model: Any) -> None:
-    """Raise ValueError for tokens that the model does not have; of tokens on a GPU nothing is read."""
+    """Raise ValueError for tokens that the model does not have. Tokens on a GPU are not read, so not checked."""
     size = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if size is None or ids.device.type != "cpu":
         return
@@ -349,7 +350,7 @@ def _check_room(decoder: Any, ids: Tensor, new_tokens: int, prefix: Prefix | Non
 
 
 def check_zeros_on_the_left(mask: Tensor) -> None:
-    """Raise ValueError for a mask (B, L) bool with zeros between ones."""
+    """Raise ValueError if a mask (B, L) bool has zeros between ones. The last column is known to be ones."""
     if (mask[:, :-1] & ~mask[:, 1:]).any():
         raise ValueError(
             "attention_mask: expected zeros on the left only, got some between ones (without attention_mask, "
@@ -358,9 +359,9 @@ def check_zeros_on_the_left(mask: Tensor) -> None:
 
 
 def _prompt(decoder: Any, ids: Tensor, mask: Tensor | None, padding: int | None) -> tuple[Tensor, Tensor | None]:
-    """Put the prompts and their mask on the model's device; without a mask, tokens `padding` are masked.
+    """Move prompts and their mask to the model's device. padding: the token to mask if there is no mask, or None.
 
-    What is on the host is checked there: reading it on the device would wait for all that is queued.
+    Prompts on the host are checked before they are moved: reading from the device would wait for its queued work.
     """
     if mask is not None:
         mask = mask.to(ids.device, torch.bool)

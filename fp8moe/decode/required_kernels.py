@@ -24,17 +24,17 @@ _CPU = torch.device("cpu")
 
 
 def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: int, num_sms: int) -> RequiredKernels:
-    """Find the launches of models of these configurations of transformers. Call it in a process of its own.
+    """Find the kernel launches of models with these transformers configurations. Call it in a process of its own.
 
     batch_sizes: of decode steps. tokens: of the longest prompts that are read at once. num_sms: of the GPU.
 
     The process is unfit for other use afterwards (`runtime.record`). Prompts of 1, 2, 4... tokens are read: each kernel
-    other than a GEMM serves at least one of these numbers.
+    other than a GEMM is used for at least one of these lengths.
 
     Raises ValueError for a model that `skeletons` or GraphDecoder refuses.
     """
     models = [model for config in configs for model in skeletons(config)]
-    # PyTorch's own kernels need a GPU, or on a CPU hours.
+    # Replace PyTorch's own kernels, which need a GPU, or hours on a CPU.
     attention._flash_attention = _no_flash_attention
     F.scaled_dot_product_attention = _no_attention
     F.linear = lambda x, weight, bias=None: torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
@@ -65,7 +65,7 @@ def _no_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **opt
 
 
 def _of_the_first_expert(quantize: Callable[..., FP8Tensor]) -> Callable[..., FP8Tensor]:
-    """Make a Weight.quantize that quantizes the first expert alone and reserves memory for all."""
+    """Wrap Weight.quantize so that it quantizes only the first expert and reserves memory for the others."""
 
     def quantized(weight: experts_source.Weight, scale_format: str) -> FP8Tensor:
         if isinstance(weight.fused, FP8Tensor):

@@ -1,4 +1,4 @@
-"""Parameters of sampling: arguments become a `Sampling`, which becomes a row of the kernel's `SamplingState`."""
+"""Sampling parameters: parse arguments into a `Sampling`, and write it to a row of the kernel's `SamplingState`."""
 
 import ctypes
 import math
@@ -14,14 +14,14 @@ from fp8moe.kernels.decoder_ops.sampling import IN_PROMPT, SamplingState
 from fp8moe.runtime.checks import describe
 
 NEAR_ZERO = 1e-5
-"""Temperatures below it are greedy."""
+"""Temperatures below this value mean greedy decoding."""
 PENALTIES = ("repetition_penalty", "presence_penalty")  # these change greedy decoding too
 _SEEDS = range(-(2**63), 2**63)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of one sequence, with the values that `SamplingState` gives them. The default is greedy."""
+    """Sampling parameters of one sequence, with the values that `SamplingState` stores. The default is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -47,13 +47,14 @@ def parse_sampling(
     batch: int,
     draw: Callable[[int], list[int]] = random_seeds,
 ) -> list[Sampling]:
-    """Return the parameters of each sequence, from the options do_sample, seed and NAMES; None: not given.
+    """Return the parameters of each sequence, from the options do_sample, seed and NAMES.
 
-    With do_sample a missing option comes from the generation config, and is off if missing there too. Without it only
-    the repetition penalty comes from there, as in transformers. draw: makes seeds if none is given.
+    With do_sample, an option that is missing or None comes from the generation config, and is off if it is missing
+    there too. Without do_sample, only the repetition penalty comes from the config, as in transformers. draw: called
+    with the batch size to make seeds, if none are given.
 
     Raises TypeError or ValueError with the name of an argument (or generation_config.NAME) that is wrong, or that would
-    change nothing because do_sample is False.
+    have no effect because do_sample is False.
     """
     sampled = options.get("do_sample", False)
     if not isinstance(sampled, bool):
@@ -66,7 +67,7 @@ def parse_sampling(
                 raise ValueError(f"{name}: {value:g} has no effect without sampling; pass do_sample=True")
     for name in NAMES if sampled else ("repetition_penalty",):
         default = getattr(generation_config, name, None)
-        if name not in values and default is not None and (name, default) != ("top_k", 0):  # there 0 means off
+        if name not in values and default is not None and (name, default) != ("top_k", 0):  # in the config, 0 means off
             values[name] = _checked(f"generation_config.{name}", default)
     if not sampled:
         return [Sampling(**{name: value for name, value in values.items() if name in PENALTIES})] * batch
@@ -75,14 +76,14 @@ def parse_sampling(
 
 
 def _checked(name: str, value: Any) -> float | int:
-    """Return the value as SamplingState has it; a temperature near 0 as 0."""
+    """Check a value and return it as SamplingState stores it; a temperature near 0 becomes 0."""
     argument = name.rpartition(".")[2]
     if argument == "top_k":
         value = integer(name, value)
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
         return min(value, torch.iinfo(torch.int32).max)
-    rounded = ctypes.c_float(number(name, value)).value  # as the kernel reads it: tiny values are 0, huge ones infinite
+    rounded = ctypes.c_float(number(name, value)).value  # as the kernel reads it: tiny becomes 0, huge infinite
     holds, expected = _RANGES[argument]
     if not holds(rounded):
         raise ValueError(f"{name}: expected {expected}, got {value}")
@@ -97,11 +98,11 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "presence_penalty": (math.isfinite, "a finite number"),
 }
 _WITHOUT_EFFECT = {"temperature": (0.0, 1.0), "top_k": (1,), "top_p": (1.0,), "min_p": (0.0,)}
-"""Values that ask for greedy decoding, or change nothing in it."""
+"""Values that ask for greedy decoding, or have no effect on it."""
 
 
 def _seeds(seed: Any, batch: int) -> list[int]:
-    """Return a seed for each sequence."""
+    """Return a seed for each sequence. seed: one integer for all, or one for each."""
     seeds = integers("seed", seed)
     if not _are_several(seed):
         seeds = seeds * batch
@@ -124,7 +125,7 @@ def integer(name: str, value: Any) -> int:
 
 
 def integers(name: str, values: Any) -> list[int]:
-    """Return ints from one integer of any kind, or several."""
+    """Return a list of ints from one integer of any kind, or from several."""
     return [integer(name, value) for value in (values if _are_several(values) else [values])]
 
 
@@ -143,7 +144,7 @@ def number(name: str, value: Any) -> float:
 
 
 def empty_state(size: int, vocabulary: int, device: torch.device) -> SamplingState:
-    """Make the state of `size` greedy sequences without a prompt."""
+    """Return the SamplingState of ``size`` greedy sequences without a prompt."""
 
     def filled(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((size,), value, dtype=dtype, device=device)
@@ -158,15 +159,15 @@ def empty_state(size: int, vocabulary: int, device: torch.device) -> SamplingSta
 
 
 def write(state: SamplingState, row: int, sampling: Sampling, prompt_ids: Tensor, mask: Tensor | None = None) -> None:
-    """Begin a sequence in a row: its parameters, and its prompt as the tokens that were seen.
+    """Start a sequence in a row: write its parameters, and mark the tokens of its prompt as seen.
 
-    prompt_ids (L,), mask (L,): False where the prompt is padded. Waits for nothing on the device.
+    prompt_ids (L,). mask (L,): False where the prompt is padded. Does not wait for the device.
     """
     for name in (*NAMES, "seed"):
         getattr(state, name)[row].fill_(getattr(sampling, name))
     state.step[row].zero_()
     vocabulary = state.seen.shape[1]
-    # The last column takes the padding, and tokens that the model reads but has no logits for.
+    # One column more than the vocabulary, for padding and for tokens that the model can read but has no logits for.
     ids = prompt_ids.clamp(max=vocabulary)
     if mask is not None:
         ids = ids.masked_fill(~mask, vocabulary)

@@ -1,4 +1,4 @@
-"""Requests over the rows of a step: a forward reads prompts into free rows, or decodes a token in each row."""
+"""Schedule requests over the rows of a step: each forward reads prompts into free rows, or decodes a token per row."""
 
 import itertools
 from collections import deque
@@ -18,22 +18,22 @@ from fp8moe.decode.transfers import Readback, integers_on, to_device
 from fp8moe.runtime.progress import progress as progress_bar
 
 STEPS_PER_ROW_CHECK = 2
-"""Steps between two checks of which rows have ended. A check does not stall the GPU: see `Readback`."""
+"""Decode steps between two checks for rows that have ended. A check does not stall the GPU: see `Readback`."""
 STEPS_PER_END_CHECK = 8
-"""Steps between two checks of a request that is alone, as nothing waits for its rows."""
+"""Decode steps between two checks when there is only one request: nothing waits for its rows."""
 ROWS_PER_NEWCOMER = 8
-"""Prompts are read when one row in this many is free: reading several at once costs little more than reading one."""
+"""Prompts are read once one row in this many is free: reading several at once costs little more than reading one."""
 FEW_TOKENS = 2048
 MOST_PADDING = 1.25
-"""Prompts are read together if their columns are at most MOST_PADDING times their tokens, or FEW_TOKENS."""
+"""Prompts form one batch if it has, with padding, at most MOST_PADDING times their tokens, or at most FEW_TOKENS."""
 
 Result = Tensor | tuple[Tensor, Tensor] | ValueError
 
 
 class NaNLogits(ValueError):
-    """The logits of the sequences `rows` became NaN: these end before that token, the others were finished.
+    """The logits of the sequences ``rows`` became NaN. These sequences end before that token; the others were finished.
 
-    tokens, logprobs: the result of the call; logprobs is None unless it was asked for.
+    tokens, logprobs: the result of the call; logprobs is None unless it was requested.
     """
 
     def __init__(self, rows: list[int], tokens: Tensor, logprobs: Tensor | None):
@@ -47,7 +47,7 @@ class NaNLogits(ValueError):
 
 
 class News(NamedTuple):
-    """News of the request with this key: tokens (B,) of one step or, last, the result."""
+    """What came of the request with this key: the tokens (B,) of one step or, if ``last``, the request's result."""
 
     key: Any
     value: Any
@@ -59,14 +59,17 @@ class News(NamedTuple):
 def decode(
     decoder: Any, alone: Request | None = None, coming: Iterator[tuple[Any, Any]] | None = None
 ) -> Generator[News, None, None]:
-    """Yield the news of one request alone, or of coming requests: pairs of a key and the arguments of one prompt."""
+    """Serve one request, or many that an iterator yields; yield their tokens and results as `News`.
+
+    alone: the only request. coming: yields pairs of a key and the arguments of `GraphDecoder.generate` for one prompt.
+    """
     stream = torch.cuda.current_stream(decoder.device) if decoder.device.type == "cuda" else None
     with decoder.turn():
         with decoder.on_device(stream):
             scheduler = Scheduler(decoder, alone)
         try:
             while scheduler.busy or not scheduler.complete:
-                with decoder.on_device(stream):  # not around the yield, where the caller's stream is in force
+                with decoder.on_device(stream):  # not around the yield: the caller runs on its own stream
                     news: list[News] = []
                     while not news and (scheduler.busy or not scheduler.complete):
                         news = _add_waiting(scheduler, decoder, coming) + scheduler.advance()
@@ -77,7 +80,7 @@ def decode(
 
 
 def run(decoder: Any, requests: Iterable[Mapping[str, Any]], progress: Any) -> Iterator[tuple[int, Result]]:
-    """Yield results as `GraphDecoder.run` does, whose arguments these are."""
+    """Serve requests and yield their results, as `GraphDecoder.run` documents."""
     with closing(decode(decoder, coming=enumerate(requests))) as results, _counted(progress, requests) as count:
         for index, result, _ in results:
             count()
@@ -85,9 +88,9 @@ def run(decoder: Any, requests: Iterable[Mapping[str, Any]], progress: Any) -> I
 
 
 def _add_waiting(scheduler: "Scheduler", decoder: Any, coming: Iterator[tuple[Any, Any]]) -> list[News]:
-    """Let as many requests wait as there are rows, to find prompts of similar lengths among them.
+    """Take requests until as many wait as the decoder has rows, so that prompts of similar lengths can be found.
 
-    Returns the errors of refused requests.
+    Returns the errors of refused requests as news.
     """
     refused: list[News] = []
     most = decoder.batch_sizes[-1]
@@ -105,7 +108,7 @@ def _add_waiting(scheduler: "Scheduler", decoder: Any, coming: Iterator[tuple[An
 
 @contextmanager
 def _counted(progress: Any, requests: Iterable) -> Iterator[Callable[[], None]]:
-    """Yield the function to call for each result."""
+    """Yield a function to call after each result; it reports to ``progress``, an argument of `GraphDecoder.run`."""
     total = len(requests) if hasattr(requests, "__len__") else None
     if progress is True:
         with progress_bar(total=total, label="generating", unit="request") as bar:
@@ -118,7 +121,7 @@ def _counted(progress: Any, requests: Iterable) -> Iterator[Callable[[], None]]:
 
 
 class _Report(NamedTuple):
-    """A step's count, finished and tokens, as lists, and stacked (3, size) on its device and on the host."""
+    """count, finished and tokens of a step's rows: as lists, and stacked (3, size) on the device and on the host."""
 
     count: list[int]
     finished: list[int]
@@ -128,10 +131,10 @@ class _Report(NamedTuple):
 
 
 class Scheduler:
-    """Continuous batching: the rows of a step, and the requests that wait for rows, have rows or have ended.
+    """Continuous batching: assigns the rows of a step to requests, which wait for rows, have rows, or have ended.
 
-    alone: the only request. It has all rows, so its prompts are read in place.
-    complete: no more requests come. waiting: requests without rows.
+    alone: the only request. It gets all rows, so its prompts are read in place.
+    complete: whether no more requests will come. waiting: requests without rows.
     """
 
     def __init__(self, decoder: Any, alone: Request | None = None):
@@ -148,12 +151,12 @@ class Scheduler:
         self._steps_per_check = STEPS_PER_END_CHECK if self._alone else STEPS_PER_ROW_CHECK
         if not self._reports.lag:
             self._steps_per_check = 1
-        self._forwards = self._newcomers = 0  # newcomers: sequences that began after the last decode step
+        self._forwards = self._newcomers = 0  # newcomers: sequences begun since the last decode step
         self._record, self._lengths = Record(decoder.device), list[int]()
         self._reader = None if self._alone else decoder.reader()
 
     def add(self, request: Request) -> None:
-        """Let a request of one prompt wait for a row."""
+        """Queue a request of one prompt until a row is free."""
         self.waiting.append(request)
 
     @property
@@ -161,9 +164,9 @@ class Scheduler:
         return bool(self.waiting or self._alive or self._left)
 
     def advance(self) -> list[News]:
-        """Run one forward, of waiting prompts if it pays, else a decode step of all rows, and return the news.
+        """Run one forward: of waiting prompts if that pays, otherwise a decode step of all rows. Return the news.
 
-        It calls the streamers of requests.
+        Calls the streamers of requests.
         """
         self._drop_cancelled()
         self._resize()
@@ -177,7 +180,7 @@ class Scheduler:
             self._newcomers = 0
             for request in self._alive:
                 request.made += 1
-        self._deliver()  # requests that ended before this forward, which the GPU computes meanwhile
+        self._deliver()  # requests that ended before this forward, while the GPU computes it
         self._release([one for one in self._alive if not one.is_followed and one.made >= one.new_tokens])
         followed = any(request.is_followed for request in self._alive)
         if followed or (self._alive and not group and self._record.steps % self._steps_per_check == 0):
@@ -186,7 +189,7 @@ class Scheduler:
         return news
 
     def close(self) -> None:
-        """End the streams of unfinished requests, and count their tokens."""
+        """End the streams of unfinished requests, and add the call to the decoder's statistics."""
         for request in (*self.waiting, *self._alive, *itertools.chain(*(left for _, left in self._left))):
             self._lengths += [count for count in request.seen if count]
             request.end_stream()
@@ -201,7 +204,7 @@ class Scheduler:
         self._release([request for request in self._alive if request.cancelled])
 
     def _resize(self) -> None:
-        """Move to the smallest step with a row for each sequence, or to the largest."""
+        """Move all sequences to the smallest step with a row for each, or to the largest step."""
         wanted = sum(len(request.tokens) for request in (*self._alive, *self.waiting))
         sizes = self._decoder.batch_sizes
         size = next((size for size in sizes if size >= wanted), sizes[-1])
@@ -223,7 +226,7 @@ class Scheduler:
         if len(self._free) < (pays if self._alive else 1):
             return []
         first = self.waiting[0]
-        if self.complete:  # the longest answers first: then the rows end together
+        if self.complete:  # start the longest answers first, so that all rows end at about the same time
             first = max(self.waiting, key=lambda request: request.new_tokens)
         others = [other for other in self.waiting if other is not first and _follow_together(other, first)]
         others.sort(key=lambda other: abs(other.length - first.length))
@@ -240,12 +243,12 @@ class Scheduler:
         return group
 
     def _graphed(self, rows: int, columns: int) -> bool:
-        """Return whether `rows` prompts fill the step that reads prompts of `columns` columns from graphs."""
+        """Return whether ``rows`` prompts of ``columns`` columns fill the step that reads short prompts with graphs."""
         reader = self._reader
         return reader is not None and rows >= reader.size and columns <= reader.short_prompts.most
 
     def _begin(self, group: list[Request]) -> None:
-        """Read the prompts of these requests, choose their first tokens and give them rows."""
+        """Read the prompts of a group of requests in one batch, choose their first tokens, and give them rows."""
         for request in group:
             if request.streamer is not None:
                 request.streamer.put(request.given.cpu())
@@ -278,14 +281,14 @@ class Scheduler:
         self._alive += group
 
     def _reading_step(self, group: list[Request]) -> Step:
-        """Return the step that reads these prompts, which then move to rows of another."""
+        """Return the step to read a group's prompts with; their rows are then moved to the decode step."""
         step, most = self._reader, max(request.length for request in group)
         if step is None or group[0].prefix is not None or len(group) > step.size or most > step.short_prompts.most:
             return self._decoder.step_of(len(group), most)
         return step
 
     def _joined(self, group: list[Request]) -> tuple[Tensor, Tensor | None]:
-        """Return the prompts (B, L) of these requests in one batch, and its mask."""
+        """Return the prompts of a group as one batch (B, L), padded on the left, and its mask or None."""
         if len(group) == 1:
             return group[0].tokens, group[0].mask
         lengths = [request.tokens.shape[1] for request in group]
@@ -297,14 +300,14 @@ class Scheduler:
         return tokens, torch.arange(longest, device=tokens.device) >= padding[:, None]
 
     def _move(self, requests: list[Request], source: Step, chosen: Sequence[int], length: int) -> None:
-        """Move requests from the rows `chosen` of another step to free rows. length: of the columns with tokens."""
+        """Move requests from rows ``chosen`` of another step to free rows. length: the number of columns to copy."""
         for request in requests:
             request.rows = [self._free.pop() for _ in request.tokens]
         rows, chosen = self._rows(requests), self._integers(chosen)
         self._step.adopt(rows, source, chosen, length)
 
     def _check_rows(self) -> None:
-        """Find the requests that have ended, on a GPU as of the previous check, and pass on their tokens."""
+        """Find requests that have ended, and pass on new tokens. On a GPU, this is the state at the previous check."""
         step = self._step
         self._reports.push(torch.stack([step.count, step.finished, step.tokens[:, 0]]))
         self._reported.append([(request, request.rows) for request in self._alive])
@@ -316,9 +319,9 @@ class Scheduler:
             self._release([request for request, rows in reported if self._note(request, rows, report)])
 
     def _note(self, request: Request, rows: list[int], report: "_Report") -> bool:
-        """Pass on a request's tokens if they are followed; return whether all of its sequences have ended.
+        """Pass on a request's new tokens if `Request.is_followed`; return whether all of its sequences have ended.
 
-        rows: adjacent; the rows of the sequences at the time of the report.
+        rows: the rows of the sequences when the report was made; they are adjacent.
         """
         count, finished, tokens, device, host = report
         ended = [bool(finished[row]) for row in rows]
@@ -335,13 +338,13 @@ class Scheduler:
         ended = [one or index in request.stopped for index, one in enumerate(ended)]
         if not all(ended):
             for index in request.stopped:
-                self._step.finished[request.rows[index]].fill_(True)  # the GPU already computes the next token
+                self._step.finished[request.rows[index]].fill_(True)  # the GPU computes one more token already
         if some_got_one:
             if request.streamer is not None:
                 request.streamer.put(torch.tensor(got, dtype=torch.int64, device="cpu"))
             if request.stepwise:
                 home = request.given.device
-                # The report on the GPU is ready on every stream.
+                # The host has waited for the report, so any stream may read it on the GPU.
                 value = (host if home.type == "cpu" else device)[2, rows[0] : rows[0] + len(rows)]
                 for index, row in enumerate(rows):
                     if tokens[row] != got[index]:
@@ -350,7 +353,7 @@ class Scheduler:
         return all(ended)
 
     def _release(self, requests: list[Request]) -> None:
-        """Begin to copy the generated tokens of these requests, and free their rows."""
+        """Start copying the generated tokens of these requests to the host, and free their rows."""
         if not requests:
             return
         step, rows = self._step, self._rows(requests)
@@ -367,7 +370,7 @@ class Scheduler:
             step.leave(rows)
 
     def _deliver(self) -> None:
-        """Make results from the copies begun before the last forward, or from all if no request is alive."""
+        """Make results from the copies that began before the last forward, or from all if no request has rows."""
         while self._left and (self._left[0][0] < self._forwards or not self._alive):
             _, requests = self._left.popleft()
             device, host = self._copies.pop()
@@ -377,9 +380,9 @@ class Scheduler:
                 self._end(request, *values)
 
     def _end(self, request: Request, device: Tensor, host: Tensor) -> None:
-        """Make a request's result from the copies of `_release`."""
+        """Make a request's result from its copies, begun by `_release`, on the device and on the host."""
         counts, failed = host[:, -2].tolist(), host[:, -1].tolist()
-        for index in request.stopped:  # the row went on after the stop string
+        for index in request.stopped:  # the row generated tokens after the stop string
             counts[index], failed[index] = request.seen[index], False
         self._lengths += counts
         request.end_stream()
@@ -394,16 +397,19 @@ class Scheduler:
 
 
 def _follow_together(one: Request, other: Request) -> bool:
-    """Return whether one batch can read both requests: same prefix or none, and lengths that may follow it."""
+    """Return whether one batch can read both requests.
+
+    Both need the same prefix, or none. After a prefix, their lengths may differ only if it allows padding.
+    """
     if one.prefix is not other.prefix:
         return False
     return one.prefix is None or one.prefix.pads or one.tokens.shape == other.tokens.shape
 
 
 def _result(request: Request, device: Tensor, host: Tensor, counts: list[int], failed: list[int]) -> Result:
-    """Return the result of a request in the form of `generate`, or of `run` if it is without prompts.
+    """Return a request's result in the form that `generate` returns or, if not ``with_prompts``, that `run` yields.
 
-    device, host (B, 2 * columns + 2) int64: generated tokens, their logprobs in float64, counts, failed.
+    device, host (B, 2 * columns + 2) int64: generated tokens, their logprobs as float64 bits, counts, failed.
     """
     home = request.given.device
     values = (host if home.type == "cpu" else device)[:, :-2].unflatten(1, (2, -1))[:, :, : max(counts)]

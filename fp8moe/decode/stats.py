@@ -1,4 +1,4 @@
-"""Times of a GraphDecoder's calls, and the memory that it holds. Nothing here makes the GPU wait."""
+"""Statistics of a GraphDecoder: times of its calls, and its memory. Recording them does not make the GPU wait."""
 
 import math
 import time
@@ -17,16 +17,18 @@ RECENT = 16
 
 @dataclass(frozen=True)
 class Stats:
-    """calls, new_tokens, steps: since the decoder was made; tokens of all sequences up to their ends, and decode steps,
-    of which each gives one token to every sequence. A stream that was left early counts what it had yielded.
-    seconds: of the last RECENT calls, from their first tokens to their last ones.
+    """Statistics of a GraphDecoder. calls, new_tokens, steps: totals since the decoder was made.
 
-    Of the same calls, None before there is one:
-    time_to_first_token: seconds from the start of a call on the device to its first token: the mean.
-    tokens_per_second: tokens after the first one of each sequence, by the time from the first token to the last one.
+    new_tokens counts each sequence up to its end; of a stream that was left early, the tokens that it had yielded. A
+    step is a decode step, which gives one token to every sequence.
 
-    cache_bytes: keys, values and states of all batch sizes; 0 before they are first used. graph_bytes: memory pool of
-    the CUDA graphs; what the driver keeps for their nodes is not in it.
+    Of the last RECENT calls (time_to_first_token and tokens_per_second are None before the first call):
+    seconds: the sum of the times from a call's first token to its last one.
+    time_to_first_token: the mean of the seconds from the start of a call on the device to its first token.
+    tokens_per_second: the number of tokens after the first one of each sequence, divided by ``seconds``.
+
+    cache_bytes: keys, values and states of all batch sizes; 0 before they are first used. graph_bytes: the memory pool
+    of the CUDA graphs, without what the driver keeps for their nodes.
     """
 
     calls: int
@@ -40,7 +42,7 @@ class Stats:
 
 
 class Record:
-    """One call: its times on the device, its tokens and sequences."""
+    """The record of one call: its times on the device, and its numbers of tokens, sequences and steps."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -52,12 +54,12 @@ class Record:
         self._first = self._now()
 
     def end(self, lengths: list[int]) -> None:
-        """lengths: new tokens of each sequence."""
+        """Record the end of the call. lengths: the number of new tokens of each sequence."""
         self._last = self._now()
         self.tokens, self.sequences = sum(lengths), len(lengths)
 
     def times(self) -> tuple[float, float]:
-        """Return the seconds to the first token, and from there to the end."""
+        """Return the seconds from the start to the first token, and from the first token to the end."""
         return self._seconds(self._begin, self._first), self._seconds(self._first, self._last)
 
     def _now(self) -> Any:
@@ -75,7 +77,7 @@ class Record:
 
 
 class Records:
-    """Sums over all calls, and the last ones."""
+    """Totals over all calls of a decoder, and the records of the last RECENT calls."""
 
     def __init__(self) -> None:
         self._recent: deque[Record] = deque(maxlen=RECENT)
@@ -104,7 +106,7 @@ class Records:
 
 
 def cache_bytes(caches: Iterable[Any]) -> int:
-    """Count the bytes of keys, values and states in transformers' caches; what several layers share counts once."""
+    """Count the bytes of keys, values and states in transformers' caches; memory that layers share counts once."""
     layers = [vars(layer) for cache in caches for layer in cache.layers]
     tensors = [leaf for leaf in tree_leaves(layers) if isinstance(leaf, Tensor) and leaf.dim() > 1]  # not counters
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

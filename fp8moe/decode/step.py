@@ -1,4 +1,4 @@
-"""The decode step of one batch size: one token for each sequence, independent of values on the host."""
+"""The decode step of one batch size: computes one token for each sequence, without reading values on the host."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -29,12 +29,12 @@ WARM_UP_RUNS = 3
 
 
 class Capabilities(NamedTuple):
-    """Abilities of a model in a decoder, as `probe.find_capabilities` finds them.
+    """What a model supports in a decoder, as `probe.find_capabilities` determines.
 
-    attention: implementation that reads the cache, None for the model's own.
-    ragged: the rows of a batch may have different lengths.
-    chunked_prefill: a call may read several tokens after cached ones.
-    fused: modules that run in fp8moe's kernels; None: the model's own forwards run.
+    attention: the name of the attention implementation that reads the cache; None for the model's own.
+    ragged: whether the rows of a batch may have different lengths.
+    chunked_prefill: whether a call may read several tokens after cached ones.
+    fused: modules that run in fp8moe's kernels; None if the model's own forwards run.
     """
 
     attention: str | None = None
@@ -47,17 +47,17 @@ PLAIN = Capabilities()
 
 
 class Step:
-    """The cache of a batch, the tensors that the step reads and writes in place, and its graph.
+    """The cache of a batch, the tensors that a decode step reads and writes in place, and its CUDA graph.
 
-    tokens, positions (B, 1): what the model reads. columns (B,): the column of the cache where that token goes.
-    begin (B,): the number of padding columns in the row's prompt; with flash attention the first ones.
+    tokens, positions (B, 1): the model's inputs. columns (B,): the cache columns where these tokens go.
+    begin (B,): the number of padding columns in each row's prompt; with flash attention they come first.
     mask (B, max_length): False where the prompt is padded; the causal mask hides the columns that are still to come.
-    generated, logprobs (B, max_length): of row b the first count[b] are known, and `pad` and 0 follow.
-    limit (B,): a row ends with its limit[b]-th new token. ends (B, vocabulary): or after one of these tokens.
-    finished (B,): the row has ended. failed (B,): because its logits were NaN.
-    sampling: how the next token is chosen. prefill_chunk: columns of a prompt at a time; None: as the memory allows.
-    graph: of the step. short_prompts: those of prompts. None without graphs.
-    refits: of the model. begun: their count when the sequences began.
+    generated, logprobs (B, max_length): in row b the first count[b] values are known; ``pad`` and 0 follow.
+    limit (B,): row b ends with its limit[b]-th new token. ends (B, vocabulary): True for tokens that end the row.
+    finished (B,): whether a row has ended. failed (B,): whether it ended because its logits were NaN.
+    sampling: how next tokens are chosen. prefill_chunk: prompt columns to read at a time; None: as memory allows.
+    graph: the step's CUDA graph. short_prompts: graphs that read short prompts. Both are None without graphs.
+    refits: the model's `Refits`. begun: their count when the sequences began.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class Step:
         pad: int,
         samplings: Sequence[Sampling] = (),
     ) -> None:
-        """Set everything for a batch of prompts of `length` columns; rows from `batch` on are copies of row 0.
+        """Initialize all tensors for ``batch`` prompts of ``length`` columns; the rows after them are copies of row 0.
 
-        Copies choose the same tokens and experts, so they read no further weights. samplings: of each sequence; ():
-        greedy.
+        Copies choose the same tokens and experts, so they read no further weights. mask (batch, length): False for
+        padding. ends, pad: end tokens and the pad token. samplings: one for each sequence; (): all are greedy.
         """
         self.begun = self.refits.count
-        reset(self.cache, masked=self.capabilities.attention is None)  # a masked NaN would stay
+        reset(self.cache, masked=self.capabilities.attention is None)  # masks multiply by 0, which keeps a NaN
         self.mask.fill_(True)
         if mask is None:
             self.begin.zero_()
@@ -137,21 +137,21 @@ class Step:
     def check_weights(self) -> None:
         """Raise RuntimeError if the model has been refitted since the sequences began, or is being refitted.
 
-        Called before a step and after its results are read: another thread may have begun a refit meanwhile.
+        Called before a step, and again after its results are read: another thread may have begun a refit in between.
         """
         self.refits.check(self.begun)
 
     def fit(self, tokens: Tensor, mask: Tensor | None, room: int) -> tuple[Tensor, Tensor | None]:
-        """Pad prompts (batch, length) and their mask to columns that have a graph, for `start` and `prefill`.
+        """Pad prompts (batch, length) and their mask to a length that has a graph, for `start` and `prefill`.
 
-        room: most columns.
+        room: the most columns to pad to.
         """
         return (tokens, mask) if self.short_prompts is None else self.short_prompts.fit(tokens, mask, room)
 
     def prefill(self, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None = None) -> Tensor:
-        """Read prompts (batch, length), after a prefix if there is one; return the logits (B, vocabulary) after them.
+        """Read prompts (batch, length), after a prefix if there is one; return the logits (B, vocabulary) that follow.
 
-        Raises ValueError for a prefix that this model or these prompts cannot follow.
+        Raises ValueError for a prefix that this model or these prompts cannot continue.
         """
         self.check_weights()
         tokens = self.rows(tokens)
@@ -173,7 +173,7 @@ class Step:
         return logits
 
     def _chunk(self, end: int) -> int:
-        """Return how many columns to read at a time, of prompts that end at this column."""
+        """Return how many columns to read at a time of prompts whose last column is before ``end``."""
         if not self.capabilities.chunked_prefill:
             return end
         columns = self.prefill_chunk
@@ -184,7 +184,11 @@ class Step:
         return max(columns, 2)  # one token would be a decode step, which has no padding
 
     def read_several(self, tokens: Tensor, start: int | None, before: int, padded: bool) -> Tensor:
-        """Read tokens (B, T) of prompts from column `start`, None if rows differ in it; at most `before` are cached."""
+        """Read tokens (B, T) of prompts; return the logits (B, vocabulary) that follow.
+
+        start: the column of the first token, None if rows differ in it. before: the most tokens that a row has in the
+        cache. padded: whether prompts have padding.
+        """
         count = tokens.shape[1]
         end = before + count
         self.position.next_call(count, start, end)
@@ -201,10 +205,10 @@ class Step:
         return logits
 
     def read_padded(self, tokens: Tensor) -> Tensor:
-        """Read whole prompts (B, T), with `begin` columns of padding.
+        """Read whole prompts (B, T) with padding; return the logits (B, vocabulary) that follow.
 
-        If kernels read the cache, prompts move to the left of their padding, whose columns are overwritten later. Then
-        attention is plainly causal: cuDNN's takes half the time of attention with lengths.
+        If fp8moe's attention reads the cache, padding is moved from the left of each row to its end, where later tokens
+        overwrite it. Attention is then plain causal: cuDNN's takes half the time of attention with lengths.
         """
         if self.capabilities.attention is None or not self.capabilities.ragged or config.settings.batch_invariant:
             return self.read_several(tokens, 0, 0, True)
@@ -231,7 +235,7 @@ class Step:
         self.accept(self.read())
 
     def read(self) -> Tensor:
-        """Read `tokens`; return the logits (B, vocabulary) after them."""
+        """Run the model on ``self.tokens``; return the logits (B, vocabulary) that follow."""
         self.position.next_call()
         torch.sub(self.columns[:, None], self.begin[:, None], out=self.positions)
         logits = self._run(self.tokens, self.positions, self.mask)
@@ -247,7 +251,7 @@ class Step:
         whole: bool = False,
         last: Tensor | None = None,
     ) -> Tensor:
-        """Return the logits (B, vocabulary) after each row's last token, or after token last[b, 0], last (B, 1)."""
+        """Run the model; return the logits (B, vocabulary) after each row's last token, or after token last[b, 0]."""
         options = {versions.cache_name(self.model.forward): self.cache, "use_cache": True}
         if (
             last is None
@@ -257,20 +261,20 @@ class Step:
             options["logits_to_keep"] = 1
         configs = (self.model.config, self.model.config.get_text_config(decoder=True))
         if any(getattr(one, "output_router_logits", False) for one in configs):
-            options["output_router_logits"] = False  # the loss of routers wants a mask of the tokens alone
+            options["output_router_logits"] = False  # the router loss expects a mask of just these tokens
         if self.capabilities.ragged:
-            take_offsets_of_rows()  # `unregister` may have taken them back
+            take_offsets_of_rows()  # again, as `unregister` may have removed the patch
         self.metadata.next_call(whole=whole)
         fused = nullcontext() if self.capabilities.fused is None else self.capabilities.fused.in_force()
         rows = nullcontext() if last is None else _head_reads(self.model, last)
         with used_by(self.model, self.capabilities.attention, self.metadata), fused, linears_by_fixed_rows(), rows:
             logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, **options).logits
-        if last is not None and logits.shape[1] > 1:  # the model does not call its output layer as a module
+        if last is not None and logits.shape[1] > 1:  # the hook of `_head_reads` was not called
             return logits.gather(1, last[..., None].expand(-1, -1, logits.shape[-1]))[:, 0]
         return logits[:, -1]
 
     def accept(self, logits: Tensor) -> None:
-        """Choose the next token of each sequence."""
+        """Choose the next token of each sequence from its logits (B, vocabulary), and store it."""
         sample_next(logits, self.sampling, self.sequences)
 
     def rows(self, values: Tensor) -> Tensor:
@@ -279,9 +283,9 @@ class Step:
         return torch.cat([values, values[:1].expand(missing, *values.shape[1:])]) if missing else values
 
     def adopt(self, rows: Tensor, source: Self, chosen: Tensor, length: int) -> None:
-        """Continue, in `rows` (n,), the sequences in the rows `chosen` (n,) of another step of the model.
+        """Take over sequences from rows ``chosen`` (n,) of another step of the model into ``rows`` (n,) of this one.
 
-        length: all tokens of these sequences are in columns before it.
+        length: the number of cache columns to copy, which hold all tokens of these sequences.
         """
         self.begun = min(self.begun, source.begun)
         copy_rows(self.cache, self.size, rows, source.cache, chosen, length)
@@ -289,26 +293,26 @@ class Step:
         copied = [(getattr(self, name), getattr(source, name)) for name in _ROW_TENSORS]
         for target, values in [*copied, *zip(self.sampling, source.sampling, strict=True)]:
             values = values.index_select(0, chosen)
-            if target.dim() > 1:  # one of them may be wider
+            if target.dim() > 1:  # the steps may differ in max_length
                 width = min(target.shape[1], values.shape[1])
                 target, values = target[:, :width], values[:, :width]
             target.index_copy_(0, rows, values)
 
     def leave(self, rows: Tensor) -> None:
-        """Release finished rows: their lengths are 0, so that later steps read one column of the cache for them."""
+        """Release finished rows: set their lengths to 0, so that later steps read one cache column for them."""
         if self.capabilities.attention is None:
-            clear_rows(self.cache, rows)  # they may hold NaN, and masked values are multiplied by 0
+            clear_rows(self.cache, rows)  # they may hold NaN, and masks multiply by 0, which keeps a NaN
         self.finished.index_fill_(0, rows, True)
         for tensor in (self.columns, self.begin, self.count, self.failed):
             tensor.index_fill_(0, rows, 0)
 
     def clear(self) -> None:
-        """Release all rows, for `adopt` to fill."""
+        """Release all rows; `adopt` fills them again."""
         self.start(self.size, 1, None, [], 0)
         self.finished.fill_(True)
 
     def _note_prompts(self, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None) -> None:
-        """Begin each sequence that is not greedy in the sampling state; `start` has begun greedy ones."""
+        """Write the sampling state of each sequence that is not greedy; `start` has written it for greedy ones."""
         if prefix is not None:
             before = prefix.tokens.expand(len(tokens), -1)
             tokens = torch.cat([before, tokens], dim=1)
@@ -318,7 +322,7 @@ class Step:
                 write(self.sampling, row, sampling, tokens[row], None if mask is None else mask[row])
 
     def keep_short_prompts(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
-        """Read short prompts from graphs from now on, if the model allows any padding of rows."""
+        """Read short prompts with CUDA graphs from now on, if the model allows rows to be padded by any amount."""
         if self.capabilities.attention is not None and self.capabilities.ragged and not has_states(self.cache):
             self.short_prompts = ShortPrompts(self.size, self.prefill_chunk, stream, pool)
 
@@ -331,7 +335,7 @@ class Step:
                 self.advance()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on calling CUDA.
+        # "thread_local", so that other threads may call CUDA during the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.advance()
         self.graph = graph
@@ -346,7 +350,7 @@ class Step:
 
 @contextmanager
 def _head_reads(model: Any, rows: Tensor) -> Iterator[None]:
-    """Let the output layer read only one token of each sequence. rows (B, 1) int64: its place."""
+    """Make the output layer read only one token of each sequence. rows (B, 1) int64: the token's index."""
     head = model.get_output_embeddings()
 
     def choose(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -371,11 +375,11 @@ def vocabulary(model: Any) -> int:
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """Return positions (B, L) of tokens, counted as generate() does; mask (B, L) of integers: 0 for padding."""
+    """Return tokens' positions (B, L) as transformers' generate counts them. mask (B, L): integers, 0 for padding."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 @cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of all decoders' captures: cuBLAS keeps a workspace for every stream that it was called on."""
+    """Return the stream that all captures on a device share: cuBLAS keeps a workspace for every stream it runs on."""
     return torch.cuda.Stream(device)

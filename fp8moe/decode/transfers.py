@@ -1,4 +1,4 @@
-"""Copies between host and GPU without waiting, and detection of operations that wait."""
+"""Copies between host and GPU that do not block the host, and detection of operations that do."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -14,14 +14,14 @@ WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy the tensor to the device, through pinned memory, so that the host does not wait."""
+    """Copy a tensor to the device; from a CPU to a GPU through pinned memory, so that the host does not wait."""
     if tensor.device.type == "cpu" and device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def integers_on(device: torch.device, values: Iterable[int]) -> Tensor:
-    """Make a tensor (n,) int64 on the device."""
+    """Return the values as a tensor (n,) int64 on the device, without waiting."""
     return to_device(torch.tensor([*values], dtype=torch.int64, device="cpu"), device)
 
 
@@ -32,9 +32,9 @@ class _Copy(NamedTuple):
 
 
 class Readback:
-    """Copies tensors to the host in the order of a stream. One is read while the GPU works on later operations.
+    """Copies tensors to the host in stream order, so that one is read while the GPU works on later operations.
 
-    lag: the number of copies under way while one is read.
+    lag: the number of newer copies that are under way while one is read.
     """
 
     def __init__(self, device: torch.device):
@@ -55,7 +55,7 @@ class Readback:
         self._waiting.append(_Copy(values, host, copied))
 
     def pop(self) -> tuple[Tensor, Tensor]:
-        """Return the oldest tensor, on its device and on the host, both ready to be read."""
+        """Wait for the oldest copy and return it: the tensor on its device, and the copy on the host."""
         values, host, copied = self._waiting.popleft()
         if copied is not None:
             copied.synchronize()
@@ -63,9 +63,9 @@ class Readback:
 
 
 class HostReads(TorchDispatchMode):
-    """Record operations on tensors of a device that read values on the host, which no CUDA graph can hold.
+    """Records operations on tensors of a device that read values on the host, which a CUDA graph cannot capture.
 
-    They read the values themselves, or the shape of a result that depends on values.
+    Such an operation returns values to the host, or the shape of its result depends on values.
     """
 
     def __init__(self, device: torch.device):
@@ -86,7 +86,7 @@ def _reads(function: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         case aten.index.Tensor:
             return _has_mask(args[1])
         case aten.index_put.default | aten.index_put_.default:
-            return _has_mask(args[1]) and args[2].numel() != 1  # one value is filled in without a read
+            return _has_mask(args[1]) and args[2].numel() != 1  # a single value is filled in without a read
         case aten.repeat_interleave.Tensor:
             return kwargs.get("output_size") is None
         case aten._to_copy.default:

@@ -1,4 +1,4 @@
-"""The model of a decoder: the ranks that hold it, and detection of its changes."""
+"""A decoder's use of its model: the ranks that hold the model, and detection of changes to it."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,10 +13,10 @@ from fp8moe.weights.closing import modules_of, refits_of
 
 
 class Ranks(NamedTuple):
-    """The ranks that hold a model together; they agree on values so as to run the same steps.
+    """The ranks that hold a model together. They agree on values, so that all run the same steps.
 
-    groups: process groups that hold it; none for a model on one rank.
-    key_heads: the number of ranks that share the heads of keys and values.
+    groups: process groups that the model is sharded over; empty for a model on one rank.
+    key_heads: the number of ranks that the heads of keys and values are split over.
     """
 
     groups: tuple[Any, ...] = ()
@@ -28,7 +28,7 @@ class Ranks(NamedTuple):
         return max((dist.get_world_size(group) for group in self.groups), default=1)
 
     def least(self, value: int, device: torch.device) -> int:
-        """Return the smallest of the ranks' values. device: of the model, which the groups communicate on."""
+        """Return the smallest of the values that ranks pass. device: of the model, which the groups communicate on."""
         if not self.groups:
             return value
         agreed = torch.tensor([value], dtype=torch.int64, device=device)
@@ -37,7 +37,7 @@ class Ranks(NamedTuple):
         return int(agreed)
 
     def first(self, values: list[int], device: torch.device) -> list[int]:
-        """Return the values of the first rank."""
+        """Return the values that the first rank of the groups passes."""
         if not self.groups:
             return values
         agreed = torch.tensor(values, dtype=torch.int64, device=device)
@@ -62,14 +62,14 @@ def ranks_of(model: Any) -> Ranks:
 
 
 def _mesh(parameter: Tensor) -> Any:
-    """Return the mesh of a DTensor, None for other tensors."""
+    """Return the device mesh of a DTensor, or None for other tensors."""
     from torch.distributed.tensor import DTensor
 
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def _sharded_over(weight: Tensor) -> int:
-    """Return how many ranks the rows of a weight are spread over."""
+    """Return how many ranks the rows of a weight are sharded over, 1 if they are not."""
     mesh = _mesh(weight)
     if mesh is None:
         return 1
@@ -77,9 +77,9 @@ def _sharded_over(weight: Tensor) -> int:
 
 
 class ModelState:
-    """The state of a model at one time: places and versions of its weights, active adapters of peft and their scales.
+    """A snapshot of a model: addresses and versions of its weights, and peft's active adapters with their scales.
 
-    CUDA graphs and cached keys are valid while it does not change. It keeps no weights in memory.
+    CUDA graphs and cached keys are valid while the model matches it. The snapshot keeps no weights in memory.
     """
 
     def __init__(self, model: nn.Module):
@@ -87,12 +87,12 @@ class ModelState:
         self._adapters = [(ref(module), _active(module)) for module in model.modules() if _has_adapters(module)]
 
     def renew(self, model: nn.Module) -> None:
-        """Take the current weights as the recorded state."""
+        """Take a new snapshot of the weights; `change` compares with it from now on."""
         self._weights = Fingerprint(_weights(model))
         self._refits = refits_of(model).count
 
     def change(self, model: nn.Module) -> str | None:
-        """Return the beginning of a sentence about a change of the model since, or None."""
+        """Return what has changed in the model since the snapshot, as the start of a sentence, or None."""
         if refits_of(model).count != self._refits:
             return "the model's weights were refitted"
         if not self._weights.matches(_weights(model)):
@@ -103,21 +103,21 @@ class ModelState:
 
 
 def check_eval(model: nn.Module) -> None:
-    """Raise ValueError for a module in training mode."""
+    """Raise ValueError if a module of the model is in training mode."""
     if any(module.training for module in modules_of(model)):
         path = next(path for path, module in model.named_modules() if module.training)
         raise ValueError(f"model: call model.eval() first, {path or 'it'} is in training mode")
 
 
 def _weights(model: nn.Module) -> Iterator[Tensor]:
-    """Yield parameters and buffers: in many models the bias of routing scores is a buffer."""
+    """Yield parameters and buffers. Buffers matter: in many models the bias of router scores is one."""
     for module in modules_of(model):
         for tensors in (module._parameters, module._buffers):
             yield from [tensor for tensor in tensors.values() if tensor is not None]
 
 
 def _has_adapters(module: nn.Module) -> bool:
-    """Return whether a module is a layer of peft. (New adapters show as new parameters.)"""
+    """Return whether a module is a layer of peft. Adapters that are added later show up as new parameters."""
     return isinstance(getattr(module, "merged_adapters", None), list)
 
 

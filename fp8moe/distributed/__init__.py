@@ -1,4 +1,4 @@
-"""Experts spread over the GPUs of a mesh: ExpertParallel, a style of `torch.distributed.tensor.parallel`."""
+"""ExpertParallel: spreads experts over the GPUs of a mesh, as a style of `torch.distributed.tensor.parallel`."""
 
 import torch
 import torch.distributed as dist
@@ -24,27 +24,28 @@ class ExpertParallel(ParallelStyle):
 
     It applies to `GroupedExperts`, frozen or trained, and to transformers' experts modules that run on fp8moe. Rank r
     then has experts [r * E/W, (r + 1) * E/W): parameters become DTensors, Shard(0), on the 1-D mesh; parameters that
-    are sharded like this already are left alone. As with PyTorch's own styles the values are those of rank 0, or with
-    ``src_data_rank=None`` of each rank. `num_experts` stays E, and top_k_index has indices of all experts.
+    are sharded like this already are left alone. As with PyTorch's own styles, the values come from rank 0 or, with
+    ``src_data_rank=None``, from each rank itself. `num_experts` stays E, and top_k_index has indices of all experts.
 
     The layer's forward takes (T_r, H) tokens on rank r, any number, also 0. All ranks must call forward and backward
-    together, with the same dtype and the same top_k, and either all or none of them with a residual. With `exact` the
-    result has the bits of one GPU's layer. Without `exact` it has them too where no gradients are recorded and the
-    GPUs of a node can write to each other's memory; otherwise float32 partial sums are added in the order of ranks and
-    rounded once. Equal inputs give equal bits, in
-    results and gradients. Ranks first exchange T_r and the properties that must agree over a CPU (gloo): wrong
-    arguments on one rank raise the same ValueError on all. In a CUDA graph nothing is exchanged: all ranks have the
-    same number of tokens, and capture and replay together. Under torch.compile the layer is a graph break.
+    together, with the same dtype and the same top_k, and either all or none of them with a residual. With `exact`, the
+    result has the same bits as on one GPU. Without it this holds where no gradients are recorded and the GPUs of a node
+    can write to each other's memory; otherwise float32 partial sums are added in the order of ranks and rounded once.
+    Equal inputs give equal bits, in results and gradients. Before each call the ranks exchange, over gloo on the CPU,
+    T_r and the properties that must agree: wrong arguments on one rank raise the same ValueError on all. In a CUDA
+    graph nothing is exchanged: all ranks must have the same number of tokens, and capture and replay together. Under
+    torch.compile the layer is a graph break.
 
     Args:
         method: "gather": every rank gets all tokens. "all_to_all": a token goes to the ranks that have its experts;
-            eager calls wait for the device, and CUDA graphs use "gather". "replicated": tokens, routing and results are
-            the same on all ranks. "auto": gather on one node; over NCCL gather or all_to_all, by the number of tokens
-            and ranks.
+            eager calls make the CPU wait for the GPU, and CUDA graphs use "gather". "replicated": tokens, routing and
+            results are the same on all ranks. "auto": gather on one node; over NCCL gather or all_to_all, depending on
+            the number of tokens and ranks.
         payload: format of tokens sent without gradients: "fp8", quantized 1x128 once, as the experts would do, or
             "bf16", unchanged. Training sends tokens unchanged.
-        exact: return a row for each token and expert, and add them up on the token's rank, so that the result has one
-            GPU's bits. For methods all_to_all and auto. A CUDA graph has room for all rows on every rank.
+        exact: return one row per token and expert to the token's rank and add them up there, so that the result has
+            the same bits as on one GPU. For methods all_to_all and auto. In a CUDA graph, every rank allocates room for
+            all rows.
         uniform: all ranks have the same number of tokens in each call: nothing is exchanged or checked across ranks.
 
     Raises ValueError for an unknown method or payload, or exact with another method. `parallelize_module` raises the
@@ -82,7 +83,7 @@ class ExpertParallel(ParallelStyle):
 
 
 def _describe(module: nn.Module, mesh: DeviceMesh) -> str:
-    """Describe the experts in one line, to compare across ranks. Raises TypeError or ValueError for other modules."""
+    """Return one line about the experts, to compare across ranks. Raises TypeError or ValueError for other modules."""
     count = getattr(module, "num_experts", None)
     parameters = {name: value for name, value in module._parameters.items() if value is not None}
     fused = all(value.dim() and len(value) == count for value in parameters.values())
@@ -105,7 +106,7 @@ def _describe(module: nn.Module, mesh: DeviceMesh) -> str:
 
 
 def _shard(value: nn.Parameter, mesh: DeviceMesh, source: int | None) -> nn.Parameter:
-    """Return this rank's experts as a DTensor in memory of its own."""
+    """Return a parameter as a Shard(0) DTensor with a copy of this rank's experts."""
     values = value.detach()
     if values.is_meta:
         part = values[: len(values) // mesh.size()]

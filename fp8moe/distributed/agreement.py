@@ -1,4 +1,4 @@
-"""The exchange between ranks, over a CPU, before they send data: a wrong call on one rank is an error on all."""
+"""Checks across ranks, over gloo on the CPU, before tokens are sent: a wrong call on one rank is an error on all."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -10,15 +10,16 @@ from torch.distributed import ProcessGroup
 
 from fp8moe.runtime.checks import FLOATING
 
-# Bits of `CallSummary.gradients`. "training": the call may have a backward. The others: this operand needs a gradient.
+# Names of the bits of `CallSummary.gradients`. "training": the call may have a backward. The others are operands that
+# need a gradient.
 GRADIENTS = ("training", "hidden_states", "top_k_weights", "parameters")
 
 
 class CallSummary(NamedTuple):
-    """A rank's call of a layer in numbers. All but `tokens` must be equal on all ranks.
+    """A summary of one rank's call of a layer, as integers to exchange. All but `tokens` must be equal on all ranks.
 
-    wrong: 1 if the arguments fail a check. layer: number of the layer, see `Agreement.new_layer`. dtype: of
-    hidden_states, its index in `runtime.checks.FLOATING`. gradients: a bit for each of `GRADIENTS`.
+    wrong: 1 if the arguments fail a check. layer: number of the layer, see `Agreement.new_layer`. dtype: index of the
+    dtype of hidden_states in `runtime.checks.FLOATING`. gradients: a bit for each of `GRADIENTS`.
     """
 
     tokens: int = 0
@@ -33,7 +34,7 @@ def _gradients(bits: int) -> str:
     return " and ".join(name for bit, name in enumerate(GRADIENTS) if bits >> bit & 1) or "none"
 
 
-_SAME = {  # fields that must be equal: beginning of the error message, and the text for a number
+_SAME = {  # field that must be equal -> (beginning of the error message, function that formats the field's value)
     "layer": ("expected all ranks to call the same layer", "the {}. of those made parallel".format),
     "dtype": ("hidden_states: expected the same dtype on all ranks", FLOATING.__getitem__),
     "top_k": ("top_k_index: expected the same number of experts a token on all ranks", str),
@@ -42,9 +43,10 @@ _SAME = {  # fields that must be equal: beginning of the error message, and the 
 
 
 class Agreement:
-    """Exchanges calls among the ranks of a group. `of` makes one for each group.
+    """Exchanges summaries of calls between the ranks of a process group. Get it from `Agreement.of(group)`.
 
-    group: the given group if it serves CPUs over gloo, otherwise a new gloo group of the same ranks.
+    Its attribute `group` is the given group if that has a gloo backend for the CPU, otherwise a new gloo group of the
+    same ranks.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -55,7 +57,7 @@ class Agreement:
 
     @classmethod
     def of(cls, group: ProcessGroup) -> "Agreement":
-        """Return the agreement of a group. All ranks must call it together the first time."""
+        """Return the one Agreement of a group. All ranks must make the first call for a group together."""
         if group not in _agreements:
             _agreements[group] = cls(group)
         return _agreements[group]
@@ -65,16 +67,17 @@ class Agreement:
         return self._group()
 
     def new_layer(self) -> int:
-        """Return a number for a new layer, equal on all ranks, as they make layers in the same order."""
+        """Return the number of a new layer, equal on all ranks if they make their layers in the same order."""
         self._layers += 1
         return self._layers
 
     def calls(self, call: CallSummary, error: Exception | None = None) -> list[int]:
-        """Return the number of tokens of every rank. error: of a check of this rank's arguments.
+        """Exchange the ranks' summaries of a call; return the number of tokens of every rank.
 
-        Raises the same ValueError on all ranks if a call is wrong or calls differ.
+        error: the error that the check of this rank's arguments raised, or None.
+        Raises the same ValueError on all ranks if the call of any rank is wrong or the calls differ.
         """
-        # An all-to-all of equal rows takes a third less time over gloo than an all-gather.
+        # Over gloo, an all-to-all that sends the same row to every rank takes a third less time than an all-gather.
         self._mine.copy_(torch.tensor(call._replace(wrong=int(error is not None)), dtype=torch.int64, device="cpu"))
         dist.all_to_all_single(self._all, self._mine, group=self.group)
         rows = self._all.tolist()
@@ -87,7 +90,7 @@ class Agreement:
         return tokens
 
     def raise_together(self, error: Exception | None) -> None:
-        """Raise the same ValueError on every rank if one of them has an error."""
+        """Raise the same ValueError on every rank if any rank passes an error."""
         sentences = self.gather(None if error is None else str(error) or repr(error))
         wrong = [sentence for sentence in sentences if sentence is not None]
         if not wrong:
@@ -107,14 +110,14 @@ _agreements: WeakKeyDictionary[ProcessGroup, Agreement] = WeakKeyDictionary()
 
 
 def check_same(expected: str, values: list) -> None:
-    """Raise ValueError unless the values of all ranks are equal."""
+    """Raise ValueError, with `expected` and the values by rank, unless the values of all ranks are equal."""
     different = _by_value(values)
     if len(different) > 1:
         raise ValueError(f"{expected}, got {'; '.join(f'{value} on {ranks}' for value, ranks in different)}")
 
 
 def _by_value(values: Iterable) -> list[tuple[object, str]]:
-    """Group ranks by their value: (value, "rank 0" or "ranks 0, 2")."""
+    """Return (value, "rank 0" or "ranks 0, 2") for each distinct value, given the values in the order of ranks."""
     holders: dict[object, list[int]] = {}
     for rank, value in enumerate(values):
         holders.setdefault(value, []).append(rank)

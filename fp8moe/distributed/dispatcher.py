@@ -1,4 +1,4 @@
-"""The forward of a layer whose experts are spread over the ranks of a group."""
+"""Dispatcher: the forward of a layer whose experts are spread over the ranks of a process group."""
 
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ class Options(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A call's arguments, flattened and checked. trains: the call may have a backward."""
+    """The arguments of a call, flattened and checked. trains: whether the call may have a backward."""
 
     tokens: Tokens
     residual: Tensor | None
@@ -62,10 +62,11 @@ class Inputs(NamedTuple):
 
 
 class Dispatcher:
-    """Runs the forward of one layer, as its attribute `parallel`. Ranks must call it together, all or none with a
-    residual.
+    """Runs the forward of one layer, which holds it as an attribute.
 
-    group: the ranks that share the experts, in the order of experts. num_experts: E, of all ranks.
+    Ranks must call `forward` together, all or none with a residual.
+
+    group: the ranks that share the experts, in the order of experts. num_experts: E, the total over all ranks.
     """
 
     def __init__(self, group: ProcessGroup, num_experts: int, options: Options):
@@ -86,7 +87,7 @@ class Dispatcher:
         top_k_weights: Tensor,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Return the result of a `GroupedExperts` with all experts for the tokens of this rank."""
+        """Return what a `GroupedExperts` with all E experts would return for the tokens of this rank."""
         alone = self.options.uniform or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
         inputs, error = None, None
         try:
@@ -113,7 +114,10 @@ class Dispatcher:
         return Inputs(Tokens(x, index, routing), residual, local, experts.trains(weights, x, routing))
 
     def _counts(self, inputs: Inputs | None, error: Exception | None) -> list[int]:
-        """Return the tokens of each rank. Raises the same ValueError on all ranks for an error or a difference."""
+        """Return the number of tokens of each rank.
+
+        Raises the same ValueError on all ranks if any rank has an error or their calls differ.
+        """
         counts = self.agreement.calls(CallSummary() if error else inputs.summary(self.layer), error)
         if self.options.method == "replicated" and len(set(counts)) > 1:
             raise ValueError(f"hidden_states: expected the same tokens on all ranks, got {counts} tokens")
@@ -164,15 +168,15 @@ class Dispatcher:
         return peers.gather(local, inputs.tokens, max(counts), expected_rows, residual)
 
     def _quantized(self, tokens: Tokens) -> Tokens:
-        """Return tokens in the format in which they are sent without gradients."""
+        """Return tokens in the format (`Options.payload`) in which inference sends them."""
         if self.options.payload == "bf16":
             return tokens
         return tokens._replace(hidden_states=quantize_1x128(tokens.hidden_states))
 
     def _peers(self, x: Tensor) -> Peers | None:
-        """Return the GPUs of one node that can serve the call without NCCL, or None.
+        """Return the `Peers` of the group if they support this call, or None if it must go over collectives.
 
-        With them gather sends a token only to ranks that have one of its experts, so auto does not need all_to_all.
+        `Peers.gather` sends a token only to ranks that have one of its experts, so "auto" needs no all_to_all there.
         """
         method, payload = self.options.method, self.options.payload
         supported = method == "replicated" or (method != "all_to_all" and payload == "fp8")

@@ -1,4 +1,4 @@
-"""The computation of one rank's experts for the tokens that it has received."""
+"""LocalExperts: runs the experts of one rank on the tokens that this rank has received."""
 
 from typing import NamedTuple
 
@@ -14,14 +14,15 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.layers.experts import Weights
 from fp8moe.quant.formats import FP8Tensor, align
 
-# A rank has room for _SLACK times the expected rows, and at least for all rows of _ALWAYS tokens.
+# One pass has room for _SLACK times the rows that even routing would give, and at least for all rows of _ALWAYS tokens.
 _SLACK, _ALWAYS = 1.25, 256
 
 
 class LocalExperts(NamedTuple):
     """The experts of one rank in one call.
 
-    first: index of the rank's first expert. total: E, of all ranks. dtype: of the tokens before quantization.
+    first: index of the rank's first expert. total: E, the experts of all ranks. dtype: of the tokens before
+    quantization.
     """
 
     weights: Weights
@@ -34,7 +35,7 @@ class LocalExperts(NamedTuple):
         return len(self.weights.layer.down.data)
 
     def partial_sums(self, tokens: Tokens, expected_rows: int, num_rows: int | None) -> Tensor:
-        """Return each token's sum over this rank's experts, (N, H) float32, computed in `passes`."""
+        """Return each token's weighted sum over this rank's experts, (N, H) float32, computed in several `passes`."""
         sums = known = None
         passes = self.passes(tokens.top_k_index, expected_rows, num_rows)
         for shard in passes:
@@ -44,11 +45,12 @@ class LocalExperts(NamedTuple):
         return sums
 
     def passes(self, top_k_index: Tensor, expected_rows: int, num_rows: int | None = None) -> list[Shard]:
-        """Return the shard of each pass over the rows that there is room for.
+        """Split the rows of this rank into passes that fit into the buffers; return a Shard for each pass.
 
-        expected_rows: assignments to this rank if routing is even. num_rows: actual assignments; None: read from the
-        device if one pass may not suffice. A CUDA graph cannot read them and has passes for the most possible rows; the
-        first rows come last, as earlier passes without rows cost little.
+        expected_rows: (token, expert) assignments to this rank if routing is even.
+        num_rows: actual assignments to this rank. None: if one pass may not suffice, read the number from the GPU; in a
+            CUDA graph, which cannot read it, assume as many as possible.
+        The pass over the first rows comes last: passes over rows that do not exist cost little.
         """
         room = max(int(expected_rows * _SLACK), _ALWAYS * max(top_k_index.shape[1], 1))
         most = top_k_index.numel()
@@ -58,7 +60,7 @@ class LocalExperts(NamedTuple):
         return [shard._replace(first_row=row) for row in reversed(range(0, max(num_rows, 1), room))]
 
     def partial_sums_with_gradients(self, tokens: Tokens, num_rows: int | None) -> Tensor:
-        """Compute `partial_sums` with a backward: with room for all rows, at least one."""
+        """Compute `partial_sums` differentiably, in one pass with room for all rows."""
         if num_rows is None and not capturing(tokens.top_k_index):
             num_rows = self.rows_here(tokens.top_k_index)
         if num_rows is not None:
@@ -67,16 +69,19 @@ class LocalExperts(NamedTuple):
         return experts_training(*tokens, *self.weights, shard=shard)
 
     def rows_here(self, index: Tensor) -> int:
-        """Return the number of assignments to this rank's experts. It waits for the device."""
+        """Return the number of assignments to this rank's experts. The CPU waits for the GPU."""
         return int(((index >= self.first) & (index < self.first + self.count)).sum())
 
     def sort(self, tokens: Tokens, num_rows: int | None) -> tuple[Tensor, Tensor, int]:
-        """Return groups and rows of the assignments to this rank's experts, and the number of rows with room."""
+        """Sort the assignments to this rank's experts: return `sort_by_expert`'s groups and rows, and the row count.
+
+        num_rows: the number of assignments; None reserves rows for the most that are possible.
+        """
         count = tokens.top_k_index.numel() if num_rows is None else num_rows
         return *sort_by_expert(tokens.top_k_index, self.count, first_expert=self.first, num_rows=count), count
 
     def quantized_rows(self, tokens: Tokens, rows: Tensor, count: int) -> FP8Tensor:
-        """Return the tokens in the order of experts, quantized."""
+        """Return the tokens as `count` quantized rows sorted by expert. rows: from `sort`."""
         x = tokens.hidden_states
         data, scale = x if isinstance(x, FP8Tensor) else (x, None)
         hidden = data.shape[1]
@@ -85,11 +90,11 @@ class LocalExperts(NamedTuple):
         return FP8Tensor(a.data[:, :hidden], a.scale)
 
     def results(self, x: Tensor | FP8Tensor, groups: Tensor, assignments: int, training: bool) -> Tensor:
-        """Return the results (R, H) of rows x in the order of experts. assignments: of the tokens of all ranks."""
+        """Return the experts' results (R, H) for rows x sorted by expert. assignments: the total over all ranks."""
         options = {"row_dtype": row_dtype(self.dtype), "whole": (assignments, self.total), "training": training}
         return experts_of_rows(x, groups, self.weights.layer, masters=self.weights.masters, **options)
 
 
 def capturing(like: Tensor) -> bool:
-    """Whether a call with this tensor is captured in a CUDA graph."""
+    """Whether an operation on this tensor would be captured in a CUDA graph."""
     return like.is_cuda and torch.cuda.is_current_stream_capturing()

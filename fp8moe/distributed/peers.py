@@ -23,9 +23,9 @@ from fp8moe.runtime.peer_table import MAX_PEERS, SIGNALS_BYTES, Targets, meeting
 
 
 class _PeerBuffer:
-    """Symmetric memory: `nbytes` zeros on each rank of a group, at `addresses`. All ranks make it together.
+    """Symmetric memory: a zeroed buffer of `nbytes` on each rank of a group; `addresses` has the buffer of every rank.
 
-    Raises ValueError in the capture of a CUDA graph.
+    All ranks must make it together. Raises ValueError in the capture of a CUDA graph.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int):
@@ -40,24 +40,27 @@ class _PeerBuffer:
         self._handle = symmetric_memory.rendezvous(self.memory, group.group_name)
         ranks = range(dist.get_world_size(group))
         self.addresses = [self._handle.get_buffer(rank, (nbytes,), torch.uint8).data_ptr() for rank in ranks]
-        # No rank writes before all are here: the memory may have been another buffer, which a rank still reads.
+        # No rank may write until all have got here: another rank may still be reading an old buffer in this memory.
         torch.cuda.synchronize(device)
         Agreement.of(group).gather(None)
 
     def barrier(self) -> None:
-        """Wait, on the current stream, until all ranks are here: everything they wrote before is visible to all."""
+        """Wait, on the current stream, until all ranks get here; what they wrote before is then visible to all."""
         self._handle.barrier(channel=0)
 
 
 class _ReceiveBuffer(_PeerBuffer):
-    """Room for the tokens of all ranks (`Received`)."""
+    """A buffer for the tokens that all ranks send to this one (`Received`)."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int):
         super().__init__(group, device, nbytes)
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def parts(self, room: int, hidden: int, top_k: int) -> tuple[Received, list[int]]:
-        """Return `Received` with `room` tokens of each rank, and the addresses of this rank's slots on all peers."""
+        """Return `Received`, with slots for `room` tokens from each rank, and where this rank writes on all peers.
+
+        The addresses are in the order of ranks, and for each rank in the order of the fields of `Received`.
+        """
         slots, begin, parts, offsets = self.world * room, 0, [], []
         for dtype, columns in received_columns(hidden, top_k):
             nbytes = columns * dtype.itemsize
@@ -70,15 +73,16 @@ class _ReceiveBuffer(_PeerBuffer):
 class Peers:
     """The GPUs of a group, one for each rank, and the buffers through which they exchange data.
 
-    One object serves all layers of a group, on one stream at a time: calls follow each other. Each rank has a buffer
-    for the tokens of all ranks (`Received`), and one for a result row for each assignment of its own tokens. It adds up
-    these rows as a layer with all experts would: the results have the bits of one GPU.
+    One object serves all layers of a group, on one stream at a time, so that calls never overlap. Each rank has one
+    buffer for the tokens of all ranks (`Received`) and one with a result row for each (token, expert) assignment of its
+    own tokens. It adds up these rows as a layer with all experts would: the results have the same bits as on one GPU.
 
     No buffer is overwritten before all ranks have read it. `gather` has two meetings, at which all ranks wait for each
-    other: the first after tokens are sent and before experts read them, the second after rows are sent and before they
-    are added up. A rank sends tokens after the second meeting of the last call, when all ranks have read their tokens.
-    A rank sends rows after the first meeting of this call, when all ranks have added up the rows of the last call. So
-    tokens and rows only need different buffers. `replicated` sends no tokens, and waits at its beginning instead.
+    other: the first after tokens are sent and before experts read them, the second after result rows are sent and
+    before they are added up. A rank sends tokens after the second meeting of the previous call, when all ranks have
+    read their tokens. A rank sends result rows after the first meeting of this call, when all ranks have added up the
+    rows of the previous call. So one buffer each for tokens and rows is enough. `replicated` sends no tokens, and has a
+    barrier at its beginning in place of the first meeting.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device):
@@ -86,14 +90,15 @@ class Peers:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._signals = _PeerBuffer(group, device, SIGNALS_BYTES)
         self._buffers: dict[type[_PeerBuffer], _PeerBuffer] = {}
-        self._outgrown: list[_PeerBuffer] = []  # kept, as CUDA graphs may have their addresses
+        self._outgrown: list[_PeerBuffer] = []  # too small now, but CUDA graphs may hold their addresses
         self._captured = False
 
     @classmethod
     def of(cls, group: ProcessGroup, x: Tensor) -> "Peers | None":
-        """Return the peers of a group for tokens like x, or None if a GPU cannot reach the memory of all others.
+        """Return the Peers of a group, or None if a GPU cannot write to the memory of all others.
 
-        All ranks must call it together the first time, and not in a CUDA graph.
+        x: tokens of a call, on this rank's GPU. All ranks must make the first call for a group together, outside of
+        CUDA graph capture.
         """
         if group not in _peers:
             reached = cls.reaches(group, x)
@@ -102,7 +107,7 @@ class Peers:
 
     @staticmethod
     def reaches(group: ProcessGroup, x: Tensor) -> bool:
-        """Whether each rank has its own GPU, which runs the kernels and can write to the memory of all others."""
+        """Whether each rank has a GPU of its own that runs the kernels and can write to the memory of all others."""
         agreement = Agreement.of(group)
         mine = str(torch.cuda.get_device_properties(x.device).uuid) if use_cuda(x) else None
         uuids = agreement.gather(mine)
@@ -112,11 +117,11 @@ class Peers:
     def gather(
         self, local: LocalExperts, tokens: Tokens, room: int, expected_rows: int, residual: Tensor | None = None
     ) -> Tensor:
-        """Return the sums over all experts for the tokens of this rank, (T, H) in their dtype, plus a residual.
+        """Send tokens to their experts; return the weighted sums for this rank's tokens, (T, H), plus the residual.
 
-        tokens: not quantized; H a multiple of 16. room: the most tokens of a rank. expected_rows: see
-        `LocalExperts.passes`. room and expected_rows are equal on all ranks. Only `LocalExperts.passes` may wait for
-        the device.
+        tokens: of this rank, not quantized; H a multiple of 16. room: the largest number of tokens of any rank.
+        expected_rows: see `LocalExperts.passes`. room and expected_rows must be equal on all ranks. The result has the
+        dtype of the tokens. The CPU waits for the GPU only in `LocalExperts.passes`, if at all.
 
         Raises ValueError in a CUDA graph for more tokens than in any call before its capture.
         """
@@ -138,7 +143,7 @@ class Peers:
     def replicated(
         self, local: LocalExperts, tokens: Tokens, expected_rows: int, residual: Tensor | None = None
     ) -> Tensor:
-        """Return the sums of `gather` for tokens that all ranks have: (T, H), equal on all ranks."""
+        """Return the same sums as `gather`, (T, H), for tokens that all ranks already have, equal on all ranks."""
         x, index = tokens.hidden_states, tokens.top_k_index.contiguous()
         if not len(x):
             return _nothing(tokens, residual)
@@ -158,7 +163,11 @@ class Peers:
         *,
         to_all: bool,
     ) -> None:
-        """Run this rank's experts, send results to the tokens' ranks or to all ranks, and wait for all ranks."""
+        """Run this rank's experts, send result rows to the tokens' ranks or to all ranks, and wait for all ranks.
+
+        x, index: tokens of all ranks and their top-k experts. rows: the buffer of result rows. each: assignments per
+        rank in it.
+        """
         passes = local.passes(index, expected_rows)
         for shard in passes:
             meeting = self._meeting() if shard is passes[-1] else no_meeting(self.world)
@@ -182,7 +191,7 @@ class Peers:
         return meeting(self._signals.addresses, self.rank)
 
     def _buffer(self, kind: type[_PeerBuffer], nbytes: int) -> Any:
-        """Return the buffer of this kind; a new one replaces a buffer that is too small."""
+        """Return the buffer of this class, making a new one if there is none of at least `nbytes`."""
         self._captured |= torch.cuda.is_current_stream_capturing()
         buffer = self._buffers.get(kind)
         if buffer is None or buffer.memory.numel() < nbytes:
@@ -196,21 +205,21 @@ _peers: WeakKeyDictionary[ProcessGroup, Peers | None] = WeakKeyDictionary()
 
 
 def received_columns(hidden: int, top_k: int) -> tuple[tuple[torch.dtype, int], ...]:
-    """Return dtype and columns of each part of `Received`."""
+    """Return (dtype, columns) of each field of `Received`: FP8 values, scales and top-k indices."""
     return (torch.float8_e4m3fn, hidden), (torch.float32, ceil_div(hidden, BLOCK)), (torch.int32, top_k)
 
 
 def received_bytes(slots: int, hidden: int, top_k: int) -> int:
-    """Return the bytes of `slots` slots of `Received`, each part at a multiple of 256."""
+    """Return the bytes of a `Received` with this number of slots, each field aligned to 256 bytes."""
     return sum(align(slots * columns * dtype.itemsize, 256) for dtype, columns in received_columns(hidden, top_k))
 
 
 def _nothing(tokens: Tokens, residual: Tensor | None) -> Tensor:
-    """Return the result if no rank has tokens."""
+    """Return the result of a call in which no rank has tokens."""
     return torch.zeros_like(tokens.hidden_states) if residual is None else residual.clone()
 
 
 def _can_write(device: int, uuids: set[str]) -> bool:
-    """Whether `device` has peer access to all GPUs with these UUIDs, all of them visible to this process."""
+    """Whether all GPUs with these UUIDs are visible to this process and `device` has peer access to them."""
     visible = {str(torch.cuda.get_device_properties(other).uuid): other for other in range(torch.cuda.device_count())}
     return uuids <= visible.keys() and all(torch.cuda.can_device_access_peer(device, visible[uuid]) for uuid in uuids)

@@ -17,23 +17,26 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import FP8Tensor, align, ceil_div
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 
-# PyTorch 2.13 has renamed all_gather_into_tensor.
+# PyTorch 2.13 has renamed all_gather_into_tensor to all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_ALIGNMENT = 16  # bytes: the parts of a packed row begin at its multiples, as kernels load them
+_ALIGNMENT = 16  # bytes; kernels load the parts of a packed row, which must be aligned to this
 
-# Bytes of one rank's partial sums from which two collectives with fewer bytes beat one: at NCCL's 200 GB/s on a node
-# 4 MB take 20 us, the cost of starting another collective.
+# From this size in bytes of one rank's partial sums, two collectives that move fewer bytes are faster than one: at
+# NCCL's 200 GB/s on a node 4 MB take 20 us, the cost of starting another collective.
 _SLICED_FROM = 4 << 20
 
-# Measured on two H200s over NVLink with DeepSeek-V3's layer: NCCL moves 200 GB/s; gather sends 7392 bytes of a token to
-# each other rank and gets 28672 back. Eager all_to_all of few tokens takes 1.5 ms more, as it waits for sizes.
+# Measured on two H200s over NVLink with DeepSeek-V3's layer: NCCL moves 200 GB/s; gather sends 7392 bytes per token to
+# each other rank and gets 28672 back. Eager all_to_all of few tokens takes 1.5 ms more, as the CPU waits for sizes.
 _MICROSECONDS_A_ROW = 0.18
 _MICROSECONDS_A_CALL = 1500
 
 
 class Tokens(NamedTuple):
-    """Inputs of experts for T tokens: (T, H), quantized 1x128 or not; (T, K) int32 or int64; (T, K)."""
+    """T tokens with their routing.
+
+    hidden_states: (T, H), quantized 1x128 or not. top_k_index: (T, K) int32 or int64. top_k_weights: (T, K).
+    """
 
     hidden_states: Tensor | FP8Tensor
     top_k_index: Tensor
@@ -43,8 +46,8 @@ class Tokens(NamedTuple):
 class Transport(ABC):
     """Sends the tokens of one call to the ranks of their experts, and partial sums back.
 
-    room: rows that `out` sends, at least the tokens of this rank.
-    num_rows: assignments to this rank's experts, or None if the host does not know them.
+    room: number of rows to pack tokens into for `out`, at least the number of tokens of this rank.
+    num_rows: number of (token, expert) assignments to this rank's experts, or None if the CPU does not know it.
     """
 
     room: int
@@ -52,24 +55,25 @@ class Transport(ABC):
 
     @abstractmethod
     def out(self, rows: Tensor) -> Tensor:
-        """Send a row per token of this rank, (T, C) or (room, C). Returns a row per received token, (N, C)."""
+        """Send one row per token of this rank, (T, C) or (room, C); return one row per received token, (N, C)."""
 
     @abstractmethod
     def back(self, rows: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-        """Send rows (N, C) back to the tokens' ranks: the adjoint of `out`. residual: (T, C) of `dtype`, is added.
+        """Send one row per received token, (N, C), back to its rank, and add them up there: the adjoint of `out`.
 
-        Returns each token's sum (T, C), in float32 in the order of ranks, rounded once to `dtype`.
+        Returns each token's sum (T, C), added in float32 in the order of ranks, rounded once to `dtype`.
+        residual: (T, C) of `dtype`, added to the result, or None.
         """
 
     def send(self, tokens: Tokens) -> Tokens:
-        """Send the tokens of this rank in one collective, a row for each. Returns the received tokens."""
+        """Send the tokens of this rank, packed into one row each, in one collective; return the received tokens."""
         return _unpack(self.out(_pack(tokens, self.room)), tokens)
 
 
 class Gather(Transport):
     """Sends all tokens to every rank, and partial sums back to the tokens' ranks.
 
-    Two collectives of W times the most tokens of a rank, a size that the host knows.
+    Each of its two collectives moves W times the largest token count of any rank, a size that the CPU knows.
     """
 
     def __init__(self, group: ProcessGroup, tokens: list[int]):
@@ -86,12 +90,13 @@ class Gather(Transport):
 
 
 class AllToAll(Transport):
-    """Sends each token once to every rank that has one of its experts. The host reads sizes: not for CUDA graphs.
+    """Sends each token once to every rank that has one of its experts. Not for CUDA graphs, as the CPU reads sizes.
 
-    One collective for sizes, then two collectives with a row for each pair of a token and a rank.
+    One collective exchanges sizes; two more move one row per (token, rank) pair, there and back.
 
-    assignments_sent, assignments_received: how many, to and from each rank. assignment_rows: (T, K) int32, the row of
-    each assignment among the sent ones, in the order of ranks.
+    sent, received: numbers of tokens to and from each rank. assignments_sent, assignments_received: numbers of
+    (token, expert) assignments to and from each rank. token_rows (T, W) and assignment_rows (T, K), int32: positions
+    among all tokens and assignments to send, which are sorted by rank.
     """
 
     def __init__(self, group: ProcessGroup, top_k_index: Tensor, num_experts: int):
@@ -119,9 +124,9 @@ class AllToAll(Transport):
 
 
 class Replicated(Transport):
-    """Sends partial sums to all ranks, which already have the tokens.
+    """Sends partial sums to all ranks; tokens need not be sent, as all ranks have them.
 
-    Every rank adds up the partial sums of all ranks; if there are many, only for a slice of the tokens.
+    Every rank adds up all ranks' partial sums: for all tokens or, if there are many, for a slice that it then shares.
     """
 
     def __init__(self, group: ProcessGroup, tokens: list[int]):
@@ -149,7 +154,8 @@ class Replicated(Transport):
 class ExactTransport(ABC):
     """Sends a result row for each assignment back to its token's rank, which adds them up as one GPU would.
 
-    transport: sends the tokens. row_index: (T, K) int32, each assignment's row in the result of `back`.
+    transport: the Transport that sends the tokens. row_index: (T, K) int32, the row of each assignment of this rank's
+    tokens in the result of `back`.
     """
 
     transport: Transport
@@ -157,15 +163,18 @@ class ExactTransport(ABC):
 
     @abstractmethod
     def back(self, y: Tensor, rows: Tensor) -> Tensor:
-        """Send y (R, H) to the tokens' ranks. rows: (N, K), each assignment's row of y. Returns (P, H)."""
+        """Send result rows y (R, H) to the tokens' ranks; return the received rows (P, H).
+
+        rows: (N, K), the row in y of each assignment of the N received tokens; -1 for experts of other ranks.
+        """
 
     @abstractmethod
     def out(self, grad: Tensor, rows: Tensor, count: int) -> Tensor:
-        """Apply the adjoint of `back`: (P, H) -> (count, H); rows of no assignment hold any values."""
+        """Apply the adjoint of `back` to grad (P, H); return (count, H), arbitrary in rows without assignment."""
 
 
 class ExactAllToAll(ExactTransport):
-    """Exchanges as many rows as there are assignments: for eager calls."""
+    """Exchanges exactly one row per assignment. For eager calls, as the CPU must know the sizes."""
 
     def __init__(self, group: ProcessGroup, top_k_index: Tensor, num_experts: int):
         self.transport = AllToAll(group, top_k_index, num_experts)
@@ -182,13 +191,13 @@ class ExactAllToAll(ExactTransport):
         return received.index_select(0, _inverse(self._rows_here(rows), count))
 
     def _rows_here(self, rows: Tensor) -> Tensor:
-        """Return the rows of the assignments to this rank, in the order of tokens."""
+        """Return the rows of all assignments to this rank, flattened, in the order of tokens."""
         here = sort_by_expert(torch.where(rows >= 0, 0, -1), 1).rows
         return rows.flatten().index_select(0, _inverse(here, self.transport.num_rows))
 
 
 class ExactGather(ExactTransport):
-    """Exchanges T * K rows with every rank: for CUDA graphs, where no size may depend on the routing."""
+    """Exchanges T * K rows with every rank. For CUDA graphs, where no size may depend on the routing."""
 
     def __init__(self, group: ProcessGroup, tokens: list[int], top_k_index: Tensor, num_experts: int):
         self.transport = Gather(group, tokens)
@@ -205,11 +214,11 @@ class ExactGather(ExactTransport):
 
 
 def choose_method(tokens: int, top_k: int, world: int) -> str:
-    """Return the method of "auto" over NCCL, by the rows of gather and all_to_all and the cost of a call.
+    """Return the faster method over NCCL, "gather" or "all_to_all", estimated from the rows that each sends.
 
-    tokens: the most of a rank, so that the method is the same on all ranks.
+    tokens: the largest number of any rank, so that all ranks choose the same method.
     """
-    spared = (1 - 1 / world) ** top_k  # share of the ranks that have no expert of a token
+    spared = (1 - 1 / world) ** top_k  # the fraction of ranks that have no expert of a given token
     saved = _MICROSECONDS_A_ROW * tokens * (world - 1) * spared
     return "all_to_all" if saved > _MICROSECONDS_A_CALL else "gather"
 
@@ -222,14 +231,14 @@ def _owners(top_k_index: Tensor, num_experts: int, world: int) -> Tensor:
 
 
 def _inverse(row_index: Tensor, count: int) -> Tensor:
-    """Return the flat position in row_index of each of `count` rows, (count,) int64; 0 for rows that do not occur."""
+    """Return for each of `count` rows its flat position in row_index, (count,) int64; 0 for rows that do not occur."""
     flat = torch.where(row_index >= 0, row_index, count).flatten().long()
     order = torch.arange(flat.numel(), device=flat.device)
     return order.new_zeros(count + 1).scatter_(0, flat, order)[:count]
 
 
 def all_gather(group: ProcessGroup, rows: Tensor) -> Tensor:
-    """Return the rows of all ranks, (W * R, C); every rank has R."""
+    """Return the rows of all ranks, (W * R, C), from rows (R, C) on each; R must be the same on all ranks."""
     out = rows.new_empty((dist.get_world_size(group) * rows.shape[0], rows.shape[1]))
     if out.numel():
         _all_gather(_bytes(out), _bytes(rows.contiguous()), group=group)
@@ -239,9 +248,9 @@ def all_gather(group: ProcessGroup, rows: Tensor) -> Tensor:
 def _exchange(
     group: ProcessGroup, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
 ) -> Tensor:
-    """Run an all-to-all: rows are in the order of their destination ranks, the result in the order of source ranks.
+    """Run an all-to-all on rows sorted by destination rank; return the received rows sorted by source rank.
 
-    sent, received: how many rows go to and come from each rank; None: equally many.
+    sent, received: the numbers of rows that go to and come from each rank; None if all are equal.
     """
     out = rows.new_empty((len(rows) if sent is None else sum(received), rows.shape[1]))
     width = rows.shape[1] * rows.itemsize
@@ -257,12 +266,12 @@ def _padded(rows: Tensor, count: int) -> Tensor:
 
 
 def _rows_by_rank(ranks: int, size: int, tokens: int, device: torch.device) -> Tensor:
-    """Return the indices (tokens, ranks) int32 of each token's rows among `size` rows of each rank."""
+    """Return the row indices (tokens, ranks) int32 of each token, in a concatenation of `size` rows from each rank."""
     return torch.arange(ranks * size, dtype=torch.int32, device=device).view(ranks, size).t()[:tokens]
 
 
 def _ordered_sum(rows: Tensor, row_index: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-    """Sum each token's rows (R, C) in the order of row_index (T, W) int32. Returns (T, C), rounded once."""
+    """Add up each token's rows in the order of row_index (T, W) int32; return sums (T, C), rounded once to `dtype`."""
     ones = torch.ones(row_index.shape, dtype=torch.float32, device=row_index.device)
     return weighted_sum(rows, row_index, ones, dtype, residual)
 
@@ -270,7 +279,7 @@ def _ordered_sum(rows: Tensor, row_index: Tensor, dtype: torch.dtype, residual: 
 def weighted_sum(
     rows: Tensor, row_index: Tensor, weights: Tensor, dtype: torch.dtype, residual: Tensor | None = None
 ) -> Tensor:
-    """Compute `combine` for any number of columns, and for float16 too."""
+    """Call the kernel `combine`, also for columns that are not a multiple of 8 and for float16 rows, by conversion."""
     rows, columns = rows.float() if rows.dtype is torch.float16 else rows, rows.shape[1]
     if columns % 8 == 0:
         return combine(rows, row_index, weights, dtype, residual=residual)
@@ -279,38 +288,41 @@ def weighted_sum(
 
 
 def _bytes(value: Tensor) -> Tensor:
-    # All backends send bytes; few send float8, and not all bfloat16.
+    # All backends can send bytes; few can send float8, and not all can send bfloat16.
     return value.view(torch.uint8).view(-1)
 
 
 def send(transport: Transport, tokens: Tokens) -> Tokens:
-    """Compute `Transport.send` with gradients of hidden_states, not quantized, and top_k_weights."""
+    """Call `Transport.send` with gradients for top_k_weights and hidden_states, which must not be quantized."""
     return Tokens(*_Send.apply(transport, *tokens))
 
 
 def collect(transport: Transport, partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `Transport.back` with a gradient, which is sent in the dtype of the result."""
+    """Call `Transport.back` differentiably; the backward sends the gradient in the dtype of the result."""
     return _Linear.apply(partial, lambda rows: transport.back(rows, dtype), lambda grad: transport.out(grad).float())
 
 
 def permute(x: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Copy tokens x (N, H) to expert rows, differentiably. rows: (N, K), the row of each assignment.
+    """Copy tokens x (N, H) to `count` rows sorted by expert, (count, H), differentiably.
 
-    Returns (count, H); rows without an assignment hold an arbitrary token.
+    rows: (N, K), the row of each assignment. A row without an assignment holds an arbitrary token.
     """
     tokens, dtype = _inverse(rows, count).div(max(rows.shape[1], 1), rounding_mode="floor"), x.dtype
     return _Linear.apply(x, lambda x: x.index_select(0, tokens), lambda grad: _ordered_sum(grad, rows, dtype))
 
 
 def combine_exact(exact: ExactTransport, y: Tensor, rows: Tensor, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weighted sums (T, H) of the rows y (R, H) of all ranks, with gradients of y and top_k_weights."""
+    """Send result rows y (R, H) back; return the weighted sums (T, H) of this rank's tokens, differentiably.
+
+    rows: as for `ExactTransport.back`. y and top_k_weights get gradients.
+    """
     count = len(y)
     returned = _Linear.apply(y, lambda y: exact.back(y, rows), lambda grad: exact.out(grad, rows, count))
     return _WeightedSum.apply(returned, exact.row_index, top_k_weights, dtype)
 
 
 def _differentiated_once(backward: Callable) -> Callable:
-    """Wrap a backward of an autograd.Function: differentiating its gradients raises an error.
+    """Wrap the backward of an autograd.Function so that differentiating its gradients raises an error.
 
     Autograd does not see collectives, so a second derivative would lack the terms of other ranks.
     """
@@ -327,7 +339,7 @@ def _differentiated_once(backward: Callable) -> Callable:
 
 
 class _Once(torch.autograd.Function):
-    """Ties a gradient to the tensors that it was computed from, so that differentiating it raises an error."""
+    """Connects a gradient to the tensors that it was computed from, so that differentiating it raises an error."""
 
     @staticmethod
     def forward(ctx, value, *_):
@@ -347,14 +359,14 @@ class _Send(torch.autograd.Function):
     @staticmethod
     @_differentiated_once
     def backward(ctx, d_hidden, _, d_weights):
-        # The needed gradients are the same on all ranks: the ranks have agreed on them.
+        # `Agreement.calls` has checked that all ranks need the same gradients, so all make the same collectives.
         back, needed = ctx.transport.back, ctx.needs_input_grad
         d_hidden = back(d_hidden, ctx.dtypes[0]) if needed[1] else None
         return None, d_hidden, None, back(d_weights.float(), ctx.dtypes[1]) if needed[3] else None
 
 
 class _Linear(torch.autograd.Function):
-    """``function(x)`` for a linear function; `adjoint` maps the gradient of the result to that of x."""
+    """Applies a linear function to x; `adjoint` maps the gradient of the result to the gradient of x."""
 
     @staticmethod
     def forward(ctx, x, function, adjoint):
@@ -377,9 +389,9 @@ class _WeightedSum(torch.autograd.Function):
     @_differentiated_once
     def backward(ctx, grad):
         y, row_index, weights = ctx.saved_tensors
-        d_y = y.new_zeros(len(y) + 1, y.shape[1])  # assignments to no expert write to the last row
+        d_y = y.new_zeros(len(y) + 1, y.shape[1])  # the last row takes the writes of assignments to no expert
         d_weights = torch.zeros_like(weights)
-        # As on one GPU, the gradient of the weights uses the quantized gradient of the result.
+        # As on one GPU, the gradient of the routing weights is computed from the quantized gradient of the result.
         quantized, grad = dequantize(quantize_1x128(grad)), grad.float()
         for k in range(row_index.shape[1]):
             row, inside = row_index[:, k].long(), row_index[:, k] >= 0
@@ -391,7 +403,7 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _pack(tokens: Tokens, rows: int) -> Tensor:
-    """Pack tokens into `rows` rows of raw int64; padding rows have no experts. Indices become int32."""
+    """Pack tokens into `rows` rows of raw bytes, as int64. Indices become int32; in padding rows they are -1."""
     x, index, weights = tokens
     if index.dtype is torch.int64:
         index = index.clamp(-1, torch.iinfo(torch.int32).max)  # a clamped index is still no expert
@@ -409,13 +421,13 @@ def _pack(tokens: Tokens, rows: int) -> Tensor:
 
 
 def _unpack(rows: Tensor, like: Tokens) -> Tokens:
-    """Return the tokens in packed rows, as views. like: tokens with the same dtypes and columns."""
+    """Return views of the tokens in packed rows. like: tokens with the same dtypes and columns."""
     *x, index, weights = _views(rows, _columns(like))
     return Tokens(x[0] if len(x) == 1 else FP8Tensor(*x), index, weights)
 
 
 def _columns(tokens: Tokens) -> list[tuple[torch.dtype, int]]:
-    """Return dtype and number of columns of each part."""
+    """Return (dtype, number of columns) of each part of a packed row."""
     x, index, _ = tokens
     values, top_k = x if isinstance(x, FP8Tensor) else (x,), index.shape[1]
     return [*((value.dtype, value.shape[1]) for value in values), (torch.int32, top_k), (torch.float32, top_k)]

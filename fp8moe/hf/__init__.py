@@ -1,4 +1,4 @@
-"""transformers models on fp8moe's kernels: experts, FP8 linears, indexers, and a loader that needs no GPU."""
+"""Runs experts, FP8 linears and indexers of transformers models on fp8moe's kernels; load_model needs no GPU."""
 
 from fp8moe.hf.fused import optimize
 from fp8moe.hf.load import load_model

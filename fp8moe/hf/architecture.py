@@ -1,7 +1,7 @@
-"""Models of transformers for checkpoints, and how tensors of a checkpoint become those of a model.
+"""Makes transformers' model for a checkpoint, and maps tensors of a checkpoint to tensors of the model.
 
-`fp8moe.weights` calls this through `fp8moe.weights.place.provider`: find_expert_names, locator, convert, ignored_layers
-and refresh.
+`fp8moe.weights` calls find_expert_names, locator, convert, ignored_layers and refresh through
+`fp8moe.weights.place.provider`.
 """
 
 import os
@@ -20,19 +20,20 @@ from fp8moe.weights.names import DOWN, GATE, GATE_UP, UP, W_BLOCK, W_NAMES, Expe
 from fp8moe.weights.place import class_of, state_of
 from fp8moe.weights.source import GENERATION_CONFIG, Checkpoint, count_problems, read_json, shown
 
-# While transformers makes a model, it changes PyTorch's default dtype and how its models tie weights, for all threads.
-# Without this lock, a model that is made meanwhile gets the other one's dtype, or weights that are not tied.
+# While transformers makes a model, it changes PyTorch's default dtype and the tying of weights, for all threads.
+# Without this lock, a model that another thread makes meanwhile would get the wrong dtype, or untied weights.
 construction_lock = threading.RLock()
 
 
 _LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-_ONE_EXPERT = "experts.*."  # in transformers' patterns of names
+_ONE_EXPERT = "experts.*."  # how transformers' conversion patterns write one expert's index
 
 
 def read_config(checkpoint: Checkpoint) -> Any:
-    """Read a checkpoint's configuration as transformers does.
+    """Read a checkpoint's config.json with transformers' AutoConfig.
 
-    Raises ValueError, with transformers' reason, if there is none, and for more layers or experts than fit the tensors.
+    Raises ValueError, with transformers' reason, if it cannot be read, and if its numbers of layers or experts do not
+    fit the checkpoint's tensors.
     """
     from transformers import AutoConfig
 
@@ -45,9 +46,9 @@ def read_config(checkpoint: Checkpoint) -> Any:
 
 
 def read_generation_config(checkpoint: Checkpoint) -> Any:
-    """Read a checkpoint's generation settings as transformers does; return None without any.
+    """Read a checkpoint's generation config with transformers; return None if there is no such file.
 
-    Raises ValueError if they cannot be read.
+    Raises ValueError if the file cannot be read.
     """
     from transformers import GenerationConfig
 
@@ -65,11 +66,11 @@ def read_generation_config(checkpoint: Checkpoint) -> Any:
 
 
 def empty_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Make transformers' model of a configuration, of this dtype, on the meta device.
+    """Make transformers' model for a configuration, in this dtype, on the meta device.
 
-    Its class is the one that ``architectures`` names, of whatever task; without a name, or with that of a language
-    model that transformers does not have, it is that of AutoModelForCausalLM or AutoModelForImageTextToText. Raises
-    ValueError, with transformers' reason, if it cannot make one, and for the name of another kind of model that
+    The model's class is the one that ``architectures`` names, for any task. If it names none, or a language model that
+    transformers does not have, AutoModelForCausalLM or AutoModelForImageTextToText picks the class. Raises ValueError,
+    with transformers' reason, if the model cannot be made, or if ``architectures`` names another kind of model that
     transformers does not have.
     """
     import transformers
@@ -94,7 +95,10 @@ def empty_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def locator(model: Any) -> Callable[[Name], Location]:
-    """Return the function that tells where a model puts a tensor: transformers' models as from_pretrained does."""
+    """Return a function that maps the name of a checkpoint tensor to its `Location` in the model.
+
+    Models of transformers get the same locations as from `from_pretrained`; other models keep the names.
+    """
     if not is_of_transformers(model):
         return lambda name: Location(name, name.text)
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -127,15 +131,15 @@ def locator(model: Any) -> Callable[[Name], Location]:
 
 
 def locate(model: Any, names: Iterable[Name]) -> dict[str, Location]:
-    """Find where each tensor of a checkpoint goes in this model."""
+    """Return the `Location` in the model of each tensor of a checkpoint, by its name."""
     from transformers.core_model_loading import dot_natural_key
 
     located, names = locator(model), sorted(names, key=lambda name: dot_natural_key(name.text))
-    return {name.text: located(name) for name in names}  # some depend on those before
+    return {name.text: located(name) for name in names}  # in this order, as some locations depend on earlier ones
 
 
 def _stacked(converter: Any) -> str | None:
-    """Return the projection that a converter makes by stacking experts' matrices alone, gate above up; else None."""
+    """Return the projection that a converter makes by only stacking matrices of experts, gate above up, or None."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     sources = [parse(pattern.replace("\\", "").replace("*", "0")) for pattern in converter.source_patterns]
@@ -147,7 +151,7 @@ def _stacked(converter: Any) -> str | None:
 
 
 def convert(model: Any, sources: Mapping[str, Location], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Apply a WeightConverter to all of its sources; return the part of the model's state dict that it makes."""
+    """Apply a WeightConverter to all of its source tensors; return the entries of the model's state dict it makes."""
     from transformers.core_model_loading import dot_natural_key
 
     first = next(iter(sources.values()))
@@ -159,13 +163,16 @@ def convert(model: Any, sources: Mapping[str, Location], values: Mapping[str, Te
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether this is a model of transformers, which is imported where there is one."""
+    """Return whether this is a model of transformers, without importing transformers if nothing else has."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def find_expert_names(model: nn.Module) -> ExpertNames | None:
-    """Return DeepSeek's names, for transformers' own models those of its registry, or None if it has fused experts."""
+    """Return how checkpoints of this model name the tensors of experts, or None if they hold fused experts.
+
+    Models of transformers have the names in its registry of conversions, other models DeepSeek's names.
+    """
     if not is_of_transformers(model) or not class_of(model).__module__.startswith("transformers."):
         return ExpertNames()
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -183,24 +190,24 @@ def find_expert_names(model: nn.Module) -> ExpertNames | None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of an error of transformers, which may have many lines."""
+    """Return an error's type and the first line of its message; transformers' messages may have many lines."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def ignored_layers(model: nn.Module) -> tuple[str, ...]:
-    """Return patterns of a model's layers for multi-token prediction, which transformers leaves out."""
+    """Return name patterns of the multi-token prediction layers in a model's checkpoint, which transformers ignores."""
     return predicted_layers(model.config) if is_of_transformers(model) else ()
 
 
 def predicted_layers(config: Any) -> tuple[str, ...]:
-    """Return patterns of the layers for multi-token prediction that a configuration has behind the others."""
+    """Return name patterns of a configuration's multi-token prediction layers, which come after its ordinary layers."""
     config = config.get_text_config(decoder=True)
     count, first = getattr(config, "num_nextn_predict_layers", None) or 0, getattr(config, "num_hidden_layers", 0)
     return tuple(f"model.layers.{first + index}.*" for index in range(count))
 
 
 def refresh(module: nn.Module) -> None:
-    """Bring up to date what is made of a module's weights."""
+    """Update all cached tensors that were computed from a module's weights."""
     for kind in (linears, latent_attention, experts):
         kind.refresh(module)

@@ -1,4 +1,4 @@
-"""transformers' experts on GroupedExperts: the implementation of experts that `register` adds."""
+"""The experts implementation "fp8moe" that `register` adds to transformers: runs its experts on GroupedExperts."""
 
 import functools
 import gc
@@ -18,10 +18,10 @@ from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime import autograd
 
 NAME = "fp8moe"
-"""The name in transformers of fp8moe's experts, of its expert parallelism and of its quantization method."""
+"""The name under which transformers knows fp8moe's experts, expert parallelism and quantization method."""
 
 BOUND = ("forward", "_old_forward")
-"""Attributes that hold the bound forward of a module that accelerate has hooked: once unhooked, and while hooked."""
+"""Attributes where accelerate stores a module's bound forward: after its hook is removed, and while it is in place."""
 
 
 def experts_forward(
@@ -35,14 +35,16 @@ def experts_forward(
     rows: Tensor | None = None,
     norm: Norm | None = None,
 ) -> Tensor | tuple[Tensor, Normed | None]:
-    """Run an experts module of transformers, whose forward calls this, with the arguments of `GroupedExperts.forward`.
+    """Run an experts module of transformers, whose forward calls this; return the experts' weighted sums.
 
-    ``self`` may hold the experts of one rank only. Where `fp8moe.distributed.ExpertParallel` has spread them, arguments
-    and result are those of all experts. Otherwise experts of other ranks have an index outside the range, as
-    transformers gives them the index num_experts, and add nothing.
+    Arguments are those of `GroupedExperts.forward`; with a `norm`, arguments and result are those of
+    `GroupedExperts.forward_with_norm`. ``self`` may hold the experts of one rank only. If
+    `fp8moe.distributed.ExpertParallel` has spread them, top_k_index and result cover the experts of all ranks.
+    Otherwise the result covers this rank's experts: transformers gives all others the index num_experts, which is out
+    of range and adds nothing.
     """
     layer = cached_layer(self)
-    # The layer is frozen: a backward must say that weights which require gradients get none.
+    # The layer is frozen. If weights require gradients, the backward must raise an error, as they would get none.
     trained = [weight for weight in _weights(self) if weight.requires_grad]
     if not trained:
         inputs, order = (hidden_states, top_k_index, top_k_weights), {"groups": groups, "rows": rows}
@@ -60,9 +62,9 @@ def experts_forward(
 
 
 def keep_forwards() -> None:
-    """Bind `experts_forward` to every experts module that has chosen it: they run on fp8moe without transformers.
+    """Give every experts module that uses "fp8moe" a forward of its own, so that it stays on fp8moe after `unregister`.
 
-    Forwards of the class that accelerate has bound to a module are replaced likewise.
+    In modules with hooks of accelerate, the stored forward is replaced likewise.
     """
     for module in [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]:
         if "is_transposed" not in vars(module) or chosen_implementation(module) != NAME:
@@ -74,12 +76,12 @@ def keep_forwards() -> None:
 
 
 def is_kept(module: nn.Module) -> bool:
-    """Return whether the module's own forward is the one that `keep_forwards` gave it."""
+    """Return whether `keep_forwards` has replaced the module's forward."""
     return getattr(vars(module).get("forward"), "func", None) is _kept_forward
 
 
 def _kept_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run an experts module of transformers on fp8moe as long as its configuration says so."""
+    """Run an experts module on fp8moe if its configuration chooses "fp8moe", otherwise by its class's forward."""
     return (
         experts_forward(module, *args, **kwargs)
         if chosen_implementation(module) == NAME
@@ -88,22 +90,22 @@ def _kept_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def chosen_implementation(module: nn.Module) -> str | None:
-    """Return the experts_implementation of a model or an experts module."""
+    """Return the experts_implementation that the configuration of a model or an experts module chooses, or None."""
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
 def cached_layer(module: nn.Module) -> GroupedExperts:
-    """Return the frozen layer that is cached beside an experts module, made anew when the weights have changed."""
+    """Return the frozen GroupedExperts cached for an experts module; make it again if the weights have changed."""
     cached = module.__dict__.get("_fp8moe")
-    # A compiled forward cannot tell whether weights have changed: it uses the copy that the last eager call has left.
+    # A compiled forward cannot tell whether weights have changed: it uses the layer that the last eager call cached.
     if cached is None or cached.layer is None or not (torch.compiler.is_compiling() or cached.is_of(module)):
-        cached = module.__dict__["_fp8moe"] = None  # frees the old copy before there is a new one
+        cached = module.__dict__["_fp8moe"] = None  # frees the old layer before the new one is made
         cached = module.__dict__["_fp8moe"] = _make_cached(module)
     return cached.layer
 
 
 def refresh(module: nn.Module) -> None:
-    """Bring the layer that is cached beside a module up to date, in its own memory, which graphs may read.
+    """Update the layer cached for a module, if outdated. It keeps its memory, which CUDA graphs may read.
 
     Call it under torch.no_grad.
     """
@@ -117,16 +119,17 @@ def refresh(module: nn.Module) -> None:
 
 
 class _CachedLayer:
-    """A GroupedExperts beside the module that it was made from. Copies and files of that module leave it out."""
+    """A GroupedExperts cached in the experts module that it was made from. Copies and pickles of the module lack it."""
 
     def __init__(self, layer: GroupedExperts | None = None, weights: Fingerprint | None = None):
         self.layer = layer
         self.weights = weights
 
     def is_of(self, module: nn.Module) -> bool:
-        """Return whether the layer was made from the module's weights, as far as their addresses and versions show.
+        """Return whether the layer is up to date, as far as addresses and version counters of the weights show.
 
-        Weights may be exchanged for an evaluation without a trace: a layer of another mode counts as outdated.
+        After a switch between train and eval mode it counts as outdated: weights may have been swapped for an
+        evaluation in a way that leaves no trace.
         """
         same_mode = self.layer is not None and self.layer.training == module.training
         return same_mode and self.weights is not None and self.weights.matches(_weights(module))
@@ -145,7 +148,7 @@ def _make_cached(module: nn.Module) -> _CachedLayer:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Say why `grouped_experts` refuses the module, or None. Reads no weights: tries a twin without data."""
+    """Return why `grouped_experts` refuses the module, or None. Tries a copy on the meta device, reading no weights."""
     try:
         grouped_experts(_without_data(module))
     except (TypeError, ValueError) as error:
@@ -156,7 +159,10 @@ def refusal(module: nn.Module) -> str | None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def grouped_experts(module: nn.Module) -> GroupedExperts:
-    """Make a frozen layer of the experts that are on this rank."""
+    """Make the frozen GroupedExperts of an experts module, with this rank's experts.
+
+    Raises TypeError or ValueError, naming the module's class, for one that GroupedExperts cannot express.
+    """
     try:
         if getattr(module, "block_size", ()) is None:
             raise ValueError(f"module: one scale per tensor; expected blocks of {BLOCK}x{BLOCK}")
@@ -170,7 +176,7 @@ def grouped_experts(module: nn.Module) -> GroupedExperts:
 
 
 def _without_data(module: nn.Module) -> nn.Module:
-    """Copy the module to the meta device. The copy has plain dictionaries: an offloaded module's would load tensors."""
+    """Copy the module to the meta device, with plain dicts of tensors: an offloaded module's dicts would load them."""
     tensors = {
         kind: {name: value if value is None else value.to("meta") for name, value in getattr(module, kind).items()}
         for kind in ("_parameters", "_buffers")
@@ -180,13 +186,13 @@ def _without_data(module: nn.Module) -> nn.Module:
 
 
 def _on_this_rank(module: nn.Module) -> nn.Module:
-    """Copy the module with its parameters, of DTensors the local parts."""
+    """Copy the module with DTensor parameters replaced by this rank's shards."""
     parameters = {name: value if value is None else local(value) for name, value in module._parameters.items()}
     return _twin(module, _parameters=parameters)
 
 
 def _twin(module: nn.Module, **attributes: Any) -> nn.Module:
-    """Make a second object with the module's attributes, except these. copy.copy fails for modules of FSDP2."""
+    """Make a shallow copy of the module with these attributes replaced; copy.copy fails for modules of FSDP2."""
     twin = object.__new__(type(module))
     twin.__dict__ = {**vars(module), **attributes}
     return twin

@@ -1,7 +1,7 @@
-"""Which weights of a checkpoint transformers can have in FP8, found out before anything is quantized.
+"""Finds out, before anything is quantized, which weights of a checkpoint transformers can load in FP8.
 
-Its from_pretrained is rehearsed with tensors on the meta device: it tells which weights it would not find modules or
-scales for. Importing this imports transformers.
+transformers' from_pretrained is rehearsed with tensors on the meta device; its report tells which weights would lack
+modules or scales. Importing this file imports transformers.
 """
 
 from collections import Counter
@@ -29,16 +29,16 @@ from fp8moe.weights.quantize import OutputPlan
 from fp8moe.weights.source import DTYPES, CheckpointError
 from fp8moe.weights.stored import StoredWeight
 
-_EXPERTS = ".experts"  # the end of the names of modules that transformers makes its FP8 experts of
+_EXPERTS = ".experts"  # transformers replaces modules whose names end with this with its FP8 experts
 
 
 def fit_to_transformers(plan: OutputPlan, wanted: Mapping[str, StoredWeight]) -> None:
-    """Limit a plan to what transformers can have in FP8, and add what of ``wanted`` it has as fused experts.
+    """Limit a plan to weights that transformers can load in FP8, and add those in ``wanted`` that are fused experts.
 
-    wanted: tensors that may become FP8, by name. Fused experts that transformers renames, such as Granite's, get the
-    names of its model, which it reads, too: it would not rename their scales.
+    wanted: tensors that may become FP8, by name. Fused experts that transformers renames when loading, such as
+    Granite's, are written under the names in its model, which it reads too: it would not rename their scales.
 
-    Where transformers cannot make the model, nothing is checked, and a note says so.
+    If transformers cannot make the model, nothing is checked, and a note in the plan says so.
 
     Raises CheckpointError if transformers could not load what would be written.
     """
@@ -60,7 +60,7 @@ class _Fitting:
         self.model = empty_model(read_config(checkpoint))
         self.modules = dict(self.model.named_modules())
         self.locations = locate(self.model, (weight.name for weight in plan.weights.stored))
-        self.biased: set[str] = set()  # modules of experts that transformers' FP8 experts cannot stand for
+        self.biased: set[str] = set()  # experts modules with biases, which transformers' FP8 experts lack
         try:
             self.known = _rehearse(self.model, plan.weights.stored, None)
         except Exception as error:
@@ -75,14 +75,14 @@ class _Fitting:
                 self.plan.quantized[text] = location.name
 
     def keep_what_has_no_fp8_form(self) -> None:
-        """Keep weights unquantized that are not, as they are in the checkpoint, those of a linear or of experts."""
+        """Keep weights unquantized unless the checkpoint stores them in the layout of a linear or fused experts."""
         state = state_of(self.model)
         uses = Counter(id(value) for value in state.values())
         in_float32 = self.model._get_dtype_plan(torch.float16)
         for text in sorted(self.plan.quantized):
             name, key, *_ = location = self.locations[text]
             if key not in state:
-                continue  # transformers does not read it
+                continue  # transformers does not read this tensor
             module, _, parameter = key.rpartition(".")
             linear = type(self.modules[module]) is nn.Linear and parameter == "weight"
             experts = module.endswith(_EXPERTS) and name.projection is not None and state[key].dim() == 3
@@ -110,7 +110,7 @@ class _Fitting:
             )
 
     def keep_what_would_not_load(self) -> None:
-        """Keep modules unquantized as long as transformers would find anything missing, left over or misshapen."""
+        """Keep more modules unquantized until transformers would report no missing, unexpected or misshapen tensors."""
         while new := self._complaints():
             before = len(self.plan.unconverted)
             for key, kind in sorted(new.items()):
@@ -121,7 +121,7 @@ class _Fitting:
                 self._refuse(f"{key}: {kind} when transformers loads the result" for key, kind in sorted(new.items()))
 
     def _complaints(self) -> dict[str, str]:
-        """Return what transformers would report of the result, and does not report of the source, by key."""
+        """Return what transformers would report when loading the result but not the source: key -> kind of problem."""
         without_biases = {
             text: name for text, name in self.plan.quantized.items() if self._module(text) not in self.biased
         }
@@ -146,16 +146,22 @@ class _Fitting:
         return {key: kind for key, kind in new.items() if key not in without_room}
 
     def _has_half_blocks(self, key: str) -> bool:
-        """Whether this is the scale of gate and up, with a block of transformers' that would have rows of both."""
+        """Return whether `key` is the scale of a gate_up_proj in which gate and up rows would share a scale block.
+
+        transformers counts blocks over gate_up_proj as a whole.
+        """
         weight = self.model.get_parameter(_weight(key)) if key.endswith(GATE_UP + SCALE) else None
         return weight is not None and weight.shape[1] // 2 % BLOCK != 0
 
     def _module(self, text: str) -> str:
-        """The module that a tensor of the source goes into."""
+        """Return the path of the module that a tensor of the source checkpoint goes into."""
         return self.locations[text].key.rpartition(".")[0]
 
     def _module_of(self, key: str) -> str | None:
-        """The linear or experts module that a key of transformers' report is about, also one that it did not rename."""
+        """Return the path of the linear or experts module that a key in transformers' report belongs to, or None.
+
+        The key may be a name in the model or, if transformers has not renamed it, in the checkpoint.
+        """
         if _weight(key) in self.locations:
             key = self.locations[_weight(key)].key
         while key:
@@ -177,7 +183,7 @@ class _Fitting:
 
 
 def _weight(key: str) -> str:
-    """The weight that a key of transformers' report is the scale of; the key of another tensor itself."""
+    """Return the name of the weight that a key in transformers' report is the scale of; any other key unchanged."""
     return parse(key).weight
 
 
@@ -186,7 +192,7 @@ _PLAIN, _FP8 = "fp8moe_rehearsal", "fp8moe_fp8_rehearsal"
 
 @register_quantizer(_PLAIN)
 class _PlainRehearsal(Rehearsal, HfQuantizer):
-    """Changes nothing."""
+    """A quantizer that changes nothing, to rehearse loading an unquantized checkpoint."""
 
     def is_serializable(self) -> bool:
         return True
@@ -198,7 +204,7 @@ class _PlainRehearsal(Rehearsal, HfQuantizer):
 
 @register_quantizer(_FP8)
 class _FP8Rehearsal(Rehearsal, FineGrainedFP8HfQuantizer):
-    """Makes the FP8 modules of transformers."""
+    """A quantizer that makes transformers' FP8 modules, to rehearse loading an FP8 checkpoint."""
 
     def __init__(self, quantization_config: FineGrainedFP8Config, **kwargs: Any):
         super().__init__(quantization_config, **kwargs | {"pre_quantized": True})
@@ -209,10 +215,10 @@ for _method in (_PLAIN, _FP8):
 
 
 def _rehearse(model: Any, weights: Iterable[StoredWeight], quantization: Mapping[str, Any] | None) -> dict[str, str]:
-    """Load weights without data; return what transformers reports: "missing", "unexpected" or "mismatched", by name.
+    """Load weights without data; return transformers' report: name -> "missing", "unexpected" or "mismatched".
 
-    model: of the same class and configuration; the names are those of its state dict. quantization: what config.json
-    has of it, None for an unquantized checkpoint. Raises what transformers raises.
+    model: gives class and configuration of the model to load; names are those of its state dict. quantization: the
+    quantization_config in config.json, None for an unquantized checkpoint. Errors of transformers are passed on.
     """
     tensors = {
         name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
@@ -237,7 +243,7 @@ def _rehearse(model: Any, weights: Iterable[StoredWeight], quantization: Mapping
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Work without transformers' load report, which is about tensors without data, and its progress bar."""
+    """Silence transformers' load report and progress bar, which would be about tensors without data."""
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

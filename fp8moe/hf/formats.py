@@ -1,4 +1,4 @@
-"""Checkpoints that transformers would not load for fp8moe, or without their scales: refused before they are read."""
+"""Makes from_pretrained refuse checkpoints that it would load without their scales, or not onto fp8moe's kernels."""
 
 import functools
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from fp8moe.weights.names import CHANNEL_SCALE, SCALE
 from fp8moe.weights.source import CheckpointError, printable
 from fp8moe.weights.stored import StoredWeight, open_weights
 
-_DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # of NVFP4 it loses a scale
-"""Kinds of linears of single experts that transformers dequantizes, by quantization method.
+_DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # not NVFP4: it loses a scale
+"""Quantization method -> kinds of weights that transformers dequantizes correctly, if experts have separate linears.
 
-fp8moe runs them on an FP8 copy.
+fp8moe then runs the experts on an FP8 copy.
 """
 _LOADS = "fp8moe.hf.load_model loads it"
 _CONVERTS = "`fp8moe convert` makes FP8 blocks of it"
@@ -26,10 +26,10 @@ _ON_TRITON = (
 
 
 def check_unquantized(load):
-    """Wrap the loading of weights: it refuses quantized checkpoints that have no quantizer in transformers.
+    """Wrap the loading of weights: refuse quantized checkpoints for which transformers has no quantizer.
 
-    transformers skips a quantization method that it does not know, and casts FP8 codes to bfloat16 as if they were
-    values.
+    transformers ignores a quantization method that it does not know, and casts FP8 weights to bfloat16 without their
+    scales.
     """
 
     @functools.wraps(load)
@@ -42,10 +42,10 @@ def check_unquantized(load):
 
 
 def check_quantized(preprocess):
-    """Wrap a quantizer's preparation of a model: it refuses checkpoints whose weights would not get to fp8moe.
+    """Wrap a quantizer's preparation of a model: refuse checkpoints whose weights would not reach fp8moe intact.
 
-    transformers' FP8 quantizer reports scales of other names as unexpected, and leaves its own as the memory was; its
-    FP8 experts have no biases and no norms. Its MXFP4 quantizer makes experts of Triton's.
+    transformers' FP8 quantizer reports scales under other names as unexpected, and leaves its own scales uninitialized;
+    its FP8 experts have no biases and no norms. Its MXFP4 quantizer makes experts that run on Triton kernels.
     """
 
     @functools.wraps(preprocess)
@@ -58,7 +58,7 @@ def check_quantized(preprocess):
 
 
 def check_loaded(finalize):
-    """Wrap the end of loading: it refuses FP8 modules whose weights came without scales."""
+    """Wrap the end of loading: refuse a model with FP8 modules whose weights were loaded without scales."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     @functools.wraps(finalize)
@@ -73,7 +73,7 @@ def check_loaded(finalize):
 
 
 def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
-    """ValueError, with the format's name, for weights that would not get to fp8moe with their scales."""
+    """Raise ValueError, naming the format, if weights of the checkpoint would not reach fp8moe with their scales."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     asked = _runs_experts(model.config)
@@ -83,7 +83,7 @@ def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
     try:
         found = open_weights(Path(files[0]).parent)
     except CheckpointError:
-        return  # not safetensors: no format of ours, and transformers says what is wrong
+        return  # not safetensors: fp8moe has no format for it, and transformers reports what is wrong
     method = None if quantizer is None else quantizer.quantization_config.quant_method
     weights = found.quantized
     refused, why = weights, f"{_WITHOUT_SCALES}, and {_CONVERTS}" if found.format.exact else _WITHOUT_SCALES
@@ -112,9 +112,10 @@ def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
 
 
 def _check_loaded(model: Any, report: Any, pre_quantized: bool) -> None:
-    """ValueError where FP8 modules of transformers have got weights without scales, or experts lack what they need.
+    """Raise ValueError if FP8 modules of transformers were loaded without scales, or FP8 experts without some tensor.
 
-    pre_quantized: otherwise the report calls scales missing that transformers has made itself.
+    report: transformers' loading report. pre_quantized: whether the checkpoint is in FP8; otherwise transformers makes
+    the scales itself, and its report calls them missing.
     """
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
@@ -131,7 +132,7 @@ def _check_loaded(model: Any, report: Any, pre_quantized: bool) -> None:
 
 
 def _owner(model: Any, name: str) -> Any:
-    """The innermost module there is on the path of a tensor's name."""
+    """Return the innermost existing module on the path of a tensor's name."""
     module = model
     for part in name.split("."):
         if part not in module._modules:
@@ -146,7 +147,7 @@ def _runs_experts(config: Any) -> bool:
 
 
 def _is_lost(weight: StoredWeight) -> bool:
-    """Return whether transformers' FP8 quantizer would not find the scale under this name, or take E5M2 for E4M3."""
+    """Return whether transformers' FP8 quantizer would not find the weight's scale, or would read E5M2 as E4M3."""
     if weight.scale is None or weight.kind == "fp8-e5m2":
         return True
     return not weight.shared and weight.scale.name.endswith(CHANNEL_SCALE)

@@ -1,4 +1,4 @@
-"""transformers' indexers of sparse attention on fp8moe's kernels, with scores in FP8."""
+"""Runs transformers' indexers of sparse attention on fp8moe's kernels, which score in FP8."""
 
 import functools
 import inspect
@@ -20,20 +20,20 @@ from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 
 CLASSES = dict(zip(TRANSFORMERS_CLASSES, ("deepseek_v32", "glm_moe_dsa"), strict=True))
-"""Classes of transformers' indexers, and the models that they are of."""
+"""Indexer class in transformers -> name of its model."""
 
 _PARAMETERS = ("self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids")
-"""The parameters of their forward, before the cache."""
+"""The parameters that the forward of these indexers has before the cache."""
 
 _PACKED_QUERIES = 16
-"""Sequences that have at most so many queries together share a launch: each query is scored with the keys of all."""
+"""Sequences with at most this many queries in total share a kernel launch, which scores every query with all keys."""
 
 _ROW_ALIGNMENT = 16
-"""Bytes. `mqa_logits` reads keys in place, without a copy, if their rows begin at multiples of it."""
+"""In bytes. `mqa_logits` reads keys in place, without a copy, if their rows begin at multiples of this."""
 
 
 def is_known(path: str) -> bool:
-    """Return whether transformers calls the indexers of the class at this path with the arguments of `routed`."""
+    """Return whether the forward of the indexer class at this path has the parameters that `routed` expects."""
     parameters = tuple(inspect.signature(pkgutil.resolve_name(path).forward).parameters)
     return parameters in [(*_PARAMETERS, cache_name) for cache_name in CACHE_NAMES]
 
@@ -43,7 +43,7 @@ def is_routed(cls: type[nn.Module]) -> bool:
 
 
 def refusal(indexer: nn.Module) -> str | None:
-    """Say why a routed indexer stays with transformers, or None for one that runs on fp8moe."""
+    """Return why an indexer keeps running on transformers after `register`, or None if it runs on fp8moe."""
     if indexer.n_heads in NUM_HEADS and indexer.head_dim in HEAD_DIMS:
         return None
     return (
@@ -57,7 +57,10 @@ def _either(sizes: Sequence[int]) -> str:
 
 
 def called(theirs):
-    """Wrap the call of an indexer: a forward of transformers that is bound to it is replaced by fp8moe's before."""
+    """Wrap `__call__` of an indexer class: before each call, replace a bound transformers forward with fp8moe's.
+
+    accelerate binds forwards to modules (`BOUND`), which would bypass the patched forward of the class.
+    """
 
     @functools.wraps(theirs)
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +75,7 @@ def called(theirs):
 
 
 def routed(theirs):
-    """Wrap transformers' forward of an indexer: fp8moe's runs where the sizes are ours."""
+    """Wrap the forward of an indexer class: run on fp8moe's kernels if these support the indexer's sizes."""
     interleaved = interleaves(theirs)
 
     @functools.wraps(theirs)
@@ -102,10 +105,10 @@ def routed(theirs):
 
 
 def _selected(q: Tensor, weights: Tensor, rows: Tensor, attention_mask: Tensor, top_k: int) -> Tensor:
-    """Select the best keys of each query's sequence where the mask lets it, best first.
+    """Select the keys with the highest scores that the mask allows, for each query from its own sequence, best first.
 
     q: (B, S, H, D) float8_e4m3fn. weights: (B, S, H) float32. rows: keys as `_key_rows` makes them, (B, T, bytes).
-    attention_mask: broadcast to (B, S, T), bool, or added to the scores.
+    attention_mask: broadcast to (B, S, T); bool, or floating and added to the scores.
     Returns (B, S, min(top_k, T)) int32. As in transformers, a query that sees fewer keys selects masked ones too.
     """
     batch, length = q.shape[:2]
@@ -126,7 +129,7 @@ def _selected(q: Tensor, weights: Tensor, rows: Tensor, attention_mask: Tensor, 
 
 
 def _logits(q: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
-    """Score each sequence's queries with its own keys in one launch: (B, S, T) float32."""
+    """Score each sequence's queries with its own keys, in one kernel launch; return (B, S, T) float32."""
     batch, length, _, head_dim = q.shape
     keys = rows.shape[1]
     starts = (torch.arange(batch, dtype=torch.int32, device=q.device) * keys)[:, None].expand(batch, length).flatten()
@@ -137,7 +140,8 @@ def _logits(q: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
     return logits.view(batch, length, batch, keys).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
-# Keys in transformers' own cache, which appends, crops, selects and reorders rows: the values of a key and its scale.
+# Keys are stored in transformers' own cache, which appends, crops, selects and reorders rows. So each row of bytes
+# holds both the values of a key and its scale.
 
 
 def _key_rows(k: Tensor) -> Tensor:
@@ -154,7 +158,10 @@ def _keys(rows: Tensor, head_dim: int) -> FP8Tensor:
 
 
 def _cached(cache: Any, layer: int, rows: Tensor) -> Tensor:
-    """Add rows to the cache. Returns all that it has then."""
+    """Append key rows to a layer of the cache; return all rows of this layer.
+
+    Raises ValueError if the cache was begun before `register`, with keys of another dtype.
+    """
     before = getattr(cache.layers[layer], "indexer_keys", None)
     if before is not None and before.dtype != rows.dtype:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""transformers' FP8 linears, of its integration finegrained_fp8, on fp8moe's kernels where the format is ours."""
+"""Runs FP8 linears of transformers (finegrained_fp8) on fp8moe's kernels, if these support the linear's format."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from fp8moe.quant.formats import BLOCK
 
 
 def refusal(weight: Tensor, block_size: Sequence[int] | None, activation_scale: Tensor | None) -> str | None:
-    """Say why an FP8 linear of transformers stays with it, or None for one that runs on fp8moe."""
+    """Return why an FP8 linear of transformers keeps running on transformers' kernels, or None if it runs on fp8moe."""
     if weight.dtype is not torch.float8_e4m3fn:
         return f"weights in {weight.dtype}; fp8moe runs torch.float8_e4m3fn"
     if activation_scale is not None:
@@ -24,14 +24,14 @@ def refusal(weight: Tensor, block_size: Sequence[int] | None, activation_scale: 
 
 
 def is_routed() -> bool:
-    """Return whether `routed` is in the place of transformers' fp8_linear."""
+    """Return whether transformers' fp8_linear is replaced by fp8moe's wrapper of it."""
     from transformers.integrations import finegrained_fp8
 
     return hasattr(finegrained_fp8.fp8_linear, "_fp8moe")
 
 
 def routed(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap transformers' fp8_linear, which its linears look up at each call: fp8moe's runs where the format is ours."""
+    """Wrap transformers' fp8_linear, which its linears look up at each call: run on fp8moe unless `refusal` says no."""
 
     @functools.wraps(theirs)
     def fp8_linear(
@@ -46,7 +46,7 @@ def routed(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if refusal(weight, block_size, activation_scale) is not None:
             return theirs(input, weight, weight_scale_inv, block_size, bias, activation_scale, allow_deepgemm)
         scale = _float_scale(weight_scale_inv)
-        if torch.is_grad_enabled():  # transformers' parameters may ask for gradients; the weights here are constants
+        if torch.is_grad_enabled():  # transformers' FP8 parameters may require gradients; treat them as constants
             weight, scale, bias = (value if value is None else value.detach() for value in (weight, scale, bias))
         return linear(input, weight, scale, bias)
 
@@ -58,7 +58,7 @@ _float_scales = WeakTensorKeyDictionary()  # e8m0 scale -> (its Fingerprint, its
 
 
 def _float_scale(scale: Tensor) -> Tensor:
-    """Return the scale in float32. A copy of an e8m0 scale is kept as long as that lives."""
+    """Return the scale in float32. The copy of an e8m0 scale is cached for as long as that scale lives."""
     if scale.dtype is torch.float32:
         return scale
     if torch.compiler.is_compiling():
@@ -67,13 +67,13 @@ def _float_scale(scale: Tensor) -> Tensor:
     if cached is None or not cached[0].matches([scale]):
         values = scale.detach().float()
         if cached is not None and cached[1].shape == values.shape and cached[1].device == values.device:
-            values = cached[1].copy_(values)  # graphs may read it
+            values = cached[1].copy_(values)  # update in place, as CUDA graphs may read this memory
         cached = _float_scales[scale] = (Fingerprint([scale]), values)
     return cached[1]
 
 
 def refresh(module: nn.Module) -> None:
-    """Bring the copies of this module's scales up to date."""
+    """Update the cached float32 copies of this module's scales."""
     for value in module._parameters.values() if _float_scales else ():
         if value is not None and value in _float_scales:
             _float_scale(value)

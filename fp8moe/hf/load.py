@@ -1,6 +1,7 @@
-"""load_model: a transformers model with its FP8 weights as they are, on a CPU too.
+"""load_model: loads a checkpoint into a transformers model and keeps its weights in FP8, on a CPU too.
 
-Checkpoint and model are matched by the headers of the files; tensors are read when transformers asks for them.
+Checkpoint and model are matched by the headers of the safetensors files; a tensor is read when transformers asks for
+it.
 """
 
 import os
@@ -53,31 +54,32 @@ def load_model(
     device: torch.device | str = "cpu",
     ignore: Iterable[str] = (),
 ) -> Any:
-    """Load the language model of a checkpoint of any format that `find_format` says loads, with its weights in FP8.
+    """Load a checkpoint into a transformers model, with its weights in FP8, on any device.
 
     transformers itself turns FP8 weights back into bfloat16 where there is no GPU. Here every linear and every experts
-    module whose weights are FP8 in the checkpoint becomes an `FP8Linear` or a `GroupedExperts`, and the rest stays
-    transformers' own, which also makes the model: checkpoints may have any names and layouts that it converts. Nothing
-    is allocated twice: parameters get memory when their tensors are read.
+    module whose weights are FP8 in the checkpoint becomes an `FP8Linear` or a `GroupedExperts`. transformers makes the
+    rest of the model, and the checkpoint may have any names and layouts that it converts. Nothing is allocated twice:
+    parameters get memory when their tensors are read.
 
-    directory: config.json and safetensors files, or a model's name on the Hugging Face Hub. What is not in blocks of
-        128x128 becomes so while it is read, exactly or not at all. Linears of a class of their own (DeepSeek-V4's
-        wo_a), those to whose weight's dtype the model casts their input (Switch's wo), and those whose weight
-        transformers puts together of several (MiniMax-M3's shared experts) or takes from a larger one, get bfloat16.
-    dtype: of everything that is not FP8, and of the activations; "auto" or None for what config.json says, else what
-        the first unquantized tensor has.
-    device: where the model is to be.
-    ignore: fnmatch patterns of tensors in the checkpoint that are not wanted.
-    Returns the model in eval mode. Its quantization_config says what it holds, and so does what save_pretrained writes;
-    with a scale for each output channel save_pretrained raises ValueError: save_fp8_checkpoint stores it. Warns
-    (UserWarning) where nothing in the model is FP8. transformers' Trainer raises ValueError for the model unless it
-    gets adapters or masters.
+    directory: config.json and safetensors files, in any format that `find_format` says loads, or a model's name on the
+        Hugging Face Hub. Weights in other formats than 128x128 blocks are converted to these while they are read if
+        that is exact, and otherwise refused. Some linears are loaded in bfloat16: those of a class of their own
+        (DeepSeek-V4's wo_a); those for which the model casts the input to the weight's dtype (Switch's wo); those whose
+        weight transformers joins from several (MiniMax-M3's shared experts) or cuts from a larger one.
+    dtype: of everything that is not FP8, and of the activations; "auto" or None for the dtype in config.json or, if
+        that has none, of the first unquantized tensor.
+    device: of the model.
+    ignore: fnmatch patterns of tensors in the checkpoint to leave out.
+    Returns the model in eval mode. Its quantization_config, and that which save_pretrained writes, describes the FP8
+    weights; if there is a scale for each output channel, save_pretrained raises ValueError, and save_fp8_checkpoint
+    stores the model. Warns (UserWarning) if nothing in the model is FP8. transformers' Trainer raises ValueError for
+    the model unless it gets adapters or masters.
 
-    For a moment transformers changes PyTorch's default dtype, for all threads, and the way in which models of its own
-    tie weights. Modules that other threads make then are otherwise what they always are.
+    While it makes the model, transformers changes, for all threads, PyTorch's default dtype and how its own models tie
+    weights. Modules that other threads make at that time are not affected otherwise.
 
     Raises CheckpointError (a ValueError), before any weight is read, listing what is missing, extra or misshapen, or
-    why transformers cannot make a model of config.json; ImportError without transformers.
+    why transformers cannot make a model from config.json; ImportError without transformers.
     """
     from fp8moe.hf.patches import check_training
     from fp8moe.hf.quantizer import ReplaceModules
@@ -96,7 +98,7 @@ def load_model(
         patterns += predicted_layers(config)
         model = empty_model(config)
         replaced, channels, moves, conversions, problems = _match(weights, model, patterns)
-        if any(problem.endswith(TIED) for problem in problems):  # then transformers does not tie them
+        if any(problem.endswith(TIED) for problem in problems):  # tied weights differ in the checkpoint: untie them
             config.tie_word_embeddings = config.get_text_config(decoder=True).tie_word_embeddings = False
             model = empty_model(config)
             replaced, channels, moves, conversions, problems = _match(weights, model, patterns)
@@ -126,12 +128,12 @@ def load_model(
     if left:
         raise CheckpointError(f"{what}, transformers reports", left)
     if channels:
-        model.save_pretrained = _refuse_to_save  # its names are not those that transformers gives such scales
+        model.save_pretrained = _refuse_to_save  # transformers has other names for channel scales
     if replaced:
         as_stored = quantization is not None and all(map(_is_as_in_the_model, weights.quantized))
         model.config.quantization_config = quantization if as_stored else _quantization_of(model, channels)
         for part in _parts(model.config):
-            if hasattr(part, "expert_dtype"):  # of DeepSeek-V4: "fp4"
+            if hasattr(part, "expert_dtype"):  # DeepSeek-V4's checkpoints say "fp4" here
                 part.expert_dtype = "fp8"
     if generation_config is not None:
         model.generation_config = generation_config
@@ -140,12 +142,12 @@ def load_model(
 
 
 def _is_as_in_the_model(weight: StoredWeight) -> bool:
-    """Whether a checkpoint's weight is stored in blocks, under names that its configuration tells transformers of."""
+    """Return whether a weight is stored as in FP8 models of transformers: in blocks, not transposed, with its names."""
     return weight.kind == "fp8-block" and not weight.transposed and not weight.scale.name.endswith(CHANNEL_SCALE)
 
 
 def _quantization_of(model: nn.Module, channels: set[str]) -> dict[str, Any]:
-    """Make the quantization_config of a model whose checkpoint has another format."""
+    """Make a quantization_config from the model's tensors, for a checkpoint that was stored in another format."""
     tensors = (
         (parse(key, value.dim()), TensorSpec(DTYPE_NAMES[value.dtype], tuple(value.shape)))
         for key, value in state_of(model).items()
@@ -158,7 +160,7 @@ def _refuse_to_save(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype that a caller asks for by a dtype, its name, or "auto"."""
+    """Resolve the `dtype` argument of `load_model`: a dtype, its name, "auto" or None. Raises ValueError for others."""
     found = dtype
     if dtype in ("auto", None):
         own = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
@@ -173,19 +175,19 @@ def _dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Checkpoint)
 
 
 def _without_quantization(config: Any) -> Any:
-    """Take quantization_config from a configuration and its parts. Returns the first."""
+    """Remove quantization_config from a configuration and its sub-configurations; return the first one found."""
     taken = [vars(part).pop("quantization_config", None) for part in _parts(config)]
     return next((quantization for quantization in taken if quantization is not None), None)
 
 
 def _parts(config: Any) -> list[Any]:
-    """List a configuration and its sub-configurations."""
+    """Return a configuration followed by its sub-configurations."""
     parts = (getattr(config, name, None) for name in config.sub_configs)
     return [config, *(part for part in parts if part is not None)]
 
 
 class _LazyTensor:
-    """A tensor that is made when it is read, which transformers does as with the tensors of safetensors files."""
+    """A tensor that is made when transformers reads it by `[...]`, as it reads slices of safetensors files."""
 
     def __init__(self, make: Callable[[], Tensor]):
         self._make = make
@@ -195,13 +197,13 @@ class _LazyTensor:
 
 
 Conversion = tuple[dict[str, Location], dict[str, StoredWeight], list[str]]
-"""A conversion of transformers: the locations of its sources, these themselves, and the keys of what it makes."""
+"""A conversion by transformers: locations of the source weights, the source weights, and the keys of its results."""
 
 
 def _tensors(
     model: nn.Module, moves: Iterable[Move], conversions: Iterable[Conversion], reader: Reader, device: torch.device
 ) -> dict[str, _LazyTensor]:
-    """Make the state dict of a model, with the first of tied tensors alone."""
+    """Make the state dict for from_pretrained, with lazy tensors, and only the first key of tied tensors."""
     state = state_of(model)
     first = {id(value): key for key, value in reversed(state.items())}
     by_key = defaultdict(list)
@@ -222,7 +224,7 @@ def _tensors(
 
 
 def _cast_by_transformers(model: Any, dtype: torch.dtype) -> list[str]:
-    """List FP8 weights that transformers would make float32, without their scales, in a model of this dtype."""
+    """Return error lines for FP8 weights that transformers would cast to float32, without scales, for this dtype."""
     from transformers.core_model_loading import build_glob_alternation
 
     kept = list(model._get_dtype_plan(dtype))
@@ -235,14 +237,14 @@ def _cast_by_transformers(model: Any, dtype: torch.dtype) -> list[str]:
 
 
 def _made(made: dict[str, Tensor], key: str, make: Callable[[], dict[str, Tensor]]) -> Tensor:
-    """Return one of the tensors that are made together; ``made`` holds the others until they are asked for."""
+    """Return tensor `key` of several that `make` makes together; ``made`` holds the others until they are asked for."""
     if key not in made:
         made.update(make())
     return made.pop(key)
 
 
 def _read(targets: Mapping[str, Tensor], moves: list[tuple], reader: Reader, device: torch.device) -> dict[str, Tensor]:
-    """Read tensors of the state dict onto the device. What is not FP8 keeps the dtype that is stored."""
+    """Read tensors of the state dict onto the device. Unquantized tensors keep their stored dtype."""
     values = {}
     for key, target in targets.items():
         dtype = target.dtype
@@ -262,18 +264,18 @@ def _read(targets: Mapping[str, Tensor], moves: list[tuple], reader: Reader, dev
 def _convert(
     model: nn.Module, locations: dict[str, Location], sources: dict[str, StoredWeight], reader: Reader
 ) -> dict[str, Tensor]:
-    """Read the sources of a conversion of transformers, and return what it makes of them."""
+    """Read the source weights of a conversion by transformers, and return its results by key."""
     return convert(model, locations, {name: weight.whole(reader) for name, weight in sources.items()})
 
 
 def _match(
     weights: Weights, model: nn.Module, ignore: tuple[str, ...]
 ) -> tuple[list[str], set[str], list[Move], list[Conversion], list[str]]:
-    """Put fp8moe's modules into a model on the meta device where the checkpoint has FP8 weights, and match the two.
+    """Put fp8moe's modules into a meta model wherever the checkpoint has FP8 weights, and match tensors of the two.
 
-    ignore: patterns of names of tensors that may be left over.
-    Returns the names of fp8moe's modules, and of those with a scale for each output channel; what goes into the model
-    as it is, and what transformers converts; and a line for all that does not fit.
+    ignore: name patterns of tensors that may be left over.
+    Returns the names of fp8moe's modules; the names of those with a scale for each output channel; the moves of weights
+    that are copied into the model; the conversions that transformers makes; and an error line for each misfit.
     """
     from fp8moe.hf.quantizer import replace_modules
 
@@ -291,7 +293,7 @@ def _match(
             return name
         return name._replace(text=name.scale, role=SCALE_ROLE)
 
-    modules = defaultdict(list)  # that FP8 weights go into, each with these
+    modules = defaultdict(list)  # name of a module -> the FP8 weights that go into it
     for weight in blocks:
         place = target.find(located(weight)) if weight.dtype == FP8 else None
         if place is not None:
@@ -339,7 +341,7 @@ def _match(
 
 
 def _name_to_locate(weight: StoredWeight, weights: Weights) -> Name:
-    """The name that transformers is asked for: of a scale of its own, as of all experts, that of its weight."""
+    """Return the name by which to locate a tensor in the model: for a separate scale, the name of its weight."""
     name = weight.name
     if name.role != SCALE_ROLE or weight.coded:
         return name
@@ -348,7 +350,7 @@ def _name_to_locate(weight: StoredWeight, weights: Weights) -> Name:
 
 
 def _is_only_transposed(location: Location, weight: StoredWeight, state: Mapping[str, Tensor]) -> bool:
-    """Return whether transformers would only transpose an FP8 weight that has the model's shape already."""
+    """Return whether transformers would transpose, and do nothing else with, an FP8 weight that has the right shape."""
     if location.converter is None or weight.dtype != FP8 or location.key not in state:
         return False
     return location.steps == "Transpose" and weight.shape == tuple(state[location.key].shape)
@@ -357,9 +359,11 @@ def _is_only_transposed(location: Location, weight: StoredWeight, state: Mapping
 def _can_be_fp8(
     model: nn.Module, name: str, weights: Iterable[StoredWeight], locations: Mapping[str, Location]
 ) -> bool:
-    """False for a linear that computes something else, as DeepSeek-V4's by group, or whose weight's dtype is read.
+    """Return whether a module can run in FP8; False for three kinds of linears.
 
-    And for one whose weight transformers puts together of several, or takes from a larger one.
+    These are: a subclass of nn.Linear, which may compute something else, such as DeepSeek-V4's grouped one; a linear
+    whose input the model casts to the weight's dtype; one whose weight transformers joins from several or cuts from a
+    larger one.
     """
     module = model.get_submodule(name)
     if not isinstance(module, nn.Linear):
@@ -374,7 +378,7 @@ def _conversion(
     state: Mapping[str, Tensor],
     locations: dict[str, Location],
 ) -> tuple[list[str], list[str]]:
-    """The keys of what a conversion makes, and what is wrong with it, tried without data."""
+    """Try a conversion by transformers without data; return the keys of its results, and error lines."""
     name, location = next(iter(locations.items()))
     quantized = [text for text, weight in sources.items() if weight.dtype == FP8]
     if quantized:
@@ -389,7 +393,7 @@ def _conversion(
     }
     try:
         made = convert(model, locations, values)
-    except Exception as error:  # of transformers' operations, given tensors that are too few or misshapen
+    except Exception as error:  # transformers' operations raise anything for missing or misshapen tensors
         return [location.key], [f"{name}: transformers cannot make {location.key} of it by {location.steps} ({error})"]
     problems = [
         f"{key}: transformers makes {tuple(value.shape)} of {name}, expected "

@@ -1,4 +1,4 @@
-"""transformers' masks for the rows of a batch that have lengths of their own."""
+"""Extends transformers' attention masks to batches whose rows have different lengths."""
 
 import functools
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def with_offsets_of_rows(mask: Callable, of_rows: Callable[..., Tensor] | None = None) -> Callable:
-    """Wrap a mask function of transformers: it takes a q_offset (B,) too, one for each row of the batch.
+    """Wrap a mask function of transformers so that it also accepts a q_offset (B,), one offset for each row of a batch.
 
-    of_rows: makes the mask then, in the place of the function itself. All that transformers itself passes, an int or a
-    tensor of no dimension, goes to its own function as it is.
+    of_rows: function to make the mask in that case, by default `mask` itself. Calls with an int or a scalar tensor, as
+    transformers makes them, go to `mask` unchanged.
     """
 
     @functools.wraps(mask)

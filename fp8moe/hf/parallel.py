@@ -1,6 +1,7 @@
-"""transformers' tensor and expert parallelism for models that run on fp8moe.
+"""Connects transformers' tensor and expert parallelism to fp8moe.
 
-Experts that it shards by expert run on fp8moe.distributed: partial sums in float32, added in the order of ranks.
+Experts that transformers shards by expert run on fp8moe.distributed: partial sums in float32, added in the order of
+ranks.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from fp8moe.quant.formats import BLOCK
 
 
 def checked(theirs):
-    """Wrap transformers' sharding of a model that has no data yet: its plan becomes ours, its shards are checked."""
+    """Wrap transformers' sharding of a meta model: use fp8moe's plan for experts, and check the shards afterwards."""
 
     @functools.wraps(theirs)
     def maybe_distribute_model(cls, model, distributed_config, mesh):
@@ -34,9 +35,9 @@ def checked(theirs):
 
 
 def without_rules(theirs):
-    """Wrap transformers' plans of a model: an empty tp_plan means that no rule applies, as transformers documents it.
+    """Wrap the resolution of a model's parallel plans: accept an empty tp_plan, which shards the experts only.
 
-    Only the experts are sharded then, and attention is the same on all ranks. transformers itself refuses such a plan.
+    Attention is then the same on all ranks. transformers documents such a plan but refuses it.
     """
 
     @functools.wraps(theirs)
@@ -51,11 +52,11 @@ def without_rules(theirs):
 
 @functools.cache
 def implementation() -> type:
-    """Return the class of fp8moe's ep_implementation, for versions of transformers that have these."""
+    """Return the class of fp8moe's ep_implementation, for versions of transformers with ep_implementations."""
     from transformers.distributed.expert_parallel import EPImplementation
 
     class Implementation(EPImplementation):
-        """Experts for the tokens that this rank has; ranks of the tensor-parallel mesh have equal ones."""
+        """Runs experts for this rank's tokens, which are the same on all ranks of the tensor-parallel mesh."""
 
         def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any):
             check_chosen(experts)
@@ -70,7 +71,7 @@ def implementation() -> type:
             inputs = hidden_states, top_k_index, top_k_weights
             if self.shares_batch or self.tp_mesh.size() == 1:
                 return experts_forward(self.experts, *inputs)
-            # Each rank takes a part of the tokens to the experts of all, so that none is computed twice.
+            # Each rank of the tensor-parallel mesh sends a part of the tokens to the experts, so that none runs twice.
             whole = [DTensor.from_local(value, self.tp_mesh, [Replicate()], run_check=False) for value in inputs]
             mine = (value.redistribute(placements=[Shard(0)]).to_local() for value in whole)
             part = experts_forward(self.experts, *mine)
@@ -81,7 +82,7 @@ def implementation() -> type:
 
 
 def automatic(theirs):
-    """Wrap transformers' ep_implementation "auto": it is fp8moe's for experts that fp8moe runs."""
+    """Wrap transformers' ep_implementation "auto": choose fp8moe's for experts that run on fp8moe."""
 
     def choose(experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> Any:
         chosen = implementation() if chosen_implementation(experts) == NAME else theirs
@@ -91,12 +92,12 @@ def automatic(theirs):
 
 
 def style() -> Any:
-    """Make fp8moe's style of plans for experts, for versions of transformers that have these."""
+    """Make fp8moe's style for experts in a plan, for versions of transformers that shard experts by styles."""
     return versions.make_style(check_chosen, functools.partial(spread, same_tokens=True))
 
 
 def check_chosen(experts: nn.Module) -> None:
-    """Raise ValueError for experts that other code runs, which knows the experts of this rank alone."""
+    """Raise ValueError unless fp8moe runs these experts: other implementations know only the experts of this rank."""
     if (chosen := chosen_implementation(experts)) != NAME:
         raise ValueError(
             f"experts_implementation: expected {NAME!r} for experts that fp8moe has spread over ranks, got {chosen!r}"
@@ -104,16 +105,23 @@ def check_chosen(experts: nn.Module) -> None:
 
 
 def spread(experts: nn.Module, mesh: Any, same_tokens: bool) -> None:
-    """Have the module run with the experts of all ranks of the mesh, which have its parameters as DTensors."""
+    """Apply ExpertParallel to an experts module that transformers has sharded by expert over the mesh.
+
+    same_tokens: whether all ranks of the mesh have the same tokens.
+    """
     from fp8moe.distributed import ExpertParallel
 
-    experts.num_experts *= mesh.size()  # that of this rank until now
+    experts.num_experts *= mesh.size()  # transformers has set it to the number of experts on this rank
     method = "replicated" if same_tokens else "auto"
     ExpertParallel(method=method, uniform=same_tokens)._apply(experts, mesh)
 
 
 class _ShardedWeight(NamedTuple):
-    """A weight whose rows or columns are spread over ranks: each of its `parts` has `size` of them."""
+    """A weight whose rows or columns are sharded over `ranks`.
+
+    what: "rows" or "columns". parts: number of matrices that are sharded separately, such as gate and up. size: rows or
+    columns of each of these. experts: whether it is a weight of experts.
+    """
 
     name: str
     what: str
@@ -124,9 +132,9 @@ class _ShardedWeight(NamedTuple):
 
 
 def check_whole_blocks(model: nn.Module) -> None:
-    """Raise ValueError if a shard of an FP8 weight that fp8moe runs ends inside a block of its scale.
+    """Raise ValueError, on every rank alike, if a shard of an FP8 weight that fp8moe runs ends inside a scale block.
 
-    model: of transformers, with DTensors as parameters; they may be on the meta device. Every rank finds the same.
+    model: a model of transformers with DTensors as parameters, which may be on the meta device.
     """
     sharded = list(_sharded_weights(model))
     broken = next((weight for weight in sharded if weight.size % (BLOCK * weight.ranks)), None)
@@ -155,13 +163,13 @@ def _sharded_weights(model: nn.Module) -> Iterator[_ShardedWeight]:
             for placement, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True):
                 if placement.is_replicate() or (axis := placement.dim % weight.ndim - weight.ndim) not in sizes:
                     continue
-                parts = getattr(placement, "split_factor", 1)  # if it shards gate and up each by itself
+                parts = getattr(placement, "split_factor", 1)  # set on placements that shard gate and up separately
                 what = "rows" if axis == -2 else "columns"
                 yield _ShardedWeight(f"{path}.{name}", what, sizes[axis] // parts, parts, ranks, weight.ndim == 3)
 
 
 def _runs_here(module: nn.Module, weight: torch.Tensor) -> bool:
-    """Return whether fp8moe runs this weight of a module in FP8."""
+    """Return whether fp8moe runs this weight of the module in FP8, as a linear or as chosen experts."""
     if linears.refusal(weight, getattr(module, "block_size", None), getattr(module, "activation_scale", None)):
         return False
     return weight.ndim == 2 or chosen_implementation(module) == NAME

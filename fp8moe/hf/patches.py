@@ -1,4 +1,7 @@
-"""All that fp8moe replaces in transformers or adds to it, in one table; no other file of fp8moe writes there."""
+"""register and unregister: everything that fp8moe replaces in or adds to transformers, in one table.
+
+No other file of fp8moe changes transformers.
+"""
 
 import inspect
 import pkgutil
@@ -14,10 +17,11 @@ from fp8moe.hf.experts import NAME, experts_forward, keep_forwards
 
 
 class Patch(NamedTuple):
-    """One attribute of a class or module of transformers, or one entry of a registry.
+    """A replacement of one attribute of a class or module of transformers, or of one entry of a registry.
 
-    what: the path of the class, module or registry, ":", and the name or key. ours: makes the replacement of what is
-    there, or of None. why: what it is for. until: when it can go. applies: whether this transformers has such a place.
+    what: the path of the class, module or registry, ":", and the attribute's name or the key. ours: function that takes
+    the original, None if there is none, and returns the replacement. why: what the patch is for. until: when it can be
+    removed. applies: function that tells whether the installed transformers has this attribute or entry.
     """
 
     what: str
@@ -45,7 +49,7 @@ _STYLES = "transformers.distributed.tensor_parallel:ParallelInterface"
 _EP = "transformers.distributed.expert_parallel:EPImplementationInterface"
 _MASKS = "transformers.masking_utils:AttentionMaskInterface"
 
-# Why each is there, and until when. The supported versions are those of `versions`.
+# `why` and `until` of the patches. `fp8moe.hf.versions` has the supported versions of transformers.
 _ADDED = "the name that users choose", "stays: transformers' own way to add an implementation"
 _LINEARS = "FP8 linears run on fp8moe", "transformers has an interface for implementations of FP8 linears"
 _SCORES = "indexers score in FP8, with hooks of accelerate too", "transformers has an interface for indexers"
@@ -85,57 +89,58 @@ REGISTERED = (
     Patch(f"{_STYLES}:{versions.STYLE}", lambda _: parallel.style(), *_STYLE, versions.has_styles),
     Patch(f"{_FP8_QUANTIZER}:update_tp_plan", versions.complete_plan, *_PLAN, versions.has_styles),
 )
-"""The patches of `register`."""
+"""The patches that `register` installs, besides TRAINING."""
 
 MASKS = (
     Patch(f"{_MASKS}:sdpa", masks.with_offsets_of_rows, *_ROWS),
     Patch(f"{_MASKS}:eager", partial(masks.with_offsets_of_rows, of_rows=versions.eager_mask), *_ROWS),
 )
-"""The patches of `take_offsets_of_rows`."""
+"""The patches that `take_offsets_of_rows` installs."""
 
 TRAINING = tuple(
     Patch(
         f"{module}:validate_quantization_for_training", training.checked, *_TRAINS, partial(training.is_there, module)
     )
-    for module in ("transformers.trainer_utils", "transformers.trainer")  # the second has it by name
+    for module in ("transformers.trainer_utils", "transformers.trainer")  # the second imports the function by name
 )
-"""The patches of `check_training`."""
+"""The patches that `check_training` installs."""
 
 _NOTHING: Any = object()
 _lock = threading.Lock()
 _installed: dict[Patch, tuple[Any, Any]] = {}
-"""Patches in force: what was there before (_NOTHING if nothing), and ours."""
+"""Installed patch -> (the original, _NOTHING if there was none; our replacement)."""
 
 
 def register() -> None:
-    """Make ``experts_implementation="fp8moe"`` known to transformers, and run its FP8 linears and indexers on fp8moe's.
+    """Add ``experts_implementation="fp8moe"`` to transformers, and run its FP8 linears and indexers on fp8moe.
 
-    After it, ``AutoModelForCausalLM.from_pretrained(directory, experts_implementation="fp8moe")`` or
-    ``model.set_experts_implementation("fp8moe")`` is all it takes. Calling it again changes nothing, and `unregister`
-    takes it back. `report` tells what runs on fp8moe in a model.
+    Afterwards, use ``AutoModelForCausalLM.from_pretrained(directory, experts_implementation="fp8moe")`` or
+    ``model.set_experts_implementation("fp8moe")``. A second call changes nothing; `unregister` undoes the first.
+    `report` tells what runs on fp8moe in a model.
 
-    - Experts in bfloat16, float16 or float32 are quantized the first time that they run. The copy is kept beside the
-      module, half the size of bfloat16 weights, until the weights move or change, or the module switches between
-      training and evaluation; then it is made anew. Writes through ``weight.data`` are not noticed: call
+    - Experts in bfloat16, float16 or float32 are quantized the first time that they run. The FP8 copy is cached with
+      the module, takes half the memory of bfloat16 weights, and is made again when the weights move or change, or the
+      module switches between training and evaluation. Writes through ``weight.data`` are not noticed: call
       ``fp8moe.layers.master.invalidate()`` after them.
-    - FP8 experts (block size 128x128, dynamic activation scales) run on the module's own weights, with no copy.
-    - FP8 linears of every FP8 model in the process, with the same block size and activation scales, run on fp8moe's
-      kernels; other formats go on running on transformers' own.
+    - FP8 experts (block size 128x128, dynamic activation scales) run on the module's own weights, without a copy.
+    - FP8 linears with the same block size and activation scales run on fp8moe's kernels, in every FP8 model of the
+      process; other formats keep running on transformers' own kernels.
     - The indexers of every DeepSeek-V3.2 and GLM-MoE-DSA model in the process, with 32 or 64 heads of 32, 64 or 128
-      values, score in FP8, and the model's cache holds their keys in FP8; those of other sizes run as before. A cache
-      made before this call cannot be continued after it.
+      values, score in FP8, and the model's cache holds their keys in FP8; indexers of other sizes run as before. A
+      cache made before this call cannot be continued after it.
     - Experts that transformers' expert parallelism shards run on `fp8moe.distributed`. A model whose tensor-parallel
       plan cuts FP8 weights inside their blocks raises ValueError on all ranks before anything is read.
 
     An experts module that GroupedExperts cannot express raises TypeError or ValueError with its class and the reason
-    when it runs first. Frozen experts pass gradients on; a backward through experts whose weights require gradients
-    raises RuntimeError. Experts of classes that do not go through transformers' experts interface stay with
-    transformers: a model that has them warns of each class when it is made or asked to change to fp8moe.
+    when it first runs. Frozen experts pass gradients on; a backward through experts whose weights require gradients
+    raises RuntimeError. Experts whose class does not use transformers' experts interface keep running on transformers:
+    for each such class, a model warns when it is made or switched to fp8moe.
 
     - Trainer raises ValueError for a model with frozen FP8 weights that has neither adapters nor masters.
     - from_pretrained raises ValueError for a checkpoint in a format whose scales transformers would lose on the way to
-      fp8moe: ModelOpt's, AutoFP8's with a scale for each tensor, and FP8 codes without a quantization_config; and where
-      it has loaded FP8 modules without scales, as the configuration names others than those in the checkpoint.
+      fp8moe: ModelOpt's, AutoFP8's with a scale for each tensor, and FP8 weights without a quantization_config. It also
+      does so after loading if FP8 modules have got no scales, because the configuration names other modules as FP8 than
+      the checkpoint has.
 
     Raises ImportError if transformers is missing.
     """
@@ -143,26 +148,26 @@ def register() -> None:
 
 
 def check_training() -> None:
-    """Let transformers' Trainer refuse models with frozen FP8 weights that have neither adapters nor masters."""
+    """Make transformers' Trainer refuse models with frozen FP8 weights that have neither adapters nor masters."""
     _install(TRAINING)
 
 
 def take_offsets_of_rows() -> None:
-    """Let transformers' masks for "sdpa" and "eager" take a q_offset (B,) too: one for each row of the batch.
+    """Make transformers' mask functions for "sdpa" and "eager" also accept a q_offset (B,), one for each batch row.
 
-    Models ask for the names "sdpa" and "eager", so those must stay.
+    They keep these names, as models look masks up by them.
     """
     _install(MASKS)
 
 
 def unregister() -> None:
-    """Take back all that `register` has changed: transformers has its own functions again, and no "fp8moe".
+    """Undo `register`: restore transformers' own functions and remove the implementation "fp8moe".
 
-    - Experts of models that exist stay on fp8moe where the model has chosen it, and follow the model when it changes to
-      another implementation. It cannot change back to "fp8moe", nor can new models choose it.
-    - FP8 linears and indexers of all models in the process are transformers' again. A cache that holds keys of indexers
-      in FP8 raises an error and cannot be continued, neither can a `GraphDecoder` that has one.
-    - Masks with an offset for each row of a batch, which a `GraphDecoder` adds, come back when it runs again.
+    - Existing models that use "fp8moe" experts keep them until they switch to another implementation. They cannot
+      switch back to "fp8moe", and new models cannot choose it.
+    - FP8 linears and indexers of all models in the process run on transformers' own code again. A cache that holds
+      indexer keys in FP8 cannot be continued and raises an error, and so does a `GraphDecoder` with such a cache.
+    - Masks with an offset for each row of a batch, which a `GraphDecoder` adds, are installed again when it next runs.
 
     A second call changes nothing. Raises RuntimeError, with nothing changed, if other code has replaced one of
     fp8moe's functions, as it may call them.
@@ -184,7 +189,7 @@ def _install(patches: Iterable[Patch]) -> None:
             if patch in _installed or not patch.applies():
                 continue
             before = theirs = _places(patch.owner).get(patch.name, _NOTHING)
-            if before is _NOTHING:  # a new entry, or an attribute of a base class
+            if before is _NOTHING:  # a new entry, or an attribute inherited from a base class
                 theirs = inspect.getattr_static(patch.owner, patch.name, None)
             bind = type(theirs) if isinstance(theirs, staticmethod | classmethod) else None
             ours = patch.ours(theirs) if bind is None else bind(patch.ours(theirs.__func__))
@@ -193,12 +198,12 @@ def _install(patches: Iterable[Patch]) -> None:
 
 
 def _places(owner: Any) -> Any:
-    """Return the entries of a registry, the attributes of a class or module."""
+    """Return the dict of a registry's entries, or of a class's or module's attributes."""
     return getattr(owner, "_global_mapping", vars(owner))
 
 
 def _put(patch: Patch, value: Any) -> None:
-    """Put a value in the place of a patch; _NOTHING takes away what is there."""
+    """Set the attribute or registry entry of a patch; the value _NOTHING removes it."""
     owner, name = patch.owner, patch.name
     if hasattr(owner, "_global_mapping"):
         owner.register(name, value)

@@ -1,4 +1,4 @@
-"""What makes transformers' from_pretrained build a model with fp8moe's modules. Importing it imports transformers."""
+"""A transformers quantizer with which from_pretrained builds a model with fp8moe's modules; imports transformers."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -16,7 +16,10 @@ from fp8moe.layers.parameters import frozen
 
 @register_quantization_config(NAME)
 class ReplaceModules(QuantizationConfigMixin):
-    """names: of the modules that become fp8moe's; channels: of those with channel scales. device: of the model."""
+    """The quantization config for `_Quantizer`.
+
+    names: the modules to replace with fp8moe's. channels: which of them have channel scales. device: of the model.
+    """
 
     def __init__(self, names: Iterable[str], channels: Collection[str], device: torch.device):
         self.quant_method = NAME
@@ -27,7 +30,7 @@ class ReplaceModules(QuantizationConfigMixin):
 
 @register_quantizer(NAME)
 class _Quantizer(HfQuantizer):
-    """Puts modules without data into the model while it has none; names and tensors are given to fit them."""
+    """Replaces modules while the model is on the meta device; the caller's state dict already fits the new modules."""
 
     quantization_config: ReplaceModules
 
@@ -52,9 +55,9 @@ class _Quantizer(HfQuantizer):
 
 
 def replace_modules(model: nn.Module, names: Iterable[str], channels: Collection[str] = ()) -> None:
-    """Put an FP8Linear or a GroupedExperts in the place of each of these linears and experts modules.
+    """Replace the named linears with FP8Linear, and the named experts modules with GroupedExperts.
 
-    channels: the names of those that get a scale for each output channel in place of those of blocks.
+    channels: the names of modules that get a scale for each output channel in place of block scales.
 
     Raises TypeError or ValueError for a module that is neither.
     """

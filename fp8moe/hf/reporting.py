@@ -1,4 +1,4 @@
-"""Report what runs the experts, linears and indexers of a model, and why."""
+"""report: lists which library runs the experts, linears and indexers of a model, and why."""
 
 import functools
 import re
@@ -17,7 +17,7 @@ from fp8moe.layers.linear import FP8Linear
 from fp8moe.layers.mqa_indexer import TRANSFORMERS_CLASSES, FP8MQAIndexer
 
 _EXPERTS = re.compile(r"(Experts|MoE|Moe|MoeBlock|SparseMLP)$")
-"""Names of classes of experts, and of blocks that hold them or have their weights themselves."""
+"""Matches class names of experts modules, and of mixture-of-experts blocks, which may hold the weights themselves."""
 
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
@@ -26,10 +26,11 @@ _THEIRS = "transformers"
 
 
 class ModuleReport(NamedTuple):
-    """What runs one module of a model.
+    """Which library runs one module of a model.
 
-    name: its path in the model. module_class: the name of its class. runs_on: "fp8moe", "transformers" or "PyTorch";
-    "refused" where its first forward will raise an error. why: the reason; of refused ones, that error's message.
+    name: the module's path in the model. module_class: its class name.
+    runs_on: "fp8moe", "transformers" or "PyTorch", or "refused" if the module's first forward will raise an error.
+    why: the reason or, if refused, the error's message.
     """
 
     name: str
@@ -39,11 +40,10 @@ class ModuleReport(NamedTuple):
 
 
 def report(model: nn.Module) -> list[ModuleReport]:
-    """Tell what runs each experts module, linear layer and indexer of ``model``, in the order of its modules.
+    """Return a `ModuleReport` for each experts module, linear layer and indexer of ``model``, in the model's order.
 
-    model: a model of transformers, before or after `register`, or one of `load_model`. Nothing is computed, quantized
+    model: a model of transformers, before or after `register`, or one from `load_model`. Nothing is computed, quantized
         or changed.
-    Returns a `ModuleReport` for each.
     """
     expert_modules = dict(experts_modules(model))
     rows = []
@@ -61,9 +61,9 @@ def report(model: nn.Module) -> list[ModuleReport]:
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the innermost modules that look like routed experts, with their names."""
+    """Yield (name, module) for the modules that look like routed experts; of nested ones, only the innermost."""
     names: list[str] = []
-    for name, module in reversed(list(model.named_modules())):  # what is inside a module comes before it
+    for name, module in reversed(list(model.named_modules())):  # reversed: inner modules come first
         own_name = name.rpartition(".")[2]
         is_list = isinstance(module, nn.ModuleList) and own_name == "experts"
         if "shared" in own_name or not (is_list or _EXPERTS.search(type(module).__name__)):
@@ -75,15 +75,18 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def warn_of_others(model: nn.Module) -> None:
-    """Warn of each class of experts, in a model that was asked for fp8moe, that takes no experts_implementation."""
+    """Warn, once per class, of experts that ignore experts_implementation, in a model that has chosen fp8moe."""
     classes = {type(module).__name__ for _, module in experts_modules(model) if not _takes_implementation(module)}
     for name in sorted(classes):
         text = f"{name} does not run on fp8moe with experts_implementation={NAME!r}: {_NO_CHOICE}"
-        warnings.warn(text, stacklevel=1)  # Python shows the same text of the same place once
+        warnings.warn(text, stacklevel=1)  # Python shows the same text from the same line only once
 
 
 def warning_of_model(theirs: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a method of a model, or of a quantizer that takes one: it warns then if the model has chosen fp8moe."""
+    """Wrap a method of a model, or a quantizer's method with a model as argument: call `warn_of_others` after it.
+
+    Models that have not chosen fp8moe are skipped.
+    """
 
     @functools.wraps(theirs)
     def method(*args: Any, **kwargs: Any) -> None:
@@ -96,7 +99,7 @@ def warning_of_model(theirs: Callable[..., None]) -> Callable[..., None]:
 
 
 def warning_of_parts(theirs: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `set_experts_implementation`: it warns then of the parts of the model that are asked to change to fp8moe."""
+    """Wrap `set_experts_implementation`: call `warn_of_others` after it on every part of the model set to fp8moe."""
 
     @functools.wraps(theirs)
     def set_experts_implementation(self: Any, experts_implementation: str | dict[str, str]) -> None:
@@ -107,7 +110,7 @@ def warning_of_parts(theirs: Callable[..., None]) -> Callable[..., None]:
         for config in [configs.get(name) for name, wanted in asked.items() if wanted == NAME]:
             if config is not None:
                 parts = (part for part in self.modules() if getattr(part, "config", None) is config)
-                for part in islice(parts, 1):  # what it contains has the same configuration
+                for part in islice(parts, 1):  # the outermost part; parts inside it share its configuration
                     warn_of_others(part)
 
     return set_experts_implementation
@@ -117,7 +120,7 @@ _NO_CHOICE = "its forward does not go through transformers' experts interface, a
 
 
 def _takes_implementation(module: nn.Module) -> bool:
-    """Return whether the experts module calls the implementation chosen, by transformers' decorator of its class."""
+    """Return whether the experts module follows experts_implementation, by transformers' decorator of its class."""
     return isinstance(module, GroupedExperts) or hasattr(module, "is_transposed")
 
 

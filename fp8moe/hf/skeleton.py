@@ -1,4 +1,4 @@
-"""transformers models without weights: one layer of each kind, in reserved memory."""
+"""Makes skeletons of transformers models, to record their kernels: one layer of each kind, without real weights."""
 
 import copy
 import re
@@ -18,18 +18,18 @@ from fp8moe.runtime.record import reserve_memory
 from fp8moe.weights.formats import declared
 
 _UNCONVERTED = ("modules_to_not_convert", "ignore", "exclude_modules")
-"""Entries of configurations for modules that are not quantized: of transformers, compressed-tensors and ModelOpt."""
+"""Keys in a quantization_config for unquantized modules: of transformers, compressed-tensors and ModelOpt."""
 
 
 def skeletons(config: Any) -> list[Any]:
-    """Build meta models: the FP8 one that the configuration declares, else one unquantized and one quantized.
+    """Build the skeletons of a model, which run all kernels that layers of the whole model run.
 
-    The unquantized one has experts that `register` quantizes, the other is what `quantize_checkpoint` makes of it. The
-    dtype is the configuration's if that has 16 bits, otherwise bfloat16. The layers of a skeleton run all kernels that
-    layers of the whole model run.
+    A configuration with FP8 weights gives one skeleton. An unquantized one gives two: the unquantized model, whose
+    experts `register` quantizes, and the model that `quantize_checkpoint` would write. Weights are reserved memory
+    (`reserve_memory`). The dtype is the configuration's if that has 16 bits, otherwise bfloat16.
 
-    Raises ValueError for a configuration that transformers cannot make a model of, or not in FP8, or that is quantized
-    otherwise.
+    Raises ValueError for a configuration from which transformers cannot make a model, or not in FP8, or with another
+    quantization.
     """
     register()
     quantization = getattr(config, "quantization_config", None)
@@ -40,7 +40,7 @@ def skeletons(config: Any) -> list[Any]:
 
 
 def _skeleton(config: Any, quantization: Mapping[str, Any] | None) -> Any:
-    config = copy.deepcopy(config)  # it loses layers
+    config = copy.deepcopy(config)  # layers are removed from it below
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # or transformers would quantize by itself
     own = getattr(config.get_text_config(decoder=True), "dtype", None)
@@ -54,7 +54,10 @@ def _skeleton(config: Any, quantization: Mapping[str, Any] | None) -> Any:
 
 
 def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
-    """Make those modules FP8 that transformers' from_pretrained makes FP8 for a checkpoint of this quantization."""
+    """Replace all modules that from_pretrained would make FP8 for this quantization_config with fp8moe's FP8 modules.
+
+    Experts with biases, which transformers does not make FP8, are replaced too. Raises ValueError if that fails.
+    """
     from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
     from transformers.utils.quantization_config import FineGrainedFP8Config
@@ -77,7 +80,7 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
     try:
         quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(**blocks), pre_quantized=True)
         quantizer._process_model_before_weight_loading(theirs)
-    except Exception as error:  # transformers asserts what it does not run
+    except Exception as error:  # transformers has assertions for models that it cannot run in FP8
         raise ValueError(f"config.json: transformers cannot run this model in FP8 ({reason_of(error)})") from error
     names = [name for name, module in theirs.named_modules() if isinstance(module, FP8Experts | FP8Linear)]
     try:
@@ -87,7 +90,7 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
 
 
 def _is_named(name: str, given: Iterable[str]) -> bool:
-    """Return whether `given` names a module, or one around it: by a pattern, or "re:" and a regular expression."""
+    """Return whether an entry of `given` matches a module or a parent; entries are fnmatch patterns or "re:REGEX"."""
     parts = name.split(".")
     around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     by_regex = any(re.match(entry.removeprefix("re:"), name) for entry in given if entry.startswith("re:"))
@@ -116,7 +119,7 @@ def _keep_one_layer_of_each_kind(model: Any) -> None:
 
 
 def _kind(layer: nn.Module, listed: list[Any]) -> tuple:
-    """Return what is equal in layers that run the same kernels. listed: the configuration's values for this layer."""
+    """Return a key that is equal for layers that run the same kernels. listed: the configuration's per-layer values."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     tensors = tuple((name, value.shape, value.dtype) for name, value in layer.state_dict().items())
     return modules, tensors, repr(listed)

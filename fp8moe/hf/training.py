@@ -1,4 +1,4 @@
-"""Refuses transformers' Trainer for models whose weights in FP8 are frozen, with nothing beside them to train."""
+"""Makes transformers' Trainer refuse models with frozen FP8 weights that have neither adapters nor masters."""
 
 import functools
 import sys
@@ -14,7 +14,7 @@ from fp8moe.layers.wrapped import adapters_in
 
 
 def checked(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap what Trainer checks of quantized models: those of fp8moe need adapters or masters."""
+    """Wrap Trainer's check of quantized models: call `check_trained` before it."""
 
     @functools.wraps(theirs)
     def validate_quantization_for_training(model):
@@ -25,9 +25,10 @@ def checked(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def is_there(module: str) -> bool:
-    """Return whether this module of transformers has the check.
+    """Return whether this module of transformers has the check to wrap.
 
-    The module of Trainer is not imported for that: once imported, it has the check that trainer_utils has then.
+    transformers.trainer is not imported to find out: if it is imported later, it takes the wrapped check from
+    trainer_utils.
     """
     if module == "transformers.trainer" and module not in sys.modules:
         return False
@@ -35,7 +36,7 @@ def is_there(module: str) -> bool:
 
 
 def check_trained(model: nn.Module) -> None:
-    """Raise ValueError for a model of which training would change only what is not in FP8, without a word."""
+    """Raise ValueError for a model with frozen FP8 weights whose training would silently change only other weights."""
     parameters = [*model.parameters()]
     if not any(value.dtype == torch.float8_e4m3fn for value in parameters):
         return

@@ -1,6 +1,6 @@
-"""What differs between the supported versions of transformers: 5.17, the oldest, and the newest two, 5.23 and 5.24.
+"""Code for differences between the supported versions of transformers: 5.17 (the oldest), 5.23 and 5.24 (the newest).
 
-Each part goes with the last version that it names.
+Each section begins with the versions that need it, and can be removed with the last of them.
 """
 
 import functools
@@ -18,13 +18,13 @@ from fp8moe.hf.experts import NAME, experts_forward
 from fp8moe.weights.formats import as_float
 from fp8moe.weights.names import SCALE
 
-# Until 5.23: models take their cache as `past_key_values`, later as `cache`.
+# Up to 5.23, models take their cache as `past_key_values`; later ones as `cache`.
 
 CACHE_NAMES = ("cache", "past_key_values")
 
 
 def cache_name(forward: Callable) -> str | None:
-    """Return the name of the cache among the parameters of a forward; None if it takes none."""
+    """Return the name of the parameter through which a forward takes its cache; None if it takes none."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)
 
@@ -32,9 +32,10 @@ def cache_name(forward: Callable) -> str | None:
 def update_cache(
     past_key_values: Any, cache: Any, keys: Tensor, values: Tensor, layer: int, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Add new keys and values to the cache, which is one of the first two arguments. Returns all that the layer has.
+    """Append new keys and values to a layer of the cache; return all keys and values of this layer.
 
-    kwargs: further arguments of the forward, which later versions hand to the cache.
+    past_key_values, cache: the cache is one of them, the other is None. kwargs: further arguments of the forward, which
+    later versions of transformers pass to the cache.
     """
     if cache is not None:
         return cache.update(keys, values, layer, kwargs=kwargs)
@@ -50,46 +51,50 @@ LATER_DIGESTS = {
     "0fe5c075091ec784": "bcc7d9a8194d1110",  # Glm4MoeAttention
     "93f60903d45cea90": "7035ce544a77a2ac",  # DeepseekV3Attention
 }
-"""Digest of a forward that takes past_key_values -> digest of the same forward later, which `known_forwards` lists."""
+"""Digest of a forward with `past_key_values` -> digest in `known_forwards` of the same forward in a later version."""
 
 
-# 5.17: the 0 of a mask for eager attention is copied from the CPU, which no CUDA graph takes.
+# 5.17: transformers' mask for eager attention copies a 0 from the CPU, which cannot be captured in a CUDA graph.
 
 
 def eager_mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor:
-    """Make the mask of transformers' `eager_mask` on one device."""
+    """Make the same additive mask as transformers' `eager_mask`, without a copy from the CPU."""
     from transformers.masking_utils import sdpa_mask
 
     seen = sdpa_mask(*args, **kwargs)
     return torch.full_like(seen, torch.finfo(dtype).min, dtype=dtype).masked_fill_(seen, 0)
 
 
-# 5.17: no `ep_size`. Experts are sharded by the rules of a plan, whose styles are classes, and not by an interface.
+# 5.17 has no `ep_size`: experts are sharded by the styles in a plan, which are classes, not by an implementation from a
+# registry.
 
 
 def has_ep_size() -> bool:
-    """Return whether transformers' DistributedConfig has an ep_size, whose implementations can be registered."""
+    """Return whether transformers' DistributedConfig has an ep_size, and a registry of ep_implementations."""
     return dist.is_available() and find_spec("transformers.distributed.expert_parallel") is not None
 
 
 def has_styles() -> bool:
-    """Return whether transformers shards experts by the styles of a plan instead."""
+    """Return whether transformers shards experts by styles in a plan, as versions without ep_size do."""
     return dist.is_available() and not has_ep_size()
 
 
 STYLE = f"{NAME}_experts"
-"""Our style of plans for experts."""
+"""The name of fp8moe's style for experts in a plan."""
 
 _STYLES = {"moe_tp_experts": STYLE, "ep_router": None}
-"""transformers' styles of plans for experts, and what takes their place: the router needs nothing."""
+"""transformers' style in a plan -> fp8moe's style in its place; None removes the rule, as the router needs none."""
 
 
 def make_style(check: Callable[[nn.Module], None], spread: Callable[[nn.Module, Any], None]) -> Any:
-    """Make fp8moe's style: `spread(experts, mesh)` prepares experts, `check(experts)` precedes each of their calls."""
+    """Make fp8moe's style for experts in a plan.
+
+    spread: called once with the experts module and the mesh. check: called with the experts module before each forward.
+    """
     from transformers.distributed import tensor_parallel
 
     class Style(tensor_parallel.TensorParallelLayer):
-        """The style of an experts module in a plan that shards its parameters by expert."""
+        """The style of an experts module whose parameters the plan shards by expert."""
 
         def should_use_local_tensors(self, module: nn.Module) -> bool:
             return True
@@ -107,14 +112,14 @@ def make_style(check: Callable[[nn.Module], None], spread: Callable[[nn.Module, 
 
 
 def adapt_plans(model: Any, distributed_config: Any) -> None:
-    """Give experts that the model's plans shard whole our style."""
+    """Put fp8moe's style into the model's plans for experts that are sharded by expert."""
     model._ep_plan = _adapted(model._ep_plan, model)
     if isinstance(distributed_config.tp_plan, dict):
         distributed_config.tp_plan = _adapted(distributed_config.tp_plan, model)
 
 
 def _adapted(plan: dict[str, str], model: Any) -> dict[str, str]:
-    """Put our style for experts, and rules for their scales, into a plan that shards whole experts."""
+    """Return a plan with fp8moe's style for experts and rules for their scales, if it shards by expert."""
     whole = [name for name, style in plan.items() if style == "grouped_gemm"]
     if not whole:
         return plan
@@ -125,9 +130,9 @@ def _adapted(plan: dict[str, str], model: Any) -> dict[str, str]:
 
 
 def complete_plan(theirs):
-    """Wrap the plan of transformers' FP8 quantizer: it keeps the rules of whole modules and of the scales of experts.
+    """Wrap `update_tp_plan` of transformers' FP8 quantizer: keep rules of whole modules, add those of experts' scales.
 
-    For Qwen3 transformers leaves rules of weights alone, so that nothing takes DTensors apart.
+    For Qwen3, transformers would keep rules for weights only, so that no module would unwrap the DTensors.
     """
 
     @functools.wraps(theirs)
@@ -144,11 +149,11 @@ def complete_plan(theirs):
     return update_tp_plan
 
 
-# 5.17: from_pretrained takes tensors of any shape on the meta device, and reports none of them as mismatched.
+# 5.17: on the meta device, from_pretrained accepts tensors of any shape and never reports a mismatch.
 
 
 class Rehearsal:
-    """A mixin of quantizers: on the meta device, without a GPU, they note shapes before tensors are loaded."""
+    """A mixin for quantizers that load to the meta device, without a GPU, and record shapes to find mismatches."""
 
     _shapes: dict[str, torch.Size]
 
@@ -163,16 +168,16 @@ class Rehearsal:
         self._shapes = {name: value.shape for name, value in model.state_dict().items()}
 
     def changed_shapes(self, loaded: nn.Module) -> set[str]:
-        """Return the names of tensors that have another shape since they were loaded."""
+        """Return the names of tensors that got another shape by loading."""
         return {name for name, value in loaded.state_dict().items() if value.shape != self._shapes[name]}
 
 
-# 5.17: from_pretrained leaves the scales of FP8 checkpoints in the dtype that they have there, and without the sizes of
-# one that its own save_pretrained has dropped.
+# 5.17: from_pretrained leaves the scales of FP8 checkpoints in their stored dtype, and without the dimensions of size 1
+# that its own save_pretrained has dropped.
 
 
 def note_shapes(theirs):
-    """Wrap the FP8 quantizer's preparation of a model: it notes the shapes of scales for `complete_scales`."""
+    """Wrap the FP8 quantizer's preparation of a model: record the shapes of scales for `complete_scales` after it."""
 
     @functools.wraps(theirs)
     def _process_model_before_weight_loading(self, model, *args, **kwargs):
@@ -184,7 +189,7 @@ def note_shapes(theirs):
 
 
 def complete_scales(theirs):
-    """Wrap what the FP8 quantizer does after loading: scales are float32 or E8M0 then, in the shapes noted before."""
+    """Wrap the FP8 quantizer's step after loading: first convert scales to float32 or E8M0 and the recorded shapes."""
 
     @functools.wraps(theirs)
     def _process_model_after_weight_loading(self, model, *args, **kwargs):
@@ -201,11 +206,11 @@ def complete_scales(theirs):
     return _process_model_after_weight_loading
 
 
-# 5.17: quantizers know no model when they change its conversions, and none of them adds those of scales.
+# 5.17: quantizers do not get the model when they change its weight conversions, and none adds conversions of scales.
 
 
 def conversions_to_save(model: Any) -> list:
-    """Return the conversions that save_pretrained undoes in a model with FP8 weights: names, and fused experts."""
+    """Return the renamings and fusions of experts that save_pretrained must undo in a model with FP8 weights."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -215,12 +220,12 @@ def conversions_to_save(model: Any) -> list:
     if "model" not in inspect.signature(HfQuantizer.update_weight_conversions).parameters:
         return _with_scales(conversions, model)
     quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(), pre_quantized=True)
-    # Not the quantizer's own method, which adds Mistral's names of scales.
+    # Call the base class's method: the quantizer's own would add Mistral's names of scales.
     return HfQuantizer.update_weight_conversions(quantizer, conversions, model)
 
 
 def _with_scales(conversions: list, model: nn.Module) -> list:
-    """Add to each conversion of weights the same conversion of their scales, where the model has such."""
+    """Return the conversions with, after each conversion of weights, the same for their scales if the model has any."""
     from transformers.core_model_loading import WeightConverter
 
     scales = [name for name, _ in model.named_parameters() if name.endswith(SCALE)]

@@ -1,1 +1,1 @@
-"""A folder for each family of kernels, and what several of them share: activations."""
+"""The kernels, one folder per family, and the activations that several families share."""

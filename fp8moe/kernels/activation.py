@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Names as in transformers' configurations.
+# Activation functions by their names in transformers' configurations.
 FUNCTIONS = {
     "silu": F.silu,
     "swish": F.silu,
@@ -28,9 +28,9 @@ class Activation:
 
     name: a key of `FUNCTIONS`, f below.
     gated: the up projection yields gate and up, and the result is ``f(gate) * up``; otherwise it is ``f(up)``.
-    limit: only if gated; first ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
-    alpha: only for gated silu with a limit; then ``gate * sigmoid(alpha * gate) * (up + 1)``.
-    key: the activation as text, such as "silu limit=7.0", as operators take it and exported programs store it.
+    limit: only if gated: first clamp, ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
+    alpha: only for gated silu with a limit: the result is then ``gate * sigmoid(alpha * gate) * (up + 1)``.
+    key: the activation as text, such as "silu limit=7.0": operators take this form, and exported programs store it.
 
     SwiGLU: "GLU Variants Improve Transformer", arXiv:2002.05202, section 2. Squared ReLU: "Primer", arXiv:2109.08668,
     section 4.1.
@@ -76,11 +76,11 @@ class Activation:
 
     @property
     def form(self) -> int:
-        """The number of a SwiGLU's form in cuda/common/swiglu.cuh: 1 plain, 2 clamped, 3 clamped with an alpha."""
+        """The number of this SwiGLU variant in cuda/common/swiglu.cuh: 1 plain, 2 clamped, 3 clamped with an alpha."""
         return 1 if self.limit is None else 2 if self.alpha is None else 3
 
     def __call__(self, projected: Tensor) -> Tensor:
-        """Apply it to projected (..., 2I), gate then up, or (..., I) without a gate. Returns (..., I), same dtype."""
+        """Apply the activation to `projected` (..., 2I), gate then up, or (..., I) if not gated. Returns (..., I)."""
         if not self.gated:
             return FUNCTIONS[self.name](projected)
         gate, up = projected.chunk(2, dim=-1)
@@ -127,7 +127,7 @@ def activation_backward(projected: Tensor, grad: Tensor, activation: Activation)
     """Return the gradient of ``projected``, and the value ``activation(projected)``.
 
     projected: (..., 2I), gate then up, or (..., I) without a gate. grad: (..., I), the gradient of the value.
-    A clamped gate or up gets no gradient.
+    Values of gate or up that the limit clamps get a gradient of zero.
     """
     function, derivative = FUNCTIONS[activation.name], _DERIVATIVES[activation.name]
     if not activation.gated:
@@ -136,7 +136,7 @@ def activation_backward(projected: Tensor, grad: Tensor, activation: Activation)
     limit, clamped, linear = activation.limit, gate, up
     if limit is not None:
         clamped, linear = gate.clamp(max=limit), up.clamp(-limit, limit)
-    if activation.is_swiglu:  # as the kernels compute it
+    if activation.is_swiglu:  # the formula that the kernels use
         slope = 1.0
         if activation.alpha is not None:
             slope, linear = activation.alpha, linear + 1
@@ -159,8 +159,8 @@ def weighted_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `activation_backward` in float32 for rows weighted by row_weights (R,).
 
-    d_h: (R, I), the gradient without the weights. Returns the gradient of `projected`, the values without the weights,
-    and the gradient of the weights (R,).
+    d_h: (R, I), the gradient of ``row_weights[:, None] * activation(projected)``. Returns the gradient of `projected`,
+    the unweighted values ``activation(projected)``, and the gradient of the weights (R,).
     """
     d_h = d_h.float()
     d_projected, values = activation_backward(projected.float(), row_weights[:, None] * d_h, activation)

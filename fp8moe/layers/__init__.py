@@ -1,4 +1,4 @@
-"""Modules whose weights are FP8 tensors in the layout of DeepSeek-style checkpoints, or masters that are trained."""
+"""Modules with frozen FP8 weights, in the layout of DeepSeek-style checkpoints, or with trained master weights."""
 
 from fp8moe.layers.experts import GroupedExperts, experts_rows_training
 from fp8moe.layers.linear import FP8Linear, replace_linears

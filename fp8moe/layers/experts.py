@@ -1,4 +1,4 @@
-"""GroupedExperts, the experts of a mixture-of-experts layer with FP8 weights or FP8 training."""
+"""GroupedExperts: the experts of a mixture-of-experts layer, with FP8 weights or trained in FP8."""
 
 import math
 from typing import Any, NamedTuple
@@ -25,13 +25,13 @@ _NAME = "fp8moe.GroupedExperts"
 
 
 class Weights(NamedTuple):
-    """FP8 weights with biases and activation, and the masters that they were quantized from."""
+    """FP8 weights with biases and activation, and the master weights that they were quantized from, if any."""
 
     layer: Layer
     masters: Masters = Masters()
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors that could get gradients: the masters, or without them FP8 weights and biases."""
+        """Return the tensors that could get gradients: the masters or, if there are none, FP8 weights and biases."""
         layer = self.layer
         return self.masters[:2] if self.masters.up_master is not None else (*layer.up, *layer.down, *layer.biases)
 
@@ -40,32 +40,32 @@ class GroupedExperts(MasterModule):
     """The experts of a mixture-of-experts layer: each token's weighted sum over the experts it was routed to.
 
     Expert e computes ``down_e @ (silu(gate_e @ x) * (up_e @ x))``, with FP8 weights in 128x128 blocks and both GEMMs'
-    inputs quantized 1x128 in each call. Sizes need not be multiples of 128. Parameters and state dict are those of the
-    checkpoint:
+    inputs quantized 1x128 in each call. Sizes need not be multiples of 128. Parameters and state dict have the names
+    and shapes of FP8 checkpoints:
 
         gate_up_proj            (E, 2I, H) float8_e4m3fn, gate rows, then up rows
-        gate_up_proj_scale_inv  (E, 2 * ceil(I/128), ceil(H/128)) float32, the blocks of gate, then those of up
+        gate_up_proj_scale_inv  (E, 2 * ceil(I/128), ceil(H/128)) float32, gate's blocks, then up's blocks
         down_proj               (E, H, I) float8_e4m3fn
         down_proj_scale_inv     (E, ceil(H/128), ceil(I/128)) float32; value = weight * its block's scale
 
-    and without a gate up_proj (E, I, H) and up_proj_scale_inv (E, ceil(I/128), ceil(H/128)) instead of the first two.
-    With ``bias`` there are besides
+    Without a gate, up_proj (E, I, H) and up_proj_scale_inv (E, ceil(I/128), ceil(H/128)) replace the first two.
+    With ``bias`` there are also
 
         gate_up_proj_bias       (E, 2I) of ``dtype``, added to gate and up before the activation
         down_proj_bias          (E, H) of ``dtype``, added to each expert's result before its routing weight
 
     and up_proj_bias (E, I) where there is no gate.
 
-    Moving the module moves the parameters; casting it (``.half()``...) casts the biases only. They are frozen: only
-    hidden_states and top_k_weights get gradients. Where H or I is not a multiple of 16, each call makes padded copies
-    of weights and biases.
+    Moving the module moves the parameters; casting it (``.half()``...) casts the biases only. All parameters are
+    frozen: only hidden_states and top_k_weights get gradients. Where H or I is not a multiple of 16, each call makes
+    padded copies of weights and biases.
 
     With a ``master_dtype`` the experts are trained. Then the parameters, and the state dict, are those of unquantized
     experts, gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj (E, H, I), ordinary parameters of that dtype.
-    Their FP8 copies, a byte for each weight, are made in the first call after an optimizer's step and serve until the
-    next step. Forward, input gradients and weight gradients run in FP8, with sums in float32 (DeepSeek-V3,
-    arXiv:2412.19437, section 3.3). ``from_experts(trained)`` makes the layer for inference. `FP8Linear` says when a
-    change of a weight takes effect that neither its version counter nor an optimizer's step shows.
+    The first call after an optimizer's step makes FP8 copies of them, one byte per weight, used until the next step.
+    Forward, input gradients and weight gradients run in FP8, with sums in float32 (DeepSeek-V3, arXiv:2412.19437,
+    section 3.3). ``from_experts(trained)`` makes the layer for inference. For changes of a weight that neither its
+    version counter nor an optimizer's step shows, see `FP8Linear`.
 
     Where gradients are recorded, and in training mode with a master_dtype, the result of GEMM 1 is rounded to bfloat16
     and decode_capacity is ignored. `fp8moe.kernels.experts.backward` says what is kept for the backward. The
@@ -74,36 +74,36 @@ class GroupedExperts(MasterModule):
     `fp8moe.distributed.ExpertParallel` spreads the experts over several GPUs; `forward_rows` runs them on rows that
     another library has dispatched.
 
-    Memory of a call without gradients beside its result: at most ``R * (3H + I)`` bytes for bfloat16 inputs,
-    ``R * (5H + I)`` for others, with R = T * top_k rows (E * decode_capacity in the masked layout), plus 4 bytes for
-    each 128 FP8 values among them and 8 for each row and expert. Activations other than SwiGLU take ``R * 24I`` bytes
-    more.
+    A call without gradients allocates, beside its result, at most ``R * (3H + I)`` bytes for bfloat16 inputs and
+    ``R * (5H + I)`` for others, with R = T * top_k rows (E * decode_capacity in the masked layout), plus 4 bytes per
+    128 FP8 values and 8 bytes per row and per expert. Activations other than SwiGLU take ``R * 24I`` bytes more.
 
     Args:
         num_experts, hidden_size, intermediate_size: E, H and I.
         device: of the parameters.
-        dtype: bfloat16, float16 or float32, the dtype of the biases, and in which weights are initialized before they
-            are quantized; TypeError for another. Inputs may have any of the three.
-        master_dtype: bfloat16 or float32, of weights to train; None for frozen FP8 weights; TypeError for another.
-        activation: "silu" or another name of transformers' ("gelu", "relu", "relu2"...): f in ``f(gate) * up``. All
-            but gated silu run as PyTorch operations between the GEMMs.
+        dtype: bfloat16, float16 or float32 (TypeError for another): the dtype of the biases, and of the initial
+            weights before they are quantized. Inputs may have any of the three.
+        master_dtype: bfloat16 or float32, the dtype of weights to train; None for frozen FP8 weights; TypeError for
+            another.
+        activation: f in ``f(gate) * up``, by its name in transformers ("silu", "gelu", "relu", "relu2"...). All but
+            gated silu run as PyTorch operations between the GEMMs.
         gated: whether there is a gate; otherwise an expert computes ``down_e @ f(up_e @ x)``.
-        swiglu_limit: of gated experts: first ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
+        swiglu_limit: for gated experts: first ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
         swiglu_alpha: with a limit and "silu": then ``gate * sigmoid(alpha * gate) * (up + 1)``.
-        decode_capacity: calls with at most so many tokens use the masked layout, where every expert has room for that
-            many rows; others, and all by default, put the rows of one expert after those of another. The results are
+        decode_capacity: calls with at most this many tokens use the masked layout, where every expert has room for
+            that many rows. Larger calls, and all calls by default, pack the rows expert after expert. The results are
             the same as long as the experts of each token are distinct.
-        weight_scales: "block", or "channel" for scales (E, 2I, 1) and (E, H, 1), as compressed-tensors' FP8 checkpoints
-            have them: the sums of both GEMMs are multiplied by them. For inference only: ValueError with a
-            master_dtype, RuntimeError in the backward.
+        weight_scales: "block", or "channel" for one scale per output channel, (E, 2I, 1) and (E, H, 1), as in FP8
+            checkpoints of compressed-tensors: the accumulators of both GEMMs are multiplied by these scales. For
+            inference only: ValueError with a master_dtype, RuntimeError in the backward.
         bias: whether both projections have biases. For inference only, likewise.
 
-    Raises TypeError for a size that is no int, ValueError for a size or decode_capacity below one, more than 1024
+    Raises TypeError for a size that is not an int, ValueError for a size or decode_capacity below one, more than 1024
     experts, an unknown activation, or activation arguments that exclude each other.
     """
 
-    # Set by `fp8moe.distributed.ExpertParallel`, and called with the layer in place of its own forward: the parameters
-    # are then DTensors, and each rank has E/W experts.
+    # `fp8moe.distributed.ExpertParallel` sets this to an object whose `forward` replaces this layer's. The parameters
+    # are then DTensors, and each of W ranks has E/W experts.
     parallel: Any = None
 
     _ways_out = (
@@ -178,32 +178,33 @@ class GroupedExperts(MasterModule):
         decode_capacity: int | None = None,
         master_dtype: torch.dtype | None = None,
     ) -> "GroupedExperts":
-        """Make the FP8 experts that compute the function of ``module``, an experts module of transformers or fp8moe.
+        """Make FP8 experts that compute the same function as ``module``, an experts module of transformers or fp8moe.
 
         module: one of
             - fused experts in bfloat16, float16 or float32: gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj
-              (E, H, I), perhaps with a gate_up_proj_bias (E, 2I) or up_proj_bias (E, I), and a down_proj_bias (E, H),
-              which are shared. Quantized expert by expert. Where ``is_transposed``, weights are (E, columns, rows), and
-              without ``is_concatenated`` rows of gate and up take turns, in the bias too.
+              (E, H, I), quantized expert by expert. Biases gate_up_proj_bias (E, 2I) or up_proj_bias (E, I), and
+              down_proj_bias (E, H), are optional and shared with the new layer. With ``module.is_transposed``, weights
+              are (E, columns, rows); with ``module.is_concatenated`` False, rows of gate and up alternate, in the bias
+              too.
             - fused FP8 experts, transformers' FP8Experts with blocks of 128x128: the weights are shared, not copied.
-              Scales must have the shape that they have here; where I is not a multiple of 128 they are taken for gate's
-              blocks and then up's, which is what checkpoints hold.
+              Scales must have the shapes of `GroupedExperts`. Where I is not a multiple of 128, they are assumed to
+              hold gate's blocks and then up's, as checkpoints do.
             - an nn.ModuleList of one-expert MLPs: nn.Linear, FP8Linear or transformers' FP8Linear named gate_proj,
               up_proj and down_proj (or w1, w3 and w2), the gate being optional.
-            - GroupedExperts, with FP8 weights, which are shared, or with a master_dtype.
-            Weights that are sharded by experts, DTensors, become DTensors of the same placements, and calls go over the
-            ranks as those of ``module`` do.
-            The activation with its limit and alpha is recognised by comparing results with the module's own function,
-            in a list with the forward of each MLP, for values up to 9e17.
+            - GroupedExperts with FP8 weights, which are shared, or with a master_dtype.
+            DTensor weights, sharded by experts, become DTensors of the same placements, and the new layer exchanges
+            tokens between the ranks as ``module`` does.
+            The activation with its limit and alpha is recognised by comparing results, for values up to 9e17, with
+            the module's own activation function or, in an nn.ModuleList, with the forward of each MLP.
         scale_format: of the scales made here, "float32" or "ue8m0" (powers of two).
         decode_capacity: see `GroupedExperts`.
-        master_dtype: see `GroupedExperts`. Fused weights of that dtype become the masters themselves, the same
-            Parameters, so that optimizers that have them go on working. Others are converted, FP8 weights dequantized.
-            Masters require a gradient where the weights do, or are FP8.
+        master_dtype: see `GroupedExperts`. Fused weights that already have this dtype become the masters: the same
+            Parameters, so that existing optimizers keep working. Other weights are converted, FP8 weights dequantized.
+            A master requires a gradient if its source does or is FP8.
 
         Raises TypeError for a module or weights of another kind, ValueError for what these experts cannot express:
         biases of one projection only or with a master_dtype, transposed or interleaved weights in FP8 or with a
-        master_dtype, another activation, other block sizes, static activation scales, experts that are in parts on
+        master_dtype, another activation, other block sizes, static activation scales, single experts split over
         several ranks, and hooks, replaced forwards, adapters and parametrizations, which would not run any more.
         """
         source = experts_source.read(module)
@@ -224,7 +225,10 @@ class GroupedExperts(MasterModule):
         decode_capacity: int | None = None,
         master_dtype: torch.dtype | None = None,
     ) -> "GroupedExperts":
-        """Make the layer of a source from `experts_source.read`, whose module may stay in use, with its hooks."""
+        """Make the layer from what `experts_source.read` returned. The module that was read may stay in use.
+
+        Arguments and errors: as for `from_experts`, except that hooks of the module itself are not checked.
+        """
         if master_dtype is not None and source.reordered:
             raise ValueError(
                 "module: expected weights (E, rows, columns), gate before up, to train; transposed or interleaved ones "
@@ -263,22 +267,22 @@ class GroupedExperts(MasterModule):
 
     @property
     def up_name(self) -> str:
-        """The name of the first projection."""
+        """The parameter name of the first projection."""
         return "gate_up_proj" if self.activation.gated else "up_proj"
 
     @property
     def weight_names(self) -> tuple[str, str, str, str]:
-        """The names of the first projection, its scale, the second projection and its scale."""
+        """The parameter names of the first projection, its scale, the second projection and its scale."""
         return self.up_name, f"{self.up_name}_scale_inv", "down_proj", "down_proj_scale_inv"
 
     @property
     def bias_names(self) -> tuple[str, str]:
-        """The names of the biases of both projections, which are None in a layer without."""
+        """The parameter names of both biases; the parameters are None in a layer without biases."""
         return f"{self.up_name}_bias", "down_proj_bias"
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize every projection of every expert as ``nn.Linear`` does; then quantize, if there are no masters."""
+        """Initialize every projection of every expert as ``nn.Linear`` does, then quantize it unless it is a master."""
         size, hidden = self.intermediate_size, self.hidden_size
         projections = 2 if self.activation.gated else 1
         if self.down_proj.is_meta:
@@ -310,16 +314,16 @@ class GroupedExperts(MasterModule):
         groups: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """The experts' weighted outputs, in the dtype of ``hidden_states``.
+        """Return the sum of each token's expert outputs times their routing weights, in the dtype of hidden_states.
 
         hidden_states: (T, H) bfloat16, float16 or float32, or (..., H).
         top_k_index: (T, K) int32 or int64, the experts of each token, or (..., K) with the same leading sizes. An index
-            outside [0, E) means an expert that is not here: it adds nothing.
-        top_k_weights: float32, bfloat16 or float16, of the same shape.
-        residual: like hidden_states; the result is added to it, after it was rounded. None for none.
-        groups, rows: int32 (num_experts + 1,) and (T, K), what `fp8moe.kernels.experts.sort_by_expert` returns of
-            top_k_index (T, K), where it has been sorted already; it saves a kernel where the call would sort into the
-            same rows. None, both, where it has not.
+            outside [0, E) means an expert that is not in this layer and adds nothing to the sum.
+        top_k_weights: float32, bfloat16 or float16, of the same shape as top_k_index.
+        residual: None, or a tensor like hidden_states to which the rounded result is added.
+        groups, rows: int32 (num_experts + 1,) and (T, K), the results of `fp8moe.kernels.experts.sort_by_expert` for
+            top_k_index (T, K), if the caller has them already: this saves a kernel where the call would sort into the
+            same rows. Otherwise both None.
         Returns (T, H), or (..., H). Equal inputs give equal bits, as do their gradients.
 
         Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError under
@@ -339,11 +343,11 @@ class GroupedExperts(MasterModule):
         groups: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Normed | None]:
-        """Compute `forward`, and RMSNorm of its rows (T, H) if that takes no further kernel.
+        """Compute `forward` and, where it needs no further kernel, the RMSNorm of the result (T, H).
 
         norm: `fp8moe.kernels.experts.operands.Norm`, or None. Other arguments and errors: as for `forward`.
-        Returns the result and a Normed for up to 64 tokens in bfloat16 or float32, with a SwiGLU, sizes that are
-        multiples of 16, and experts that are neither trained nor spread over ranks; otherwise the result and None.
+        Returns (result, Normed) for up to 64 tokens in bfloat16 or float32, with a SwiGLU, sizes that are multiples
+        of 16, and experts that are neither trained nor spread over ranks; otherwise (result, None).
         """
         if self.parallel is not None:
             return self.parallel.forward(self, hidden_states, top_k_index, top_k_weights, residual), None
@@ -367,13 +371,13 @@ class GroupedExperts(MasterModule):
         return out.view(hidden_states.shape), normed
 
     def forward_rows(self, rows: Tensor | FP8Tensor, group_offsets: Tensor) -> Tensor:
-        """Run the experts on rows that are in the order of experts, without routing weights.
+        """Run the experts on rows that are already sorted by expert, without routing weights.
 
         rows: (R, H) bfloat16, float16 or float32, or an FP8Tensor quantized 1x128.
-        group_offsets: int32 (E + 1,) on the device of rows, E being the number of experts on this rank: rows
-            group_offsets[e]:group_offsets[e + 1] are those of its expert e. Any sizes; nothing waits for them.
+        group_offsets: int32 (E + 1,) on the device of rows, with E experts on this rank: its expert e has the rows
+            group_offsets[e]:group_offsets[e + 1]. Group sizes are arbitrary; the CPU does not wait for the offsets.
         Returns (R, H) in the dtype of rows, bfloat16 for an FP8Tensor; zeros in rows of no expert. Equal inputs give
-        equal bits, as do the gradients, of rows that are no FP8Tensor and of masters.
+        equal bits, in the result and in the gradients of rows (unless they are an FP8Tensor) and of masters.
 
         Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError as `forward`.
         """
@@ -386,7 +390,7 @@ class GroupedExperts(MasterModule):
         return out.to(dtype)
 
     def whole_weights(self) -> Weights:
-        """Return `local_weights` of all experts. Raises ValueError if this rank has only a part of them."""
+        """Return `local_weights()`; raise ValueError if this rank has only a part of the experts."""
         weights = self.local_weights()
         down = self.down_proj
         here = weights.layer.down.data.shape
@@ -409,7 +413,7 @@ class GroupedExperts(MasterModule):
             return Weights(Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), self.activation, biases))
         up, _, down, _ = parameters
         masters = [part_of(f"{_NAME}: {self.up_name}", up), part_of(f"{_NAME}: down_proj", down)]
-        # Gate and up apart, so that no block holds rows of both.
+        # Quantize gate and up separately, so that no block holds rows of both.
         both = masters[0].detach().unflatten(1, (-1, self.intermediate_size))
         data, scale = quantized(both, parameter=up)
         down_copy = quantized(masters[1].detach(), parameter=down)
@@ -417,11 +421,12 @@ class GroupedExperts(MasterModule):
         return Weights(Layer(up_copy, down_copy, self.activation), Masters(*masters))
 
     def trains(self, weights: Weights, *inputs: Tensor) -> bool:
-        """Whether a call with these inputs can have a backward."""
+        """Whether a call with these inputs must run the training kernels, which support a backward."""
         if self.trainable:
-            # Activation checkpointing runs the first forward without gradients: it must have the same bits.
+            # Activation checkpointing runs the first forward without recording gradients, and that forward must give
+            # the same bits as the recomputation: use the training kernels whenever the module is in training mode.
             return self.training or recorded(*inputs, *weights.tensors())
-        # Otherwise the backward of `experts_of_tokens` raises an error.
+        # If this returns False although gradients are recorded, the backward of `experts_of_tokens` raises an error.
         layer = weights.layer
         differentiable = layer.biases.down_bias is None and not has_channel_scales(*layer.up)
         return recorded(*inputs) and differentiable and not recorded(*weights.tensors())
@@ -456,23 +461,23 @@ def experts_rows_training(
     *,
     activation: Activation = Activation(),  # noqa: B008 (immutable)
 ) -> Tensor:
-    """``down_e(activation(gate_e(rows[r]), up_e(rows[r])))`` for the rows r of every expert e, with a backward.
+    """Compute ``down_e(activation(gate_e(rows[r]), up_e(rows[r])))`` for every expert e and its rows r, differentiably.
 
-    This is `GroupedExperts.forward_rows` for modules of other libraries that keep gate and up apart.
+    This is `GroupedExperts.forward_rows` for modules of other libraries that keep gate and up in two parameters.
 
-    rows: (R, H) bfloat16, float16 or float32, in the order of experts.
+    rows: (R, H) bfloat16, float16 or float32, sorted by expert.
     group_offsets: (E+1,) int32 on the device of rows: expert e has rows ``group_offsets[e]`` up to
-        ``group_offsets[e+1]``. Any sizes; nothing waits for them.
-    gate, up, down: masters (E, I, H), (E, I, H) and (E, H, I), bfloat16 or float32, or DTensors, of which each rank's
-        part is taken. Parameters of a `fp8moe.layers.master.MasterModule`, which drops FP8 copies when FSDP2 frees the
-        weights that they were made of. Both projections of the rows get one FP8 copy (E, 2I, H).
-    activation: between the projections, one with a gate; see `GroupedExperts`.
-    Returns (R, H) in the dtype of rows; zeros in rows of no expert. Where no gradients are recorded the bits are the
-    same. Equal inputs give equal bits, as do the gradients, of rows and of masters, each in its own tensor.
+        ``group_offsets[e+1]``. Group sizes are arbitrary; the CPU does not wait for the offsets.
+    gate, up, down: masters (E, I, H), (E, I, H) and (E, H, I), bfloat16 or float32; of DTensors, this rank's shard is
+        used. They must be parameters of a `fp8moe.layers.master.MasterModule`, which drops FP8 copies when FSDP2 frees
+        the weights that they were made from. Gate and up share one FP8 copy (E, 2I, H).
+    activation: a gated one, applied between the projections; see `GroupedExperts`.
+    Returns (R, H) in the dtype of rows; zeros in rows of no expert. The bits do not depend on whether gradients are
+    recorded. Equal inputs give equal bits, in the result and in the gradients of rows, gate, up and down.
 
-    Method, what is kept for the backward and when FP8 copies are made anew: as for `GroupedExperts`.
+    Method, tensors kept for the backward and lifetime of FP8 copies: as for `GroupedExperts`.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device or an activation without a gate;
-    the backward RuntimeError if a master has changed in place since the forward.
+    the backward raises RuntimeError if a master has changed in place since the forward.
     """
     name = "fp8moe.experts_rows_training"
     parameters = {"gate": gate, "up": up, "down": down}
@@ -502,7 +507,10 @@ def experts_rows_training(
 def flattened(
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Flatten the leading sizes of a forward's arguments: (T, H), (T, K), (T, K), (T, H)."""
+    """Return the arguments of `GroupedExperts.forward` with leading dimensions flattened: (T, H), (T, K) twice, (T, H).
+
+    Raises TypeError or ValueError for arguments that do not fit together.
+    """
     inputs = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
     for name, value in inputs.items():
         check_tensor(name, value)

@@ -1,7 +1,7 @@
-"""Reads experts modules of fp8moe and of transformers models: their weights, however stored, and their activation.
+"""Reads the weights and the activation of experts modules of fp8moe and of transformers models.
 
-Modules and activations are recognised by attributes. The activation is then compared with results of the module's own
-functions. Nothing here needs transformers.
+Modules and activations are recognised by attributes, without importing transformers. The activation is then verified
+against results of the module's own functions.
 """
 
 import copy
@@ -25,19 +25,20 @@ from fp8moe.runtime.checks import FLOATING, describe
 
 _SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of the linears of one expert
-_PROBES = 4096  # values compared of each expert
-_LARGEST = 42  # of whose sinh, 9e17, products are in the range of bfloat16
+_PROBES = 4096  # number of values to compare per expert
+_LARGEST = 42  # probe values reach sinh(42) = 9e17, so that their products are in the range of bfloat16
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One projection of all experts, or gate and up one after the other.
+    """The weights of one projection for all experts: down, up, or gate and up stacked.
 
-    parts: for each expert on this rank its matrices (rows, columns) from top to bottom, in a floating dtype; or,
-        quantized already, their FP8Tensor.
-    shape: (matrices, rows, columns) of an expert. trains: whether masters made of the weights require a gradient.
-    fused: all of it as one (E, matrices * rows, columns), DTensors where it is sharded; the module's parameter itself
-        where its matrices lie so in memory.
+    parts: for each expert on this rank its matrices (rows, columns) from top to bottom, either Tensors in a floating
+        dtype or, if quantized already, FP8Tensors.
+    shape: (matrices, rows, columns) of one expert; matrices is 2 for gate and up, otherwise 1.
+    trains: whether masters made from these weights require a gradient.
+    fused: the same weights as one tensor (E, matrices * rows, columns), a DTensor if sharded; the module's own
+        parameter if it has this memory layout; None for weights from an nn.ModuleList.
     """
 
     parts: list[list[Tensor | FP8Tensor]]
@@ -47,7 +48,10 @@ class Weight:
     fused: Tensor | FP8Tensor | None = None
 
     def quantize(self, scale_format: str) -> FP8Tensor:
-        """data (E, matrices * rows, columns) and scale, every matrix with blocks of its own. One expert at a time."""
+        """Return data (E, matrices * rows, columns) and scale, with separate blocks for every matrix.
+
+        Quantizes one expert at a time, to save memory. Raises ValueError if block and channel scales are mixed.
+        """
         if isinstance(self.fused, FP8Tensor):
             return self.fused
         matrices, rows, columns = self.shape
@@ -61,7 +65,7 @@ class Weight:
         data = torch.empty((count, matrices * rows, columns), dtype=torch.float8_e4m3fn, device=self.device)
         scale = torch.empty((count, matrices * blocks[0], blocks[1]), dtype=torch.float32, device=self.device)
         check_scale_format(scale_format)
-        for expert, parts in enumerate(self.parts if self.device.type != "meta" else ()):  # which has no values
+        for expert, parts in enumerate(self.parts if self.device.type != "meta" else ()):  # meta tensors have no values
             for i, part in enumerate(parts):
                 if isinstance(part, Tensor):
                     part = quantize_128x128(part.detach(), scale_format=scale_format)
@@ -70,7 +74,7 @@ class Weight:
         return FP8Tensor(self._sharded(data), self._sharded(scale))
 
     def master(self, dtype: torch.dtype) -> nn.Parameter:
-        """The weights (E, matrices * rows, columns) unquantized: ``fused`` itself, if a parameter of that dtype."""
+        """Return unquantized weights (E, matrices * rows, columns): ``fused`` if it is a Parameter of that dtype."""
         if isinstance(self.fused, nn.Parameter) and self.fused.dtype == dtype:
             return self.fused
         matrices, rows, columns = self.shape
@@ -81,7 +85,7 @@ class Weight:
         return nn.Parameter(self._sharded(weight), requires_grad=self.trains)
 
     def _sharded(self, values: Tensor) -> Tensor:
-        """``values`` (E, ...) of the experts on this rank, as a DTensor sharded like the weights, if they are."""
+        """Return ``values`` (E, ...) of this rank's experts, as a DTensor if the weights are sharded DTensors."""
         like = self.fused.data if isinstance(self.fused, FP8Tensor) else self.fused
         if like is None or not is_sharded(like):
             return values
@@ -94,10 +98,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class ExpertsSource:
-    """The parts of an experts module. up: the first projection (gate and up where gated); down: the second.
+    """What `read` found in an experts module.
 
-    biases: DTensors where the weights are. reordered: whether the module has the weights transposed, or interleaved
-    rows of gate and up.
+    up: the first projection (gate and up where gated). down: the second projection.
+    biases: DTensors where the weights are.
+    reordered: whether the module stores transposed weights, or interleaved rows of gate and up.
     """
 
     num_experts: int
@@ -111,9 +116,10 @@ class ExpertsSource:
 
 
 def read(module: nn.Module) -> ExpertsSource:
-    """Read a module as `GroupedExperts.from_experts` describes. Raises TypeError or ValueError for one that it refuses.
+    """Read one of the modules that `GroupedExperts.from_experts` lists; raise TypeError or ValueError for any other.
 
-    The caller checks hooks of the module itself: they stay in force if the module stays in use, as in transformers.
+    Hooks of the module itself are left for the caller to check: where the module stays in use, as in transformers, its
+    hooks go on running.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an experts module, got {type(module).__name__}")
@@ -182,14 +188,17 @@ def _read_fused(module: nn.Module) -> ExpertsSource:
     for name, child in module.named_children():
         check_no_hooks(f"module.{name}", child)
     activation = getattr(module, "activation", None)
-    if not isinstance(activation, Activation):  # which GroupedExperts states
+    if not isinstance(activation, Activation):  # a GroupedExperts has an Activation; other modules are examined
         activation = _activation_of(module, gated)
         _verify_fused(module, activation, size, interleaved)
     return ExpertsSource(count, hidden, size, activation, *weights, biases, transposed or interleaved)
 
 
 def _biases(module: nn.Module, weights: dict[str, Tensor]) -> Biases:
-    """Return the biases, of both projections or of none. weights: by name, (E, rows, columns)."""
+    """Return the biases of both projections, or None for both. weights: name -> (E, rows, columns).
+
+    Raises ValueError for a wrong shape, dtype or sharding, and for a bias of one projection only.
+    """
     biases = {name: getattr(module, f"{name}_bias", None) for name in weights}
     for name, bias in biases.items():
         if bias is None:
@@ -208,7 +217,7 @@ def _biases(module: nn.Module, weights: dict[str, Tensor]) -> Biases:
 
 
 def _check_whole_experts(name: str, weight: Tensor, down: Tensor) -> None:
-    """Raise ValueError unless the weight is sharded like down_proj and, if so, by experts."""
+    """Raise ValueError unless the weight has the same placements as down_proj and is not split within experts."""
     placements, expected = (getattr(value, "placements", None) for value in (weight, down))
     if placements != expected:
         raise ValueError(f"{name}: expected placements {expected}, as of down_proj, got {placements}")
@@ -219,7 +228,7 @@ def _check_whole_experts(name: str, weight: Tensor, down: Tensor) -> None:
 
 
 def _check_fused(module: nn.Module, up_name: str) -> None:
-    """Raise ValueError for a module that does not compute plain experts, or whose quantization is not in FP8 blocks."""
+    """Raise ValueError for fused experts with a norm, static activation scales, other blocks or extra parameters."""
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError("module: expected no norm after each expert")
     if getattr(module, "activation_scheme", "dynamic") != "dynamic":
@@ -271,7 +280,7 @@ def _weight_of_list(parts: list[list[Tensor | FP8Tensor]]) -> Weight:
 
 
 def _linear(name: str, linear: nn.Module | None) -> Tensor | FP8Tensor:
-    """Return the weight of a linear layer, quantized or not."""
+    """Return the weight of a linear layer, an FP8Tensor if quantized. Raises TypeError or ValueError for any other."""
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise TypeError(f"{name}: expected a linear layer, got {type(linear).__name__}")
@@ -294,7 +303,7 @@ def _check_dtype(name: str, weight: Tensor) -> None:
 
 
 def _quantized(name: str, weight: Tensor, scale: Tensor | None, matrices: int) -> FP8Tensor:
-    """Return weights (..., matrices * rows, columns) with their scales in float32."""
+    """Return the FP8Tensor of weights (..., matrices * rows, columns), with float32 scales, after checks of both."""
     if weight.dtype != torch.float8_e4m3fn:
         raise TypeError(f"{name}: expected float8_e4m3fn like the other projection, got {weight.dtype}")
     if not isinstance(scale, Tensor) or scale.dtype not in _SCALE_DTYPES:
@@ -313,7 +322,7 @@ def _quantized(name: str, weight: Tensor, scale: Tensor | None, matrices: int) -
 
 
 def _activation_of(module: nn.Module, gated: bool) -> Activation:
-    """Return the activation that attributes of the module describe; without an act_fn silu. The caller verifies it."""
+    """Return the activation that the module's attributes describe, silu if it has no act_fn. The caller verifies it."""
     act_fn = getattr(module, "act_fn", None)
     name = "silu" if act_fn is None else _function_name(act_fn)
     if not gated:
@@ -328,7 +337,7 @@ def _activation_of(module: nn.Module, gated: bool) -> Activation:
 def _verify_fused(module: nn.Module, activation: Activation, size: int, interleaved: bool) -> None:
     """Raise ValueError unless fused experts of transformers apply this activation to gate and up.
 
-    size: columns of each. interleaved: whether the function takes columns of gate and up in turns.
+    size: columns of gate, and of up. interleaved: whether the module's function expects their columns alternating.
     """
     apply = getattr(module, "_apply_gate", None) if activation.gated else None
     if apply is None:
@@ -346,8 +355,9 @@ def _verify_fused(module: nn.Module, activation: Activation, size: int, interlea
 def _verify_mlp(name: str, expert: nn.Module, names: tuple[str, ...], activation: Activation) -> None:
     """Raise ValueError unless an expert computes ``down(activation(gate(x), up(x)))``.
 
-    names: of its linears. A copy of the expert runs with stand-ins for them, which return values of all magnitudes. So
-    the check takes little time, reaches every limit for any weights, and needs no GPU for FP8 weights.
+    names: of the expert's linears. A copy of the expert runs with these linears replaced by stand-ins that return
+    values of all magnitudes. So the check takes little time, finds every limit whatever the weights, and needs no GPU
+    for FP8 weights.
     """
     size, hidden = getattr(expert, names[0]).weight.shape
     device = getattr(expert, names[0]).weight.device
@@ -371,7 +381,7 @@ def _verify_mlp(name: str, expert: nn.Module, names: tuple[str, ...], activation
 
 
 class _StandIn(nn.Linear):
-    """A stand-in for a linear layer: it returns a given output and keeps its inputs."""
+    """A stand-in for a linear layer that returns a given output and records its inputs."""
 
     def __init__(self, output: Tensor, in_features: int):
         super().__init__(in_features, output.shape[-1], bias=False, device="meta", dtype=output.dtype)
@@ -404,24 +414,24 @@ def _function_name(act_fn: Callable[[Tensor], Tensor]) -> str:
 def _run(name: str, function: Callable[[Tensor], object], x: Tensor) -> object:
     try:
         return function(x)
-    except Exception as error:  # of any kind: it is foreign code
+    except Exception as error:  # foreign code may raise anything
         raise ValueError(f"{name}: cannot tell its activation, its function fails: {error!r}") from error
 
 
 def _rows(size: int) -> int:
-    """Return the number of rows of `size` values to compare."""
+    """Return how many rows of `size` values to compare: about `_PROBES` values, at most 64 rows."""
     return min(64, math.ceil(_PROBES / size))
 
 
 def _probe(rows: int, columns: int, device: torch.device | str, seed: int) -> Tensor:
-    """Return values of both signs from near 0 to 9e17, equally many of each magnitude."""
+    """Return random values (rows, columns) of both signs, their magnitudes log-uniform up to 9e17."""
     generator = torch.Generator("cpu").manual_seed(seed)
     uniform = torch.rand((rows, columns), generator=generator, dtype=torch.float32, device="cpu")
     return (uniform.mul(2 * _LARGEST) - _LARGEST).sinh().to(device)
 
 
 def _close(result: Tensor, expected: Tensor, factor: Tensor | None = None) -> bool:
-    """Whether two tensors are equal up to rounding of the values, and of values multiplied by `factor`."""
+    """Whether two tensors are equal within 1% plus 1e-5 or, with a `factor`, within 1% plus 1e-5 * (1 + |factor|)."""
     if not isinstance(result, Tensor) or result.shape != expected.shape:
         return False
     tolerance = 1e-2 * expected.abs() + 1e-5 * (1 if factor is None else 1 + factor.abs())

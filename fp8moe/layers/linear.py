@@ -21,10 +21,10 @@ from fp8moe.runtime.checks import FLOATING, check_dtype, check_floating, check_i
 
 
 class FP8Linear(MasterModule):
-    """``y = x @ W.T + bias`` with FP8 weights in 128x128 blocks and the input quantized 1x128 in each call.
+    """A linear layer, ``x @ W.T + bias``, with FP8 weights in 128x128 blocks and the input quantized 1x128 per call.
 
-    Replaces ``nn.Linear``: any leading dimensions, any number of features (not only multiples of 128), output in the
-    dtype of the input, bfloat16, float16 or float32. The state dict has the names and layout of FP8 checkpoints:
+    It replaces ``nn.Linear``, for any leading dimensions and any number of features (not only multiples of 128). Input
+    and output are bfloat16, float16 or float32. The state dict has the names and layout of FP8 checkpoints:
 
         weight            (out_features, in_features) float8_e4m3fn
         weight_scale_inv  (ceil(out_features/128), ceil(in_features/128)) float32; value = weight * its block's scale
@@ -32,7 +32,7 @@ class FP8Linear(MasterModule):
 
     Moving or casting the module (``.to()``, ``.half()``...) moves all three tensors and casts only the bias. Weight and
     scale are frozen; input and bias get gradients, computed in FP8, as LoRA needs them. If in_features is not a
-    multiple of 16 or out_features not of 8, each call makes padded copies of the weight.
+    multiple of 16, or out_features is not a multiple of 8, each call makes padded copies of the weight.
 
     With a ``master_dtype`` the layer is trained. Its weight is then an ordinary parameter of that dtype, and the state
     dict that of ``nn.Linear``. The first call after an optimizer's step makes an FP8 copy of the weight, a byte per
@@ -47,12 +47,12 @@ class FP8Linear(MasterModule):
 
     Args:
         in_features, out_features, bias, device: as in ``nn.Linear``, as is the initialization. Raises TypeError for a
-            size that is no int, ValueError for a negative one.
+            size that is not an int, ValueError for a negative one.
         dtype: of the bias, bfloat16, float16 or float32; TypeError for others.
-        master_dtype: of a weight to train, bfloat16 or float32, or None; TypeError for others.
-        weight_scales: "block", or "channel" for a weight_scale_inv (out_features, 1) that multiplies the sums, as in
-            compressed-tensors' FP8 checkpoints. For inference only: ValueError with a master_dtype, RuntimeError in the
-            backward.
+        master_dtype: bfloat16 or float32 for a weight to train, None for a frozen FP8 weight; TypeError for others.
+        weight_scales: "block", or "channel" for a weight_scale_inv (out_features, 1), as in FP8 checkpoints of
+            compressed-tensors, that multiplies the accumulators. For inference only: ValueError with a master_dtype,
+            RuntimeError in the backward.
     """
 
     weight_names = ("weight", "weight_scale_inv")
@@ -96,16 +96,16 @@ class FP8Linear(MasterModule):
     def from_linear(
         cls, linear: nn.Module, *, scale_format: str = "float32", master_dtype: torch.dtype | None = None
     ) -> "FP8Linear":
-        """Make the FP8 layer of ``linear``: the weight is quantized or kept to be trained, the bias is shared.
+        """Make the FP8 layer of ``linear``: the weight is quantized, or kept as the master; the bias is shared.
 
         linear: nn.Linear with a bfloat16, float16 or float32 weight, on any device, or an FP8Linear with a
             master_dtype. Raises TypeError for others, such as a subclass with its own forward; ValueError for hooks, a
             replaced forward, adapters, parametrizations and DTensors.
         scale_format: of frozen weight scales, "float32" or "ue8m0" (powers of two). ValueError for others, and for
             "ue8m0" with a master_dtype.
-        master_dtype: bfloat16 or float32 for a layer to train. Its weight is the Parameter of ``linear``, which its
-            optimizers go on updating, or a new one if the dtype differs; it requires a gradient if the weight of
-            ``linear`` does.
+        master_dtype: bfloat16 or float32 for a layer to train. The weight is then the Parameter of ``linear`` itself,
+            which existing optimizers keep updating, or a new one if the dtype differs. It requires a gradient if the
+            weight of ``linear`` does.
         """
         check_master_dtype(master_dtype)
         check_linear("linear", linear)
@@ -117,7 +117,7 @@ class FP8Linear(MasterModule):
         new = cls(linear.in_features, linear.out_features, bias=False, device="meta", master_dtype=master_dtype)
         check_not_sharded("linear.weight", weight)
         if master_dtype is None and weight.is_meta:
-            check_scale_format(scale_format)  # and `new` has tensors of the right shapes
+            check_scale_format(scale_format)  # `new` already has meta tensors of the right shapes
         elif master_dtype is None:
             data, scale = quantize_128x128(weight.detach(), scale_format=scale_format)
             new.weight, new.weight_scale_inv = frozen(data), frozen(scale)
@@ -152,7 +152,9 @@ class FP8Linear(MasterModule):
             self.bias.uniform_(-bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., in_features) bfloat16, float16 or float32 -> (..., out_features) in the same dtype.
+        """Return the layer's output (..., out_features) for x (..., in_features) bfloat16, float16 or float32.
+
+        The output has the dtype of x.
 
         Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError under
         forward-mode differentiation and the derivatives of torch.func.
@@ -188,27 +190,27 @@ def check_linear(name: str, module: nn.Module) -> None:
 def replace_linears(
     model: nn.Module, *, skip: Iterable[str] = ("lm_head",), master_dtype: torch.dtype | None = None
 ) -> list[str]:
-    """Replace each nn.Linear inside ``model`` by an `FP8Linear`. Returns the qualified names of replaced modules.
+    """Replace each nn.Linear inside ``model`` with an `FP8Linear`; return the qualified names of replaced modules.
 
     skip: fnmatch patterns; a module stays if one matches its qualified name ("model.layers.0.mlp.gate_proj") or the
-        last part of it ("gate_proj").
+        last part of the name ("gate_proj").
     master_dtype: bfloat16 or float32 for layers to train, which keep Parameters of that dtype (see
         `FP8Linear.from_linear`). None for frozen FP8 weights; then each FP8Linear with a master is replaced too.
 
     Only modules of exactly the class nn.Linear are replaced: a subclass may compute something else. Two kinds stay: an
-    nn.Linear whose weight another module owns too (an output layer tied to the embedding), as quantizing it would untie
-    the two and cost memory; and the linears of an nn.TransformerEncoderLayer, which reads their weights itself in eval
-    mode. One nn.Linear under several names becomes one FP8Linear under the same names, unless a name is skipped. Memory
-    beside the model holds one layer's FP8 copy at a time.
+    nn.Linear that shares its weight with another module (an output layer tied to the embedding), as quantizing it would
+    untie the two and cost memory; and the linears of an nn.TransformerEncoderLayer, which reads their weights itself in
+    eval mode. One nn.Linear under several names becomes one FP8Linear under the same names, unless a name is skipped.
+    The extra memory at any time is the FP8 copy of one layer.
 
     In a model that torch.compile has wrapped, the linears of the model inside are replaced.
 
-    Raises, with the model untouched, TypeError for a model that is no module or is itself a linear (use
-    `FP8Linear.from_linear`), a ``skip`` that is a single string, an nn.Linear in a dtype other than bfloat16, float16
-    and float32, or a wrong master_dtype; ValueError for an nn.Linear with hooks or a replaced forward, which would no
-    longer run, for one whose enclosing module casts the input to the weight's dtype (T5's wo), for a DTensor, for one
-    that is compiled by itself, or wrapped by DistributedDataParallel, FSDP1 or peft: replace linears first; and for a
-    pattern of your own that matches no module.
+    All errors are raised before the model is changed. TypeError: for a model that is not a module or is itself a linear
+    (use `FP8Linear.from_linear`), a ``skip`` that is a single string, an nn.Linear in a dtype other than bfloat16,
+    float16 and float32, or a wrong master_dtype. ValueError: for an nn.Linear with hooks or a replaced forward, which
+    would no longer run; with an enclosing module that casts the input to the weight's dtype (T5's wo); with a DTensor;
+    compiled by itself, or wrapped by DistributedDataParallel, FSDP1 or peft (replace linears first); and for a pattern
+    that matches no module and is not a default one.
     """
     check_master_dtype(master_dtype)
     if not isinstance(model, nn.Module):

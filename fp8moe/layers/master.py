@@ -1,13 +1,13 @@
 """Master weights: trainable parameters in bfloat16 or float32, and their FP8 copies, made once per optimizer step.
 
-A copy is an attribute of its master's storage. So it lives as long as that memory does, is found through every alias of
-the weight (detached, or as a compiled graph sees it), and is not saved, moved or copied with the weight. It is valid
-until the weight's version changes, an optimizer makes a step (some write through ``.data``), or `invalidate` is called.
-It is dropped when its module gets another Parameter in place of the master. FSDP2 does so when it frees gathered
-weights, which it later gathers into the same memory without changing the version.
+An FP8 copy is an attribute of its master's storage. So it lives as long as that memory does, is found through every
+alias of the weight (detached, or as a compiled graph sees it), and is not saved, moved or copied with the weight. It is
+valid until the weight's version counter changes, any optimizer makes a step (some optimizers write through ``.data``),
+or `invalidate` is called. It is dropped when another Parameter takes the master's place in its module. FSDP2 does this
+when it frees gathered weights; it later gathers new values into the same memory without changing the version.
 
-In a compiled graph only storages of modules' Parameters have copies: the graph may put several computed weights, one
-after the other, into the same storage.
+A compiled graph keeps copies only for Parameters of modules, not for weights that it computes: it may reuse one storage
+for several of those.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,16 +30,16 @@ from fp8moe.runtime.operator import define
 MASTER_DTYPES = (torch.bfloat16, torch.float32)
 
 _ATTRIBUTE = "_fp8moe_copies"
-_generation = 0  # calls of invalidate
-_master_generation = 0  # calls of invalidate_masters, of which invalidate makes one
+_generation = 0  # number of calls of invalidate
+_master_generation = 0  # number of calls of invalidate_masters, including those made by invalidate
 
 
 class _Copies:
     """The FP8 copies of the weights in one storage.
 
-    by_layout: (offset, shape, strides, dtype) of a weight, or of two that have one copy -> the copy, and the versions,
-        the other weight's copies and the generation when it was made.
-    captured: a CUDA graph quantizes or changes one of the weights. Its replays change no version.
+    by_layout: maps (offset, shape, strides, dtype) of a weight, or of the two weights that share a copy, to the copy
+        and the state in which it was made: version counters, the `_Copies` of the second weight, and generation.
+    captured: whether a CUDA graph quantizes or changes one of the weights; its replays change no version counter.
     """
 
     def __init__(self):
@@ -48,15 +48,16 @@ class _Copies:
 
 
 def quantized(weight: Tensor, *, parameter: Tensor | None = None) -> FP8Tensor:
-    """``quantize_128x128(weight)``, from the last call if the weight has not changed since.
+    """Return ``quantize_128x128(weight)``, cached from the last call if the weight has not changed since.
 
     weight: a master, or a view of one, (..., N, K) bfloat16, float16 or float32.
-    parameter: what the weight is this rank's part of. Changes of a DTensor show in no other version than its own.
+    parameter: the DTensor or tensor that `weight` is this rank's shard of; changes of a DTensor show only in its own
+        version counter, not in its shard's.
     Returns data (..., N, K) and scale (..., ceil(N/128), ceil(K/128)), detached. They must not be written to.
 
-    A weight has changed if its version has, or if an optimizer, any optimizer, has made a step. Some changes show in
-    neither (see docs/training.md): call `invalidate` after them. A call under CUDA graph capture always quantizes, so
-    that replays do too. A compiled graph gets a clone, since it may reuse the memory of whatever its operators return.
+    A weight counts as changed if its version counter has changed or if any optimizer has made a step. For changes that
+    show in neither (see docs/training.md), call `invalidate`. A call under CUDA graph capture always quantizes, so that
+    replays do too. A compiled graph gets a clone, since it may reuse the memory of whatever its operators return.
     """
     if torch.compiler.is_compiling():
         return FP8Tensor(*torch.ops.fp8moe.quantized_master(weight.detach()))
@@ -64,9 +65,10 @@ def quantized(weight: Tensor, *, parameter: Tensor | None = None) -> FP8Tensor:
 
 
 def quantized_gate_up(gate: Tensor, up: Tensor, *, parameters: tuple[Tensor, Tensor]) -> FP8Tensor:
-    """Two masters (E, I, H) in FP8 as the rows of one (E, 2I, H), from the last call if neither has changed since.
+    """Quantize gate and up, masters (E, I, H), into one (E, 2I, H), cached while neither has changed; see `quantized`.
 
-    parameters: what they are this rank's parts of. Scales (E, 2 * ceil(I/128), ceil(H/128)); see `quantized`.
+    parameters: the tensors that gate and up are this rank's shards of.
+    Returns data and scales (E, 2 * ceil(I/128), ceil(H/128)).
     """
     if torch.compiler.is_compiling():
         return FP8Tensor(*torch.ops.fp8moe.quantized_gate_up(gate.detach(), up.detach()))
@@ -74,18 +76,18 @@ def quantized_gate_up(gate: Tensor, up: Tensor, *, parameters: tuple[Tensor, Ten
 
 
 def part_of(name: str, weight: nn.Parameter) -> Tensor:
-    """Return a master, or this rank's part of a DTensor, differentiably.
+    """Return a master itself or, if it is a DTensor, this rank's shard, differentiably.
 
-    The backward raises RuntimeError if the DTensor, called `name`, has been changed in place since.
+    The backward raises RuntimeError if the DTensor, which the error calls `name`, has been changed in place since.
     """
     part = local(weight)
     return part if part is weight or not recorded(part) else _Part.apply(part, (name, weight))
 
 
 def invalidate() -> None:
-    """Make every FP8 copy anew at its next use. Call it after changes that no version shows.
+    """Discard all FP8 copies, of masters and of transformers' experts (`fp8moe.hf.register`): the next use quantizes.
 
-    Copies: of masters, and of transformers' experts (`fp8moe.hf.register`).
+    Call this after changes of weights that their version counters do not show.
     """
     global _generation
     _generation += 1
@@ -93,7 +95,7 @@ def invalidate() -> None:
 
 
 def invalidate_masters() -> None:
-    """Make the FP8 copies of masters anew, after events that change masters only."""
+    """Discard the FP8 copies of masters only, after events that change no other weights."""
     global _master_generation
     _master_generation += 1
 
@@ -111,18 +113,19 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> 
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e8m0fnu)
 
 WEIGHT_SCALES = ("block", "channel")
-"""A scale for each 128x128 weights, or for each output channel."""
+"""Granularities of weight scales: one per 128x128 block, or one per output channel."""
 
 
 class MasterModule(nn.Module):
-    """Base of the modules whose weights are in FP8 and frozen or, where `trainable` says so, masters.
+    """Base class of modules whose weights are master weights if `trainable`, and frozen FP8 tensors otherwise.
 
-    It drops the FP8 copies of masters whose memory gets other values: when FSDP2 or a caller puts another Parameter in
-    their place, when a state dict is loaded, and between train and eval mode. A module of another library that trains
-    masters inherits it with ``trainable = True`` and no weight_names.
+    It drops outdated FP8 copies of masters: when FSDP2 or a caller replaces the Parameter, when a state dict is loaded,
+    and on a switch between train and eval mode. A module of another library that trains masters inherits from this
+    class with ``trainable = True`` and no weight_names.
 
-    weight_names: of each FP8 weight and then its scale. _ways_out: what to do instead of loading a state dict with
-    weights of another kind, where they are in FP8 here, and where they are masters.
+    weight_names: parameter names, each FP8 weight followed by its scale.
+    _ways_out: advice for the error about a state dict whose weights have the wrong kind: first for a module with FP8
+        weights, then for one with masters.
     """
 
     trainable: bool
@@ -130,7 +133,7 @@ class MasterModule(nn.Module):
     _ways_out: tuple[str, str]
 
     def train(self, mode: bool = True) -> Self:
-        # Weights may be exchanged through .data for an evaluation, for averaged ones, say.
+        # Callers may swap weights through .data for an evaluation, such as for averaged weights.
         if self.trainable and mode != self.training:
             invalidate_masters()
         return super().train(mode)
@@ -141,7 +144,7 @@ class MasterModule(nn.Module):
             storage = local(old).untyped_storage()
             if hasattr(storage, _ATTRIBUTE):
                 delattr(storage, _ATTRIBUTE)
-        super().__setattr__(name, value)  # registers the new one, and so marks it; it may have the same memory
+        super().__setattr__(name, value)  # calls register_parameter, which marks the new one's storage, maybe the same
 
     def _register_weight(
         self,
@@ -152,7 +155,7 @@ class MasterModule(nn.Module):
         master_dtype: torch.dtype | None,
         weight_scales: str,
     ) -> None:
-        """Register an uninitialized weight, a master or in FP8 with its scale, of blocks or of channels."""
+        """Register an uninitialized weight: a master, or an FP8 weight with its scale per block or per channel."""
         if weight_scales not in WEIGHT_SCALES:
             raise ValueError(f"weight_scales: expected one of {WEIGHT_SCALES}, got {weight_scales!r}")
         if weight_scales == "channel" and master_dtype is not None:
@@ -168,7 +171,8 @@ class MasterModule(nn.Module):
         self.register_parameter(name, weight)
         self.register_parameter(f"{name}_scale_inv", scale)
 
-    # Wherever a master gets its memory, its storage is marked by the attribute, which compiled graphs look for.
+    # The next three methods run wherever a master gets its memory. They mark its storage with the attribute that
+    # `_quantized_op` looks for in compiled graphs.
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
@@ -184,7 +188,7 @@ class MasterModule(nn.Module):
         self._mark_masters()
 
     def _keeping_dtypes(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """``fn`` of nn.Module._apply, except that it does not change the dtype of FP8 weights and their scales."""
+        """Wrap the ``fn`` of nn.Module._apply so that it keeps the dtype of FP8 weights and their scales."""
         kept = {id(getattr(self, name)) for name in self.weight_names}
 
         def apply(value: Tensor) -> Tensor:
@@ -197,7 +201,11 @@ class MasterModule(nn.Module):
         return apply
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        """Add an error for each weight that only a cast, which ignores its scale, would fit, and for coded scales."""
+        """Load the weights; add an error for each weight or scale whose dtype is wrong.
+
+        PyTorch itself would silently cast: FP8 weights to masters and masters to FP8, both without scales, and scales
+        that are stored as integer codes to float.
+        """
         masters = self.trainable
         if masters:
             invalidate_masters()
@@ -227,7 +235,7 @@ class MasterModule(nn.Module):
 
 
 def check_master_dtype(dtype: torch.dtype | None) -> None:
-    """Check a dtype of master weights; None: for a module without masters."""
+    """Raise TypeError unless `dtype` can be that of master weights, or is None: no masters."""
     if dtype is not None and dtype not in MASTER_DTYPES:
         raise TypeError(f"master_dtype: expected torch.bfloat16, torch.float32 or None, got {dtype}")
 
@@ -265,7 +273,7 @@ def _quantized(weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...
     if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
         for each in (copies, *others):
             each.captured = True
-    # Inference tensors have no version.
+    # Inference tensors have no version counter.
     if any(each.captured for each in (copies, *others)) or any(weight.is_inference() for weight in weights):
         copies.by_layout.clear()
         return _quantize(*weights)
@@ -275,14 +283,14 @@ def _quantized(weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...
     copy, copied_state = copies.by_layout.get(layout, (None, None))
     if copied_state != state:
         copy = None
-        copies.by_layout.pop(layout, None)  # frees its memory, for the new copy to take
+        copies.by_layout.pop(layout, None)  # frees the old copy's memory before the new one is allocated
         copy = _quantize(*weights)
         copies.by_layout[layout] = copy, state
     return copy
 
 
 def _quantize(*weights: Tensor) -> FP8Tensor:
-    with torch.inference_mode(False):  # the backward of a later call may save the copy
+    with torch.inference_mode(False):  # a later call may save the copy for its backward
         if len(weights) == 1:
             return quantize_128x128(*weights)
         data, scale = _empty_gate_up(*weights)
@@ -302,7 +310,7 @@ def _empty_gate_up(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 def _quantized_op(*weights: Tensor) -> tuple[Tensor, Tensor]:
     if not all(hasattr(weight.untyped_storage(), _ATTRIBUTE) for weight in weights):  # computed by the compiled graph
         return tuple(_quantize(*weights))
-    data, scale = _quantized(weights, (None,) * len(weights))  # as from eager code
+    data, scale = _quantized(weights, (None,) * len(weights))  # Parameters: cached as in eager code
     return data.clone(), scale.clone()
 
 
@@ -311,23 +319,25 @@ define(
 )
 define("quantized_gate_up(Tensor gate, Tensor up) -> (Tensor, Tensor)", _quantized_op, _empty_gate_up)
 
-# Selective checkpointing must not expect the same quantizations again: a recomputation may make more, or fewer.
+# Selective activation checkpointing must ignore these operators: because of the cached copies, a recomputation may
+# quantize more or fewer weights than the forward did.
 getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set()).update(
     {torch.ops.fp8moe.quantize_128x128.default, torch.ops.fp8moe.quantize_128x128_out.default}
 )
 
 
 class Fingerprint:
-    """The state of some tensors at one time, without reading them: where they lie, and what their version counters say.
+    """A snapshot of tensors' addresses and version counters, to tell later whether they have changed.
 
-    After `invalidate`, called for writes that change no version, it no longer matches.
+    The values are not read. After `invalidate`, called for writes that change no version counter, nothing matches.
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
         parts = [part for tensor in tensors for part in _parts(tensor)]
         self._generation = _generation
         self._stamps = [_stamp(part) for part in parts]
-        # Weak references keep no memory alive, but while they exist no new storage gets the address of an old one.
+        # Weak references do not keep the tensors' memory alive, but prevent a new storage object from getting the
+        # address (_cdata) of an old one.
         self._storages = [StorageWeakRef(part.untyped_storage()) for part in parts]
 
     def matches(self, tensors: Iterable[Tensor]) -> bool:
@@ -339,7 +349,7 @@ _PLAIN = (nn.Parameter, Tensor)
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor and the tensors inside of a wrapper, such as a DTensor's local one. Each has a version."""
+    """Yield a tensor and, of a wrapper such as a DTensor, the tensors inside. Each has a version counter of its own."""
     yield tensor
     if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""FP8MQAIndexer, the lightning indexer: it chooses the cached tokens that a query attends to, by scores in FP8."""
+"""FP8MQAIndexer, the lightning indexer: selects the cached tokens that each query attends to, by scores from FP8."""
 
 import inspect
 
@@ -17,22 +17,22 @@ from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_floating, check_int, check_tensor, describe
 
 LOGITS_AT_A_TIME = 1 << 28
-"""Logits that a long prefill keeps in memory at a time: 1 GiB of float32."""
+"""Most logits that a long prefill holds in memory at a time: 1 GiB of float32."""
 
 TRANSFORMERS_CLASSES = ("DeepseekV32Indexer", "GlmMoeDsaIndexer")
-"""Indexers of transformers that FP8MQAIndexer can replace."""
+"""Class names of the indexers in transformers that FP8MQAIndexer can replace."""
 
 
 class FP8MQAIndexer(nn.Module):
     """The lightning indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1), in FP8.
 
     Query token s scores key t with ``sum over h of w[s, h] * relu(q[s, h] . k[t])``, and attends to the top_k tokens
-    with the highest scores. q is projected from q_resid, the normed low-rank query of the attention; k, one for all
-    heads, and w are projected from hidden_states; the first rope_head_dim values of q and k carry rotary positions.
-    Keys and queries are quantized with one scale for each head_dim values, and scored by `fp8moe.mqa_logits` or, over
-    the paged cache of `fp8moe.kernels.indexer.mqa_cache`, by `fp8moe.paged_mqa_logits`. The Hadamard rotation of
-    DeepSeek's own code, which does not change dot products, is omitted, as in transformers. The state dict is that of
-    the checkpoint:
+    with the highest scores. q is projected from q_resid, the normed low-rank query of the attention. k, shared by all
+    heads, and w are projected from hidden_states. The first rope_head_dim values of q and k get rotary embeddings.
+    Each head_dim values of a key or query share one scale. `fp8moe.mqa_logits` computes the scores or, over the paged
+    cache of `fp8moe.kernels.indexer.mqa_cache`, `fp8moe.paged_mqa_logits`. The Hadamard rotation of DeepSeek's own
+    code, which does not change dot products, is omitted, as in transformers. The state dict has the names of
+    checkpoints:
 
         wq_b.weight, wq_b.weight_scale_inv  FP8Linear (num_heads * head_dim, q_lora_rank), no bias
         wk.weight, wk.weight_scale_inv      FP8Linear (head_dim, hidden_size), no bias
@@ -42,18 +42,19 @@ class FP8MQAIndexer(nn.Module):
     wq_b and wk may be any linear layers of these sizes, such as nn.Linear. Casting the module, as with
     ``model.to(torch.bfloat16)``, casts k_norm and weights_proj too: weights_proj is then no longer float32.
 
-    Shapes below: S query tokens, B sequences of the decode batch with next_n query tokens each. Indices have no
-    gradients: nothing is recorded for a backward.
+    Shapes below: S query tokens, B sequences of the decode batch with next_n query tokens each. The selected indices
+    have no gradients: nothing is recorded for a backward.
 
     Args:
         hidden_size, q_lora_rank: widths of hidden_states and q_resid.
         num_heads: 32 or 64. head_dim: 32, 64 or 128. rope_head_dim: even, at most head_dim.
         top_k: tokens that a query selects.
-        device, dtype: of the parameters and of the norm, as in `FP8Linear`.
-        interleaved: whether the rotary pairs are the values (2i, 2i + 1), as in GLM, or i and i + rope_head_dim / 2.
-        scale_format: of queries and keys, "float32" or "ue8m0" (powers of two).
+        device: of the parameters. dtype: of k_norm: bfloat16, float16 or float32.
+        interleaved: whether the rotary pairs are the values (2i, 2i + 1), as in GLM; otherwise i and
+            i + rope_head_dim / 2.
+        scale_format: for the scales of queries and keys, "float32" or "ue8m0" (powers of two).
 
-    Raises ValueError for a wrong size or scale_format, TypeError for a size that is no int or a wrong dtype.
+    Raises ValueError for a wrong size or scale_format, TypeError for a size that is not an int or a wrong dtype.
     """
 
     def __init__(
@@ -101,10 +102,10 @@ class FP8MQAIndexer(nn.Module):
 
     @classmethod
     def from_transformers(cls, indexer: nn.Module, *, scale_format: str = "float32") -> "FP8MQAIndexer":
-        """Make the indexer that selects the same as transformers' DeepseekV32Indexer or GlmMoeDsaIndexer.
+        """Make an indexer that selects the same tokens as transformers' DeepseekV32Indexer or GlmMoeDsaIndexer.
 
-        It shares the four layers of ``indexer``, which are not quantized; `fp8moe.replace_linears` with
-        ``skip=("weights_proj",)`` quantizes the weights of wq_b and wk.
+        The new indexer shares the four layers of ``indexer`` without quantizing them; `fp8moe.replace_linears` with
+        ``skip=("weights_proj",)`` quantizes the weights of wq_b and wk afterwards.
 
         Raises TypeError for a module of another class, ValueError for sizes that `FP8MQAIndexer` does not take.
         """
@@ -138,21 +139,21 @@ class FP8MQAIndexer(nn.Module):
         slots: Tensor | None = None,
         kv_slots: Tensor | None = None,
     ) -> Tensor:
-        """Prefill: select keys for the tokens of one or more sequences, one sequence after the other.
+        """Prefill: select keys for the tokens of one or more sequences, which are concatenated.
 
         hidden_states: (S, hidden_size), q_resid: (S, q_lora_rank), bfloat16, float16 or float32.
-        position_embeddings: cos and sin, (S, rope_head_dim) each, of the tokens' positions; the rope_head_dim / 2
-            angles stand twice in a row, as in transformers.
-        starts, ends: (S,) int32: query s selects from the keys ``starts[s]`` up to ``ends[s]``, clamped as in
-            `mqa_logits`. For causal attention: the first key of its sequence, and the key after its own.
+        position_embeddings: cos and sin, (S, rope_head_dim) each, of the tokens' positions; each row has its
+            rope_head_dim / 2 angles twice, as in transformers.
+        starts, ends: (S,) int32: query s selects from the keys ``starts[s]:ends[s]``, clamped as in `mqa_logits`. For
+            causal attention, these are the first key of the query's sequence and the key after the query's own.
         kv_cache, slots: a paged cache and (S,) int32 slots in it. The new keys are written there first.
         kv_slots: (T,) int32, with a cache: select from the keys in these slots, such as a sequence's earlier and new
-            keys; ``starts`` and ``ends`` are places in kv_slots. Without it: select from the S new keys. A slot outside
-            of the cache, such as -1, reads as a key of zeros, whose score of 0 may be among the best: ``ends`` must
-            exclude it.
+            keys; ``starts`` and ``ends`` are then indices into kv_slots. If None: select from the S new keys. A slot
+            outside of the cache, such as -1, reads as a key of zeros, whose score of 0 may be among the best:
+            ``starts`` and ``ends`` must exclude it.
         Returns (S, top_k) int32, the best first: positions counted from ``starts``; -1 if a query sees fewer keys.
 
-        The scores take S * T * 4 bytes, of which at most about 1 GiB exist at a time.
+        The scores take S * T * 4 bytes in total, of which at most about 1 GiB exists at a time.
         Raises, before it writes, TypeError for a wrong type or dtype, ValueError for a wrong shape or device, a cache
         without slots, or slots without a cache.
         """
@@ -178,7 +179,7 @@ class FP8MQAIndexer(nn.Module):
             kv = read_kv(kv_cache, kv_slots)
         queries = (q, weights, starts, ends)
         chunk = max(1, LOGITS_AT_A_TIME // max(1, kv.data.shape[0]))
-        if tokens <= chunk:  # no loop: a graph compiled with a loop would serve only one number of tokens
+        if tokens <= chunk:  # one call, no loop: a graph compiled with a loop would serve only one number of tokens
             return self._selected(kv, *queries)
         parts = zip(*(value.split(chunk) for value in queries), strict=True)
         return torch.cat([self._selected(kv, *part) for part in parts])
@@ -200,9 +201,9 @@ class FP8MQAIndexer(nn.Module):
         hidden_states: (B * next_n, hidden_size), q_resid: (B * next_n, q_lora_rank), position_embeddings: cos and sin,
             (B * next_n, rope_head_dim) each, as in `forward`; next_n is 1 to 4.
         kv_cache, context_lens, block_table, max_context_len: as in `paged_mqa_logits`; lengths include the new tokens.
-            A query's own token is the last that it sees: its key is written there, also past max_context_len, where no
-            key is selected. A query writes nothing if it sees no token (a context of 0 marks an unused row), or if its
-            block is not in the table or the cache.
+            The last token that a query sees is its own, and its key is written to that position, even past
+            max_context_len, where keys are never selected. No key is written for a query that sees no token (a context
+            of 0 marks an unused row), or whose block is not in the table or the cache.
         Returns (B * next_n, top_k) int32 positions, the best first; -1 if a query sees fewer tokens.
 
         Raises, before it writes, TypeError for a wrong type or dtype, ValueError for a wrong shape or device.
@@ -241,11 +242,11 @@ class FP8MQAIndexer(nn.Module):
         return score_operands(self, hidden_states, q_resid, position_embeddings, **options)
 
     def _selected(self, kv: FP8Tensor, q: Tensor, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-        """Select keys for these queries."""
+        """Return the positions of the top_k keys of each query, counted from `starts`, (S, top_k) int32."""
         return _select(mqa_logits(q, kv, weights, starts, ends), self.top_k, starts.clamp(min=0)[:, None])
 
     def _check_tokens(self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> int:
-        """Check types, dtypes, shapes and devices of the arguments of `_project`. Returns the number of tokens."""
+        """Check types, dtypes, shapes and devices of these arguments; return the number of tokens."""
         _check("hidden_states", hidden_states, FLOATING, (None, self.hidden_size), hidden_states)
         tokens = hidden_states.shape[0]
         _check("q_resid", q_resid, FLOATING, (tokens, self.q_lora_rank), hidden_states)
@@ -266,9 +267,9 @@ def score_operands(
     interleaved: bool,
     scale_format: str = "float32",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Project the operands of the scores: queries in FP8, weights of their heads, and keys.
+    """Compute the operands of the scores: queries in FP8, the weights of their heads, and keys.
 
-    indexer: has the layers wq_b, wk, k_norm and weights_proj of `FP8MQAIndexer`.
+    indexer: a module with the layers wq_b, wk, k_norm and weights_proj of `FP8MQAIndexer`.
     hidden_states: (..., hidden_size), q_resid: (..., q_lora_rank), cos and sin: (..., rope_head_dim).
     Returns q (..., H, D) float8_e4m3fn; weights (..., H) float32, which include the scales of q, 1/sqrt(D) and
     1/sqrt(H); k (..., D), not quantized.
@@ -280,21 +281,22 @@ def score_operands(
     q = _rotate(q, cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
     data, scale = quantize_1x128(q, scale_format=scale_format)
     proj = indexer.weights_proj
-    if proj.weight.dtype in FLOATING:  # not in FP8
+    if proj.weight.dtype in FLOATING:  # an unquantized linear, whose input must have the weight's dtype
         hidden_states = hidden_states.to(proj.weight.dtype)
     weights = proj(hidden_states).float() * scale.squeeze(-1) * (q.shape[-2] * q.shape[-1]) ** -0.5
     return data, weights, k
 
 
 def interleaves(forward) -> bool:
-    """Whether a forward of transformers' indexers rotates pairs of neighbouring values, as GLM-MoE-DSA does."""
+    """Whether the forward of an indexer of transformers rotates pairs of neighbouring values, as GLM-MoE-DSA does."""
     return "apply_rotary_pos_emb_interleave" in inspect.unwrap(forward).__code__.co_names
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first R values of x (..., D); cos and sin (..., R) hold R/2 angles twice in a row.
+    """Apply rotary embeddings to the first R values of x (..., D); cos and sin (..., R) hold R/2 angles twice.
 
-    As in transformers, interleaved pairs are separated afterwards: queries and keys are permuted alike.
+    As in transformers, the result has the first values of all interleaved pairs, then the second ones. Queries and keys
+    are permuted alike, so dot products do not change.
     """
     width = cos.shape[-1]
     turned, rest = x.split((width, x.shape[-1] - width), dim=-1)
@@ -304,16 +306,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _select(logits: Tensor, top_k: int, starts: Tensor | int = 0) -> Tensor:
-    """Return the columns of the top_k logits of each row minus `starts`, int32; -1 for masked or missing ones."""
+    """Return the columns of the top_k logits of each row, minus `starts`; -1 for masked or missing ones; int32."""
     values, columns = logits.topk(min(top_k, logits.shape[1]), dim=-1)
     columns = torch.where(values == -torch.inf, -1, columns - starts).int()
     return F.pad(columns, (0, top_k - columns.shape[1]), value=-1)
 
 
 def _slots(seen: Tensor, block_table: Tensor, num_blocks: int) -> Tensor:
-    """Return the slot of the last token that each query sees, (B * next_n,) int32; -1 for none.
+    """Return the cache slot of the last token that each query sees, (B * next_n,) int32; -1 if there is none.
 
-    seen: (B, next_n) int64. block_table: (B, max_blocks) int32.
+    seen: (B, next_n) int64, the number of tokens that each query sees. block_table: (B, max_blocks) int32.
     """
     max_blocks = block_table.shape[1]
     if max_blocks == 0:
@@ -328,7 +330,7 @@ def _slots(seen: Tensor, block_table: Tensor, num_blocks: int) -> Tensor:
 def _check(
     name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], like: Tensor
 ) -> None:
-    """Check type, dtype, shape and device of a tensor; the first size of `shape` may be None for any."""
+    """Check type, dtype, shape and device of a tensor; None as the first size of `shape` allows any."""
     check_tensor(name, value)
     check_dtype(name, value, *dtypes)
     first = 1 if shape[0] is None else 0

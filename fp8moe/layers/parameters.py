@@ -1,4 +1,4 @@
-"""Helpers for modules with FP8 parameters, which are frozen, and checks against their misuse.
+"""Helpers for modules with frozen FP8 parameters, and checks against misuse of those modules.
 
 Parameters may be DTensors. A DTensor is recognized by its method `to_local`, without importing torch.distributed.
 """
@@ -11,7 +11,7 @@ def frozen(value: Tensor) -> nn.Parameter:
 
 
 def local(value: Tensor) -> Tensor:
-    """Return the part of a DTensor on this rank, through which its gradients flow; other tensors unchanged."""
+    """Return this rank's shard of a DTensor, differentiably; return any other tensor unchanged."""
     return value.to_local() if is_sharded(value) else value
 
 
@@ -21,7 +21,7 @@ def is_sharded(value: Tensor) -> bool:
 
 
 def check_not_parametrized(name: str, module: nn.Module) -> None:
-    """Raise RuntimeError for a parametrization, such as peft's: adding to FP8 weights would give wrong results."""
+    """Raise RuntimeError if the module is parametrized, as by peft: adding to FP8 weights would give wrong results."""
     if "parametrizations" in module._modules:
         raise RuntimeError(
             f"{name}: a parametrization cannot change FP8 weights; for adapters of peft, call "
@@ -30,6 +30,6 @@ def check_not_parametrized(name: str, module: nn.Module) -> None:
 
 
 def check_not_sharded(name: str, value: Tensor) -> None:
-    """Raise ValueError for a DTensor: the part on a rank may not consist of whole blocks."""
+    """Raise ValueError for a DTensor: a rank's shard might end inside a 128x128 block."""
     if is_sharded(value):
         raise ValueError(f"{name}: expected a whole weight to quantize, got a DTensor with {value.placements}")

@@ -1,4 +1,4 @@
-"""Replacement of modules: patterns of the names to skip, and checks for computations that would get lost."""
+"""Helpers for replacing modules: name patterns to skip, and checks for computations that would be lost."""
 
 import inspect
 import re
@@ -13,18 +13,18 @@ DEFAULT_SKIP = (
     *("*embed*", "wte", "wpe", "shared", "*norm"),
     *("gate", "*.gate.*", "router", "*.router.*", "router_gate", "shared_expert_gate"),
     *("weights_proj", "eh_proj"),  # DeepSeek's indexer and multi-token prediction
-    *("in_proj_a", "in_proj_b", "in_proj_ba"),  # gates of Qwen's linear attention, of a row for each head
-    "dt_proj",  # Mamba reads the weight itself
+    *("in_proj_a", "in_proj_b", "in_proj_ba"),  # gates of Qwen's linear attention, with one row per head
+    "dt_proj",  # Mamba's forward reads this weight without calling the module
 )
-"""Modules that are skipped by default: output layers, embeddings, norms, routers, and modules that DeepSeek's, Qwen's
-and transformers' FP8 checkpoints do not quantize.
+"""Patterns of modules that are skipped by default: output layers, embeddings, norms, routers, and modules that the FP8
+checkpoints of DeepSeek, Qwen and transformers leave unquantized.
 """
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def as_patterns(argument: str, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return the patterns of the argument named `argument`. Raises TypeError for a single string."""
+    """Return the patterns as a tuple. Raises TypeError, which names `argument`, for a single string."""
     if isinstance(patterns, str):
         raise TypeError(
             f"{argument}: expected a sequence of patterns, got the string {patterns!r}; did you mean ({patterns!r},)?"
@@ -33,7 +33,7 @@ def as_patterns(argument: str, patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def matches(module: str, patterns: Iterable[str]) -> bool:
-    """Whether an fnmatch pattern matches the qualified name of a module or the last part of its name."""
+    """Whether an fnmatch pattern matches the qualified name of a module or the last part of that name."""
     last = module.rpartition(".")[2]
     return any(fnmatchcase(module, pattern) or fnmatchcase(last, pattern) for pattern in patterns)
 
@@ -41,7 +41,7 @@ def matches(module: str, patterns: Iterable[str]) -> bool:
 def check_skip(model: str, names: Collection[str], skip: Iterable[str]) -> None:
     """Raise ValueError for a pattern that matches none of a model's modules, unless it is one of `DEFAULT_SKIP`.
 
-    model: the name of its class. names: of its modules.
+    model: the name of the model's class. names: the qualified names of its modules.
     """
     for pattern in skip:
         if pattern not in DEFAULT_SKIP and not any(matches(name, (pattern,)) for name in names):
@@ -49,7 +49,7 @@ def check_skip(model: str, names: Collection[str], skip: Iterable[str]) -> None:
 
 
 def casts_to_weight(model: nn.Module, name: str) -> str | None:
-    """Return the class of an enclosing module that casts to this module's weight dtype, as T5's does, or None."""
+    """Return the class name of an enclosing module that casts to this module's weight dtype, as in T5, or None."""
     parts = name.split(".")
     for depth in range(len(parts)):
         kind = type(model.get_submodule(".".join(parts[:depth])))
@@ -60,7 +60,7 @@ def casts_to_weight(model: nn.Module, name: str) -> str | None:
 
 @cache
 def _read_dtypes(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the paths of submodules whose ``weight.dtype`` is read by the class's forward or a method it calls."""
+    """Return the paths of submodules whose ``weight.dtype`` the class reads in forward or in methods called from it."""
     found, methods = set(), ["forward"]
     for method in methods:
         try:
@@ -98,7 +98,7 @@ def check_no_hooks(name: str, module: nn.Module) -> None:
 
 
 def check_only_weights(name: str, linear: nn.Module) -> None:
-    """Raise ValueError for a linear layer with further parameters: adapters, parametrizations."""
+    """Raise ValueError for a linear layer with more parameters than weight, scale and bias, as adapters add."""
     extra = sorted({path for path, _ in linear.named_parameters()} - {"weight", "weight_scale_inv", "bias"})
     if extra:
         raise ValueError(f"{name}: expected the parameters weight and bias only, got also {extra}")

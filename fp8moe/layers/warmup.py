@@ -1,4 +1,4 @@
-"""warm: compile the kernels of linears and experts before a call needs them."""
+"""warm: compiles the kernels of linears and experts before a call needs them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -24,7 +24,7 @@ from fp8moe.runtime.sm90 import USUAL_SMS
 
 
 class _Options(NamedTuple):
-    """The options of the modules."""
+    """The arguments of `warm` that apply to every module."""
 
     activation: Activation
     bias: bool
@@ -41,27 +41,28 @@ def warm(
     weight_scales: str = "block",
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Compile what `FP8Linear`, `GroupedExperts` and `experts` of these shapes launch without gradients.
+    """Compile the inference kernels of `FP8Linear`, `GroupedExperts` and `experts` for these shapes.
 
     Otherwise the first call that needs a kernel compiles it, which takes about half a second: on a server, within a
     request. `fp8moe warmup` does the same for a whole model, ahead of time.
 
     shapes: (N, K) of a linear with N output and K input features; (E, I, H, top_k) of E experts with intermediate size
         I and hidden size H, of which each token is routed to top_k.
-    token_counts: how many tokens calls have. Kernels are compiled for every number up to the largest.
-    activation, bias, weight_scales: of the experts, and of the linears, as those classes take them.
+    token_counts: numbers of tokens per call. Kernels are compiled for every number up to the largest.
+    activation, bias, weight_scales: as in `GroupedExperts` and `FP8Linear`.
     dtype: bfloat16, float16 or float32, of inputs, results and biases.
 
-    Tokens may come quantized where there are no biases. What it leaves out: training, experts that are spread over
-    several GPUs, and the masked layout, whose kernels depend on the room for rows.
+    Without biases, the kernels for tokens that are already quantized are included. Not compiled are kernels of
+    training, of experts that are spread over several GPUs, and of the masked layout, which depend on decode_capacity.
 
-    Compiled kernels are kept in the cache directory (FP8MOE_CACHE_DIR), and what is there is not compiled again. Where
-    the current device runs them they are loaded into the process too, ready to be captured in a CUDA graph, and chosen
-    for its number of SMs, otherwise for that of an H100. Within `batch_invariant` they are those of that mode. Beside
-    compiling it takes some seconds, in a process of its own for the larger part.
+    Compiled kernels are kept in the cache directory (FP8MOE_CACHE_DIR); those already there are not compiled again. If
+    the current device can run the kernels, they are chosen for its number of SMs and also loaded into the process,
+    ready to be captured in a CUDA graph; otherwise they are chosen for the SMs of an H100. Within `batch_invariant`,
+    the kernels of that mode are compiled. Finding out which kernels are needed takes some seconds, mostly in a
+    subprocess.
 
     Raises ValueError for another shape, for no shapes or counts, a size or a count below one, and for what the classes
-    refuse; TypeError for a size or count that is no int; RuntimeError if the compiler is missing.
+    refuse; TypeError for a size or count that is not an int; RuntimeError if the compiler is missing.
     """
     sizes = [tuple(shape) for shape in shapes]
     for shape in sizes:
@@ -99,14 +100,14 @@ def _record(shapes: Iterable[tuple[int, ...]], tokens: int, options: _Options, s
 def _calls(
     shapes: Iterable[tuple[int, ...]], counts: Iterable[int], options: _Options
 ) -> Iterator[Callable[[], object]]:
-    """Yield a call of a module of each shape for each number of tokens."""
+    """Yield a function for each shape and number of tokens that calls a module of this shape with so many tokens."""
     for shape in shapes:
         module = _module(shape, options)
         yield from (partial(_call, module, shape, count, options) for count in counts)
 
 
 def _module(shape: tuple[int, ...], options: _Options) -> nn.Module:
-    """Make a module whose weights are reserved memory."""
+    """Make the module of a shape, with reserved memory (`reserve_memory`) for weights."""
     activation, bias, weight_scales, dtype = options
     own = {"bias": bias, "weight_scales": weight_scales, "dtype": dtype, "device": "meta"}
     if len(shape) == 2:
@@ -128,7 +129,7 @@ def _module(shape: tuple[int, ...], options: _Options) -> nn.Module:
 
 
 def _call(module: nn.Module, shape: tuple[int, ...], tokens: int, options: _Options) -> None:
-    """Call a module, and `experts` with tokens that are quantized, with all dtypes of the routing."""
+    """Call a linear once, or experts with every dtype of the routing and also with quantized tokens."""
     if len(shape) == 2:
         module(reserved((tokens, shape[1]), options.dtype))
         return

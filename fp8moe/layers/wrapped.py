@@ -1,6 +1,6 @@
-"""Modules around a model, or around modules in it: the model inside, its tensors' own names, and adapters of peft.
+"""Looks through wrappers (torch.compile, DDP, peft...) around a model or its modules: unwraps models and tensor names.
 
-Wrappers are known by the names of their classes, so that no library is imported for them.
+Wrappers are recognised by the names of their classes, so that their libraries need not be imported.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,13 +20,13 @@ _INSIDE = {
     "BaseTunerLayer": "base_layer",
     "AuxiliaryTrainingWrapper": "original_module",  # peft's modules_to_save and trainable tokens
 }
-"""The child that holds what is wrapped, by classes of wrappers. Other children are adapters."""
+"""Wrapper class -> its child that holds the wrapped module. Other children of a wrapper are adapters."""
 
 _REFUSED = ("FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 class Adapter(NamedTuple):
-    """A tensor of an adapter of peft. merged: whether its layer has added adapters to the weights in it."""
+    """A tensor of a peft adapter. merged: whether the layer's adapters are added to its weights at present."""
 
     name: str
     merged: bool
@@ -43,13 +43,13 @@ def _refused(kind: type[nn.Module]) -> str | None:
 
 
 def _inside(module: nn.Module | None) -> str | None:
-    """Return the name of the child that this module wraps, or None for other modules."""
+    """Return the name of the child that this module wraps, or None if it is not a wrapper."""
     name = _child(type(module))
     return name if name is not None and name in module._modules else None
 
 
 def chain(model: nn.Module) -> list[nn.Module]:
-    """Return the wrappers around a model, the outermost first, and the model inside."""
+    """Return the wrappers around a model, the outermost first, followed by the model inside."""
     modules = [model]
     while (name := _inside(modules[-1])) is not None:
         modules.append(modules[-1]._modules[name])
@@ -59,7 +59,7 @@ def chain(model: nn.Module) -> list[nn.Module]:
 def unwrapped(argument: str, model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers around it.
 
-    Raises ValueError for wrappers that keep weights in a form of their own, around the model or further inside.
+    Raises ValueError for wrappers, around the model or inside it, that keep weights in another form (FSDP1, DeepSpeed).
     """
     for module in model.modules():
         kind = _refused(type(module))
@@ -69,9 +69,9 @@ def unwrapped(argument: str, model: nn.Module) -> nn.Module:
 
 
 def names_inside(model: nn.Module, names: Iterable[str]) -> dict[str, str | None]:
-    """Return the names of tensors, or modules, without those of wrappers; None for adapters.
+    """Map qualified names of tensors or modules to names without the wrappers' parts; to None for adapters.
 
-    model: what the names are in, wrapped or not.
+    model: the root of the names, wrapped or not.
     """
     if not any(_inside(module) for module in model.modules()):
         return {name: name for name in names}
@@ -79,7 +79,7 @@ def names_inside(model: nn.Module, names: Iterable[str]) -> dict[str, str | None
 
 
 def adapters_in(model: nn.Module) -> Iterator[Adapter]:
-    """Yield the tensors of adapters in a model, and around it."""
+    """Yield the adapter tensors of peft wrappers in a model and around it."""
     if not any(_inside(module) for module in model.modules()):
         return
     for tensors in (model.named_parameters(), model.named_buffers()):
@@ -90,7 +90,7 @@ def adapters_in(model: nn.Module) -> Iterator[Adapter]:
 
 
 def check_merged(argument: str, model: nn.Module) -> None:
-    """Raise ValueError for adapters that are not in the model's weights, which alone are taken from it."""
+    """Raise ValueError for unmerged adapters: the caller takes only the model's weights and would leave them out."""
     names = [adapter.name for adapter in adapters_in(model) if not adapter.merged]
     if names:
         raise ValueError(
@@ -100,7 +100,7 @@ def check_merged(argument: str, model: nn.Module) -> None:
 
 
 def check_unmerged(argument: str, model: nn.Module) -> None:
-    """Raise ValueError for adapters that are in the model's weights, which others are to replace."""
+    """Raise ValueError for merged adapters: the caller replaces the weights that they were added to."""
     names = [adapter.name for adapter in adapters_in(model) if adapter.merged]
     if names:
         raise ValueError(
@@ -110,7 +110,7 @@ def check_unmerged(argument: str, model: nn.Module) -> None:
 
 
 def check_replaceable(argument: str, model: nn.Module) -> None:
-    """Raise ValueError for a wrapper in a model that would go on with modules that have been replaced."""
+    """Raise ValueError for a wrapper, such as DDP or peft, that would keep using modules after their replacement."""
     for module in model.modules():
         if _inside(module) not in (None, "_orig_mod", "_checkpoint_wrapped_module"):
             raise ValueError(
@@ -120,7 +120,7 @@ def check_replaceable(argument: str, model: nn.Module) -> None:
 
 
 def check_not_around(argument: str, model: nn.Module) -> None:
-    """Raise ValueError for adapters around the model, as of prompt tuning, which the model inside runs without."""
+    """Raise ValueError if wrappers around the model have parameters, as for prompt tuning: the caller ignores them."""
     *around, inner = chain(model)
     own = {id(parameter) for parameter in inner.parameters()}
     names = [name for name, parameter in model.named_parameters() if id(parameter) not in own]
@@ -132,10 +132,11 @@ def check_not_around(argument: str, model: nn.Module) -> None:
 
 
 def _walk(model: nn.Module, name: str) -> tuple[str | None, nn.Module | None]:
-    """Follow a name; return it without wrappers, or None and the wrapper whose adapter it is of."""
+    """Return (name without wrappers, None) for a tensor or module, and (None, its wrapper) for an adapter."""
     module, kept = model, []
     for part in name.split("."):
-        while (inside := _inside(module)) == _INSIDE["CheckpointWrapper"] != part:  # state dicts leave it out
+        # CheckpointWrapper leaves its own child out of the names in state dicts.
+        while (inside := _inside(module)) == _INSIDE["CheckpointWrapper"] != part:
             module = module._modules[inside]
         if inside is None:
             kept.append(part)

@@ -1,4 +1,4 @@
-"""LoRA by peft on FP8 models: adapters for FP8 linears and experts, whose base stays in FP8 on our kernels."""
+"""LoRA with peft on FP8 models: adapters for linears and experts whose base weights stay in FP8 on fp8moe's kernels."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,30 +15,31 @@ __all__ = ["merge_and_unload", "register"]
 
 
 def register(config: Any, model: nn.Module) -> Any:
-    """Have peft adapt the FP8 linears and experts of a model that a LoraConfig targets; returns the config.
+    """Prepare a LoraConfig so that peft can adapt the FP8 linears and experts of a model; return the config.
 
     config: peft's LoraConfig, for `get_peft_model`, `PeftModel.add_adapter` or `PeftModel.from_pretrained(...,
         config=config)`, with names as for the bfloat16 model:
 
-        - target_modules: FP8Linear and transformers' FP8 linears, beside what peft knows itself.
-        - target_parameters: the projections of experts, "experts.gate_up_proj" (or "experts.up_proj", where there is no
-          gate) and "experts.down_proj" in most models, of GroupedExperts and, under experts_implementation="fp8moe",
-          of transformers' experts modules, quantized or not. An adapter of a projection has factors of rank r for each
-          expert. "experts" in a list of target_modules is replaced by both projections.
+        - target_modules: FP8Linear and transformers' FP8 linears, beside what peft supports itself.
+        - target_parameters: the projections of experts, in most models "experts.gate_up_proj" ("experts.up_proj"
+          without a gate) and "experts.down_proj". The experts may be GroupedExperts or, under
+          experts_implementation="fp8moe", transformers' experts modules, quantized or not. An adapter of a projection
+          has LoRA factors of rank r for each expert. "experts" in a list of target_modules is replaced by both
+          projections.
 
-    model: the one to adapt. Its FP8 weights stay as they are, in FP8, and frozen.
+    model: the model to adapt. Its FP8 weights stay unchanged, in FP8, and frozen.
 
-    Adapters are saved as peft saves those of the bfloat16 model, and loaded from what it has saved. peft stores the
-    registration in the config object, not in the file: register the config that ``LoraConfig.from_pretrained(
-    directory)`` reads, too. Adapters are plain LoRA: r, lora_alpha, rank_pattern, alpha_pattern, use_rslora,
+    Adapters are saved and loaded in the format that peft has for the bfloat16 model. peft stores the registration in
+    the config object, not in the file: to load an adapter, register the config that ``LoraConfig.from_pretrained(
+    directory)`` returns. Adapters are plain LoRA: r, lora_alpha, rank_pattern, alpha_pattern, use_rslora,
     lora_dropout (which peft itself refuses for parameters) and init_lora_weights True, False or "gaussian" (LoRA:
     arXiv:2106.09685).
 
     Raises ImportError without peft, TypeError for another config, and ValueError, with nothing changed, for a model
     without such modules, for more than plain LoRA on one of them, and for a target that is spread over several ranks
     or shares its weights with another. The same is checked again when peft adapts the model. From now on the model's
-    load_state_dict raises ValueError, with nothing written, for factors of an adapter that are missing, of another
-    shape, or of no layer of the model.
+    load_state_dict raises ValueError, with nothing written, for LoRA factors that are missing, have another shape, or
+    belong to no layer of the model.
     """
     from peft import LoraConfig
 
@@ -50,7 +51,7 @@ def register(config: Any, model: nn.Module) -> Any:
     for name, module in model.named_modules(remove_duplicate=False):
         if (layer := _adapter_of(module)) is not None:
             kinds[type(module)] = layer
-            modules[name.replace(".base_layer", "")] = module, layer  # of a model that is adapted already
+            modules[name.replace(".base_layer", "")] = module, layer  # base_layer: the model is already adapted
     if not kinds:
         raise ValueError(
             f"model: expected FP8Linear or GroupedExperts, or transformers' FP8 linears or experts on {NAME!r}, found "
@@ -68,25 +69,25 @@ def register(config: Any, model: nn.Module) -> Any:
 def merge_and_unload(
     model: Any, *, safe_merge: bool = False, adapter_names: list[str] | None = None
 ) -> tuple[nn.Module, "dict[str, MergeError]"]:
-    """Call peft's `merge_and_unload`, and report the rounding errors of the merged weights by name.
+    """Call peft's `merge_and_unload` and report the rounding errors of the merged weights.
 
-    model: a PeftModel. safe_merge, adapter_names: as for peft's.
-    Returns the base model, and the `MergeError` of each merged linear and projection of experts. Relative to W + BA it
-    is 2.6e-2 for normally distributed weights in E4M3.
+    model: a PeftModel. safe_merge, adapter_names: as for peft's `merge_and_unload`.
+    Returns the base model, and a dict from the name of each merged linear or projection of experts to its `MergeError`.
+    The error relative to W + BA is 2.6e-2 for normally distributed weights in E4M3.
 
     With safe_merge, raises ValueError for an FP8 module where W + BA is not finite, before anything is merged.
     """
     from fp8moe.peft.layer import FP8LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, FP8LoraLayer)]
-    for layer in layers if safe_merge else ():  # all of them before one is merged
+    for layer in layers if safe_merge else ():  # check all before any is merged
         layer.check_finite(adapter_names)
     merged = model.merge_and_unload(safe_merge=safe_merge, adapter_names=adapter_names)
     return merged, {layer.name: layer.merge_error for layer in layers if layer.merge_error is not None}
 
 
 def _adapter_of(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class of peft layers for a module that `register` names, None for other modules."""
+    """Return the LoRA layer class for an FP8 linear or experts module, None for other modules."""
     from transformers.integrations import finegrained_fp8
 
     from fp8moe.peft.experts import LoraExperts

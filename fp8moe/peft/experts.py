@@ -1,4 +1,4 @@
-"""peft's LoRA layers for experts: adapters as peft stores them, joined to the `LowRank` that FP8 experts run with."""
+"""peft LoRA layers for experts: converts adapters from peft's storage format to the `LowRank` that the kernels take."""
 
 import math
 from collections.abc import Iterable
@@ -18,9 +18,10 @@ from fp8moe.runtime.checks import FLOATING
 
 
 class ExpertsB(nn.Module):
-    """B of all experts: (E, out, r), in state dicts (out, r * E) with experts innermost, as in peft's ParamWrapper.
+    """The LoRA factor B of all experts: a parameter (E, out, r).
 
-    peft's hotswap_adapter puts a tensor of a state dict in the place of the parameter.
+    State dicts hold it as (out, r * E) with experts innermost, as peft's ParamWrapper does. peft's hotswap_adapter
+    replaces the parameter with a tensor of that shape.
     """
 
     def __init__(self, count: int, rows: int, rank: int, device: torch.device, dtype: torch.dtype):
@@ -30,7 +31,7 @@ class ExpertsB(nn.Module):
 
     @property
     def by_expert(self) -> Tensor:
-        """Return B as (E, out, r)."""
+        """B as (E, out, r), converted if hotswap_adapter has put in a tensor (out, r * E)."""
         return self._by_expert(self.weight) if self.weight.dim() == 2 else self.weight
 
     @property
@@ -55,15 +56,15 @@ class ExpertsB(nn.Module):
 
 
 class LoraExperts(FP8LoraLayer, ParamWrapper):
-    """Adds ``scaling * B @ A`` to one projection of experts with frozen FP8 weights, as a layer of peft.
+    """A peft layer that adds ``scaling * B @ A`` to one projection of experts with frozen FP8 weights.
 
-    LoRA: arXiv:2106.09685. If both projections have adapters, the layer of the second has the layer of the first as its
-    base_layer, as with peft's own layers for parameters. The outer layer runs the experts for both.
+    LoRA: arXiv:2106.09685. If both projections have adapters, one layer wraps the other as its base_layer, as with
+    peft's own layers for parameters, and the outer layer runs the experts for both.
 
-    lora_A[adapter].weight: (E * r, in), r rows of each expert; A of the first projection serves gate and up.
-    lora_B[adapter] is an `ExpertsB`. Both are in bfloat16, or the dtype of unquantized weights. Factors of all active
-    adapters are multiplied at once, in bfloat16 with sums in float32. Dropout acts on each token for the first
-    projection, on each row of an expert for the second.
+    lora_A[adapter].weight: (E * r, in), r rows per expert; gate and up share the A of gate_up_proj.
+    lora_B[adapter] is an `ExpertsB`. Both are in bfloat16, or the dtype of unquantized weights. The factors of all
+    active adapters are multiplied at once, in bfloat16 with sums in float32. Dropout acts on each token for the first
+    projection, and on each (token, expert) row for the second.
     """
 
     by_parameter = True
@@ -103,7 +104,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
 
     @torch.no_grad()
     def _reset(self, adapter_name: str, how: bool | str) -> None:
-        """Initialize as peft's linears: A uniform or "gaussian" and B zeros; with False both are uniform."""
+        """Initialize A and B as peft does for linears: A uniform or "gaussian" and B zero; with False both uniform."""
         a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
         if how == "gaussian":
             a.normal_(std=1 / self.r[adapter_name])
@@ -115,7 +116,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
             b.zero_()
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """Move loaded factors. peft's own layer would cast them to the dtype of the weights, FP8."""
+        """Move loaded factors to the device only: peft's own layer would also cast them to the weights' dtype, FP8."""
         for part in (self.lora_A, self.lora_B):
             part[adapter_name].to(self.get_param().device if device is None else device)
 
@@ -128,10 +129,10 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         residual: Tensor | None = None,
         adapter_names: list[str] | None = None,
     ) -> Tensor:
-        """Compute the base layer with the active adapters. torch.autocast changes nothing.
+        """Compute the base layer with the active adapters; torch.autocast has no effect.
 
-        Arguments are those of the base layer. Raises ValueError for adapter_names (peft: an adapter for each sequence),
-        as tokens of experts have no sequences.
+        Arguments are those of the base layer. Raises ValueError for adapter_names, with which peft selects an adapter
+        for each sequence: an experts layer does not know the sequences of its tokens.
         """
         if adapter_names is not None:
             raise ValueError(
@@ -164,7 +165,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return [Stored(weight.detach(), scale if scale is None else scale.detach(), matrices, added)]
 
     def factors_of(self, adapter_name: str) -> tuple[Tensor, Tensor]:
-        """Return A (E, r, in) and B (E, out, r) of an adapter."""
+        """Return A (E, r, in) and B (E, out, r) of an adapter. Raises ValueError if hotswap_adapter has broken them."""
         a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].by_expert
         a = a.unflatten(0, (len(b), -1))
         if a.shape[1] != b.shape[2]:
@@ -180,13 +181,16 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return a, b
 
     def _layer(self) -> Layer:
-        """Return the FP8 weights of the base layer, or of the FP8 copy with which unquantized experts run."""
+        """Return the FP8 weights of the base layer, or of its FP8 copy if it is unquantized."""
         base = self.get_base_layer()
-        check_base(self.name, base)  # it may have been spread since
+        check_base(self.name, base)  # again: it may have been spread over ranks since it was adapted
         return (base if isinstance(base, GroupedExperts) else cached_layer(base)).whole_weights().layer
 
     def _low_rank(self, added: dict[str, tuple["LoraExperts", list[str]]]) -> LowRank:
-        """Join the factors of all adapters side by side, padded with zeros to the multiples that kernels need."""
+        """Concatenate the factors of all adapters along the rank, zero-padded to the sizes that the kernels need.
+
+        added: for each projection with active adapters, its layer and their names.
+        """
         base = self.get_base_layer()
         hidden, size = base.down_proj.shape[1:]
         (up_a, up_b), (down_a, down_b) = (
@@ -199,7 +203,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return LowRank(up_a, up_b, _pad(down_a, (0, more_columns)), down_b)
 
     def joined(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
-        """Return A and scaled B of the adapters side by side, in bfloat16, the rank padded to a multiple of 16."""
+        """Return A and scaling * B of the adapters in bfloat16, joined along the rank, padded to a multiple of 16."""
         parts = [(*self.factors_of(name), self.scaling[name]) for name in adapters]
         more = -sum(a.shape[1] for a, _, _ in parts) % 16
         a = _join([a.bfloat16() for a, _, _ in parts], 1)
@@ -207,7 +211,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return _pad(a, (0, 0, 0, more)), _pad(b, (0, more))
 
     def _dropout(self, added: Iterable[tuple["LoraExperts", list[str]]]) -> float:
-        """Return the dropout in training, otherwise 0. Raises ValueError if active adapters differ in it."""
+        """Return the dropout of the active adapters, 0 in eval mode. Raises ValueError if they differ."""
         values = {layer.lora_dropout[name].p for layer, names in added for name in names if layer.training}
         if len(values) > 1:
             raise ValueError(
@@ -220,28 +224,28 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return columns, rows
 
 
-# peft puts the next adapter of a parameter into the layer whose class has this name.
+# peft adds another adapter of a parameter to an existing layer only if the layer's class has this name.
 LoraExperts.__name__ = ParamWrapper.__name__
 
 
 def projections(base: nn.Module) -> tuple[str, str]:
-    """Return the names of both projections of experts."""
+    """Return the parameter names of both projections of an experts module."""
     gated = getattr(base, "has_gate", hasattr(base, "gate_up_proj"))
     return "gate_up_proj" if gated else "up_proj", "down_proj"
 
 
 def _no_factors(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A and B of zeros, for a projection without adapters."""
+    """Return all-zero factors A and B, for a projection without adapters."""
     count, rows, columns = weight.shape
     options = {"dtype": torch.bfloat16, "device": weight.device}
     return torch.zeros(count, 16, columns, **options), torch.zeros(count, rows, 16, **options)
 
 
 def _join(parts: list[Tensor], dim: int) -> Tensor:
-    """Concatenate the parts; a single part is not copied."""
+    """Concatenate the parts along `dim`, without a copy if there is one part only."""
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def _pad(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Call F.pad unless all sizes are 0, as F.pad would copy x then too."""
+    """Call F.pad, unless all sizes are 0: F.pad would copy x even then."""
     return F.pad(x, sizes) if any(sizes) else x

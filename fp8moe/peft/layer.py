@@ -1,4 +1,4 @@
-"""peft's LoRA layers on FP8 weights: merging, which rounds, unmerging, which does not, and checks of targets."""
+"""peft LoRA layers on FP8 weights: merging with rounding, unmerging bit for bit, and checks of targets."""
 
 import copy
 import logging
@@ -25,9 +25,10 @@ _NOT_PLAIN = ("lora_bias", "fan_in_fan_out", "use_qalora", "layer_replication")
 
 
 class MergeError(NamedTuple):
-    """The distance of stored weights from the merged sums W + BA, in Frobenius norms of all weights of a module.
+    """The rounding error of merged weights: the Frobenius norm of (stored weights - (W + BA)) over a whole module.
 
-    weight: relative to W + BA. adapter: relative to BA; at 1 rounding has removed as much as the adapter has added.
+    weight: relative to the norm of W + BA.
+    adapter: relative to the norm of BA; at 1, the rounding error is as large as what the adapter has added.
     """
 
     weight: float
@@ -36,9 +37,11 @@ class MergeError(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """Weights of a module: data (E, matrices * N, K); scale, of blocks of each matrix, or None for unquantized data.
+    """Stored weights of a base layer, with the LoRA products BA to add. E is 1 for a linear.
 
-    add: (e) -> (matrices * N, K) float32, the sum to add to the weights of expert e.
+    data: (E, matrices * N, K), with matrices 2 for gate and up, otherwise 1.
+    scale: block scales of each matrix, stacked like data, or None for unquantized data.
+    add: function that returns the sum of BA for expert e, (matrices * N, K) float32.
     """
 
     data: Tensor
@@ -47,7 +50,7 @@ class Stored:
     add: Callable[[int], Tensor]
 
     def sums(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Return W + BA and BA of an expert, (matrices, N, K) float32."""
+        """Return W + BA and BA of one expert, each (matrices, N, K) float32."""
         added = self.add(expert).unflatten(0, (self.matrices, -1))
         data = self.data[expert].unflatten(0, (self.matrices, -1))
         if self.scale is None:
@@ -56,7 +59,7 @@ class Stored:
         return dequantize(FP8Tensor(data, scale)) + added, added
 
     def write(self, expert: int, sums: Tensor, scale_format: str) -> Tensor:
-        """Store the sums of an expert, rounded; return the stored values in float32."""
+        """Round the sums (matrices, N, K) of one expert and store them; return the stored values in float32."""
         if self.scale is None:
             self.data[expert].copy_(sums.flatten(0, 1))
             return self.data[expert].float().view_as(sums)
@@ -67,7 +70,7 @@ class Stored:
 
     @property
     def scale_format(self) -> str:
-        """Return "ue8m0" if all scales are powers of two, else "float32"; merging keeps the format."""
+        """The format of the scales, which merging keeps: "ue8m0" if all are powers of two, else "float32"."""
         if self.scale is None:
             return "float32"
         mantissa, _ = torch.frexp(self.scale.float())
@@ -83,10 +86,11 @@ class Stored:
 
 
 class FP8LoraLayer(LoraLayer):
-    """A layer of peft around a layer whose weights are stored in blocks of FP8, or are quantized to run.
+    """Base class of peft LoRA layers around a layer that stores FP8 block weights, or quantizes its weights to run.
 
-    by_parameter: whether configs name its weights in target_parameters, as for experts, not its module in
-        target_modules. name: of the module, or of the parameter. merge_error: of the last merge, None before it.
+    by_parameter: whether configs target it in target_parameters, as experts, rather than in target_modules.
+    name: of the target module or parameter.
+    merge_error: the error of the last merge, None before the first.
     """
 
     by_parameter = False
@@ -96,7 +100,7 @@ class FP8LoraLayer(LoraLayer):
     _said_idle = False
 
     def stored(self, adapters: Iterable[str]) -> list[Stored]:
-        """Return the weights of the base layer, with the sums that these adapters add to them."""
+        """Return the weights of the base layer with the products BA of these adapters to add."""
         raise NotImplementedError
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config, **kwargs) -> None:
@@ -104,10 +108,10 @@ class FP8LoraLayer(LoraLayer):
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Round W + BA, of all these adapters at once, into the weights of the base layer.
+        """Add BA of all these adapters to the weights W of the base layer, with one rounding.
 
-        The old weights are kept, so that `unmerge` restores their bits. With safe_merge, raises ValueError before it
-        writes if a sum is not finite.
+        The old weights are kept, so that `unmerge` can restore them bit for bit. With safe_merge, raises ValueError
+        before anything is written if a sum is not finite.
         """
         adapters = self.unmerged(adapter_names)
         if adapters:
@@ -116,7 +120,7 @@ class FP8LoraLayer(LoraLayer):
             self._before_merge = before
 
     def unmerge(self) -> None:
-        """Restore the weights from before the first `merge`, bit for bit."""
+        """Restore the weights that the base layer had before the first `merge`, bit for bit."""
         if not self.merged:
             return
         for stored, before in zip(self.stored(()), self._before_merge, strict=True):
@@ -127,7 +131,7 @@ class FP8LoraLayer(LoraLayer):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """Return the base layer, for peft's `merge_and_unload`, which needs no old weights."""
+        """Return the base layer, merged or not, for peft's `merge_and_unload`. Old weights are not kept."""
         adapters = self.unmerged(adapter_names) if merge else []
         if adapters:
             self._merge(safe_merge, adapters)
@@ -136,7 +140,10 @@ class FP8LoraLayer(LoraLayer):
         return self.base_layer
 
     def running(self) -> list[str]:
-        """Return the adapters that a forward adds to the base layer; warn once if there are some and none is active."""
+        """Return the adapters that a forward must add to the base layer; unmerge if adapters are disabled.
+
+        Warns once if the layer has adapters and none of them is active.
+        """
         if self.disable_adapters:
             self.unmerge()
             return []
@@ -144,18 +151,18 @@ class FP8LoraLayer(LoraLayer):
         if self.r and not active and not self.merged and not self._said_idle:
             self._said_idle = True
             found = ", ".join(self.active_adapters) or "none"
-            # Python shows a warning of one place once: all layers warn here, so one of them is shown.
+            # Python shows a warning once per source line, so the user sees one warning although many layers warn here.
             text = f"forward without adapters: {', '.join(self.r)} loaded, but set_adapter has made {found} active"
             warnings.warn(text, stacklevel=1)
         return [] if self.merged else active
 
     def unmerged(self, adapter_names: list[str] | None) -> list[str]:
-        """Return the given adapters, by default the active ones, that this layer has and has not merged."""
+        """Return those of the given adapters, by default the active ones, that this layer has but has not merged."""
         return [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
 
     @torch.no_grad()
     def check_finite(self, adapter_names: list[str] | None) -> None:
-        """Raise ValueError if W + BA of these adapters is not finite."""
+        """Raise ValueError if W + BA, for the given unmerged adapters, is not finite."""
         adapters = self.unmerged(adapter_names)
         for stored in self.stored(adapters) if adapters else ():
             for expert in range(len(stored.data)):
@@ -166,8 +173,8 @@ class FP8LoraLayer(LoraLayer):
 
     @torch.no_grad()
     def _merge(self, safe_merge: bool, adapters: list[str]) -> None:
-        """Write W + BA in place of W, one expert at a time; every FP8 block gets a new scale."""
-        check_base(self.name, self.get_base_layer())  # it may have been spread since
+        """Overwrite W with W + BA, one expert at a time; every FP8 block gets a new scale."""
+        check_base(self.name, self.get_base_layer())  # again: it may have been spread over ranks since it was adapted
         if safe_merge:
             self.check_finite(adapters)
         weights = self.stored(adapters)
@@ -188,7 +195,7 @@ class FP8LoraLayer(LoraLayer):
         )
 
     def _start(self, base_layer: nn.Module, adapter_name: str, config, kwargs: dict) -> None:
-        """Refuse targets and options that do not work, before peft changes the layer."""
+        """Set `name`; raise ValueError for targets and options that do not work, before peft changes the layer."""
         self.name = kwargs.get("target_name") or type(base_layer).__name__
         check_target(self.name, type(self), kwargs.get("parameter_name"))
         check_config(self.name, config)
@@ -196,10 +203,10 @@ class FP8LoraLayer(LoraLayer):
 
 
 class LoraFP8Linear(FP8LoraLayer, Linear):
-    """``base(x) + scaling * B @ A @ dropout(x)``, the base in FP8 and frozen, A and B as in peft's lora.Linear.
+    """LoRA on a frozen FP8 linear: ``base(x) + scaling * B @ A @ dropout(x)``, with A and B as in peft's lora.Linear.
 
-    Adapters are made in the dtype of the bias, without one in bfloat16; peft's autocast_adapter_dtype may turn them to
-    float32.
+    New adapters have the dtype of the base layer's bias, or bfloat16 if it has none; peft's autocast_adapter_dtype may
+    cast them to float32.
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config, **kwargs) -> None:
@@ -231,14 +238,14 @@ class LoraFP8Linear(FP8LoraLayer, Linear):
 
 
 Modules = Mapping[str, tuple[nn.Module, type[FP8LoraLayer]]]
-"""The modules of a model that have adapters, under all of their names, each with the class of its adapters."""
+"""Qualified name -> (module, its LoRA layer class), for all modules that can be adapted, under all of their names."""
 
 
 def with_projections(config: Any, modules: Modules) -> Any:
-    """Return a LoraConfig whose target_parameters name the projections of the experts that target_modules names.
+    """Return a LoraConfig with experts modules moved from target_modules to target_parameters, as their projections.
 
-    A config whose target_modules is a regular expression is returned as it is, and so is one with layers_to_transform
-    or exclude_modules, which peft applies to modules only.
+    A config is returned unchanged if its target_modules is a regular expression, or if it has layers_to_transform or
+    exclude_modules, which peft does not apply to parameters.
     """
     targets = config.target_modules
     if targets is None or isinstance(targets, str) or config.layers_to_transform is not None or config.exclude_modules:
@@ -263,7 +270,7 @@ def with_projections(config: Any, modules: Modules) -> Any:
 
 
 def check_targets(config: Any, modules: Modules) -> None:
-    """Raise ValueError for targets that peft would refuse, or leave without adapter, after it has changed the model.
+    """Raise ValueError for targets that peft would refuse after changing the model, or would leave without adapter.
 
     config: a LoraConfig.
     """
@@ -279,7 +286,7 @@ def check_targets(config: Any, modules: Modules) -> None:
             weight.dtype == torch.float8_e4m3fn for weight in module.parameters(recurse=False)
         ):
             raise ValueError(f"modules_to_save: {name} is in FP8, which is not trained")
-        # Without target_modules peft takes those that it knows for the model: they are checked when they are adapted.
+        # Without target_modules peft uses its own defaults for the model, which are checked when they are adapted.
         targeted = config.target_modules is not None and check_target_module_exists(config, name)
         if not targeted and not parameters:
             continue
@@ -299,7 +306,7 @@ def _ends(name: str, targets: Iterable[str] | None) -> bool:
 
 
 def check_target(name: str, layer: type[FP8LoraLayer], parameter_name: str | None) -> None:
-    """Raise ValueError for experts in target_modules, and for parameters that are not projections of experts."""
+    """Raise ValueError for experts in target_modules, and for target_parameters other than projections of experts."""
     if layer.by_parameter and parameter_name is None:
         module = name.rpartition(".")[2]
         raise ValueError(
@@ -313,10 +320,10 @@ def check_target(name: str, layer: type[FP8LoraLayer], parameter_name: str | Non
 
 
 def check_config(name: str, config: Any) -> None:
-    """Raise ValueError for a LoraConfig with more than plain LoRA beside weights that do not change."""
+    """Raise ValueError for a LoraConfig with more than plain LoRA, or whose initialization changes the base weights."""
     variants = [field.name for field in fields(config) if field.metadata.get("is_lora_variant")]
     for field in (*variants, *_NOT_PLAIN):
-        value = getattr(config, field, None)  # older versions of peft lack some
+        value = getattr(config, field, None)  # older versions of peft lack some of these fields
         if value:
             raise ValueError(f"{field}: expected none for the FP8 weights of {name}, got {value!r}")
     if not 0 <= config.lora_dropout < 1:
@@ -329,7 +336,11 @@ def check_config(name: str, config: Any) -> None:
 
 
 def check_base(name: str, module: nn.Module) -> None:
-    """Raise ValueError for a layer spread over ranks, experts with biases or transposed, and other FP8 formats."""
+    """Raise ValueError for a base layer that LoRA cannot run on.
+
+    That is a layer spread over ranks, experts with biases or transposed weights, or another FP8 format than 128x128
+    blocks.
+    """
     parallel = [getattr(module, attribute, None) for attribute in ("parallel", "_fp8moe_parallel")]
     if any(style is not None for style in parallel) or any(map(is_sharded, module.parameters(recurse=False))):
         raise ValueError(
@@ -345,17 +356,17 @@ def check_base(name: str, module: nn.Module) -> None:
         if scale is not None and has_channel_scales(value, scale):
             raise ValueError(f"{name}: expected scales of 128x128 blocks to adapt, got one for each output channel")
     weight, scale = getattr(module, "weight", None), getattr(module, "weight_scale_inv", None)
-    if weight is not None and scale is not None and hasattr(module, "block_size"):  # of transformers
+    if weight is not None and scale is not None and hasattr(module, "block_size"):  # an FP8Linear of transformers
         reason = linears.refusal(weight, module.block_size, getattr(module, "activation_scale", None))
         if reason is not None:
             raise ValueError(f"{name}: expected FP8 weights that fp8moe runs, got {reason}")
 
 
 def check_loaded(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_) -> None:
-    """Refuse an adapter that does not fit, before `load_state_dict` of the model writes anything.
+    """Check the LoRA factors in a state dict before `load_state_dict` of the model writes anything.
 
-    Raises ValueError, which names the layer, for factors that are missing, of another shape, or of no layer of the
-    model. peft would ignore missing ones and those of no layer.
+    Raises ValueError, which names the layer, for factors that are missing, have another shape, or belong to no layer of
+    the model. peft itself would ignore missing factors and those that belong to no layer.
     """
     given = {key.removeprefix(prefix): tuple(value.shape) for key, value in state_dict.items() if ".lora_" in key}
     if not given:
@@ -376,12 +387,12 @@ def check_loaded(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str
 
 
 def _adapter(key: str) -> str:
-    """Return the adapter's name in the name of a factor, ``layer.lora_A.name.weight``."""
+    """Return the adapter's name, "name" in the key of a factor ``layer.lora_A.name.weight``."""
     return key.rpartition(".lora_")[2].split(".")[1]
 
 
 def _named(model: nn.Module, key: str) -> str:
-    """Describe a factor: its layer as peft's configs name it, A or B, and for experts their number and the rank."""
+    """Describe a factor for an error: its layer's name in peft configs, A or B, and for experts count and rank."""
     path, _, factor = key.rpartition(".lora_")
     layer = model.get_submodule(path)
     if not isinstance(layer, FP8LoraLayer):

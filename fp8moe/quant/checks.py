@@ -46,7 +46,7 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, int], device: torch.
 
 
 def check_weight_scale(name: str, weight: FP8Tensor, device: torch.device, projections: int = 1) -> None:
-    """Check the block or channel scales of weights (..., N, K). projections: matrices stacked along N."""
+    """Check the block or channel scales of weights (..., N, K). projections: number of matrices stacked along N."""
     data, scale = weight
     if not has_channel_scales(data, scale):
         *lead, n, k = data.shape
@@ -75,7 +75,7 @@ def check_vector(name: str, value: Tensor, dtype: torch.dtype, length: int | Non
 
 
 def check_groups(group_offsets: Tensor, rows: int, device: torch.device) -> int:
-    """Check dtype, shape and device of `group_offsets` (E + 1,), and `check_padded`. Returns E."""
+    """Check dtype, shape and device of `group_offsets` (E + 1,), and that padded offsets fit int32. Returns E."""
     check_vector("group_offsets", group_offsets, torch.int32, None, device)
     if group_offsets.shape[0] < 2:
         raise ValueError(f"group_offsets: expected shape (E + 1,) with E >= 1, got {tuple(group_offsets.shape)}")
@@ -93,7 +93,7 @@ def check_padded(rows: int, groups: int) -> None:
 def mn_major(activation_scale: Tensor, *, of_more_rows: bool = False) -> Tensor:
     """Return ``activation_scale`` (M, K blocks), or a copy if it is not MN-major and 16-byte aligned.
 
-    of_more_rows: accept a larger pitch between columns, as in a slice of rows.
+    of_more_rows: accept a larger pitch between columns, as in a slice of a tensor with more rows.
     """
     m = activation_scale.shape[0]
     row, column = activation_scale.stride()

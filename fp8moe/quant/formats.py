@@ -12,7 +12,7 @@ FP8_MAX = 448.0
 """Largest finite E4M3 value."""
 
 SCALE_FLOOR = 1e-12
-"""Smallest block maximum that a scale is made from, so that an all-zero block has a finite, non-zero scale."""
+"""Lower limit of a block's maximum in the computation of its scale: an all-zero block gets a finite, non-zero scale."""
 
 SCALE_DEFINES = (("BLOCK", BLOCK), ("FP8_MAX", f"{FP8_MAX}f"), ("SCALE_FLOOR", f"{SCALE_FLOOR}f"))
 """The macros that cuda/common/block_scale.cuh needs."""
@@ -32,14 +32,14 @@ class FP8Tensor(NamedTuple):
     scale: torch.Tensor
 
 
-# torch.export.save and AOTInductor need it to write programs that take or return an FP8Tensor.
+# torch.export.save and AOTInductor need this registration for programs that take or return an FP8Tensor.
 _register_namedtuple(FP8Tensor, serialized_type_name="fp8moe.FP8Tensor")
 
 
 def has_channel_scales(data: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether the scale of weights (..., N, K) has an element for each output channel: (..., N, 1)."""
+    """Return whether weights (..., N, K) have one scale per output channel: (..., N, 1)."""
     n = data.shape[-2]
-    return n > 2 and scale.shape[-2:] == (n, 1)  # with N = 2, a row of gate and a row of up, each row is a block too
+    return n > 2 and scale.shape[-2:] == (n, 1)  # up to N = 2 (one gate and one up row), block scales can look the same
 
 
 def ceil_div(n: int, divisor: int) -> int:
@@ -53,7 +53,7 @@ def align(n: int, multiple: int) -> int:
 
 
 def padded_rows(rows: int, groups: int) -> int:
-    """Return an upper bound of the rows that `rows` in `groups` groups of any sizes take, each padded to 128."""
+    """Return an upper bound of the padded rows, if `rows` rows are split into `groups` groups, each padded to 128."""
     return (rows + (BLOCK - 1) * torch.sym_min(groups, rows)) // BLOCK * BLOCK
 
 

@@ -1,4 +1,4 @@
-"""Quantize to FP8 E4M3 with one scale per block, and back. Blocks of 1x128 for activations, 128x128 for weights.
+"""Quantize to FP8 E4M3 with one scale per block, and dequantize. Blocks: 1x128 for activations, 128x128 for weights.
 
 Block-wise scaling as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), with scales in float32 or rounded up to powers
 of two (the E8M0 scales of the OCP Microscaling specification v1.0, section 5.4, kept as float32 values).
@@ -36,7 +36,7 @@ from fp8moe.runtime.sm90 import WARP
 
 INPUT_TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
 
-# Macros of each kernel: WARPS of a thread block; rows of a warp; columns of a thread block.
+# Macros of each kernel: warps per thread block, rows per warp, columns per thread block.
 _CONSTANTS = {
     "quantize_1x128": {"WARPS": 4, "ROWS_PER_WARP": 8},
     "quantize_128x128": {"WARPS": 8},
@@ -63,8 +63,8 @@ def quantize_128x128(w: Tensor, *, scale_format: str = "float32", out: FP8Tensor
 
     w: (..., N, K) bfloat16, float16 or float32, any strides.
     scale_format: "float32", or "ue8m0" for scales rounded up to powers of two.
-    out: FP8Tensor or (data, scale) of the result's shapes, to write to. Where it is no contiguous memory, such as the
-        gate's rows of a gate_up_proj, FP8 values are copied there.
+    out: FP8Tensor or (data, scale) with the result's shapes, to write to. If it is not contiguous, such as the gate
+        rows of a gate_up_proj, the FP8 values are computed elsewhere and copied into it.
     Returns ``out``, or data (..., N, K) and scale (..., ceil(N/128), ceil(K/128)), both contiguous.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank or scale_format, or an ``out`` that does not
     fit or overlaps w.
@@ -80,9 +80,9 @@ def quantize_128x128(w: Tensor, *, scale_format: str = "float32", out: FP8Tensor
 
 
 class Requantizer:
-    """Repeats ``quantize_128x128(w, out=out)`` for tensors w laid out like `like`, in one launch each.
+    """Repeats ``quantize_128x128(w, out=out)`` for tensors w with the layout of `like`, with one launch per call.
 
-    like, out: arguments of a call of `quantize_128x128`, which has checked them. The version of `out` is not increased.
+    like, out: arguments that a call of `quantize_128x128` has checked. The version counter of `out` is not increased.
     """
 
     def __init__(self, like: Tensor, out: FP8Tensor):
@@ -97,7 +97,7 @@ class Requantizer:
             self._launcher = launcher(self._device, "quantize_128x128", _merged(like, 2), True)
 
     def takes(self, w: Tensor) -> bool:
-        """Whether w can be quantized here: it is laid out like `like` and does not overlap `out`."""
+        """Return whether `w` can be quantized by a call: it has the layout of `like` and does not overlap `out`."""
         if self._launcher is None or (w.dtype, w.device, w.shape, w.stride()) != self._layout:
             return False
         start = w.data_ptr()
@@ -113,7 +113,7 @@ class Requantizer:
 
 
 def quantize_128x1(x: Tensor) -> FP8Tensor:
-    """Transpose x and quantize it, one scale per column and 128 rows of x: an operand whose K runs along x's rows.
+    """Transpose x and quantize it with one scale per column and 128 rows of x, for a GEMM that sums over x's rows.
 
     x: (K, M) bfloat16, float16 or float32, any strides.
     Returns data (M, K) contiguous and MN-major scale (M, ceil(K/128)): what `quantize_1x128(x.t())` returns.
@@ -134,7 +134,7 @@ def quantize_channels(w: Tensor) -> FP8Tensor:
 
 
 def dequantize(t: FP8Tensor | tuple[Tensor, Tensor], *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``data * scale`` of each block, computed in float32.
+    """Return ``data * scale`` for each block, computed in float32.
 
     t: FP8Tensor or (data, scale). data (..., R, K) float8_e4m3fn; scale float32, any strides,
     (..., R, ceil(K/128)) for 1x128 blocks, (..., ceil(R/128), ceil(K/128)) for 128x128 blocks or (..., R, 1).
@@ -168,26 +168,26 @@ def dequantize(t: FP8Tensor | tuple[Tensor, Tensor], *, dtype: torch.dtype = tor
 
 
 def input_defines(dtype: torch.dtype, *, vector: bool = True) -> tuple[tuple[str, int | str], ...]:
-    """Return the macros that cuda/common/input.cuh needs. dtype: of the input. vector: see `has_vector_rows`."""
+    """Return the macros for cuda/common/input.cuh. dtype: dtype of the input. vector: see `has_vector_rows`."""
     return ("INPUT", INPUT_TYPES[dtype]), ("VECTOR", int(vector))
 
 
 def quantizer_defines(
     dtype: torch.dtype, *, ue8m0: bool = False, vector: bool = True
 ) -> tuple[tuple[str, int | str], ...]:
-    """Return the macros that cuda/common/quantize.cuh needs. ue8m0: scales are rounded up to powers of two."""
+    """Return the macros for cuda/common/quantize.cuh. ue8m0: round scales up to powers of two."""
     return (*input_defines(dtype, vector=vector), ("UE8M0", int(ue8m0)), *SCALE_DEFINES)
 
 
 def kernel_spec(name: str, dtype: torch.dtype, ue8m0: bool, vector: bool) -> KernelSpec:
-    """Return the kernel "quantize_1x128", "quantize_128x128" or "quantize_128x1"; otherwise as `quantizer_defines`."""
+    """Return the spec of "quantize_1x128", "quantize_128x128" or "quantize_128x1". Options: see `quantizer_defines`."""
     defines = quantizer_defines(dtype, ue8m0=ue8m0, vector=vector)
     return KernelSpec(f"{name}.cu", name, (*defines, *_CONSTANTS[name].items()))
 
 
 @planned
 def launcher(device_index: int, name: str, x: Tensor, vector: bool, ue8m0: bool = False) -> PointerLauncher:
-    """Return the launcher of a kernel of `kernel_spec` for (x, data, scale).
+    """Build the launcher of the kernel `name` for the tensors (x, data, scale).
 
     x: (M, K), for "quantize_128x128" (E, N, K), for "quantize_128x1" (K, M); last stride 1, not empty.
     vector: `has_vector_rows` of x. data: contiguous, at a multiple of 16 bytes. scale of "quantize_1x128": row i and K
@@ -212,7 +212,7 @@ def launcher(device_index: int, name: str, x: Tensor, vector: bool, ue8m0: bool 
 
 
 def has_vector_rows(x: Tensor) -> bool:
-    """Whether the rows of x start at multiples of 16 bytes and are multiples of 16 bytes long."""
+    """Return whether the rows of x start at multiples of 16 bytes and are multiples of 16 bytes long."""
     lengths = functools.reduce(operators.or_, x.stride()[:-1], x.shape[-1])
     return not (x.data_ptr() | lengths * x.element_size()) & 15
 
@@ -285,7 +285,7 @@ def _check_out(w: Tensor, scale_format: str, data: Tensor, scale: Tensor) -> Non
 def _write_128x128(
     quantize: Callable[..., tuple[Tensor, Tensor]], w: Tensor, scale_format: str, data: Tensor, scale: Tensor
 ) -> None:
-    """Quantize w into data and scale, by way of a copy where ``quantize(w, scale_format, results)`` cannot write."""
+    """Quantize w into data and scale, through a temporary copy if ``quantize(w, scale_format, results)`` needs it."""
     for name, value in (("data", data), ("scale", scale)):
         if overlap(value, w):
             raise ValueError(f"out.{name}: expected memory of its own, got a tensor that overlaps w")
@@ -293,7 +293,7 @@ def _write_128x128(
         quantize(w, scale_format, (data, scale))
         return
     found = quantize(w, scale_format, _empty_128x128(w, scale_format))
-    # Copy eight values at a time where rows are multiples of eight values.
+    # Copy eight values at a time if rows are multiples of eight values long and start at such multiples.
     pitches = (data.shape[-1], data.storage_offset(), *data.stride()[:-1])
     wide = torch.int64 if data.stride(-1) == 1 and not any(pitch % 8 for pitch in pitches) else torch.uint8
     data.view(wide).copy_(found[0].view(wide))

@@ -1,8 +1,8 @@
 """Reference quantizers in plain PyTorch, on any device: they define the results of the CUDA kernels bit for bit.
 
-Per block: ``scale = max(amax, 1e-12) / 448`` and ``data = e4m3(x / scale)``, both quotients correctly rounded float32,
-the cast saturating and to nearest even. A NaN makes its whole block NaN, an infinity the scale infinite, so that
-``data * scale`` is NaN throughout. Nothing here waits for a GPU.
+Per block: ``scale = max(amax, 1e-12) / 448`` and ``data = e4m3(x / scale)``. Both quotients are correctly rounded to
+float32; the cast saturates and rounds to nearest even. A NaN makes its whole block NaN; an infinity makes the scale
+infinite, so that ``data * scale`` is NaN throughout. No function here synchronizes with a GPU.
 """
 
 from typing import NamedTuple
@@ -15,9 +15,9 @@ from fp8moe.quant.formats import BLOCK, FP8_MAX, SCALE_FLOOR, ceil_div, empty_mn
 
 
 class Results(NamedTuple):
-    """Data and scale of R rows, of their transpose with padded groups, and the offsets (E + 1,) of these groups.
+    """Data and scale of R rows, data and scale of their transpose with padded groups, and the groups' offsets (E + 1,).
 
-    The last three are None if rows alone are quantized.
+    The last three fields are None if only the rows are quantized.
     """
 
     rows: Tensor
@@ -51,7 +51,7 @@ def quantize_128x128(w: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
 def quantize_with_transpose(
     x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None
 ) -> Results:
-    """Compute ``quant.transpose.quantize_with_transpose``, with rows of no group quantized too."""
+    """Compute ``quant.transpose.quantize_with_transpose``. Rows outside all groups are quantized too."""
     rows, used = x, None
     if tokens is not None:
         used = (tokens >= 0) & (tokens < x.shape[0])
@@ -74,13 +74,13 @@ def both_ways(rows: Tensor, weighted: Tensor, group_offsets: Tensor | None) -> R
 
 
 def pad_groups(group_offsets: Tensor | None, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return first rows (E,), ends (E,), and offsets (E+1,) of the padded groups. group_offsets None: one group."""
+    """Return the groups' first rows (E,), ends (E,) and padded offsets (E+1,). group_offsets: None for one group."""
     if group_offsets is None:
         group_offsets = torch.arange(2, device=device) * rows
     starts = group_offsets[:-1].long().clamp(0, rows)
     ends = group_offsets[1:].long().clamp(max=rows).maximum(starts)
     sizes = (ends - starts + BLOCK - 1) // BLOCK * BLOCK
-    # The clamp matters only if groups overlap: their sum then exceeds the columns.
+    # The clamp matters only if groups overlap: their sizes then sum to more than the columns.
     ends_padded = sizes.cumsum(0).clamp(max=padded_rows(rows, len(sizes)))
     return starts, ends, torch.cat([sizes.new_zeros(1), ends_padded])
 
@@ -93,7 +93,7 @@ def gather(x: Tensor, index: Tensor, used: Tensor) -> Tensor:
 
 
 def block_scale(amax: Tensor, ue8m0: bool) -> Tensor:
-    """Return the scales of blocks with the largest magnitudes ``amax`` (float32). Every NaN becomes 0x7fc00000."""
+    """Return the scales of blocks from their largest magnitudes ``amax`` (float32). Every NaN becomes 0x7fc00000."""
     # Divide by a tensor: on a GPU PyTorch turns division by a number into multiplication by its reciprocal.
     scale = amax.clamp(min=SCALE_FLOOR) / amax.new_tensor(FP8_MAX)
     if ue8m0:
@@ -108,11 +108,11 @@ def up_to_power_of_two(scale: Tensor) -> Tensor:
 
 
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Pad x (..., M, F) to (..., rows, columns) with zeros; contiguous."""
+    """Return x (..., M, F) padded with zeros to (..., rows, columns), contiguous."""
     return F.pad(x, (0, columns - x.shape[-1], 0, rows - x.shape[-2])).contiguous()
 
 
 def _cast(quotient: Tensor) -> Tensor:
-    """Cast to E4M3, saturating. Every NaN becomes 0x7f, as in the GPU's instruction."""
+    """Cast to E4M3, saturating. Every NaN becomes 0x7f, as with the GPU's conversion instruction."""
     saturated = quotient.clamp(-FP8_MAX, FP8_MAX)
     return torch.where(saturated.isnan(), torch.nan, saturated).to(torch.float8_e4m3fn)

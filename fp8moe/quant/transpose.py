@@ -19,18 +19,18 @@ from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import WARP
 
 TILE_BYTES = BLOCK * BLOCK  # bytes of the transposed tile in shared memory
-STRIP = 8  # columns of tiles that neighbouring thread blocks take
-_GATHER_STRIP = 4  # the same where tokens are read several times: fewer, so that they stay in L2
-_WARPS = 8  # warps of a thread block
+STRIP = 8  # width in tiles of the strips that thread blocks walk, row of tiles by row of tiles
+_GATHER_STRIP = 4  # the same if tokens are read several times: narrower, so that they stay in L2
+_WARPS = 8  # warps per thread block
 
 
 class Transposed(NamedTuple):
     """A matrix (R, F) of E groups of rows, quantized along its rows and along its columns.
 
-    rows: data (R, F), scale (R, ceil(F/128)) MN-major: what `quantize_1x128` returns.
-    columns: the transpose with every group padded with zeros to a multiple of 128 rows: data (F, P), scale (F, P/128)
+    rows: data (R, F), scale (R, ceil(F/128)) MN-major, as `quantize_1x128` returns them.
+    columns: the transpose, with every group padded with zeros to a multiple of 128 rows: data (F, P), scale (F, P/128)
         MN-major, P = `padded_rows` (R, E). Columns past ``offsets[E]`` are uninitialized.
-    offsets: (E+1,) int32: group e has the columns ``offsets[e]`` up to ``offsets[e+1]`` of `columns`.
+    offsets: (E+1,) int32: group e has the columns ``offsets[e]:offsets[e+1]`` of `columns`.
     """
 
     rows: FP8Tensor
@@ -41,20 +41,19 @@ class Transposed(NamedTuple):
 def quantize_with_transpose(
     x: Tensor, group_offsets: Tensor | None = None, *, tokens: Tensor | None = None, row_weights: Tensor | None = None
 ) -> Transposed:
-    """Quantize the rows of x, and of its transpose, in blocks of 1x128, reading x once.
+    """Quantize the rows of x and the rows of its transpose in blocks of 1x128, reading x once.
 
-    A weight gradient ``dY.T @ X`` sums over tokens, so its operands need blocks of 128 tokens along K, beside the
+    A weight gradient ``dY.T @ X`` sums over tokens, so its operands need blocks of 128 tokens along K, besides the
     blocks of 128 features that forward and input gradient need: DeepSeek-V3, arXiv:2412.19437, section 3.3.
 
     x: (M, F) bfloat16, float16 or float32, any strides.
-    group_offsets: (E+1,) int32: group e has the rows ``group_offsets[e]`` up to ``group_offsets[e+1]``, any number of
-        them. Both ends are clamped to [0, R], and a group whose end comes before its start is empty. None: one group
-        of all rows.
+    group_offsets: (E+1,) int32: group e has the rows ``group_offsets[e]:group_offsets[e+1]``, any number of them. Both
+        ends are clamped to [0, R]; a group whose end is before its start is empty. None: one group of all rows.
     tokens: (R,) int32: row r is ``x[tokens[r]]``, or zeros if tokens[r] is outside [0, M). None: R = M, row r is x[r].
-    row_weights: (R,) float32: factors of the rows, in float32, for `columns` but not for `rows`.
-    Returns `Transposed`, detached from the autograd graph. Rows of no group are uninitialized. A NaN or infinity
-    reaches its block of the row and its block of the column, and no other. Equal inputs give equal bits. On the CUDA
-    backend a call can be captured in a CUDA graph: the host does not need the group sizes.
+    row_weights: (R,) float32: rows are multiplied by these, in float32, for `columns` but not for `rows`.
+    Returns `Transposed`, detached from the autograd graph. Rows outside all groups are uninitialized. A NaN or infinity
+    affects only its block of the row and its block of the column. Equal inputs give bitwise equal results. On the CUDA
+    backend a call can be captured in a CUDA graph: the host does not read the group sizes.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device.
     """
@@ -113,10 +112,10 @@ def tile_spec(
     weighted: bool = False,
     **defines: int,
 ) -> KernelSpec:
-    """Return the kernel `name`, which includes quantize_tile.cuh and has the ``struct Source`` `source`.
+    """Return the spec of the kernel `name`, which includes quantize_tile.cuh.
 
-    dtype, vector: of its input, as for `quantizer_defines`. shared_bytes: dynamic shared memory of a thread block.
-    weighted: rows have weights for the transpose. defines: further macros of this kernel.
+    source: ctypes type of the kernel's ``struct Source``. dtype, vector: see `quantizer_defines`. shared_bytes: dynamic
+    shared memory of a thread block. weighted: rows have weights for the transpose. defines: further macros.
     """
     defines |= {
         "WARPS": _WARPS,
@@ -143,11 +142,11 @@ def tile_launcher(
     column_tiles: int,
     strip: int = STRIP,
 ) -> PointerLauncher:
-    """Return the launcher of a kernel of `tile_spec` on the current device.
+    """Build the launcher of a kernel of `tile_spec` on the current device.
 
-    Its operands: the tensors of `Results`, contiguous group offsets or None, then the tensors of `source`.
-    source: the kernel's ``struct Source`` with its sizes. rows, width, groups: of the results. column_tiles: tiles of
-    128 columns side by side.
+    It is called with the tensors of `Results`, contiguous group offsets or None, then the tensors of `source`.
+    source: the kernel's ``struct Source`` with its sizes filled in. rows, width, groups: of the results. column_tiles:
+    number of tiles of 128 columns side by side.
     """
     row_tiles = padded_rows(rows, groups) // BLOCK
     sizes = {"num_rows": rows, "num_groups": groups, "row_tiles": row_tiles, "column_tiles": column_tiles}
@@ -162,9 +161,10 @@ def tile_launcher(
 def launcher(
     device_index: int, x: Tensor, rows: int, groups: int, vector: bool, weighted: bool, strip: int
 ) -> PointerLauncher:
-    """Return the `tile_launcher` of `quantize_with_transpose`, whose source is x, tokens or None, row_weights or None.
+    """Build the `tile_launcher` of `quantize_with_transpose`; its source tensors are x, tokens and row_weights.
 
-    x: (M, F), last stride 1. vector: `has_vector_rows` of x. weighted: there are row weights.
+    tokens and row_weights may be None. x: (M, F), last stride 1. vector: `has_vector_rows` of x. weighted: whether
+    there are row_weights.
     """
     source = _GatheredRows(row_stride=x.stride(0), num_tokens=x.shape[0])
     sizes = {"rows": rows, "width": x.shape[1], "groups": groups, "column_tiles": ceil_div(x.shape[1], BLOCK)}
@@ -174,7 +174,7 @@ def launcher(
 def launch(
     x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None, results: Results
 ) -> Results:
-    """Compute `quantize_with_transpose` into `results`, and return them."""
+    """Compute `quantize_with_transpose` into `results` with the CUDA kernel. Returns `results`."""
     rows, groups = results.rows.shape[0], results.offsets.shape[0] - 1
     if not results.columns.numel():
         results.offsets.copy_(pad_groups(group_offsets, rows, x.device)[2])
@@ -190,12 +190,12 @@ def launch(
 
 
 def transposed(rows: Tensor, row_scale: Tensor, columns: Tensor, column_scale: Tensor, offsets: Tensor) -> Transposed:
-    """Name the tensors that an operator returns."""
+    """Return a `Transposed` made of the five tensors that an operator returns."""
     return Transposed(FP8Tensor(rows, row_scale), FP8Tensor(columns, column_scale), offsets)
 
 
 def empty_results(like: Tensor, rows: int, features: int, groups: int) -> Results:
-    """Return uninitialized results for (rows, features) in `groups` groups, on the device of `like`."""
+    """Return uninitialized `Results` for a matrix (rows, features) in `groups` groups, on the device of `like`."""
     columns = empty_quantized(like, features, padded_rows(rows, groups))
     return Results(*empty_quantized(like, rows, features), *columns, like.new_empty((groups + 1,), dtype=torch.int32))
 
@@ -235,14 +235,14 @@ _quantize_with_transpose = operator(
 
 
 def fp8_kernel_spec(load_aligned: bool, store_aligned: bool) -> KernelSpec:
-    """Return the kernel. load_aligned, store_aligned: `has_vector_rows` of input and output."""
+    """Return the spec of transpose_fp8.cu. load_aligned, store_aligned: `has_vector_rows` of input and output."""
     alignment = (("LOAD_ALIGNED", int(load_aligned)), ("STORE_ALIGNED", int(store_aligned)))
     return KernelSpec("transpose_fp8.cu", "transpose_fp8", (("BLOCK", BLOCK), ("WARPS", _WARPS), *alignment))
 
 
 @planned
 def fp8_launcher(device_index: int, data: Tensor, scale: Tensor, load_aligned: bool) -> PointerLauncher:
-    """Return the launcher for (data, scale, data_out, scale_out), contiguous and not empty.
+    """Build the launcher for the tensors (data, scale, data_out, scale_out), contiguous and not empty.
 
     load_aligned: `has_vector_rows` of data. data_out is at a multiple of 16 bytes.
     """

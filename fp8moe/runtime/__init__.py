@@ -1,1 +1,1 @@
-"""The base of every operation, without FP8: compiling, caching, launching, plans, backends, settings, operators."""
+"""Infrastructure, independent of FP8: compiling, caching and launching kernels, backends, settings, operators."""

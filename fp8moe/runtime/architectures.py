@@ -1,12 +1,13 @@
-"""The architectures of GPUs that kernels are compiled for: a table with a row for each."""
+"""The table of GPU architectures that kernels are compiled for."""
 
 from typing import NamedTuple
 
 
 class Architecture(NamedTuple):
-    """folder: of fp8moe/cuda, with what only this architecture compiles. flag: its name for compilers.
+    """A GPU architecture that kernels are compiled for.
 
-    capability: as PyTorch reports it.
+    folder: folder of fp8moe/cuda with sources for this architecture only. flag: its name in compiler options.
+    capability: compute capability (major, minor), as PyTorch reports it.
     """
 
     folder: str

@@ -1,4 +1,4 @@
-"""Operations without a backward: the forward takes inputs that require gradients, a backward says there is none."""
+"""Operators without a backward: the forward accepts inputs that require gradients, the backward raises an error."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def run(op, name: str, *args) -> Any:
 
 
 def recorded(*values: object) -> bool:
-    """Whether autograd records operations on one of these values, also from outside of a vmap."""
+    """Return whether autograd records operations on any of these values, also if vmap has wrapped the tensor."""
     if not torch.is_grad_enabled():
         return False
     for value in values:  # a loop takes half the time of any()
@@ -31,12 +31,12 @@ def recorded(*values: object) -> bool:
 
 
 def detached(value: Tensor) -> Tensor:
-    """Return the value, detached if it is recorded, for operations without a derivative."""
+    """Return a tensor, detached if autograd records it, as the input of an operation without a derivative."""
     return value.detach() if recorded(value) else value
 
 
 def check_derivatives(name: str, *values: object) -> None:
-    """Raise RuntimeError if a value has, or may have, a forward-mode tangent, or a gradient of torch.func."""
+    """Raise RuntimeError if a value has, or may have, a forward-mode tangent, or if torch.func differentiates it."""
     forward_mode = forward_ad._current_level >= 0
     if not (forward_mode or _transformed()):
         return
@@ -48,7 +48,7 @@ def check_derivatives(name: str, *values: object) -> None:
 
 
 def check_out(name: str, arguments: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
-    """Raise RuntimeError if a write to ``out``, one of the tensors, would miss a derivative or a transformation."""
+    """Raise RuntimeError if autograd or a torch.func transform would miss a write to ``out``, one of `tensors`."""
     check_derivatives(name, *tensors)
     if _transformed() and any(_wrapped(value) for value in tensors if value is not None):
         raise RuntimeError(f"{name}: out= does not work under torch.func or vmap; call it without out")
@@ -58,7 +58,7 @@ def check_out(name: str, arguments: Sequence[str], tensors: Sequence[Tensor | No
 
 
 def _transformed() -> bool:
-    """Whether a transformation of torch.func is running."""
+    """Return whether a transform of torch.func, such as grad or vmap, is running."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
@@ -67,7 +67,7 @@ def _wrapped(value: Tensor) -> bool:
 
 
 def _may_have_tangent(value: Tensor) -> bool:
-    # Only the innermost of nested jvp can be asked for tangents; values of the outer ones are wrapped.
+    # Of nested jvp calls only the innermost can be asked for tangents; tensors of the outer ones are wrapped.
     return _wrapped(value) or forward_ad.unpack_dual(value).tangent is not None
 
 
@@ -91,11 +91,11 @@ class _ForwardOnly(torch.autograd.Function):
         ctx.name = name
         ctx.save_for_backward(*(arg if isinstance(arg, Tensor) else None for arg in args))
         results = op(*args)
-        return tuple(results) if isinstance(results, list) else results  # autograd takes a list for no tensor
+        return tuple(results) if isinstance(results, list) else results  # autograd finds no tensors in a list
 
     @staticmethod
     def backward(ctx, grad, *_):
-        # An operator raises, not this method, which torch.compile traces together with the forward.
+        # Raise within an operator, not here: torch.compile traces this method together with the forward.
         needed = ctx.needs_input_grad[2:]
         inputs = [arg for arg, need in zip(ctx.saved_tensors, needed, strict=True) if need]
         grads = iter(torch.ops.fp8moe.no_backward(grad, inputs, ctx.name))

@@ -7,20 +7,21 @@ import torch
 from fp8moe.runtime import config
 from fp8moe.runtime.architectures import ARCHITECTURES
 
-# (settings.backend, device index) -> may the kernels run there. A refusal is never stored: it is raised.
+# (settings.backend, device index) -> whether the CUDA kernels run there. Errors are raised, not stored.
 _decisions: dict[tuple[str, int], bool] = {}
 
 _WAY_OUT = "set FP8MOE_BACKEND=auto or reference"
 
 
 def use_cuda(*tensors: torch.Tensor) -> bool:
-    """True if the CUDA kernels are to run on these tensors, False if the reference is.
+    """Return True if an op should run the CUDA kernels on these tensors, False if it should run the reference.
 
-    `FP8MOE_BACKEND=auto` takes the kernels if every tensor is on a GPU they support; `reference` never; `cuda` always;
-    `record`, the setting of `runtime.record`, on the CPU. That the tensors share one device is the caller's to check.
+    `FP8MOE_BACKEND=auto` selects the kernels if every tensor is on a GPU that they support, `cuda` always, `reference`
+    never. `record`, which `runtime.record` sets, selects them for CPU tensors. The caller checks that all tensors are
+    on one device.
 
-    Raises RuntimeError if the kernels are to run (asked for by `cuda`, or `auto` on such a GPU) and cannot. A missing
-    NVRTC shows when a kernel has to be compiled.
+    Raises RuntimeError if the kernels are selected (by `cuda`, or by `auto` on a supported GPU) but cannot run. A
+    missing NVRTC is noticed only when a kernel must be compiled.
     """
     backend = config.settings.backend
     if backend == "reference":

@@ -21,7 +21,7 @@ def check_int(name: str, value: int, at_least: int | None = None) -> None:
 
 
 def check_floating(dtype: torch.dtype) -> None:
-    """Check the argument ``dtype`` of a module."""
+    """Raise TypeError unless `dtype`, the argument of a module, is bfloat16, float16 or float32."""
     if dtype not in FLOATING:
         raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
 
@@ -80,7 +80,7 @@ def check_own_memory(out: Tensor, operands: dict[str, Tensor | None]) -> None:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether the memory ranges of two tensors, from first to last byte, overlap."""
+    """Return whether the memory ranges of two tensors, from first to last byte, overlap."""
     begin, end = _span(one)
     other_begin, other_end = _span(other)
     return begin < other_end and other_begin < end

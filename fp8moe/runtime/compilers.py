@@ -26,7 +26,7 @@ class CompileError(RuntimeError):
 def compile_source(text: str, name: str, compiler: str, arch: str) -> tuple[bytes, str]:
     """Return the cubin of CUDA C++, and the compiler's log with the report of ``ptxas -v``.
 
-    text: the whole translation unit. name: its name in messages. compiler: "nvrtc" or "nvcc". arch: the flag of
+    text: the whole translation unit. name: its name in error messages. compiler: "nvrtc" or "nvcc". arch: the flag of
     an `Architecture`.
     Raises CompileError if the source does not compile, RuntimeError if the compiler is not installed.
     """
@@ -44,7 +44,7 @@ def identity(compiler: str) -> str:
     if compiler == "nvcc":
         return "nvcc " + _run([_nvcc(), "--version"]).stdout.strip()
     try:
-        # Loading the library takes longer than loading a cached kernel; ask it only if its wheel cannot answer.
+        # Read the version from the wheel's metadata: loading the library takes longer than loading a cached kernel.
         return "nvrtc " + metadata.version("nvidia-cuda-nvrtc")
     except metadata.PackageNotFoundError:
         return "nvrtc " + _nvrtc_version()
@@ -73,7 +73,7 @@ def _compile_nvrtc(text: str, name: str, arch: str) -> tuple[bytes, str]:
     version = _nvrtc_version()
     core = cuda_core()
     log = io.StringIO()
-    # NVRTC has a cache of its own, which leaves no log to read registers and spills from.
+    # Disable NVRTC's own cache: a result from it has no log with the numbers of registers and spills.
     options = core.ProgramOptions(name=name, arch=arch, std=STD, ptxas_options=list(PTXAS_OPTIONS), no_cache=True)
     program = core.Program(text, "c++", options)
     try:
@@ -86,7 +86,7 @@ def _compile_nvrtc(text: str, name: str, arch: str) -> tuple[bytes, str]:
 
 
 def _ptx_nvrtc(text: str, name: str, arch: str) -> bytes:
-    """Compile to PTX by the bindings, as `Program.compile("ptx")` needs a driver, which not every machine has."""
+    """Compile to PTX with the NVRTC bindings: `Program.compile("ptx")` needs a driver, which not every machine has."""
     _nvrtc_version()
     from cuda.bindings import nvrtc
 

@@ -2,17 +2,17 @@
 
 | variable               | values                | meaning                                                        |
 | ---------------------- | --------------------- | -------------------------------------------------------------- |
-| FP8MOE_BACKEND         | auto, cuda, reference | where ops run; auto takes the kernels on a GPU they support    |
+| FP8MOE_BACKEND         | auto, cuda, reference | where ops run; auto: CUDA kernels on GPUs that they support    |
 | FP8MOE_CACHE_DIR       | a directory           | compiled kernels and converted models; default ~/.cache/fp8moe |
-| FP8MOE_NUM_SMS         | an integer >= 1       | upper limit on the SMs of a GEMM or of index scores            |
+| FP8MOE_NUM_SMS         | an integer >= 1       | upper limit on the SMs that a GEMM or index scores may use     |
 | FP8MOE_PRINT_CONFIGS   | 0, 1                  | print the configuration chosen for each new shape              |
 | FP8MOE_PRINT_COMPILER  | 0, 1                  | print the compiler's log (compiles even if a cubin is cached)  |
 | FP8MOE_DUMP_DIR        | a directory           | write source, PTX, cubin and SASS of each kernel there         |
 | FP8MOE_COMPILER        | nvrtc, nvcc           | which compiler builds the kernels                              |
-| FP8MOE_BATCH_INVARIANT | 0, 1                  | bits of a token do not depend on what else is in its batch     |
+| FP8MOE_BATCH_INVARIANT | 0, 1                  | a token's result is bitwise the same whatever its batch        |
 
-An empty value counts as unset. Printed lines go to the logger "fp8moe", level INFO, which writes to standard error
-unless the program has installed handlers.
+An empty value counts as unset. Lines are printed through the logger "fp8moe" at level INFO, which writes to standard
+error unless the program has installed handlers.
 """
 
 import logging
@@ -74,7 +74,7 @@ def _path(name: str) -> Path | None:
 
 
 def _default_cache_dir() -> Path:
-    """Return `$XDG_CACHE_HOME/fp8moe`, `~/.cache/fp8moe`, or a temporary directory of this user without a home."""
+    """Return `$XDG_CACHE_HOME/fp8moe`, `~/.cache/fp8moe`, or without a home a temporary directory for this user."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the XDG specification ignores relative paths
         base = os.path.expanduser("~/.cache")
@@ -114,7 +114,7 @@ def __getattr__(name: str) -> Settings:
 def reload() -> Settings:
     """Read the environment again and replace `config.settings`. Raises ValueError for a value that is not allowed.
 
-    Loaded kernels and launch plans stay: a plan is kept for each limit of SMs.
+    Loaded kernels and launch plans are kept: the settings that a plan depends on are part of its key.
     """
     global settings
     settings = _read()
@@ -134,11 +134,11 @@ _entering = threading.RLock()  # reentrant: the garbage collector may close a bl
 
 @contextmanager
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
-    """Make the bits of a token's result independent of the rest of its batch in a block; docs/batch-invariance.md.
+    """Make each token's result bitwise independent of the rest of its batch within the block.
 
-    enabled: False restores the usual choice of tiles under FP8MOE_BATCH_INVARIANT=1. The mode belongs to the process,
-    not the thread: with blocks open in several threads, the last one entered decides. CUDA graphs and `GraphDecoder`s
-    keep the mode of their capture.
+    See docs/batch-invariance.md. enabled: False restores the usual choice of tiles under FP8MOE_BATCH_INVARIANT=1.
+    The mode belongs to the process, not the thread: with blocks open in several threads, the last one entered decides.
+    CUDA graphs and `GraphDecoder`s keep the mode of their capture.
 
     Raises TypeError if `enabled` is not a bool, RuntimeError while torch.export traces.
     """

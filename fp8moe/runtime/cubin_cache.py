@@ -1,4 +1,4 @@
-"""The cache of compiled kernels on disk. A disk error costs a compilation and breaks no run."""
+"""The cache of compiled kernels on disk. A disk error never stops a run; it only costs a compilation."""
 
 import functools
 import hashlib
@@ -33,7 +33,7 @@ class CubinCache:
             self._warn(error)
 
     def get(self, key: bytes) -> bytes | None:
-        """Return the cubin stored under `key`, or None without a sound entry."""
+        """Return the cubin stored under `key`, or None if there is no valid entry."""
         if self._files is None:
             return None
         try:
@@ -44,7 +44,7 @@ class CubinCache:
         return cubin if entry[:_HEADER] == _header(key, cubin) else None
 
     def put(self, key: bytes, cubin: bytes) -> None:
-        """Store a cubin in one step: other processes see the old entry or the new one."""
+        """Store a cubin atomically: other processes see either the old entry or the new one."""
         if self._files is None:
             return
         try:
@@ -71,7 +71,7 @@ def _open(directory: Path) -> "FileStreamProgramCache":
     directory.mkdir(mode=0o700, exist_ok=True)
     _require_own(directory, 0o022)
     kernels.mkdir(mode=0o700, exist_ok=True)
-    # With no access for other users here, the files inside are safe whatever the umask.
+    # If other users cannot enter this directory, the files in it are safe whatever the umask.
     _require_own(kernels, 0o077)
     return cuda_core().utils.FileStreamProgramCache(kernels, max_size_bytes=_MAX_BYTES)
 

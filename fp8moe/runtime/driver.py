@@ -1,4 +1,4 @@
-"""Access to the CUDA driver: checked calls, loading of code under stream capture, and the import of cuda.core."""
+"""Access to the CUDA driver: checked calls, loading kernels under stream capture, and importing cuda.core."""
 
 import re
 import threading
@@ -49,13 +49,13 @@ def driver_version() -> tuple[int, int]:
     return version // 1000, version % 1000 // 10
 
 
-# Errors of the driver for code that is newer than the driver or for another architecture.
+# Driver errors for code that is newer than the driver, or compiled for another architecture.
 _CANNOT_RUN = re.compile(r"UNSUPPORTED_PTX_VERSION|NO_BINARY_FOR_GPU|INVALID_IMAGE|INVALID_SOURCE")
 
 
 @contextmanager
 def loading_code() -> Iterator[None]:
-    """Allow driver calls that load a compiled kernel under a stream capture, and make their errors clear.
+    """Allow loading a compiled kernel while a stream is captured, and explain the driver's errors.
 
     Loading allocates memory, which a capture in global mode (PyTorch's default) forbids, and the first call of a kernel
     may happen inside a capture. Loading itself is not captured, so the relaxed mode is safe for this thread.

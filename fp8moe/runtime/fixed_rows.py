@@ -1,5 +1,5 @@
-"""Batch invariance of library functions. Libraries choose the order of sums by the number of rows, so they always get
-the same number."""
+"""Batch invariance of library functions: libraries choose the order of sums by the number of rows, so they are always
+called with the same number of rows."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,9 +16,10 @@ ROWS = 64
 
 
 def by_fixed_rows(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
-    """Return ``function(x, *others)``, computed for `ROWS` rows at a time if results are to be batch invariant.
+    """Return ``function(x, *others)``, computed for `ROWS` rows at a time in batch-invariant mode.
 
-    x, others: (M, ...); row i of the result (M, ...) depends on row i of each. Zeros fill up the last piece.
+    x, others: (M, ...). Row i of the result (M, ...) must depend only on row i of each operand. The last chunk of rows
+    is padded with zeros.
     """
     count = len(x)
     if not config.settings.batch_invariant or not count:
@@ -39,7 +40,7 @@ def _filled(x: Tensor) -> Tensor:
 
 
 def linears_by_fixed_rows() -> AbstractContextManager[Any]:
-    """Return a context manager in which F.linear (modules that are not in FP8) goes through `by_fixed_rows`."""
+    """Return a context manager in which F.linear, used by modules not in FP8, runs through `by_fixed_rows`."""
     return _LinearsByFixedRows() if config.settings.batch_invariant else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""From CUDA source to a loaded kernel: inline the includes, compile or take from the cache, load."""
+"""Turn CUDA source into a loaded kernel: inline the includes, compile or read from the cache, and load."""
 
 import hashlib
 import os
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 _CUDA = Path(__file__).resolve().parent.parent / "cuda"
 
-# By the folder of an architecture: where its sources are found, by their names.
+# By an architecture's folder: the directories that are searched for its sources.
 SOURCE_DIRS = {name: tuple(_CUDA / folder for folder in (*SHARED_FOLDERS, name)) for name, *_ in ARCHITECTURES}
 
-# Raise when the meaning of a key or of an entry changes.
+# Increase this when the meaning of a key or of an entry changes.
 _KEY_VERSION = b"1"
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>).*$', re.MULTILINE)
@@ -36,9 +36,9 @@ class KernelSpec:
     """One kernel to build.
 
     source: the name of a file in the architecture's SOURCE_DIRS, such as "gemm.cu". name: the extern "C" name of the
-    kernel in it.
+    kernel in that file.
     defines: macros set before the source, such as (("BLOCK_N", 128),).
-    prelude: CUDA text placed between the macros and the source; it may include their files.
+    prelude: CUDA text placed between the macros and the source; it may include files of SOURCE_DIRS.
     """
 
     source: str
@@ -56,7 +56,7 @@ class Compiled(NamedTuple):
 
 
 def full_source(spec: KernelSpec) -> str:
-    """The whole translation unit: macros, prelude, and the source, with their includes inlined, each file once.
+    """Return the whole translation unit: macros, prelude and source, with includes inlined, each file once.
 
     Raises ValueError if a file is missing, or includes a header that is in none of the architecture's SOURCE_DIRS.
     """
@@ -68,7 +68,7 @@ def full_source(spec: KernelSpec) -> str:
 
 
 def constants(values: Mapping[str, int]) -> str:
-    """CUDA text that defines integer constants, for a prelude."""
+    """Return CUDA text that defines integer constants, for a prelude."""
     return "".join(f"constexpr int {name} = {value};\n" for name, value in values.items())
 
 
@@ -95,14 +95,14 @@ def _inline_includes(text: str, name: str, directories: tuple[Path, ...], seen: 
         if system_header:
             raise ValueError(f"{name} includes <{system_header}>, but the sources use no toolkit headers")
         body = "" if header in seen else _inline(header, directories, seen)
-        # #line keeps the names and line numbers of compiler messages those of the files.
+        # With #line, compiler messages have the names and line numbers of the original files.
         return f'{body}\n#line {match.string.count(chr(10), 0, match.start()) + 2} "{name}"'
 
     return _INCLUDE.sub(replace, text)
 
 
 def compile_spec(spec: KernelSpec) -> Compiled:
-    """Compile a kernel, past the cache. Needs no GPU.
+    """Compile a kernel without using the cache. Needs no GPU.
 
     Raises ValueError as `full_source` does; RuntimeError if the source does not compile (the message holds the log) or
     has no kernel of that name, or the compiler is not installed.
@@ -117,7 +117,7 @@ def compile_spec(spec: KernelSpec) -> Compiled:
 
 
 def kernel_names(log: str) -> set[str]:
-    """The kernels of a source, from the compiler's log."""
+    """Return the names of a source's kernels, read from the compiler's log."""
     return set(re.findall(r"Compiling entry function '(\w+)'", log))
 
 
@@ -126,7 +126,7 @@ def _unit_name(spec: KernelSpec) -> str:
 
 
 def cache_key(spec: KernelSpec) -> bytes:
-    """Digest of everything that decides the cubin: the whole source text, the options, the compiler, cuda.core."""
+    """Return a digest of all that decides the cubin: the whole source text, the options, the compiler, cuda.core."""
     compiler = config.settings.compiler
     options = f"{spec.architecture.flag} {compilers.STD} {compilers.PTXAS_OPTIONS}"
     parts = (compilers.identity(compiler), cuda_core().__version__, options, spec.name, full_source(spec))
@@ -138,10 +138,10 @@ def cache_key(spec: KernelSpec) -> bytes:
 
 
 def cubin(spec: KernelSpec) -> bytes:
-    """The compiled kernel, from the disk cache if it holds a sound entry, else compiled and stored. Needs no GPU.
+    """Return a kernel's cubin from the disk cache, or compile and store it. Needs no GPU.
 
-    With FP8MOE_PRINT_COMPILER or FP8MOE_DUMP_DIR it is always compiled, so that there is a log to print. Raises as
-    `compile_spec` does, and ValueError if FP8MOE_DUMP_DIR is no directory that can be written.
+    With FP8MOE_PRINT_COMPILER or FP8MOE_DUMP_DIR the kernel is always compiled, so that there is a log to print.
+    Raises what `compile_spec` raises, and ValueError if FP8MOE_DUMP_DIR is not a writable directory.
     """
     settings = config.settings
     key = cache_key(spec)
@@ -159,7 +159,7 @@ def cubin(spec: KernelSpec) -> bytes:
 
 
 def _dump(spec: KernelSpec, key: bytes, code: bytes, directory: Path) -> None:
-    """Write NAME-HASH.cu, .ptx and .cubin, and .sass where the toolkit's disassembler is installed."""
+    """Write NAME-HASH.cu, .ptx and .cubin, and .sass if a disassembler of the CUDA toolkit is installed."""
     stem = directory / f"{spec.name}-{key.hex()[:12]}"
     text = full_source(spec)
     ptx = compilers.ptx_of(text, _unit_name(spec), config.settings.compiler, spec.architecture.flag)
@@ -184,9 +184,9 @@ _kernels: dict[KernelSpec, "Kernel"] = {}
 
 
 def load(spec: KernelSpec) -> "Kernel":
-    """The kernel, ready to launch on any GPU of this process: from this process, the disk cache, or compiled.
+    """Return a kernel that can be launched on any GPU of this process; load or compile it at the first call.
 
-    Safe to call from several threads, and while a CUDA graph is being captured. Raises as `compile_spec` does, and
+    Safe to call from several threads, and while a CUDA graph is being captured. Raises what `compile_spec` raises, and
     RuntimeError if the driver is missing or too old for the compiled code.
     """
     kernel = _kernels.get(spec)
@@ -199,19 +199,19 @@ def load(spec: KernelSpec) -> "Kernel":
 
 
 def is_cached(spec: KernelSpec) -> bool:
-    """Whether the disk cache holds a sound entry."""
+    """Return whether the disk cache holds a valid entry for a kernel."""
     return open_cache(config.settings.cache_dir).get(cache_key(spec)) is not None
 
 
 def compile_all(specs: Iterable[KernelSpec]) -> dict[KernelSpec, bytes]:
-    """`cubin` of all of them, several compiled at a time."""
+    """Return the cubin of every kernel; several are compiled at a time."""
     specs = list(specs)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return dict(zip(specs, pool.map(cubin, specs), strict=True))
 
 
 def load_all(specs: Iterable[KernelSpec]) -> None:
-    """`load` all of them, several compiled at a time."""
+    """Load every kernel that is not loaded yet; several are compiled at a time."""
     for spec, code in compile_all(spec for spec in specs if spec not in _kernels).items():
         with _lock:
             if spec not in _kernels:

@@ -1,4 +1,4 @@
-"""Launches of kernels from the host: tensor maps, streams, devices, launchers and their cache."""
+"""Launching kernels from the host: tensor maps, streams, devices, launchers, and the cache of launch plans."""
 
 import ctypes
 import functools
@@ -36,7 +36,7 @@ _PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}
 
 
 class TensorMap:
-    """A TMA descriptor in host memory, made by `tensor_map`. It holds an address, not a tensor."""
+    """A TMA descriptor in host memory, made by `tensor_map`. It holds the tensor's address, and no reference to it."""
 
     def __init__(self, descriptor: "CUtensorMap", pointer: int):
         from cuda.bindings import driver
@@ -51,7 +51,7 @@ class TensorMap:
         return self._descriptor.getPtr()
 
     def replace_address(self, pointer: int) -> None:
-        """Move the map to other device memory. Raises RuntimeError unless `pointer` is a multiple of 16."""
+        """Point the map at other device memory. Raises RuntimeError unless `pointer` is a multiple of 16."""
         if pointer != self._pointer:
             (status,) = self._replace(self._descriptor, pointer)
             if status:
@@ -68,14 +68,14 @@ def tensor_map(
     swizzle: int = 0,
     l2_promotion: int = 256,
 ) -> TensorMap:
-    """Make a TMA descriptor over the memory of a CUDA tensor, from its first element on, on the current device.
+    """Make a TMA descriptor, on the current device, over the memory of a CUDA tensor from its first element on.
 
     Elements outside `shape` read as zeros and are not written.
 
     tensor: one byte per element (mapped as uint8), bfloat16, float16, float32 or int32; 16-byte aligned.
     shape, strides, box: in elements, outermost dimension first, 1 to 5 dimensions. The innermost stride is 1, the
-        others are multiples of 16 bytes, but for dimensions of size 1, whose stride is ignored. A box has 1 to 256
-        elements per dimension; its innermost one is a multiple of 16 bytes, at most the swizzle width.
+        others are multiples of 16 bytes; the stride of a dimension of size 1 is ignored. A box has 1 to 256 elements
+        per dimension; its innermost dimension is a multiple of 16 bytes, and at most the swizzle width.
     swizzle: 0, 32, 64 or 128 bytes. l2_promotion: 0, 64, 128 or 256 bytes fetched into L2 at a time.
 
     Raises ValueError if the layout cannot be mapped or reaches past the tensor's storage, or the tensor is not on a
@@ -116,7 +116,7 @@ def tensor_map(
 
 
 def _map_strides(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides to map, valid for TMA in dimensions of size 1 too. Raises ValueError for other layouts."""
+    """Return strides that TMA accepts, also in dimensions of size 1. Raises ValueError if TMA cannot map the layout."""
     if not 1 <= len(shape) <= 5 or len(strides) != len(shape):
         raise ValueError(f"shape {shape} and strides {strides} must have the same 1 to 5 dimensions")
     if min(shape) < 1 or max(shape) > 1 << 32:
@@ -130,7 +130,7 @@ def _map_strides(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...
         if stride % granule or stride * size >= 1 << 40:
             raise ValueError(f"strides are {strides}; outer ones must be multiples of {granule} elements (16 bytes)")
     used += (1,)
-    # TMA does not know where the storage ends.
+    # TMA does not know where the storage ends, so check that here.
     end = tensor.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(shape, used, strict=True))
     if end * size > tensor.untyped_storage().nbytes():
         raise ValueError(f"shape {shape} with strides {strides} reaches past the storage of the tensor")
@@ -165,7 +165,7 @@ _no_guard = nullcontext()
 
 
 def device_guard(device_index: int) -> AbstractContextManager[Any]:
-    """Return a context manager that makes a device current; it costs next to nothing if the device already is."""
+    """Return a context manager that makes a device current, and costs next to nothing if it already is."""
     if torch._C._cuda_getDevice() != device_index:
         return torch.cuda.device(device_index)
     if device_index not in _bound.indices:
@@ -188,24 +188,24 @@ def num_sms(device_index: int) -> int:
 
 
 def resident_blocks(blocks_per_sm: int, device_index: int) -> int:
-    """Return the grid of a persistent kernel: as many thread blocks as run at the same time."""
+    """Return the grid size of a persistent kernel: the number of thread blocks that run at the same time."""
     return blocks_per_sm * num_sms(device_index)
 
 
 class Launcher:
     """A kernel with its launch configuration and arguments: built once, launched many times, on one device.
 
-    Build and launch it with that device current (`device_guard`). It keeps no caller's tensor alive.
+    Build and launch it with that device current (`device_guard`). It keeps no tensors alive.
 
     kernel: from `jit.load`.
     grid: blocks (not clusters), an int or up to three ints (x, y, z). block: threads per block, likewise.
     cluster: blocks per cluster, likewise; it must divide the grid. More than 8 blocks are not portable, but allowed.
     smem: dynamic shared memory per block in bytes.
-    pdl: start before the kernel ahead in the stream has finished (programmatic dependent launch). The kernel must then
-        execute griddepcontrol.wait before it touches results of the kernel ahead.
+    pdl: start before the previous kernel in the stream has finished (programmatic dependent launch). This kernel must
+        then execute griddepcontrol.wait before it reads or writes what the previous kernel writes.
     args: one per kernel parameter: a `TensorMap` for a `const __grid_constant__ CUtensorMap`, otherwise a ctypes object
-        of the declared type, such as a `ctypes.c_int64` for a pointer. All launches share these objects and read their
-        values at the launch: change them and launch under `lock`.
+        of the declared type, such as a `ctypes.c_int64` for a pointer. Each launch reads the objects' current values:
+        hold `lock` while you change them and launch.
 
     Raises ValueError if the cluster does not divide the grid, RuntimeError if the device has less shared memory or the
     driver cannot load the kernel.
@@ -228,7 +228,7 @@ class Launcher:
         self._config = _launch_config(_dim3(grid), _dim3(block), _dim3(cluster or 1), smem, pdl)
         _prepare(kernel, smem, cluster_blocks=math.prod(_dim3(cluster or 1)))
         self._launch = driver.cuLaunchKernelEx
-        self._function = driver.CUfunction(int(kernel.handle))  # the driver takes a kernel as a function
+        self._function = driver.CUfunction(int(kernel.handle))  # the driver accepts a CUkernel here
         self._pointers = (ctypes.c_void_p * len(args))(*map(_address, args))
         self._parameters = ctypes.addressof(self._pointers)
         self._alive = kernel, args
@@ -242,16 +242,16 @@ class Launcher:
 
 
 class PointerLauncher:
-    """A `Launcher` whose launches differ only in pointers; it is called with the tensors that they point to.
+    """A `Launcher` whose launches differ only in pointers. Call it with the tensors that the pointers point to.
 
     kernel, options: as for `Launcher`.
-    pointers: how many of the first parameters are pointers.
-    args: the parameters after those. The elements of a c_int64 array are pointers too, and so are the first
-        ``_pointers_`` fields of a structure, an attribute of its class.
+    pointers: number of leading kernel parameters that are pointers.
+    args: the remaining parameters. All elements of a c_int64 array are pointers too, and so are the first fields of a
+        structure whose class has an attribute ``_pointers_``, their number.
     """
 
     def __init__(self, kernel: "Kernel", *, pointers: int = 0, args: Sequence[Any] = (), **options: Any):
-        # Pointers in one array are set at once, in less time than one by one.
+        # Setting the pointers through one array takes less time than one by one.
         first = (ctypes.c_int64 * pointers)()
         parameters = [ctypes.c_int64.from_buffer(first, 8 * i) for i in range(pointers)]
         counted = [(arg, _pointers_in(arg)) for arg in args]
@@ -372,10 +372,10 @@ Plan = TypeVar("Plan")
 class planned(Generic[Arguments, Plan]):
     """Decorate a function that builds a launch plan, such as a launcher: each plan is built once and kept.
 
-    The function's first argument is the index of a device, which is current while it runs. A plan is kept for the
-    current settings and for the function's arguments: by shape, strides, dtype and device for tensors, also in a
-    NamedTuple, and by the result of its method `layouts` for a NamedTuple that has one. Beyond 4096 plans in all, the
-    oldest is dropped. Safe to call from several threads.
+    The function's first argument is the index of a device, which is current while the function runs. The key of a plan
+    is the current settings and the function's arguments: for a tensor, also in a NamedTuple, its shape, strides, dtype
+    and device; for a NamedTuple with a method `layouts`, the result of that method. Beyond 4096 plans of all functions,
+    the oldest plan is dropped. Safe to call from several threads.
     """
 
     def __init__(self, build: Callable[Arguments, Plan]):
@@ -383,7 +383,7 @@ class planned(Generic[Arguments, Plan]):
         functools.update_wrapper(self, build)
 
     def __call__(self, *args: Arguments.args, **options: Arguments.kwargs) -> Plan:
-        """Return the plan for these arguments, built if there is none."""
+        """Return the plan for these arguments; build it if there is none."""
         layouts = _layouts((*args, *options, *options.values()))
         plan = self.look_up(*layouts)
         if plan is None:
@@ -400,7 +400,7 @@ class planned(Generic[Arguments, Plan]):
         return self.look_up(*_layouts(args))
 
     def look_up(self, *layouts: Hashable) -> Plan | None:
-        """Return the plan for arguments with these layouts, or None: quicker than `find`."""
+        """Return the plan for arguments with these layouts (`layout_of`), or None. Quicker than `find`."""
         return _plans.get(self._key(layouts))
 
     def _key(self, layouts: Iterable[Hashable]) -> Hashable:
@@ -413,12 +413,12 @@ def _device_index(device_index: int, *others: object) -> int:
 
 
 def layout_of(tensor: Tensor) -> tuple[Hashable, ...]:
-    """Return the properties of a tensor that a plan depends on."""
+    """Return the properties of a tensor that are part of a plan's key."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
 def _layouts(values: Iterable[Any]) -> list:
-    """Return the properties of arguments that a plan depends on."""
+    """Return the properties of arguments that are part of a plan's key."""
     layouts: list[Any] = []
     for value in values:
         kind = type(value)

@@ -1,4 +1,4 @@
-"""The operators of PyTorch's namespace ``fp8moe``: `operator` declares one with checks, backends and fake."""
+"""Define PyTorch operators ``fp8moe::name``: `operator` with two backends, `define` with one implementation."""
 
 import typing
 from collections.abc import Callable, Collection
@@ -23,25 +23,25 @@ Operands = TypeVar("Operands", bound=tuple)
 
 
 class Signature(Generic[Operands]):
-    """The arguments of an operator, derived from the types of a NamedTuple's fields or a function's parameters.
+    """The arguments of an operator, derived from the types of a NamedTuple's fields or of a function's parameters.
 
         Tensor, int, float, bool, str, torch.dtype     an argument of this type
         tuple[int, ...]                         a list of integers
         a NamedTuple (data, scale)              two arguments, ``name`` and ``name_scale``
         another NamedTuple                      the arguments of its fields
         a class with `key` and `from_key`       its key, a str
-        X | None                                an optional argument; of a NamedTuple, all of its arguments are
-                                                optional, and None if it is missing
+        X | None                                an optional argument; for a NamedTuple, all its arguments are
+                                                optional, and None if the NamedTuple is None
         Annotated[X, "Tensor(a!)"]              an argument of the type in quotes
         Annotated[a NamedTuple, (names)]        the arguments of the named fields
 
     fields: names of the fields that the operator takes, if not all; the others keep their defaults.
 
-    The last arguments have the defaults of their fields: a call may leave them out, and so does PyTorch, as each one
-    costs time.
+    Trailing arguments have the defaults of their fields. A call may omit them, which saves time: PyTorch then does not
+    pass them on either.
 
-    schema, names: of the arguments. pack: turns the NamedTuple into a tuple of arguments. unpack: turns the arguments
-    into the NamedTuple. Both are compiled once from Python expressions, so that a call costs no loop.
+    schema, names: schema and names of the arguments. pack: turns the NamedTuple into a tuple of arguments. unpack:
+    turns the arguments into the NamedTuple. Both are compiled once from Python expressions, so that calls need no loop.
     """
 
     pack: Callable[[Operands], tuple]
@@ -68,7 +68,7 @@ class Signature(Generic[Operands]):
         return f"{name}({self.schema}) -> {results}"
 
     def of_arguments(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function of the NamedTuple, or of the parameters, as a function of the operator's arguments."""
+        """Wrap a function that takes the NamedTuple (or the parameters) so that it takes the operator's arguments."""
         return self._function(f"function({self._given})", function=function)
 
     def _function(self, expression: str, **more: Any) -> Callable[..., Any]:
@@ -78,7 +78,7 @@ class Signature(Generic[Operands]):
 class _Argument(NamedTuple):
     """An argument: its type, name and default in the schema, and the path of its attribute in the NamedTuple.
 
-    owner: the path of the NamedTuple that holds the attribute, if that may be None.
+    owner: the path of the inner NamedTuple that holds the attribute, if that NamedTuple may be None.
     """
 
     type: str
@@ -88,9 +88,9 @@ class _Argument(NamedTuple):
     owner: str = ""
 
     def inside(self, name: str, optional: str, given: bool) -> "_Argument":
-        """The argument where its NamedTuple is the attribute `name` of another.
+        """Return this argument as part of an outer NamedTuple, whose attribute `name` is this argument's NamedTuple.
 
-        optional: "?" if the attribute may be None. given: whether it has no default.
+        optional: "?" if the attribute `name` may be None. given: whether the attribute has no default.
         """
         owner = name if optional else self.owner and f"{name}.{self.owner}"
         default = "" if given else "None" if optional else self.default
@@ -98,7 +98,7 @@ class _Argument(NamedTuple):
 
     @property
     def expression(self) -> str:
-        """The expression that reads the argument from `operands`."""
+        """A Python expression that reads the argument from the NamedTuple `operands`."""
         value = f"operands.{self.path}"
         return f"None if operands.{self.owner} is None else {value}" if self.owner else value
 
@@ -106,11 +106,11 @@ class _Argument(NamedTuple):
 def _arguments(
     kind: type | Callable[..., Any], named: dict[str, Any], fields: Collection[str] | None = None, pair: str = ""
 ) -> tuple[list[_Argument], str]:
-    """Return an operator's arguments for the fields of a NamedTuple or the parameters of a function.
+    """Return an operator's arguments, and the expression that makes the values of `kind`'s fields from them.
 
-    named: collects the globals of the expression. fields: names of those to take; the others have their defaults.
-    pair: the name of the pair (data, scale) that the arguments are of, if any.
-    Returns also the expression that makes the values of the fields or parameters of the arguments.
+    kind: a NamedTuple, or a function, whose parameters count as fields. named: collects the expression's globals.
+    fields: names of the fields to take; the others have their defaults. pair: the field's name, if `kind` is the type
+    of a pair (data, scale).
     """
     arguments, values = [], []
     defaults = getattr(kind, "_field_defaults", {})
@@ -148,7 +148,7 @@ def _arguments(
 
 
 def _name(value: Any, named: dict[str, Any]) -> str:
-    """Add a value to the globals `named`, and return its new name."""
+    """Add a value to the globals `named` under a new name, and return the name."""
     name = f"value_{len(named)}"
     named[name] = value
     return name
@@ -173,9 +173,9 @@ def operator(
     cuda: launches the kernels. reference: computes the result in plain PyTorch. Both return the results of the schema.
     fake: returns uninitialized results, for fake tensors too.
     quick: returns a function to call instead of all these if arguments of this layout have run before, otherwise None.
-    forward_only: autograd skips the operator, because only `runtime.autograd.run` or an operator with a backward of its
-        own calls it.
-    signature: for a schema without arguments; None: the parameters of `check`.
+    forward_only: autograd skips the operator; only `runtime.autograd.run`, or an operator that has a backward, calls
+        it.
+    signature: the arguments, for a schema ``name -> ...``; None: the parameters of `check`.
     """
 
     def run(operand: Any, *others: Any) -> Any:
@@ -195,14 +195,14 @@ def operator(
 
 
 def _tensor(operand: Any) -> Tensor:
-    """Return an operand that is a tensor, or the tensor that a NamedTuple begins with."""
+    """Return the operand if it is a tensor, or the tensor that a NamedTuple begins with."""
     while not isinstance(operand, Tensor):
         operand, *_ = operand
     return operand
 
 
 def _counted(implementation: Callable[..., Any], written: list[bool]) -> Callable[..., Any]:
-    """Wrap an implementation: increment the version of each argument that it writes, as PyTorch's operations do."""
+    """Wrap an implementation to increment the version of each tensor that it writes, as PyTorch's operations do."""
 
     def run(*arguments: Any) -> Any:
         result = implementation(*arguments)
@@ -226,9 +226,9 @@ def define(
 ) -> torch._ops.OpOverload:
     """Define ``fp8moe::name`` from one implementation for every device, such as one that calls other operators.
 
-    fake: the implementation for tensors without data.
-    backward, setup_context: as for ``torch.library.register_autograd``. schema, forward_only: as for `operator`.
-    signature: for a schema without arguments; None: the parameters of `implementation`.
+    fake: the implementation for fake tensors. backward, setup_context: as for ``torch.library.register_autograd``.
+    schema, forward_only: as for `operator`. signature: the arguments, for a schema ``name -> ...``; None: the
+    parameters of `implementation`.
     """
     if "(" not in schema.partition(" -> ")[0]:
         signature = signature or Signature(implementation)

@@ -4,16 +4,18 @@ from typing import NamedTuple
 
 MAX_PEERS = 8
 SIGNALS_BYTES = 4 * (MAX_PEERS + 2)
-"""Bytes of ``struct Signals``. Each GPU has one, which begins as zeros."""
+"""Size of ``struct Signals`` in bytes. Each GPU has one, initialized to zeros."""
 
-_ARRIVED_BYTES = 4  # bytes of a word of Signals.arrived
+_ARRIVED_BYTES = 4  # size of a word of Signals.arrived
 
 
 class Targets(NamedTuple):
     """The destinations of a layer's rows: each row goes to the peer that has its token, or with to_all to every peer.
 
-    peers: how many GPUs. each: assignments of the tokens of one peer; with to_all, of all tokens.
-    addresses: on every peer the address of (each, H), a row for each assignment; then those of `meeting`.
+    peers: number of GPUs. each: number of assignments (pairs of a token and one of its experts) for the tokens of one
+    peer; with to_all, for all tokens.
+    addresses: for every peer, the address of its buffer (each, H) with one row per assignment; then the addresses of
+    the peers' barrier (`meeting`).
     """
 
     peers: int
@@ -23,24 +25,28 @@ class Targets(NamedTuple):
 
     @property
     def form(self) -> tuple[int, int, bool]:
-        """The compile-time constants of the kernels."""
+        """The fields other than addresses, which decide the kernel and its launch plan."""
         return self.peers, self.each, self.to_all
 
     def pointers(self, assignments: int) -> tuple[int, ...]:
-        """Return the pointers of a GEMM's epilogue: rows on the peers, assignments of the GEMM's rows, the meeting."""
+        """Return the address fields of `PeerStore`. assignments: address of the assignments of the GEMM's rows."""
         return *self.addresses[: self.peers], assignments, *self.addresses[self.peers :]
 
 
 def peer_defines(peers: int) -> tuple[tuple[str, int], ...]:
-    """Return the macros that peers.cuh needs."""
+    """Return the macros for peers.cuh."""
     return ("PEERS", peers), ("MEETING_BYTES", 8 * (peers + 1))
 
 
 def meeting(signals: list[int], rank: int) -> tuple[int, ...]:
-    """Return ``struct Meeting``: addresses of this rank's word in the signals of each peer, and of its own signals."""
+    """Return ``struct Meeting``, the barrier at which a kernel waits for its peers before it ends.
+
+    It holds the address of this rank's word in each peer's signals, and the address of its own signals. signals: the
+    address of ``struct Signals`` of each peer.
+    """
     return *(address + rank * _ARRIVED_BYTES for address in signals), signals[rank]
 
 
 def no_meeting(peers: int) -> tuple[int, ...]:
-    """Return ``struct Meeting`` for a kernel that ends without waiting for the other GPUs."""
+    """Return ``struct Meeting`` for a kernel that ends without waiting for its peers."""
     return (0,) * (peers + 1)

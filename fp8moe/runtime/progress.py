@@ -16,17 +16,17 @@ _shown: ContextVar[bool] = ContextVar("shown", default=True)
 
 
 class _Lines(tqdm):
-    """tqdm for streams without a cursor: each state is a new line."""
+    """A tqdm for streams without a cursor: each update is a new line."""
 
     def display(self, msg=None, pos=None):
-        if msg is None or self.n > self.last_print_n:  # close() passes an empty message to clear the last state
+        if msg is None or self.n > self.last_print_n:  # close() passes an empty message to erase the bar
             self.fp.write(f"{self}\n")
             self.fp.flush()
         return False
 
 
 def progress(steps: Iterable | None = None, *, total: float, label: str, unit: str = "it") -> tqdm:
-    """Return a tqdm that counts ``steps``, or the numbers passed to its method ``update``, up to ``total``.
+    """Return a tqdm that counts the items of ``steps``, or what is passed to its method ``update``, up to ``total``.
 
     unit: name of the counted thing; "B" for bytes.
     """
@@ -37,13 +37,13 @@ def progress(steps: Iterable | None = None, *, total: float, label: str, unit: s
 
 
 def _has_room_for_bars() -> bool:
-    """Whether standard error is a terminal with a width: terminals of some containers report 0 columns."""
+    """Return whether standard error is a terminal with a known width; in some containers terminals report 0 columns."""
     return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 @contextmanager
 def still_running(label: str) -> Iterator[None]:
-    """Print every few seconds how long this block, whose steps cannot be counted, has been running."""
+    """Print every few seconds how long the block has been running. For work whose steps cannot be counted."""
     if not _shown.get():
         yield
         return
@@ -63,7 +63,7 @@ def still_running(label: str) -> Iterator[None]:
 
 
 def is_shown() -> bool:
-    """Whether progress is shown here."""
+    """Return whether progress is shown in the current context; see `shown`."""
     return _shown.get()
 
 

@@ -1,4 +1,4 @@
-"""Records the kernel launches of calls of fp8moe on any machine: nothing is compiled or runs on a GPU."""
+"""Record the kernel launches of calls of fp8moe on any machine, without compiling a kernel or using a GPU."""
 
 import ctypes
 import math
@@ -22,13 +22,13 @@ from fp8moe.runtime import config, jit, launch
 if TYPE_CHECKING:
     from cuda.bindings.driver import CUlaunchConfig
 
-_MAP_NORESERVE = 0x4000  # of Linux; the module mmap has the name from Python 3.13 on
-_SMALL = 1 << 16  # bytes
-_ATTRIBUTE_BYTES = 72  # of CUlaunchAttribute
+_MAP_NORESERVE = 0x4000  # on Linux; the module mmap has the name from Python 3.13 on
+_SMALL = 1 << 16  # bytes; larger tensors get reserved memory
+_ATTRIBUTE_BYTES = 72  # size of CUlaunchAttribute
 
 
 def reserved(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros that occupy no memory until they are written, so that a large model fits anywhere."""
+    """Return zeros that occupy no memory until they are written, so that a large model fits any machine."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes == 0:
         return torch.zeros(shape, dtype=dtype, device="cpu")
@@ -37,7 +37,7 @@ def reserved(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def reserve_memory(module: nn.Module) -> None:
-    """Give the module's tensors on the meta device reserved memory; tied tensors stay tied."""
+    """Replace the module's tensors on the meta device by `reserved` ones; tied tensors stay tied."""
     made: dict[int, torch.Tensor] = {}
 
     def filled(value: Any) -> Any:
@@ -56,15 +56,15 @@ def reserve_memory(module: nn.Module) -> None:
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function, which may make a `Recorder`, in a new process; return its result or raise its error.
 
-    The function is in a module other than ``__main__``, which the new process lacks: so callers need no
-    ``if __name__ == "__main__"``. Ctrl-C ends this process alone, which then ends the other.
+    The function must be defined in a module other than ``__main__``: the new process does not import ``__main__``, so
+    that callers need no ``if __name__ == "__main__"``. Ctrl-C interrupts this process only, which then kills the other.
     """
     code = f"from {__name__} import _answer; _answer()"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "FP8MOE_BATCH_INVARIANT": str(int(config.settings.batch_invariant)),
     }
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the process inherits it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the new process inherits the mask
     try:
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
@@ -85,7 +85,7 @@ def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _answer() -> None:
-    """Read a call from standard input, and write its result or error, and nothing else, to standard output."""
+    """Read a pickled call from standard input, make it, and write only its result or error to standard output."""
     output = os.dup(1)
     os.dup2(2, 1)
     function, arguments = pickle.load(sys.stdin.buffer)
@@ -98,15 +98,15 @@ def _answer() -> None:
 
 
 class Recorder:
-    """Makes calls of fp8moe on tensors of the CPU run as on a GPU of `num_sms` SMs, but without kernels.
+    """Runs calls of fp8moe on CPU tensors as if on a GPU of `num_sms` SMs; kernel launches are recorded, not made.
 
     It replaces the compiler, functions of the CUDA driver, and PyTorch's answers about the current GPU, so the process
-    is unfit for other use afterwards. Results of kernels are not written, and new memory is zero, as PyTorch may index
-    by it.
+    is unfit for other use afterwards. Kernels write no results; new memory is zeroed, as PyTorch may index by values
+    in it.
 
     kernels: loaded kernels in order, each with its number.
-    launches: in order, in the form of JSON: the number of the kernel, the configuration, and layout and value of each
-        argument, without addresses, so that launches are equal in every process.
+    launches: launches in order, as JSON values: the number of the kernel, the launch configuration, and layout and
+        value of each argument, without addresses, so that launches are equal in every process.
     """
 
     def __init__(self, num_sms: int) -> None:
@@ -114,7 +114,7 @@ class Recorder:
 
         self.kernels: dict[jit.KernelSpec, int] = {}
         self.launches: list[dict] = []
-        self._maps: dict[int, tuple[list, object]] = {}  # by the address of the descriptor, which is kept alive
+        self._maps: dict[int, tuple[list, object]] = {}  # by the address of the descriptor, which is kept alive here
         config.settings = replace(config.settings, backend="record")
         jit.cubin = lambda spec: spec
         jit._load_cubin = self._load
@@ -123,7 +123,7 @@ class Recorder:
         launch._multiprocessors = lambda index: num_sms
         driver.cuTensorMapEncodeTiled = self._encode
         driver.cuTensorMapReplaceAddress = lambda descriptor, pointer: (driver.CUresult.CUDA_SUCCESS,)
-        # No device is ever current, and switching to one does nothing.
+        # No device is current, and making one current does nothing.
         torch._C._cuda_getDevice = lambda: None
         torch.cuda.device = nullcontext
         torch._C._cuda_getCurrentRawStream = lambda index: 0
@@ -131,7 +131,7 @@ class Recorder:
             setattr(owner, name, _zeroed(getattr(owner, name)))
 
     def record(self, call: Callable[[], object]) -> list[dict]:
-        """Make a call, and return its launches."""
+        """Make a call, and return the launches that it makes."""
         before = len(self.launches)
         call()
         return self.launches[before:]
@@ -140,11 +140,11 @@ class Recorder:
         return SimpleNamespace(handle=self.kernels.setdefault(spec, len(self.kernels)))
 
     def _built(self, build: Callable[..., None]) -> Callable[..., None]:
-        """Wrap `Launcher.__init__`: its launchers note their launches."""
+        """Wrap `Launcher.__init__` so that launchers record their launches."""
 
         def built(launcher: launch.Launcher, kernel: Any, *, args: tuple = (), **options: Any) -> None:
             build(launcher, kernel, args=args, **options)
-            # Arguments can be noted now: later calls change addresses only.
+            # Arguments can be recorded now, because later calls change only addresses.
             configuration = _described(launcher._config)
             noted = {"kernel": kernel.handle, **configuration, "arguments": [*map(self._argument, args)]}
             launcher._launch = lambda *_: (self.launches.append(noted),)
@@ -166,7 +166,7 @@ class Recorder:
 
 
 def _layout(kind: type) -> str | list:
-    """Describe a ctypes type: letter and size; for an array its elements, for a structure size, fields, offsets."""
+    """Describe a ctypes type by letter and size; an array by length and elements, a structure by size and fields."""
     if issubclass(kind, ctypes.Array):
         return [kind._length_, _layout(kind._type_)]
     if not issubclass(kind, ctypes.Structure):

@@ -1,7 +1,7 @@
-"""Keeps what a call to fp8moe means apart from what its thread has set.
+"""Make calls of fp8moe independent of PyTorch's default device.
 
-Tensors and models that fp8moe makes name their dtype and device. Other libraries that make tensors on behalf of a call
-take PyTorch's default device; PyTorch's default dtype is one for all threads, so no call changes it.
+fp8moe names dtype and device of all tensors and models that it makes, but libraries that it calls use PyTorch's default
+device. PyTorch's default dtype is shared by all threads, so no call of fp8moe changes it.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +11,9 @@ import torch
 
 
 def standard_device() -> AbstractContextManager[Any]:
-    """Return a context whose default device is the CPU; none where it is already, as it costs every operation time."""
+    """Return a context manager that makes the CPU the default device, which slows down every operation in it.
+
+    If the CPU is the default device already, the context manager does nothing.
+    """
     cpu = torch.device("cpu")
     return nullcontext() if torch.get_default_device() == cpu else cpu

@@ -1,18 +1,18 @@
-"""Hopper (compute capability 9.0): its limits, and its tensor core instruction."""
+"""Limits of Hopper GPUs (compute capability 9.0), and their tensor core instruction wgmma."""
 
-USUAL_SMS = 132  # of H100 and H200 SXM
+USUAL_SMS = 132  # SMs of H100 and H200 SXM
 WARP = 32
 WARPGROUP = 128
 # CUDA C++ Programming Guide, "Compute Capabilities", table of technical specifications.
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one block may use
-SHARED_PER_SM = 228 * 1024  # of which every resident block costs 1 KB more
+SHARED_PER_SM = 228 * 1024  # bytes; each resident block takes 1 KB of it besides its own shared memory
 REGISTERS_PER_SM = 65536
 MAX_BLOCKS_PER_PORTABLE_CLUSTER = 8
-SWIZZLE_ALIGNMENT = 1024  # bytes: of a tile in shared memory under a 128-byte swizzle
+SWIZZLE_ALIGNMENT = 1024  # bytes; alignment of a tile in shared memory with a 128-byte swizzle
 
 
 def wgmma_source(columns: int) -> str:
-    """CUDA text of ``wgmma(d, a, b, accumulate)``: one m64nNk32 FP8 product with N = ``columns``.
+    """Return the CUDA source of ``wgmma(d, a, b, accumulate)``: one m64nNk32 FP8 product with N = ``columns``.
 
     PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async".
     """

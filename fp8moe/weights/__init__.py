@@ -1,4 +1,4 @@
-"""Weights from files to modules: FP8 checkpoints read, written, quantized, converted, and refits of models that run."""
+"""Read, write, inspect, quantize and convert FP8 checkpoints, and refit running models with new weights."""
 
 from fp8moe.layers.replaced import DEFAULT_SKIP
 from fp8moe.weights.inspect import inspect_checkpoint

@@ -1,4 +1,4 @@
-"""The closing of a model while its weights are replaced: neither it nor what was captured of it runs meanwhile."""
+"""Close a model while its weights are replaced: neither the model nor CUDA graphs captured from it run meanwhile."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -10,11 +10,11 @@ from fp8moe.layers.wrapped import chain
 
 
 class Refits:
-    """The refits of a model (`fp8moe.refit`): how many have begun, and whether it is closed until one is complete.
+    """A record of a model's refits (`fp8moe.refit`). count: how many have begun. closed: whether one is incomplete.
 
-    around: wrappers of the model that were closed with it. captures: states of the model that CUDA graphs were captured
-    in. `change(model)` of a state returns None while its graph is valid; `renew(model)` lets it be valid with the
-    weights that there are now, after a complete refit.
+    around: wrappers of the model that were closed with it. captures: records of the model's state, one for each CUDA
+    graph captured from it. A record's `change(model)` returns None while its graph is valid; after a complete refit,
+    `renew(model)` makes the graph valid for the new weights.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Refits:
         self.closed = False
 
     def check(self, begun: int) -> None:
-        """Raise RuntimeError if the model is closed, or has been refitted since `begun`, the count at that time."""
+        """Raise RuntimeError if the model is closed, or if ``count`` has changed from ``begun``, an earlier value."""
         if self.closed:
             _refuse()
         if self.count != begun:
@@ -46,26 +46,26 @@ class Refits:
 
 _refits: WeakKeyDictionary[nn.Module, Refits] = WeakKeyDictionary()
 _CLOSED = -1
-"""The key of the hook that refuses, which no handle of PyTorch has."""
+"""The key of `_refuse` among a module's hooks; PyTorch's own keys are never negative."""
 
 
 def refits_of(model: nn.Module) -> Refits:
-    """Return the refits of this model, always the same object."""
+    """Return the `Refits` of this model, always the same object."""
     found = _refits.get(model)
     return _refits.setdefault(model, Refits()) if found is None else found
 
 
 def close(model: nn.Module) -> bool:
-    """Let the model, its modules and its decoders raise RuntimeError where they run; return whether they did before.
+    """Make the model, its modules and its decoders raise RuntimeError when run; return whether they already did.
 
-    Wrappers around a model are closed where the model is given in them.
+    Wrappers around the model are closed, too, if ``model`` includes them.
     """
     *around, inner = chain(model)
     refits = refits_of(inner)
     refits.around.update(around)
     closed, known = refits.closed, {*_refits}
     for module in modules_of(model):
-        module._forward_pre_hooks[_CLOSED] = _refuse  # as register_forward_pre_hook does, which takes ten times as long
+        module._forward_pre_hooks[_CLOSED] = _refuse  # register_forward_pre_hook takes ten times as long
         module._forward_pre_hooks.move_to_end(_CLOSED, last=False)
         if module in known:
             _refits[module].close(module)
@@ -73,9 +73,9 @@ def close(model: nn.Module) -> bool:
 
 
 def open_again(model: nn.Module, refresh: Callable[[nn.Module], None]) -> None:
-    """Undo `close`; CUDA graphs that were valid before are valid with the weights that there are now.
+    """Undo `close`. CUDA graphs that were valid before it become valid for the new weights.
 
-    refresh: brings what is made of a module's weights up to date; the model opens after the modules in it.
+    refresh: updates whatever a module derives from its weights. Modules are reopened before those that contain them.
     """
     known, around = {*_refits}, refits_of(chain(model)[-1]).around
     for module in reversed([*around, *modules_of(model)]):
@@ -92,7 +92,7 @@ def _refuse(*call: object) -> NoReturn:
 
 
 def modules_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield all modules in a third of the time of `modules()`, which counts where a prompt is short."""
+    """Yield all modules in a third of the time that `model.modules()` takes, which matters for short prompts."""
     seen, waiting = set(), [model]
     while waiting:
         module = waiting.pop()

@@ -1,4 +1,4 @@
-"""Formats of quantized weights: kinds, shapes of scales, and what config.json and other configurations say of them."""
+"""Formats of quantized weights: their kinds, the shapes of their scales, and how configuration files declare them."""
 
 import math
 import re
@@ -14,10 +14,10 @@ from fp8moe.weights.names import CHANNEL_SCALE, GATE_UP, SCALE, WEIGHT, Name
 from fp8moe.weights.source import CONFIG, FLOATS, FP8, HF_QUANT_CONFIG, Layout, TensorSpec, shown
 
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
-"""Dtypes of stored scales; all are exact in float32."""
+"""Dtypes that scales may be stored in; float32 holds the values of each exactly."""
 GATE_UP_LAYOUT = "gate_up_layout"
 CONCATENATED = "concatenated"
-"""The entry of quantization_config for FP8 experts with biases where all rows of gate lie before those of up."""
+"""Key and value in quantization_config that mark FP8 experts with biases as having all gate rows before the up rows."""
 
 
 def scale_dtype(scale_format: str) -> str:
@@ -26,20 +26,20 @@ def scale_dtype(scale_format: str) -> str:
 
 
 def scale_grid(matrices: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a scale for each 128x128 values, where each of the matrices has blocks of its own."""
+    """Return the shape of a weight's 128x128-block scales, where each of its stacked matrices has its own blocks."""
     *lead, rows, columns = shape
     return *lead, matrices * ceil_div(rows // matrices, BLOCK), ceil_div(columns, BLOCK)
 
 
 def fits_scale(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Return whether a scale has this shape but for sizes of one, which transformers 5.17 drops."""
-    if len(shape) == len(expected) == 2:  # (N, 1) of channels is no (1, N) of blocks
+    """Return whether a scale has the expected shape, ignoring dimensions of size 1, which transformers 5.17 drops."""
+    if len(shape) == len(expected) == 2:  # (N, 1) is a scale of channels, (1, N) one of blocks
         return tuple(shape) == tuple(expected)
     return [size for size in shape if size != 1] == [size for size in expected if size != 1]
 
 
 def as_float(scale: Tensor) -> Tensor:
-    """Return scales in float32, exact for all that are stored; bytes are exponents of two (E8M0)."""
+    """Return stored scales in float32, exactly; uint8 values are exponents of two (E8M0)."""
     return (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).float()
 
 
@@ -48,9 +48,9 @@ def quantization_config(
 ) -> dict:
     """Make the quantization_config of a checkpoint with these tensors.
 
-    others: modules that are not in FP8 and do not show, or not under this name, among the tensors. "lm_head" is always
-    one, unless it is stored in FP8: it may be tied to the embedding. channels: whether scales are of output channels,
-    which compressed-tensors describes.
+    others: modules that are not in FP8 but have no tensor of their own name among these. "lm_head" is always added,
+    unless it is stored in FP8: it may be tied to the embedding. channels: whether scales are per output channel; the
+    result is then a configuration of compressed-tensors.
     """
     kept, quantized, fused, biases = {"lm_head", *others}, set(), set(), set()
     for name, spec in tensors:
@@ -84,11 +84,11 @@ def quantization_config(
     }
 
 
-MX_BLOCK = 32  # values along K that share a scale in the OCP's microscaling formats (MX 1.0, section 5)
+MX_BLOCK = 32  # values along K that share a scale in OCP's microscaling formats (MX 1.0, section 5)
 
 
 class Kind(NamedTuple):
-    """A way of quantizing one weight. words: what a sentence calls it. refusal: why it does not load, if so."""
+    """A way to quantize a weight. words: its description in messages. refusal: why it does not load, or None."""
 
     name: str
     bits: int
@@ -121,10 +121,10 @@ FP8_KINDS = ("fp8-block", "fp8-tensor", "fp8-channel", "mxfp8")
 
 
 class Declared(NamedTuple):
-    """What an entry of a configuration says.
+    """What an object in a configuration file declares about quantization.
 
-    kinds: those that it allows, None for any. power_of_two: whether U8 scales are E8M0. refusal: why what it says
-    cannot be followed, whatever the tensors are.
+    where: its file and key. kinds: the keys of `KINDS` that it allows; None for any. power_of_two: whether U8 scales
+    are E8M0. refusal: why fp8moe cannot run what it declares, whatever the tensors are.
     """
 
     where: str
@@ -135,7 +135,7 @@ class Declared(NamedTuple):
 
 
 def declared(where: str, content: Mapping[str, Any]) -> Declared:
-    """Read an entry of a configuration. where: its name for messages."""
+    """Read what an object in a configuration file declares. where: its file and key, for messages."""
     if where == HF_QUANT_CONFIG:
         return _modelopt(where, content)
     if where.rpartition(" ")[2] == "quantization":  # MLX
@@ -154,7 +154,7 @@ def declared(where: str, content: Mapping[str, Any]) -> Declared:
 
 
 def _fp8(where: str, content: Mapping[str, Any]) -> Declared:
-    """DeepSeek's and transformers' fine-grained FP8, and AutoFP8's and Mistral's with one scale a tensor."""
+    """Read DeepSeek's and transformers' fine-grained FP8, and AutoFP8's and Mistral's FP8 with per-tensor scales."""
     power_of_two = content.get("scale_fmt") == "ue8m0"
     problem = next(iter(config_problems(content)), None)
     if problem is not None:
@@ -170,7 +170,7 @@ def _fp8(where: str, content: Mapping[str, Any]) -> Declared:
 
 
 def config_problems(quantization: Mapping[str, Any]) -> list[str]:
-    """List what these layers cannot follow in a quantization_config of DeepSeek's kind."""
+    """List the settings in a DeepSeek-style quantization_config that fp8moe's layers do not support."""
     problems = []
     for name, expected in (("fmt", ("e4m3", "float8_e4m3fn")), ("activation_scheme", ("dynamic", "static"))):
         value = quantization.get(name)
@@ -190,7 +190,7 @@ def _of(method: str, kind: str) -> Callable[[str, Mapping[str, Any]], Declared]:
 
 
 def _of_kinds(where: str, method: str, kinds: Iterable[str], *, power_of_two: bool = False) -> Declared:
-    """Make the `Declared` of an entry that allows these kinds."""
+    """Return the `Declared` of a configuration that allows these kinds."""
     allowed = [KINDS[kind] for kind in dict.fromkeys(kinds)]
     refusal = next((f"{method}: {kind.words}, {kind.refusal}" for kind in allowed if kind.refusal), None)
     power_of_two = power_of_two or any(kind.name in ("mxfp8", "mxfp4") for kind in allowed) and len(allowed) == 1
@@ -220,7 +220,7 @@ def _compressed_tensors(where: str, content: Mapping[str, Any]) -> Declared:
 
 
 def _scheme(weights: Mapping[str, Any], group: Mapping[str, Any]) -> str:
-    """The kind of a scheme of compressed-tensors, or words for one that is none of `KINDS`."""
+    """Return the kind of a compressed-tensors scheme, or a description if it is none of `KINDS`."""
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     size, blocks = weights.get("group_size"), weights.get("block_structure")
     if kind == "float" and bits == 8:
@@ -259,7 +259,7 @@ _MODELOPT = {
 
 
 def _modelopt(where: str, content: Mapping[str, Any]) -> Declared:
-    """NVIDIA's Model Optimizer, of config.json or of hf_quant_config.json."""
+    """Read the configuration of NVIDIA's Model Optimizer, from config.json or hf_quant_config.json."""
     content = content["quantization"] if _is(content.get("quantization")) else content
     algorithm = content.get("quant_algo")
     if algorithm == "MIXED_PRECISION":
@@ -284,7 +284,7 @@ _QUARK = {
 
 
 def _quark(where: str, content: Mapping[str, Any]) -> Declared:
-    """AMD's Quark: a configuration of all layers, and others of layers by pattern or by type."""
+    """Read AMD's Quark configuration: one for all layers, and others for layers selected by name pattern or type."""
     configs = [content.get("global_quant_config")]
     for name in ("layer_quant_config", "layer_type_quant_config"):
         layers = content.get(name)
@@ -316,7 +316,7 @@ _METHODS: Mapping[str, Callable[[str, Mapping[str, Any]], Declared]] = {
     "fbgemm_fp8": _of("fbgemm_fp8", "fp8-channel"),
 }
 _TELLTALES = {"quant_algo": "modelopt", "config_groups": "compressed-tensors"}
-"""Entries that tell the method where quant_method is missing."""
+"""Keys that identify the method where quant_method is missing."""
 
 _INTEGER_METHODS = {
     *("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "hqq", "quanto", "aqlm", "eetq", "vptq", "higgs"),
@@ -335,7 +335,7 @@ _SHOWN = 5
 
 
 def unquantized_matrices(layout: Layout) -> dict[str, int]:
-    """Parameters of matrices that are not FP8, largest first, by name with * for numbers. layout: without scales."""
+    """Count the elements of unquantized matrices, by name with * for numbers, largest first. layout: without scales."""
     sizes = Counter()
     for name, spec in layout.items():
         if spec.dtype in FLOATS and len(spec.shape) > 1:
@@ -344,14 +344,14 @@ def unquantized_matrices(layout: Layout) -> dict[str, int]:
 
 
 def fractions(sizes: Mapping[str, int], total: int) -> str:
-    """The first of these sizes, each as a percentage of ``total``."""
+    """Format sizes for a message, each as a percentage of ``total``: the first five, and the number of the others."""
     lines = [f"{name} {size / max(total, 1):.1%}" for name, size in sizes.items()]
     shown = ", ".join(lines[:_SHOWN])
     return f"{shown}, and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else shown or "nothing"
 
 
 def low_fp8_fraction(layout: Layout) -> str | None:
-    """A warning if FP8 weights have less than half of the parameters in matrices, otherwise None."""
+    """Return a warning if less than half of the parameters in matrices are FP8, otherwise None."""
     fp8 = {name: math.prod(spec.shape) for name, spec in layout.items() if spec.dtype == FP8}
     scales = {name + suffix for name in fp8 for suffix in (SCALE, CHANNEL_SCALE)}
     rest = unquantized_matrices({name: spec for name, spec in layout.items() if name not in scales})

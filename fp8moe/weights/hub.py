@@ -1,4 +1,4 @@
-"""Checkpoints by their names on the Hugging Face Hub."""
+"""Find a checkpoint by its directory or, downloading it, by its name on the Hugging Face Hub."""
 
 import os
 import re
@@ -12,11 +12,11 @@ _NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.bpe", "*.py", "*.md")
 _LICENSES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 _OTHER_COPIES = ("*/*.safetensors", "*/*.json", "*/*.model", "*/*.py", "consolidated*")
-"""The same weights for other programs, as releases of GPT-OSS, Llama and Mistral have them."""
+"""Files not to download: copies of the weights for other programs, in releases of GPT-OSS, Llama and Mistral."""
 
 
 class NoCheckpoint(ValueError):
-    """There is neither such a directory nor such a model on the Hub; the message says why."""
+    """Neither a directory nor a model on the Hub has this name; the message gives the reason."""
 
 
 class _NoBar(tqdm):
@@ -29,10 +29,10 @@ class _NoBar(tqdm):
 def checkpoint_directory(checkpoint: str | os.PathLike) -> Path:
     """Return the directory of a checkpoint: ``checkpoint`` itself if it exists, else the Hub's model of this name.
 
-    What the cache of huggingface_hub lacks of a model is downloaded: configuration, tokenizer and safetensors files.
-    HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN count, as they do for huggingface_hub everywhere.
+    Downloads the configuration, tokenizer and safetensors files that huggingface_hub does not have in its cache.
+    huggingface_hub's environment variables apply: HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN.
 
-    Raises NoCheckpoint for a name that is neither.
+    Raises NoCheckpoint if there is neither such a directory nor such a model.
     """
     path = Path(checkpoint)
     if path.exists():

@@ -1,4 +1,4 @@
-"""inspect_checkpoint: what a checkpoint directory holds and what is wrong with it, from headers and scales."""
+"""Inspect a checkpoint directory: report what it holds and what is wrong with it, reading only headers and scales."""
 
 import math
 import os
@@ -17,13 +17,13 @@ from fp8moe.weights.views import in_blocks
 
 @dataclass(frozen=True)
 class Report:
-    """What `inspect_checkpoint` found.
+    """The result of `inspect_checkpoint`.
 
-    directory; files: how many; tensors: how many; nbytes: of all tensors; fp8_nbytes: of FP8 weights without scales;
-    parameters: elements of all tensors but scales; format: of the weights; scale_format: what scales are stored as,
-    "float32", "ue8m0", "none" or several; experts: (layers, experts a layer, layout) for each kind; dtypes: bytes by
-    safetensors dtype; unquantized: parameters of matrices that are not quantized, largest first, by name with * for
-    numbers; problems: everything that is wrong, by name.
+    files, tensors: their numbers. nbytes: bytes of all tensors. fp8_nbytes: bytes of FP8 weights without scales.
+    parameters: elements of all tensors except scales. format: how the weights are quantized. scale_format: how scales
+    are stored: "float32", "ue8m0", "none" or several. experts: (number of layers, experts per layer, layout) for each
+    combination. dtypes: bytes by safetensors dtype. unquantized: elements of matrices that are not quantized, by name
+    with * for numbers, largest first. problems: everything that is wrong, each with the name of a tensor or file.
     """
 
     directory: Path
@@ -40,7 +40,7 @@ class Report:
     problems: list[str]
 
     def __str__(self) -> str:
-        """A table of two columns, and the problems below."""
+        """Format the report as a table of two columns, with the problems below."""
         dtypes = ", ".join(f"{name} {_bytes(size)}" for name, size in self.dtypes.items())
         experts = "; ".join(f"{count} in each of {layers} layers, {how}" for layers, count, how in self.experts)
         loads = "loads" if self.format.loads else "does not load"
@@ -62,8 +62,10 @@ class Report:
 
 
 def inspect_checkpoint(directory: str | os.PathLike) -> Report:
-    """Describe a checkpoint and list its problems: damaged files, scales missing, left over or misshapen, experts
-    missing, scales that are NaN, infinite, zero or negative, a format that does not load. Reads headers and scales.
+    """Describe a checkpoint and list its problems, reading only headers and scales.
+
+    Problems are damaged files; scales that are missing, left over, misshapen, or that hold a NaN, an infinity, zero or
+    a negative value; missing experts; and a format that does not load.
 
     directory: of the checkpoint, or its name on the Hugging Face Hub, from where it is downloaded.
     Raises CheckpointError if there is no checkpoint.
@@ -83,7 +85,8 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
     problems = [weights.format.reason]
     if weights.format.loads:
         problems = block_problems(weights, in_blocks(weights))
-        if weights.quantized and checkpoint.config and not checkpoint.declarations:  # others would take it for bfloat16
+        # Other libraries would take such a checkpoint for an unquantized one.
+        if weights.quantized and checkpoint.config and not checkpoint.declarations:
             problems.insert(0, "config.json: has no quantization_config, but there are FP8 tensors")
     return Report(
         directory=checkpoint.directory,
@@ -102,9 +105,9 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
 
 
 def block_problems(weights: Weights, blocks: Iterable[StoredWeight]) -> list[str]:
-    """List what is wrong with scales, weights without one, and the parts of experts that are missing.
+    """List problems with scales, FP8 weights without a scale, and missing projections of experts.
 
-    blocks: the weights as `in_blocks` sees them.
+    blocks: the weights as views that `in_blocks` returns.
     """
     checkpoint = weights.checkpoint
     problems, fitting, shared = [], [], defaultdict(list)
@@ -163,7 +166,7 @@ def _scale_format(weights: Weights) -> str:
 
 
 def _experts(weights: Weights) -> tuple[list[tuple[int, int, str]], list[str]]:
-    """How many layers have how many experts in which layout, and experts that lack a projection."""
+    """Return (layers, experts per layer, layout) of each combination, and a line per expert that lacks a projection."""
     separate: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))  # module -> projection -> experts
     kinds: Counter[tuple[int, str]] = Counter()
     for weight in weights.stored:
@@ -185,7 +188,7 @@ def _experts(weights: Weights) -> tuple[list[tuple[int, int, str]], list[str]]:
 
 
 def _gaps(numbers: Iterable[int], count: int) -> Iterator[str]:
-    """What ``numbers`` lacks of range(count): "3", or "5-9" for several in a row, of which there may be any number."""
+    """Yield the numbers of range(count) that ``numbers`` lacks: "3", or "5-9" for several in a row."""
     first = 0
     for number in sorted({*numbers, count}):
         if first < number:

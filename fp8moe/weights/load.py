@@ -1,4 +1,4 @@
-"""Fills a model from an FP8 checkpoint: everything is checked first, then tensors are copied one at a time."""
+"""Load an FP8 checkpoint into a model: check everything first, then copy tensors one at a time."""
 
 import os
 from collections.abc import Iterable
@@ -31,36 +31,36 @@ from fp8moe.weights.views import in_blocks, inexact_problems
 def load_fp8_checkpoint(
     model: nn.Module, directory: str | os.PathLike, *, ignore: Iterable[str] = (), device: torch.device | str = "cpu"
 ) -> None:
-    """Load an FP8 checkpoint, of any format that `find_format` says loads, into FP8Linear and GroupedExperts.
+    """Load an FP8 checkpoint, in any format that `find_format` says loads, into FP8Linear and GroupedExperts.
 
-    model: its state dict must have what the checkpoint has, with the names and shapes that it has there. Wrapped by
-        torch.compile, DistributedDataParallel or peft it has the names of the model inside; adapters stay as they are.
-        Besides:
-        - experts one by one (experts.7.gate_proj.weight or w1, w3, w2) go into the fused parameters;
-        - a weight's scale is called weight_scale_inv, weight_scale or scale, and has any dtype exact in float32;
-        - one scale a tensor, MXFP8 and MXFP4 become blocks of 128x128, and fused experts (E, K, N) are transposed;
-        - GPT-OSS's rows of gate and up, which take turns in weights and biases, are parted: all of gate comes first;
-        - static scales of activations, keys and values are ignored, with a warning: all are quantized as they come;
+    model: its state dict must have the checkpoint's tensors, with the same names and shapes. If torch.compile,
+        DistributedDataParallel or peft wraps the model, the names of the model inside count, and adapters stay as they
+        are. These differences are allowed:
+        - experts stored one by one (experts.7.gate_proj.weight or w1, w3, w2) go into the fused parameters;
+        - a weight's scale may be called weight_scale_inv, weight_scale or scale, in any dtype exact in float32;
+        - per-tensor scales, MXFP8 and MXFP4 become 128x128 blocks, and fused experts (E, K, N) are transposed;
+        - GPT-OSS's gate and up, interleaved by rows in weights and biases, are separated: all of gate comes first;
+        - static scales of activations, keys and values are ignored, with a warning: fp8moe quantizes dynamically;
         - Mixtral's block_sparse_moe is transformers' mlp;
-        - a tensor that the model ties to another need be there only once;
+        - tensors that the model ties together need to be stored only once;
         - tensors that a transformers model ignores (its _keys_to_ignore_on_load_unexpected) are ignored;
         - unquantized tensors are converted from one floating dtype to another.
-        Also transformers' own FP8 modules and unquantized experts are filled, having the same names.
-    directory: with model.safetensors, or model.safetensors.index.json and its shards; or the name of a model on the
+        Transformers' own FP8 modules and unquantized experts are loaded, too, since they have the same names.
+    directory: has model.safetensors, or model.safetensors.index.json and its shards; or the name of a model on the
         Hugging Face Hub.
-    ignore: fnmatch patterns of tensors in the checkpoint that are not wanted.
+    ignore: fnmatch patterns of checkpoint tensors that the model need not have.
     device: where parameters and buffers that are on the meta device are created; others stay where they are.
 
-    Everything is checked before anything is copied: names, shapes, dtypes, block size, that every shard is there, whole
-    and readable, that every scale is finite and positive. Beside the model, memory holds one tensor at a time, of fused
-    experts one expert.
+    Everything is checked before anything is copied: names, shapes, dtypes and block size; that every shard is present,
+    complete and readable; and that every scale is finite and positive. Beside the model, memory holds one tensor at a
+    time, or one expert of fused experts.
 
-    A model with sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`), also on the meta
-    device: all processes of the default group call this, each with a directory that it can read, and read what they
-    hold. If one process fails, all raise the same error.
+    If the model has sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`), on the meta device
+    or not, all processes of the default group call this, each with a directory that it can read; each reads the parts
+    that it holds. If one process fails, all raise the same error.
 
-    Raises CheckpointError, which lists all that is wrong by name, with the model untouched; ValueError for adapters
-    that are merged into the weights, for a model of FSDP1, and for one that was made under torch.inference_mode.
+    Raises CheckpointError, which lists every problem by tensor name, and leaves the model unchanged; ValueError for
+    adapters that are merged into the weights, for a model of FSDP1, and for one made under torch.inference_mode.
     """
     inner = unwrapped("model", model)
     check_unmerged("model", model)
@@ -88,7 +88,7 @@ def load_fp8_checkpoint(
     with ranks.step():
         _materialize(model, device)
         copy_weights(moves, weights.checkpoint.directory, state_of(model))
-        invalidate_masters()  # weights that FSDP2 gathers have versions that do not change
+        invalidate_masters()  # writing to FSDP2's shards leaves versions of gathered weights unchanged
 
 
 def _bufferless(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
@@ -107,7 +107,7 @@ def _bufferless(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:
-    """Give parameters and buffers that are on the meta device memory on ``device``; tied ones stay tied."""
+    """Allocate memory on ``device`` for parameters and buffers on the meta device; tied ones stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for name, value in [*module._parameters.items(), *module._buffers.items()]:

@@ -1,7 +1,7 @@
-"""Names of tensors in checkpoints, taken apart once: the module, what the tensor is to it, and which experts it is of.
+"""Parse the names of checkpoint tensors: the module a tensor belongs to, its role there, and the expert.
 
-Experts are stored one by one, ``experts.7.gate_proj.weight``, or fused, ``experts.gate_up_proj`` (E, 2I, H). A weight's
-scale is called X.weight_scale_inv, X.weight_scale or X.scale; a fused weight Y has Y_scale_inv.
+Experts are stored one by one, ``experts.7.gate_proj.weight``, or fused, ``experts.gate_up_proj`` (E, 2I, H). The scale
+of X.weight is called X.weight_scale_inv, X.weight_scale or X.scale; the scale of a fused weight Y, Y_scale_inv.
 """
 
 import re
@@ -18,18 +18,18 @@ W_NAMES = {GATE: "w1", UP: "w3", DOWN: "w2"}
 """Names of an expert's projections in the checkpoints of Mixtral and some others."""
 
 W_BLOCK, BLOCK_IN_MODEL = ".block_sparse_moe.", ".mlp."
-"""Names of the module around the experts: in such checkpoints, and in transformers' models."""
+"""Names of the module around the experts: in Mixtral's checkpoints, and in transformers' models."""
 
 WEIGHT, SCALE_ROLE, BIAS, OTHER = "weight", "scale", "bias", "other"
 
 SCALE = "_scale_inv"
 CHANNEL_SCALE = "_scale"
-"""The end of the names of scales of output channels, as compressed-tensors has them."""
+"""Suffix that compressed-tensors gives the names of per-output-channel scales."""
 GROUPS = "_blocks"
-"""The end of the names of MXFP4 codes of fused experts Y, (E, N, K/32, 16), whose scales Y_scales are (E, N, K/32)."""
+"""Suffix of the MXFP4 codes of fused experts: Y_blocks (E, N, K/32, 16) has its scales in Y_scales (E, N, K/32)."""
 
 _PROJECTIONS = {name: name for name in W_NAMES} | {short: name for name, short in W_NAMES.items()}
-_NUMBER = "0|[1-9][0-9]{0,17}"  # as checkpoints write it, and no larger than a size can be
+_NUMBER = "0|[1-9][0-9]{0,17}"  # without leading zeros, as checkpoints write it; 18 digits fit in int64
 _NAME = re.compile(
     rf"(?P<experts>.*\bexperts)\.(?:(?P<expert>{_NUMBER})\.(?P<one>{'|'.join(_PROJECTIONS)})\.(?P<of_one>weight|weight_scale_inv|weight_scale|scale)"
     rf"|(?P<fused>{GATE_UP}|{UP}|{DOWN})(?P<of_fused>{SCALE}|_bias)?)"
@@ -41,15 +41,15 @@ _UNUSED = re.compile(
     r"(.*\.)?(input_scale|activation_scale|output_scale|input_scale_ub|k_scale|v_scale|q_scale|kv_scale"
     r"|prob_output_scale|\w*_input_scale|\w*_activation_scale)"
 )
-"""Names of static scales of activations, of keys and of values, which are quantized here as they come."""
+"""Names of static scales of activations, keys and values. fp8moe does not use them: it quantizes dynamically."""
 
 
 class Name(NamedTuple):
-    """A tensor's name taken apart.
+    """A parsed tensor name.
 
-    text: the name. module: the module that the tensor belongs to; of experts the module of all of them. role: WEIGHT,
-    SCALE_ROLE, BIAS or OTHER. projection: GATE_UP, GATE, UP or DOWN of experts, otherwise None. expert: which one, None
-    for all experts together and for other tensors.
+    text: the full name. module: the module that the tensor belongs to; for experts, the module that holds all of them.
+    role: WEIGHT, SCALE_ROLE, BIAS or OTHER. projection: GATE_UP, GATE, UP or DOWN for tensors of experts, otherwise
+    None. expert: the expert's index; None for fused experts and for other tensors.
     """
 
     text: str
@@ -60,7 +60,7 @@ class Name(NamedTuple):
 
     @property
     def weight(self) -> str:
-        """The name of the weight: of a scale the one that it scales, otherwise this name."""
+        """The name of the weight that this scale belongs to; if this is not a scale, the name itself."""
         if self.role != SCALE_ROLE:
             return self.text
         end = next(end for end in (SCALE, CHANNEL_SCALE, ".scale") if self.text.endswith(end))
@@ -78,12 +78,12 @@ class Name(NamedTuple):
 
     @property
     def matrices(self) -> int:
-        """Count the matrices of a weight, one below the other, with blocks of their own: gate and up are two."""
+        """Return how many stacked matrices with blocks of their own the weight has: 2 for gate_up_proj, otherwise 1."""
         return 2 if self.projection == GATE_UP else 1
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the modules that a pattern may match: a weight's own, and for a single expert also all experts."""
+        """Return the module names that a pattern may match: the tensor's own and, for experts, that of all experts."""
         own = self.text.removesuffix(".weight")
         return (own, self.module) if self.role == WEIGHT else (own,)
 
@@ -91,9 +91,10 @@ class Name(NamedTuple):
 class Location(NamedTuple):
     """Where a model puts a tensor of a checkpoint.
 
-    name: what the model calls the tensor; one expert's with its number: mlp.experts.7.gate_proj.weight.
-    key: in the state dict, of what it becomes, or a part of. converter, pattern: transformers' WeightConverter where it
-    takes more than a name, or the place in a fused parameter, and which of the converter's sources this is.
+    name: the tensor's name in the model; a single expert keeps its index, as in mlp.experts.7.gate_proj.weight.
+    key: the state dict's key of the parameter that the tensor becomes, or becomes a part of. converter, pattern:
+    transformers' WeightConverter, and which of its sources the tensor is; None where it suffices to rename the tensor
+    or to place it in a fused parameter.
     """
 
     name: Name
@@ -103,12 +104,12 @@ class Location(NamedTuple):
 
     @property
     def steps(self) -> str:
-        """The converter's operations, for a message."""
+        """Return the names of the converter's operations, for an error message."""
         return ", ".join(type(step).__name__ for step in self.converter.operations)
 
 
 def parse(text: str, rank: int | None = None) -> Name:
-    """Take a tensor's name apart. rank: of the tensor: weights of fused experts have three dimensions."""
+    """Parse a tensor's name. rank: its number of dimensions, if known; weights of fused experts have three."""
     match = _NAME.fullmatch(text)
     if match is not None:
         if match["expert"] is not None:
@@ -127,7 +128,7 @@ def parse(text: str, rank: int | None = None) -> Name:
 
 
 def weight_of_codes(text: str, names: Mapping[str, object]) -> str | None:
-    """The name of the weight whose packed codes this tensor holds, None where the name says nothing of that."""
+    """Return the name of the weight whose packed codes a tensor of this name holds; None if it holds no codes."""
     if text.endswith(".weight_packed"):
         return text.removesuffix("_packed")
     if text.endswith(".qweight"):
@@ -138,13 +139,19 @@ def weight_of_codes(text: str, names: Mapping[str, object]) -> str | None:
 
 
 def is_scale_beside(text: str, names: Mapping[str, object]) -> bool:
-    """Return whether this is the scale of another of these tensors, in a spelling that FP8 values may have."""
+    """Return whether a tensor of this name is the scale of a weight in ``names``.
+
+    Only names of scales that may themselves have an FP8 dtype count.
+    """
     of = next((text.removesuffix(suffix) for suffix in (SCALE, CHANNEL_SCALE) if text.endswith(suffix)), None)
     return of is not None and (of in names or f"{of}_packed" in names)
 
 
 def scale_spellings(weight: Name, codes: str) -> Iterator[str]:
-    """The names that the scale of a weight may have, the likeliest first; last those of the scale of all experts."""
+    """Yield the names that a weight's scale may have, likeliest first; names of a scale shared by all experts are last.
+
+    codes: the name of the tensor that holds the weight's codes.
+    """
     text = weight.text
     yield text + SCALE
     yield text + CHANNEL_SCALE
@@ -163,7 +170,7 @@ def scale_spellings(weight: Name, codes: str) -> Iterator[str]:
 
 
 def is_own_scale(weight: Name, scale: str) -> bool:
-    """Return whether a scale is of this weight alone, and not of all experts."""
+    """Return whether a scale belongs to this weight alone, rather than to all experts."""
     return scale.startswith(weight.text.removesuffix("weight"))
 
 
@@ -172,16 +179,16 @@ def is_unused_scale(text: str) -> bool:
 
 
 def from_vllm(text: str) -> str:
-    """fp8moe's name of a fused tensor of experts that vLLM calls w13_weight or w2_weight; other names as they are."""
+    """Rename vLLM's w13_weight and w2_weight of fused experts as fp8moe calls them; return other names unchanged."""
     return _OF_VLLM.sub(lambda match: _FUSED_BY_VLLM[match[1]], text)
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names that the checkpoints of a model give the tensors of experts that they store one by one.
+    """How a model's checkpoints name the tensors of experts that are stored one by one.
 
-    projections: their names for those of ours that they call otherwise. w_block: whether they have `W_BLOCK` where the
-    model has `BLOCK_IN_MODEL`.
+    projections: checkpoint names of the projections, by our names, where the two differ. w_block: whether checkpoints
+    have `W_BLOCK` where the model has `BLOCK_IN_MODEL`.
     """
 
     projections: Mapping[str, str] = field(default_factory=dict)
@@ -202,4 +209,4 @@ class ExpertNames:
 
 
 FindExpertNames = Callable[[nn.Module], ExpertNames | None]
-"""Finds the names of a model's experts in its checkpoints; None where these store them fused."""
+"""A function that returns how a model's checkpoints name its experts, or None if they store experts fused."""

@@ -1,4 +1,4 @@
-"""Places of weights in a model, sharded or not: all is checked first, then values are copied piece by piece."""
+"""Find the place of each weight in a model, sharded or not: check everything first, then copy values piece by piece."""
 
 import re
 import warnings
@@ -32,18 +32,18 @@ from fp8moe.weights.source import (
 )
 from fp8moe.weights.stored import StoredWeight, Weights
 
-TIED = "but the model ties the two"  # the end of the line about tensors that differ
-EXTRA = "extra, the model has no such tensor"  # the end of the line about such a tensor
+TIED = "but the model ties the two"  # ends the problem line of tied tensors that differ
+EXTRA = "extra, the model has no such tensor"  # ends the problem line of a tensor without a place in the model
 
 _FORMER_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
-"""What old checkpoints have of buffers that models make themselves, by the end of a model's name for the buffer."""
+"""Names (regexes) of buffers that old checkpoints store but models compute, by the end of the model's name for them."""
 
 Part = tuple[int | None, int | None]
-"""The expert, and the row in its matrices, that a tensor begins at; WHOLE for all of an entry of the state dict."""
+"""Where a tensor starts in a fused parameter: (expert, row of that expert's matrix); WHOLE if it fills an entry."""
 WHOLE: Part = (None, None)
 
 Box = tuple[range, ...]
-"""A part of a tensor, as a range for each dimension. A box is empty unless ``all(box)``."""
+"""A part of a tensor: a range of indices for each dimension. It has no elements unless ``all(box)``."""
 
 
 def whole(shape: Iterable[int]) -> Box:
@@ -51,10 +51,10 @@ def whole(shape: Iterable[int]) -> Box:
 
 
 def held(tensor: Tensor) -> tuple[Tensor, Box]:
-    """Return the memory that this process has of a tensor, and which box of the tensor it holds."""
+    """Return the part of a tensor that is in this process's memory, and its box within the full tensor."""
     if not is_sharded(tensor):
         return tensor, whole(tensor.shape)
-    chunks = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks for
+    chunks = tensor.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
     box = tuple(range(first, first + size) for first, size in zip(chunks[0].offsets, chunks[0].sizes, strict=True))
     with torch.no_grad():
         return local(tensor), box
@@ -68,12 +68,12 @@ def overlap(box: Box, other: Box) -> Box:
 
 
 def inside(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the index of a box within the memory that holds ``outer``, a box around it."""
+    """Return the slices that select ``box`` from a tensor that holds the larger box ``outer``."""
     return tuple(slice(own.start - base.start, own.stop - base.start) for own, base in zip(box, outer, strict=True))
 
 
 def class_of(model: nn.Module) -> type[nn.Module]:
-    """Return the class that a model had before fully_shard made it one of FSDP2's."""
+    """Return a model's class as it was before fully_shard made it a subclass of FSDPModule."""
     if not torch.distributed.is_available():
         return type(model)
     from torch.distributed.fsdp import FSDPModule
@@ -82,9 +82,9 @@ def class_of(model: nn.Module) -> type[nn.Module]:
 
 
 class Ranks:
-    """All processes of the default group if one of these tensors is sharded, otherwise this process alone.
+    """The processes that work together: the default group if any of the tensors is sharded, else this process alone.
 
-    group: for tensors on the CPU; None for this process alone.
+    group: the process group for CPU tensors; None for this process alone.
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
@@ -97,15 +97,15 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Return whether this is the process that writes."""
+        """Return whether this process has rank 0, the one that writes files."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes, by rank."""
+        """Return the values that all processes passed, in the order of ranks."""
         return [value] if self._agreement is None else self._agreement.gather(value)
 
     def check_same(self, expected: str, value: Any) -> None:
-        """Raise ValueError on all processes unless all give the same value."""
+        """Raise ValueError on all processes unless all pass the same value. expected: the start of the message."""
         if self._agreement is not None:
             from fp8moe.distributed.agreement import check_same
 
@@ -113,7 +113,7 @@ class Ranks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Raise an error that one of several processes meets within the block as the same ValueError on all."""
+        """Run the block on every process; if it fails on any of several, raise the same ValueError on all of them."""
         if self._agreement is None:
             yield
             return
@@ -126,7 +126,7 @@ class Ranks:
 
 
 class Place(NamedTuple):
-    """Where in the model a tensor goes: all of ``state[key]``, or rows of one expert there."""
+    """Where a tensor goes in a model: all of ``state[key]``, or some rows of one expert in it. shape: of the tensor."""
 
     key: str
     shape: tuple[int, ...]
@@ -134,15 +134,15 @@ class Place(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The box of ``state[key]``."""
+        """The box of ``state[key]`` that this place covers."""
         if self.part == WHOLE:
             return whole(self.shape)
         (expert, row), (rows, columns) = self.part, self.shape
         return range(expert, expert + 1), range(row, row + rows), range(columns)
 
     def held_by(self, target: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-        """Return what this process holds of the place in ``target``, ``state[key]``, and which part of it that is."""
-        if not is_sharded(target):  # quickly: a model may have tens of thousands of such parts
+        """Return this process's part of the place: a view of ``target`` (``state[key]``), and the slices it covers."""
+        if not is_sharded(target):  # the fast path: a model may have tens of thousands of expert matrices
             expert, row = self.part
             local = target if self.part == WHOLE else target[expert, row : row + self.shape[0]]
             return local, tuple(slice(0, size) for size in self.shape)
@@ -153,9 +153,9 @@ class Place(NamedTuple):
 
 
 class Target:
-    """The state dict of a model that weights go into. state: parameters and persistent buffers under all their names.
+    """The state dict that weights are written to. state: parameters and persistent buffers under all their names.
 
-    scales: the keys of scales of FP8 weights. ties: the names of each tensor.
+    scales: the keys of FP8 weights' scales. ties: for each tensor, the list of its names.
     """
 
     def __init__(self, state: Mapping[str, Tensor]):
@@ -191,7 +191,7 @@ class Target:
         return Place(key, (size, target.shape[2]), (name.expert, row))
 
     def scale_of(self, place: Place) -> Place | None:
-        """Return where the scale of an FP8 weight at this place goes; None for what is no such weight."""
+        """Return the place of the scale of the FP8 weight at ``place``; None if the weight there is not FP8."""
         key = place.key + SCALE
         if key not in self.scales:
             return None
@@ -203,7 +203,7 @@ class Target:
         return Place(key, (size, scale.shape[2]), (expert, size if row else 0))
 
     def mismatch(self, spec: TensorSpec, place: Place) -> str | None:
-        """Return what keeps a tensor of this dtype and shape from its place, or None."""
+        """Return why a tensor of this dtype and shape does not fit ``place``, or None if it fits."""
         target = self.state[place.key].dtype
         if target == torch.float8_e4m3fn:
             if spec.dtype in FLOATS:
@@ -229,7 +229,10 @@ class Target:
         return None if spec.shape == place.shape else f"shape {spec.shape}, expected {place.shape}"
 
     def missing(self, sources: Mapping[str, Mapping[Part, str]], wrong: Iterable[str] = ()) -> list[str]:
-        """Return a line for each tensor of the model that no source is for. wrong: keys whose lines are there."""
+        """Return a line for each tensor of the model that gets no values.
+
+        sources: the names of the tensors that come, by key and part. wrong: keys that have a problem line already.
+        """
         problems = []
         for keys in self.ties:
             found = next((key for key in keys if sources.get(key)), None)
@@ -241,7 +244,7 @@ class Target:
         return problems
 
     def _missing_parts(self, key: str, parts: Mapping[Part, str]) -> list[str]:
-        """Return a line for each part of a fused parameter that experts stored one by one lack."""
+        """Return a line for each expert matrix that a fused parameter gets no values for, or gets twice."""
         if WHOLE in parts:
             return [
                 f"{name}: the checkpoint has it also in {parts[WHOLE]}" for part, name in parts.items() if part != WHOLE
@@ -261,20 +264,20 @@ class Target:
 
 
 Move = tuple[StoredWeight, Place, Place | None]
-"""A weight of a checkpoint, with the places of its values and of its scale in a model."""
+"""A stored weight, the place of its values in the model, and the place of its scale, if it has one."""
 
 
 def warn_of_unused(weights: Weights, moves: Iterable[Move]) -> None:
-    """Warn once of static scales that the model has no place for."""
+    """Warn, once per checkpoint, if it holds static scales that the model has no place for."""
     if weights.unused - {weight.name.text for weight, *_ in moves}:
         text = "has static scales of activations, keys or values, which are not used: all are quantized as they come"
         warnings.warn(printable(f"{weights.checkpoint.directory} {text}"), stacklevel=3)
 
 
 def ignored_names(model: nn.Module, patterns: tuple[str, ...], unused: Collection[str]) -> Callable[[str], bool]:
-    """Return a function that says whether a checkpoint may have a tensor of a name for which the model has no place.
+    """Return a function that tells whether a checkpoint tensor of a given name may stay unused.
 
-    unused: such names.
+    patterns: fnmatch patterns of such names. unused: more of them, the checkpoint's static scales.
     """
     buffers = [name for name, _ in model.named_buffers()]
     former = [regex for end, regex in _FORMER_BUFFERS.items() if any(name.endswith(end) for name in buffers)]
@@ -290,9 +293,9 @@ def ignored_names(model: nn.Module, patterns: tuple[str, ...], unused: Collectio
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers themselves, under all of their names.
+    """Return a model's parameters and persistent buffers, the objects themselves, under all of their names.
 
-    Names are those of the model without wrappers; adapters of peft are left out.
+    The names are those of the model without wrappers; peft's adapters are left out.
     """
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     own = names_inside(model, state)
@@ -300,7 +303,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_writable(state: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for tensors made in inference mode: PyTorch writes nothing to them outside of it."""
+    """Raise ValueError if a tensor was made in inference mode: PyTorch forbids writing to it outside of that mode."""
     name = next((name for name, value in state.items() if value.is_inference()), None)
     if name is not None:
         raise ValueError(
@@ -316,18 +319,18 @@ def match(
     ignored: Callable[[str], bool],
     located: Callable[[StoredWeight], Name] = lambda weight: weight.name,
 ) -> tuple[list[Move], list[str]]:
-    """Find the place of each weight in a model; return the moves, and a line for all that does not fit.
+    """Find the place of each weight in a model; return the moves, and a line for each problem.
 
-    ignored: whether a tensor of this name may be left over. located: the name of a weight in the model. Only scales of
-    which this process holds a part, and tensors that the model ties together, are read, once all names, shapes and
-    dtypes fit.
+    ignored: tells whether a tensor of a given name may stay unused. located: maps a weight to its name in the model.
+    Once all names, shapes and dtypes fit, two kinds of tensors are read: scales that this process holds a part of, and
+    tensors that the model ties together.
     """
     moves, problems, extra = [], [*checkpoint.problems, *unmappable(checkpoint)], []
-    sources: dict[str, dict[Part, str]] = defaultdict(dict)  # of entries of the state dict, the tensors for their parts
-    wrong: set[str] = set()  # entries that a tensor does not fit, and their scales
+    sources: dict[str, dict[Part, str]] = defaultdict(dict)  # key -> part -> name of the tensor for it
+    wrong: set[str] = set()  # keys that a tensor does not fit, and those of their scales
 
     def claim(place: Place, text: str, spec: TensorSpec) -> bool:
-        """Note the tensor of a place, and what is wrong with it; return whether it fits."""
+        """Record the tensor that goes to a place, and its problem if it does not fit; return whether it fits."""
         other = sources[place.key].setdefault(place.part, text)
         problem = target.mismatch(spec, place) if other == text else f"the checkpoint has it also as {other}"
         if problem:
@@ -358,7 +361,7 @@ def match(
 
 
 def copy_weights(moves: Iterable[Move], directory: Path, state: Mapping[str, Tensor]) -> None:
-    """Read every weight into its place, with one shard mapped at a time as far as scales lie beside their codes."""
+    """Copy every weight into its place, with one shard mapped at a time if scales are in the same shards as codes."""
     reader, file = Reader(directory), None
     for weight, place, scale_place in moves:
         if weight.codes.file != file:
@@ -369,7 +372,7 @@ def copy_weights(moves: Iterable[Move], directory: Path, state: Mapping[str, Ten
 
 
 def _scale_to_judge(move: Move, state: Mapping[str, Tensor]) -> TensorInfo | None:
-    """The stored scale that a move reads, if this process holds a part of it."""
+    """Return the stored scale whose values are to be checked, or None if this process loads no part of a scale."""
     weight, place, scale_place = move
     info = weight.scale if scale_place is not None else weight.codes
     scale_place = scale_place or (place if weight.name.role == SCALE_ROLE else None)
@@ -378,7 +381,7 @@ def _scale_to_judge(move: Move, state: Mapping[str, Tensor]) -> TensorInfo | Non
 
 
 def _way_out(key: str) -> str:
-    """Tell the user how a model's FP8 module and an unquantized tensor can go together."""
+    """Return advice for an error: what to do when an unquantized tensor is for an FP8 module."""
     way_out = "quantize the checkpoint first (fp8moe quantize)"
     module, _, parameter = key.rpartition(".")
     if module and parameter == "weight":
@@ -387,9 +390,10 @@ def _way_out(key: str) -> str:
 
 
 def scale_problems(checkpoint: Checkpoint, scales: Iterable[TensorInfo]) -> list[str]:
-    """List the stored scales that hold a NaN, an infinity, zero or a negative value; all are of `SCALE_DTYPES` or U8.
+    """List the stored scales that hold a NaN, an infinity, zero or a negative value.
 
-    The scale of a block of zeros is positive, too. Memory holds one scale at a time: 1/16384 of its weight's elements.
+    scales: of dtypes in `SCALE_DTYPES`, or U8. Even the scale of a block of zeros must be positive. Memory holds one
+    scale at a time: 1/16384 of its weight's elements.
     """
     problems = []
     for info, stored in checkpoint.read_unmapped(dict.fromkeys(scales)):
@@ -409,7 +413,7 @@ def scale_problems(checkpoint: Checkpoint, scales: Iterable[TensorInfo]) -> list
 
 
 def _tied_problems(checkpoint: Checkpoint, moves: Iterable[Move], ties: Iterable[list[str]]) -> list[str]:
-    """Find tensors that differ, but that the model ties together."""
+    """List stored tensors that differ from each other although the model ties them together."""
     by_key = {place.key: weight for weight, place, _ in moves if place.part == WHOLE}
     problems = []
     for keys in ties:
@@ -443,15 +447,15 @@ def copy_weight(
     scale_place: Place | None = None,
     scale_target: Tensor | None = None,
 ) -> None:
-    """Read a weight into its part of ``target``, and its scale into that of ``scale_target``, where they are given.
+    """Copy a stored weight into its place in ``target``, and its scale, if it has a place, into ``scale_target``.
 
-    Of a DTensor each process reads what it holds.
+    If the target is a DTensor, each process reads the part that it holds.
     """
     local, part = place.held_by(target)
     scale, scale_part = (None, ()) if scale_place is None else scale_place.held_by(scale_target)
     if not local.numel() and (scale is None or not scale.numel()):
         return
-    if weight.shape != place.shape:  # a scale of its own, with more or fewer sizes of one
+    if weight.shape != place.shape:  # a scale by itself, whose dimensions of size 1 differ
         local.copy_(as_float(reader.read(weight.codes)).view(place.shape)[part].to(local.dtype))
         return
     for expert, value in weight.pieces(reader, part):
@@ -464,5 +468,5 @@ def copy_weight(
 
 
 def provider(name: str = "architecture") -> Any:
-    """Import a module of `fp8moe.hf`, whose functions answer for models of transformers, when it is first asked."""
+    """Import a module of `fp8moe.hf`, which knows the models of transformers, only when it is needed."""
     return import_module(f"fp8moe.hf.{name}")

@@ -1,4 +1,4 @@
-"""Quantizes and converts checkpoints shard by shard: what is to be written is planned, then read, made and written."""
+"""Quantize and convert checkpoints shard by shard: plan the outputs first, then read, compute and write each."""
 
 import importlib.util
 import os
@@ -39,20 +39,20 @@ from fp8moe.weights.write import into_directory, json_bytes
 
 _QUANTIZED_DTYPES = ("BF16", "F16", "F32")
 _COMPANIONS = (".bpe", ".json", ".jinja", ".md", ".model", ".py", ".tiktoken", ".txt")
-_TEMPLATES = "additional_chat_templates"  # a directory of the tokenizer
+_TEMPLATES = "additional_chat_templates"  # a directory of tokenizer files
 _LICENSES = ("LICENSE", "NOTICE", "USE_POLICY")
 
 Take = Callable[[StoredWeight, Tensor, FP8Tensor], None]
-"""Is given a weight, each of its matrices, and what that was quantized to."""
+"""A callback that gets a weight, one of its matrices, and the quantized matrix; called for every matrix."""
 
 
 def _ignore(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
-    """Take a matrix as it is."""
+    """Accept any matrix: the `Take` that does nothing."""
 
 
 def _check_finite(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
-    """Raise CheckpointError for a NaN or an infinity."""
-    if not made.scale.isfinite().all():  # as is the scale of a block with such a value
+    """Raise CheckpointError if a matrix holds a NaN or an infinity."""
+    if not made.scale.isfinite().all():  # a NaN or an infinity makes its block's scale non-finite
         count = values.numel() - int(values.isfinite().sum())
         raise CheckpointError(
             f"cannot quantize {weight.codes.file}",
@@ -65,11 +65,11 @@ def _check_finite(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None
 
 @dataclass
 class OutputPlan:
-    """What an unquantized checkpoint becomes.
+    """What to write for an unquantized checkpoint.
 
-    quantized: the weights that become FP8, by name, with the names that they have then. unconverted: modules that
-    modules_to_not_convert is to name, besides those whose tensors say it. kept: why weights that were asked for do not
-    become FP8, by module. notes: what else to tell the user.
+    quantized: the weights that become FP8: their names in the output, by their names in the source. unconverted:
+    modules to list in modules_to_not_convert besides those whose tensors are unquantized. kept: why weights that the
+    user asked for do not become FP8, by module. notes: other lines for the user.
     """
 
     weights: Weights
@@ -81,7 +81,7 @@ class OutputPlan:
     notes: list[str] = field(default_factory=list)
 
     def outputs(self, take: Take = _ignore) -> list[StoredWeight]:
-        """Return views of what is to be written, in the order of the source."""
+        """Return views of the weights to write, in the order of the source."""
         in_turns = {f"{text}_bias" for text in self.quantized} if self.weights.interleaved else ()
         outputs = []
         for weight in self.weights.stored:
@@ -102,7 +102,7 @@ class OutputPlan:
         )
 
     def lines(self) -> list[str]:
-        """Return the notes, and one line for each reason, with the modules of all layers in one."""
+        """Return the notes, and a line for each reason in ``kept``, which names a module once for all layers."""
         lines = list(self.notes)
         for reason in dict.fromkeys(self.kept.values()):
             modules = (re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, why in self.kept.items() if why == reason)
@@ -129,37 +129,37 @@ def quantize_checkpoint(
 ) -> None:
     """Quantize a bfloat16, float16 or float32 checkpoint to FP8 with 128x128 blocks, shard by shard.
 
-    Every weight of two dimensions (X.weight, with its scale in X.weight_scale_inv) and of fused experts
-    (experts.gate_up_proj (E, 2I, H), up_proj or down_proj, with experts.gate_up_proj_scale_inv...) is quantized, gate
-    and up of fused experts each with blocks of its own; other tensors are copied. What transformers could not load in
-    FP8 is copied, too, and a warning names it. GPT-OSS's experts, (E, H, 2I) and (E, I, H) with gate and up in turns,
-    get the order of others, and so do their biases: `load_model` loads them, vLLM does not. Which shard holds what
-    stays the same, and so do names, but for fused experts that transformers renames: they get the names in its model.
-    The index is written anew, config.json gets a quantization_config, and the tokenizer, generation settings and other
-    small text files are copied.
+    Two-dimensional weights (X.weight, with the scale in X.weight_scale_inv) and fused experts (experts.gate_up_proj
+    (E, 2I, H), up_proj or down_proj, with experts.gate_up_proj_scale_inv...) are quantized; gate and up of fused
+    experts have separate blocks. Other tensors are copied. So are weights that transformers could not load in FP8,
+    which a warning names. GPT-OSS's experts, (E, H, 2I) and (E, I, H) with gate and up interleaved, and their biases
+    are reordered like those of other models: `load_model` loads them, vLLM does not. Every tensor stays in its shard
+    and keeps its name, except that fused experts that transformers renames get their names in its model. The index is
+    rewritten, config.json gets a quantization_config, and the tokenizer, generation settings and other small text files
+    are copied.
 
-    src_dir: with model.safetensors, or model.safetensors.index.json and its shards; or a name on the Hugging Face Hub,
-        from where it is downloaded. Links are followed within it, and
-        in the hub's cache to the blobs of the same repository.
-    dst_dir: made if needed, and locked while this runs. A shard has its final name only when it is complete and synced,
-        and its header names the size and time of its source: what an interrupted run has finished is not done again.
-    skip: fnmatch patterns of modules that stay as they are, matched with the qualified name
-        ("model.layers.3.mlp.gate") and the last part of it ("gate").
+    src_dir: has model.safetensors, or model.safetensors.index.json and its shards; or a name on the Hugging Face Hub,
+        from where it is downloaded. Links are followed only within the directory and, in the hub's cache, to the blobs
+        of the same repository.
+    dst_dir: created if needed, and locked while this runs. A shard gets its final name only when it is complete and
+        synced, and its header records the size and time of its source, so a rerun skips shards that are finished.
+    skip: fnmatch patterns of modules to leave unquantized, matched against the qualified name
+        ("model.layers.3.mlp.gate") and its last part ("gate").
     scale_format: "float32", or "ue8m0" for powers of two in one byte (float8_e8m0fnu).
     device: where to quantize; by default a GPU if there is one. The result is the same everywhere.
-    allow_nonfinite: go on with weights that hold a NaN or an infinity, which make their blocks useless.
-    force: write to a directory that holds other things. Files with the names of this run's are overwritten, and a
-        model.safetensors or index that would be read in their place is deleted; all others stay.
+    allow_nonfinite: accept weights that hold a NaN or an infinity, which make their blocks useless.
+    force: write to a directory that holds other files. Those with the name of an output are overwritten, and a
+        model.safetensors or index that would be read instead of the outputs is deleted; all others stay.
 
-    Memory holds one tensor at a time, of fused experts one expert.
+    Memory holds one tensor at a time, or one expert of fused experts.
 
-    Warns (UserWarning) of links and large files that were left out, and if less than half of the parameters in matrices
-    became FP8.
+    Warns (UserWarning) of links and large files that were not copied, and if less than half of the parameters in
+    matrices became FP8.
 
-    Raises CheckpointError for a source that is damaged, quantized already, has nothing to quantize or fused experts in
-    another layout, for a weight with a NaN or an infinity, for patterns that leave only some of the weights of a
-    layer's experts as they are, and for a destination with anything that this run would not write; ValueError for
-    unknown options, for patterns outside DEFAULT_SKIP that match nothing, and while another run writes to dst_dir.
+    Raises CheckpointError for a source that is damaged or quantized already, has nothing to quantize, or has fused
+    experts in another layout; for a weight with a NaN or an infinity; for patterns that skip only some of the weights
+    of a layer's experts; and for a destination with files that this run would not write. Raises ValueError for unknown
+    options, for patterns outside DEFAULT_SKIP that match nothing, and while another run writes to dst_dir.
     """
     check_scale_format(scale_format)
     skip = as_patterns("skip", skip)
@@ -204,19 +204,18 @@ def convert_checkpoint(
     device: torch.device | str | None = None,
     force: bool = False,
 ) -> float | None:
-    """Write a quantized checkpoint of another format as one of FP8 weights in 128x128 blocks, shard by shard.
+    """Convert a quantized checkpoint of another format to FP8 with 128x128 blocks, shard by shard.
 
-    Values stay as they are, but for MXFP8, where what falls below E4M3's smallest subnormal rounds: by at most 4.1e-6
-    of the largest value of its block. Names stay, and scales are called weight_scale_inv. Static scales of
+    Values stay the same, except that MXFP8 values below E4M3's smallest subnormal are rounded: by at most 4.1e-6 of the
+    largest value of the block. Names stay the same, and scales are called weight_scale_inv. Static scales of
     activations, keys and values are left out.
 
-    src_dir: a checkpoint of any format that `find_format` says loads; or its name on the Hugging Face Hub.
-    requantize: take one scale a channel, too, and MXFP4 whose exponents E4M3 cannot hold, and quantize these values
+    src_dir: a checkpoint in any format that `find_format` says loads; or its name on the Hugging Face Hub.
+    requantize: also accept per-channel scales, and MXFP4 whose exponents E4M3 cannot hold, and quantize their values
         again.
     device: where to quantize; by default a GPU if there is one.
-    dst_dir, force: those of `quantize_checkpoint`.
-    Returns the relative Frobenius error that requantizing has added, over all weights that it was done to; None where
-    there are none.
+    dst_dir, force: as for `quantize_checkpoint`.
+    Returns the relative Frobenius error that requantizing added, over all requantized weights; None if there are none.
 
     Raises CheckpointError for a source that is damaged, unquantized, or of a format whose values blocks cannot hold.
     """
@@ -237,7 +236,7 @@ def convert_checkpoint(
     if problems:
         raise CheckpointError(what, problems)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    squares = torch.zeros(2, dtype=torch.float64, device="cpu")  # of what requantizing changes, and of all values
+    squares = torch.zeros(2, dtype=torch.float64, device="cpu")  # sums of squared errors, and of squared values
 
     def add(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
         _check_finite(weight, values, made)
@@ -276,7 +275,7 @@ def _write(source: Checkpoint, target: Path, outputs: list[StoredWeight], quanti
 
 
 def _fit(plan: OutputPlan, wanted: dict[str, StoredWeight]) -> None:
-    """Limit a plan to what transformers can load, or note why it cannot be asked."""
+    """Limit a plan to weights that transformers can load in FP8, or note why this cannot be checked."""
     if importlib.util.find_spec("transformers") is None:
         plan.notes.append("not checked against transformers, which is not installed")
     elif "model_type" not in plan.weights.checkpoint.config:
@@ -286,20 +285,20 @@ def _fit(plan: OutputPlan, wanted: dict[str, StoredWeight]) -> None:
 
 
 def _undeclared(config: dict) -> dict:
-    """Return a configuration without entries of another quantization, in its parts either."""
+    """Return a configuration without the declarations of another quantization, at any level."""
     kept = {name: value for name, value in config.items() if name not in DECLARATIONS}
-    if "expert_dtype" in kept:  # of DeepSeek-V4: "fp4"
+    if "expert_dtype" in kept:  # DeepSeek-V4 says "fp4"
         kept["expert_dtype"] = "fp8"
     return {name: _undeclared(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 def _warn(text: str) -> None:
-    """Warn whoever called `quantize_checkpoint` or `convert_checkpoint`."""
+    """Issue a warning at the line that called `quantize_checkpoint` or `convert_checkpoint`."""
     warnings.warn(printable(text), stacklevel=3)
 
 
 def _is_matrix(weight: StoredWeight) -> bool:
-    """Return whether this is a matrix, or the matrices of fused experts."""
+    """Return whether a weight is a matrix, or fused experts with a matrix each."""
     return weight.name.role == WEIGHT and len(weight.shape) == (2 if weight.name.text.endswith(".weight") else 3)
 
 
@@ -309,7 +308,7 @@ def _source_problems(weights: Weights, quantized: dict[str, Name]) -> list[str]:
         says = f"{found.where} says {found.method}" if found else weights.format.reason
         return [f"the checkpoint is quantized already: {says}; start from the unquantized one"]
     if source.incomplete:
-        return []  # what the other shards hold is not all there is
+        return []  # what seems missing may be in the shard that cannot be read
     problems = [
         f"{file}: is a link to outside of the checkpoint; put the file itself there"
         for file in (CONFIG, INDEX, *source.files)
@@ -321,7 +320,7 @@ def _source_problems(weights: Weights, quantized: dict[str, Name]) -> list[str]:
     experts = [weight.name for weight in weights.stored if weight.is_expert and weight.name.text in quantized]
     if refusal is not None and experts:
         return [*problems, f"{experts[0].module}: {refusal}; leave them as they are: skip 'experts'"]
-    states = defaultdict(set)  # of the weights of each module of experts: whether they are to be quantized
+    states = defaultdict(set)  # module of experts -> whether its weights are to be quantized
     for weight in weights.stored:
         if weight.is_expert and weight.name.role == WEIGHT:
             states[weight.name.module].add(weight.name.text in quantized)
@@ -337,7 +336,7 @@ def _source_problems(weights: Weights, quantized: dict[str, Name]) -> list[str]:
 
 
 def _fused_problems(weight: StoredWeight, weights: Weights) -> list[str]:
-    """Return a problem if shapes of fused experts do not go together: of gate and up, their bias, and down."""
+    """List a problem if the shapes of fused experts do not match each other: gate and up, their bias, and down."""
     name, shape = weight.name.text, weight.shape
     down_name = f"{weight.name.module}.{DOWN}"
     by_name = {other.name.text: other for other in weights.stored if other.name.module == weight.name.module}
@@ -359,10 +358,10 @@ def _fused_problems(weight: StoredWeight, weights: Weights) -> list[str]:
 
 
 def _companions(directory: Path) -> tuple[dict[str, bytes], list[str]]:
-    """Read the small files of a checkpoint: tokenizer, generation settings, code and licence.
+    """Read the small files to copy from a checkpoint: tokenizer, generation settings, code and licence.
 
-    config.json and indices are not among them: a changed checkpoint has its own. Returns the contents by name, and
-    which others of their kind were left out, and why.
+    config.json and index files are not among them: the new checkpoint has its own. Returns the contents by file name,
+    and the names of files that were left out, with the reasons.
     """
     contents: dict[str, bytes] = {}
     left_out: list[str] = []
@@ -386,10 +385,9 @@ def _companions(directory: Path) -> tuple[dict[str, bytes], list[str]]:
 
 
 def _leaves(path: Path) -> bool:
-    """Return whether this is a link to outside of its directory.
+    """Return whether a path is a link that leads outside of its directory.
 
-    The links of a snapshot in the hub's cache lead to the blobs of the same repository: snapshots/REVISION/FILE to
-    blobs/HASH. These count as inside.
+    In the hub's cache, snapshots/REVISION/FILE is a link to blobs/HASH of the same repository, which counts as inside.
     """
     directory, target = (Path(os.path.realpath(place)) for place in (path.parent, path))
     roots = [directory]

@@ -1,4 +1,4 @@
-"""New weights into the memory of a model that runs, as reinforcement learning needs after every step of its trainer."""
+"""Write new weights into a running model's memory, as reinforcement learning does after every step of its trainer."""
 
 import os
 import threading
@@ -40,14 +40,15 @@ from fp8moe.weights.source import DTYPE_NAMES, FP8, CheckpointError, Reader, Ten
 from fp8moe.weights.stored import INTERLEAVED, StoredWeight, is_interleaved, open_weights
 from fp8moe.weights.views import in_blocks, inexact_problems, tensor_in_rows
 
-_SHOWN = 8  # problems that an error names
+_SHOWN = 8  # the most problems that an error lists
 Source = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | nn.Module | str | os.PathLike
 
 
 class RefitReport(NamedTuple):
-    """What a refit has done, by names of the model's state dict, of tied tensors the first.
+    """What a refit did. Tensors have the names of the model's state dict; tied tensors are listed by their first name.
 
-    updated: that have got values. left: that have not, or of fused experts the single ones that have not.
+    updated: tensors that got new values. left: tensors that did not; if only some experts of a fused tensor did not,
+    the names of these experts' tensors.
     """
 
     updated: tuple[str, ...]
@@ -56,46 +57,46 @@ class RefitReport(NamedTuple):
 
 @torch.inference_mode(False)
 def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitReport:
-    """Put new weights into a model in its own memory, in FP8 where the model is.
+    """Write new weights into a model's own memory, quantized to FP8 where the model is FP8.
 
-    No pointer changes: CUDA graphs, a `GraphDecoder` and compiled kernels go on with the new weights. The bits are
-    those of quantizing the whole checkpoint anew (``fp8moe quantize``) and loading it. What is made of the weights
-    (scales in other formats, copies beside transformers' experts, fused projections) follows. A decoder's prefix raises
-    ValueError from then on; its sequences that had begun raise RuntimeError.
+    No pointer changes: CUDA graphs, a `GraphDecoder` and compiled kernels continue with the new weights. The result is
+    bit for bit that of quantizing the whole checkpoint anew (``fp8moe quantize``) and loading it. Whatever derives from
+    the weights (scales in other formats, copies beside transformers' experts, fused projections) is updated. From then
+    on, a prefix made by a decoder raises ValueError, and sequences that a decoder had begun raise RuntimeError.
 
-    model: with `FP8Linear`, `GroupedExperts` or `FP8MQAIndexer` in it, or of transformers; the one that decoders were
-        made for, or one around it. Wrapped by torch.compile, DistributedDataParallel or peft it has the names of the
-        model inside; adapters stay as they are, and must not be merged.
-    tensors: (name, tensor) in any order, as the model's checkpoint has them: linears and norms by name, experts one by
-        one (gate_proj or w1...) or fused (gate_up_proj, vLLM's w13_weight), and what else transformers converts.
-        Experts of models with gate and up in turns are in columns, in FP8 only from a directory or module.
-        bfloat16, float16 or float32; or float8_e4m3fn and, before it or after, its scale. A DTensor is gathered: all
-        ranks give the same then. An iterable is read once, and the memory of a tensor may be used again when the next
-        one is asked for. Or a mapping; a checkpoint's directory, of any format that `find_format` says loads; or a
-        module that trains, with masters or unquantized, whose state dict is taken, without the names of wrappers;
-        adapters of peft must be merged (merge_adapter, and unmerge_adapter afterwards).
-    strict: every tensor of the model must come. False leaves the others as they are, but not after a refit that failed.
-    Returns what came and what did not. Within `refitting` this is one of several pieces, whose end judges what is
-    missing.
+    model: a transformers model, or one with `FP8Linear`, `GroupedExperts` or `FP8MQAIndexer` in it; the one that
+        decoders were made for, or a wrapper around it. If torch.compile, DistributedDataParallel or peft wraps it, the
+        names of the model inside count; adapters stay as they are, and must not be merged.
+    tensors: pairs (name, tensor) in any order, as in the model's checkpoint: linears and norms by name, experts one by
+        one (gate_proj or w1...) or fused (gate_up_proj, vLLM's w13_weight), and whatever else transformers converts.
+        In models that interleave gate and up, experts are (E, columns, rows); FP8 ones must come from a directory or
+        module. Dtypes are bfloat16, float16 or float32; or float8_e4m3fn, with the scale before or after the weight. A
+        DTensor is gathered, so all ranks must pass the same. An iterable is read once, and the memory of a tensor may
+        be reused when the next one is requested. Instead of pairs: a mapping; a checkpoint's directory, in any format
+        that `find_format` says loads; or a module in training, with master weights or unquantized, whose state dict is
+        read without the names of wrappers; peft's adapters must be merged (merge_adapter, then unmerge_adapter).
+    strict: require every tensor of the model, as always after a failed refit. False leaves the others as they are.
+    Returns which tensors came and which did not. Within `refitting`, this call is one of several pieces; tensors that
+    are missing are then an error only at the end of that context.
 
-    From the first tensor to the last the model's forward and those of its modules, `GraphDecoder` and transformers'
-    generate raise RuntimeError; after an error they do so until a refit is complete. A CUDA graph of your own, and a
-    module of torch.compile around the model that is given here, cannot be stopped: do not run them meanwhile.
+    From the first tensor to the last, running the model or a module in it, `GraphDecoder` or transformers' generate
+    raises RuntimeError; after an error, it does until a refit is complete. fp8moe cannot stop a CUDA graph of your own,
+    or a torch.compile module around the model that is given here: do not run them meanwhile.
 
-    Memory takes no second copy of the weights: at most one tensor beside those of ``tensors`` (transformers'
-    conversions keep the tensors that they put together until they have all). Scales are float32, or powers of two where
-    the model has them in E8M0.
+    Memory holds no second copy of the weights: at most one tensor beside those of ``tensors`` (transformers'
+    conversions keep the tensors to combine until they have all of them). Scales are float32, or powers of two where the
+    model has E8M0 scales.
 
-    On a model of sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`) all ranks of the
-    default group call this with whole tensors; each takes what it holds, and an error of one is raised on all.
+    If the model has sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`), all ranks of the
+    default group call this with whole tensors; each takes the parts that it holds. If one fails, all raise its error.
 
-    Raises ValueError for a model that was made under torch.inference_mode; before the tensor is written, for one that
-    is unknown, came before, or has another shape or dtype; at the end, naming the tensors, for those that are missing,
-    hold a NaN or an infinity, or differ though the model ties them. CheckpointError (a ValueError) for a directory that
+    Raises ValueError for a model made under torch.inference_mode; for a tensor that is unknown, came before, or has
+    another shape or dtype, before that tensor is written; and at the end, by name, for tensors that are missing, hold a
+    NaN or an infinity, or differ although the model ties them. CheckpointError (a ValueError) for a directory that
     cannot be read, TypeError for other arguments, and RuntimeError while another refit of the model is under way.
     """
     _check_module(model)
-    work = _under_way.get(chain(model)[-1])  # before what takes a look at every module: pieces are many
+    work = _under_way.get(chain(model)[-1])  # before `_inside`, which visits every module: pieces are many
     if work is not None and work.thread == threading.get_ident():
         before = work.came
         work.take(_opened(tensors))
@@ -108,11 +109,12 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
 
 @contextmanager
 def refitting(model: nn.Module, *, names: Iterable[str] | None = None) -> Iterator[None]:
-    """Refit a model in pieces: within this context each `refit` by this thread adds to the same one.
+    """Refit a model in pieces: within this context, every call of `refit` in this thread adds to one refit.
 
-    Its end raises ValueError unless every tensor of the model has come: the model runs again only after a complete one.
-    names: of all tensors that will come. Those that are unknown, twice or missing raise ValueError here, with the model
-        as it was; so does, in `refit`, a tensor that is not among them.
+    The end of the context raises ValueError unless every tensor of the model has come; then the model stays closed
+    until a complete refit.
+    names: of all tensors that will come. Unknown, repeated or missing names raise ValueError when the context begins,
+        with the model unchanged; a tensor that is not among the names raises ValueError in `refit`.
     """
     _check_module(model)
     inner = _inside(model)
@@ -125,11 +127,14 @@ def refitting(model: nn.Module, *, names: Iterable[str] | None = None) -> Iterat
 _lock = threading.Lock()
 _under_way: WeakKeyDictionary[nn.Module, "_Refit"] = WeakKeyDictionary()
 _places: WeakKeyDictionary[nn.Module, dict[str, tuple[Location, Place | None]]] = WeakKeyDictionary()
-"""Where transformers puts the tensors of a checkpoint, and their places in each model, as found at earlier refits."""
+"""For each model, by tensor name: where transformers puts the tensor, and its place. Cached from earlier refits."""
 
 
 class _Again(NamedTuple):
-    """A weight that an earlier refit has quantized: where it and its scale went, into what memory, and how."""
+    """How an earlier refit quantized a weight: the places and memory of weight and scale, and the kernel call.
+
+    halves: whether gate and up are quantized as two matrices.
+    """
 
     weight: Place
     scale: Place
@@ -139,13 +144,13 @@ class _Again(NamedTuple):
 
 
 _again: WeakKeyDictionary[nn.Module, dict[str, _Again]] = WeakKeyDictionary()
-"""Quantizations by the names of tensors. With tens of thousands of matrices the host's time for each counts."""
+"""For each model, by tensor name: an earlier quantization. Host time counts with tens of thousands of matrices."""
 
 
 class _Source(NamedTuple):
-    """tensors: pairs of a name and a Tensor, or of a checkpoint a StoredWeight, which `reader` reads.
+    """The new weights of a refit. tensors: pairs (name, Tensor), or (name, StoredWeight), which ``reader`` reads.
 
-    names: of all tensors, None where they are not known before. in_turns: whether gate and up may take turns in it.
+    names: of all tensors; None if not known in advance. in_turns: whether gate and up of experts may be interleaved.
     """
 
     tensors: Iterable[tuple[str, Tensor | StoredWeight]]
@@ -156,7 +161,10 @@ class _Source(NamedTuple):
 
 @contextmanager
 def _work(model: nn.Module, inner: nn.Module, names: Iterable[str] | None, strict: bool) -> Iterator["_Refit"]:
-    """Begin and end a refit. inner: the model without wrappers."""
+    """Run one refit: close the model, yield the refit, and open the model after it is complete.
+
+    inner: the model without wrappers.
+    """
     with _lock:
         if inner in _under_way:
             raise RuntimeError("model: another refit of it is under way; end that one first")
@@ -176,7 +184,7 @@ def _work(model: nn.Module, inner: nn.Module, names: Iterable[str] | None, stric
 
 
 class _Refit:
-    """One refit of a model. sources: of each entry of the state dict the tensors that came, by part."""
+    """One refit of a model. sources: names of the tensors that came, by state-dict key and part."""
 
     def __init__(self, model: nn.Module):
         self.thread = threading.get_ident()
@@ -185,28 +193,28 @@ class _Refit:
         check_writable(self.state)
         self.ranks = Ranks(self.state.values())
         self.sources: dict[str, dict[Part, str]] = defaultdict(dict)
-        self._came: dict[str, Place] = {}  # by the name of the tensor
+        self._came: dict[str, Place] = {}  # tensor name -> its place
         self._model = model
         self._first = {key: keys[0] for keys in self.target.ties for key in keys}
         self._tied = {key for keys in self.target.ties if len(keys) > 1 for key in keys}
         self._expected: set[str] | None = None
         self._places = _places.setdefault(model, {})
         self._again = _again.setdefault(model, {})
-        self._memory: dict[str, tuple] = {}  # address and layout of entries of the state dict
-        self._parts: dict[str, dict[str, Tensor]] = {}  # of what transformers makes of several tensors, by its key
-        self._codes: dict[str, Place] = {}  # by name: weights that came quantized already
-        self._scales: set[str] = set()  # keys of scales that came beside them
-        self._left: list[str] | None = None  # what is missing at the end
-        self._differ: dict[str, Tensor] = {}  # whether tensors differ from those that the model ties them to
+        self._memory: dict[str, tuple] = {}  # state-dict key -> address and layout
+        self._parts: dict[str, dict[str, Tensor]] = {}  # tensors that transformers combines, by the result's key
+        self._codes: dict[str, Place] = {}  # tensor name -> place, for weights that came in FP8
+        self._scales: set[str] = set()  # keys of scales that came with such weights
+        self._left: list[str] | None = None  # lines for tensors missing at the end
+        self._differ: dict[str, Tensor] = {}  # tensor name -> whether it differs from the tensor it is tied to
         self._ignored = ignored_names(model, provider().ignored_layers(model), ())
 
     @property
     def came(self) -> set[str]:
-        """Entries of the state dict for which a tensor came."""
+        """Return the state-dict keys that at least one tensor came for."""
         return {key for key, parts in self.sources.items() if parts}
 
     def expect(self, names: Iterable[str], strict: bool) -> None:
-        """Raise ValueError unless tensors of these names are for this model, and with `strict` all that it needs."""
+        """Raise ValueError unless the model has a place for each name and, if ``strict``, a name for each place."""
         self._expected, problems = set(), []
         for name in names:
             self._expected.add(name)
@@ -219,7 +227,7 @@ class _Refit:
             except ValueError as error:
                 problems.append(str(error))
         for name, place in self._came.items():
-            scale = self.target.scale_of(place)  # which is made of the weight, if none comes
+            scale = self.target.scale_of(place)  # computed from the weight unless it is named
             if scale is not None and self._claimant(scale) is None:
                 self.sources[scale.key][scale.part] = name
         problems += self._missing() if strict else ()
@@ -267,7 +275,7 @@ class _Refit:
             source.reader.close()
 
     def _copy(self, reader: Reader, weight: StoredWeight, place: Place) -> None:
-        """Write a weight of a checkpoint that is quantized there."""
+        """Copy a weight that the checkpoint stores quantized, and its scale."""
         scale, text = self.target.scale_of(place), weight.name.text
         specs = [(text, place, TensorSpec(weight.dtype, weight.shape))]
         if scale is not None:
@@ -282,7 +290,7 @@ class _Refit:
         copy_weight(reader, weight, place, self.state[place.key], scale, self.state[scale.key])
 
     def _write_again(self, name: str, tensor: Tensor) -> bool:
-        """Quantize a tensor as an earlier refit did one of this name; return False where it cannot be so."""
+        """Repeat an earlier refit's quantization of the tensor of this name; return False if that is not possible."""
         again = self._again.get(name)
         if again is None or type(tensor) not in (Tensor, nn.Parameter) or tensor.shape != again.weight.shape:
             return False
@@ -310,14 +318,14 @@ class _Refit:
         return is_interleaved({"model_type": getattr(config, "model_type", None)})
 
     def _is_in_turns(self, key: str) -> bool:
-        """Return whether this is a tensor of experts whose checkpoints have gate and up in turns, unlike the layer."""
+        """Return whether ``key`` is of experts with gate and up interleaved in checkpoints, but not in this model."""
         if not self._has_experts_in_turns:
             return False
         return isinstance(self._model.get_submodule(key.rpartition(".")[0]), GroupedExperts)
 
     @torch.no_grad()
     def finish(self, strict: bool) -> None:
-        """Raise ValueError if something is missing, or has values that cannot be."""
+        """Raise ValueError if values that came are invalid, or if ``strict`` and a tensor is missing."""
         problems = [f"{next(iter(parts))}: came without others that make {key}" for key, parts in self._parts.items()]
         self._left = self._missing()
         if strict:
@@ -330,23 +338,23 @@ class _Refit:
                 if scale is not None and self._claimant(scale) is None
             ]
         increment_version([value for value in map(self.state.get, self.came) if not value.is_inference()])
-        invalidate_masters()  # weights that FSDP2 gathers have versions that do not change
+        invalidate_masters()  # writing to FSDP2's shards leaves versions of gathered weights unchanged
         problems += self._bad_values() if self._any_bad() else ()
         _raise("the refit failed, and the model does not run before a complete one", problems)
 
     def report(self, before: Iterable[str] = ()) -> RefitReport:
-        """before: entries of the state dict that are not to be in `updated`."""
+        """Report what came. before: state-dict keys that earlier pieces updated, which ``updated`` leaves out."""
         came = self.came.difference(before)
         left = [line.partition(":")[0] for line in (self._missing() if self._left is None else self._left)]
         return RefitReport(tuple(key for key in self.state if key in came), tuple(left))
 
     def _missing(self) -> list[str]:
-        """Return a line for each tensor that has not come; a missing weight stands for its scale too."""
+        """Return a line for each tensor that has not come, but none for the scale of a weight that has not come."""
         lines = {line.partition(":")[0]: line for line in self.target.missing(self.sources)}
         return [line for name, line in lines.items() if (weight := parse(name).weight) == name or weight not in lines]
 
     def _place(self, text: str) -> tuple[Location, Place | None]:
-        """Return where transformers puts a tensor, and its place, which is None if the model has none."""
+        """Return where transformers puts a tensor, and its place in the model, which is None if there is none."""
         found = self._places.get(text)
         if found is not None and found[1].key in self.state:
             return found
@@ -357,7 +365,7 @@ class _Refit:
                 weight = self._locate(name._replace(text=name.weight, role=WEIGHT)).name
                 scale = weight._replace(text=weight.scale, role=SCALE_ROLE)
                 found = Location(scale, scale.text), self.target.find(scale)
-            if found is None or found[1] is None:  # no scale, or of no weight that the model has in FP8
+            if found is None or found[1] is None:  # not a scale, or the model's weight is not FP8
                 location = self._locate(name)
                 found = location, self.target.find(location.name)
             if found[1] is not None:
@@ -374,19 +382,19 @@ class _Refit:
             raise ValueError(f"{name}: unknown, the model has no such tensor")
 
     def _claimant(self, place: Place) -> str | None:
-        """Return the name of the tensor that came for a place, or for a part of it."""
+        """Return the name of a tensor that came for a place or a part of it, or None."""
         parts = self.sources[self._first[place.key]]
         if place.part == WHOLE:
             return next(iter(parts.values()), None)
         return parts.get(place.part) or parts.get(WHOLE)
 
     def _has_twin(self, place: Place) -> bool:
-        """Return whether a tensor came that the model ties to this one."""
+        """Return whether another tensor came that the model ties to the one at this place."""
         first = self.sources[self._first[place.key]].get(WHOLE)
         return first is not None and self._came[first].key != place.key
 
     def _claim(self, name: str, place: Place) -> None:
-        """Note that a tensor is there. Raises ValueError if it came before."""
+        """Record that a tensor came for a place. Raises ValueError if one came before."""
         other = self._claimant(place)
         if other is not None:
             raise ValueError(f"{name}: came before" + (f", as {other}" if other != name else ""))
@@ -394,7 +402,7 @@ class _Refit:
         self._came[name] = place
 
     def _write(self, name: str, place: Place, tensor: Tensor, as_given: str | None = None) -> None:
-        """Write a tensor to its place. as_given: its name if it can take the quick way at the next refit."""
+        """Write a tensor to its place. as_given: its name if `_write_again` may repeat this at the next refit."""
         target = self.state[place.key]
         scale = self.target.scale_of(place) if tensor.dtype in FLOATING else None
         if scale is not None:
@@ -420,7 +428,7 @@ class _Refit:
         elif place.key in self.target.scales:
             self._scales.add(place.key)
         local, part = place.held_by(target)
-        local.copy_(tensor.reshape(place.shape)[part])  # a scale may have other sizes of one
+        local.copy_(tensor.reshape(place.shape)[part])  # a scale's dimensions of size 1 may differ
 
     def _quantize(self, place: Place, scale_place: Place, tensor: Tensor, as_given: str | None) -> None:
         data, part = place.held_by(self.state[place.key])
@@ -452,7 +460,7 @@ class _Refit:
         scale.copy_(values.scale.view(*tensor.shape[:-2], *scale_place.shape[-2:])[scale_part])
 
     def _convert(self, name: str, location: Location, tensor: Tensor) -> None:
-        """Write what transformers makes of this tensor and others, if they are all there, and keep it otherwise."""
+        """Write what transformers makes of this tensor and others once all have come; until then, keep the tensor."""
         if tensor.dtype not in FLOATING:
             raise ValueError(
                 f"{name}: dtype {_dtype(tensor)}, but transformers makes {location.key} of it by {location.steps}, "
@@ -467,7 +475,7 @@ class _Refit:
         try:
             tried = convert(self._model, locations, {other: value.to("meta") for other, value in parts.items()})
             complete = all(value.shape == self.state[key].shape for key, value in tried.items())
-        except Exception:  # transformers' operations raise anything, given too few tensors
+        except Exception:  # given too few tensors, transformers' operations raise errors of any type
             complete = False
         if not complete:
             parts[name] = tensor.clone()
@@ -476,18 +484,19 @@ class _Refit:
             self._write(key, Place(key, tuple(value.shape)), value)
 
     def _any_bad(self) -> bool:
-        """Return whether some of the values that came cannot be. Waits for the device once."""
+        """Return whether any tensor that came holds invalid values. Synchronizes with the device once."""
         entries = {key: held(self.state[key])[0] for key in self.came}
         entries = {key: values for key, values in entries.items() if values.numel() and values.is_floating_point()}
         judged = {place.key for place in self._codes.values()} | self._scales
         flags = [*self._differ.values(), *(self._flag(key, entries[key]) for key in judged & {*entries})]
-        wide = [values.detach() for values in entries.values() if values.element_size() > 1]  # of Parameters one by one
+        # Detached, because get_total_norm takes Parameters one by one.
+        wide = [values.detach() for values in entries.values() if values.element_size() > 1]
         if wide:
             flags.append(~nn.utils.get_total_norm(wide, torch.inf).isfinite())
         return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 
     def _bad_values(self) -> list[str]:
-        """List the tensors that came with values that cannot be."""
+        """List the tensors that came with invalid values."""
         codes = {place.key for place in self._codes.values()}
         entries = {key: held(self.state[key])[0] for key in self.came}
         flags = {
@@ -502,7 +511,7 @@ class _Refit:
                 continue
             for name in dict.fromkeys(self.sources[key].values()):
                 place = self._came[name]
-                if place.key != key:  # of a scale that was made of the weight
+                if place.key != key:  # key is of the scale computed from the weight
                     place = self.target.scale_of(place) or Place(key, tuple(self.state[key].shape))
                 values, _ = place.held_by(self.state[key])
                 if values.numel() and self._flag(key, values):
@@ -510,7 +519,7 @@ class _Refit:
         return problems
 
     def _flag(self, key: str, values: Tensor) -> Tensor:
-        """Return whether values of an entry of the state dict are not finite, or scales not positive."""
+        """Return whether values of a state-dict entry are not finite or, if they are scales, not positive."""
         if values.dtype == torch.float8_e8m0fnu:
             return values.view(torch.uint8).amax() == 255
         if values.dtype == torch.float8_e4m3fn:
@@ -520,7 +529,7 @@ class _Refit:
 
 
 def _matrices(place: Place) -> int:
-    """Count the matrices of a place that have blocks of their own: two for gate and up of fused experts."""
+    """Return how many matrices with blocks of their own an expert has at a place: 2 for gate_up_proj, otherwise 1."""
     return 2 if len(place.shape) == 3 and place.key.endswith(f".{GATE_UP}") else 1
 
 
@@ -558,7 +567,7 @@ def _check_module(model: object) -> None:
 
 
 def _inside(model: nn.Module) -> nn.Module:
-    """Return the model to refit without its wrappers. Raises ValueError where it cannot be refitted."""
+    """Return the model to refit, without its wrappers. Raises ValueError if it cannot be refitted."""
     inner = unwrapped("model", model)
     check_unmerged("model", model)
     return inner
@@ -583,7 +592,7 @@ def _opened(source: Source) -> _Source:
 
 
 def _of_directory(directory: str | os.PathLike) -> _Source:
-    """Open the tensors of a checkpoint in blocks. Raises CheckpointError unless all of them can be read."""
+    """Open a checkpoint for a refit, its weights viewed in blocks. Raises CheckpointError unless all can be read."""
     weights, what = open_weights(directory), f"cannot refit from {directory}, the model is unchanged"
     weights.check(f"cannot load {directory}")
     checkpoint = weights.checkpoint

@@ -1,4 +1,4 @@
-"""Saves a model as an FP8 checkpoint: its tensors in shards, written one at a time."""
+"""Save a model as an FP8 checkpoint in shards, writing one tensor at a time."""
 
 import hashlib
 import json
@@ -61,36 +61,36 @@ def save_fp8_checkpoint(
 ) -> None:
     """Write a model with FP8Linear and GroupedExperts in it as a DeepSeek-style FP8 checkpoint.
 
-    Writes the state dict, tied tensors once, into model.safetensors or, above ``max_shard_size``, into shards with
-    their index. For a transformers model also config.json, with a quantization_config, and generation_config.json.
+    Writes the state dict, tied tensors once, to model.safetensors or, above ``max_shard_size``, to shards and an index.
+    A transformers model also gets config.json, with a quantization_config, and generation_config.json.
 
-    A model that torch.compile, DistributedDataParallel or peft has wrapped is stored under the names that it has
-    without them, with adapters that are merged.
+    A model wrapped by torch.compile, DistributedDataParallel or peft is stored under the names that it has without the
+    wrapper; peft's adapters must be merged.
 
-    Scales of output channels are stored as compressed-tensors has them (X.weight_scale (N, 1)), and so the
-    quantization_config says.
+    Per-output-channel scales are stored as in compressed-tensors (X.weight_scale (N, 1)), which the quantization_config
+    then declares.
 
     experts: "separate" stores them one by one under the names of DeepSeek's checkpoints, experts.7.gate_proj.weight, or
-        of a transformers model's (w1, w3, w2 in block_sparse_moe for Mixtral); if those have them fused, so does this.
-        "fused" stores the parameters as they are.
+        those of the transformers model's own checkpoints (w1, w3, w2 in block_sparse_moe for Mixtral), or fused if
+        those checkpoints have experts fused. "fused" stores the parameters as they are.
     scale_format: "float32", or "ue8m0" for one byte a scale (float8_e8m0fnu): all scales must be powers of two.
-    max_shard_size: bytes of a shard, unless a single tensor and its scale are larger.
+    max_shard_size: the most bytes of a shard, unless a single tensor and its scale are larger.
 
-    Every file is written under a temporary name, synced and renamed; what makes the directory a checkpoint, the index
-    or model.safetensors, comes last. Memory holds one tensor beside the model, of fused experts one expert.
+    Every file is written under a temporary name, synced and renamed. The file that makes the directory a checkpoint,
+    the index or model.safetensors, comes last. Beside the model, memory holds one tensor, or one expert of fused ones.
 
-    A model with sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`): all processes of the
-    default group call this, and the first writes what one process with the whole model would. The others send it what
-    they hold, through their CPUs, a tensor or an expert at a time; what is not sharded it takes from its own model.
-    Only its directory counts. If one process fails, all raise the same ValueError.
+    If the model has sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`), all processes of
+    the default group call this, and rank 0 writes what one process with the whole model would. The others send it the
+    parts that they hold, through their CPUs, a tensor or an expert at a time; tensors that are not sharded come from
+    rank 0's own model, and only its ``directory`` counts. If one process fails, all raise the same ValueError.
 
-    Warns (UserWarning) if less than half of the parameters in matrices are FP8; without any, config.json gets no
+    Warns (UserWarning) if less than half of the parameters in matrices are FP8; if none are, config.json gets no
     quantization_config.
 
     Raises ValueError, before anything is written, for unknown options, a directory that already holds a checkpoint, a
-    model with parameters on the meta device or in a dtype that is not stored, "ue8m0" with other scales, scales of
-    blocks in some modules and of channels in others, adapters that are not merged, a model of FSDP1, or another model
-    on one of the processes.
+    model with parameters on the meta device or in a dtype that checkpoints do not have, "ue8m0" with scales that are
+    not powers of two, block scales in some modules and channel scales in others, adapters that are not merged, a model
+    of FSDP1, or models that differ between processes.
     """
     directory = Path(directory)
     inner = unwrapped("model", model)
@@ -146,7 +146,7 @@ def save_fp8_checkpoint(
                         for tensor, value in slices:
                             writer.put(tensor.name.text, value.to(DTYPES[tensor.spec.dtype]))
             finally:
-                deque(slices, maxlen=0)  # the others wait until what they send is received
+                deque(slices, maxlen=0)  # other ranks send here; rank 0 receives the rest after an error
     with ranks.step():
         if ranks.first and len(files) > 1:
             write_bytes(directory / INDEX, index_of(layouts))
@@ -156,7 +156,7 @@ def save_fp8_checkpoint(
 
 
 class StoredTensor(NamedTuple):
-    """A tensor to be written, under this name: which box of which of the model's tensors, and in which dtype."""
+    """A tensor to write: the box of the model's tensor ``source``, under ``name``, with dtype and shape of ``spec``."""
 
     name: Name
     source: str
@@ -165,7 +165,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def slices(self) -> Iterator[Box]:
-        """The box in parts that follow each other in the file: fused experts, which can take gigabytes, one by one."""
+        """Yield the box in parts, in file order: one part per expert of fused experts, which can take gigabytes."""
         if len(self.box) < 3:
             yield self.box
             return
@@ -180,10 +180,10 @@ def _groups(
     expert_names: ExpertNames | None,
     scale_format: str,
 ) -> Iterator[list[StoredTensor]]:
-    """Yield each weight with its scale, under their names in the checkpoint; other tensors by themselves.
+    """Yield lists of tensors to write: each weight together with its scale, any other tensor alone.
 
-    tensors: those of the model. names: theirs. scales: which of them belong to FP8 weights. expert_names: of experts
-    stored one by one, None to store them fused.
+    tensors, names: the model's tensors and their parsed names. scales: names of the scales of FP8 weights.
+    expert_names: names in the checkpoint for experts stored one by one; None to store them fused.
     """
     for text, value in tensors.items():
         if text in scales:
@@ -211,7 +211,7 @@ def _groups(
 
 
 def _splits(name: Name, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether this is a weight of fused experts that can be stored one by one: not with biases, which are fused too."""
+    """Return whether this is a weight of fused experts that can be stored one by one: experts with biases cannot."""
     if name.role != WEIGHT or name.projection is None or name.expert is not None:
         return False
     keys = [f"{name.module}.{projection}" for projection in (GATE_UP, UP, DOWN)]
@@ -225,7 +225,7 @@ def _splits(name: Name, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _box(fused: Tensor, index: int, count: int) -> Box:
-    """One of the ``count`` matrices, one expert's after the other's, that make up a fused tensor."""
+    """Return the box of matrix ``index`` of a fused tensor, which consists of ``count`` matrices, ordered by expert."""
     experts, rows, columns = fused.shape
     expert, matrix = divmod(index, count // experts)
     size = rows * experts // count
@@ -233,7 +233,7 @@ def _box(fused: Tensor, index: int, count: int) -> Box:
 
 
 def _check(directory: Path | None, state: Mapping[str, Tensor], experts: str, scale_format: str) -> None:
-    """Check the options and the model. directory: None where another process writes."""
+    """Raise ValueError for wrong options or an unsuitable model. directory: None if another process writes."""
     if experts not in ("separate", "fused"):
         raise ValueError(f"experts: expected 'separate' or 'fused', got {experts!r}")
     check_scale_format(scale_format)
@@ -276,10 +276,10 @@ def _write_configs(model: nn.Module, directory: Path, tensors: Mapping[str, Tens
 
 
 class Collector:
-    """Brings the tensors of a model that may be sharded together on the first process, piece by piece.
+    """Gathers the tensors of a model that may be sharded on rank 0, piece by piece.
 
-    All processes must make one, and then collect the same. Of several that hold the same, the first sends it. What is
-    not sharded is the first process's own.
+    All processes must create a Collector, and then collect the same tensors. If several hold the same box, the one with
+    the lowest rank sends it. Tensors that are not sharded are rank 0's own.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], ranks: Ranks):
@@ -294,10 +294,10 @@ class Collector:
                 senders.setdefault(box, rank)
 
     def collect(self, tensors: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, Tensor]]:
-        """The slices of these tensors, on the CPU: on the first process, the others get none.
+        """Yield the slices of these tensors, on the CPU of rank 0; the other ranks only send, and yield nothing.
 
-        Memory holds one of them and a part of it that is received. A process that cannot read a part sends something,
-        so that no other waits for it, and raises its error behind the last.
+        Memory holds one slice, and a part of it that is being received. A process that cannot read a part sends
+        arbitrary values, so that no other waits for it, and raises its error at the end.
         """
         errors: list[Exception] = []
         for tensor in tensors:

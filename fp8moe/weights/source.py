@@ -1,6 +1,6 @@
-"""Reads a checkpoint directory: headers, the shard index, config.json, and tensors piece by piece.
+"""Read a checkpoint directory: headers, the shard index, config.json, and tensors piece by piece.
 
-The format is that of https://github.com/huggingface/safetensors: eight bytes with the length of a JSON header, the
+A safetensors file (https://github.com/huggingface/safetensors) is eight bytes with the length of a JSON header, the
 header with dtype, shape and byte range of each tensor, then the bytes. Headers are read here without the tensors.
 """
 
@@ -43,7 +43,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The dtypes of safetensors files that are understood, by the names that they have there."""
+"""The supported dtypes of safetensors files, by their names there."""
 
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -78,16 +78,16 @@ GENERATION_CONFIG = "generation_config.json"
 HF_QUANT_CONFIG = "hf_quant_config.json"
 
 DECLARATIONS = ("quantization_config", "compression_config")
-"""Entries of config.json and its parts that say how weights are quantized."""
+"""Keys, at any level of config.json, of the objects that say how weights are quantized."""
 _SHOWN_PROBLEMS = 100
 _COUNT = re.compile(r"(\w*_)?(num|n)_\w*(layers?|experts)|(en|de)coder_layers|depth")
-_MAX_RANK = 64  # of tensors that PyTorch can copy
+_MAX_RANK = 64  # the most dimensions that PyTorch can copy
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _IS_POINTER = "is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used. ``problems`` lists everything that is wrong, the message the first hundred."""
+    """A checkpoint cannot be used. ``problems`` lists everything that is wrong; the message shows the first hundred."""
 
     def __init__(self, what: str, problems: Iterable[str]):
         self.what = what
@@ -100,7 +100,7 @@ class CheckpointError(ValueError):
 
 
 class TensorInfo(NamedTuple):
-    """What a header says of one tensor: name, safetensors dtype, shape, where its bytes lie in which file."""
+    """A tensor's entry in a header: its name, safetensors dtype and shape, its file, and its byte range in the file."""
 
     name: str
     dtype: str
@@ -116,11 +116,11 @@ class TensorInfo(NamedTuple):
 
 @dataclass
 class Checkpoint:
-    """A directory as its headers describe it.
+    """A checkpoint directory as its headers and JSON files describe it.
 
-    files: names of the shards that could be read. tensors: by name. declarations: entries that say how the weights are
-    quantized, by file and place. problems: what is wrong with the files themselves. incomplete: whether a shard is
-    missing or damaged, so that `tensors` lacks what it holds.
+    files: names of the shards that could be read. tensors: by name. declarations: the objects that say how the weights
+    are quantized, by file and place in it. problems: what is wrong with the files themselves. incomplete: whether a
+    shard is missing or damaged, so that ``tensors`` lacks the tensors in it.
     """
 
     directory: Path
@@ -133,13 +133,13 @@ class Checkpoint:
 
     @property
     def unknown_dtypes(self) -> list[str]:
-        """A line for each tensor of a dtype that is not understood."""
+        """Return a problem line for each tensor whose dtype is not in `DTYPES`."""
         return [
             f"{name}: unknown dtype {info.dtype}" for name, info in self.tensors.items() if info.dtype not in DTYPES
         ]
 
     def read_unmapped(self, infos: Iterable[TensorInfo]) -> Iterator[tuple[TensorInfo, Tensor]]:
-        """Yield small stored tensors, flattened, without mapping whole files as the safetensors library does."""
+        """Yield small tensors, flattened, without mapping their files, as the safetensors library would."""
         for file, wanted in groupby(sorted(infos, key=lambda info: (info.file, info.begin)), lambda info: info.file):
             with (self.directory / file).open("rb") as stream:
                 for info in wanted:
@@ -150,7 +150,7 @@ class Checkpoint:
 
 
 class Reader:
-    """Reads tensors with the safetensors library. A shard stays mapped from its first tensor until `close`."""
+    """Reads tensors with the safetensors library. A shard stays mapped from the first read of it until `close`."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -158,7 +158,7 @@ class Reader:
         self._stack = ExitStack()
 
     def read(self, info: TensorInfo, part: tuple[slice | int, ...] = ()) -> Tensor:
-        """Return a tensor, or a part of it."""
+        """Return a tensor, or the part of it that ``part`` indexes."""
         if info.file not in self._files:
             self._files[info.file] = self._stack.enter_context(safe_open(self._directory / info.file, framework="pt"))
         shard = self._files[info.file]
@@ -171,8 +171,9 @@ class Reader:
 
 
 def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
-    """Read config.json, the index and the header of each shard. directory: also a name on the Hugging Face Hub.
+    """Read config.json, the index and the header of each shard.
 
+    directory: of the checkpoint, or its name on the Hugging Face Hub.
     Raises CheckpointError if there is no checkpoint at all; a missing or damaged file becomes an entry of ``problems``.
     """
     try:
@@ -187,7 +188,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     declarations = _declarations(config, problems)
     if HF_QUANT_CONFIG in present:
         declarations[HF_QUANT_CONFIG] = read_json(directory / HF_QUANT_CONFIG, problems)
-    weight_map: dict[str, str] | None = None  # of each tensor, as the index has them
+    weight_map: dict[str, str] | None = None  # tensor name -> file, from the index
     if INDEX in present:
         weight_map = read_json(directory / INDEX, problems).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -240,7 +241,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
 
 
 def sections(config: dict) -> list[tuple[str, dict]]:
-    """A configuration and the objects in it, text_config and others, each with its name: "text_config.rope"."""
+    """List a configuration and all objects nested in it, each with its path, such as "text_config.rope"."""
     found = [("", config)]
     for place, content in found:
         found += [(f"{place}.{name}".strip("."), value) for name, value in content.items() if isinstance(value, dict)]
@@ -248,11 +249,11 @@ def sections(config: dict) -> list[tuple[str, dict]]:
 
 
 def _declarations(config: dict, problems: list[str]) -> dict[str, dict]:
-    """The entries of config.json that say how the weights are quantized; one that is no object becomes a problem."""
+    """Return the objects in config.json that say how weights are quantized, by place; other values become problems."""
     found: dict[str, dict] = {}
     for place, content in sections(config):
         if any(name in place.split(".") for name in DECLARATIONS):
-            continue  # of an entry itself
+            continue  # nested in such an object
         for name in DECLARATIONS:
             value, where = content.get(name), f"{CONFIG}: {place}{'.' * bool(place)}{name}"
             if value and isinstance(value, dict):
@@ -266,7 +267,10 @@ def _declarations(config: dict, problems: list[str]) -> dict[str, dict]:
 
 
 def count_problems(checkpoint: Checkpoint) -> list[str]:
-    """Find numbers of layers and experts that these tensors cannot have: to make as many would take all memory."""
+    """List the numbers of layers and experts in config.json that are too large for these tensors.
+
+    Building a model with so many would exhaust memory.
+    """
     limit = max(len(checkpoint.tensors), *(size for info in checkpoint.tensors.values() for size in info.shape), 0)
     problems = []
     for _, content in sections(checkpoint.config):
@@ -277,10 +281,10 @@ def count_problems(checkpoint: Checkpoint) -> list[str]:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the header of a safetensors file: its tensors by name, in the order of their bytes.
+    """Read the header of a safetensors file: return its tensors by name, in the order of their bytes.
 
-    Raises CheckpointError for a file that cannot be read, is cut short, too long, or not safetensors: what passes, the
-    safetensors library opens, too.
+    Raises CheckpointError for a file that cannot be read, is cut short, is too long, or is not safetensors. The
+    safetensors library can open every file that passes, unless it is too large to map.
     """
 
     def broken(why: str) -> CheckpointError:
@@ -313,7 +317,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if size != position:
             state = "is cut short" if size < position else "is too long"
             raise broken(f"{state}: {size} bytes, the header says {position}")
-        with suppress(RuntimeError), safe_open(path, framework="pt"):  # of a file too large to map: see unmappable
+        with suppress(RuntimeError), safe_open(path, framework="pt"):  # a file too large to map: see unmappable
             pass
     except CheckpointError:
         raise
@@ -325,7 +329,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def unmappable(checkpoint: Checkpoint) -> list[str]:
-    """List the shards that PyTorch cannot map, being larger than memory: headers can be read, tensors cannot."""
+    """List the shards that PyTorch cannot map because they are larger than memory: only their headers can be read."""
     problems = []
     for file in checkpoint.files:
         try:
@@ -337,7 +341,7 @@ def unmappable(checkpoint: Checkpoint) -> list[str]:
 
 
 def _tensor_info(name: str, entry: object, start: int, file: str) -> TensorInfo:
-    """Check an entry of a header. start: where the bytes of the first tensor begin."""
+    """Check an entry of a header and return it as a TensorInfo. start: the offset in the file of the first tensor."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if (
             all(type(size) is int and size >= 0 for size in (*shape, begin, end))
@@ -350,7 +354,7 @@ def _tensor_info(name: str, entry: object, start: int, file: str) -> TensorInfo:
 
 
 def read_json(path: Path, problems: list[str]) -> dict:
-    """The object in this file; empty, with a problem, if there is none."""
+    """Return the JSON object in a file; if it has none, add to ``problems`` and return an empty dict."""
     why = _obstacle(path)
     try:
         if why is None and path.stat().st_size > MAX_BYTES:
@@ -369,7 +373,7 @@ def read_json(path: Path, problems: list[str]) -> dict:
 
 
 def _obstacle(path: Path) -> str | None:
-    """Return why this is no file to open, or None: opening a pipe would wait for its writer."""
+    """Return why a path is no regular file, or None if it is one. Opening a pipe, say, would wait for its writer."""
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
@@ -380,7 +384,7 @@ def _obstacle(path: Path) -> str | None:
 
 
 MAX_BYTES = 100_000_000
-"""The largest JSON text that is read; the safetensors library reads headers up to this size."""
+"""The most bytes of JSON that are read; the safetensors library has the same limit for headers."""
 
 _MAX_DEPTH = 64  # transformers' nested configurations have 4; safetensors allows 128
 _TOO_DEEP = f"nested more than {_MAX_DEPTH} deep"
@@ -405,14 +409,14 @@ def parse_object(content: bytes) -> dict:
 
 
 def shown(value: object) -> str:
-    """A parsed JSON value for a message; a long or nested one is cut."""
+    """Format a parsed JSON value for a message, shortened if it is long or nested."""
     short = reprlib.Repr()
     short.maxstring = short.maxlong = short.maxother = 60
     return short.repr(value)
 
 
 def printable(text: str) -> str:
-    """One line that any terminal can show: control characters and lone surrogates escaped, the middle cut out."""
+    """Make text safe for one line of any terminal: escape control characters and lone surrogates, shorten long text."""
     if len(text) > _MAX_MESSAGE:
         text = f"{text[: _MAX_MESSAGE // 2]} ... {text[-_MAX_MESSAGE // 2 :]}"
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -1,7 +1,7 @@
 """StoredWeight: a weight of a checkpoint as one object, with its name, codes, scale, format and values.
 
-`open_weights` reads a directory's headers, pairs every weight with its scale, and judges the format: what configuration
-and tensors say is compared, and where they disagree, or nothing says how FP8 codes are scaled, it does not load.
+`open_weights` reads a directory's headers, pairs every weight with its scale, and finds the format. A checkpoint does
+not load if its configuration and tensors disagree, or if nothing tells how its FP8 codes are scaled.
 """
 
 import math
@@ -53,21 +53,21 @@ from fp8moe.weights.source import (
 )
 
 _IN_TURNS = {"gpt_oss": "GPT-OSS"}
-"""Models whose experts are (E, columns, rows), with rows of gate and up in turns, by their model_type."""
+"""Models whose fused experts are stored (E, columns, rows) with gate and up rows interleaved, by model_type."""
 INTERLEAVED = " or ".join(_IN_TURNS.values())
 _OF_THEIR_OWN = {"llama4": "Llama 4", "llama4_text": "Llama 4"}
-"""Models whose experts have code of their own, by their model_type."""
+"""Models whose experts compute something that fp8moe's do not, by model_type."""
 
 
 class StoredWeight(NamedTuple):
-    """A weight, a bias or any other tensor as a checkpoint stores it, or as a view of `fp8moe.weights.views` sees it.
+    """A weight, bias or other tensor as a checkpoint stores it, or as a view from `fp8moe.weights.views` presents it.
 
-    name: of the weight as a tensor of its own. codes, scale: the stored tensors. kind: of `KINDS`; None for values that
-    are not quantized, and for FP8 codes whose scale is missing or unknown. dtype, shape: of its values, by safetensors
-    name and (N, K) or (E, N, K). grid, scale_dtype: shape and dtype of its scale; grid is None without one. coded:
-    whether it is stored as FP8 codes or packed integers. transposed: whether fused experts are stored (E, K, N).
-    shared: whether the scale is that of all experts, which are stored one by one, and is a StoredWeight of its own.
-    make: the value of a matrix, a Tensor or an FP8Tensor, from its codes and scale, where it is not what is stored.
+    name: the weight's name, without a suffix for packed codes. codes, scale: the stored tensors. kind: a key of
+    `KINDS`; None for unquantized values, and for FP8 codes whose scale is missing or unknown. dtype, shape: of the
+    values: a safetensors dtype, and (N, K) or (E, N, K). grid, scale_dtype: shape and dtype of the scale; grid is None
+    without one. coded: whether the weight is stored as FP8 codes or packed integers. transposed: whether fused experts
+    are stored (E, K, N). shared: whether experts stored one by one share one scale, which is then a StoredWeight of its
+    own. make: computes a matrix, a Tensor or an FP8Tensor, from its codes and scale; None to take them as stored.
     """
 
     name: Name
@@ -89,32 +89,32 @@ class StoredWeight(NamedTuple):
 
     @property
     def interleaved(self) -> bool:
-        """Return whether rows of gate and up take turns in packed codes."""
+        """Return whether these are packed codes with gate and up rows interleaved."""
         return self.name.projection == GATE_UP and self.codes.name.endswith(GROUPS)
 
     @property
     def has_scale(self) -> bool:
-        """Return whether a scale of its own belongs to the values, as they are seen."""
+        """Return whether the values, after ``make``, have a scale that belongs to this weight alone."""
         return self.scale is not None and not self.shared and (self.grid is not None or self.make is None)
 
     @property
     def scale_name(self) -> str:
-        """The name of the scale, as it is stored or as it would be."""
+        """The name of the scale: as stored, or the one that fp8moe would write."""
         return self.name.scale if self.scale is None or self.make is not None else self.scale.name
 
     def specs(self) -> Layout:
-        """Return the tensors that the weight is written as, by name: values and scale."""
+        """Return dtype and shape of the tensors that this weight is written as, by name: values and, if any, scale."""
         specs = {self.name.text: TensorSpec(self.dtype, self.shape)}
         return specs if self.grid is None else specs | {self.name.scale: TensorSpec(self.scale_dtype, self.grid)}
 
     def value(self, codes: Tensor, scale: Tensor | None) -> Tensor | FP8Tensor:
-        """Return the value of a matrix of these codes and this scale."""
+        """Return the value of one matrix, given its codes and its scale."""
         if self.make is not None:
             return self.make(codes, scale)
         return codes if self.grid is None else FP8Tensor(codes, as_float(scale).reshape(self.grid[-2:]))
 
     def seen(self, function: Callable[[Any], Tensor | FP8Tensor], dtype: str, **changes: Any) -> "StoredWeight":
-        """Return a view in which `function` is applied to the value of each matrix.
+        """Return a view of this weight that applies ``function`` to the value of each matrix.
 
         dtype: the dtype of the view. changes: other fields to replace.
         """
@@ -124,10 +124,10 @@ class StoredWeight(NamedTuple):
     def pieces(
         self, reader: Reader, part: tuple[slice, ...] | None = None
     ) -> Iterator[tuple[int | None, Tensor | FP8Tensor]]:
-        """Yield the values: of three dimensions an expert at a time with its place, otherwise once with None.
+        """Yield (index, values) for each expert of fused experts, or once (None, values) for any other weight.
 
-        part: of the values; the scale of an FP8Tensor is always whole. Fused experts can take gigabytes: so memory
-        holds one expert at a time.
+        part: which of the values to read; the scale of an FP8Tensor is always whole. index: of the expert within
+        ``part``. Fused experts can take gigabytes, so memory holds one expert at a time.
         """
         part = part or tuple(slice(0, size) for size in self.shape)
         own_scale = None if self.shared else self.scale
@@ -140,19 +140,19 @@ class StoredWeight(NamedTuple):
         by_expert = own_scale is not None and own_scale.shape[:1] == self.shape[:1]
         scale = own_scale and reader.read(own_scale, (first,) if by_expert else ())
         if scale is not None and not by_expert and self.make is None and self.grid is not None:
-            scale, by_expert = scale.reshape(self.grid)[first], True  # its shape has other sizes of one
+            scale, by_expert = scale.reshape(self.grid)[first], True  # dimensions of size 1 may differ
         for place, expert in enumerate(range(first.start, first.stop)):
             yield place, self._piece(reader, (expert,), tuple(inner), scale[place] if by_expert else scale)
 
     def whole(self, reader: Reader) -> Tensor:
-        """Read all values of a weight without a scale."""
+        """Read and return all values of a weight that has no scale."""
         values = [value for _, value in self.pieces(reader)]
         return torch.stack(values) if len(self.shape) > 2 else values[0]
 
     def _piece(
         self, reader: Reader, at: tuple[int, ...], part: tuple[slice, ...], scale: Tensor | None
     ) -> Tensor | FP8Tensor:
-        """Read a part of a matrix: of what is stored as it is seen, nothing else."""
+        """Return a part of a matrix; without ``make``, only that part is read. at: the matrix's index in the codes."""
         if self.make is None:
             return self.value(reader.read(self.codes, (*at, *part)), scale)
         value = self.make(reader.read(self.codes, at), scale)
@@ -162,15 +162,16 @@ class StoredWeight(NamedTuple):
 
 
 class Format(NamedTuple):
-    """How the weights of a checkpoint are quantized: `find_format` says it.
+    """How the weights of a checkpoint are quantized, as `find_format` returns it.
 
     name: "fp8-block", "fp8-block-ue8m0", "fp8-tensor", "fp8-channel", "fp8-e5m2", "mxfp8", "mxfp4", "nvfp4", "int4",
-        "int8", "w4a8", "bf16" (nothing is quantized) or "unknown". Of a checkpoint with several: that of the experts,
-        else of the linears.
-    bits: of a weight's code; of unquantized weights 16.
-    scales: how many values share a scale: "128x128", "tensor", "channel", "1x32"...; "none" of unquantized weights.
-    exact: whether 128x128 blocks hold the same values. loads: whether `load_model` and `load_fp8_checkpoint` take it.
-    reason: one sentence: how it loads, or why it does not and what to do.
+        "int8", "w4a8", "bf16" (nothing is quantized) or "unknown". If a checkpoint has several formats, the one of its
+        experts, or else of its linears.
+    bits: bits of each weight; 16 if unquantized.
+    scales: which values share a scale: "128x128", "tensor", "channel", "1x32"...; "none" if unquantized.
+    exact: whether 128x128 blocks can hold exactly the same values.
+    loads: whether `load_model` and `load_fp8_checkpoint` accept the checkpoint.
+    reason: one sentence that tells how it loads, or why it does not and what to do.
     """
 
     name: str
@@ -184,9 +185,9 @@ class Format(NamedTuple):
 class Weights(NamedTuple):
     """The weights of a checkpoint, in the order of its files.
 
-    stored: every tensor but scales that belong to a weight. unused: the names of static scales of activations and of
-    the cache of keys and values. declared: what its configuration says first of them, None if nothing. interleaved:
-    whether config.json is of a model whose experts have rows of gate and up in turns.
+    stored: every tensor except scales that belong to one weight. unused: names of static scales of activations and of
+    the KV cache. declared: the first declaration of quantization in the configuration, or None. interleaved: whether
+    config.json is of a model whose experts have gate and up rows interleaved.
     """
 
     checkpoint: Checkpoint
@@ -198,13 +199,13 @@ class Weights(NamedTuple):
 
     @property
     def quantized(self) -> list[StoredWeight]:
-        """The weights that are stored as FP8 codes or packed integers."""
+        """Return the weights that are stored as FP8 codes or packed integers."""
         return [weight for weight in self.stored if weight.coded]
 
     def check(self, what: str) -> None:
         """Raise CheckpointError if the format does not load, with its reason first, or if a shard cannot be read.
 
-        What the other shards hold does not fit a model without that one, which alone is to blame.
+        If a shard cannot be read, tensors that a model would miss are not listed: they may be in that shard.
         """
         refusals = [] if self.format.loads else [self.format.reason]
         if refusals or self.checkpoint.incomplete:
@@ -212,21 +213,21 @@ class Weights(NamedTuple):
 
 
 def is_interleaved(config: dict) -> bool:
-    """Return whether a configuration, or a part of it, is of a model whose experts have gate and up in turns."""
-    return any(content.get("model_type") in [*_IN_TURNS] for _, content in sections(config))  # values may be any
+    """Return whether a configuration, or one nested in it, is of a model with gate and up of experts interleaved."""
+    return any(content.get("model_type") in [*_IN_TURNS] for _, content in sections(config))  # may be unhashable
 
 
 def experts_of_their_own(config: dict) -> str | None:
-    """Return why experts of the model of this configuration are not run here, or None."""
+    """Return why fp8moe cannot run the experts of the model with this configuration, or None if it can."""
     kinds = [content.get("model_type") for _, content in sections(config)]
-    name = next((name for kind, name in _OF_THEIR_OWN.items() if kind in kinds), None)  # kinds may be any values
+    name = next((name for kind, name in _OF_THEIR_OWN.items() if kind in kinds), None)  # kinds may be unhashable
     if name is None:
         return None
     return f"the experts of {name} scale their input by the router and are stored transposed, which fp8moe does not run"
 
 
 def find_format(directory: str | os.PathLike) -> Format:
-    """How the weights of a checkpoint are quantized, and whether it loads.
+    """Return how the weights of a checkpoint are quantized, and whether it loads.
 
     directory: of the checkpoint, or its name on the Hugging Face Hub, from where it is downloaded.
     Raises CheckpointError if there is no checkpoint in ``directory``.
@@ -235,7 +236,7 @@ def find_format(directory: str | os.PathLike) -> Format:
 
 
 def open_weights(directory: str | os.PathLike) -> Weights:
-    """Read what a checkpoint holds: headers and JSON alone.
+    """Return the weights of a checkpoint, reading only headers and JSON files.
 
     Raises CheckpointError if there is no checkpoint in ``directory``.
     """
@@ -251,7 +252,7 @@ def open_weights(directory: str | os.PathLike) -> Weights:
 
 
 def _paired(checkpoint: Checkpoint, declaration: Declared | None) -> tuple[list[StoredWeight], set[str]]:
-    """Take every tensor's name apart once, and put each weight together with its scale."""
+    """Parse all names and pair each weight with its scale; return weights, and the names of unused static scales."""
     tensors = checkpoint.tensors
     names = {text: parse(text, len(info.shape)) for text, info in tensors.items()}
     stored, own_scales = [], set()
@@ -282,7 +283,7 @@ def _paired(checkpoint: Checkpoint, declaration: Declared | None) -> tuple[list[
 
 
 def _weight_of(name: Name, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> Name | None:
-    """The name of the weight that this tensor holds the codes of, None for a tensor of another kind."""
+    """Return the name of the weight whose codes a tensor holds, or None if the tensor holds no codes."""
     if info.dtype in (FP8, E5M2):
         return None if is_scale_beside(name.text, tensors) else name
     text = weight_of_codes(name.text, tensors)
@@ -292,7 +293,7 @@ def _weight_of(name: Name, info: TensorInfo, tensors: Mapping[str, TensorInfo]) 
 
 
 def _is_transposed(name: Name, shape: tuple[int, ...], tensors: Mapping[str, TensorInfo]) -> bool:
-    """Return whether fused experts are stored (E, K, N), with as many rows of gate_up as columns of down."""
+    """Return whether fused experts are stored (E, K, N): gate_up then has as many rows as down has columns."""
     if name.expert is not None or len(shape) != 3 or name.projection not in (GATE_UP, DOWN):
         return False
     pair = [tensors.get(f"{name.module}.{projection}") for projection in (GATE_UP, DOWN)]
@@ -314,7 +315,7 @@ def _values_shape(weight: StoredWeight) -> tuple[int, ...]:
 
 
 def _kind(weight: StoredWeight, declaration: Declared | None) -> str | None:
-    """The kind of a weight, of `KINDS`: the first that is declared and fits the shape of its scale, else that fits."""
+    """Return the kind of a weight, a key of `KINDS`: among those that fit its scale, a declared one if there is any."""
     shape, scale = weight.codes.shape, weight.scale
     if weight.codes.dtype != FP8:
         return _other_kind(weight.codes, scale)
@@ -328,7 +329,7 @@ def _kind(weight: StoredWeight, declaration: Declared | None) -> str | None:
 
 
 def fits(weight: StoredWeight, kind: str) -> bool:
-    """Judge whether the scale of FP8 codes has the shape and dtype of a kind: the one place that compares the two."""
+    """Return whether the scale of FP8 codes has the shape and dtype of this kind. Nothing else compares the two."""
     scale, matrices = weight.scale, weight.name.matrices if len(weight.codes.shape) == 3 else 1
     *lead, rows, columns = weight.codes.shape
     exponents = scale.dtype in ("U8", "F8_E8M0")
@@ -346,7 +347,7 @@ def fits(weight: StoredWeight, kind: str) -> bool:
 
 
 def _other_kind(codes: TensorInfo, scale: TensorInfo | None) -> str | None:
-    """The kind of codes that are not E4M3, None for packed integers that are not those of matrices."""
+    """Return the kind of codes that are not E4M3, or None for packed integers that have no shape of matrices."""
     if codes.dtype == E5M2:
         return "fp8-e5m2"
     in_groups = codes.name.endswith(GROUPS)
@@ -403,7 +404,7 @@ def _format(checkpoint: Checkpoint, declarations: list[Declared], stored: list[S
 
 
 def _problem(checkpoint: Checkpoint, declarations: list[Declared], weights: list[StoredWeight]) -> str | None:
-    """Return why the format does not load, where configuration and tensors tell it, or None."""
+    """Return why the format does not load, as far as the configuration and the headers tell, or None."""
     for declaration in declarations:
         if declaration.refusal is not None:
             return f"{declaration.where}: {declaration.refusal}"
@@ -457,9 +458,9 @@ def _gate_up_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None
 
 
 def _is_concatenated(weight: StoredWeight, checkpoint: Checkpoint) -> bool:
-    """Return whether this is known to have all rows of gate before those of up, as fp8moe writes it.
+    """Return whether a fused weight is known to have all gate rows before the up rows, as fp8moe writes it.
 
-    Either the configuration says so, or there is none, as where a module was saved that is no model.
+    Either the configuration says so, or there is none, as when a module that is not a whole model was saved.
     """
     said = any(content.get(GATE_UP_LAYOUT) == CONCATENATED for content in checkpoint.declarations.values())
     return (said or not checkpoint.config) and weight.kind in ("fp8-block", "fp8-channel") and not weight.transposed

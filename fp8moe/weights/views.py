@@ -1,6 +1,6 @@
-"""Views of stored weights: in blocks, in rows, as values, dequantized or quantized, made when they are read.
+"""Views of stored weights, computed when read: in blocks, with rows reordered, as values, dequantized or quantized.
 
-A view makes one matrix at a time from what is stored: no file is written, and no second copy is held.
+A view computes one matrix at a time from the stored tensors: no file is written, and no second copy is held.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,16 +18,17 @@ from fp8moe.weights.source import FP8, Reader
 from fp8moe.weights.stored import StoredWeight, Weights
 
 _FP4 = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
-"""The values of E2M1 codes: OCP's microscaling formats 1.0, section 5.3.3."""
-_FP4_SHIFT = 6  # 6 * 2^6 is the largest E4M3 code that an FP4 value becomes
-_FP4_SPREAD = 14  # and 0.5 * 2^(6 - 14) the smallest, a subnormal
-_FP4_LOWEST = 17  # 4 * 2^(6 - 17) is it too
+"""The values of the 16 E2M1 codes: OCP's microscaling formats 1.0, section 5.3.3."""
+_FP4_SHIFT = 6  # the largest FP4 value, 6, becomes at most 6 * 2^6 in E4M3
+_FP4_SPREAD = 14  # the smallest, 0.5, may become 0.5 * 2^(6 - 14), E4M3's smallest subnormal
+_FP4_LOWEST = 17  # 4 * 2^(6 - 17) is that subnormal, too; further below, no FP4 value is exact
 
 
 def in_blocks(weights: Weights) -> list[StoredWeight]:
-    """View every weight of a format that loads as one of 128x128 blocks, or of channels, with float32 scales.
+    """View every weight of a format that loads as FP8 with float32 scales of 128x128 blocks or of channels.
 
-    What has no scale of its own, or one of another dtype, stays as it is stored: it is named where it is placed.
+    Weights without a scale of their own, or with a scale of an unsupported dtype, stay as they are stored: placing them
+    in a model reports what is wrong.
     """
     exponents = weights.declared is not None and weights.declared.power_of_two
     in_turns = {weight.name.bias for weight in weights.stored if weight.interleaved}
@@ -55,19 +56,19 @@ def _in_blocks(weight: StoredWeight, bytes_are_exponents: bool) -> StoredWeight:
 
 
 def in_rows(weight: StoredWeight) -> StoredWeight:
-    """View fused experts (E, columns, rows), gate and up in turns, as (E, rows, columns), gate before up."""
+    """View fused experts (E, columns, rows), gate and up interleaved, as (E, rows, columns) with all of gate first."""
     experts, columns, rows = weight.shape
     order = _gate_then_up if weight.name.projection == GATE_UP else Tensor.clone
     return weight.seen(lambda values: order(values.t().contiguous()), weight.dtype, shape=(experts, rows, columns))
 
 
 def bias_in_rows(weight: StoredWeight) -> StoredWeight:
-    """View a bias (E, rows of gate and up in turns) with gate before up."""
+    """View a bias (E, 2I), gate and up interleaved, with all of gate first."""
     return weight.seen(lambda values: tensor_in_rows(BIAS, GATE_UP, values), weight.dtype)
 
 
 def tensor_in_rows(role: str, projection: str | None, stored: Tensor) -> Tensor:
-    """Return a weight or bias of experts with gate and up in turns as `in_rows` sees it; any other tensor as it is."""
+    """Reorder an interleaved weight or bias of experts as `in_rows` does; return any other tensor as it is."""
     if projection is None:
         return stored
     values = stored if role == BIAS else stored.transpose(1, 2)
@@ -79,7 +80,7 @@ def _gate_then_up(in_turns: Tensor) -> Tensor:
 
 
 def as_values(weight: StoredWeight) -> StoredWeight:
-    """View a weight that blocks do not hold exactly, of channels or of MXFP4, as float32 values."""
+    """View a weight that blocks may not hold exactly, FP8 with per-channel scales or MXFP4, as float32 values."""
     if weight.kind == "fp8-channel":
         make = partial(_channels, transposed=weight.transposed)
     else:
@@ -88,14 +89,14 @@ def as_values(weight: StoredWeight) -> StoredWeight:
 
 
 def dequantized(weight: StoredWeight) -> StoredWeight:
-    """View a weight in blocks or of channels in bfloat16."""
+    """View an FP8 weight with block or channel scales as bfloat16 values."""
     return weight.seen(partial(dequantize, dtype=torch.bfloat16), "BF16", grid=None)
 
 
 def quantized(
     weight: StoredWeight, *, scale_format: str, device: torch.device, take: Callable[[Tensor, FP8Tensor], None]
 ) -> StoredWeight:
-    """View an unquantized weight in blocks. take: given each matrix, and what it was quantized to."""
+    """View an unquantized weight as FP8 in 128x128 blocks. take: called with each matrix and its quantized form."""
 
     def quantize(values: Tensor) -> FP8Tensor:
         matrices = values.to(device).unflatten(0, (weight.name.matrices, -1))
@@ -108,7 +109,7 @@ def quantized(
 
 
 def inexact(weights: Weights) -> Iterator[StoredWeight]:
-    """Yield the weights in MXFP4 that blocks cannot hold: reads exponents, and where these do not tell, codes."""
+    """Yield the MXFP4 weights that blocks cannot hold exactly. Reads exponents, and codes only if these do not tell."""
     checkpoint = weights.checkpoint
     of_scale = {weight.scale: weight for weight in weights.stored if weight.kind == "mxfp4"}
     spread = []
@@ -127,7 +128,7 @@ def inexact(weights: Weights) -> Iterator[StoredWeight]:
 
 
 def inexact_problems(weights: Weights) -> list[str]:
-    """Return a line for each weight in MXFP4 that blocks cannot hold."""
+    """Return a problem line for each MXFP4 weight that 128x128 blocks cannot hold exactly."""
     return [
         f"{weight.codes.name}: MXFP4 exponents that differ by more than {_FP4_SPREAD} within {BLOCK}x{BLOCK} values, "
         "which E4M3 cannot hold"
@@ -136,7 +137,7 @@ def inexact_problems(weights: Weights) -> list[str]:
 
 
 def _apart(weight: StoredWeight, *stored: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split stored tensors of a weight, or of one expert: a tuple of parts for gate and one for up, or one for all."""
+    """Split stored tensors of a weight or expert by matrix: yield one tuple, or a tuple for gate and one for up."""
     count = weight.name.matrices
     return zip(
         *([value[i::count] for i in range(count)] if weight.interleaved else value.chunk(count) for value in stored),
@@ -145,7 +146,7 @@ def _apart(weight: StoredWeight, *stored: Tensor) -> Iterator[tuple[Tensor, ...]
 
 
 def _of_each(weight: StoredWeight, make: Callable[..., Tensor | FP8Tensor], *stored: Tensor) -> Tensor | FP8Tensor:
-    """Apply `make` to gate and to up, or to the one matrix, and stack the results."""
+    """Apply ``make`` to the gate and up matrices separately, or to the only matrix, and concatenate the results."""
     made = [make(*matrix) for matrix in _apart(weight, *stored)]
     if len(made) == 1:
         return made[0]
@@ -167,19 +168,19 @@ def _rows(codes: Tensor) -> Tensor:
 
 
 def _filled(codes: Tensor, scale: Tensor, matrices: int, grid: tuple[int, int], transposed: bool) -> FP8Tensor:
-    """Repeat a tensor's one scale in all blocks, or its two in the blocks of gate and of up."""
+    """Repeat a per-tensor scale for all blocks; of two scales, the first for the blocks of gate, the other for up's."""
     rows, columns = grid
     each = as_float(scale).reshape(-1, 1, 1).expand(matrices, rows // matrices, columns)
     return FP8Tensor(_rows(codes) if transposed else codes, each.flatten(0, 1).contiguous())
 
 
 def _mxfp8(codes: Tensor, exponents: Tensor) -> FP8Tensor:
-    """Make blocks of MXFP8 codes (N, K), each with the least power of two in which no value is larger than 448.
+    """Convert MXFP8 codes (N, K) to blocks, scaled by the least powers of two that keep all new codes within 448.
 
-    The codes of blocks have rounded what is below the smallest subnormal, by 2^-10 where the largest is above 224.
+    A block's largest code is then above 224, and codes below E4M3's smallest subnormal are rounded by up to 2^-10.
     """
     groups = pad(codes.view(torch.uint8) & 127, (0, -codes.shape[1] % MX_BLOCK)).unflatten(1, (-1, MX_BLOCK))
-    largest = groups.amax(-1).view(torch.float8_e4m3fn).double()  # codes without signs grow with their values
+    largest = groups.amax(-1).view(torch.float8_e4m3fn).double()  # without signs, codes order as their values do
     power = as_float(exponents).double()
     of_blocks = _of_groups(largest * power, torch.amax, 0.0)
     mantissa, exponent = torch.frexp(of_blocks / FP8_MAX)
@@ -191,7 +192,7 @@ def _mxfp8(codes: Tensor, exponents: Tensor) -> FP8Tensor:
 
 
 def _mxfp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Values (N, K) in float64, the even columns in the low halves of the bytes."""
+    """Return the values (N, K) of MXFP4 codes in float64. The low half of each byte holds the even column."""
     halves = codes.view(torch.uint8).flatten(1)
     halves = torch.stack((halves & 15, halves >> 4), -1).flatten(-2)
     values = torch.tensor(_FP4, dtype=torch.float64, device="cpu")[halves.int()]
@@ -199,13 +200,13 @@ def _mxfp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
 
 
 def _mxfp4(codes: Tensor, exponents: Tensor) -> FP8Tensor:
-    """Blocks of MXFP4 codes, two looked up for each byte, with scales 2^(largest exponent - 6).
+    """Convert MXFP4 codes to blocks with scales 2^(largest exponent - 6), looking up both codes of a byte at once.
 
-    The largest exponent of a block leaves out groups of zeros.
+    The largest exponent of a block does not count groups of zeros.
     """
     groups = codes.view(torch.uint8).reshape(*exponents.shape, MX_BLOCK // 2)
     power = exponents.view(torch.uint8).int()
-    used = (groups & 0x77 != 0).any(-1)  # without the signs
+    used = (groups & 0x77 != 0).any(-1)  # 0x77 drops the signs
     largest = _of_groups(torch.where(used, power, 0), torch.amax, 0)
     below = _of_values(largest, power.shape, BLOCK // MX_BLOCK) - power
     index = below.clamp(0, _FP4_LOWEST)[..., None] << 8 | groups.int()
@@ -216,7 +217,10 @@ def _mxfp4(codes: Tensor, exponents: Tensor) -> FP8Tensor:
 
 @cache
 def _fp4_pairs() -> Tensor:
-    """Two E4M3 codes as one int16 for each byte with two FP4 codes, at `256 * below`: so far is its exponent below."""
+    """Return a table of E4M3 code pairs, each as one int16: at ``256 * below + byte``, the pair for two FP4 codes.
+
+    byte: the two FP4 codes. below: how far their exponent is below the block's largest.
+    """
     powers = torch.arange(_FP4_SHIFT, _FP4_SHIFT - _FP4_LOWEST - 1, -1, device="cpu")[:, None]
     values = torch.tensor(_FP4, dtype=torch.float32, device="cpu")
     codes = (values * powers.float().exp2()).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -225,11 +229,11 @@ def _fp4_pairs() -> Tensor:
 
 
 _MICROSCALED = {"mxfp8": _mxfp8, "mxfp4": _mxfp4}
-"""Functions that make blocks of the codes and scales of a matrix, by kind."""
+"""Functions that convert a matrix's codes and scales to 128x128 blocks, by kind."""
 
 
 def _is_exact(weight: StoredWeight, codes: Tensor, exponents: Tensor) -> bool:
-    """Return whether blocks hold the values of each matrix that is stored."""
+    """Return whether 128x128 blocks hold the values of every matrix of the weight exactly."""
     matrices = ((_mxfp4_values(*matrix), _mxfp4(*matrix)) for matrix in _apart(weight, codes, exponents))
     return all(
         torch.equal(made.data.double() * _of_values(made.scale.double(), values.shape), values)
@@ -238,17 +242,17 @@ def _is_exact(weight: StoredWeight, codes: Tensor, exponents: Tensor) -> bool:
 
 
 def _of_values(block: Tensor, shape: torch.Size, columns: int = BLOCK) -> Tensor:
-    """Repeat per-block values for each element, or for each group of which a block has so many columns."""
+    """Repeat per-block values for each element or group. columns: a block's width: 128 elements, or 4 groups."""
     return block.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
 
 
 def _spread(power: Tensor) -> Tensor:
-    """Return the largest difference of exponents (N, K/32) within a block."""
+    """Return the largest difference between two exponents (N, K/32) of the same block."""
     return (_of_groups(power, torch.amax, 0) - _of_groups(power, torch.amin, 255)).max()
 
 
 def _of_groups(power: Tensor, reduce: Callable[..., Tensor], filler: float) -> Tensor:
-    """Reduce the values (N, K/32) of the groups of each block."""
+    """Reduce per-group values (N, K/32) to one value for each block. filler: pads incomplete blocks."""
     rows, groups = power.shape
     padded = pad(power, (0, -groups % (BLOCK // MX_BLOCK), 0, -rows % BLOCK), value=filler)
     return reduce(padded.unflatten(1, (-1, BLOCK // MX_BLOCK)).unflatten(0, (-1, BLOCK)), dim=(1, 3))

@@ -1,4 +1,4 @@
-"""Writes the files of a checkpoint so that no file is ever half there under its final name."""
+"""Write the files of a checkpoint so that an incomplete file never has its final name."""
 
 import ctypes
 import fcntl
@@ -19,20 +19,20 @@ from fp8moe.weights.stored import StoredWeight
 
 
 class ShardWriter:
-    """Writes a safetensors file, its tensors in any order, under a temporary name in the same directory.
+    """Writes a safetensors file under a temporary name in the same directory; the tensors may come in any order.
 
-    As a context manager: leaving it normally syncs the file and gives it its name; an exception deletes it.
+    As a context manager: leaving it normally syncs the file and gives it its final name; an exception deletes it.
 
-    path: the final name. layout: of the tensors. source: what the header is to say of the file they are made from.
+    path: the final name. layout: the tensors' dtypes and shapes. source: identifies the source file, in the header.
     """
 
     def __init__(self, path: Path, layout: Layout, source: str | None = None):
         self._path = path
         self._temporary = temporary_path(path)
-        metadata = {"format": "pt"} | ({"fp8moe_source": source} if source else {})  # transformers asks for the format
+        metadata = {"format": "pt"} | ({"fp8moe_source": source} if source else {})  # transformers needs "format"
         header: dict = {"__metadata__": metadata}
         position = 0
-        # The widest first, so that each tensor is aligned to its elements.
+        # The widest dtypes first, so that each tensor is aligned to the size of its elements.
         for name, spec in sorted(layout.items(), key=lambda item: (-DTYPES[item[1].dtype].itemsize, item[0])):
             offsets = [position, position + spec.nbytes]
             header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
@@ -46,7 +46,7 @@ class ShardWriter:
         self._ends = {name: len(self._header) + header[name]["data_offsets"][1] for name in layout}
 
     def is_written(self) -> bool:
-        """Return whether the file is there under its final name: of this size, and with this header."""
+        """Return whether the final file exists already, with the size and header that this writer would give it."""
         if not self._path.is_file() or self._path.stat().st_size != self._size:
             return False
         with self._path.open("rb") as file:
@@ -68,7 +68,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind, value, traceback) -> None:
-        """Sync the whole file to the disk and rename it. RuntimeError if a tensor has not been put."""
+        """Sync the file to the disk and rename it. Raises RuntimeError if a tensor has not been written completely."""
         try:
             missing = [name for name, left in self._left.items() if left]
             if kind is None and missing:
@@ -86,12 +86,13 @@ class ShardWriter:
 def into_directory(
     outputs: Iterable[StoredWeight], source: Checkpoint, target: Path, contents: Mapping[str, bytes], *, force: bool
 ) -> None:
-    """Write weights of a checkpoint, each into the shard of its codes, and small files into the directory ``target``.
+    """Write the weights of a checkpoint and its small files into the directory ``target``.
 
-    A shard that is there with the header that this run would write, which names size and time of its source, is done.
+    Each weight goes into a shard named as the one that its codes come from. A shard that exists already is skipped if
+    its header is the one that this run would write, which records size and time of its source.
 
-    Raises CheckpointError for a directory with anything that this run would not write, unless ``force``, and ValueError
-    while another run writes there.
+    contents: the small files, by name. Raises CheckpointError for a directory with files that this run would not write,
+    unless ``force``, and ValueError while another run writes there.
     """
     by_file: dict[str, list[StoredWeight]] = {file: [] for file in source.files}
     for weight in outputs:
@@ -122,10 +123,10 @@ def into_directory(
                 f"cannot write to {target}; give another directory, or force=True (--force) to overwrite", foreign
             )
         for path in entries:
-            if final_name(path.name) in ours:  # of a run that was killed: nobody else has the lock
+            if final_name(path.name) in ours:  # left by a killed run: no other run holds the lock
                 path.unlink()
         if layouts.keys() - finished:
-            finished.discard(INDEX)  # with it, readers would take the directory for a whole checkpoint
+            finished.discard(INDEX)  # to delete it: with an index, the directory looks complete to readers
         for name in {SINGLE, INDEX} - finished:
             (target / name).unlink(missing_ok=True)
         try:
@@ -139,7 +140,7 @@ def into_directory(
                         _write_shard(writers[file], weights, Reader(source.directory), bar.update)
             if INDEX in contents.keys() - finished:
                 write_bytes(target / INDEX, contents[INDEX])
-        except BaseException:  # Ctrl-C may come between the making of a file and the block that would delete it
+        except BaseException:  # Ctrl-C may come after a file is created but before the block that would delete it
             for path in _entries(target, contents):
                 if final_name(path.name) in ours:
                     path.unlink(missing_ok=True)
@@ -147,7 +148,7 @@ def into_directory(
 
 
 def _write_shard(writer: ShardWriter, weights: Iterable[StoredWeight], reader: Reader, advance) -> None:
-    """Read weights piece by piece and write them. advance: told the bytes read."""
+    """Read the weights of a shard piece by piece and write them. advance: called with the numbers of bytes read."""
     with writer:
         for weight in weights:
             specs = weight.specs()
@@ -161,7 +162,7 @@ def _write_shard(writer: ShardWriter, weights: Iterable[StoredWeight], reader: R
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Keep other runs from writing to a directory. ValueError if one does."""
+    """Keep other runs from writing to a directory. Raises ValueError if one is writing there."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,20 +176,20 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _stamp(path: Path) -> str:
-    """What tells a source from another one: its size and time."""
+    """Return a text that identifies a source file: its name, size and modification time."""
     status = path.stat()
     return f"{path.name} {status.st_size} {status.st_mtime_ns}"
 
 
 def _what(name: str, layouts: Mapping[str, Layout], contents: Mapping[str, bytes]) -> str:
-    """Return why a file that is there cannot be kept."""
+    """Return why an existing file cannot be kept, for a message."""
     if name in layouts:
         return "of another source, or made with other options"
     return "with other content" if name in contents else "and not a file to be written"
 
 
 def _entries(target: Path, contents: Iterable[str]) -> Iterator[Path]:
-    """Yield what is in a directory, and in those of its directories that files are to be written to."""
+    """Yield the paths in a directory, and in those of its subdirectories that files are to be written to."""
     folders = {Path(name).parent for name in contents}
     for path in sorted(target.iterdir()):
         if path.is_dir() and path.relative_to(target) in folders:
@@ -202,18 +203,18 @@ def _has(path: Path, content: bytes) -> bool:
 
 
 def temporary_path(path: Path) -> Path:
-    """A new name to write what will become ``path``. In containers processes of the same number follow each other."""
+    """Return a temporary name for ``path``, random because process ids may repeat in containers."""
     return path.with_name(f".{path.name}.{secrets.randbits(64)}.partial")
 
 
 def final_name(temporary: str) -> str | None:
-    """The name of the file that any process writes under this temporary name; None for other names."""
+    """Return the final name that belongs to a temporary name, or None for any other name."""
     match = re.fullmatch(r"\.(.+)\.\d+\.partial", temporary)
     return match and match.group(1)
 
 
 def replace(temporary: Path, path: Path) -> None:
-    """Rename, and see to it that the new name is on the disk."""
+    """Rename a file, and sync its directory so that the new name is on the disk."""
     os.replace(temporary, path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
@@ -241,7 +242,7 @@ def json_bytes(content: Mapping) -> bytes:
 
 
 def index_of(shards: Mapping[str, Layout]) -> bytes:
-    """The index of these shards, by file name."""
+    """Return the JSON index of these shards. shards: the layout of each, by file name."""
     total = sum(spec.nbytes for layout in shards.values() for spec in layout.values())
     weight_map = {name: file for file, layout in shards.items() for name in layout}
     return json_bytes({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})

@@ -1,13 +1,13 @@
-// The input's type, and 16 bytes of it in registers.
+// The element type of a kernel's input, and vectors of 16 bytes of it in registers.
 //
-// Compile-time constants: INPUT (BFloat16, Float16 or Float32); VECTOR (every row of the input starts at a multiple of
-// 16 bytes and is a multiple of 16 bytes long).
+// Compile-time constants: INPUT (BFloat16, Float16 or Float32); VECTOR (every row of the input begins at a multiple of
+// 16 bytes and its length is a multiple of 16 bytes).
 #pragma once
 
 #include "vector.cuh"
 
-// The bits of a magnitude order as unsigned integers in every IEEE format, infinity above the numbers and NaN above
-// infinity: so the search for the largest one keeps NaN, and 16-bit types search two elements at a time.
+// Magnitudes of IEEE floats compare like their bits as unsigned integers, with infinity above all numbers and NaN above
+// infinity. So an integer maximum propagates NaN, and one instruction compares two 16-bit elements.
 
 // Two 16-bit elements in a word.
 struct Pair {
@@ -51,9 +51,10 @@ using Element = Input::Element;
 constexpr int PER_WORD = 4 / sizeof(Element);
 constexpr int PER_VECTOR = 4 * PER_WORD;
 
-// Neighbouring elements of a row of the input.
+// Consecutive elements of a row of the input, in 16 bytes.
 struct Vector : Bytes16 {
-  // The first `count` from `source` on, zeros after them; any count.
+  // Loads the first `count` elements at `source` and sets the others to zero. `count` may be negative or exceed the
+  // vector.
   static __device__ Vector load(const Element* source, int count) { return {load_elements<VECTOR>(source, count)}; }
 
   __device__ u32 larger_magnitude(u32 amax) const {

@@ -1,4 +1,4 @@
-// Floats rounded to the element of a tensor: BFloat16, Float16 or Float32.
+// Rounding of floats to a tensor's element type: BFloat16, Float16 or Float32.
 #pragma once
 
 #include "input.cuh"
@@ -11,7 +11,7 @@ __device__ __forceinline__ u32 pack(Float16, float low, float high) {
   return packed;
 }
 
-// Rounds 4 values to the type of the output and stores them.
+// Rounds 4 values to `Type` and stores them.
 template <class Type>
 __device__ __forceinline__ void store4(typename Type::Element* target, const float* v) {
   if constexpr (sizeof(typename Type::Element) == 4) {
@@ -21,7 +21,7 @@ __device__ __forceinline__ void store4(typename Type::Element* target, const flo
   }
 }
 
-// Adds 4 elements at `source` to values that are rounded to their type first.
+// Rounds the 4 values in `v` to `Type`, then adds the 4 elements at `source` to them.
 template <class Type>
 __device__ __forceinline__ void add4(float* v, const typename Type::Element* source) {
   if constexpr (sizeof(typename Type::Element) == 4) {
@@ -38,7 +38,8 @@ __device__ __forceinline__ void add4(float* v, const typename Type::Element* sou
   }
 }
 
-// Rounds values to the type of the input. (A template, as there is no pack for Float32.)
+// Rounds values to the type of the input. A template, so that the branch that calls pack(Float32), which does not
+// exist, is not compiled.
 template <class Type = Input>
 __device__ Vector to_vector(const float (&v)[PER_VECTOR]) {
   Vector result;

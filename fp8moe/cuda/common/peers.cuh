@@ -1,22 +1,23 @@
-// Kernels that store to the memory of peers: GPUs of one node, each with its own process.
+// Kernels that store to the memory of peers: the GPUs of one node, one process for each.
 //
-// Compile-time constants: PEERS, this GPU among them; MEETING_BYTES.
+// Compile-time constants: PEERS (number of peers, including this GPU); MEETING_BYTES.
 #pragma once
 
 #include "vector.cuh"
 
 constexpr int MAX_PEERS = 8;
 
-// Words on each GPU, zero at first. All peers run the same kernels in the same order, so their counts agree.
+// Counters on each GPU, initially zero. A "meeting" is a barrier of all peers. All peers run the same kernels in the
+// same order, so their counts of meetings agree.
 struct Signals {
-  u32 arrived[MAX_PEERS];  // by rank: how many meetings a peer has reached, written by that peer
-  u32 met;                 // how many meetings this GPU has left
-  u32 blocks;              // finished blocks of the running kernel
+  u32 arrived[MAX_PEERS];  // for each rank: the number of meetings that peer has reached; written by the peer
+  u32 met;                 // the number of meetings that this GPU has completed
+  u32 blocks;              // the number of finished thread blocks of the running kernel
 };
 
 struct Meeting {
-  u32* here[PEERS];  // the words of the peers' Signals that this GPU writes
-  Signals* own;      // null: no meeting
+  u32* here[PEERS];  // in each peer's Signals::arrived, the element of this GPU
+  Signals* own;      // this GPU's Signals; null: no meeting
 };
 static_assert(PEERS <= MAX_PEERS && sizeof(Meeting) == MEETING_BYTES);
 
@@ -32,9 +33,10 @@ __device__ __forceinline__ u32 load_acquire_system(const u32* source) {
   return value;
 }
 
-// The end of a kernel that all peers run: the kernel ends on no peer before all stores have arrived on all peers. All
-// threads of all blocks call it. The last block to call it signals the peers and waits for their last blocks. The wait
-// ends, because all blocks of this grid have been scheduled by then, and a peer waits for nothing else of this GPU.
+// The end of a kernel that all peers run: a barrier after which the stores of all peers are visible on all peers.
+// Called by all threads of all blocks. The last block that calls it signals the peers and waits for their last blocks.
+// This cannot deadlock: by then all blocks of this grid have been scheduled, and no peer waits for anything else from
+// this GPU.
 __device__ __forceinline__ void meet(const Meeting& meeting) {
   if (!meeting.own) return;
   bool last = false;
@@ -44,11 +46,11 @@ __device__ __forceinline__ void meet(const Meeting& meeting) {
     last = atomicAdd(&meeting.own->blocks, 1) == gridDim.x - 1;
     fence_system();
   }
-  if (!__syncthreads_or(last)) return;  // it uses no shared memory, all of which a GEMM may have
+  if (!__syncthreads_or(last)) return;  // needs no shared memory: a GEMM may use all of it
   const u32 count = meeting.own->met + 1;
   if (threadIdx.x < PEERS) {
     store_release_system(meeting.here[threadIdx.x], count);
-    // A peer may be a meeting ahead; counts wrap around.
+    // A peer may already be one meeting ahead. Counts wrap around, so compare differences.
     while (static_cast<int>(load_acquire_system(&meeting.own->arrived[threadIdx.x]) - count) < 0) continue;
   }
   __syncthreads();

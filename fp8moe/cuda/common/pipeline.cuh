@@ -1,9 +1,9 @@
-// The ring between a loader and the math warps of a block: stages in shared memory, two barriers for each.
+// The ring buffer between a loader and the math warps of a block: stages in shared memory, with two barriers for each.
 //
-//   loader      acquire()  waits until the stage is free, then expect(bytes) and copies that count on full()
-//   math warps  arrived()  waits for those bytes, then products read the stage
-//               release()  hands it back; the stage is free once every reader has
-//   both        advance()  to the next stage; the phase flips each time around (PTX ISA 9.0, "mbarrier")
+//   loader      acquire()  waits until the stage is free; then expect(bytes), and copies that signal full()
+//   math warps  arrived()  waits until these bytes have arrived; then products read the stage
+//               release()  hands the stage back; it is free once every reader has done so
+//   both        advance()  moves to the next stage; the phase flips each time around (PTX ISA 9.0, "mbarrier")
 #pragma once
 
 #include "ptx.cuh"
@@ -19,12 +19,13 @@ struct Barrier {
   __device__ __forceinline__ void wait_cluster(u32 phase) const { mbarrier_wait_cluster(address(), phase); }
 };
 
-// The barriers of a ring, a member of the kernel's Shared.
+// The barriers of a ring; a member of each kernel's Shared.
 template <int Stages>
 struct Ring {
   Barrier full[Stages], empty[Stages];
 
-  // By one thread, before mbarrier_init_fence(). writers, readers: arrivals that fill and that free a stage.
+  // Called by one thread, before mbarrier_init_fence(). writers, readers: the number of arrivals that fill and that
+  // free a stage.
   __device__ __forceinline__ void init(u32 writers, u32 readers) {
 #pragma unroll 1
     for (int s = 0; s < Stages; ++s) {
@@ -34,7 +35,7 @@ struct Ring {
   }
 };
 
-// The position of one role in a ring.
+// The current stage and phase of one role, loader or reader, in a ring.
 template <int Stages>
 struct Pipeline {
   Ring<Stages>& ring;
@@ -47,9 +48,9 @@ struct Pipeline {
 
   __device__ __forceinline__ void acquire() const { empty().wait(phase ^ 1); }
   __device__ __forceinline__ void arrived() const { full().wait(phase); }
-  // By a whole warp, which counts as one reader. All its reads of the stage have ended.
+  // Hands the stage back. Called by a whole warp, which counts as one reader, after its last read of the stage.
   __device__ __forceinline__ void release() const {
-    const u32 empty = full().address() + sizeof(ring.full);  // from an address that arrived() has made already
+    const u32 empty = full().address() + sizeof(ring.full);  // from the address that arrived() has computed
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(empty);
   }
@@ -59,7 +60,7 @@ struct Pipeline {
       phase ^= 1;
     }
   }
-  // Steps at most once around the ring.
+  // Advances by `steps` stages, at most once around the ring.
   __device__ __forceinline__ void advance(u32 steps) {
     stage += steps;
     if (stage >= Stages) {
@@ -69,7 +70,7 @@ struct Pipeline {
   }
 };
 
-// A stage to hand back after a product has read it. The address of its barrier is computed beforehand.
+// A stage that is handed back once a product has read it. The address of its barrier is computed ahead of time.
 struct Released {
   u32 empty;
 
@@ -77,20 +78,20 @@ struct Released {
   __device__ __forceinline__ explicit Released(const Pipeline<Stages>& pipeline) : empty(pipeline.empty().address()) {
     asm volatile("" : "+r"(empty));
   }
-  // By a whole warp, as Pipeline::release().
+  // Hands the stage back; called by a whole warp, like Pipeline::release().
   __device__ __forceinline__ void arrive() const {
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(empty);
   }
 };
 
-// The dynamic shared memory of the block as the kernel's Shared, at a multiple of 1024 bytes for swizzled tiles. The
-// host adds SWIZZLE_ALIGNMENT to sizeof(Shared).
+// Returns the block's dynamic shared memory as the kernel's Shared, aligned to 1024 bytes for swizzled tiles. The host
+// allocates SWIZZLE_ALIGNMENT bytes more than sizeof(Shared).
 constexpr int SWIZZLE_ALIGNMENT = 1024;
 template <typename Shared>
 __device__ __forceinline__ Shared& aligned_shared() {
   extern __shared__ char unaligned[];
   u32 address = round_up(shared_address(unaligned), SWIZZLE_ALIGNMENT);
-  asm volatile("" : "+r"(address));  // keeps the compiler from computing it again in every loop
+  asm volatile("" : "+r"(address));  // keeps the compiler from computing the address again in every loop
   return *reinterpret_cast<Shared*>(__cvta_shared_to_generic(address));
 }

@@ -1,7 +1,7 @@
-// Shared by the quantizers: input that is read once and stays in registers, the scale of a block, stores of E4M3.
+// Shared by the quantizers: input that is read once and kept in registers, the scale of a block, stores of E4M3.
 //
 // Compile-time constants: those of input.cuh and block_scale.cuh; UE8M0 (scales are rounded up to powers of two).
-// Sizes, strides and pitches count elements.
+// Sizes, strides and pitches are in elements.
 #pragma once
 
 #include "block_scale.cuh"
@@ -13,7 +13,7 @@ struct Scale : BlockScale<UE8M0> {
   explicit __device__ Scale(u32 amax) : BlockScale(Input::value(amax)) {}
 };
 
-// Quantizes one vector and stores its first `count` elements; any count.
+// Quantizes one vector and stores its first `count` elements. `count` may be negative or exceed the vector.
 __device__ void store(u8* target, const Vector& v, const Scale& scale, int count) {
   u32 out[PER_VECTOR / 4];
 #pragma unroll

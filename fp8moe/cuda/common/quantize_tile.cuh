@@ -1,31 +1,31 @@
-// Quantizes a tile of 128 rows and 128 columns along its rows and along its columns: rows with the bits of
-// quantize_1x128.cu, and the transpose in which each group of rows is padded with zeros to a multiple of 128.
+// Quantizes a tile of 128 rows and 128 columns twice: along its rows, bit for bit like quantize_1x128.cu, and along its
+// columns, stored transposed. In the transposed result each group of rows is padded with zeros to a multiple of 128.
 //
-// A thread block of 8 warps has the tile in registers, a thread 8 rows of 8 columns. Half a warp covers the 128 columns
-// of its rows, so that loads and stores cover whole 32-byte sectors. The largest magnitudes meet in shared memory,
-// where a thread makes the scale of one row or one column, and so do the transposed bytes.
+// A thread block of 8 warps keeps the tile in registers; a thread holds 8 rows of 8 columns. Half a warp covers all 128
+// columns of its rows, so loads and stores cover whole 32-byte sectors. Shared memory has two uses: to combine the
+// largest magnitudes, from which each thread computes the scale of one row or column, and to transpose the bytes.
 //
-// Compile-time constants: those of quantize.cuh with UE8M0 = 0 and of row_tiles.cuh; WEIGHTED (the transposed rows are
-// multiplied by a weight each).
+// Compile-time constants: those of quantize.cuh with UE8M0 = 0 and of row_tiles.cuh; WEIGHTED (for the transposed
+// result, each row is multiplied by a weight).
 #pragma once
 
 #include "quantize.cuh"
 #include "row_tiles.cuh"
 
-constexpr int ROW_LANES = 16;               // lanes that share 8 rows
-constexpr int SIDE = BLOCK / ROW_LANES;     // rows and columns of a thread
-constexpr int VECTORS = SIDE / PER_VECTOR;  // of a thread in a row
+constexpr int ROW_LANES = 16;               // lanes that share the same 8 rows
+constexpr int SIDE = BLOCK / ROW_LANES;     // rows, and columns, of a thread
+constexpr int VECTORS = SIDE / PER_VECTOR;  // vectors of a thread in one row
 constexpr int STEP = ROW_LANES * PER_VECTOR;
 constexpr int HALF = SIDE / 2;                      // rows that are quantized or loaded together
-constexpr bool PAIRS = PER_WORD == 2 && !WEIGHTED;  // magnitudes of two columns in a word
-constexpr int CHUNK = 16;                           // bytes of a transposed row that move as one
+constexpr bool PAIRS = PER_WORD == 2 && !WEIGHTED;  // one word holds the magnitudes of two columns
+constexpr int CHUNK = 16;                           // bytes of a transposed row that one thread moves
 constexpr int CHUNKS = BLOCK / CHUNK;
 static_assert(!UE8M0 && THREADS * SIDE * SIDE == BLOCK * BLOCK);
 
-// A thread's part of a tile.
+// The values of one thread of a tile.
 using Values = Vector[SIDE][VECTORS];
 
-// The transposed bytes of a tile, in dynamic shared memory.
+// The tile transposed, as bytes, in dynamic shared memory.
 struct Transposed {
   Bytes16 chunks[BLOCK * CHUNKS];
 };
@@ -35,13 +35,13 @@ __device__ Transposed& transposed_tile() { return *reinterpret_cast<Transposed*>
 struct Shared {
   alignas(16) u32 column_amax[WARPS][PAIRS ? BLOCK / 2 : BLOCK];
   u32 row_amax[BLOCK];
-  Divisor<> columns[BLOCK];  // see column_slot
+  Divisor<> columns[BLOCK];  // indexed by column_slot()
   Divisor<> rows[BLOCK];
   float weights[BLOCK];
   RowTile tile;
 };
 
-// Offset of a thread's column c from its first column.
+// The distance from a thread's first column to its column c.
 __device__ constexpr int offset(int c) { return c / PER_VECTOR * STEP + c % PER_VECTOR; }
 
 // The place of a thread in its tile.
@@ -60,8 +60,8 @@ struct ThreadPosition {
 
 // ---- reductions and scales ----
 
-// Reduces 8 magnitudes, one for each row of a thread, to the largest over the lanes that share the rows. Lane i of
-// these lanes returns the result of row i / 2.
+// Reduces a thread's 8 magnitudes, one for each of its rows, to the largest over all lanes that share the rows. Of
+// these 16 lanes, lane i returns the result of row i / 2.
 __device__ u32 largest_of_rows(u32 (&amax)[SIDE], u32 lane) {
 #pragma unroll
   for (int half = SIDE / 2; half > 0; half /= 2) {
@@ -75,16 +75,18 @@ __device__ u32 largest_of_rows(u32 (&amax)[SIDE], u32 lane) {
   return max(amax[0], __shfl_xor_sync(FULL_WARP, amax[0], 1));
 }
 
-// The slot of a column's divisor: column c of all threads of a row is contiguous, in different banks.
+// The index of a column's divisor in Shared::columns. When all threads of a row read their column c, the slots are
+// contiguous, so they are in different banks.
 __device__ int column_slot(int column) {
   const int c = column / STEP * PER_VECTOR + column % PER_VECTOR;
   return c * ROW_LANES + column / PER_VECTOR % ROW_LANES;
 }
 
-// Maximum of the magnitudes of columns.
+// The larger of two column magnitudes, or of two pairs of them, packed in words.
 __device__ u32 larger(u32 a, u32 b) { return WEIGHTED ? max(a, b) : Input::larger(a, b); }
 
-// Finds the maxima of rows and columns together: each magnitude is used twice at once and needs no register later.
+// Finds the maxima of rows and columns in one pass: each magnitude is used for both at once, and is then no longer held
+// in a register.
 __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& values) {
   constexpr int WORDS = PAIRS ? SIDE / 2 : SIDE;
   u32 rows[SIDE], columns[WORDS] = {};
@@ -120,7 +122,7 @@ __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& valu
   }
 }
 
-// Half of the threads take a column each, the others a row.
+// Computes and stores all scales: half of the threads handle one column each, the other half one row each.
 __device__ void make_scales(const Results& results, Shared& s, i64 first_column) {
   const int t = threadIdx.x % BLOCK;
   const bool is_column = threadIdx.x < BLOCK;
@@ -146,7 +148,7 @@ __device__ void make_scales(const Results& results, Shared& s, i64 first_column)
 
 // ---- values ----
 
-// The first `count` of the 8 quantized elements of a row of a thread; at least one.
+// Stores the first `count` of a thread's 8 quantized elements of one row; `count` is at least 1.
 __device__ void store_row(u8* target, const u32 (&words)[2], int count) {
   if constexpr (VECTOR && VECTORS == 1) {
     *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
@@ -161,9 +163,9 @@ __device__ void store_row(u8* target, const u32 (&words)[2], int count) {
   }
 }
 
-// Computes both quotients of each value, two rows and two columns at a time. Rows go to memory, columns to shared
-// memory, 8 bytes of each of a thread's columns. These pieces are permuted by the column group, and the halves of every
-// second piece are swapped, so that the writes of a warp fall in different banks.
+// Quantizes each value by its row's and by its column's scale, two rows and two columns at a time. Values by row go to
+// global memory. Values by column go to shared memory, in pieces of 8 bytes of one column. To keep a warp's writes in
+// different banks, the pieces are permuted by column group, and the two halves of every second piece are swapped.
 __device__ void quantize_values(const Results& results, const Shared& s, const ThreadPosition& p, i64 first_column,
                                 const Values& values) {
   const auto value = [&](int r, int c) { return values[r][c / PER_VECTOR][c % PER_VECTOR]; };
@@ -207,7 +209,7 @@ __device__ void quantize_values(const Results& results, const Shared& s, const T
     for (int i = 0; i < HALF; ++i, target += results.width) {
       if (first + i < count) store_row(target, row_words[i], columns);
     }
-    __syncwarp();  // keeps the compiler from merging the halves, which would need more registers
+    __syncwarp();  // keeps the compiler from merging the two passes, which would need more registers
   }
 }
 
@@ -228,7 +230,8 @@ __device__ void store_columns(const Results& results, u32 row_tile, i64 first_co
   }
 }
 
-// Quantizes the values of a tile both ways and stores the results, in the columns from `first_column` on.
+// Quantizes a tile along rows and columns and stores both results. `first_column`: the tile's first column in the
+// matrix.
 __device__ void quantize_tile(const Results& results, Shared& s, const ThreadPosition& p, i64 first_column,
                               const Values& values) {
   find_amax(s, p, values);

@@ -1,12 +1,12 @@
-// Quantizes a tile of quantize_tile.cuh along its rows alone, with the same bits. Half a warp shares a row, so that no
-// shared memory is needed.
+// Quantizes a tile along its rows only, bit for bit like quantize_tile.cuh. Half a warp shares a row, so no shared
+// memory is needed.
 #pragma once
 
 #include "quantize_tile.cuh"
 
 static_assert(VECTOR && VECTORS == 1);
 
-// Quantizes the rows of a tile and stores them, in the columns from `first_column` on.
+// Quantizes the rows of a tile and stores them. `first_column`: the tile's first column in the matrix.
 __device__ void quantize_rows(const Results& results, const RowTile& tile, const ThreadPosition& p, i64 first_column,
                               const Values& values) {
   u32 amax[SIDE];

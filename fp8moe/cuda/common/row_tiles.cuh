@@ -1,5 +1,5 @@
-// The tile of a thread block in a transposing quantizer: 128 rows of one group and 128 columns. Only the device knows
-// the sizes of the groups.
+// The tile of a thread block in a transposing quantizer: 128 rows of one group and 128 columns. Group sizes are known
+// only on the device.
 //
 // Compile-time constants: BLOCK, WARPS (of a thread block), RESULTS_BYTES.
 #pragma once
@@ -9,21 +9,21 @@
 
 constexpr int THREADS = WARPS * WARP;
 
-// Where a transposing quantizer writes, and the groups of rows.
+// The outputs of a transposing quantizer, and the groups of rows.
 struct Results {
-  u8* rows;             // (num_rows, width)
+  u8* rows;             // (num_rows, width), E4M3
   float* row_scale;     // (num_rows, ceil(width / 128)), columns `row_scale_pitch` apart
-  u8* columns;          // (width, 128 * row_tiles)
+  u8* columns;          // (width, 128 * row_tiles), E4M3
   float* column_scale;  // (width, row_tiles), columns `column_scale_pitch` apart
-  int* offsets;         // (num_groups + 1), beginnings of the groups padded to whole tiles, or null
-  const int* groups;    // (num_groups + 1), beginnings of the groups, or null: one group of all rows
+  int* offsets;         // (num_groups + 1), starts of the groups padded to whole tiles, or null
+  const int* groups;    // (num_groups + 1), starts of the groups, or null: all rows are one group
   i64 width, row_scale_pitch, column_scale_pitch;
   u32 num_rows, num_groups;
   u32 row_tiles, column_tiles, strip;  // thread blocks walk strips of `strip` column tiles, row tile by row tile
 };
 static_assert(sizeof(Results) == RESULTS_BYTES);
 
-// `count` rows of one group from `first` on, none if the tile is past the last group.
+// The rows of a tile: `count` rows of one group, beginning at row `first`. `count` is 0 for a tile past the last group.
 struct RowTile {
   u32 index;
   int first, count;
@@ -32,7 +32,7 @@ struct RowTile {
 struct Group {
   int start, end;
 
-  // Its rows are inside the matrix for any offsets.
+  // Clamps the group to the rows of the matrix, whatever the offsets are.
   __device__ Group(const Results& results, u32 i) {
     const int rows = static_cast<int>(results.num_rows);
     start = min(max(results.groups[i], 0), rows);
@@ -41,8 +41,9 @@ struct Group {
   __device__ u32 tiles() const { return (static_cast<u32>(end - start) + BLOCK - 1) / BLOCK; }
 };
 
-// Puts row tile `index` into `tile`, in shared memory. Each thread has a contiguous part of the groups. Sums of tiles
-// are clamped to row_tiles, as overlapping groups may exceed it. One thread block writes the offsets of padded groups.
+// Finds the rows of row tile `index` and writes them to `tile`, in shared memory. Each thread handles a contiguous
+// range of groups. Tile counts are clamped to row_tiles, because overlapping groups could exceed it. write_offsets, set
+// in one thread block of the grid: also writes the offsets of the padded groups.
 __device__ void find_rows(const Results& results, RowTile& tile, u32 index, bool write_offsets) {
   __shared__ u32 warp_tiles[WARPS];
   if (!results.groups) {
@@ -82,7 +83,7 @@ __device__ void find_rows(const Results& results, RowTile& tile, u32 index, bool
   __syncthreads();
 }
 
-// The first column of this thread block's tile; its rows go into `tile`. Grid: row_tiles * column_tiles.
+// Returns the first column of this thread block's tile and writes its rows to `tile`. Grid: row_tiles * column_tiles.
 __device__ i64 find_tile(const Results& results, RowTile& tile) {
   const u32 strip = blockIdx.x / (results.strip * results.row_tiles);
   const u32 within = blockIdx.x - strip * results.strip * results.row_tiles;

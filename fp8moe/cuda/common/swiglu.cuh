@@ -1,9 +1,9 @@
-// SwiGLU (arXiv:2002.05202) of a pair of values.
+// SwiGLU (arXiv:2002.05202) of one gate value and one up value.
 #pragma once
 
 #include "ptx.cuh"
 
-// Form 1: gate * sigmoid(gate) * up. Form 2: gate and up are clamped first. Form 3, of GPT-OSS: clamped, then
+// Form 1: gate * sigmoid(gate) * up. Form 2: the same, with gate and up clamped first. Form 3 (GPT-OSS): clamped, then
 // gate * sigmoid(alpha * gate) * (up + 1).
 template <int Form>
 struct Swiglu {

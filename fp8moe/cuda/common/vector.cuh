@@ -1,4 +1,4 @@
-// Vectors of 16 bytes, the most that a thread loads or stores at once, and partial vectors at the end of a row.
+// Vectors of 16 bytes, the most that one instruction loads or stores, and partial vectors at the end of a row.
 #pragma once
 
 #include "ptx.cuh"
@@ -6,7 +6,7 @@
 using u8 = unsigned char;
 using i64 = long long;
 
-// The number of indices from `begin` to `begin` + `size` that are below `end`.
+// The number of indices in [begin, begin + size) that are below `end`; may be negative.
 __device__ __forceinline__ int inside(i64 begin, i64 end, int size) {
   return end - begin < size ? static_cast<int>(end - begin) : size;
 }
@@ -24,8 +24,8 @@ __device__ __forceinline__ void store_16(void* target, const Bytes16& v) {
   *static_cast<uint4*>(target) = make_uint4(v.words[0], v.words[1], v.words[2], v.words[3]);
 }
 
-// The first `count` elements from `source` on, which are read once, and zeros after them; any count. Aligned: `source`
-// is at a multiple of 16 bytes, and if there is one element there are 16 bytes.
+// Loads the first `count` elements at `source` without keeping them in L1, and sets the others to zero. `count` may be
+// negative or exceed the vector. Aligned: `source` is a multiple of 16 bytes, and if count > 0 all 16 bytes are loaded.
 template <bool Aligned, class Element>
 __device__ __forceinline__ Bytes16 load_elements(const Element* source, int count) {
   Bytes16 v = {};
@@ -37,7 +37,7 @@ __device__ __forceinline__ Bytes16 load_elements(const Element* source, int coun
         : "l"(source), "r"(static_cast<u32>(count > 0))
         : "memory");
   } else {
-    constexpr int EACH = 4 / sizeof(Element);  // elements of a word
+    constexpr int EACH = 4 / sizeof(Element);  // elements in a word
 #pragma unroll
     for (int i = 0; i < 4 * EACH; ++i) {
       if (i < count) v.words[i / EACH] |= static_cast<u32>(source[i]) << (i % EACH * 8 * sizeof(Element));
@@ -46,8 +46,8 @@ __device__ __forceinline__ Bytes16 load_elements(const Element* source, int coun
   return v;
 }
 
-// The first `count` of 16 bytes from `source`, where there are all of them, to `target`; any count. aligned: as above,
-// of `target`.
+// Copies the first `count` bytes, at most 16, from `source` to `target`; 16 bytes must be readable at `source`.
+// aligned: `target` is a multiple of 16 bytes, and if count > 0 all 16 bytes are written.
 __device__ __forceinline__ void copy_16(u8* target, const u8* source, int count, bool aligned) {
   if (aligned) {
     if (count > 0) store_16(target, load_16(source));

@@ -1,11 +1,11 @@
-// Scans and reductions over the lanes of a warp. All 32 lanes call them together.
+// Scans and reductions over the lanes of a warp. All 32 lanes must call them together.
 #pragma once
 
 #include "ptx.cuh"
 
 constexpr u32 FULL_WARP = 0xFFFFFFFFu;  // the mask of all lanes
 
-// combine(...) of x over the lanes up to this one, which is `lane`.
+// Inclusive scan: combines x over lanes 0 to this one. `lane` is this lane's index.
 template <class T, class Combine>
 __device__ __forceinline__ T warp_inclusive_scan(T x, const Combine& combine, u32 lane = lane_id()) {
 #pragma unroll
@@ -21,7 +21,7 @@ __device__ __forceinline__ T warp_inclusive_sum(T x, u32 lane = lane_id()) {
   return warp_inclusive_scan(x, [](T a, T b) { return a + b; }, lane);
 }
 
-// combine(...) of x over `Lanes` lanes that are `Stride` apart, both powers of two: the same in each of them.
+// Combines x over `Lanes` lanes that are `Stride` apart (both powers of two). All of these lanes get the result.
 template <int Lanes = WARP, int Stride = 1, class T, class Combine>
 __device__ __forceinline__ T warp_reduce(T x, const Combine& combine) {
 #pragma unroll

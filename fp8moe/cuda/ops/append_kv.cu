@@ -1,18 +1,18 @@
-// Quantizes indexer keys, one scale per key, and writes each to its slot of a paged cache. Values and scales equal
-// those of quantize_1x128.cu on rows of HEAD_DIM columns, bit for bit.
+// Quantizes indexer keys, one scale per key, and writes each key to its slot in a paged cache. Values and scales equal,
+// bit for bit, those of quantize_1x128.cu on rows of HEAD_DIM columns.
 //
-// A lane takes 16 bytes of a key, so that a warp has one key or several; slots and keys are loaded at the same time.
+// Each lane handles 16 bytes of a key, so a warp handles one key or several. Slots and keys are loaded concurrently.
 //
-// Compile-time constants: those of quantize.cuh with VECTOR = 1; HEAD_DIM, the columns; BLOCK_TOKENS of a cache block;
-// WARPS and TOKENS of a thread block.
+// Compile-time constants: those of quantize.cuh with VECTOR = 1; HEAD_DIM (columns); BLOCK_TOKENS (tokens of a cache
+// block); WARPS and TOKENS (of a thread block).
 #include "mqa_cache.cuh"
 #include "quantize.cuh"
 
 constexpr int LANES = HEAD_DIM / PER_VECTOR;
 static_assert(VECTOR && HEAD_DIM <= BLOCK && WARP % LANES == 0 && TOKENS * LANES == WARPS * WARP);
 
-// k (tokens, HEAD_DIM), rows `row_stride` apart; slots (tokens,): a token whose slot is outside [0, num_slots) is left
-// out. Grid: a group of LANES lanes for each token.
+// k (tokens, HEAD_DIM), rows `row_stride` apart; slots (tokens,). A token whose slot is outside [0, num_slots) is
+// skipped. Grid: LANES lanes for each token.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     append_kv(const Element* k, const int* slots, CacheBlock<BLOCK_TOKENS>* cache, i64 tokens, i64 row_stride,
               i64 num_slots) {

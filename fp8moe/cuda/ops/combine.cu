@@ -1,11 +1,11 @@
-// Sums the rows of each token's assignments with their weights: see combine.cuh. The sum, rounded to the output, may be
-// added to a residual.
+// Sums the rows of each token's assignments, with their weights: see combine.cuh. Optionally adds a residual to the
+// sum, after rounding the sum to the output type.
 //
-// A warp takes 32 vectors of 16 bytes of a token at a time, and loads the vectors of 8 rows before it adds them up. It
-// may then take further tokens, whose assignments it has loaded meanwhile.
+// A warp handles 32 vectors of 16 bytes of a token at a time. It loads the vectors of 8 rows before it adds them up,
+// and loads the assignments of its next token meanwhile.
 //
-// Residual and result may hold sums for some tokens only: tokens without a row keep theirs, so that a pass over few
-// rows costs little.
+// Some tokens may have no row. Residual and result can each mark which tokens have a sum: a token that has neither rows
+// nor a residual is skipped, so a pass over few rows is cheap.
 //
 // Compile-time constants: those of combine.cuh; OUTPUT (BFloat16, Float16 or Float32); WARP_COLUMNS; those of
 // units.cuh; SIZES_BYTES.
@@ -24,10 +24,10 @@ struct Sizes {
 };
 static_assert(sizeof(Sizes) == SIZES_BYTES);
 
-// Whether each token has a sum; null: all tokens have one.
+// For each token, whether it has a sum. Null: all tokens have one.
 struct Known {
-  const u8* residual;
-  u8* sums;  // written
+  const u8* residual;  // whether `residual` has a sum; read
+  u8* sums;            // whether the result has a sum; written
 };
 
 struct Result {

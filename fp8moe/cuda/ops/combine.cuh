@@ -1,9 +1,9 @@
-// The weighted sum of the rows of a token's assignments: products and sums in float32, each rounded, in the order of
-// the assignments.
+// The weighted sum of the rows of a token's assignments. Products and sums are float32, rounded one by one, in the
+// order of the assignments.
 //
 // Compile-time constants: those of input.cuh, where INPUT is the type of y and VECTOR = 1; WEIGHT (BFloat16, Float16 or
-// Float32); ROW (int or long long), and PLACED: whether the rows of y are those of the assignments in their own order,
-// and `rows` has their experts; HIDDEN, the columns, a multiple of 8.
+// Float32); ROW (int or long long); HIDDEN (columns, a multiple of 8); PLACED. PLACED = 0: `rows` has the row of y of
+// each assignment. PLACED = 1: assignment i has row i of y, and `rows` has its expert.
 #pragma once
 
 #include "output.cuh"
@@ -14,7 +14,7 @@ using Row = ROW;
 
 static_assert(VECTOR && HIDDEN % 8 == 0);
 
-// 32 assignments of a token, one per lane.
+// One assignment of a token; the 32 lanes of a warp hold 32 of them.
 struct Assignment {
   int row;  // -1: none
   float weight;
@@ -22,16 +22,16 @@ struct Assignment {
 
 struct RoutingSizes {
   u32 tokens, top_k;
-  u32 bound;  // rows or experts outside [0, bound) do not exist
+  u32 bound;  // rows (or experts, with PLACED) outside [0, bound) do not exist
 };
 
-// The routing of all tokens.
+// The assignments of all tokens.
 struct Routing {
   const Row* rows;
   const Weight::Element* weights;
   const RoutingSizes& sizes;
 
-  // A lane's assignment among the 32 from the k-th of a token on.
+  // Loads assignment k + lane of a token.
   __device__ __forceinline__ Assignment from(u32 token, u32 k, u32 lane) const {
     if (token >= sizes.tokens || k + lane >= sizes.top_k) return {-1, 0.0f};
     const i64 at = i64{token} * sizes.top_k + k + lane;
@@ -41,9 +41,9 @@ struct Routing {
   }
 };
 
-// Adds the rows of 32 assignments to the sums of a lane: Vectors vectors that are `step` columns apart. The vectors of
-// AtOnce rows are loaded before they are added up. y: from the first column of the lane on, with `columns` columns up
-// to the end of the row.
+// Adds the rows of 32 assignments, with their weights, to a lane's sums. The lane has `Vectors` vectors that are `step`
+// columns apart. The vectors of AtOnce rows are loaded before they are added. y: the lane's first column in row 0;
+// columns: the number of columns from there to the end of a row.
 template <int AtOnce, int Vectors>
 __device__ __forceinline__ void add_rows(float (&sum)[Vectors][PER_VECTOR], const Element* y, int columns, int step,
                                          const Assignment& assignment) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void add_rows(float (&sum)[Vectors][PER_VECTOR], cons
   }
 }
 
-// Adds all rows of a token. first: the lane's assignment among the first 32.
+// Adds all rows of a token. assignment: this lane's assignment among the first 32.
 template <int AtOnce, int Vectors>
 __device__ __forceinline__ void add_token(float (&sum)[Vectors][PER_VECTOR], const Element* y, int columns, int step,
                                           const Routing& routing, u32 token, Assignment assignment) {

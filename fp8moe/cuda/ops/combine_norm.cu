@@ -1,20 +1,20 @@
-// combine.cu followed by rms_norm.cu in one kernel, for few tokens, with the bits of the two kernels. A thread block
-// has a token.
+// combine.cu followed by rms_norm.cu in one kernel, for few tokens; bitwise equal to the two kernels. One thread block
+// handles one token.
 //
-// Launched early, it waits for y alone: everything else must have been written before the previous kernel began, see
-// wait_for_previous_kernel().
+// The kernel may read all inputs except y before it waits for the previous kernel, which computes y. So the others must
+// have been written before the previous kernel began, see wait_for_previous_kernel().
 //
-// Compile-time constants: those of combine.cuh, with PLACED = 0; those of rms_norm.cuh, ROW_THREADS being the thread
-// block.
+// Compile-time constants: those of combine.cuh, with PLACED = 0; those of rms_norm.cuh, with ROW_THREADS = the threads
+// of a block.
 #include "combine.cuh"
 #include "rms_norm.cuh"
 
-// Rows that a thread loads before it adds them up: as many as registers hold, and the top_k of most models.
+// Rows that a thread loads before it adds them up. Registers hold this many, and most models have top_k <= 8.
 constexpr int AT_ONCE = VECTORS <= 4 ? 8 : 24 / VECTORS;
 static_assert(AT_ONCE > 0 && !PLACED && ROW_THREADS % WARP == 0);
 
-// out, values, data (tokens, HIDDEN); scale (tokens, ceil(HIDDEN / 128)), columns `round_up(tokens, 4)` apart. values,
-// or data and scale, may be null.
+// out: the sum; values: its norm; data: the quantized norm; all (tokens, HIDDEN). scale (tokens, ceil(HIDDEN / 128)),
+// columns `round_up(tokens, 4)` apart. values may be null, and so may data with scale.
 struct Results {
   Element *out, *values;
   u8* data;

@@ -1,54 +1,57 @@
-// Attention of one new token a sequence over its keys and values in a static cache, from the projections on: RMSNorm of
-// heads, rotary embedding, the new key's and value's place in the cache, and the quantization of the result, bit for
-// bit that of quantize_1x128.cu. The softmax is taken tile by tile (FlashAttention, arXiv:2205.14135) and by many
-// thread blocks at once (Flash-Decoding).
+// Attention of one new token per sequence over keys and values in a static cache, starting from the projections.
+// Includes the RMSNorm of heads, rotary embedding, the store of the new key and value to the cache, and the
+// quantization of the result, bit for bit that of quantize_1x128.cu. Softmax is computed tile by tile (FlashAttention,
+// arXiv:2205.14135), by many thread blocks at once (Flash-Decoding).
 //
-// A cluster has a sequence and a key head, with up to 16 query heads that share the key head as the rows of mma. A tile
-// has 16 keys. Tile t belongs to block t % CLUSTER and to its warp t / CLUSTER % WARPS, which loads its tiles itself,
-// STAGES ahead: no warp waits for another before the end. Then the sums of warps are merged, and the sums of blocks, in
-// their order. With `early` the first tiles are loaded before the queries exist.
+// A cluster handles one sequence and one key head. The query heads that share the key head, up to 16, are the rows of
+// mma. A tile has 16 keys. Tile t belongs to block t % CLUSTER, and within it to warp t / CLUSTER % WARPS. Each warp
+// loads its own tiles, STAGES ahead, so warps wait for each other only at the end. Then the sums of warps are merged in
+// order, then the sums of blocks. With `early` the first tiles are loaded before the queries exist.
 //
-// Compile-time constants: those of heads.cuh, VECTORS = 1, and of quantize.cuh; KEY_HEADS, GROUP (query heads that
-// share one); NORM (queries and keys have a norm), APPEND (the new token is still to be normalized, rotated and stored,
-// and its query; otherwise the cache has it); WARPS, STAGES, CLUSTER; SHARED_BYTES, ARGUMENTS_BYTES.
+// Compile-time constants: those of heads.cuh, with VECTORS = 1, and of quantize.cuh; KEY_HEADS; GROUP (query heads per
+// key head); NORM (queries and keys have a norm); APPEND (the new token's query and key still need norm and rotation,
+// and its key and value go to the cache; otherwise the cache already has them); WARPS, STAGES, CLUSTER; SHARED_BYTES,
+// ARGUMENTS_BYTES.
 #include "cluster.cuh"
 #include "heads.cuh"
 #include "quantize.cuh"
 
-constexpr int TILE = 16;  // keys
+constexpr int TILE = 16;  // keys in a tile
 constexpr int ROWS = 16;  // query heads of a thread block
 constexpr int MAX_ROWS = GROUP < ROWS ? GROUP : ROWS;
 constexpr int HEAD_TILES = ceil_div(GROUP, ROWS);
 constexpr int STEPS = ceil_div(SIZE, 16);        // steps of mma along a head
 constexpr int CHUNKS = 2 * STEPS;                // 16-byte chunks of a row in shared memory
 constexpr int PITCH = round_up(CHUNKS, 8) * 16;  // bytes between rows
-constexpr int SUM_PITCH = SIZE + 8;              // floats between rows of sums: other banks for each
+constexpr int SUM_PITCH = SIZE + 8;              // floats per row of sums, padded against bank conflicts
 constexpr int THREADS = WARPS * WARP;
-constexpr int PARTS = ceil_div(MAX_ROWS * SIZE, BLOCK* CLUSTER);  // of 128 columns, that a block of a cluster finishes
+constexpr int PARTS = ceil_div(MAX_ROWS * SIZE, BLOCK* CLUSTER);  // of 128 columns, that a block finishes
 constexpr float LOG2_E = 1.4426950408889634f;
 static_assert(VECTORS == 1 && HEAD_LANES >= CHUNKS && BLOCK == 4 * WARP && STAGES * 2 * PITCH >= 4 * SUM_PITCH);
 
 union alignas(16) WarpTiles {
   u8 stages[STAGES][2][TILE][PITCH];  // keys and values
-  float sums[ROWS][SUM_PITCH];        // sums of the warp, at the end
+  float sums[ROWS][SUM_PITCH];        // the warp's sums; they replace the tiles at the end
 };
 
 struct Shared {
   WarpTiles warps[WARPS];
   u8 query[ROWS][PITCH];
   u8 fresh[2][PITCH];              // the new token's key and value
-  float2 statistics[WARPS][ROWS];  // the largest score of a row, and its total
-  // Sums of all blocks of the cluster for the columns that this block finishes.
+  float2 statistics[WARPS][ROWS];  // of each row: the largest score, and the sum of weights
+  // Sums of all blocks of the cluster, for the columns that this block finishes.
   float2 block_statistics[CLUSTER][ROWS];
   alignas(16) float block_sums[PARTS][CLUSTER][BLOCK];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES);
 
-// q: row b has the query heads of sequence b; k, v: those of its new token; rows *_stride elements apart. cos, sin: (1
-// or batch, ROTATED), one_table: 1. q_weight, k_weight: (SIZE). Without APPEND none of these but q is read, nor without
-// NORM the weights. keys, values (batch, KEY_HEADS, length, SIZE). A query sees the columns from begin[b], and not more
-// than `window` of them, to columns[b], which is the new token's; outside of [0, length) that is not stored. out
-// (batch, heads * SIZE), data and scale of it as of quantize_1x128.cu; out, or data and scale, may be null.
+// q: row b has the query heads of sequence b. k, v: row b has the key and value heads of its new token. Rows are
+// *_stride elements apart. cos, sin (1 or batch, ROTATED); one_table: whether the first size is 1. q_weight, k_weight
+// (SIZE). Without NORM the weights are not read; without APPEND nothing of these but q is read. keys, values (batch,
+// KEY_HEADS, length, SIZE).
+// The query of sequence b sees columns begin[b] to columns[b] of the cache, at most the last `window` of them.
+// columns[b] is the column of the new token; if it is outside [0, length), the token is not stored. out (batch, heads *
+// SIZE); data, scale: out quantized as by quantize_1x128.cu. out may be null, and so may data with scale.
 struct Arguments {
   const Element *q, *k, *v;
   const Element *cos, *sin;
@@ -64,21 +67,22 @@ struct Arguments {
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES);
 
-// The chunks of neighbouring rows are swapped, so that 8 rows of a column are in different banks.
+// The offset of a 16-byte chunk in a row of shared memory. Swizzled by row, so that 8 rows of one column are in
+// different banks.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return (chunk ^ row % 8) * 16; }
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
 
-// e^(x - largest), with x and largest already multiplied by LOG2_E; 0 without any key.
+// e^(x - largest), where x and `largest` are already multiplied by LOG2_E; 0 if x is minus infinity.
 __device__ __forceinline__ float power(float x, float largest) {
   return x == minus_infinity() ? 0.0f : exp2f(x - largest);
 }
 
-// The keys that a sequence's query sees: `count` from `first` on.
+// The keys that a sequence's query sees: columns `first` to `first` + `count` - 1 of the cache.
 struct Keys {
   i64 first;
   int count;
-  bool appends;  // the last of them is the new token, which is stored
+  bool appends;  // the last key is the new token's, which this kernel stores
 
   __device__ Keys(const Arguments& a, int sequence) {
     const i64 column = a.columns[sequence], begin = a.begin[sequence];
@@ -89,7 +93,7 @@ struct Keys {
   }
 };
 
-// A sum of values with weights e^(score - largest), 4 columns of it.
+// A sum of values with weights e^(score - largest), four columns of it; `total` is the sum of the weights.
 struct Sum {
   float largest = minus_infinity(), total = 0.0f, v[4] = {};
 
@@ -99,7 +103,7 @@ struct Sum {
   }
 };
 
-// The sum of `Count` sums in their order; of(i, sum) fills in the i-th.
+// Merges `Count` partial sums, in order. of(i, sum) fills in the i-th.
 template <int Count, class Of>
 __device__ __forceinline__ Sum merged(const Of& of) {
   Sum sums[Count], result;
@@ -125,7 +129,7 @@ __device__ __forceinline__ void multiply(Float16, float* sum, uint2 upper, uint2
   mma_float16(sum, upper, lower, columns);
 }
 
-// Starts to load a tile of keys and values. Keys behind `count` become zeros, as a NaN would reach the result.
+// Starts to load a tile of keys and values. Keys from `count` on become zeros: a NaN there would reach the result.
 __device__ __forceinline__ void load_tile(u8 (&stage)[2][TILE][PITCH], const Element* keys, const Element* values,
                                           int tile, int count, int lane) {
 #pragma unroll
@@ -138,7 +142,7 @@ __device__ __forceinline__ void load_tile(u8 (&stage)[2][TILE][PITCH], const Ele
   }
 }
 
-// The norm and rotation of a thread block's heads. HEAD_LANES threads take a head.
+// Norm and rotation of a thread block's heads. HEAD_LANES threads handle one head at a time.
 struct Heads {
   static constexpr int AT_ONCE = THREADS / HEAD_LANES;
   static constexpr int TURNS = ceil_div(MAX_ROWS + 2 * APPEND, AT_ONCE);
@@ -156,11 +160,11 @@ struct Heads {
     k_weight = Values::load(a.k_weight + offset, NORM && holds);
   }
 
-  // Normalizes and rotates queries and the new key, and leaves them and the new value in shared memory; one block also
-  // stores the new key and value in the cache.
+  // Normalizes and rotates the queries and the new key, and puts them and the new value in shared memory. stores: also
+  // stores the new key and value to the cache; set in one block.
   __device__ __forceinline__ void prepare(Shared& s, const Arguments& a, int sequence, int key_head, int first_row,
                                           int rows, const Keys& seen, bool stores) const {
-    // The rows of the query, then the key and the value.
+    // Row i < rows is query head i; the two rows after are the key and the value.
     Values loaded[TURNS];
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
@@ -181,7 +185,7 @@ struct Heads {
         turned = rotated(turned, cos, sin, lane);
         if (!is_value) x = turned;
       }
-      // Lanes after the head's last one have zeros, which fill up the last step of mma.
+      // Lanes past the end of the head hold zeros, which pad the last step of mma.
       if (row >= rows + 2 * APPEND || lane >= CHUNKS) continue;
       if (row < rows) {
         store_16(&s.query[row][swizzled(row, lane)], x.vectors[0]);
@@ -229,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
   heads.prepare(s, a, sequence, key_head, first_row, rows, seen, block == 0 && first_row == 0);
   __syncthreads();
 
-  // A lane has of each product of mma the rows lane / 4 and 8 further on.
+  // In each product of mma, a lane holds rows lane / 4 and lane / 4 + 8.
   float out[2 * STEPS][4] = {};
   float largest[2] = {minus_infinity(), minus_infinity()}, total[2] = {};
   const float factor = a.score_scale * LOG2_E;
@@ -248,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
       __syncwarp();
     }
 
-    float scores[2][4] = {};  // of keys 0 to 7, and 8 to 15
+    float scores[2][4] = {};  // keys 0 to 7, and 8 to 15
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const int chunk = 2 * step + matrix_chunk;
@@ -260,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
       multiply(Input(), scores[1], upper, lower, make_uint2(k[1], k[3]));
     }
 
-    u32 weights[2][2];  // of the two rows, for keys 0 to 7 and 8 to 15
+    u32 weights[2][2];  // of the lane's two rows, for keys 0 to 7 and 8 to 15
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float x[4];
@@ -307,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
   }
 
   async_wait<0>();
-  __syncwarp();  // the sums lie where the tiles were
+  __syncwarp();  // the sums overwrite the tiles
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = lane / 4 + half * 8;
@@ -322,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
   }
   __syncthreads();
 
-  // Four columns of a row, of the warps.
+  // Merges the warps' sums of four columns of a row.
   const auto of_block = [&](int row, int column) {
     return merged<WARPS>([&](int w, Sum& sum) {
       sum.set(s.statistics[w][row], *reinterpret_cast<const float4*>(&s.warps[w].sums[row][column]));
@@ -330,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
   };
   const int columns = rows * SIZE;
   if constexpr (CLUSTER > 1) {
-    cluster_wait();  // all blocks run
+    cluster_wait();  // all blocks of the cluster are running
     for (int i = threadIdx.x; i < columns / 4; i += THREADS) {
       const int column = i * 4, row = column / SIZE, part = column / BLOCK;
       const Sum sum = of_block(row, column % SIZE);
@@ -346,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
     cluster_wait();
   }
 
-  // 128 columns for a warp of one block.
+  // Finishes the columns: one warp of one block for each 128.
   const int first_column = (key_head * GROUP + first_row) * SIZE;
 #pragma unroll 1
   for (int part = warp * CLUSTER + block; part * BLOCK < columns; part += WARPS * CLUSTER) {

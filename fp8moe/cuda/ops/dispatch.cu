@@ -1,8 +1,9 @@
-// Quantizes the tokens of this GPU, one scale per 128 columns, and stores each to the memory of the peers that have one
-// of its experts; its routing goes to all peers. Values and scales have the bits of quantize_1x128.cu.
+// Quantizes the tokens of this GPU, one scale per 128 columns, and stores each token to the memory of every peer that
+// has one of its experts. The routing of all tokens goes to all peers. Values and scales are bitwise those of
+// quantize_1x128.cu.
 //
-// A warp takes WARP_COLUMNS columns of a token and stores 512 bytes to each peer in one instruction: whole lines of 128
-// bytes, which is best for NVLink. It then takes further tokens, whose peers it has found meanwhile.
+// A warp handles WARP_COLUMNS columns of a token at a time. One instruction stores 512 bytes to a peer: whole lines of
+// 128 bytes, which is best for NVLink. Meanwhile the warp finds the peers of its next token.
 //
 // Compile-time constants: those of quantize_token.cuh, peers.cuh and owners.cuh; SIZES_BYTES.
 #include "owners.cuh"
@@ -12,7 +13,8 @@
 constexpr int K_BLOCKS = ceil_div(HIDDEN, BLOCK);
 static_assert(PEERS <= BLOCK_LANES);
 
-// A peer's buffers for the tokens of this GPU: data (slots, HIDDEN), scale (slots, K_BLOCKS), index (slots, top_k).
+// The buffers of one peer that receive this GPU's tokens: data (slots, HIDDEN), scale (slots, K_BLOCKS), index (slots,
+// top_k).
 struct Slots {
   u8* data;
   float* scale;
@@ -25,18 +27,18 @@ struct Peers {
 };
 
 struct Sizes {
-  u32 tokens, slots, top_k, experts;  // of each peer
+  u32 tokens, slots, top_k, experts;  // experts: per peer
   i64 row_stride;
 };
 static_assert(sizeof(Sizes) == SIZES_BYTES);
 
-// An index that does not fit int32 is no expert.
+// Converts an index to int; -1, which means no expert, if it does not fit.
 __device__ int to_int(Index index) {
   const int result = static_cast<int>(index);
   return result == index ? result : -1;
 }
 
-// wanted: a bit for each peer that the token goes to.
+// Quantizes a warp's columns of a token and sends them to peers. wanted: a bit for each peer that receives the token.
 __device__ void send_columns(const Element* token, const Peers& peers, const Place& place, u32 wanted) {
   const QuantizedColumns part(token, place);
 #pragma unroll
@@ -45,7 +47,7 @@ __device__ void send_columns(const Element* token, const Peers& peers, const Pla
       store_16(peers.slots[peer].data + i64{place.token} * HIDDEN + part.column, part.values);
     }
   }
-  // Each of the lanes that share a scale stores it to another peer.
+  // The lanes that share a scale each store it to a different peer.
   if (place.block_lane < PEERS && (wanted >> place.block_lane & 1) && place.block_column < HIDDEN) {
     peers.slots[place.block_lane].scale[i64{place.token} * K_BLOCKS + place.k_block] = part.scale;
   }
@@ -60,8 +62,9 @@ __device__ void send_routing(const Index* index, const Peers& peers, const Sizes
   }
 }
 
-// x (tokens, HIDDEN), rows `row_stride` apart; index (tokens, top_k). Slots past `tokens` get -1 for experts. These
-// slots, and on each peer the slots of tokens without an expert there, keep their data and scale. Any grid.
+// x (tokens, HIDDEN), rows `row_stride` apart; index (tokens, top_k). In slots past `tokens` all experts become -1,
+// and data and scale are not written. On each peer, data and scale of tokens without an expert there are not written
+// either. Any grid.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     dispatch(const Element* x, const Index* index, const __grid_constant__ Peers peers,
              const __grid_constant__ Sizes sizes) {

@@ -1,8 +1,8 @@
-// Exponential and logarithm with every addition and multiplication rounded separately, so that PyTorch computes the
-// same bits.
+// Exponential and logarithm in which every addition and multiplication is rounded separately, so that PyTorch
+// operations reproduce them bit for bit.
 //
-// Compile-time constants: EXP_TERMS and LOG_TERMS, coefficients from the highest power on, {a, b, ...}; LOG2_E,
-// LN2_HIGH, LN2_LOW, MIN_EXPONENT, SQRT_HALF_BITS.
+// Compile-time constants: EXP_TERMS and LOG_TERMS (coefficients {a, b, ...}, highest power first); LOG2_E, LN2_HIGH,
+// LN2_LOW, MIN_EXPONENT, SQRT_HALF_BITS.
 #pragma once
 
 #include "ptx.cuh"
@@ -15,7 +15,7 @@ __device__ __forceinline__ float rounded_polynomial(float x, const float (&terms
   return value;
 }
 
-// e^x for x <= 0; not less than e^MIN_EXPONENT.
+// e^x for x <= 0; e^MIN_EXPONENT for smaller x than MIN_EXPONENT.
 __device__ __forceinline__ float rounded_exp(float x) {
   constexpr float terms[] = EXP_TERMS;
   x = fmaxf(x, MIN_EXPONENT);
@@ -36,9 +36,9 @@ __device__ __forceinline__ float rounded_log_near_1(float f, float exponent) {
   return __fadd_rn(__fadd_rn(f, tail), __fmul_rn(exponent, LN2_HIGH));
 }
 
-// The logarithm of normal positive numbers.
+// log(x) for normal positive x.
 __device__ __forceinline__ float rounded_log(float x) {
   const int bits = __float_as_int(x);
-  const int exponent = (bits - SQRT_HALF_BITS) >> 23;  // for a mantissa from sqrt(1/2) to sqrt(2)
+  const int exponent = (bits - SQRT_HALF_BITS) >> 23;  // such that the mantissa is in [sqrt(1/2), sqrt(2))
   return rounded_log_near_1(__fsub_rn(__int_as_float(bits - (exponent << 23)), 1.0f), static_cast<float>(exponent));
 }

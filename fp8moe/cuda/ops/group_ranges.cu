@@ -1,12 +1,12 @@
-// Converts a layout of groups to the ranges of their rows, which the schedule of grouped GEMMs reads.
+// Converts a layout of groups to the row range of each group, which the schedule of grouped GEMMs reads.
 //
 // Compile-time constants: GROUPS, THREADS (of the one thread block).
 #include "ptx.cuh"
 
-constexpr int EACH = 4;  // rows that a thread reads at once
+constexpr int EACH = 4;  // rows that a thread reads at a time
 
-// layout (rows), at a multiple of 16 bytes: the group of each row, none if it is outside [0, GROUPS). A range goes from
-// a group's first row to its last. Ranges are written only at the beginnings and ends of runs of equal values.
+// layout (rows), aligned to 16 bytes: the group of each row; values outside [0, GROUPS) mean no group. A range extends
+// from the first to the last row of a group. Threads update ranges only where runs of equal values begin and end.
 __device__ void ranges_of_rows(const int* layout, int (&first)[GROUPS], int (&end)[GROUPS], int rows) {
   for (int group = threadIdx.x; group < GROUPS; group += THREADS) {
     first[group] = rows;
@@ -38,7 +38,7 @@ __device__ void ranges_of_rows(const int* layout, int (&first)[GROUPS], int (&en
   __syncthreads();
 }
 
-// layout (GROUPS): the end of each group, the next of which begins at the next multiple of `alignment`.
+// layout (GROUPS): the end row of each group. A group begins at the end of the previous one, rounded up to `alignment`.
 __device__ void ranges_of_ends(const int* layout, int (&first)[GROUPS], int (&end)[GROUPS], u32 alignment) {
   for (int group = threadIdx.x; group < GROUPS; group += THREADS) {
     const u32 before = group > 0 ? max(layout[group - 1], 0) : 0;
@@ -47,7 +47,8 @@ __device__ void ranges_of_ends(const int* layout, int (&first)[GROUPS], int (&en
   }
 }
 
-// ranges (GROUPS, 2): first row and end of each group. alignment: of a layout of ends; 0 for a layout by rows.
+// ranges (GROUPS, 2): first row and end of each group. alignment: 0 if `layout` has the group of each row; otherwise
+// `layout` has the ends of groups, and groups begin at multiples of `alignment`.
 extern "C" __global__ void __launch_bounds__(THREADS)
     group_ranges(const int* layout, int* ranges, int rows, int alignment) {
   __shared__ int first[GROUPS], end[GROUPS];

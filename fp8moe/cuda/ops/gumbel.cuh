@@ -1,19 +1,19 @@
-// Gumbel noise of tokens, a function of seed, step and token: -log(-log(u)), u uniform in (0, 1) from Philox 4x32-10
-// (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11).
+// Gumbel noise for each token of the vocabulary, determined by seed, step and token: -log(-log(u)), with u uniform in
+// (0, 1) from Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11).
 //
-// Compile-time constants: those of exact_math.cuh; PHILOX_ROUNDS, PHILOX_FACTORS and PHILOX_WEYL, {a, b}.
+// Compile-time constants: those of exact_math.cuh; PHILOX_ROUNDS; PHILOX_FACTORS and PHILOX_WEYL, as {a, b}.
 #pragma once
 
 #include "exact_math.cuh"
 
 using i64 = long long;
 
-// The middle of one of 2^32 equal parts of (0, 1).
+// Maps a word to (0, 1): to the middle of the word-th of 2^32 equal intervals.
 __device__ __forceinline__ float unit_interval(u32 word) {
   return __fadd_rn(__fmul_rn(__uint2float_rn(word), 0x1p-32f), 0x1p-33f);
 }
 
-// The noise of a sequence. Four neighbouring tokens share a block of Philox, which is kept for the next call.
+// The noise of one sequence. One Philox block serves four consecutive tokens and is kept for the next call.
 class GumbelNoise {
  public:
   __device__ GumbelNoise(i64 seed, i64 step)
@@ -49,7 +49,7 @@ class GumbelNoise {
   }
 
   static __device__ __forceinline__ float of_word(u32 word) {
-    // 1 - u keeps all digits of a float where it is small and the noise large.
+    // For u near 1 the noise is large. 1 - u is small there and keeps all digits of a float.
     const float log_u =
         word < 1u << 30 ? rounded_log_near_1(-unit_interval(word), 0.0f) : rounded_log(unit_interval(~word));
     return -rounded_log(-log_u);

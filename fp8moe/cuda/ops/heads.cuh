@@ -1,22 +1,22 @@
-// Heads of queries and keys in registers: their RMSNorm (arXiv:2302.05442, section 2) and rotary embedding
-// (arXiv:2104.09864, the first half with the second). Every step rounds to the type of the tensors, as separate
-// operations of PyTorch do.
+// Heads of queries and keys in registers: their RMSNorm (as in arXiv:2302.05442, section 2) and rotary embedding
+// (arXiv:2104.09864; pairs the first half of a head with the second). Every step rounds to the type of the tensors, as
+// separate PyTorch operations do.
 //
-// HEAD_LANES neighbouring lanes hold a head, VECTORS times 16 bytes each.
+// HEAD_LANES neighbouring lanes hold a head, VECTORS vectors of 16 bytes in each lane.
 //
-// Compile-time constants: those of input.cuh with VECTOR = 1; HEAD_LANES (a power of two); SIZE (of a head), ROTATED
-// (its first values are rotated, the rest stays); VECTORS.
+// Compile-time constants: those of input.cuh with VECTOR = 1; HEAD_LANES (a power of two); SIZE (of a head); ROTATED
+// (the first ROTATED values are rotated, the others stay unchanged); VECTORS.
 #pragma once
 
 #include "output.cuh"
 #include "warp.cuh"
 
-constexpr u32 SIGNS = sizeof(Element) == 2 ? 0x80008000 : 0x80000000;  // of the elements in a word
+constexpr u32 SIGNS = sizeof(Element) == 2 ? 0x80008000 : 0x80000000;  // sign bits of the elements in a word
 constexpr int PER_LANE = VECTORS * PER_VECTOR;
 constexpr int HALF_LANES = ROTATED / 2 / PER_LANE;
 static_assert(VECTOR && SIZE % PER_LANE == 0 && SIZE <= HEAD_LANES * PER_LANE && ROTATED % (2 * PER_LANE) == 0);
 
-// The values of a lane.
+// The values of a head that one lane holds.
 struct Values {
   Vector vectors[VECTORS];
 
@@ -32,7 +32,7 @@ struct Values {
   }
 };
 
-// f(value of x, value of the other) for each value, rounded.
+// Applies f elementwise to the values of x and other; rounds the results.
 template <class Function>
 __device__ __forceinline__ Values combine(const Values& x, const Values& other, const Function& f) {
   Values result;
@@ -54,7 +54,7 @@ __device__ Values operator+(const Values& x, const Values& y) {
   return combine(x, y, [](float a, float b) { return __fadd_rn(a, b); });
 }
 
-// weight * (x / rms(x)) over the lanes that hold a head.
+// weight * (x / rms(x)), where rms runs over the lanes that hold a head.
 __device__ Values normalized(const Values& x, const Values& weight, float eps) {
   float sum = 0.0f;
 #pragma unroll
@@ -67,7 +67,7 @@ __device__ Values normalized(const Values& x, const Values& weight, float eps) {
   return weight * combine(x, x, [=](float a, float) { return __fmul_rn(a, scale); });
 }
 
-// x * cos + rotate_half(x) * sin in the lanes that hold rotated values; lane: of the head.
+// x * cos + rotate_half(x) * sin in the lanes that hold rotated values. lane: index among the lanes of the head.
 __device__ Values rotated(const Values& x, const Values& cos, const Values& sin, u32 lane) {
   const bool lower = lane < HALF_LANES;
   Values half;

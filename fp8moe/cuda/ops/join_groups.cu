@@ -1,7 +1,7 @@
-// Joins concatenated groups along K, each a row-major matrix (rows, size of the group), to one row-major matrix
-// (rows, k), for two operands, and computes the offsets of the groups.
+// For weight gradients: joins concatenated groups along K, for two operands. Each group is a row-major matrix (rows,
+// size of the group); the result is one row-major matrix (rows, k). Also computes the offsets of the groups.
 //
-// A warp takes one block of 128 columns of ROWS rows, 8 lanes a row, then others.
+// A warp copies one block of 128 columns and ROWS rows, with 8 lanes per row, then goes on to its next block.
 //
 // Compile-time constants: GROUPS, WARPS (of a thread block), ROWS, SIZES_BYTES.
 #include "units.cuh"
@@ -15,7 +15,7 @@ struct Sizes {
 };
 static_assert(sizeof(Sizes) == SIZES_BYTES);
 
-// Offsets of the groups, by one warp; sizes below 0 count as 0.
+// Computes the offsets of the groups; called by one warp. Negative sizes count as 0.
 __device__ void sum_sizes(const int* sizes, int (&offsets)[GROUPS + 1]) {
   int before = 0;
 #pragma unroll 1
@@ -28,7 +28,7 @@ __device__ void sum_sizes(const int* sizes, int (&offsets)[GROUPS + 1]) {
   if (lane_id() == 0) offsets[0] = 0;
 }
 
-// The last group that begins at or before a column: the only one that may contain it.
+// The last group that begins at or before `column`, the only one that may contain it.
 __device__ int group_of(const int (&offsets)[GROUPS + 1], int column) {
   int group = 0, beyond = GROUPS;
   while (beyond - group > 1) {
@@ -42,9 +42,9 @@ __device__ int group_of(const int (&offsets)[GROUPS + 1], int column) {
   return group;
 }
 
-// flat_a (a_rows * k), flat_b (b_rows * k) to a (a_rows, k), b (b_rows, k); sizes (GROUPS) to offsets (GROUPS + 1).
-// k is a multiple of 128. A block of columns that does not lie in one group, which begins and ends at multiples of 128,
-// is left alone. Any grid.
+// Reads flat_a (a_rows * k), flat_b (b_rows * k), sizes (GROUPS); writes a (a_rows, k), b (b_rows, k), offsets (GROUPS
+// + 1). k is a multiple of 128. Groups must begin and end at multiples of 128: blocks of columns outside such a group
+// are not written. Any grid.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     join_groups(const u8* flat_a, const u8* flat_b, const int* sizes, u8* a, u8* b, int* offsets,
                 const __grid_constant__ Sizes problem) {

@@ -1,45 +1,45 @@
-// The gradient of LoRA's factors (arXiv:2106.09685): out[e] = sum over the rows of group e of ranks[row] times
-// x[source of row], as (RANK, n). Zeros for a group without rows.
+// The gradient of LoRA factors (arXiv:2106.09685): out[e] is the sum, over the rows of group e, of the outer product of
+// ranks[row] and the row's input x[token of row], as a (RANK, n) matrix. Zeros for a group without rows.
 //
-// A thread block computes RANKS x COLUMNS values of a group. It walks the group's rows, ROWS at a time, and loads the
-// next rows while it multiplies.
+// A thread block computes RANKS x COLUMNS values of one group. It processes the group's rows in stages of ROWS, and
+// loads the next stage while it multiplies.
 //
-// Compile-time constants: RANK (a multiple of RANKS), RANKS and COLUMNS (of a thread block: 16, and 256, a row of which
-// a warp copies at once), GATHERED (rows have tokens, which are the rows of x), WARPS.
+// Compile-time constants: RANK (a multiple of RANKS); RANKS = 16 and COLUMNS = 256 (of a thread block; a warp copies a
+// row of COLUMNS at once); GATHERED (`tokens` says which row of x each row uses); WARPS.
 #include "vector.cuh"
 #include "warp.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr int ROWS = 32;                    // of a stage: a lane each
-constexpr int CHUNK = 8;                    // values of 16 bytes
-constexpr int TILES = COLUMNS / WARPS / 8;  // of 8 columns, of a warp
+constexpr int ROWS = 32;                    // rows of a stage; one lane looks up each
+constexpr int CHUNK = 8;                    // values in 16 bytes
+constexpr int TILES = COLUMNS / WARPS / 8;  // tiles of 8 columns per warp
 static_assert(RANKS == 16 && RANK % RANKS == 0 && COLUMNS == WARP * CHUNK && TILES % 2 == 0 && ROWS % WARPS == 0);
 
 struct Operands {
   const u16* x;       // (rows or tokens, n) bfloat16, n a multiple of 8
   const u16* ranks;   // (rows, RANK) bfloat16
-  const int* groups;  // (num_groups + 1), where they begin, in ascending order
-  const int* tokens;  // (rows) of x, where GATHERED
+  const int* groups;  // (num_groups + 1), start of each group, ascending
+  const int* tokens;  // (rows), the row of x for each row, if GATHERED
   u16* out;           // (num_groups, RANK, n) bfloat16, written
 };
 
 struct Shared {
-  u16 x[2][ROWS][COLUMNS];  // 16-byte chunks are swapped by row, so that 8 rows of a column lie on different banks
+  u16 x[2][ROWS][COLUMNS];  // chunks are swizzled by row: 8 rows of a column are in different banks
   u16 ranks[2][ROWS][RANKS];
 };
 
-// The place of the chunk `chunk` of a row.
+// The shared address of chunk `chunk` of a row, swizzled.
 __device__ __forceinline__ u32 place(const Shared& s, int stage, int row, int chunk) {
   return shared_address(&s.x[stage][row][(chunk ^ row % 8) * CHUNK]);
 }
 
-// The tokens of a lane's row of the stage from `base` on.
+// Returns to each lane the row of x for row `base` + lane, or -1 past the end.
 __device__ __forceinline__ int token_of(const Operands& o, int base, int end) {
   const int row = base + static_cast<int>(lane_id());
   return row < end ? (GATHERED ? o.tokens[row] : row) : -1;
 }
 
-// Starts to copy the rows from `base` on; rows behind `end` become zeros. token: the result of token_of().
+// Starts to copy the stage that begins at row `base`. Rows from `end` on become zeros. token: this lane's token_of().
 __device__ __forceinline__ void copy(const Operands& o, Shared& s, int stage, int base, int end, int token, i64 n) {
   const int lane = lane_id(), warp = threadIdx.x / WARP;
   const i64 column = i64{blockIdx.x} * COLUMNS + lane * CHUNK;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void copy(const Operands& o, Shared& s, int stage, in
   async_commit();
 }
 
-// Adds the products of a stage: sums run over the rows, so both operands are transposed as they are loaded.
+// Adds the products of a stage. The sum runs over rows, so both operands are transposed when loaded.
 __device__ __forceinline__ void multiply(const Shared& s, int stage, float (&sums)[TILES][4]) {
   const int lane = lane_id(), warp = threadIdx.x / WARP;
 #pragma unroll

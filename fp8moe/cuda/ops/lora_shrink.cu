@@ -1,27 +1,27 @@
-// Projects rows of experts to ranks, the A x of LoRA (arXiv:2106.09685; "shrink" in Punica, arXiv:2310.18547):
-// out[row] = factors[e] @ x[source of row], for each row of group e.
+// Multiplies rows by the LoRA factor A of their group (A x in arXiv:2106.09685; "shrink" in Punica, arXiv:2310.18547):
+// out[row] = factors[e] @ x[token of row] for each row of group e.
 //
-// The thread blocks of ROWS rows take the groups of these rows in turn, each for RANKS ranks. The warps of a block
-// share K: each lane loads 16 bytes of rows and of factors, so that a step takes 32 values, and the block adds up the
-// sums of its warps.
+// Several thread blocks share ROWS rows: they take the groups of these rows in turns, and each computes RANKS ranks.
+// The warps of a block divide K. In one step a lane loads 16 bytes of each of its rows and factors, so a step is 32
+// values along K. Finally the block adds up the sums of its warps.
 //
-// Compile-time constants: RANK (a multiple of RANKS), RANKS (of a thread block: 16), GATHERED (rows have tokens, which
-// are the rows of x), ROWS (a multiple of 16), WARPS, BLOCKS_PER_SM.
+// Compile-time constants: RANK (a multiple of RANKS); RANKS = 16 (of a thread block); GATHERED (`tokens` says which row
+// of x each row uses); ROWS (a multiple of 16); WARPS, BLOCKS_PER_SM.
 #include "vector.cuh"
 #include "warp.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr int TILES = ROWS / 16;  // of 16 rows
+constexpr int TILES = ROWS / 16;  // tiles of 16 rows
 constexpr int LOADED = 8;         // values that a lane loads at once
-constexpr int STEP = 4 * LOADED;  // along K, of a warp
-constexpr int PITCH = RANKS + 4;  // floats of a row of sums: multiples of 16 bytes, on different banks
+constexpr int STEP = 4 * LOADED;  // along K, per warp
+constexpr int PITCH = RANKS + 4;  // floats from one row of sums to the next: 16-byte aligned, in different banks
 static_assert(RANKS == 16 && RANK % RANKS == 0 && ROWS % 16 == 0);
 
 struct Operands {
   const u16* x;        // (rows or tokens, k) bfloat16, k a multiple of 8
   const u16* factors;  // (num_groups, RANK, k) bfloat16
-  const int* groups;   // (num_groups + 1), where they begin, in ascending order
-  const int* tokens;   // (rows) of x, where GATHERED
+  const int* groups;   // (num_groups + 1), start of each group, ascending
+  const int* tokens;   // (rows), the row of x for each row, if GATHERED
   u16* out;            // (rows, RANK) bfloat16, written
 };
 
@@ -29,10 +29,10 @@ struct Sizes {
   int k, rows, num_groups;
 };
 
-// The product of 16 rows with RANKS ranks, in the layout of mma_bfloat16().
+// A warp's sums of 16 rows and RANKS ranks, in the layout of mma_bfloat16().
 using Sums = float[RANKS / 8][4];
 
-// Adds a step along K. values: the lane's values of its two rows and of its factors.
+// Adds one step along K. upper, lower: the lane's values of its two rows; factors: its values of the factors.
 __device__ __forceinline__ void multiply(Sums& sums, const Bytes16& upper, const Bytes16& lower,
                                          const Bytes16 (&factors)[RANKS / 8]) {
 #pragma unroll
@@ -46,7 +46,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Bytes16& upper, const
   }
 }
 
-// A lane's rows of x, every eighth row of the block; negative: none.
+// For each of a lane's rows (every eighth row of the block): the row of x; negative if there is none.
 using Places = int[2 * TILES];
 
 __device__ __forceinline__ void find_places(const Operands& o, Places& places, int first, int last) {
@@ -57,12 +57,12 @@ __device__ __forceinline__ void find_places(const Operands& o, Places& places, i
   }
 }
 
-// The rows from `begin` to `end`, all of group e, of the ROWS from `first` on.
+// Computes rows `begin` to `end`, which all belong to group e. `first`: the first of the block's ROWS rows.
 __device__ void shrink(const Operands& o, const Sizes& sizes, float (&shared)[WARPS][ROWS][PITCH], const Places& places,
                        int first, int begin, int end, int e) {
   const int lane = lane_id(), warp = threadIdx.x / WARP, rank = blockIdx.y * RANKS;
   const int width = sizes.k;
-  u32 there = 0;  // a bit for each of the lane's rows
+  u32 there = 0;  // bit i: whether the lane's i-th row is in the range
 #pragma unroll
   for (int i = 0; i < 2 * TILES; ++i) {
     const int row = first + 8 * i + lane / 4;
@@ -106,17 +106,17 @@ __device__ void shrink(const Operands& o, const Sizes& sizes, float (&shared)[WA
     *reinterpret_cast<uint2*>(o.out + i64{row} * RANK + rank + column) =
         make_uint2(pack_bfloat16(total.x, total.y), pack_bfloat16(total.z, total.w));
   }
-  __syncthreads();  // the sums may be overwritten
+  __syncthreads();  // before the next group overwrites the sums
 }
 
-// Grid: ceil(rows / ROWS) x RANK / RANKS x blocks that share the groups of these rows.
+// Grid: ceil(rows / ROWS) x RANK / RANKS x the number of blocks that share the groups of these rows.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     lora_shrink(const Operands operands, const Sizes sizes) {
   __shared__ __align__(16) float shared[WARPS][ROWS][PITCH];
   __shared__ int groups_before;
   const int num_groups = sizes.num_groups, first = blockIdx.x * ROWS, last = min(first + ROWS, sizes.rows);
   if (threadIdx.x == 0) groups_before = 0;
-  Places places;  // loaded beside the groups
+  Places places;  // loaded concurrently with the groups
   find_places(operands, places, first, last);
   int before = 0;
   for (int e = threadIdx.x; e < num_groups; e += THREADS) before += operands.groups[e + 1] <= first;

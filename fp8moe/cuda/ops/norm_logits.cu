@@ -1,22 +1,24 @@
-// rms_norm.cu with a residual and router_logits.cu in one kernel, for few tokens, with the bits of the two kernels.
+// rms_norm.cu with a residual, followed by router_logits.cu, in one kernel for few tokens; bitwise equal to the two
+// kernels.
 //
-// Each thread block has rows of the router's weight, as in router_logits.cu, and adds and normalizes all tokens itself,
-// as it has to read them anyway. The blocks share the stores of sums and norms.
+// Each thread block computes some rows of the router's weight, as in router_logits.cu. Each block adds the residual and
+// normalizes all tokens itself, since it has to read them anyway. The stores of sums and norms are divided among
+// blocks.
 //
-// Compile-time constants: those of rms_norm.cuh; those of router_logits.cuh, for all tokens at a time.
+// Compile-time constants: those of rms_norm.cuh; those of router_logits.cuh, with TOKENS for all tokens at a time.
 #include "rms_norm.cuh"
 #include "router_logits.cuh"
 
 constexpr u32 BLOCKS = ceil_div(NUM_EXPERTS, EXPERTS);
-constexpr bool EARLY_ROWS = VECTORS * EXPERTS <= 8;  // registers hold rows of the weight too while tokens are summed
+constexpr bool EARLY_ROWS = VECTORS * EXPERTS <= 8;  // registers also fit the weight rows while tokens are summed
 
 // x, residual (tokens, HIDDEN); norm_weight (HIDDEN); weight (NUM_EXPERTS, HIDDEN).
 struct Inputs {
   const Element *x, *residual, *norm_weight, *weight;
 };
 
-// sum, values, data (tokens, HIDDEN); scale (tokens, ceil(HIDDEN / 128)), columns `round_up(tokens, 4)` apart; logits
-// (tokens, NUM_EXPERTS). data and scale may be null.
+// sum: x + residual; values: its norm; data: the quantized norm; all (tokens, HIDDEN). scale (tokens, ceil(HIDDEN /
+// 128)), columns `round_up(tokens, 4)` apart. logits (tokens, NUM_EXPERTS). data and scale may be null.
 struct Results {
   Element *sum, *values;
   u8* data;
@@ -32,9 +34,9 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
   const int first = threadIdx.x * PER_VECTOR;
   const WeightRows rows(inputs.weight);
   const auto columns = [&](int i) { return HIDDEN - first - i * STEP; };
-  // The columns of a token that this thread loads in vector i.
+  // The number of columns of token t that this thread loads in vector i.
   const auto count = [&](int t, int i) { return t < tokens ? columns(i) : 0; };
-  // Whether this block writes the i-th of three results of a token.
+  // Whether this block writes result i of token t; each token has three: sum, values, and quantized data.
   const auto writes = [&](int t, int i) { return t < tokens && (3 * t + i) % BLOCKS == blockIdx.x; };
   const auto weight_at = [&](int i) { return load_parameter(inputs.norm_weight + first + i * STEP, columns(i)); };
 

@@ -1,7 +1,7 @@
-// The rows of a token's assignments, and the store of a quantized token to each of them.
+// The rows of a token's assignments in the sorted order, and the store of a quantized token to each of these rows.
 //
-// Compile-time constants: BLOCK (columns of a scale), WARP_COLUMNS (columns of a token that a warp takes at a time);
-// those of units.cuh; HIDDEN, the columns, a multiple of 16.
+// Compile-time constants: BLOCK (columns per scale); WARP_COLUMNS (columns of a token that a warp handles at a time);
+// those of units.cuh; HIDDEN (columns, a multiple of 16).
 #pragma once
 
 #include "units.cuh"
@@ -12,13 +12,13 @@ constexpr int BLOCK_LANES = WARP * BLOCK / WARP_COLUMNS;  // lanes that share a 
 constexpr u32 TOKEN_WARPS = ceil_div(HIDDEN, WARP_COLUMNS);
 static_assert(BLOCK_LANES == 8 && HIDDEN % 16 == 0);
 
-// The part of a token that a lane has.
+// The part of a token that a lane handles.
 struct Place {
   u32 lane, token, k_block;
-  int block_column;  // the first of its block
-  u32 block_lane;    // among those of its block
+  int block_column;  // first column of the quantization block
+  u32 block_lane;    // index among the lanes of the block
 
-  // part: of TOKEN_WARPS.
+  // part: which WARP_COLUMNS columns of the token; less than TOKEN_WARPS.
   __device__ __forceinline__ Place(u32 of_token, u32 part) {
     lane = threadIdx.x % WARP;
     token = of_token;
@@ -30,21 +30,21 @@ struct Place {
 
 struct PermuteSizes {
   u32 tokens, top_k, num_rows;
-  u32 read_ahead;  // load a token before it is known to have a row: faster if few warps run
-  u32 warps;       // warps that share a token: 1 to TOKEN_WARPS
+  u32 read_ahead;  // load a token before knowing whether it has a row: faster if few warps run
+  u32 warps;       // warps that share a token; 1 to TOKEN_WARPS
   i64 row_stride, scale_pitch;
 };
 
-// rows (tokens, top_k), those outside [0, num_rows) are none; data (num_rows, HIDDEN); scale (num_rows,
-// ceil(HIDDEN / 128)), columns `scale_pitch` apart.
+// rows (tokens, top_k): values outside [0, num_rows) mean no row. data (num_rows, HIDDEN); scale (num_rows, ceil(HIDDEN
+// / 128)), columns `scale_pitch` apart.
 struct Rows {
   const int* rows;
   u8* data;
   float* scale;
-  int* assignments;  // (num_rows), written: token * top_k + k; null: not wanted
+  int* assignments;  // output (num_rows), the assignment token * top_k + k of each row; may be null
   const PermuteSizes& sizes;
 
-  // The rows of 32 assignments of a token, from the k-th on, one per lane; -1 for none.
+  // Returns to each lane the row of assignment k + lane of a token; -1 for none.
   __device__ __forceinline__ int from(u32 k, u32 token) const {
     const u32 lane = threadIdx.x % WARP;
     if (token >= sizes.tokens || k + lane >= sizes.top_k) return -1;
@@ -52,13 +52,13 @@ struct Rows {
     return static_cast<u32>(row) < sizes.num_rows ? row : -1;
   }
 
-  // Whether a token with these rows may have to be read.
+  // Whether to load a token, given the lanes' results of from(0): it has rows, or read_ahead is set.
   __device__ __forceinline__ bool wanted(int lane_row) const {
     return sizes.read_ahead || __any_sync(FULL_WARP, lane_row >= 0);
   }
 
-  // Writes 16 values of a lane, the columns from `column` on, and the scale of their block to all rows of the token.
-  // lane_row: the result of from(0).
+  // Writes a lane's 16 values, columns `column` to `column` + 15, and the scale of their block to all rows of the
+  // token. lane_row: the result of from(0).
   __device__ __forceinline__ void write(const Bytes16& values, int column, float block_scale, const Place& place,
                                         int lane_row) const {
     for (u32 k = 0;;) {
@@ -66,7 +66,7 @@ struct Rows {
         assignments[lane_row] = place.token * sizes.top_k + k + place.lane;
       }
       u32 used = __ballot_sync(FULL_WARP, lane_row >= 0);
-      // Each of the 8 lanes that share a scale writes it to another row.
+      // The 8 lanes that share a scale each write it to a different row.
       for (u32 i = 0; i < min(sizes.top_k - k, WARP); i += BLOCK_LANES) {
         const int row = __shfl_sync(FULL_WARP, lane_row, i + place.block_lane);
         if (row >= 0 && place.block_column < HIDDEN) scale[place.k_block * sizes.scale_pitch + row] = block_scale;

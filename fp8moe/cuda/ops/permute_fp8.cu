@@ -1,8 +1,8 @@
-// Copies every token, which is quantized with one scale per 128 columns, to the rows of its assignments in the sorted
-// order. A token is read once.
+// Copies every token, already quantized with one scale per 128 columns, to the rows of its assignments in the sorted
+// order. Each token is read once.
 //
-// A warp takes WARP_COLUMNS columns of a token, 16 neighbouring ones per lane, 8 lanes for each block of 128. It then
-// takes further tokens, whose rows it has loaded meanwhile.
+// A warp handles WARP_COLUMNS columns of a token: 16 consecutive columns per lane, 8 lanes per block of 128. Meanwhile
+// it loads the rows of its next token.
 //
 // Compile-time constants: those of permute.cuh; SIZES_BYTES.
 #include "permute.cuh"
@@ -11,13 +11,13 @@ static_assert(WARP_COLUMNS == WARP * 16);
 
 struct Sizes {
   PermuteSizes permute;
-  i64 scale_row_stride, scale_block_stride;  // of x_scale
+  i64 scale_row_stride, scale_block_stride;  // strides of x_scale
 };
 static_assert(sizeof(Sizes) == SIZES_BYTES);
 
-// x (tokens, HIDDEN), rows `row_stride` apart; x_scale (tokens, ceil(HIDDEN / 128)); the others as for Rows of
-// permute.cuh. read_ahead must be set where top_k > 32: without it, a token whose first 32 assignments have no row is
-// left out. Any grid.
+// x (tokens, HIDDEN), rows `row_stride` apart; x_scale (tokens, ceil(HIDDEN / 128)); for the others see Rows in
+// permute.cuh. read_ahead must be set if top_k > 32: without it, a token is skipped if its first 32 assignments have no
+// row. Any grid.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     permute_fp8(const u8* x, const float* x_scale, const int* rows, u8* data, float* scale, int* assignments,
                 const __grid_constant__ Sizes sizes) {

@@ -1,16 +1,15 @@
-// Quantizes every token once, one scale per 128 columns, and writes it to the rows of its assignments in the sorted
-// order. Values and scales have the bits of quantize_1x128.cu.
+// Quantizes every token once, with one scale per 128 columns, and writes it to the rows of its assignments in the
+// sorted order. Values and scales are bitwise those of quantize_1x128.cu.
 //
-// A warp takes WARP_COLUMNS columns of a token at a time, then further tokens whose rows it has loaded meanwhile.
+// A warp handles WARP_COLUMNS columns of a token at a time. Meanwhile it loads the rows of its next token.
 //
 // Compile-time constants: those of quantize_token.cuh; SIZES_BYTES.
 #include "quantize_token.cuh"
 
 static_assert(sizeof(PermuteSizes) == SIZES_BYTES);
 
-// x (tokens, HIDDEN), rows `row_stride` apart; the others as for Rows of permute.cuh.
-// read_ahead must be set where top_k > 32: without it, a token whose first 32 assignments have no row is left out.
-// Any grid.
+// x (tokens, HIDDEN), rows `row_stride` apart; for the others see Rows in permute.cuh. read_ahead must be set if top_k
+// > 32: without it, a token is skipped if its first 32 assignments have no row. Any grid.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     permute_quantize(const Element* x, const int* rows, u8* data, float* scale, int* assignments,
                      const __grid_constant__ PermuteSizes sizes) {

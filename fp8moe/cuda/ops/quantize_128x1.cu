@@ -1,7 +1,7 @@
-// Transposing quantizer with one scale per column and 128 rows.
+// Quantizes a matrix with one scale per column and 128 rows, and transposes it.
 //
-// A thread block of 8 warps transposes 128 rows (along k) of COLUMNS columns: a thread holds 4 rows of 8 columns, so 4
-// bytes of each of 8 output rows, which meet in shared memory.
+// A thread block of 8 warps transposes 128 rows (along k) of COLUMNS columns. A thread holds 4 rows of 8 columns, that
+// is 4 bytes of each of 8 output rows; output rows are assembled in shared memory.
 //
 // Compile-time constants: those of quantize.cuh; WARPS (of a thread block), COLUMNS.
 #include "quantize.cuh"
@@ -12,12 +12,12 @@ constexpr int THREAD_VECTORS = THREAD_COLUMNS / PER_VECTOR;
 constexpr int THREAD_WORDS = THREAD_COLUMNS / PER_WORD;
 constexpr int COLUMN_GROUPS = COLUMNS / THREAD_COLUMNS;
 constexpr int COLUMN_WORDS = COLUMNS / PER_WORD;
-constexpr int CHUNK = 16;  // bytes of an output row from the rows of one warp, which are stored together
+constexpr int CHUNK = 16;  // bytes of an output row that come from one warp and are stored together
 constexpr int CHUNKS = BLOCK / CHUNK;
 static_assert(WARPS == CHUNKS && COLUMN_GROUPS == CHUNKS && WARP / COLUMN_GROUPS * THREAD_ROWS == CHUNK);
 
 // x (k, m), rows `row_stride` apart; data (m, k) contiguous; scale (m, ceil(k / 128)), columns `scale_pitch` apart.
-// Grid: ceil(k / 128) * m_tiles, m_tiles = ceil(m / COLUMNS) running fastest.
+// Grid: ceil(k / 128) * m_tiles, with m_tiles = ceil(m / COLUMNS) running fastest.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     quantize_128x1(const Element* x, u8* data, float* scale, i64 k, i64 m, i64 row_stride, i64 scale_pitch,
                    i64 m_tiles) {
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
   }
   __syncthreads();
 
-  // The chunks of an output row are permuted by its column group: the 32 words of a warp then fall in 32 banks.
+  // The chunks of an output row are permuted by its column group, so that the 32 words a warp writes are in 32 banks.
 #pragma unroll
   for (int c = 0; c < THREAD_COLUMNS; ++c) {
     const Divisor<> divisor = divisors[column + c];

@@ -1,5 +1,5 @@
-// Quantizer with one scale per 128 rows and 128 columns. A thread block takes one block of the weights, 64 elements per
-// thread.
+// Quantizes with one scale per 128 rows and 128 columns. A thread block handles one such block of the weights, with 64
+// elements per thread.
 //
 // Compile-time constants: those of quantize.cuh; WARPS (of a thread block).
 #include "quantize.cuh"

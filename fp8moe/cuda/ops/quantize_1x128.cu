@@ -1,7 +1,8 @@
-// Quantizer with one scale per row and 128 columns.
+// Quantizes with one scale per row and 128 columns.
 //
-// A warp takes ROWS_PER_WARP rows of one block of columns: 8 lanes a row, so that every access covers whole 32-byte
-// sectors, 4 rows at a time, all loads issued before the first use. The scales of a warp are contiguous (MN-major).
+// A warp handles ROWS_PER_WARP rows of one block of columns: 8 lanes per row, so that every access covers whole 32-byte
+// sectors, and 4 rows at a time. It issues all loads before it uses the first. A warp's scales are contiguous
+// (MN-major).
 //
 // Compile-time constants: those of quantize.cuh; WARPS (of a thread block), ROWS_PER_WARP.
 #include "quantize.cuh"
@@ -18,7 +19,8 @@ static_assert(ROWS_PER_WARP % ROWS_AT_ONCE == 0 && PASSES <= ROW_LANES);
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     quantize_1x128(const Element* x, u8* data, float* scale, i64 m, i64 k, i64 row_stride, i64 scale_pitch,
                    i64 k_blocks) {
-  // This kernel is launched the ordinary way and need not wait, so the GEMM of a linear layer starts 0.4 us sooner.
+  // This kernel is launched normally, so it need not wait for its predecessor; the GEMM of a linear layer starts 0.4 us
+  // sooner.
   allow_next_kernel();
   const u32 unit = blockIdx.x * WARPS + threadIdx.x / WARP;
   const u32 lane = threadIdx.x % WARP;
@@ -57,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     }
   }
 
-  // Of the lanes that share a row, lane p writes the scale of pass p.
+  // Of the lanes that share a row, lane p writes the scale of the row of pass p.
   const int scale_row = row + lane % ROW_LANES * ROWS_AT_ONCE;
   if (scale_row < rows) scale[k_block * scale_pitch + first_row + scale_row] = scale_to_write;
 }

@@ -1,8 +1,8 @@
-// A token quantized with one scale per 128 columns, in registers arranged for wide stores. Values and scales have the
-// bits of quantize_1x128.cu.
+// Quantizes a token with one scale per 128 columns, in registers that are arranged for wide stores. Values and scales
+// are bitwise those of quantize_1x128.cu.
 //
-// 8 lanes have a block of 128 columns. Loads and stores cover whole 32-byte sectors: a lane loads 16 bytes at a time
-// with its 7 neighbours, and lanes swap quantized values until each has 16 neighbouring columns.
+// 8 lanes share a block of 128 columns. Loads and stores cover whole 32-byte sectors: a lane loads 16 bytes next to
+// those of its 7 neighbours; after quantization, lanes swap values until each has 16 consecutive columns.
 //
 // Compile-time constants: those of quantize.cuh with VECTOR = 1, and of permute.cuh.
 #pragma once
@@ -14,8 +14,8 @@ constexpr int STEP = BLOCK_LANES * PER_VECTOR;
 constexpr int VECTORS = BLOCK / STEP;
 static_assert(VECTOR);
 
-// Two lanes, `distance` apart, exchange two words each: the lower lane returns the first two words of both, the upper
-// one the last two.
+// Exchanges two words between lanes that are `distance` apart. The lower lane returns both lanes' first two words, the
+// upper lane both lanes' last two words.
 __device__ Bytes16 swap_halves(const Bytes16& v, u32 lane, int distance) {
   const bool upper = lane & distance;
   const auto& w = v.words;
@@ -24,8 +24,8 @@ __device__ Bytes16 swap_halves(const Bytes16& v, u32 lane, int distance) {
   return upper ? Bytes16{a, b, w[2], w[3]} : Bytes16{w[0], w[1], a, b};
 }
 
-// Swaps the 16 values of a lane, VECTORS times PER_VECTOR, for the values of 16 neighbouring columns, those of vector
-// lane % VECTORS.
+// Exchanges a lane's 16 values (PER_VECTOR from each of VECTORS vectors) for 16 consecutive columns of vector lane %
+// VECTORS.
 __device__ Bytes16 neighbours(const Bytes16& v, u32 lane) {
   if constexpr (VECTORS == 2) return swap_halves(v, lane, 1);
   const bool upper = lane & 1;
@@ -35,13 +35,13 @@ __device__ Bytes16 neighbours(const Bytes16& v, u32 lane) {
   return swap_halves(upper ? Bytes16{a, w[1], b, w[3]} : Bytes16{w[0], a, w[2], b}, lane, 2);
 }
 
-// A lane's part of a quantized token.
+// A lane's 16 values of a quantized token.
 struct QuantizedColumns {
   Bytes16 values;
-  int column;  // of the first value; past the end of the token there are none
+  int column;  // column of the first value; may be past the end of the token
   float scale;
 
-  // token: its first element. All lanes of the warp together.
+  // token: its first element. Called by all lanes of a warp together.
   __device__ __forceinline__ QuantizedColumns(const Element* token, const Place& place) {
     const int first = place.block_column + place.block_lane * PER_VECTOR;
     const Element* source = token + first;

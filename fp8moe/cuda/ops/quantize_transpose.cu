@@ -1,21 +1,21 @@
-// Quantizes a matrix along its rows and along its columns, reading it once; see quantize_tile.cuh.
+// Quantizes a matrix along its rows and along its columns in one pass over it; see quantize_tile.cuh.
 //
 // Compile-time constants: those of quantize_tile.cuh; SOURCE_BYTES, SHARED_BYTES.
 #include "quantize_tile.cuh"
 
 struct Source {
   const Element* x;      // (num_tokens, width), rows `row_stride` apart
-  const int* tokens;     // (num_rows), the row of x for each row, or null: row r is x[r]
+  const int* tokens;     // (num_rows), the row of x for each row; null: row r uses x[r]
   const float* weights;  // if WEIGHTED: (num_rows)
   i64 row_stride;
   u32 num_tokens;
 };
 static_assert(sizeof(Source) == SOURCE_BYTES && sizeof(Transposed) == SHARED_BYTES);
 
-// Thread blocks of an SM: as many as their registers allow.
+// Thread blocks per SM: as many as registers allow.
 constexpr int RESIDENT = VECTOR && PER_WORD == 2 ? WEIGHTED ? 3 : 4 : 2;
 
-// Missing rows and their weights are zero.
+// Loads a thread's values of a tile, and the weights. Rows that do not exist, and their weights, are zero.
 __device__ void load_rows(const Source& source, Shared& s, const ThreadPosition& p, i64 first_column, i64 width,
                           Values& values) {
   const int lane_row = p.row + p.lane % SIDE;
@@ -44,7 +44,7 @@ __device__ void load_rows(const Source& source, Shared& s, const ThreadPosition&
   }
 }
 
-// Grid: that of find_tile.
+// Grid: as for find_tile.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     quantize_transpose(const __grid_constant__ Results results, const __grid_constant__ Source source) {
   __shared__ Shared s;

@@ -1,7 +1,8 @@
-// Finds the key at which the weights of the largest keys reach a target, over a cluster of thread blocks: radix
-// selection, digit by digit from the highest one (Knuth, The Art of Computer Programming 3, section 5.2.5).
+// Finds the largest key such that the weights of all keys at least as large reach a target, over a cluster of thread
+// blocks. Uses radix selection, digit by digit from the highest (Knuth, The Art of Computer Programming 3, section
+// 5.2.5).
 //
-// Weights and their sums are integers: the order of additions does not matter.
+// Weights and their sums are integers, so the order of additions does not matter.
 //
 // Compile-time constants: WARPS (of a thread block), CLUSTER (thread blocks), DIGIT_BITS.
 #pragma once
@@ -13,26 +14,26 @@ constexpr int BUCKETS = 1 << DIGIT_BITS;
 constexpr int GROUPS = BUCKETS / WARP;
 static_assert(GROUPS == 2 * WARP && GROUPS % WARPS == 0);
 
-// A barrier between a thread block's writes and the reads of the others.
+// A cluster barrier: other blocks see this block's earlier writes to shared memory.
 __device__ __forceinline__ void cluster_publish() {
   cluster_arrive_release();
   cluster_wait();
 }
 
-// A barrier between completed reads from other blocks and the writes that overwrite the values; also a barrier of the
-// thread block.
+// A cluster barrier to call between reads from other blocks and the writes that overwrite what was read. Also a barrier
+// of the thread block.
 __device__ __forceinline__ void cluster_done_reading() {
   __syncthreads();
   cluster_arrive_relaxed();
   cluster_wait();
 }
 
-// The shared variable `value` of thread block `rank` of the cluster.
+// Reads the shared variable `value` of thread block `rank` of the cluster.
 __device__ __forceinline__ u32 in_block(const u32& value, u32 rank) {
   return load_from_block(cluster_address(shared_address(&value), rank));
 }
 
-struct Weight {  // 64 bits in halves, for atomic additions to shared memory
+struct Weight {  // 64 bits in two halves, for atomic additions in shared memory
   u32 low, high;
 
   __device__ __forceinline__ u64 value() const { return u64{high} << 32 | low; }
@@ -48,7 +49,7 @@ struct Weight {  // 64 bits in halves, for atomic additions to shared memory
     return u64{::in_block(high, rank)} << 32 | ::in_block(low, rank);
   }
 
-  // Summed over the cluster.
+  // Returns the sum over the cluster.
   __device__ __forceinline__ u64 in_cluster() const {
     u64 sum = 0;
 #pragma unroll
@@ -58,8 +59,8 @@ struct Weight {  // 64 bits in halves, for atomic additions to shared memory
 };
 
 struct Histogram {
-  Weight buckets[BUCKETS];  // by digit, from the largest one on
-  Weight groups[GROUPS];    // sums of WARP buckets
+  Weight buckets[BUCKETS];  // by digit, the largest digit first
+  Weight groups[GROUPS];    // sums of WARP consecutive buckets
 
   __device__ void clear() {
 #pragma unroll
@@ -77,13 +78,13 @@ struct Histogram {
   }
 };
 
-// Adds the weights of keys whose higher digits are `prefix` to the histogram of a digit.
+// Adds the weight of a key to the histogram of the current digit, if the key's higher digits are `prefix`.
 struct Count {
   Histogram& histogram;
   u32 prefix, digits;
-  int known, shift;  // where the digit ends and begins
+  int known, shift;  // the digit is bits `shift` to `known` - 1 of a key
 
-  // weight() is computed only if it is needed.
+  // Calls weight() only if the key counts.
   template <class WeightOf>
   __device__ void operator()(u32 key, const WeightOf& weight) const {
     if (static_cast<u32>(u64{key} >> known) != prefix) return;
@@ -91,10 +92,10 @@ struct Count {
   }
 };
 
-// The place where the weights reach the target.
+// The keys at which the weights reach the target: those with the digits selected so far.
 struct Selected {
-  u64 rest;    // of the target, less the weights of larger keys
-  u64 inside;  // the weights of the selected keys, at least the rest
+  u64 rest;    // the target minus the weights of all larger keys
+  u64 inside;  // the weights of these keys; at least `rest`
 };
 
 struct Digit {
@@ -102,7 +103,8 @@ struct Digit {
   Selected selected;
 };
 
-// Finds the digit at which the weights, from the largest digit on, reach target_of(their sum). Called by one warp.
+// Finds the digit at which the weights, added from the largest digit down, reach target_of(sum of all weights). Called
+// by one warp.
 template <class Target>
 __device__ Digit find_digit(const Histogram& histogram, const Target& target_of) {
   const u32 lane = threadIdx.x % WARP;
@@ -124,11 +126,11 @@ __device__ Digit find_digit(const Histogram& histogram, const Target& target_of)
   return {static_cast<u32>(BUCKETS - 1 - begin - place), {target - above, __shfl_sync(FULL_WARP, weight, place)}};
 }
 
-// Raises `bound` to the largest key such that the weights of all keys >= `bound` reach target_of(the sum of all), or to
-// a smaller key if the keys between have no weight.
+// Raises `bound` to the largest key such that the weights of all keys >= `bound` reach target_of(sum of all weights).
+// If keys just below have no weight, `bound` may end up at a smaller key.
 //
-// bits: of a key. each(Count): calls Count with key and weight for all keys of this thread. It is called for every
-// digit and may omit keys below the current `bound`. The target is from 1 to the sum.
+// bits: the number of bits in a key. each(Count): calls Count with key and weight for all keys of this thread. `each`
+// is called once per digit and may omit keys below the current `bound`. The target must be between 1 and the sum.
 template <class Each, class Target>
 __device__ Selected radix_select(Histogram& histogram, int bits, u32& bound, const Each& each,
                                  const Target& target_of) {

@@ -1,10 +1,10 @@
-// RMSNorm of rows, with the addition of a residual before it and the quantization of quantize_1x128.cu after it, bit
-// for bit: see rms_norm.cuh. ROW_THREADS threads have a row: the whole thread block, or some lanes of a warp.
+// RMSNorm of rows, see rms_norm.cuh. Optionally adds a residual before, and quantizes after, bit for bit like
+// quantize_1x128.cu. ROW_THREADS threads share a row: the whole thread block, or some lanes of a warp.
 //
 // Compile-time constants: those of rms_norm.cuh; THREADS (of a thread block); SIZES_BYTES.
 #include "rms_norm.cuh"
 
-constexpr int ROWS = THREADS / ROW_THREADS;  // of a thread block
+constexpr int ROWS = THREADS / ROW_THREADS;  // rows per thread block
 static_assert(ROW_WARPS == 1 || ROWS == 1);
 
 struct Sizes {
@@ -13,9 +13,10 @@ struct Sizes {
 };
 static_assert(sizeof(Sizes) == SIZES_BYTES);
 
-// x (rows, HIDDEN), rows `row_stride` apart; weight (HIDDEN); values, data (rows, HIDDEN); scale (rows,
-// ceil(HIDDEN / 128)), columns `scale_pitch` apart. residual, sum (rows, HIDDEN). Residual with sum, values, and data
-// with scale may be null. Grid: a thread block for each ROWS rows.
+// x (rows, HIDDEN), rows `row_stride` apart; residual (rows, HIDDEN); weight (HIDDEN). Results: sum (x + residual),
+// values (the norm), data (the quantized norm), all (rows, HIDDEN); scale (rows, ceil(HIDDEN / 128)), columns
+// `scale_pitch` apart. May be null: residual with sum; values; data with scale. Grid: a thread block for each ROWS
+// rows.
 extern "C" __global__ void __launch_bounds__(THREADS)
     rms_norm(const Element* x, const Element* residual, const Element* weight, Element* sum, Element* values, u8* data,
              float* scale, const __grid_constant__ Sizes sizes) {
@@ -24,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const i64 row = i64{blockIdx.x} * ROWS + threadIdx.x / ROW_THREADS;
   const bool exists = row < sizes.rows;
   const i64 offset = row * HIDDEN + first;
-  // The columns that this thread loads or stores in vector i.
+  // The number of columns that this thread loads or stores in vector i.
   const auto count = [&](int i) { return exists ? HIDDEN - first - i * STEP : 0; };
   const auto weight_at = [&](int i) { return load_parameter(weight + first + i * STEP, HIDDEN - first - i * STEP); };
 

@@ -1,7 +1,7 @@
-// RMSNorm of rows (arXiv:1910.07467) that threads hold in registers. Every operation rounds to the type of the input
-// where PyTorch's modules do; sums have a fixed order.
+// RMSNorm of rows (arXiv:1910.07467) that threads hold in registers. Rounds to the input type wherever PyTorch's
+// modules do; sums are in a fixed order.
 //
-// Compile-time constants: those of quantize.cuh and of row_vectors.cuh, ROW_THREADS being a multiple of 32 or a power
+// Compile-time constants: those of quantize.cuh and of row_vectors.cuh; ROW_THREADS must be a multiple of 32 or a power
 // of two.
 #pragma once
 
@@ -11,9 +11,9 @@
 #include "row_vectors.cuh"
 
 constexpr int ROW_WARPS = ceil_div(ROW_THREADS, WARP);
-// Neighbouring lanes that hold a quantization block, or the row if that is shorter.
+// Neighbouring lanes that share a quantization block, or a row if that is shorter.
 constexpr int BLOCK_LANES = BLOCK / PER_VECTOR < ROW_THREADS ? BLOCK / PER_VECTOR : ROW_THREADS;
-constexpr bool EARLY = VECTORS <= 4;  // registers hold the weight too while the row is summed
+constexpr bool EARLY = VECTORS <= 4;  // registers can hold the weight, too, during the sum of squares
 static_assert(ROW_WARPS == 1 ? (ROW_THREADS & (ROW_THREADS - 1)) == 0 : ROW_THREADS % WARP == 0);
 
 __device__ Vector operator+(const Vector& a, const Vector& b) {
@@ -23,7 +23,7 @@ __device__ Vector operator+(const Vector& a, const Vector& b) {
   return to_vector(sum);
 }
 
-// The sums of x[0], x[1], ... over the threads that share rows, the same in each of them.
+// Replaces each x[r] by its sum over the threads that share a row; all of them get the result.
 template <int Rows>
 __device__ __forceinline__ void sum_rows(float (&x)[Rows]) {
   const auto add = [](float a, float b) { return __fadd_rn(a, b); };
@@ -45,7 +45,7 @@ __device__ __forceinline__ void sum_rows(float (&x)[Rows]) {
   }
 }
 
-// A thread's part of the sum of squares of a row.
+// Returns this thread's part of the sum of squares of a row.
 __device__ float sum_of_squares(const Vector (&row)[VECTORS]) {
   float squares = 0.0f;
 #pragma unroll
@@ -56,10 +56,10 @@ __device__ float sum_of_squares(const Vector (&row)[VECTORS]) {
   return squares;
 }
 
-// The factor of the values of a row, from the sum of their squares.
+// Returns 1 / rms of a row, given the sum of its squares.
 __device__ float norm_factor(float squares, float eps) { return rsqrtf(__fmaf_rn(squares, 1.0f / HIDDEN, eps)); }
 
-// The first `count` elements of a vector, zeros after them; any count.
+// Returns the first `count` elements of a vector, followed by zeros. `count` may be negative or exceed the vector.
 __device__ Vector first_elements(const Vector& v, int count) {
   Vector first = {};
   if constexpr (VECTOR) {
@@ -74,7 +74,8 @@ __device__ Vector first_elements(const Vector& v, int count) {
   return first;
 }
 
-// weight * (x * factor), each product rounded, for the first `count` elements; zeros after them, whatever the factor.
+// weight * (x * factor), each product rounded, for the first `count` elements. The other elements are zero, even if
+// `factor` is not finite.
 __device__ Vector normalized(const Vector& x, float factor, const Vector& weight, int count) {
   float v[PER_VECTOR];
 #pragma unroll
@@ -85,7 +86,7 @@ __device__ Vector normalized(const Vector& x, float factor, const Vector& weight
   return first_elements(to_vector(v), count);
 }
 
-// Stores the first `count` elements of a vector; any count.
+// Stores the first `count` elements of a vector. `count` may be negative or exceed the vector.
 __device__ void store(Element* target, const Vector& v, int count) {
   if constexpr (VECTOR) {
     if (count > 0) store_16(target, v);
@@ -97,8 +98,8 @@ __device__ void store(Element* target, const Vector& v, int count) {
   }
 }
 
-// Quantizes a row in blocks of 1x128. data: from the thread's first column on; scale: of the row, in the first column
-// of scales; count(i): existing columns of vector i. Called by whole warps.
+// Quantizes a row in blocks of 1x128 and stores it. data: the thread's first column in the row; scale: the row's scale
+// in block 0; count(i): the number of existing columns in vector i. Called by whole warps.
 template <class Count>
 __device__ __forceinline__ void store_quantized(u8* data, float* scale, i64 scale_pitch, const Vector (&row)[VECTORS],
                                                 u32 thread, const Count& count) {

@@ -1,7 +1,7 @@
-// Queries, keys and values of new tokens, from the projections to the attention: RMSNorm of each head's queries and
-// keys if the model has it, rotary embedding, and the store of keys and values to a cache.
+// Prepares queries, keys and values of new tokens for attention, from the projections on: RMSNorm of queries and keys
+// per head, if the model has it; rotary embedding; the store of keys and values to a cache.
 //
-// HEAD_LANES neighbouring lanes take AT_ONCE heads of one token one after the other.
+// HEAD_LANES neighbouring lanes handle AT_ONCE heads of one token, one after another.
 //
 // Compile-time constants: those of heads.cuh; WARPS (of a thread block), AT_ONCE; HEADS, KEY_HEADS; NORM (queries and
 // keys have a norm); ARGUMENTS_BYTES.
@@ -12,10 +12,10 @@ constexpr int WARP_HEADS = WARP / HEAD_LANES;
 constexpr int GROUPS = ceil_div(ALL_HEADS, WARP_HEADS* AT_ONCE);
 static_assert(HEADS % KEY_HEADS == 0);
 
-// Row b * tokens + t of q, k, v holds the heads of token t of sequence b, rows *_stride elements apart.
-// cos, sin: (1 or batch, tokens, ROTATED), one_table: 1. q_weight, k_weight: (SIZE), not read without NORM.
-// query: (batch, tokens, HEADS, SIZE). keys, values: (batch, KEY_HEADS, length, SIZE),
-// where token t of sequence b goes to columns[b] + t, or t if columns is 0; outside of [0, length) it is not written.
+// Row b * tokens + t of q, k, v holds the heads of token t of sequence b. Rows are *_stride elements apart. cos, sin (1
+// or batch, tokens, ROTATED); one_table: whether the first size is 1. q_weight, k_weight (SIZE); unused without NORM.
+// Result: query (batch, tokens, HEADS, SIZE). keys, values (batch, KEY_HEADS, length, SIZE): token t of sequence b is
+// stored at columns[b] + t, or at t if `columns` is null; outside [0, length) it is not stored.
 struct Arguments {
   const Element *q, *k, *v;
   const Element *cos, *sin;
@@ -28,7 +28,7 @@ struct Arguments {
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES);
 
-// One of all heads of a row: those of q, of k, of v.
+// Returns a head of a row. Heads are numbered through q, k and v, in this order.
 __device__ const Element* head_of(const Arguments& a, i64 row, u32 head) {
   if (head < HEADS) return a.q + row * a.q_stride + head * SIZE;
   if (head < HEADS + KEY_HEADS) return a.k + row * a.k_stride + (head - HEADS) * SIZE;

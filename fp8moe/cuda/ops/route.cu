@@ -1,10 +1,10 @@
-// Chooses the experts of each token from the logits of a router, and their weights: see route.cuh.
+// Chooses the experts of each token from router logits, and computes their weights: see route.cuh.
 //
 // Compile-time constants: those of route.cuh; WARPS (of a thread block).
 #include "route.cuh"
 
-// logits (tokens, EXPERTS); bias (EXPERTS), not read without BIAS; index, weights (tokens, TOP_K).
-// Grid: a warp for each token.
+// logits (tokens, EXPERTS); bias (EXPERTS), unused without BIAS; index, weights (tokens, TOP_K). Grid: a warp for each
+// token.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     route(const Element* logits, const float* bias, i64* index, Output::Element* weights, i64 tokens, float scale) {
   const u32 lane = threadIdx.x % WARP;

@@ -1,11 +1,11 @@
-// Chooses the experts of each token from the logits of a router, and their weights, in float32.
+// Chooses the experts of each token from router logits, and computes their weights, in float32.
 //
-// A warp takes a token. Every group of experts has equally many lanes, which hold neighbouring experts. The value to
-// choose by becomes a key, an unsigned integer of the same order with NaN above all others; a round of choosing finds
-// the largest key and the lowest expert that has it.
+// A warp handles one token. Every group of experts has equally many lanes; a lane holds consecutive experts. The value
+// that decides the choice is mapped to a key, an unsigned integer of the same order, with NaN above all others. Each
+// round chooses the largest key, and the lowest expert that has it.
 //
-// Compile-time constants: those of router.cuh, INPUT for the logits, OUTPUT for the weights; EXPERTS, GROUPS of equal
-// size, TOP_GROUPS, TOP_K; SIGMOID (or softmax); BIAS (there is one); NORMALIZE.
+// Compile-time constants: those of router.cuh, with INPUT for logits and OUTPUT for weights; EXPERTS; GROUPS (of equal
+// size); TOP_GROUPS; TOP_K; SIGMOID (scores are sigmoid, otherwise softmax); BIAS (there is a bias); NORMALIZE.
 #pragma once
 
 #include "ordered.cuh"
@@ -15,12 +15,12 @@ __host__ __device__ constexpr int power_of_two_from(int n) { return n <= 1 ? 1 :
 
 constexpr int GROUP_EXPERTS = EXPERTS / GROUPS;
 constexpr int GROUP_LANES = WARP / power_of_two_from(GROUPS);
-constexpr int EACH = ceil_div(GROUP_EXPERTS, GROUP_LANES);  // experts of a lane
-// Choose by the logits if possible: scores grow with them, but different scores may be rounded to equal ones.
+constexpr int EACH = ceil_div(GROUP_EXPERTS, GROUP_LANES);  // experts per lane
+// If possible, choose by logits: scores have the same order, but rounding may make different scores equal.
 constexpr bool BY_LOGITS = !BIAS && GROUPS == 1;
 static_assert(EXPERTS % GROUPS == 0 && GROUPS <= WARP && TOP_K <= WARP && TOP_K <= TOP_GROUPS * GROUP_EXPERTS);
 
-constexpr u32 NONE = 0;  // the key of no expert, below all others
+constexpr u32 NONE = 0;  // the key of no expert; below all others
 
 __device__ u32 key_of(float x) { return x == x ? to_ordered(x) : 0xFFFFFFFF; }
 
@@ -30,7 +30,7 @@ __device__ u32 largest_in_warp(u32 x) {
   return result;
 }
 
-// The experts of a lane; existing experts come first.
+// The range of a lane's experts. `count` may exceed EACH; the existing experts come first.
 struct Experts {
   int first, count;
 
@@ -41,12 +41,12 @@ struct Experts {
   }
 };
 
-// A score of softmax is e^(logit - largest) over the sum of all.
+// The score of a logit. For softmax, e^(logit - largest), which is not yet divided by the sum.
 __device__ float score_of(float logit, float largest) {
   return SIGMOID ? 1.0f / (1.0f + expf(-logit)) : expf(logit - largest);
 }
 
-// The key of a group's score, the sum of its two largest values: the same in all lanes of the group.
+// Returns the key of a group's score, which is the sum of its two largest values, to all lanes of the group.
 __device__ u32 group_key(const u32 (&keys)[EACH]) {
   u32 largest = NONE, second = NONE;
   const auto add = [&](u32 key, u32 smaller) {
@@ -63,7 +63,7 @@ __device__ u32 group_key(const u32 (&keys)[EACH]) {
   return key_of(from_ordered(largest) + from_ordered(second));
 }
 
-// Whether the group of this lane is among the TOP_GROUPS with the largest keys, the lower group first.
+// Whether this lane's group is among the TOP_GROUPS groups with the largest keys. Of equal keys, the lower group wins.
 __device__ bool group_stays(u32 key, u32 lane) {
   const int group = static_cast<int>(lane) / GROUP_LANES;
   int before = 0;
@@ -75,18 +75,19 @@ __device__ bool group_stays(u32 key, u32 lane) {
   return before < TOP_GROUPS;
 }
 
-// The k-th choice of a token in lane k, and its weight; nothing in lanes past the last.
+// In lane k: the k-th chosen expert of a token, and its weight. Undefined in lanes from TOP_K on.
 struct Choice {
   int expert;
   float weight;
 };
 
-// logits (EXPERTS), of the token; bias (EXPERTS), not read without BIAS. By a warp.
+// Chooses the experts of one token; called by a warp. logits (EXPERTS): of the token; bias (EXPERTS): unused without
+// BIAS.
 __device__ __forceinline__ Choice choose(const Element* logits, const float* bias, float scale) {
   const u32 lane = lane_id();
   const Experts experts(lane);
 
-  float value[EACH];  // the logit, then the score that becomes the weight
+  float value[EACH];  // the logit; later the score, which becomes the weight
   u32 key[EACH], lane_largest = NONE;
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
@@ -118,7 +119,7 @@ __device__ __forceinline__ Choice choose(const Element* logits, const float* bia
     }
   }
 
-  // Lane k: the k-th choice.
+  // Lane k keeps the k-th choice.
   int chosen = 0;
   float weight = 0.0f;
 #pragma unroll 1
@@ -147,7 +148,7 @@ __device__ __forceinline__ Choice choose(const Element* logits, const float* bia
   }
 
   if constexpr (BY_LOGITS) weight = lane < TOP_K ? score_of(weight, largest) / total : 0.0f;
-  // 1e-20 as in DeepSeek-V3's modules; softmax needs none, as its scores are not all 0.
+  // 1e-20 as in DeepSeek-V3's modules. Softmax needs none: its scores are not all 0.
   if constexpr (NORMALIZE) weight /= sum_in_warp(weight) + (SIGMOID ? 1e-20f : 0.0f);
   return {chosen, weight * scale};
 }

@@ -1,15 +1,15 @@
-// route.cu and sort_by_expert.cu in one thread block, for few tokens, with the bits of the two kernels.
+// route.cu followed by sort_by_expert.cu in one thread block, for few tokens; bitwise equal to the two kernels.
 //
-// A warp takes a token, whose choices stay in its registers until they have rows.
+// A warp handles one token; its choices stay in registers until their rows are known.
 //
-// Compile-time constants: those of route.cuh; those of sort.cuh, for a sort without MASKED by one thread block.
+// Compile-time constants: those of route.cuh; those of sort.cuh for a sort by one thread block, without MASKED.
 #include "route.cuh"
 #include "sort.cuh"
 
 static_assert(CLUSTER == 1 && !MASKED && COUNTERS >= EXPERTS);
 
-// The arguments of route.cu; groups (EXPERTS + 1), rows (tokens, TOP_K). tokens: up to WARPS, perhaps none.
-// Grid: one thread block.
+// Arguments as for route.cu, and groups (EXPERTS + 1), rows (tokens, TOP_K). tokens: 0 to WARPS. Grid: one thread
+// block.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1)
     route_sorted(const Element* logits, const float* bias, i64* index, Output::Element* weights, int* groups, int* rows,
                  int tokens, float scale) {

@@ -1,4 +1,4 @@
-// The type of the results of a router's kernels.
+// The output type of the router's kernels.
 //
 // Compile-time constants: those of input.cuh; OUTPUT (BFloat16, Float16 or Float32).
 #pragma once
@@ -8,7 +8,7 @@
 
 using Output = OUTPUT;
 
-// x rounded to the type of the output. Type is Output: a template, so that only its own conversion is compiled.
+// Rounds x to the output type. A template, with Type = Output, so that only the conversion in use is compiled.
 template <class Type = Output>
 __device__ __forceinline__ typename Type::Element to_output(float x) {
   if constexpr (sizeof(typename Type::Element) == 4) {

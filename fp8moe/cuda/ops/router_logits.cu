@@ -1,16 +1,16 @@
-// The logits of a router for few tokens: x times the transposed weight, see router_logits.cuh. Reading the weight takes
-// most of the time, so it is spread over all SMs.
+// Router logits for few tokens: x times the transposed weight, see router_logits.cuh. Most of the time goes into
+// reading the weight, so all SMs share it.
 //
-// Compile-time constants: those of router_logits.cuh; MAX_TOKENS, a multiple of TOKENS; ROUNDS of loads under way.
+// Compile-time constants: those of router_logits.cuh; MAX_TOKENS (a multiple of TOKENS); ROUNDS (of loads in flight).
 #include "router_logits.cuh"
 
-// Vectors of a row that a thread loads before it uses them: as many as registers hold.
+// Vectors of a row that a thread loads before it uses them: as many as registers can hold.
 constexpr int REGISTER_VECTORS = 24 / (EXPERTS + TOKENS) > 1 ? 24 / (EXPERTS + TOKENS) : 1;
 constexpr int AT_ONCE = VECTORS < REGISTER_VECTORS ? VECTORS : REGISTER_VECTORS;
 static_assert(MAX_TOKENS % TOKENS == 0);
 
-// x (tokens, HIDDEN); weight (NUM_EXPERTS, HIDDEN); logits (tokens, NUM_EXPERTS).
-// Grid: a thread block for each EXPERTS experts and MAX_TOKENS tokens.
+// x (tokens, HIDDEN); weight (NUM_EXPERTS, HIDDEN); logits (tokens, NUM_EXPERTS). Grid: a thread block for each EXPERTS
+// experts and MAX_TOKENS tokens.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
     router_logits(const Element* x, const Element* weight, Output::Element* logits, int tokens) {
   __shared__ WarpSums<MAX_TOKENS / TOKENS> sums;

@@ -1,9 +1,9 @@
-// Thread blocks share the weight of a router: each has EXPERTS of its rows, each thread the same columns of these rows,
-// for TOKENS tokens at a time. Products are exact for 16-bit types. Sums are float32 in a fixed order: in a thread,
-// then over the warp, where each lane ends with one sum, then over the warps.
+// Router logits. The weight is divided among thread blocks: each has EXPERTS rows of it, and each thread the same
+// columns of all these rows, for TOKENS tokens at a time. Products are exact for 16-bit types. Sums are float32 in a
+// fixed order: within a thread; then over the warp, after which each lane has one sum; then over the warps.
 //
-// Compile-time constants: those of router.cuh, INPUT for x and weight; those of row_vectors.cuh, ROW_THREADS being the
-// thread block; NUM_EXPERTS; EXPERTS and TOKENS, powers of two, their product at most 32.
+// Compile-time constants: those of router.cuh, with INPUT for x and weight; those of row_vectors.cuh, with ROW_THREADS
+// = the threads of a block; NUM_EXPERTS; EXPERTS and TOKENS (powers of two whose product is at most 32).
 #pragma once
 
 #include "parameter.cuh"
@@ -14,11 +14,11 @@ constexpr int WARPS = ROW_THREADS / WARP;
 constexpr int SUMS = EXPERTS * TOKENS;
 static_assert(SUMS <= WARP && (SUMS & (SUMS - 1)) == 0 && ROW_THREADS % WARP == 0);
 
-// This thread block's rows of the weight.
+// The rows of the weight that this thread block handles.
 struct WeightRows {
-  const Element* first;  // of this thread
-  int columns;           // from there on
-  int count;
+  const Element* first;  // this thread's first element in the first row
+  int columns;           // columns from there to the end of the row
+  int count;             // rows that exist; may exceed EXPERTS
 
   // weight (NUM_EXPERTS, HIDDEN).
   explicit __device__ __forceinline__ WeightRows(const Element* weight) {
@@ -28,7 +28,7 @@ struct WeightRows {
     count = NUM_EXPERTS - static_cast<int>(blockIdx.x) * EXPERTS;
   }
 
-  // Vector i of row e.
+  // Loads vector i of row e.
   __device__ __forceinline__ Vector load(int e, int i) const {
     return load_parameter(first + e * HIDDEN + i * STEP, e < count ? columns - i * STEP : 0);
   }
@@ -44,7 +44,7 @@ struct WeightRows {
   }
 };
 
-// Adds the products of a vector of each token and one of each expert.
+// Adds the products of one vector of each token with one vector of each expert's row.
 __device__ __forceinline__ void add_products(float (&sum)[SUMS], const Vector (&x)[TOKENS],
                                              const Vector (&weight)[EXPERTS]) {
 #pragma unroll
@@ -54,7 +54,7 @@ __device__ __forceinline__ void add_products(float (&sum)[SUMS], const Vector (&
   }
 }
 
-// The sums of v[0], ..., v[Count - 1] over a warp: that of v[lane % Count] in each lane. v is used up.
+// Sums each of v[0], ..., v[Count - 1] over a warp. Each lane returns the sum of v[lane % Count]. Overwrites v.
 template <int Count, int Size>
 __device__ __forceinline__ float sum_in_lanes(float (&v)[Size], u32 lane) {
   constexpr int HALF = Count / 2;
@@ -71,11 +71,12 @@ __device__ __forceinline__ float sum_in_lanes(float (&v)[Size], u32 lane) {
   }
 }
 
-// Sums of all warps: of TOKENS tokens by EXPERTS experts, Groups times.
+// The sums of all warps, each for TOKENS tokens and EXPERTS experts, for `Groups` groups of tokens.
 template <int Groups>
 using WarpSums = float[WARPS][Groups][SUMS];
 
-// Adds up the sums of the warps to the logits of `tokens` tokens. Called by the thread block after all warps' sums.
+// Adds up the sums of the warps and stores the logits of `tokens` tokens. Called by the whole thread block once all
+// warps have written their sums.
 template <int Groups>
 __device__ __forceinline__ void store_logits(Output::Element* logits, const WarpSums<Groups>& sums, int tokens) {
 #pragma unroll 1

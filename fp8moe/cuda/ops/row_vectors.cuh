@@ -1,6 +1,7 @@
-// A row that ROW_THREADS threads share: vector i of a thread has the columns from PER_VECTOR * thread + i * STEP on.
+// The division of a row among ROW_THREADS threads: vector i of a thread begins at column PER_VECTOR * thread + i *
+// STEP.
 //
-// Compile-time constants: those of input.cuh; HIDDEN, the columns; ROW_THREADS.
+// Compile-time constants: those of input.cuh; HIDDEN (columns); ROW_THREADS.
 #pragma once
 
 #include "input.cuh"

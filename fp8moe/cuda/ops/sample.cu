@@ -1,31 +1,33 @@
-// Draws the next token of each row of logits, and appends it to the generated tokens of the row's sequence.
+// Samples the next token of each row of logits, and appends it to the generated tokens of the row's sequence.
 //
-// A cluster of thread blocks takes a row, which stays in L2 between passes:
+// A cluster of thread blocks handles one row, which stays in L2 between passes:
 //
-// 1. One pass finds the largest logits, raw and penalized, and the sum for the logarithm of the softmax. Greedy rows
+// 1. One pass finds the largest raw logit, the largest penalized logit, and the sum for the log-softmax. Greedy rows
 //    are done.
-// 2. top_k and top_p raise `floor`, the least key that is kept, by radix selection (radix_select.cuh): top_k by counts,
-//    top_p by mass in fixed point. Of tokens that equal the last one of top_p, those from index `cut` on are kept.
-// 3. The largest sum of scaled logit and noise is the token.
+// 2. top_k and top_p raise `floor`, the smallest key that is kept, by radix selection (radix_select.cuh): top_k by
+//    counts, top_p by probability mass in fixed point. Of tokens whose key equals `floor`, top_p keeps those with an
+//    index from `cut` on.
+// 3. The token with the largest sum of scaled logit and noise is chosen.
 //
-// For top_k, the k-th largest of the threads' largest logits is a first bound. As soon as a thread block's candidates
-// fit into its list, it reads the list instead of the row. Lists are in no order, and nothing depends on it.
+// For top_k, a first bound is the k-th largest of the threads' largest logits. Once a thread block's candidates fit
+// into its list, it reads the list instead of the row. The order of the list is arbitrary and does not affect the
+// result.
 //
-// Compile-time constants: those of input.cuh, gumbel.cuh and radix_select.cuh; CAPACITY of a list; MASS_BITS;
-// IN_PROMPT and GENERATED, bits of `seen`; OPERANDS_BYTES.
+// Compile-time constants: those of input.cuh, gumbel.cuh and radix_select.cuh; CAPACITY (of a list); MASS_BITS;
+// IN_PROMPT and GENERATED (bits of `seen`); OPERANDS_BYTES.
 #include "gumbel.cuh"
 #include "input.cuh"
 #include "ordered.cuh"
 #include "radix_select.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr u32 EVERYTHING = THREADS * CLUSTER * PER_VECTOR;  // tokens that a cluster takes at a time
+constexpr u32 EVERYTHING = THREADS * CLUSTER * PER_VECTOR;  // tokens that a cluster processes per step
 constexpr float LOWEST = -0x1.FFFFFEp127f;
 
-// Generated tokens of sequences (sample_next); null pointers for sample.
+// State of the sequences, for sample_next; null pointers for sample.
 struct Sequences {
-  i64 *tokens, *generated;  // the last of each; (rows, longest)
-  float* logprobs;          // likewise
+  i64 *tokens, *generated;  // last token of each sequence; (rows, longest)
+  float* logprobs;          // (rows, longest)
   i64* count;
   u8 *finished, *failed;
   const i64* limit;
@@ -41,7 +43,7 @@ struct Operands {
   const i64* seed;
   i64* step;
   u8* seen;     // (rows, vocab)
-  i64* tokens;  // results of sample, like `logprobs`
+  i64* tokens;  // results of sample; so is `logprobs`
   float* logprobs;
   Sequences sequences;
   i64 logits_stride;
@@ -57,7 +59,8 @@ __device__ float fast_exp(float x) {
   return power;
 }
 
-// A value and its token as an integer: larger for larger values, then for lower tokens; 0 is less than all.
+// Packs a value and its token into an integer. Larger values give larger integers; of equal values, lower tokens do. 0
+// is smaller than every result.
 __device__ u64 pack(float value, u32 token) { return u64{to_ordered(value)} << 32 | ~token; }
 __device__ float packed_value(u64 packed) { return from_ordered(static_cast<u32>(packed >> 32)); }
 __device__ u32 packed_token(u64 packed) { return ~static_cast<u32>(packed); }
@@ -94,7 +97,7 @@ struct Row {
   const u8* seen;
   u32 vocab;
 
-  // The marks of the first `count` of a vector's tokens, a byte for each.
+  // Returns the marks in `seen` of the first `count` tokens of a vector, one byte each.
   __device__ u64 marks(u32 token, int count) const {
     if constexpr (VECTOR && PER_VECTOR == 8) {
       const uint2 v = *reinterpret_cast<const uint2*>(seen + token);
@@ -111,7 +114,7 @@ struct Row {
     }
   }
 
-  // Calls f(first token, number of tokens, logits, penalized logits) for the vectors of this thread.
+  // Calls f(first token, number of tokens, logits, penalized logits) for each vector of this thread.
   template <class F>
   __device__ void each_vector(const Parameters& parameters, const F& f) const {
     const bool penalizes = parameters.penalizes();
@@ -134,11 +137,11 @@ struct Row {
   }
 };
 
-// A summary of some tokens.
+// What is known of a set of tokens: the largest logit, the softmax's sum, the best token.
 struct Summary {
   float largest;  // raw logit
   float sum;      // of e^(raw logit - largest)
-  u64 best;       // penalized logit, or score, and token
+  u64 best;       // packed: penalized logit (or score) and its token
 
   static __device__ Summary of_nothing() { return {LOWEST, 0.0f, 0}; }
 
@@ -156,7 +159,7 @@ struct Summary {
   }
 };
 
-// A summary as another thread block reads it.
+// A summary in shared memory that other thread blocks can read.
 struct Published {
   u32 largest, sum;
   Weight best;
@@ -179,12 +182,12 @@ struct Candidate {
 struct Shared {
   Histogram histogram;
   Candidate list[CAPACITY];
-  u32 listed;  // candidates for the list; more than CAPACITY: they do not fit
+  u32 listed;  // number of candidates for the list; it holds them all if this is at most CAPACITY
   Summary warps[WARPS];
   Published block;
 };
 
-// The summary of the tokens of all threads of the cluster; `whole` is in shared memory.
+// Merges the summaries of all threads of the cluster into `whole`, which is in shared memory.
 __device__ void summarize_row(Shared& shared, const Summary& mine, Summary& whole) {
   const u32 lane = threadIdx.x % WARP;
   const Summary warp = mine.over_warp();
@@ -227,16 +230,16 @@ __device__ Summary summarize(const Row& row, const Parameters& parameters) {
   return mine;
 }
 
-// The tokens that are kept.
+// The tokens that are kept so far, and the list of them if it fits.
 class Candidates {
  public:
-  u32 floor = 0;  // the least key
-  u32 cut = 0;    // the least token with this key
+  u32 floor = 0;  // the smallest key that is kept
+  u32 cut = 0;    // of tokens with the key `floor`, the first that is kept
 
   __device__ Candidates(Shared& shared, const Row& row, const Parameters& parameters)
       : shared(shared), row(row), parameters(parameters) {}
 
-  // Calls f(key, token) for the kept tokens of this thread. All threads of the block call it, and meet at its end.
+  // Calls f(key, token) for this thread's kept tokens. Called by all threads of the block; ends with a barrier.
   template <class F>
   __device__ void each(const F& f) {
     if (in_list) {
@@ -248,8 +251,8 @@ class Candidates {
     }
     if (threadIdx.x == 0) shared.listed = 0;
     __syncthreads();
-    // A logit below this bound is below the floor after the division too, which it is spared: the margin exceeds the
-    // rounding of product and quotient, for normal and for small numbers. Without a floor the bound is NaN.
+    // Saves the division: a logit below this bound stays below the floor after it. The margin exceeds the rounding of
+    // the product and the quotient, for normal and for subnormal numbers. Without a floor the bound is NaN.
     const float product = __fmul_rn(from_ordered(floor), parameters.temperature);
     const float limit = product - fabsf(product) * 0x1p-21f - parameters.temperature * 0x1p-148f - 0x1p-146f;
     u32 place = floor ? 0 : CAPACITY;
@@ -283,7 +286,7 @@ struct One {
   __device__ u64 operator()() const { return 1; }
 };
 
-// own: this thread's largest key.
+// Raises the floor to the top_k-th largest key. own: this thread's largest key.
 __device__ void keep_top_k(Shared& shared, Candidates& candidates, u64 top_k, u32 own) {
   const auto target = [&](u64) { return top_k; };
   if (top_k <= CLUSTER * THREADS) {
@@ -293,7 +296,7 @@ __device__ void keep_top_k(Shared& shared, Candidates& candidates, u64 top_k, u3
   radix_select(shared.histogram, 32, candidates.floor, each, target);
 }
 
-// e^(scaled logit - largest), in fixed point.
+// e^(scaled logit - largest), as a fixed-point number.
 __device__ u64 mass(u32 key, float largest) {
   const float weight = rounded_exp(__fsub_rn(from_ordered(key), largest));
   return __float2ull_rz(__fmul_rn(weight, static_cast<float>(1ull << MASS_BITS)));
@@ -311,14 +314,14 @@ __device__ void keep_top_p(Shared& shared, Candidates& candidates, float top_p, 
   const u32 floor = candidates.floor;
   const u64 share = mass(floor, largest);
   if (last.rest == last.inside || last.rest + share > last.inside) return;
-  // Of tokens that equal the last one, those with the largest indices are kept until the mass suffices.
+  // Of the tokens with the smallest kept key, keep those with the largest indices, until the mass suffices.
   const auto equal = [&](const Count& count) {
     candidates.each([&](u32 key, u32 token) { count(token, [&] { return key == floor ? share : 0; }); });
   };
   radix_select(shared.histogram, 32 - __clz(vocab - 1), candidates.cut, equal, [&](u64) { return last.rest; });
 }
 
-// The score and the token of this thread's best candidate.
+// Returns this thread's best candidate: score and token, packed.
 __device__ u64 draw(Candidates& candidates, float min_p, float largest, GumbelNoise noise) {
   u64 best = 0;
   candidates.each([&](u32 key, u32 token) {
@@ -329,7 +332,7 @@ __device__ u64 draw(Candidates& candidates, float min_p, float largest, GumbelNo
   return best;
 }
 
-// Appends a token to a sequence; -1 if there was none to choose.
+// Appends a token to its sequence. token is -1 if none could be chosen.
 __device__ void note(const Operands& operands, u32 index, i64 token, float logprob) {
   const Sequences& sequences = operands.sequences;
   if (sequences.count == nullptr) {
@@ -353,7 +356,7 @@ __device__ void note(const Operands& operands, u32 index, i64 token, float logpr
       stopped || sequences.ends[i64{index} * operands.vocab + token] || count >= sequences.limit[index];
 }
 
-// Stores the logprob of the chosen token and marks it. By one thread.
+// Stores the logprob of the chosen token and marks the token as generated. Called by one thread.
 __device__ void finish(const Operands& operands, u32 index, const Summary& raw, u32 token) {
   const float logit = Input::value(operands.logits[index * operands.logits_stride + token]);
   operands.seen[i64{index} * operands.vocab + token] |= GENERATED;

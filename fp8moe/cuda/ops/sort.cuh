@@ -1,46 +1,46 @@
-// A counting sort of assignments by expert, by one thread block or one cluster. It is stable and deterministic: every
-// warp counts a contiguous part of the assignments by itself, without atomics.
+// A counting sort of assignments by expert, in one thread block or one cluster. It is stable and deterministic: every
+// warp counts a contiguous part of the assignments on its own, without atomics.
 //
-// 1. Lanes with the same expert find each other. An assignment's rank inside its warp is the warp's count of that
-//    expert so far, plus the lower lanes with the same expert.
-// 2. A thread per expert adds up the counts of the warps, then the counts of the cluster's thread blocks through
-//    distributed shared memory; a scan over the experts gives the beginning of each.
-// 3. Row = start of the expert + assignments in earlier thread blocks + in earlier warps + rank inside the warp.
+// 1. Lanes with the same expert find each other. An assignment's rank within its warp is the warp's count of that
+//    expert so far, plus the number of lower lanes with the same expert.
+// 2. One thread per expert adds up the counts of the warps, then those of the cluster's thread blocks, through
+//    distributed shared memory. A scan over experts gives the start of each.
+// 3. Row = start of the expert + assignments in earlier thread blocks + in earlier warps + rank within the warp.
 //
-// Compile-time constants: COUNTERS (of experts, a power of two from 32 to 1024), WARPS (of a thread block, 32 * WARPS
-// >= COUNTERS), CLUSTER (thread blocks), MASKED (every expert has `capacity` rows), PITCH (counters of a warp),
+// Compile-time constants: COUNTERS (of experts; a power of two from 32 to 1024), WARPS (of a thread block; 32 * WARPS
+// >= COUNTERS), CLUSTER (thread blocks), MASKED (every expert has `capacity` rows), PITCH (counters per warp),
 // SHARED_BYTES.
 #pragma once
 
 #include "cluster.cuh"
 #include "warp.cuh"
 
-constexpr u32 NO_EXPERT = COUNTERS;  // counted like an expert, in a counter of its own
+constexpr u32 NO_EXPERT = COUNTERS;  // has a counter of its own, like an expert
 constexpr u32 NO_ROW = 0xFFFFFFFFu;
 static_assert(WARPS * WARP >= COUNTERS && PITCH > NO_EXPERT && PITCH % 4 == 0);
 
 struct Shared {
-  u32 counts[WARPS * PITCH];  // counts of each warp, PITCH apart: whole 16-byte vectors
-  u32 starts[COUNTERS];       // beginning of each expert in its section
-  u32 section_counts[WARP];   // counts of sections: a section is the 32 experts of one warp
+  u32 counts[WARPS * PITCH];  // of each warp, PITCH apart, a multiple of 16 bytes
+  u32 starts[COUNTERS];       // start of each expert within its section
+  u32 section_counts[WARP];   // total of each section: the 32 experts of one warp
   u32 block_counts[COUNTERS];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES);
 
 struct SortSizes {
   u32 count, experts, capacity;
-  u32 first_expert;         // the index of the first of `experts`
-  u32 first_row, num_rows;  // the window of packed rows that is kept
+  u32 first_expert;         // index of the first of `experts`
+  u32 first_row, num_rows;  // the range of packed rows that is kept
 };
 
-// A thread's part of the sort: clear(), rank() of its assignments in their order, a barrier, add_up(), row().
+// One thread's part of the sort. Call clear(), rank() for its assignments in order, a barrier, add_up(), row().
 struct Sort {
   Shared& shared;
   const SortSizes& sizes;
   u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   u32 block = CLUSTER == 1 ? 0 : cluster_rank();
   u32* own = shared.counts + warp * PITCH;  // counters of this warp
-  u32 section_start = 0;                    // lane i: beginning of section i
+  u32 section_start = 0;                    // lane i: start of section i
 
   __device__ __forceinline__ Sort(Shared& shared, const SortSizes& sizes) : shared(shared), sizes(sizes) {}
 
@@ -49,7 +49,7 @@ struct Sort {
     __syncwarp();
   }
 
-  // The rank inside its warp of an assignment to this expert, one per lane: lower lanes come first.
+  // Counts an assignment to `expert`, one per lane, and returns its rank within the warp. Lower lanes come first.
   __device__ __forceinline__ u32 rank(u32 expert) const {
     const u32 alike = __match_any_sync(FULL_WARP, expert);
     const u32 lower = __popc(alike & ((1u << lane) - 1));
@@ -60,10 +60,11 @@ struct Sort {
     return counted + lower;
   }
 
-  // Turns the counts of the warps into the beginnings of the experts. groups: the first row of each expert and the end
-  // of the last, (experts + 1,), in the window; or with MASKED the rows in use of each expert, (experts,).
+  // Turns the counts of the warps into the starts of the experts, and writes `groups`. Without MASKED: the first row of
+  // each expert and the end of the last, (experts + 1,), relative to the window. With MASKED: the number of used rows
+  // of each expert, (experts,).
   __device__ __forceinline__ void add_up(int* groups) {
-    // The counts of a warp become those of the warps before it.
+    // Replace each warp's count by the sum of the counts of the warps before it.
     u32 in_block = 0;
     if (threadIdx.x < COUNTERS) {
 #pragma unroll 8
@@ -88,7 +89,7 @@ struct Sort {
           total += counted;
         }
       }
-      cluster_arrive_release();  // the wait is at the end: no block exits while another reads its counts
+      cluster_arrive_release();  // cluster_wait() is at the end: no block may exit while another reads its counts
     }
 
     u32 section_end = 0;
@@ -118,7 +119,7 @@ struct Sort {
     }
   }
 
-  // The row of an assignment with this rank, one per lane; -1 for none.
+  // Returns the row of an assignment, one per lane, given its rank; -1 if it has none.
   __device__ __forceinline__ int row(u32 expert, u32 rank) const {
     const u32 start = __shfl_sync(FULL_WARP, section_start, expert / WARP);
     u32 row = NO_ROW;

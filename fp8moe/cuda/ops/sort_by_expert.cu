@@ -1,10 +1,10 @@
-// Sorts the assignments of tokens to experts by the counting sort of sort.cuh: it finds the beginning of each expert's
-// rows and the row of every assignment. A warp takes 32 assignments at a time, STEPS times in a row.
+// Sorts the assignments of tokens to experts by the counting sort of sort.cuh: finds the start of each expert's rows
+// and the row of every assignment. A warp handles 32 assignments at a time, STEPS times in a row.
 //
-// Between counting and writing, ranks stay in registers if there is one thread block, and are kept in `rows` otherwise.
+// Between counting and writing, ranks stay in registers if there is one thread block, otherwise in `rows`.
 //
-// Compile-time constants: those of sort.cuh, CLUSTER being 1 thread block for at most 32 * WARPS * STEPS assignments,
-// or 8 for any number; INDEX (int or long long); STEPS (assignments that a lane takes at a time); SIZES_BYTES.
+// Compile-time constants: those of sort.cuh (CLUSTER = 1 for at most 32 * WARPS * STEPS assignments, or 8 for any
+// number); INDEX (int or long long); STEPS (assignments per lane at a time); SIZES_BYTES.
 #include "sort.cuh"
 
 using Index = INDEX;
@@ -13,15 +13,15 @@ using UnsignedIndex = unsigned INDEX;
 constexpr bool IN_REGISTERS = CLUSTER == 1;
 static_assert(sizeof(SortSizes) == SIZES_BYTES);
 
-// The expert of assignment i, NO_EXPERT for one that is not of this rank or past the end.
+// Returns the expert of assignment i. NO_EXPERT if i is past the end, or the expert is not on this rank.
 __device__ u32 expert_of(const Index* index, u32 i, u32 end, const SortSizes& sizes) {
   if (i >= end) return NO_EXPERT;
-  // Unsigned: an index below the first expert becomes very large.
+  // Unsigned arithmetic: an index below first_expert wraps to a very large number.
   const UnsignedIndex expert = static_cast<UnsignedIndex>(index[i]) - sizes.first_expert;
   return expert < sizes.experts ? static_cast<u32>(expert) : NO_EXPERT;
 }
 
-// index, rows (count,). groups: see Sort::add_up, followed by a 0. Grid: one cluster.
+// index, rows (count,). groups: as for Sort::add_up, followed by a 0. Grid: one cluster.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     sort_by_expert(const Index* index, int* groups, int* rows, const __grid_constant__ SortSizes sizes) {
   extern __shared__ uint4 dynamic_shared[];

@@ -1,23 +1,23 @@
-// The gradient of gate and up for `weight * SwiGLU(gate, up)`, rounded to bfloat16 and quantized along its rows.
-// BESIDE: also quantized along its columns (quantize_tile.cuh), or also stored without quantization, together with
-// SwiGLU. For the gradient of the weights: the sum of SwiGLU * grad over each row.
+// The gradient of gate and up of `weight * SwiGLU(gate, up)`, rounded to bfloat16 and quantized along its rows. BESIDE
+// selects a second result: the gradient quantized along its columns (quantize_tile.cuh), or the gradient and SwiGLU in
+// bfloat16. Also computes the sum of SwiGLU * grad over each row, for the gradient of the weights.
 //
 // Compile-time constants: those of swiglu_operands.cuh.
 #include "swiglu_operands.cuh"
 
 struct Source {
-  const Element* gate_up;  // (num_rows, width), rows `row_stride` apart; width: of gate and up together
+  const Element* gate_up;  // (num_rows, width), rows `row_stride` apart; width counts gate and up
   const Element* grad;     // (num_rows, width / 2), rows `grad_stride` apart
   const float* weights;    // (num_rows)
-  float* dots;             // (width / 256, num_rows), the sums over 128 columns; written
-  Element* d_gate_up;      // (num_rows, width)
-  Element* values;         // (num_rows, width / 2), SwiGLU without weights
+  float* dots;             // (width / 256, num_rows), output: sums of SwiGLU * grad over 128 columns
+  Element* d_gate_up;      // (num_rows, width), output
+  Element* values;         // (num_rows, width / 2), output: SwiGLU without weights
   i64 row_stride, grad_stride;
   float limit, alpha;
 };
 static_assert(sizeof(Source) == SOURCE_BYTES);
 
-// A gate or up that the limit clamps gets no gradient.
+// SwiGLU and its derivatives. A gate or up value that the limit clamps has gradient 0.
 struct SwigluGradients : Swiglu<SWIGLU_FORM> {
   bool gate_clamped, up_clamped;
 
@@ -32,7 +32,7 @@ struct SwigluGradients : Swiglu<SWIGLU_FORM> {
   __device__ float d_up(float grad) const { return up_clamped ? 0.f : grad * (gate * gate_sigmoid); }
 };
 
-// Replaces gate and up by their gradients, and sums SwiGLU * grad over the columns of the tile for each row.
+// Replaces gate and up by their gradients. Also sums SwiGLU * grad over the tile's columns, for each row.
 __device__ void make_gradients(const Source& source, const Results& results, const RowTile& tile,
                                const ThreadPosition& p, i64 column) {
   float* dots = source.dots + column / BLOCK * results.num_rows + tile.first;
@@ -65,7 +65,7 @@ __device__ void make_gradients(const Source& source, const Results& results, con
   }
 }
 
-// Grid: that of find_tile, where column tiles are those of `grad`. Shared memory is enough for 2 thread blocks an SM.
+// Grid: as for find_tile, with column tiles of `grad`. Shared memory allows 2 thread blocks per SM.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     swiglu_backward_quantize(const __grid_constant__ Results results, const __grid_constant__ Source source) {
   __shared__ Shared s;

@@ -1,6 +1,6 @@
-// The operands of SwiGLU and of its backward on their way to the quantizers. Each thread copies its operands to shared
-// memory, because registers would hold too few loads in flight. Its results replace them, rounded to bfloat16, so that
-// a tile fits into 32 registers.
+// Operands of SwiGLU and its backward, staged in shared memory. Each thread copies its operands there, because
+// registers would hold too few loads in flight. Its results replace the operands, rounded to bfloat16, so that a tile
+// needs only 32 registers when it is quantized.
 //
 // Compile-time constants: those of quantize_tile.cuh with INPUT = BFloat16, VECTOR = 1 and WEIGHTED = 0; SWIGLU_FORM
 // (see swiglu.cuh), OPERANDS (2, or 3 with a gradient), BESIDE, SOURCE_BYTES, SHARED_BYTES.
@@ -11,9 +11,9 @@
 
 static_assert(VECTOR && VECTORS == 1 && !WEIGHTED);
 
-enum Operand { GATE, UP, GRAD };  // the transposed tile takes the place of GATE
+enum Operand { GATE, UP, GRAD };  // the transposed tile overwrites GATE
 
-// BESIDE: a second result beside the quantized rows: none, the quantized columns, or the values in bfloat16.
+// Values of BESIDE, the result in addition to quantized rows: none, quantized columns, or the values in bfloat16.
 enum Beside { NOTHING, COLUMNS, VALUES };
 
 struct OperandVectors {
@@ -31,13 +31,14 @@ __device__ void put_vector(Operand operand, int r, const u32 (&words)[4]) {
   store_16(&slot(operand, r), {words[0], words[1], words[2], words[3]});
 }
 
-// A matrix with a row for each row of the results.
+// A matrix of operands; its rows correspond to the rows of the results.
 struct Rows {
   const Element* data;
   i64 stride;
 };
 
-// Starts to load the rows of a tile, a group of copies for each half of them; rows that are not there are zeros.
+// Starts to load the rows of a tile, as two groups of copies, one for each half of a thread's rows. Rows that do not
+// exist become zeros.
 __device__ void copy_operands(const RowTile& tile, const ThreadPosition& p, i64 column,
                               const Rows (&operands)[OPERANDS]) {
 #pragma unroll
@@ -53,13 +54,13 @@ __device__ void copy_operands(const RowTile& tile, const ThreadPosition& p, i64 
   }
 }
 
-// Waits until row r has arrived; rows are waited for in order.
+// Waits until a thread's row r has arrived. Must be called for rows in ascending order.
 __device__ void wait_for_operands(int r) {
   if (r == 0) async_wait<1>();
   if (r == HALF) async_wait<0>();
 }
 
-// A matrix in bfloat16 beside the results, rows next to each other; written if BESIDE == VALUES.
+// A contiguous bfloat16 matrix that is written if BESIDE == VALUES.
 struct ValuesBeside {
   Element* data;
   i64 width;
@@ -71,7 +72,8 @@ struct ValuesBeside {
   }
 };
 
-// Quantizes the values that have replaced an operand, and stores them in the columns from `first_column` on.
+// Quantizes the values that have replaced `operand`, and stores them. `first_column`: the tile's first column in the
+// results.
 __device__ void quantize(Operand operand, const Results& results, Shared& s, const ThreadPosition& p,
                          i64 first_column) {
   Values values;

@@ -1,5 +1,5 @@
-// SwiGLU of gate and up, rounded to bfloat16 and quantized along its rows. BESIDE: also quantized along its columns
-// (quantize_tile.cuh), or also stored without quantization.
+// SwiGLU of gate and up, rounded to bfloat16 and quantized along its rows. BESIDE selects a second result: quantized
+// along its columns (quantize_tile.cuh), or the values in bfloat16.
 //
 // Compile-time constants: those of swiglu_operands.cuh.
 #include "swiglu_operands.cuh"
@@ -12,7 +12,7 @@ struct Source {
 };
 static_assert(sizeof(Source) == SOURCE_BYTES);
 
-// Replaces gate by the SwiGLU.
+// Replaces gate by SwiGLU.
 __device__ void make_swiglu(const Source& source, const Results& results, const RowTile& tile, const ThreadPosition& p,
                             i64 column) {
   const ValuesBeside values = {source.values, results.width};
@@ -33,7 +33,7 @@ __device__ void make_swiglu(const Source& source, const Results& results, const 
   }
 }
 
-// Grid: that of find_tile. Shared memory is enough for 3 thread blocks an SM.
+// Grid: as for find_tile. Shared memory allows 3 thread blocks per SM.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
     swiglu_quantize(const __grid_constant__ Results results, const __grid_constant__ Source source) {
   __shared__ Shared s;

@@ -1,18 +1,18 @@
-// Transposes FP8 weights with one scale per 128 rows and 128 columns; no value changes.
+// Transposes FP8 weights with one scale per 128 rows and 128 columns. Values do not change.
 //
-// A thread block of 8 warps takes the 128x128 values of one scale. A thread holds 4 rows of 16 columns and writes 4
+// A thread block of 8 warps handles the 128x128 values of one scale. A thread holds 4 rows of 16 columns, and writes 4
 // bytes of each of 16 output rows to shared memory. Loads and stores cover 128 bytes of a row.
 //
-// Compile-time constants: BLOCK; WARPS (of a thread block); LOAD_ALIGNED, STORE_ALIGNED (rows of the input, of the
-// output, start at multiples of 16 bytes and are multiples of 16 bytes long).
+// Compile-time constants: BLOCK; WARPS (of a thread block); LOAD_ALIGNED and STORE_ALIGNED (rows of the input, or of
+// the output, begin at multiples of 16 bytes and their length is a multiple of 16 bytes).
 #include "vector.cuh"
 
-constexpr int CHUNK = 16;  // bytes of a row that move as one
+constexpr int CHUNK = 16;  // bytes of a row that one thread moves
 constexpr int CHUNKS = BLOCK / CHUNK;
 constexpr int THREAD_ROWS = 4;
 static_assert(WARPS == CHUNKS && WARP / CHUNKS * THREAD_ROWS == CHUNK);
 
-// Moves bytes 4 * row + column of 4 words to bytes 4 * column + row.
+// Transposes a 4x4 matrix of bytes: moves byte j of word i to byte i of word j.
 __device__ void transpose_bytes(u32 (&words)[4]) {
   const u32 low01 = __byte_perm(words[0], words[1], 0x5140);
   const u32 high01 = __byte_perm(words[0], words[1], 0x7362);
@@ -24,8 +24,8 @@ __device__ void transpose_bytes(u32 (&words)[4]) {
   words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// data (e, n, k) and scale (e, n_blocks, k_blocks) to data_out (e, k, n) and scale_out (e, k_blocks, n_blocks), all
-// contiguous. Grid: e * n_blocks * k_blocks, k_blocks running fastest.
+// Reads data (e, n, k) and scale (e, n_blocks, k_blocks); writes data_out (e, k, n) and scale_out (e, k_blocks,
+// n_blocks); all contiguous. Grid: e * n_blocks * k_blocks, with k_blocks running fastest.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     transpose_fp8(const u8* data, const float* scale, u8* data_out, float* scale_out, i64 n, i64 k, i64 n_blocks,
                   i64 k_blocks) {
@@ -49,13 +49,14 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
 #pragma unroll
   for (int r = 0; r < THREAD_ROWS; ++r) {
     const int count = first_row + r < rows ? columns - static_cast<int>(chunk) * CHUNK : 0;
-    // L1 keeps these loads: with load_elements, which bypasses L1, this kernel takes 6% longer.
+    // These loads go through L1: with load_elements, which bypasses L1, this kernel takes 6% longer.
     if constexpr (LOAD_ALIGNED) v[r] = count > 0 ? load_16(source + r * k) : Bytes16{};
     if constexpr (!LOAD_ALIGNED) v[r] = load_elements<false>(source + r * k, count);
   }
   if (threadIdx.x == 0) scale_out[(expert * k_blocks + k_block) * n_blocks + n_block] = scale[blockIdx.x];
 
-  // The chunks of an output row are permuted by the input chunk it comes from: a warp's 32 words fall in 32 banks.
+  // The chunks of an output row are permuted by the input chunk they come from, so that a warp's 32 words are in 32
+  // banks.
   u32* target = reinterpret_cast<u32*>(&transposed[chunk * CHUNK * BLOCK + (warp ^ chunk) * CHUNK]) + row_group;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

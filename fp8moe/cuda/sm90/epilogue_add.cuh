@@ -1,13 +1,13 @@
-// out = sums + c, the D = C + A B^T of BLAS.
+// out = sums + c, like D = C + A B^T in BLAS.
 #pragma once
 
 #include "epilogue_store.cuh"
 
 struct ResultPlusMatrix : Result {
-  const void* c;  // (m, N) of the result's dtype; it may be the result: a warp reads what it writes, and reads first
+  const void* c;  // (m, N) of the result's dtype. May alias the result: a warp reads an element before it overwrites it
   long long c_pitch;  // elements between its rows
 
-  // As for Result.
+  // Overrides Result::add.
   __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, const Tile& tile) const {
     row += lane_id() / 4;
     n += 2 * (lane_id() % 4);

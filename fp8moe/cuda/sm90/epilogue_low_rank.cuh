@@ -1,4 +1,4 @@
-// out = sums + ranks @ factors^T, with factors for each group of rows: what LoRA adds (arXiv:2106.09685).
+// out = sums + ranks @ factors^T, the term of LoRA adapters (arXiv:2106.09685). Each group of rows has its own factors.
 //
 // Constants from kernels/gemm/epilogue.py: RANK.
 #pragma once
@@ -8,12 +8,12 @@
 static_assert(RANK % 16 == 0, "a step of the product takes 16 ranks");
 
 struct ResultPlusLowRank : Result {
-  static constexpr bool TO_ALL_SLABS_FIRST = true;  // so that loads are waited for once
+  static constexpr bool TO_ALL_SLABS_FIRST = true;  // so that the warp waits for loads only once
 
   const u16* ranks;    // (m, RANK) bfloat16
   const u16* factors;  // (groups, N, RANK) bfloat16
 
-  // As for Result.
+  // Overrides Result::add.
   __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, const Tile& tile) const {
     const int lane = lane_id(), k = 4 * (lane % 4);
     row += lane / 4, n += lane / 4;
@@ -30,7 +30,7 @@ struct ResultPlusLowRank : Result {
     }
   }
 
-  // To four output features of a token.
+  // Adds to four output features of a token.
   __device__ __forceinline__ float4 add(float4 sum, long long row, int n, const Tile& tile) const {
     const u16* token = ranks + row * RANK;
     const u16* feature = factors + (static_cast<long long>(tile.group) * N + n) * RANK;
@@ -46,7 +46,7 @@ struct ResultPlusLowRank : Result {
   }
 
  private:
-  // Four values, zeros if they are not `there`.
+  // Loads four values, 8 bytes; zeros if `there` is false.
   static __device__ __forceinline__ uint2 load_8(const u16* values, bool there) {
     return there ? *reinterpret_cast<const uint2*>(values) : make_uint2(0, 0);
   }

@@ -1,4 +1,5 @@
-// out = sums: each row is stored in the memory of the GPU that has its token, or of all peers, by its assignment.
+// out = sums, stored on other GPUs: the assignment of a row says which peer has its token and at which row to store.
+// With TO_ALL, each row is stored on all peers.
 //
 // Compile-time constants: those of peers.cuh; TO_ALL.
 #pragma once
@@ -8,15 +9,16 @@
 
 struct PeerStore {
   struct Output {
-    void* peers[PEERS];      // each (assignments, N)
-    const int* assignments;  // (m): of each row
+    void* peers[PEERS];      // the result on each peer, (assignments, N)
+    const int* assignments;  // (m): the assignment of each row
     Meeting meeting;
-    int each;  // assignments of a peer; with TO_ALL all of them
+    int each;  // assignments per peer; with TO_ALL: of all peers together
   };
 
-  // The destination of a row: its first element on a peer; with TO_ALL on all peers.
+  // Where a row is stored: the peer and the index of the row's first element there. With TO_ALL the index is that of
+  // every peer.
   struct Place {
-    int peer;  // -1: nowhere
+    int peer;  // -1: do not store
     long long first;
   };
 
@@ -69,14 +71,14 @@ struct PeerStore {
 
   __device__ __forceinline__ void finish() {}
 
-  // The end of the kernel, for all threads of the block.
+  // Ends the kernel; called by all threads of the block.
   static __device__ __forceinline__ void leave(const Output& out) { meet(out.meeting); }
 
  private:
-  // As of Store.
+  // Stores rows in bfloat16 through the staging tile, like Store::store_rows.
   __device__ __forceinline__ void store_rows(const float (&sum)[ACCUMULATORS], u32 staging, int row, int n, int end) {
     const int lane = lane_id(), chunk = lane % STORE_CHUNKS;
-    Place places[4];  // of the rows that this lane writes
+    Place places[4];  // of the four rows that this lane writes
 #pragma unroll
     for (int i = 0; i < 4; ++i) places[i] = place(row + 4 * i + lane / STORE_CHUNKS, end);
 #pragma unroll
@@ -93,14 +95,14 @@ struct PeerStore {
     }
   }
 
-  // Of a row; no peer from `end` on.
+  // Finds where to store a row; peer -1 for rows from `end` on.
   __device__ __forceinline__ Place place(long long row, int end) const {
     if (row >= end) return {-1, 0};
     const int assignment = out.assignments[row], peer = TO_ALL ? 0 : assignment / out.each;
     return {peer, static_cast<long long>(assignment - peer * out.each) * N};
   }
 
-  // A value to column n of a row.
+  // Stores a value to a row, at column n.
   template <typename Element, typename Value>
   __device__ __forceinline__ void store(const Place& place, int n, const Value& value) const {
     if constexpr (TO_ALL) {

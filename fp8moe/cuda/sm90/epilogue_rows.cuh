@@ -1,12 +1,12 @@
-// The sums of a warp, 16 rows of a slab, as rows of bfloat16 in its staging tile of 16 x STORE_COLUMNS.
+// Converts the sums of a warp, 16 rows of a slab, to rows of bfloat16 in the warp's staging tile of 16 x STORE_COLUMNS.
 #pragma once
 
 #include "gemm_reduction.cuh"
 
-constexpr int STORE_CHUNKS = STORE_COLUMNS / 8;  // of 16 bytes in a row of the staging tile
+constexpr int STORE_CHUNKS = STORE_COLUMNS / 8;  // 16-byte chunks in a row of the staging tile
 constexpr int STORE_PIECES = ceil_div(COLUMNS, STORE_COLUMNS);
 
-// The chunks of a piece of the columns.
+// The number of chunks in a piece. A piece is up to STORE_COLUMNS columns of the slab, what the staging tile holds.
 __device__ __forceinline__ constexpr int piece_width(int piece) {
   return min(STORE_COLUMNS, COLUMNS - STORE_COLUMNS * piece) / 8;
 }
@@ -22,7 +22,7 @@ __device__ __forceinline__ void stage_piece(const float (&sum)[ACCUMULATORS], in
   }
 }
 
-// Reads a chunk of a row.
+// Reads a chunk of a row from the staging tile.
 __device__ __forceinline__ uint4 staged_chunk(u32 staging, int row, int chunk) {
   return load_shared_16(staging + row * 128 + (chunk ^ row % 8) * 16);
 }

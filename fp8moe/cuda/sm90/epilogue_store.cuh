@@ -1,24 +1,25 @@
-// out = sums, in bfloat16 or float32; derived epilogues add to the sums first.
+// out = sums, in bfloat16 or float32. Derived epilogues add something to the sums first.
 #pragma once
 
 #include "epilogue_rows.cuh"
 
-// The destination of the sums. A derived class adds to the sums before they are stored.
+// The destination of the sums. Derived classes override add(), which runs before the sums are stored.
 struct Result {
-  static constexpr bool TO_ALL_SLABS_FIRST = false;  // add to all slabs before any store, or to each before its store
+  static constexpr bool TO_ALL_SLABS_FIRST = false;  // true: add to all slabs, then store; false: slab by slab
 
   void* data;       // (m, N)
-  long long pitch;  // elements between its rows
+  long long pitch;  // elements from one row to the next
 
-  // Adds to the sums of this warp's 16 rows of a slab, from `row` and column `n` on; rows behind the tile do not count.
+  // Adds to this warp's 16 rows of a slab, which begin at `row` and at column `n`. Values of rows past the tile's end
+  // are ignored.
   __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, const Tile& tile) const {}
 
-  // Adds to four output features of a token.
+  // Adds to four output features of a token, from feature n on.
   __device__ __forceinline__ float4 add(float4 sum, long long row, int n, const Tile& tile) const { return sum; }
 };
 
-// Writes the sums of this warp's 16 rows from the registers, two columns at a time: four lanes fill a 32-byte sector.
-// `row` is the warp's first; rows from `end` on and columns from N on are left out.
+// Writes this warp's 16 rows from registers, two columns at a time, so that four lanes fill a 32-byte sector. `row`:
+// the first of the 16 rows. Rows from `end` on and columns from N on are not written.
 __device__ __forceinline__ void store_pairs(const float (&sum)[ACCUMULATORS], float* out, long long pitch, int row,
                                             int n, int end) {
   const int lane = lane_id();
@@ -41,7 +42,7 @@ struct Store {
 
   Shared& s;
   const Output& out;
-  const TensorMap& map;  // of the result as if its pitch were N
+  const TensorMap& map;  // tensor map of the result, which assumes a pitch of N
 
   __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) {
     const int warp = threadIdx.x / WARP % 4, used = slabs_in_use(tile, warpgroup);
@@ -57,7 +58,7 @@ struct Store {
       }
     }
     if constexpr (BY_TMA) {
-      if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // until the previous tile has been read
+      if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // until TMA has read the previous tile from shared memory
       sync_warpgroup(warpgroup);
     }
 #pragma unroll
@@ -95,7 +96,7 @@ struct Store {
     }
   }
 
-  // Called by all math warps after the last tile.
+  // Waits for all TMA stores; called by all math warps after the last tile.
   __device__ __forceinline__ void finish() {
     if constexpr (BY_TMA) {
       if (threadIdx.x % WARPGROUP == 0) bulk_wait();
@@ -105,8 +106,8 @@ struct Store {
   static __device__ __forceinline__ void leave(const Output&) {}
 
  private:
-  // bfloat16 goes through the warp's staging tile to 16-byte stores of whole 128-byte rows, except for rows from `end`
-  // on.
+  // Stores bfloat16 rows through the warp's staging tile, as 16-byte stores of whole 128-byte rows. Rows from `end` on
+  // are not written.
   __device__ __forceinline__ void store_rows(const float (&sum)[ACCUMULATORS], u32 staging, int row, int n, int end) {
     const int lane = lane_id(), chunk = lane % STORE_CHUNKS;
 #pragma unroll
@@ -127,7 +128,8 @@ struct Store {
     }
   }
 
-  // Hands a slab of 64 rows to TMA, which writes it while this warpgroup goes on. `staging` is free.
+  // Hands a slab of 64 rows to TMA, which writes it while this warpgroup continues. The caller has made sure that
+  // `staging` is free.
   __device__ __forceinline__ void store_slab(const float (&sum)[ACCUMULATORS], u32 staging, int row, int n,
                                              int warpgroup) {
     const int lane = lane_id(), warp = threadIdx.x / WARP % 4;

@@ -1,7 +1,7 @@
-// SwiGLU of gate and up, quantized in blocks of 1x128 with the bits of quantize_1x128.cu.
+// SwiGLU of gate and up, quantized in blocks of 1x128, bit for bit like quantize_1x128.cu.
 //
-// A tile has 128 columns of gate and the same 128 of up, in two slabs: each thread has both, and the result is one
-// quantization block for each row.
+// A tile has 128 columns of gate and the matching 128 columns of up, as two slabs, so a thread holds both values of
+// each pair. Each row of the result is one quantization block.
 #pragma once
 
 #include "block_scale.cuh"
@@ -11,10 +11,10 @@
 struct SwigluQuantize {
   struct Output {
     void* data;       // E4M3 (m, N / 2)
-    long long pitch;  // elements between its rows
-    float* scale;     // MN-major: column block i of 128 from i * scale_pitch on
+    long long pitch;  // elements from one row to the next
+    float* scale;     // MN-major: the scales of column block i, 128 columns, begin at i * scale_pitch
     long long scale_pitch;
-    float limit, alpha;  // of a clamped SwiGLU
+    float limit, alpha;  // parameters of a clamped SwiGLU
   };
 
   Shared& s;
@@ -45,7 +45,8 @@ struct SwigluQuantize {
       }
     }
     __syncwarp();
-    // No branch before the last shuffle: the compiler would no longer take the warp to be in step.
+    // Scales are stored only after the last shuffle: with a branch before it, the compiler would no longer assume that
+    // the warp's lanes run together.
     float* target = out.scale + column / 128 * out.scale_pitch + row + lane / 4;
     if (lane % 4 == 0 && row + lane / 4 < tile.end) target[0] = scales[0];
     if (lane % 4 == 0 && row + lane / 4 + 8 < tile.end) target[8] = scales[1];
@@ -61,16 +62,16 @@ struct SwigluQuantize {
     __syncwarp();
   }
 
-  // A warp takes a token, a lane four of its 128 columns.
+  // Each warp handles one token at a time, each lane four of its 128 columns.
   __device__ __forceinline__ void from_sums(const Sums& sums) {
     const int lane = lane_id(), tokens = sums.tokens();
-    if (COLUMN_VALUES) __builtin_assume(0 <= lane && lane < WARP);  // the compiler can then tell gate from up
+    if (COLUMN_VALUES) __builtin_assume(0 <= lane && lane < WARP);  // lets the compiler tell gate from up
     const int column = sums.tile.n / 2 + 4 * lane;
 #pragma unroll 1
     for (int token = threadIdx.x / WARP; token < tokens; token += MATH_WARPS) {
       const long long row = sums.first_row() + token;
       const float4 gate = sums.at(token, 4 * lane);
-      if (CHANNEL && BIAS) __syncwarp();  // see Columns::apply()
+      if (CHANNEL && BIAS) __syncwarp();  // lanes may have diverged in Columns::apply()
       const float4 up = sums.at(token, 128 + 4 * lane);
       float4 h = make_float4(swiglu(gate.x, up.x), swiglu(gate.y, up.y), swiglu(gate.z, up.z), swiglu(gate.w, up.w));
       if (INTERMEDIATE % 128 != 0 && column >= INTERMEDIATE) h = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -93,8 +94,8 @@ struct SwigluQuantize {
     return Swiglu<SWIGLU_FORM>(gate, up, out.limit, out.alpha).value();
   }
 
-  // One row of a tile in 32 columns of this lane: SwiGLU in place of gate, then the largest magnitude over the four
-  // lanes that share the row.
+  // Replaces gate by SwiGLU in this lane's 32 columns of one row, and returns the row's largest magnitude, over the
+  // four lanes that share it.
   __device__ __forceinline__ float activate_row(float (&gate)[ACCUMULATORS], const float (&up)[ACCUMULATORS], int half,
                                                 int column) const {
     float amax = 0.f;

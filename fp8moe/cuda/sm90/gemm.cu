@@ -2,10 +2,11 @@
 //
 //   a (M, K) e4m3, a_scale (M, ceil(K / 128)) float32 stored MN-major                    tokens
 //   b (N, K) e4m3, b_scale (ceil(N / 128), ceil(K / 128)) float32, or with CHANNEL (N)   weights
-//   bias (N), of the features                                                            with BIAS: added to the sums
-//   or, with GROUPS, one (N, K) for each group of rows of a, and sizes of groups that only the device knows
+//   bias (N), with BIAS                                                                  added to the sums
+//   With GROUPS, b has one (N, K) for each group of rows of a; group sizes are known only on the device.
 //
-// A block computes BLOCK_M x BLOCK_N tiles. Its roles, over a ring of STAGES stages in shared memory (docs/gemm.md):
+// A block computes tiles of BLOCK_M x BLOCK_N. It has two roles, connected by a ring of STAGES stages in shared memory
+// (docs/gemm.md):
 //   produce()   one thread: TMA loads of a, b and a_scale
 //   consume()   WARPGROUPS math warpgroups: wgmma over 128 along K, promotion (gemm_promotion.cuh), then the epilogue
 //
@@ -14,8 +15,8 @@
 // OVERLAPS: a warpgroup starts its next wgmma before it promotes the last one.
 // SWAP = 0: tokens are the 64-row side of wgmma. SWAP = 1: weights are, and a tile may have as few as 8 tokens.
 // SPLIT_K > 1: the blocks of a cluster share the K of a tile (gemm_reduction.cuh).
-// PARTS > 1: a block sums the parts of K one by one, and adds them up as such a cluster does (gemm_parts.cuh).
-// The prelude (kernels/gemm/source.py) has the constants, wgmma() and the Epilogue, one of epilogue_*.cuh.
+// PARTS > 1: one block sums PARTS parts of K separately and adds them in the order of such a cluster (gemm_parts.cuh).
+// The prelude (kernels/gemm/source.py) defines the constants, wgmma() and Epilogue, which is one of epilogue_*.cuh.
 
 #include "gemm_load.cuh"
 #include "gemm_parts.cuh"
@@ -30,21 +31,22 @@ struct Arguments {
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/gemm/source.py lays it out otherwise");
 
-// Large tiles look up the next stage, and wait for it, while the last product of the stage before runs. Then nothing
-// but the promotion lies between two products of a warpgroup, and that is shorter than the other warpgroup's product.
+// For large tiles: while the last product of a stage runs, a math warp already looks up the next stage and waits for
+// its data. Then only the promotion separates two products of a warpgroup, and it is shorter than the other warpgroup's
+// product.
 constexpr bool AHEAD = UNROLLED_STAGES > 1 && !OVERLAPS && STAGES > 2 && K_BLOCKS > 8;
 
-// A math warp, and its ways through the stages of a tile, of which consume() takes one for up to 32 stages at a time:
+// A math warp. It has several ways to process the stages of a tile; consume() picks one for up to 32 stages at a time:
 //
-//   multiply<true>, then multiply_more   a whole tile. The products of its first stage become the sums
-//   multiply_one                         a tile of which this warpgroup has one slab: a halved one, or a group's last.
-//                                        The sums begin at -0, so that its first stage takes no code of its own
-//   multiply_overlapped                  OVERLAPS: a stage's product runs while the one before it is promoted
-//   skip                                 a group's last tile, if it has no row in this warpgroup's slabs
+//   multiply<true>, then multiply_more   a whole tile; products of the first stage initialize the sums
+//   multiply_one                         a tile of which this warpgroup has one slab: a halved tile, or a group's last.
+//                                        The sums begin at -0, so the first stage needs no code of its own
+//   multiply_overlapped                  with OVERLAPS: the product of a stage runs while the previous one is promoted
+//   skip                                 a group's last tile, if this warpgroup's slabs have no rows of it
 struct MathWarp {
   Shared& s;
   Pipeline<STAGES> pipeline;
-  TileStart rows, columns;  // where the stage's 64-row side begins, at this warpgroup's first slab, and its other side
+  TileStart rows, columns;  // in the current stage: the 64-row side, from this warpgroup's first slab on; the other one
   WeightScales weights;
   int warpgroup;
 
@@ -61,8 +63,8 @@ struct MathWarp {
   }
 
   // Multiplies one stage, hands it back, and adds the products to the sums of the first `Used` slabs. Lane `source`
-  // holds the stage's weight scales. Calls meanwhile() while the first product runs. AHEAD: also waits for the stage
-  // behind it, unless `more` is false.
+  // holds the stage's weight scales. Calls meanwhile() while the first product runs. AHEAD: also waits for the
+  // following stage, if `more` is true.
   template <bool First, int Used, typename Meanwhile>
   __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source, bool more,
                                            const Meanwhile& meanwhile) {
@@ -71,8 +73,8 @@ struct MathWarp {
     if (First || !AHEAD) pipeline.arrived();
     if (!AHEAD) find_tiles();
     const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0);
-    // SWAP: the scales of the tokens are loaded ahead of the products. Handing the stage back does not wait for loads
-    // in flight, so that TMA might overwrite the scales before a load that was issued late has read them.
+    // SWAP: token scales are loaded before the products. Handing a stage back does not wait for loads in flight, so
+    // after a late load TMA might overwrite the scales before they are read.
     float tokens[SWAP ? ACCUMULATORS / 2 : 2];
     if constexpr (SWAP) {
 #pragma unroll
@@ -108,7 +110,7 @@ struct MathWarp {
     }
   }
 
-  // A started product of the warpgroup's only slab, and its scales.
+  // A started product of the warpgroup's only slab, with the scales to promote it by.
   struct Product {
     float partial[ACCUMULATORS], tokens[2];
     TileScales weights;
@@ -127,8 +129,8 @@ struct MathWarp {
     pipeline.advance();
   }
 
-  // Waits for a product after which `Later` others have been started, hands back its stage, which is that of `behind`,
-  // and adds the product to the sums.
+  // Waits for `product`, after which `Later` other products have been started, and adds it to the sums. Hands back the
+  // product's stage, which `behind` points to, and advances `behind`.
   template <int Later>
   __device__ __forceinline__ void end(float (&sum)[SLABS][ACCUMULATORS], Product& product, Pipeline<STAGES>& behind) {
     wgmma_wait<Later>(product.partial);
@@ -137,13 +139,14 @@ struct MathWarp {
     promote<false>(sum[0], product.partial, product.tokens, product.weights, 0);
   }
 
-  // Multiplies `count` stages, each while the one before it is promoted. Lane i holds the weight scales of stage i.
-  // Calls meanwhile() while the first product runs, and added(i) once stage i is in the sums, if a part of K may end
-  // there; not for the last stage.
+  // Multiplies `count` stages; each product runs while the previous one is promoted. Lane i holds the weight scales of
+  // stage i. Calls meanwhile() while the first product runs. Calls added(i) once stage i is in the sums, if a part of K
+  // may end there, but not for the last stage.
   template <typename Meanwhile, typename Added>
   __device__ __forceinline__ void multiply_overlapped(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int count,
                                                       const Meanwhile& meanwhile, const Added& added) {
-    // Hidden from ptxas: if it knew whether the count is odd, it would end each product before it starts the next.
+    // Hides the count from ptxas. If ptxas knew whether it is odd, it would complete each product before it starts the
+    // next.
     asm volatile("" : "+r"(count));
     Pipeline<STAGES> behind = pipeline;
     Product even, odd;
@@ -169,19 +172,21 @@ struct MathWarp {
     }
   }
 
-  // Multiplies `count` stages; lane `source` + i holds the weight scales of the i-th. `more`: the tile has further
-  // stages.
+  // Multiplies `count` stages; lane `source` + i holds the weight scales of the i-th. `more`: the tile has stages after
+  // these.
   template <int Used>
   __device__ __forceinline__ void multiply_more(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source,
                                                 int count, bool more) {
     constexpr int UNROLLED = Used == SLABS ? UNROLLED_STAGES : 1;
-    // Hidden from ptxas: if it knew the count, it would unroll the loop, and end each product before it goes on.
+    // Hides the count from ptxas. If ptxas knew it, it would unroll the loop and complete each product before the next
+    // begins.
     if (AHEAD) asm volatile("" : "+r"(count));
     multiply_stages<UNROLLED>(
         count, [&](int i) { multiply<false, Used>(sum, tile, source + i, i + 1 < count || more, [] {}); });
   }
 
-  // Multiplies `count` stages of a tile of which this warpgroup has one slab. `first`: they begin the tile.
+  // Multiplies `count` stages of a tile of which this warpgroup has one slab. `first`: these are the tile's first
+  // stages.
   __device__ __forceinline__ void multiply_one(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, bool first,
                                                int count, bool more) {
     if (first) {
@@ -192,7 +197,7 @@ struct MathWarp {
     multiply_more<1>(sum, tile, 0, count, more);
   }
 
-  // Hands `count` stages back unused.
+  // Hands `count` stages back without using them.
   __device__ __forceinline__ void skip(int count) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -204,8 +209,8 @@ struct MathWarp {
   }
 };
 
-// Computes the block's tiles, one after the other. While the products of a tile's first stage run, find_next() looks up
-// the next tile; fetch_next_scales() asks for the weight scales of the next turn, which may be the next tile's.
+// Computes the block's tiles, one after another. find_next() looks up the next tile, during the products of a tile's
+// first stage. fetch_next_scales() fetches the weight scales of the next turn, which may belong to the next tile.
 __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedule, Epilogue& epilogue, KRange k,
                                         Split split, PartSums parts, Columns columns) {
   Tile tile;
@@ -213,11 +218,11 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
   tile = same_in_warp(tile);
   if (more) {
     math.weights.fetch(tile, 0, k.count);
-  } else {  // a block without a tile meets its cluster like Sums::gather(): leave() waits for every block
+  } else {  // a block without a tile passes the cluster barriers of Sums::gather() too, as leave() waits for all
     Split::await_peers();
     Split::received();
   }
-  int buffer = 0;  // of Columns
+  int buffer = 0;  // which buffer of Columns this tile uses
   while (more) {
     const int used = slabs_in_use(tile, math.warpgroup);
     if constexpr (COLUMN_VALUES && REDUCES) columns.prefetch(tile);
@@ -227,16 +232,17 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
 #pragma unroll
       for (float& value : sum[0]) value = 0;
     }
-    int part = 0, part_end = PARTS > 1 ? part_begin(1) : k.count;  // the part of K being summed, and where it ends
-    // Called when K block `k_block` is in the sums: puts the sums aside if it ends a part other than the last.
+    int part = 0, part_end = PARTS > 1 ? part_begin(1) : k.count;  // the current part of K, and where it ends
+    // Called once K block `k_block` is in the sums. If it ends a part, other than the last, keeps the sums of that
+    // part.
     const auto added = [&](int k_block) {
       if (PARTS == 1 || part == PARTS - 1 || k_block + 1 < part_end) return;
       parts.keep(sum, part);
       part_end = part_begin(++part + 1);
     };
     parts.clear();
-    // Stages of a turn: each lane holds one weight scale, and a turn ends with its part. DYNAMIC: the last turn begins
-    // when the next tile is announced.
+    // Stages per turn: at most 32, because each lane holds the weight scales of one stage. A turn does not extend past
+    // a part of K. DYNAMIC: the last turn begins at the stage at which the next tile is announced.
     int step = WARP;
 #pragma unroll 1
     for (int base = 0; base < k.count; base += step) {
@@ -297,7 +303,7 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
       sums.gather(sum, math.warpgroup);
       epilogue.from_sums(sums);
       if constexpr (SPLIT_K > 1) break;  // its only tile
-      sync_math_warps();                 // the sums may be overwritten
+      sync_math_warps();                 // before the next tile overwrites the sums
     } else if (used > 0) {
       if constexpr (COLUMN_VALUES) {
         columns.apply(sum, tile, math.warpgroup, math.s.epilogue + COLUMNS_AT + buffer * COLUMN_BYTES);
@@ -310,13 +316,14 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
   epilogue.finish();
 }
 
-// out_map: the result as if its pitch were N.
+// out_map: tensor map of the result, which assumes a pitch of N.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gemm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a_scale,
          const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap out_map,
          const __grid_constant__ Arguments args) {
   Shared& s = aligned_shared<Shared>();
-  // In this order: otherwise ptxas does not see that a single thread loads, and wraps each load in a loop over threads.
+  // The order of these lines matters: otherwise ptxas does not see that a single thread loads, and wraps each load in a
+  // loop over threads.
   const int warp = same_in_warp(threadIdx.x / WARP), lane = lane_id(), warpgroup = warp / 4;
   const bool loads = warp == MATH_WARPS && lane == 0;
   const Split split;

@@ -1,30 +1,30 @@
-// FP8 GEMM along the rows of groups, for weight gradients on Hopper:
+// FP8 GEMM for weight gradients on Hopper, where K (tokens) is divided into groups:
 //   out[e, m, n] (+)= sum_i a_scale[m, i] * b_scale[n, i] * sum_{k in block i} a[m, k] * b[n, k],  blocks i of group e
 //
 //   a (M, K), b (N, K) e4m3, a_scale (M, K / 128), b_scale (N, K / 128) float32 stored MN-major
-//   offsets (groups + 1): group e has the columns offsets[e] to offsets[e + 1], which only the device knows
+//   offsets (groups + 1): group e has columns offsets[e] to offsets[e + 1]; known only on the device
 //
-// Roles as in gemm.cu: produce() is one thread that loads, consume() two warpgroups that multiply and promote each
-// 128-deep product to float32 sums (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Here both operands have a scale for
-// each row, so every element of a product has its own factor. TMA writes the sums, or adds them to the result, while
+// Roles as in gemm.cu: produce() is one thread that loads, consume() two warpgroups that multiply, and promote each
+// 128-deep product to float32 sums (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Here both operands have one scale
+// per row, so every element of a product has a different factor. TMA writes the sums, or adds them to the result, while
 // the next tile is multiplied (struct Output).
 //
-// The prelude (kernels/gemm/source.py) has the constants of gemm_block.cuh, wgmma(), the type Out of the result (float,
-// or u16 for bfloat16) and ACCUMULATE (with float only).
+// The prelude (kernels/gemm/source.py) defines the constants of gemm_block.cuh, wgmma(), the result's type Out (float,
+// or u16 for bfloat16) and ACCUMULATE (only with float).
 
 #include "gemm_block.cuh"
 #include "warp.cuh"
 
-constexpr int SLABS = BLOCK_M / (64 * WARPGROUPS);  // of 64 rows, of one warpgroup
+constexpr int SLABS = BLOCK_M / (64 * WARPGROUPS);  // slabs of 64 rows, per warpgroup
 constexpr int ACCUMULATORS = BLOCK_N / 2;           // registers of one slab
-constexpr int EARLY = BLOCK_N / 16;                 // groups of 8 columns, see multiply()
+constexpr int EARLY = BLOCK_N / 16;                 // groups of 8 columns; see their use in multiply()
 
 constexpr int UNROLLED_STAGES = 4;
 
 struct Arguments {
   const int* offsets;
   int groups, m, k;
-  int raster;  // height of a band of tiles, see RasterPosition
+  int raster;  // tile rows in a band, see RasterPosition
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/gemm/source.py lays it out otherwise");
 
@@ -32,7 +32,7 @@ struct alignas(128) StageScales {
   float a[BLOCK_M], b[BLOCK_N];
 };
 
-// The piece of a warp's sums that TMA writes at once: rows, and columns of 128 bytes.
+// A piece: the part of a warp's sums that TMA writes at once, 16 rows of 128 bytes.
 constexpr int PIECE_ROWS = 16, PIECE_COLUMNS = 128 / sizeof(Out), PIECE_BYTES = PIECE_ROWS * 128;
 
 struct Shared {
@@ -51,16 +51,16 @@ static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/gemm/
 
 struct Tile {
   int group, m, n;
-  int first, count;  // blocks of 128 along K
+  int first, count;  // K blocks of the group
   bool aligned;      // whether the group begins and ends at multiples of 128
 };
 
-// All tiles of all groups, in turns over the blocks.
+// The tiles of all groups; blocks take them in turns.
 struct Schedule {
   const Arguments& args;
   int index = blockIdx.x;
 
-  // The next tile; false behind the last.
+  // Gets the next tile; returns false if none is left.
   __device__ __forceinline__ bool next(Tile& tile) {
     const int rows = ceil_div(args.m, BLOCK_M);
     if (index >= args.groups * rows * TILE_COLUMNS) return false;
@@ -115,7 +115,8 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
   pipeline.arrived();
   const StageScales& scales = s.stage_scales(pipeline.stage);
   const TileStart a(shared_address(s.a[pipeline.stage])), columns(shared_address(s.b[pipeline.stage]));
-  // All scales are loaded ahead of the products: handing the stage back does not wait for loads in flight.
+  // All scales are loaded before the products: handing a stage back does not wait for loads in flight, so after a late
+  // load TMA might overwrite them.
   float rows[2 * SLABS];
 #pragma unroll
   for (int i = 0; i < 2 * SLABS; ++i) {
@@ -130,8 +131,8 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
 #pragma unroll
   for (int slab = 0; slab < SLABS; ++slab) {
     start_product(partial, a + (warpgroup * SLABS + slab) * 64 * ROW_STEP, columns);
-    // Scales of rows and columns are multiplied with each other, for half of the columns while the wgmma runs: after it
-    // they would delay the next wgmma; more of them would need registers of the wgmma.
+    // The scales of rows and columns are multiplied with each other, for half of the columns while the wgmma runs. All
+    // of them after it would delay the next wgmma; all of them during it would need registers that the wgmma uses.
     const float upper = rows[2 * slab], lower = rows[2 * slab + 1];
     float early[4 * EARLY];
 #pragma unroll
@@ -158,14 +159,14 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
   pipeline.advance();
 }
 
-// Hands the sums of a warp to TMA, 16 rows and up to 128 bytes of each at once, through two alternating pieces of
-// shared memory. Only one thread block per call writes or adds to an element: the order of additions is that of the
+// Hands the sums of a warp to TMA in pieces of 16 rows and up to 128 bytes, through two alternating buffers in shared
+// memory. In one call, a single thread block writes or adds to each element, so the order of additions is the order of
 // calls.
 struct Output {
-  static constexpr int LAST = BLOCK_N % PIECE_COLUMNS;  // columns of the last piece, if that has fewer
+  static constexpr int LAST = BLOCK_N % PIECE_COLUMNS;  // columns of the last piece if it is narrower; else 0
 
   Shared& s;
-  const TensorMap &map, &last;  // by pieces of PIECE_COLUMNS, and of LAST
+  const TensorMap &map, &last;  // tensor maps for pieces of PIECE_COLUMNS and of LAST columns
   int warpgroup;
   int turn = 0;
 
@@ -185,13 +186,13 @@ struct Output {
     }
   }
 
-  // Called after the last tile.
+  // Waits for all TMA stores; called after the last tile.
   __device__ __forceinline__ void finish() const {
     if (lane_id() == 0) bulk_wait();
   }
 
  private:
-  // Stores `Columns` of a slab from `first` on, after TMA has read the piece of two turns before.
+  // Stores `Columns` columns of a slab, from `first` on. First waits until TMA has read this buffer's previous piece.
   template <int Columns>
   __device__ __forceinline__ void store_piece(const float (&sum)[ACCUMULATORS], int first, const TensorMap& target,
                                               int row, const Tile& tile) {
@@ -212,7 +213,8 @@ struct Output {
     }
   }
 
-  // Writes them in TMA's layout: rows of 128 bytes with 16-byte chunks swapped by row, shorter rows without swaps.
+  // Writes a piece in the layout that TMA expects: rows of 128 bytes are swizzled in 16-byte chunks, shorter rows are
+  // not.
   template <int Columns>
   __device__ __forceinline__ void stage(const float (&sum)[ACCUMULATORS], int first, u8* piece) const {
     constexpr int PITCH = Columns * sizeof(Out);
@@ -248,7 +250,7 @@ __device__ __forceinline__ void consume(Shared& s, Schedule schedule, Output& ou
     const auto find_next = [&] { more = schedule.next(following); };
     if (tile.count == 0) find_next();
     if (!ACCUMULATE || tile.count > 0 || !tile.aligned) {
-      // The result of a group that does not begin and end at multiples of 128 is NaN.
+      // A group that does not begin and end at multiples of 128 gets NaN.
       const float initial = tile.aligned ? 0.f : __int_as_float(0x7FFFFFFF);
       float sum[SLABS][ACCUMULATORS];
 #pragma unroll
@@ -271,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
            const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap out_last,
            const __grid_constant__ Arguments args) {
   Shared& s = aligned_shared<Shared>();
-  const int warp = same_in_warp(threadIdx.x / WARP), lane = lane_id(), warpgroup = warp / 4;  // in this order: gemm.cu
+  const int warp = same_in_warp(threadIdx.x / WARP), lane = lane_id(), warpgroup = warp / 4;  // this order: see gemm.cu
   if (threadIdx.x == 0) {
     s.ring.init(1, MATH_WARPS);
     mbarrier_init_fence();

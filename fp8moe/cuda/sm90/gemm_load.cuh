@@ -1,9 +1,9 @@
-// Loads of a block's tiles by TMA, all by one thread: weights, tokens and their scales into the ring.
+// TMA loads of a block's tiles into the ring: weights, tokens and token scales. One thread issues all of them.
 #pragma once
 
 #include "gemm_reduction.cuh"
 
-// The blocks of 128 along K that this block multiplies.
+// The range of K, in blocks of 128, that this thread block multiplies.
 struct KRange {
   int first, count;
 
@@ -15,14 +15,15 @@ struct Loader {
   Shared& s;
   const TensorMap &a, &a_scale, &b;
   Columns columns;
-  int tile_m;  // tokens of one load of a whole tile
+  int tile_m;  // tokens per load of a tile that is not partial
 
-  // Pieces of 64 tokens of a partial tile.
+  // The number of pieces of 64 tokens in a partial tile.
   static __device__ __forceinline__ int pieces(const Tile& tile) {
     return min(ceil_div(tile.end - tile.m, 64), BLOCK_M / 64 + tile.upright());
   }
 
-  // Loads that accompany a tile's first stage. buffer: 0 or 1, in turns.
+  // Loads scales and biases of the tile's output features, together with the tile's first stage. buffer: alternates
+  // between 0 and 1.
   __device__ __forceinline__ void load_columns(const Tile& tile, int buffer, u32 stage) const {
     if constexpr (COLUMN_BYTES > 0) {
       columns.load(tile, shared_address(s.epilogue + COLUMNS_AT + buffer * COLUMN_BYTES), s.ring.full[stage].address());
@@ -67,14 +68,14 @@ struct Loader {
   }
 };
 
-// The number of stages of its first tile that a block loads into the empty ring, up to `most`.
+// The number of stages of a block's first tile that are loaded while the ring is still empty; at most `most`.
 __device__ __forceinline__ int stages_to_fill(const Schedule<GROUPS>& schedule, KRange k, int most) {
   return schedule.ended() ? 0 : min(DYNAMIC ? ASKED : k.count, most);
 }
 
-// Loads these stages, except for tokens behind FIRST_STAGES: the threads of a block meet as soon as products may begin.
-// Weights and group sizes never come from the previous kernel, so they do not wait for it; if there is a previous
-// kernel to wait for, `most` is large.
+// Loads the weights of these stages, and the tokens of the first FIRST_STAGES of them: then products may begin, and the
+// block's threads synchronize. Weights and group sizes never come from the previous kernel, so their loads do not wait
+// for it. If there is a previous kernel to wait for, `most` is large.
 __device__ __forceinline__ void fill_ring(const Loader& loader, const Schedule<GROUPS>& schedule, KRange k, Split split,
                                           int most) {
   const int count = stages_to_fill(schedule, k, most);
@@ -88,7 +89,7 @@ __device__ __forceinline__ void fill_ring(const Loader& loader, const Schedule<G
   if (count > 0) Sums{loader.s, tile, split, {}}.expect();
 }
 
-// Continues the loads of fill_ring().
+// Loads all that fill_ring() has not loaded.
 __device__ __forceinline__ void produce(const Loader& loader, Schedule<GROUPS>& schedule, KRange k, int most) {
   Pipeline<STAGES> pipeline(loader.s.ring);
   int i = stages_to_fill(schedule, k, most);

@@ -1,32 +1,33 @@
-// PARTS of K: each part is summed separately, and the sums of parts are added up in order. So a tile computed by one
-// block has the bits of a tile split over a cluster of PARTS blocks, and K is summed alike for any number of tokens.
+// PARTS of K: each part of K is summed separately, and the sums of the parts are added in order. So a tile computed by
+// one block is bitwise equal to one split over a cluster of PARTS blocks, and the order of summation along K does not
+// depend on the number of tokens.
 #pragma once
 
 #include "gemm_layout.cuh"
 
 __device__ __forceinline__ int part_begin(int part) { return part * K_BLOCKS / PARTS; }
 
-// Whether each part is an even number of blocks along K.
+// Whether each part is an even number of K blocks.
 constexpr bool EVEN_PARTS = K_BLOCKS % (2 * PARTS) == 0;
 
-// The sums of earlier parts: PART_REGISTERS values of each thread in registers, the others in shared memory, where a
-// thread reads only its own values.
+// The sum of the earlier parts. PART_REGISTERS values of each thread are in registers, the others in shared memory,
+// where each thread reads and writes only its own values.
 struct PartSums {
   static constexpr int VALUES = SLABS * ACCUMULATORS, EACH = WARPGROUP * WARPGROUPS;
 
   float kept[PART_REGISTERS > 0 ? PART_REGISTERS : 1];
-  float4* mine;  // every EACH-th element is this thread's
+  float4* mine;  // this thread's values are every EACH-th element
 
   __device__ __forceinline__ explicit PartSums(Shared& s)
       : mine(reinterpret_cast<float4*>(s.epilogue + COLUMNS_AT - PART_SUM_BYTES) + threadIdx.x) {}
 
-  // Before a tile's first part.
+  // Clears the sums; called before a tile's first part.
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < PART_REGISTERS; ++i) kept[i] = 0;
   }
 
-  // Keeps a part, and clears it for the next one.
+  // Adds part `part` to the kept sums, and clears `sum` for the next part.
   __device__ __forceinline__ void keep(float (&sum)[SLABS][ACCUMULATORS], int part) {
     add(sum, part);
     float* values = sum[0];
@@ -39,7 +40,7 @@ struct PartSums {
     for (int i = 0; i < VALUES; ++i) values[i] = 0;
   }
 
-  // Adds the kept sums to a part.
+  // Adds the kept sums to part `part`, in `sum`.
   __device__ __forceinline__ void add(float (&sum)[SLABS][ACCUMULATORS], int part) const {
     float* values = sum[0];
 #pragma unroll

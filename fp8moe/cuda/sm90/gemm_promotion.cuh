@@ -1,18 +1,20 @@
-// From products to sums: the scales of both operands, and the promotion of each 128-deep product to a float32 sum. The
-// tensor cores keep about 14 bits while they sum FP8 products (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
+// Promotion: multiplies each 128-deep product by the scales of both operands and adds it to a float32 sum. This is
+// needed because tensor cores keep only about 14 bits while they sum FP8 products (DeepSeek-V3, arXiv:2412.19437,
+// section 3.3.2).
 #pragma once
 
 #include "gemm_schedule.cuh"
 
-// The weight scales of a tile, held by every math warp: 32 blocks along K at a time, one in each lane. They are fetched
-// one turn ahead, so that nothing waits for them. With CHANNEL scales, which multiply the finished sums, all are 1.
+// The weight scales of a tile, one copy in every math warp. Each lane holds the scales of one K block, so a warp holds
+// 32 blocks at a time. The next 32 are fetched one turn ahead, to hide the latency. With CHANNEL all these scales are
+// 1: the scales of output features multiply the finished sums instead.
 struct WeightScales {
   const float* b_scale;
   float held[TILE_SCALE_ROWS], next[TILE_SCALE_ROWS];
 
   __device__ __forceinline__ explicit WeightScales(const float* b_scale) : b_scale(b_scale) {}
 
-  // Fetches the scales of K blocks `first` to `first` + 31; there are `count` blocks.
+  // Fetches the scales of K blocks `first` to `first` + 31, out of `count` blocks.
   __device__ __forceinline__ void fetch(const Tile& tile, int first, int count) {
     if constexpr (CHANNEL) return;
     const int block = min(first + static_cast<int>(lane_id()), count - 1);
@@ -31,14 +33,14 @@ struct WeightScales {
   }
 };
 
-// The weight scales of one K block of a tile, in every lane.
+// The weight scales of one K block of a tile; the same values in every lane.
 struct TileScales {
   float rows[TILE_SCALE_ROWS];
-  int end;  // columns of the tile before this one have the scale rows[0], the 128 from it on rows[1]
+  int end;  // columns before `end` have the scale rows[0], the next 128 have rows[1]
 
   TileScales() = default;
 
-  // Takes them from lane `source`.
+  // Broadcasts the scales that lane `source` holds.
   __device__ __forceinline__ TileScales(const WeightScales& weights, int source, const Tile& tile)
       : end(128 - (BLOCK_N % 128 == 0 ? 0 : tile.n % 128)) {
 #pragma unroll
@@ -54,14 +56,14 @@ struct TileScales {
   }
 };
 
-// scale * product, added to `sum` unless it is the first.
+// Adds scale * product to `sum`, or with First sets it.
 template <bool First>
 __device__ __forceinline__ void add_product(float& sum, float scale, float product) {
   sum = First ? scale * product : fmaf(scale, product, sum);
 }
 
-// Adds token scale * weight scale * partial to a slab whose rows are tokens, two of them this lane's, and whose columns
-// are the output features from `column` on.
+// Adds token scale * weight scale * partial to a slab whose rows are tokens and whose columns are output features, from
+// feature `column` of the tile on. tokens: the scales of this lane's two rows.
 template <bool First>
 __device__ __forceinline__ void promote(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS],
                                         const float (&tokens)[2], const TileScales& weights, int column) {
@@ -76,8 +78,8 @@ __device__ __forceinline__ void promote(float (&sum)[ACCUMULATORS], const float 
   }
 }
 
-// Adds token scale * weight scale * partial to a slab whose rows are output features, all with one weight scale, and
-// whose columns are tokens.
+// Adds token scale * weight scale * partial to a slab whose rows are output features and whose columns are tokens. All
+// features of the slab have one weight scale.
 template <bool First>
 __device__ __forceinline__ void promote_swapped(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS],
                                                 const float (&tokens)[ACCUMULATORS / 2], float weight) {

@@ -1,17 +1,20 @@
-// From the sums to the epilogue: scales and biases of output features, and sums that pass through shared memory, either
-// to be transposed in a tile whose weights are the 64-row side, or to be added up in a split.
+// The steps between the sums and the epilogue: scales and biases of output features, and sums that go through shared
+// memory. They go there to be transposed, if weights are the 64-row side of the tile, or to be added up over the blocks
+// of a split.
 #pragma once
 
 #include "gemm_schedule.cuh"
 
-constexpr int MATH_BARRIER = 1;  // the named barrier of all math warps; the next ones are those of the warpgroups
+constexpr int MATH_BARRIER = 1;  // named barrier of all math warps; the next ids are for single warpgroups
 __device__ __forceinline__ void sync_math_warps() { named_barrier(MATH_BARRIER, WARPGROUP * WARPGROUPS); }
 __device__ __forceinline__ void sync_warpgroup(int warpgroup) { named_barrier(MATH_BARRIER + warpgroup, WARPGROUP); }
 
-// The blocks of a cluster share the K of one tile, which is their only one: each sums and stores a slice of its tokens,
-// in rank order, so that the result never depends on timing. Every thread of the cluster meets the others twice:
-//   announce(), await_peers()   every block has set up the barrier that its peers send to
-//   received(), leave()         every block has received its data, so that the sender's shared memory may be released
+// The blocks of a cluster split the K of one tile, their only tile. Each block adds up a slice of the tile's tokens, in
+// rank order so that the result does not depend on timing, and stores the slice. Every thread of the cluster passes two
+// cluster barriers:
+//   announce(), await_peers()   every block has initialized the mbarrier that its peers signal
+//   received(), leave()         every block has received its data, so that the senders may exit and free their shared
+//                               memory
 struct Split {
   int rank;
 
@@ -30,27 +33,27 @@ struct Split {
     if constexpr (SPLIT_K > 1) cluster_wait();
   }
 
-  // Blocks along K before those of block `rank`.
+  // The number of K blocks before those of block `rank`.
   static __device__ __forceinline__ int k_blocks_before(int rank) { return rank * K_BLOCKS / SPLIT_K; }
-  // Tokens of the tile that block `rank` sums and stores.
+  // The number of the tile's tokens that block `rank` sums and stores.
   static __device__ __forceinline__ int tokens(const Tile& tile, int rank) {
     return max(0, min(SLICE_M, min(BLOCK_M, tile.end - tile.m) - rank * SLICE_M));
   }
 };
 
-// Operations on the sums of each output feature before the epilogue: CHANNEL multiplies them by the feature's weight
-// scale, which replaces scales of 128x128 blocks, and BIAS adds a bias. If sums stay in the registers, the scales and
-// biases of a tile are loaded with its first stage and stay in shared memory until its end; the next tile has its own
-// buffer.
+// Scales and biases of output features, applied to the sums before the epilogue. CHANNEL multiplies each sum by the
+// weight scale of its feature, in place of 128x128 block scales; BIAS adds a bias. If sums stay in registers, a tile's
+// scales and biases are loaded to shared memory with its first stage and stay there until the tile ends; the next tile
+// uses the other buffer.
 struct Columns {
-  const float* scales;  // (N), or of each group, (groups, N)
-  const void* bias;     // likewise, bfloat16 or float32
+  const float* scales;  // (N), or (groups, N)
+  const void* bias;     // the same shape; bfloat16 or float32
 
-  // Scale and bias of two features that follow one another.
+  // The scales and biases of two consecutive features.
   struct Pair {
     float2 scale, bias;
 
-    // From the addresses of the first feature's scale and bias.
+    // Loads them, given the addresses of the first feature's scale and bias.
     __device__ __forceinline__ Pair(const void* scales, const void* biases) : scale{}, bias{} {
       if constexpr (CHANNEL) scale = *static_cast<const float2*>(scales);
       if constexpr (BIAS == 1) {
@@ -61,7 +64,7 @@ struct Columns {
     }
 
     __device__ __forceinline__ void apply(float& left, float& right) const {
-      if constexpr (CHANNEL && BIAS) {  // explicit, so that all kernels round alike
+      if constexpr (CHANNEL && BIAS) {  // explicit fma, so that all kernels round alike
         left = fmaf(left, scale.x, bias.x), right = fmaf(right, scale.y, bias.y);
       } else if constexpr (CHANNEL) {
         left *= scale.x, right *= scale.y;
@@ -71,12 +74,12 @@ struct Columns {
     }
   };
 
-  // The number of features, of gate or of up, from a tile's column on.
+  // The number of features from a tile's column on; GATED: features of that projection, gate or up.
   static __device__ __forceinline__ int left(const Tile& tile, int column) {
     return GATED ? INTERMEDIATE - tile.n / 2 - column % 128 : N - tile.n - column;
   }
 
-  // The places of the scale and the bias of a tile's column.
+  // The addresses of the scale and the bias of a tile's column.
   __device__ __forceinline__ const u8* scale_at(const Tile& tile, int column) const {
     return reinterpret_cast<const u8*>(scales) + feature(tile, column) * SCALE_BYTES;
   }
@@ -84,7 +87,8 @@ struct Columns {
     return static_cast<const u8*>(bias) + feature(tile, column) * BIAS_BYTES;
   }
 
-  // Prefetches the scales and biases of a tile whose sums leave the registers. By a warp: each lane for 8 columns.
+  // Prefetches the scales and biases of a tile whose sums go through shared memory. Called by a warp; each lane
+  // prefetches 8 columns.
   __device__ __forceinline__ void prefetch(const Tile& tile) const {
     const int column = 8 * lane_id();
     if (column >= BLOCK_N || left(tile, column) <= 0) return;
@@ -92,7 +96,8 @@ struct Columns {
     if constexpr (BIAS) prefetch_near(bias_at(tile, column));
   }
 
-  // Loads the scales and biases of a tile to `target`; their bytes count on a barrier before the thread arrives there.
+  // Loads the scales and biases of a tile to `target`. Adds their bytes to the count that `barrier` waits for; the
+  // calling thread must not have arrived at the barrier yet.
   __device__ __forceinline__ void load(const Tile& tile, u32 target, u32 barrier) const {
 #pragma unroll
     for (int column = 0; column < (GATED ? 256 : 1); column += 128) {
@@ -106,8 +111,8 @@ struct Columns {
     }
   }
 
-  // Applies scales and biases from load() to the sums in the registers, whose rows are tokens. Columns behind the last
-  // get any value.
+  // Applies scales and biases, loaded by load(), to sums in registers, whose rows are tokens. Columns past the last
+  // feature get arbitrary values.
   static __device__ __forceinline__ void apply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup,
                                                const u8* values) {
 #pragma unroll
@@ -124,7 +129,7 @@ struct Columns {
     }
   }
 
-  // Applies scales and biases to four output features of a token.
+  // Applies scales and biases to the sums of four consecutive features of a token.
   __device__ __forceinline__ float4 apply(float4 sum, const Tile& tile, int column) const {
     if (left(tile, column) <= 0) return sum;
     const u8 *scales = scale_at(tile, column), *biases = bias_at(tile, column);
@@ -134,38 +139,39 @@ struct Columns {
   }
 
  private:
-  // The feature of a column, among those of all groups.
+  // The index of a tile's column among the features of all groups.
   static __device__ __forceinline__ long long feature(const Tile& tile, int column) {
     const int n = GATED ? tile.n / 2 + column % 128 + (column < 128 ? 0 : INTERMEDIATE) : tile.n + column;
     return static_cast<long long>(tile.group) * N + n;
   }
 };
 
-// The end of the tile's group. It is read again after the products, to take no register while they run.
+// The end of the tile's group. Read again from shared memory after the products, so that it needs no register during
+// them.
 template <int Groups>
 __device__ __forceinline__ int group_end(const GroupTable<Groups>& groups, const Tile& tile) {
   if constexpr (Groups > 0) return groups.end[tile.group];
   return tile.end;
 }
 
-// The sums of a tile by token; this block has a slice of them.
+// The sums of a tile in shared memory, by token. In a split, this block finishes a slice of the tokens.
 struct Sums {
   Shared& s;
   Tile tile;
   Split split;
   Columns columns;
 
-  // Tokens of this block, and the first.
+  // The number of this block's tokens, and the row of the first one.
   __device__ __forceinline__ int tokens() const { return Split::tokens(tile, split.rank); }
   __device__ __forceinline__ long long first_row() const { return tile.m + split.rank * SLICE_M; }
 
-  // Prepares to receive data of the peers; by the thread that has set up s.sums.
+  // Prepares s.sums to receive the peers' sums. Called by the thread that initialized s.sums.
   __device__ __forceinline__ void expect() {
     if constexpr (SPLIT_K > 1) s.sums.expect(tokens() * SUM_PITCH * (SPLIT_K - 1) * 4);
   }
 
-  // Moves sums from the registers to the place where at() reads them. By all math warps; in a split, their last use of
-  // the ring has ended.
+  // Moves sums from registers to shared memory, where at() reads them. Called by all math warps; in a split it
+  // overwrites the ring, so all products must have finished.
   __device__ __forceinline__ void gather(const float (&sum)[SLABS][ACCUMULATORS], int warpgroup) {
     if constexpr (BIAS) tile.end = group_end(s.groups, tile);
     if constexpr (SPLIT_K > 1) {
@@ -183,7 +189,7 @@ struct Sums {
     }
   }
 
-  // Four output features of one of this block's tokens, summed in rank order.
+  // The sums of four output features of one of this block's tokens, added in rank order.
   __device__ __forceinline__ float4 at(int token, int feature) const {
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
@@ -197,7 +203,8 @@ struct Sums {
   }
 
  private:
-  // The block's own partial tile replaces the ring; received slices follow it, one for each rank.
+  // In a split, the block's own partial tile overwrites the ring. The slices received from peers come after the ring,
+  // one for each rank.
   __device__ __forceinline__ float* own() const { return reinterpret_cast<float*>(s.a); }
   __device__ __forceinline__ float* gathered() const { return reinterpret_cast<float*>(s.epilogue); }
 
@@ -221,7 +228,7 @@ struct Sums {
     }
   }
 
-  // One thread per peer sends the slice that the peer sums.
+  // Sends each peer the slice that it sums; one thread for each peer.
   __device__ __forceinline__ void send() const {
     const int peer = threadIdx.x;
     if (peer >= SPLIT_K || peer == split.rank) return;

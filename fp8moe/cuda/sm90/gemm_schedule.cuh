@@ -1,10 +1,10 @@
-// The schedule of tiles over blocks: the only place that knows groups.
+// Distributes tiles over blocks. Only this file knows how groups are laid out.
 #pragma once
 
 #include "gemm_layout.cuh"
 #include "warp.cuh"
 
-// First row and column of a slab within its tile.
+// The first row and column of a slab within its tile.
 struct Slab {
   int row, column;
 };
@@ -14,7 +14,7 @@ __device__ __forceinline__ Slab slab_of(const Tile& tile, int warpgroup, int sla
   return {slab_row(warpgroup, slab), slab_column(slab)};
 }
 
-// How many of a warpgroup's slabs belong to the tile and have rows of the group. They are its first ones.
+// The number of a warpgroup's slabs that lie in the tile and have rows of the group. They are its first slabs.
 __device__ __forceinline__ int slabs_in_use(const Tile& tile, int warpgroup) {
   if constexpr (!PARTIAL) return tile.halved() ? 1 : SLABS;
   const int rows = tile.end - tile.m - slab_row(warpgroup, 0);
@@ -25,30 +25,31 @@ __device__ __forceinline__ int slabs_in_use(const Tile& tile, int warpgroup) {
   return max(0, min(ceil_div(rows, slab_row(0, 1)), SLABS));
 }
 
-// Arguments of a launch for the schedule and the loader.
+// The arguments of a launch that the schedule and the loader use.
 struct ScheduleArguments {
-  const int* groups;  // see Schedule
+  const int* groups;  // sizes or offsets of the groups: see Schedule below
   int m;              // rows of a and of the result
   int max_m;
-  int raster;        // height of a band of tiles, see RasterPosition
-  int group_pitch;   // from one group to the next in `groups`
-  int tile_m;        // of one matrix: see tokens_of_tile()
-  int tile_rows;     // of one matrix
-  int counter;       // DYNAMIC: place of the counter in `groups`; a kernel before the previous one has set it to 0
-  int early_stages;  // see fill_ring()
+  int raster;        // tile rows in a band, see RasterPosition
+  int group_pitch;   // distance from one group to the next in `groups`
+  int tile_m;        // without groups: see tokens_of_tile()
+  int tile_rows;     // without groups: number of tile rows
+  int counter;       // DYNAMIC: index of the counter in `groups`; set to 0 by a kernel before the previous one
+  int early_stages;  // `most` of fill_ring()
 
-  // BLOCK_M, or fewer rows: loads of rows behind the last take TMA longest, so tiles of one matrix share its rows
-  // evenly. TMA stores whole slabs of 64 only.
+  // The number of rows in a tile. Without groups this may be less than BLOCK_M, so that tiles share the rows of a
+  // evenly: TMA is slowest at loading rows past the end. With STAGED it is BLOCK_M, because TMA stores only whole slabs
+  // of 64.
   __device__ __forceinline__ int tokens_of_tile() const { return GROUPS || STAGED ? BLOCK_M : tile_m; }
 };
 
-// Walks over this block's tiles: each round gives every block one tile. The blocks of a split have the same tile.
+// Iterates over this block's tiles. In each round every block gets one tile; the blocks of a split get the same tile.
 template <typename Derived>
 struct TileWalk {
   int place = blockIdx.x / SPLIT_K, index = place, tiles = 0;
-  int halved_from = 0;  // HALVES: tiles from here on are halved, and count twice
+  int halved_from = 0;  // HALVES: tiles from this index on are halved, with two indices for each
 
-  // The number of whole tiles.
+  // Sets the number of tiles, counted as whole ones, and decides which are halved.
   __device__ __forceinline__ void set_tiles(int count) {
     tiles = count;
     if constexpr (HALVES) {
@@ -68,7 +69,8 @@ struct TileWalk {
     return half ? tile.half(beyond % 2) : tile;
   }
 
-  // DYNAMIC: asks the counter for the next tile. By the loader, which announces it to the math warps.
+  // DYNAMIC: takes the next tile from the counter. Called by the loader, which then announces the tile to the math
+  // warps.
   __device__ __forceinline__ void ask() {
     const ScheduleArguments& args = static_cast<const Derived*>(this)->args;
     index = gridDim.x + atomicAdd(const_cast<int*>(args.groups) + args.counter, 1);
@@ -81,16 +83,16 @@ struct TileWalk {
     }
   }
 
-  // The next tile; false behind the last.
+  // Gets the next tile; returns false if none is left.
   __device__ __forceinline__ bool next(Tile& tile) {
     if (ended()) return false;
     tile = at(index);
     const int places = gridDim.x / SPLIT_K;
     if constexpr (DYNAMIC) {
-      // See ask().
+      // ask() has set the index.
     } else if constexpr (GROUPS > 0) {
-      // A group's last tile takes less time. If every second tile is a last one, half of the blocks would get them all:
-      // so a block moves on by one place each round.
+      // The last tile of a group takes less time. If every second tile is such a tile, half of the blocks would get all
+      // of them. So a block's position moves by one each round.
       const bool last = place == places - 1;
       index += last ? 1 : places + 1;
       place = last ? 0 : place + 1;
@@ -101,7 +103,7 @@ struct TileWalk {
   }
 };
 
-// Schedule<Groups>: prepare(), ready(), then next(). Without groups: one matrix for all m rows.
+// Schedule<Groups>: call prepare(), then ready(), then next() for each tile. Schedule<0>: one matrix for all m rows.
 template <int Groups>
 struct Schedule;
 
@@ -123,13 +125,15 @@ struct Schedule<0> : TileWalk<Schedule<0>> {
   }
 };
 
-// One matrix for each group of rows. Only the device knows the sizes: one warp turns them into a table in shared
-// memory. Rows stay within m for any values of `groups`.
-// groups: offsets (Groups + 1) of the groups' rows; or, with a pitch of 2, first row and end of each (Groups, 2), in
-// any order; or with max_m, where group e has the rows from e * max_m on, the numbers of rows in use (Groups).
+// One weight matrix for each group of rows. Group sizes are known only on the device: one warp turns them into a table
+// in shared memory. Rows are clamped to m, whatever `groups` contains.
+// `groups` has one of three layouts:
+//   (Groups + 1)  offsets of the groups' rows
+//   (Groups, 2)   first row and end of each group, in any order; with group_pitch = 2
+//   (Groups)      number of used rows of each group; with max_m > 0, where group e begins at row e * max_m
 template <int Groups>
 struct Schedule : TileWalk<Schedule<Groups>> {
-  static constexpr int EACH = ceil_div(Groups, WARP);  // groups of a lane
+  static constexpr int EACH = ceil_div(Groups, WARP);  // groups per lane
 
   const ScheduleArguments& args;
   GroupTable<Groups>& table;
@@ -137,7 +141,7 @@ struct Schedule : TileWalk<Schedule<Groups>> {
   __device__ __forceinline__ Schedule(const ScheduleArguments& args, GroupTable<Groups>& table)
       : args(args), table(table) {}
 
-  // Fills the table; by one warp.
+  // Fills the table; called by one warp.
   __device__ __forceinline__ void prepare() {
     const int* groups = args.groups;
     int first[EACH], end[EACH], tile_rows = 0;
@@ -171,8 +175,8 @@ struct Schedule : TileWalk<Schedule<Groups>> {
     __syncwarp();
   }
 
-  // By whole warps, after the table is filled. A block of a split has at most one tile: overlapping groups may make
-  // more tiles than blocks, and the last ones are left out.
+  // Reads the number of tiles; called by whole warps once the table is filled. A block of a split has at most one tile.
+  // If groups overlap, there may be more tiles than blocks; the last tiles are then left out.
   __device__ __forceinline__ void ready() {
     const int count = same_in_warp(table.tile_rows_before[Groups]) * TILE_COLUMNS;
     this->set_tiles(SPLIT_K > 1 ? min(count, static_cast<int>(gridDim.x) / SPLIT_K) : count);
@@ -196,7 +200,7 @@ struct Schedule : TileWalk<Schedule<Groups>> {
     const int last = table.first[group] + (rows - 1) * BLOCK_M;
     const bool short_last = rows > 1 && end - last <= 64 && position.row >= rows - 2;
     if constexpr (EVEN && BLOCK_M == 256) {
-      // A last tile of 64 rows would use only one warpgroup: it gets 128 rows, and the tile before it 192.
+      // A last tile of 64 rows would occupy only one warpgroup. So it gets 128 rows, and the tile before it 192.
       if (short_last && position.row == rows - 1) m = last - 64;
       if (short_last && position.row == rows - 2) end = last - 64;
     }
@@ -211,7 +215,7 @@ struct Schedule : TileWalk<Schedule<Groups>> {
   }
 };
 
-// Tells the compiler that the tile is the same in all lanes, so that dependent values may stay in uniform registers.
+// Tells the compiler that the tile is the same in all lanes, so that values derived from it may use uniform registers.
 __device__ __forceinline__ Tile same_in_warp(Tile tile) {
   if (GROUPS == 0) return tile;
   return {same_in_warp(tile.m), same_in_warp(tile.n), same_in_warp(tile.end), same_in_warp(tile.group),

@@ -1,30 +1,31 @@
-// The epilogue of the index scores: folds the dot products of a tile into scores and stores them.
+// The epilogue of the index scores: reduces a tile's dot products over heads to scores, and stores them.
 //
-// The accumulators of wgmma give lane l of warp w the tile's rows r = 16w + l/4 and r + 8, and of each the columns
-// 8j + 2(l%4) and the next. The lane folds its columns into one sum for each row of each query of the warpgroup. Four
-// neighbouring lanes, which hold the other columns of the same rows, then exchange their sums; each keeps a part.
+// In the accumulators of wgmma, lane l of warp w holds the tile's rows r = 16w + l/4 and r + 8; of each row, it holds
+// the columns 8j + 2(l%4) and the next. Each lane sums over its columns, separately for each row and each query of the
+// warpgroup. The four neighbouring lanes that hold the other columns of the same rows then exchange their sums, and
+// each lane keeps some of the totals.
 #pragma once
 
 #include "mqa_schedule.cuh"
 
-constexpr int GROUP_QUERIES = QUERIES / COLUMN_GROUPS;            // of a warpgroup
-constexpr int SUMS = GROUP_QUERIES == 3 ? 8 : 2 * GROUP_QUERIES;  // sum 2i + k: query i, row r + 8k
+constexpr int GROUP_QUERIES = QUERIES / COLUMN_GROUPS;            // queries per warpgroup
+constexpr int SUMS = GROUP_QUERIES == 3 ? 8 : 2 * GROUP_QUERIES;  // sum 2i + k belongs to query i, row r + 8k
 constexpr int KEPT = SUMS > 4 ? SUMS / 4 : 1;
 static_assert(QUERIES % COLUMN_GROUPS == 0 && GROUP_QUERIES <= 4 && COLUMNS == GROUP_QUERIES * HEADS);
 
 __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xFF800000); }
 
-// The destination of the scores.
+// Where and how scores are written.
 struct Output {
   float* scores;  // (queries, columns)
   int columns;
-  int from_starts;  // whether a row begins with the first token that its query scores, rather than with token 0
-  int fill_masked;  // whether entries outside of the ranges become -inf
+  int from_starts;  // whether column 0 of a row is the first token that its query scores, rather than token 0
+  int fill_masked;  // whether entries outside the ranges are set to -inf
 };
 
-// The scores that a lane keeps: of one query in KEPT rows of the tile, 8 apart.
+// Which scores a lane keeps: those of one query, in KEPT rows of the tile that are 8 apart.
 struct Kept {
-  int query;  // of the warpgroup's
+  int query;  // index within the warpgroup
   int row;
   bool any;
 
@@ -37,8 +38,8 @@ struct Kept {
   }
 };
 
-// Halves the sums: adds up the sums of lanes that differ in bit `Bit`; lanes with the bit set keep the upper half. It
-// uses masks, because a conditional would become a branch.
+// Halves the number of sums per lane: two lanes that differ in bit `Bit` add their sums; the lane with the bit set
+// keeps the upper half, the other lane the lower half. Uses masks, because a conditional would become a branch.
 template <int Count, int Bit>
 __device__ __forceinline__ void exchange(float (&sum)[SUMS]) {
   static_assert(Bit == 1 || Bit == 2);
@@ -50,9 +51,9 @@ __device__ __forceinline__ void exchange(float (&sum)[SUMS]) {
   }
 }
 
-// sum_h weight[h] * relu(dot[h]) over the heads of each query.
+// sum_h weight[h] * relu(dot[h]) over the heads h of each query.
 struct Fold {
-  float half_weights[COLUMNS / 4];  // of the lane's columns
+  float half_weights[COLUMNS / 4];  // half of each weight, for this lane's columns
 
   // weights: of the warpgroup's columns, in shared memory.
   __device__ __forceinline__ explicit Fold(const float* weights) {
@@ -64,16 +65,16 @@ struct Fold {
     }
   }
 
-  // Leaves the sums that the lane keeps in sum[0] to sum[KEPT - 1].
+  // Computes the sums that this lane keeps, into sum[0] to sum[KEPT - 1].
   __device__ __forceinline__ void apply(const float (&dot)[COLUMNS / 2], float (&sum)[SUMS]) const {
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) sum[i] = 0.f;
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) {  // one flat loop: nested ones put the accumulators into local memory
+    for (int j = 0; j < COLUMNS / 8; ++j) {  // one flat loop: nested loops would move the accumulators to local memory
       float* of_query = sum + 8 * j / HEADS * 2;
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        // x + |x| is twice relu(x), keeps NaN, and does not use the slower pipe of max.
+        // x + |x| is 2 * relu(x). It keeps NaN and avoids the slower pipe that executes max.
         const float x = dot[4 * j + k];
         of_query[k / 2] = fmaf(x + fabsf(x), half_weights[2 * j + k % 2], of_query[k / 2]);
       }
@@ -87,19 +88,19 @@ struct Fold {
   }
 };
 
-// The token in the first column of the row of a query that scores `tokens`.
+// The token that column 0 of a query's row stands for, if the query scores `tokens`.
 __device__ __forceinline__ int first_token(const Output& out, Range tokens) {
   return !PAGED && out.from_starts ? tokens.begin : 0;
 }
 
-// The destinations of the kept scores of a segment, tile after tile.
+// Where a lane stores its kept scores of a segment; advances from tile to tile.
 struct Target {
-  Range scored;  // columns
-  u32 fill_end;  // other columns before it become -inf
-  int column;    // of the first kept row
-  float* score;  // in that column
+  Range scored;  // the columns that the query scores
+  u32 fill_end;  // other columns below this become -inf; 0: none
+  int column;    // the column of the first kept row
+  float* score;  // the address of that column
 
-  // queries: how many there are. first_query: the warpgroup's, within the group.
+  // queries: the total number. first_query: the warpgroup's first query within the group.
   __device__ __forceinline__ Target(const Output& out, int queries, const Item& item, const Kept& kept,
                                     int first_query) {
     const int query = first_query + kept.query;

@@ -1,19 +1,21 @@
-// Index scores of DeepSeek sparse attention (arXiv:2512.02556, section 2.1), a prefill and a paged variant:
+// Index scores of DeepSeek sparse attention (arXiv:2512.02556, section 2.1), in a prefill and a paged variant:
 //   out[s, t] = kv_scale[t] * sum_h weights[s, h] * relu(q[s, h] . kv[t])     for start(s) <= t < end(s)
-//               or, from_starts, out[s, t - start(s)]
-//   q (S, H, D) e4m3, kv tokens of D e4m3 and a float32 scale, weights (S, H) float32, out (S, columns) float32
+//               with from_starts, this value is out[s, t - start(s)]
+//   q (S, H, D) e4m3; kv: tokens of D e4m3 values and a float32 scale; weights (S, H) float32; out (S, columns) float32
 //
-// The schedule (mqa_schedule.cuh) gives each thread block segments: neighbouring tiles of TILE kv tokens that a group
-// of QUERIES queries scores. Paged, a tile is a block of the cache. The warps of a thread block have four roles:
-//   produce_tiles    one warp streams the kv tiles through a ring
-//   produce_queries  one warp brings q and the weights of each segment's group
+// The schedule (mqa_schedule.cuh) gives each thread block segments: consecutive tiles of TILE kv tokens that a group of
+// QUERIES queries scores. In the paged variant, a tile is a block of the cache. The warps of a thread block have four
+// roles:
+//   produce_tiles    one warp loads kv tiles into a ring
+//   produce_queries  one warp loads q and the weights of each segment's group
 //   fill             two warps write -inf where a query has no tile
-//   consume          the math warpgroups multiply and fold (mqa_fold.cuh). The rows of wgmma are kv tokens, its columns
-//                    the heads of the warpgroup's queries, and all of D is one product.
+//   consume          the math warpgroups multiply and reduce (mqa_fold.cuh). The rows of wgmma are kv tokens, its
+//                    columns the heads of the warpgroup's queries; all of D is one product.
 //
-// Compile-time constants come from kernels/indexer/sm90.py: HEADS, HEAD_DIM, QUERIES, PAGED, COLUMN_GROUPS x
-// ROW_GROUPS math warpgroups (the former split the queries, the latter take tiles in turns), COLUMNS of wgmma, THREADS,
-// TILE, TILE_ROWS of kv's tensor map in a tile, STAGES of kv tiles, Q_SLOTS for queries, registers, sizes.
+// kernels/indexer/sm90.py defines the constants: HEADS, HEAD_DIM, QUERIES, PAGED, THREADS, TILE, STAGES (of kv tiles),
+// Q_SLOTS (of the query ring), COLUMNS (of wgmma), TILE_ROWS (rows of kv's tensor map in a tile), registers, sizes.
+// There are COLUMN_GROUPS x ROW_GROUPS math warpgroups: column groups divide the queries, row groups take tiles in
+// turns.
 #include "mqa_cache.cuh"
 #include "mqa_fold.cuh"
 #include "pipeline.cuh"
@@ -24,8 +26,8 @@ constexpr int FILL_COLUMNS = 4096;  // columns that a warp fills at a time
 static_assert(THREADS == WARP * (MATH_WARPS + 2 + FILL_WARPS));
 static_assert(STAGES % ROW_GROUPS == 0, "a warpgroup steps over the stages of the others");
 
-// The kv tiles in shared memory. Paged: cache blocks. Their scales are rows of the same tensor map as the keys, so the
-// swizzle applies to them too.
+// The kv tiles in shared memory. Paged: whole cache blocks. One tensor map covers keys and scales, so the scales are
+// swizzled too.
 template <bool Paged>
 struct KvStages {
   struct alignas(SWIZZLE_ALIGNMENT) Stage : CacheBlock<TILE> {};
@@ -44,7 +46,7 @@ struct KvStages {
   }
 };
 
-// Prefill: keys and scales in arrays of their own.
+// Prefill: keys and scales are separate arrays.
 template <>
 struct KvStages<false> {
   unsigned char tiles[STAGES][TILE * HEAD_DIM];
@@ -72,7 +74,7 @@ struct alignas(SWIZZLE_ALIGNMENT) Shared {
 static_assert(sizeof(Shared::q) % SWIZZLE_ALIGNMENT == 0);
 static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/indexer/sm90.py counts otherwise");
 
-// The cache blocks of each sequence's tiles: ids (sequences, pitch), clamped to existing blocks.
+// The ids of each sequence's cache blocks, (sequences, pitch). Ids are clamped to existing blocks.
 struct BlockTable {
   const int* ids;
   int pitch, num_blocks;
@@ -86,15 +88,15 @@ struct Arguments {
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/indexer/sm90.py lays it out otherwise");
 
-// Each lane looks up one tile of a segment, `i` plus its lane: the id of its cache block.
+// Returns to each lane the id of one cache block: that of tile `i` + lane of the segment.
 __device__ __forceinline__ int fetch_id(const BlockTable& table, const Segment& segment, int i) {
   i += lane_id();
   const int* ids = table.ids + static_cast<long long>(segment.group) * table.pitch + segment.first;
   return PAGED && i < segment.count ? __ldg(ids + i) : 0;
 }
 
-// The row of kv's tensor map at which tile `i` of a segment begins. id: what fetch_id() returned to this lane for the
-// warp's tiles. Called by the whole warp.
+// Returns the row of kv's tensor map at which tile `i` of a segment begins. id: this lane's result of fetch_id() for
+// the 32 tiles that include `i`. Called by the whole warp.
 __device__ __forceinline__ int tile_row(const BlockTable& table, const Segment& segment, int i, int id) {
   if constexpr (!PAGED) return (segment.first + i) * TILE_ROWS;
   return min(max(__shfl_sync(FULL_WARP, id, i % WARP), 0), table.num_blocks - 1) * TILE_ROWS;
@@ -105,7 +107,7 @@ __device__ __forceinline__ void produce_tiles(Shared& shared, const TensorMap& k
   const BlockTable& table = arguments.table;
   Pipeline<STAGES> ring(shared.kv_ring);
   Segment now = work.next(arguments.ranges);
-  int id = 0, next_id = fetch_id(table, now, 0);  // of 32 tiles, and of the next 32, whose loads are in flight
+  int id = 0, next_id = fetch_id(table, now, 0);  // ids of the current 32 tiles, and of the next 32, still in flight
 #pragma unroll 1
   while (now.count > 0) {
     const Segment next = work.next(arguments.ranges);
@@ -141,7 +143,7 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const TensorMap&
     const int s = segment.group * QUERIES;
     if (lane == 0) shared.items[slot].segment = segment;
     if (lane < QUERIES) shared.items[slot].tokens[lane] = query_tokens(arguments.ranges, s + lane);
-    // Every thread that writes or reads an item arrives itself: racecheck follows a barrier by the threads that arrive.
+    // Every thread that writes or reads an item arrives itself: racecheck only tracks threads that arrive at a barrier.
     if (lane > 0 || segment.count == 0) {
       ring.full().arrive();
     } else {
@@ -161,8 +163,8 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const TensorMap&
 
 __device__ __forceinline__ int clamp(long long x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
-// Writes -inf outside the tiles of a group; consume() writes it inside. The fill warps of the grid take pieces of rows
-// in turns.
+// Writes -inf to the columns outside the tiles of a query's group; consume() writes -inf within the tiles. The fill
+// warps of the grid take pieces of rows in turns.
 __device__ __forceinline__ void fill(const Arguments& arguments, int warp) {
   const Output& out = arguments.out;
   const int pieces = (out.columns - 1) / FILL_COLUMNS + 1;
@@ -175,7 +177,7 @@ __device__ __forceinline__ void fill(const Arguments& arguments, int warp) {
     const int end = begin + min(FILL_COLUMNS, out.columns - begin);
     const Range tiles = group_tiles(arguments.ranges, static_cast<int>(s) / QUERIES);
     const int first = first_token(out, query_tokens(arguments.ranges, static_cast<int>(s)));
-    // The part that the tiles cover. Their ends may lie past 2^31.
+    // [low, high): the columns that the tiles cover. Before clamping they may exceed 2^31.
     const int low = clamp(static_cast<long long>(tiles.begin) * TILE - first, begin, end);
     const int high = clamp(static_cast<long long>(tiles.end) * TILE - first, low, end);
     float* row = out.scores + s * out.columns;
@@ -191,7 +193,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& argumen
   const Kept kept(warp % 4, lane_id());
   Pipeline<STAGES> tiles(shared.kv_ring, row_group);
   Pipeline<Q_SLOTS> queries(shared.query_ring);
-  int turn = 0;  // the row group that takes the segment's first tile
+  int turn = 0;  // the row group that takes the first tile of this segment
 #pragma unroll 1
   while (true) {
     queries.arrived();

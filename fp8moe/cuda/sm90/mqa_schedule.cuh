@@ -1,21 +1,22 @@
-// The schedule of the index scores: which tiles a thread block computes.
+// The schedule of the index scores: which tiles each thread block computes.
 //
-// QUERIES neighbouring queries form a group; paged, the queries of one sequence. A group needs the tiles of TILE kv
-// tokens from the first to the last token that one of its queries scores. The tiles of all groups, in order, form one
-// list. Each thread block takes an equal part of the list, its work range, and walks it segment by segment.
+// QUERIES consecutive queries form a group; in the paged variant, the queries of one sequence. A group needs all tiles
+// of TILE kv tokens between the first and the last token that any of its queries scores. The tiles of all groups, in
+// order, form one list. Each thread block takes an equal part of the list, its work range, and processes it segment by
+// segment.
 #pragma once
 
 #include "ptx.cuh"
 #include "warp.cuh"
 
-// The kv tokens that each query scores: from starts[s] to ends[s], `longest` of them at most, or paged, the first
-// tokens of its sequence. The values are clamped to the tokens that exist.
+// The kv tokens that each query scores. Prefill: from starts[s] to ends[s], at most `longest` tokens. Paged: the first
+// tokens of its sequence, as many as the query's context length. All values are clamped to existing tokens.
 struct Ranges {
-  const int* starts;  // (queries,); not used if paged
-  const int* ends;    // (queries,); paged: context lengths, (sequences,) of the last query of each, or (queries,)
+  const int* starts;  // (queries,); unused if paged
+  const int* ends;    // (queries,); paged: context lengths at the last query, (sequences,), or per query, (queries,)
   int queries;
-  int limit;      // kv tokens
-  int longest;    // not used if paged
+  int limit;      // number of kv tokens
+  int longest;    // unused if paged
   int per_query;  // paged: whether `ends` has a length for each query
 };
 
@@ -25,7 +26,7 @@ struct Range {
   __device__ __forceinline__ int size() const { return end - begin; }
 };
 
-// The tokens that query s scores; empty (end <= begin) past the last query.
+// Returns the tokens that query s scores. The range is empty (end <= begin) past the last query.
 __device__ __forceinline__ Range query_tokens(const Ranges& ranges, int s) {
   if (s >= ranges.queries) return {0, 0};
   if constexpr (PAGED) {
@@ -39,7 +40,7 @@ __device__ __forceinline__ Range query_tokens(const Ranges& ranges, int s) {
   }
 }
 
-// The tiles that a group needs.
+// Returns the range of tiles that a group needs.
 __device__ __forceinline__ Range group_tiles(const Ranges& ranges, int group) {
   Range tokens = {0x7FFFFFFF, 0};
 #pragma unroll 4
@@ -51,16 +52,16 @@ __device__ __forceinline__ Range group_tiles(const Ranges& ranges, int group) {
   return {tokens.begin / TILE, (tokens.end - 1) / TILE + 1};
 }
 
-// Neighbouring tiles of one group.
+// Consecutive tiles of one group: `count` tiles from tile `first` on.
 struct Segment {
   int group, first, count;
 };
 
-// The part of the list that is left to a thread block: `left` tiles, after the first `skip` tiles of `group`.
+// The rest of a thread block's work: `left` tiles of the list, from tile `skip` of `group` on.
 struct WorkRange {
   int group, skip, left;
 
-  // Takes the next segment off the range; an empty one if no tile is left.
+  // Removes the next segment from the range and returns it. The segment is empty if no tile is left.
   __device__ __forceinline__ Segment next(const Ranges& ranges) {
     Segment segment = {group, 0, 0};
 #pragma unroll 1
@@ -75,8 +76,8 @@ struct WorkRange {
   }
 };
 
-// Each thread counts the tiles of neighbouring groups: sums over the threads of a warp up to this one, and sums of
-// warps.
+// Numbers of tiles. Each thread counts the tiles of consecutive groups. threads[t]: the inclusive sum over the threads
+// of t's warp up to t. warps[w]: the total of warp w.
 struct TileSums {
   int threads[THREADS], warps[THREADS / WARP];
 };
@@ -85,7 +86,7 @@ __device__ __forceinline__ int groups_per_thread(const Ranges& ranges) {
   return ceil_div(ceil_div(ranges.queries, QUERIES), THREADS);
 }
 
-// Called by all threads of the block, which meet before they call find_work_range.
+// Fills `sums`. Called by all threads of the block, which must synchronize before they call find_work_range.
 __device__ __forceinline__ void sum_tiles(const Ranges& ranges, TileSums& sums) {
   const int groups = ceil_div(ranges.queries, QUERIES), each = groups_per_thread(ranges);
   const int first = min(static_cast<int>(threadIdx.x) * each, groups), last = min(first + each, groups);
@@ -97,7 +98,7 @@ __device__ __forceinline__ void sum_tiles(const Ranges& ranges, TileSums& sums) 
   if (lane_id() == WARP - 1) sums.warps[threadIdx.x / WARP] = sum;
 }
 
-// The work range of this thread block. Called by whole warps.
+// Returns the work range of this thread block. Called by whole warps.
 __device__ __forceinline__ WorkRange find_work_range(const Ranges& ranges, const TileSums& sums) {
   const int lane = lane_id();
   const int warp_sum = warp_inclusive_sum(lane < THREADS / WARP ? sums.warps[lane] : 0);
@@ -105,7 +106,8 @@ __device__ __forceinline__ WorkRange find_work_range(const Ranges& ranges, const
   const u32 least = total / gridDim.x, rest = total % gridDim.x;
   const int begin = least * blockIdx.x + min(blockIdx.x, rest), count = least + (blockIdx.x < rest);
   if (count == 0) return {0, 0, 0};
-  // The warp, then the thread, that counted the first tile, and how many tiles it counted before that one.
+  // Find the warp, then the thread, that counted this block's first tile. `skip` becomes the number of tiles that the
+  // thread counted before it.
   const int warp = __popc(__ballot_sync(FULL_WARP, warp_sum <= begin));
   int skip = begin - (warp ? __shfl_sync(FULL_WARP, warp_sum, warp - 1) : 0);
   const int sum = sums.threads[warp * WARP + lane];
@@ -114,7 +116,7 @@ __device__ __forceinline__ WorkRange find_work_range(const Ranges& ranges, const
   return {(warp * WARP + thread) * groups_per_thread(ranges), skip, count};
 }
 
-// A segment with the tokens that its queries score, as the math warps get it; an empty segment ends their work.
+// A segment and the tokens that each of its queries scores, for the math warps. An empty segment tells them to stop.
 struct Item {
   Segment segment;
   Range tokens[QUERIES];

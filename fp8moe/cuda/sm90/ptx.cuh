@@ -1,6 +1,6 @@
-// Thin wrappers over the PTX instructions the kernels use (PTX ISA 9.0; section names in the comments).
-// Self-contained: no toolkit header, so that NVRTC alone compiles every kernel. Each architecture has a
-// file of this name, which those of common/ and ops/ include.
+// Thin wrappers over the PTX instructions that the kernels use (PTX ISA 9.0; section names in the comments). Includes
+// no toolkit header, so NVRTC alone compiles every kernel. Each architecture has its own ptx.cuh; the files of common/
+// and ops/ include the one of the target.
 #pragma once
 
 using u8 = unsigned char;
@@ -26,7 +26,7 @@ __device__ __forceinline__ u32 lane_id() {
   return lane;
 }
 
-// Tells the compiler that a value is the same in all lanes, so that dependent values may stay in uniform registers.
+// Tells the compiler that x is the same in all lanes, so that values derived from it may use uniform registers.
 __device__ __forceinline__ int same_in_warp(int x) { return __shfl_sync(0xFFFFFFFF, x, 0); }
 
 // ---- mbarrier ("Parallel Synchronization and Communication Instructions: mbarrier") ----
@@ -35,7 +35,7 @@ __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the async proxy and to the other blocks of the cluster.
+// Makes initialized barriers visible to the async proxy and to the other blocks of the cluster.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -61,7 +61,7 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 phase) {
   }
 }
 
-// Waits for arrivals from other blocks of the cluster.
+// Waits for a phase, including arrivals from other blocks of the cluster.
 __device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 phase) {
   u32 done = 0;
   while (!done) {
@@ -83,14 +83,14 @@ __device__ __forceinline__ u32 cluster_rank() {
   return rank;
 }
 
-// Address of the same shared variable in block `rank` of the cluster.
+// The address of the same shared variable in block `rank` of the cluster.
 __device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
   u32 mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
 }
 
-// Orders execution only: .release would wait for every memory access in flight.
+// Orders execution only, not memory: .release would wait for every memory access in flight.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
@@ -98,20 +98,21 @@ __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.w
 
 // ---- asynchronous copies ----
 
-// Copies 16 bytes to shared memory, or zeros if `there` is false: then the source is not read. Past L1.
+// Copies 16 bytes to shared memory, bypassing L1. If `there` is false, writes zeros and does not read the source.
 __device__ __forceinline__ void async_copy_16(u32 target, const void* source, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(there ? 16 : 0)
                : "memory");
 }
 
-// Closes the group of such copies that this thread has issued; waits until all but its last `Pending` groups are done.
+// async_commit closes a group of the copies that this thread has issued. async_wait waits until all but the last
+// `Pending` groups are complete.
 __device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending>
 __device__ __forceinline__ void async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Tensor map coordinates count elements, innermost first.
+// Loads a tile by TMA and signals the mbarrier. x, y: coordinates in elements, the innermost dimension first.
 __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
@@ -120,7 +121,7 @@ __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 b
       : "memory");
 }
 
-// The same for data that is read once: it evicts nothing else from L2.
+// Like tma_load, for data that is read once: L2 evicts it first.
 __device__ __forceinline__ void tma_load_once(u32 target, const TensorMap& map, u32 barrier, int x, int y) {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -131,36 +132,37 @@ __device__ __forceinline__ void tma_load_once(u32 target, const TensorMap& map, 
       : "memory");
 }
 
-// Prefetches a sector of global memory to the cache of this SM's loads.
+// Prefetches a 32-byte sector of global memory to this SM's L1.
 __device__ __forceinline__ void prefetch_near(const void* source) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(source));
 }
 
-// Prefetches a tensor map to the cache of asynchronous copies.
+// Prefetches a tensor map to the cache that TMA reads it from.
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Contiguous copy; counts its bytes on the mbarrier. Addresses and bytes are multiples of 16.
+// Copies contiguous bytes from global to shared memory and signals the mbarrier. Addresses and `bytes` are multiples of
+// 16.
 __device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
                "l"(source), "r"(bytes), "r"(barrier)
                : "memory");
 }
 
-// Counts further bytes on the mbarrier's present phase, before the arrival that lets it end.
+// Adds to the number of bytes that the mbarrier's current phase waits for. Call before the last arrival of the phase.
 __device__ __forceinline__ void mbarrier_expect_more(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Writes a tile from shared memory; elements outside the map are left out.
+// Writes a tile from shared memory by TMA; elements outside the map are not written.
 __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
                "r"(source), "r"(x), "r"(y)
                : "memory");
 }
 
-// The same in three dimensions; or adds the tile to global memory, each float32 element once.
+// The same in three dimensions. tma_add adds the tile to global memory, each float32 element atomically.
 __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
                "r"(source), "r"(x), "r"(y), "r"(z)
@@ -173,8 +175,8 @@ __device__ __forceinline__ void tma_add(const TensorMap& map, u32 source, int x,
       : "memory");
 }
 
-// Closes the group of stores that this thread has issued; waits until all groups but the last `Pending` have read their
-// source, or until all have written.
+// bulk_commit closes a group of the stores that this thread has issued. bulk_wait_read waits until all but the last
+// `Pending` groups have read their source; bulk_wait, until all groups have been written.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int Pending = 0>
 __device__ __forceinline__ void bulk_wait_read() {
@@ -182,7 +184,7 @@ __device__ __forceinline__ void bulk_wait_read() {
 }
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Contiguous copy to another block's shared memory; counts its bytes on the mbarrier there. Multiples of 16 bytes.
+// Copies contiguous bytes to another block's shared memory and signals the mbarrier there. `bytes` is a multiple of 16.
 __device__ __forceinline__ void bulk_copy_to_block(u32 target, u32 source, u32 bytes, u32 barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
@@ -190,7 +192,7 @@ __device__ __forceinline__ void bulk_copy_to_block(u32 target, u32 source, u32 b
       : "memory");
 }
 
-// Orders this thread's ordinary shared-memory stores before asynchronous copies that read them.
+// Makes this thread's ordinary stores to shared memory visible to asynchronous copies that follow.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Barrier `id` (1 to 15) among `threads` threads of the block.
@@ -200,10 +202,10 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 
 // ---- programmatic dependent launch ("Miscellaneous Instructions: griddepcontrol") ----
 //
-// All kernels keep one order: a kernel waits for its predecessor, then lets its successor start. So the part of a
-// kernel before the wait may rely on all kernels of the stream except its immediate predecessor. It reads only data
-// that no kernel of its chain writes, or that was written at least two kernels before: weights, group sizes. The first
-// kernel of a chain is launched the ordinary way, after everything ahead of it; a kernel that is always first need not
+// All kernels follow one protocol: a kernel first waits for its predecessor, then lets its successor start. So before
+// its wait, a kernel may rely on all earlier kernels of the stream except its immediate predecessor. There it reads
+// only data that no kernel of its chain writes, or that was written at least two kernels earlier: weights, group sizes.
+// The first kernel of a chain is launched normally, after all earlier work; a kernel that is always first need not
 // wait.
 
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -215,7 +217,7 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
-// Waits until only the last `Later` products are in flight; then `product`, an earlier one, may be read.
+// Waits until at most the last `Later` products are in flight. Then `product`, an earlier one, may be read.
 template <int Later, int Accumulators>
 __device__ __forceinline__ void wgmma_wait(float (&product)[Accumulators]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Later) : "memory");
@@ -223,8 +225,8 @@ __device__ __forceinline__ void wgmma_wait(float (&product)[Accumulators]) {
   for (int i = 0; i < Accumulators; ++i) asm volatile("" : "+f"(product[i]));  // no read before the wait
 }
 
-// Shared-memory matrix descriptor of a K-major tile whose rows are as wide as the swizzle, 128, 64 or 32 bytes: groups
-// of 8 rows follow each other. Stepping 32 bytes along K adds 2.
+// The shared-memory matrix descriptor of a K-major tile whose rows are as long as the swizzle: 128, 64 or 32 bytes.
+// Groups of 8 rows are contiguous. Adding 2 to the descriptor advances 32 bytes along K.
 template <int RowBytes = 128>
 __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
   static_assert(RowBytes == 128 || RowBytes == 64 || RowBytes == 32);
@@ -232,7 +234,7 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
   return (swizzle << 62) | (u64{8 * RowBytes >> 4} << 32) | ((address & 0x3FFFF) >> 4);
 }
 
-// The same for rows of 128 bytes, as one register to carry from stage to stage.
+// A descriptor of a tile with rows of 128 bytes, kept in one register from stage to stage.
 struct TileStart {
   u32 start;
 
@@ -248,9 +250,9 @@ struct TileStart {
 
 // ---- mma ("Warp-level matrix instructions: mma.sync") ----
 
-// Adds a product of 16 x 8 over 16 values to a warp's sums, in the layout of wgmma: a lane has the rows lane / 4 and
-// lane / 4 + 8, and of each the columns 2 * (lane % 4) and the next. upper, lower: four values of these two rows;
-// columns: the same four values of column lane / 4. The four lanes of a row or column have 16 different values, in any
+// Adds a 16 x 8 product, 16 deep, to a warp's sums, which are laid out as in wgmma: a lane has rows lane / 4 and lane /
+// 4 + 8, and of each row the columns 2 * (lane % 4) and the next. upper, lower: four values of these two rows. columns:
+// the matching four values of column lane / 4. The four lanes that share a row or column hold its 16 values, in any
 // order.
 __device__ __forceinline__ void mma_bfloat16(float* sum, uint2 upper, uint2 lower, uint2 columns) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -266,8 +268,9 @@ __device__ __forceinline__ void mma_float16(float* sum, uint2 upper, uint2 lower
       : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(columns.x), "r"(columns.y));
 }
 
-// Loads four matrices of 8 x 8; eight lanes each give the addresses of a matrix's rows of 16 bytes. A lane gets columns
-// 2 * (lane % 4) and the next of row lane / 4 of each; transposed, these rows of column lane / 4.
+// Loads four 8 x 8 matrices of 16-bit elements. Each group of eight lanes passes the addresses of one matrix's rows, 16
+// bytes each. From each matrix a lane gets, in row lane / 4, columns 2 * (lane % 4) and the next; load_transposed
+// returns instead, in column lane / 4, rows 2 * (lane % 4) and the next.
 __device__ __forceinline__ void load_matrices(u32 address, u32 (&v)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
@@ -301,14 +304,14 @@ __device__ __forceinline__ u32 pack_bfloat16(float low, float high) {
 
 __device__ __forceinline__ float bfloat16_to_float(u16 x) { return __uint_as_float(u32{x} << 16); }
 
-// Converts to two E4M3 values, rounded to nearest even, saturated; NaN stays NaN.
+// Converts two values to E4M3, `low` in the lower byte: rounded to nearest even, saturated; NaN stays NaN.
 __device__ __forceinline__ u16 pack_e4m3(float low, float high) {
   u16 packed;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
-// The smaller and the larger of two values; NaN if one of them is NaN.
+// The smaller, or the larger, of two values; NaN if either is NaN.
 __device__ __forceinline__ float min_or_nan(float a, float b) {
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -320,7 +323,7 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return result;
 }
 
-// 1 / x to one unit in the last place. A division would have a slow path, whose branch would cost enclosing loops their
+// 1 / x to one unit in the last place. A division has a slow path, whose branch would keep enclosing loops from using
 // uniform registers.
 __device__ __forceinline__ float reciprocal(float x) {
   float inverse;
@@ -328,7 +331,7 @@ __device__ __forceinline__ float reciprocal(float x) {
   return inverse;
 }
 
-// 1 / (1 + e^-x) to about 1e-6: 0 and 1 far out, NaN for NaN.
+// 1 / (1 + e^-x) to about 1e-6. Saturates to 0 and 1 for large |x|; NaN for NaN.
 __device__ __forceinline__ float sigmoid(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));

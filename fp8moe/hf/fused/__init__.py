@@ -1,4 +1,4 @@
-"""transformers' decoder layers, known by their code, in fp8moe's kernels."""
+"""Runs decoder layers of transformers, if their code is a known one, in fp8moe's fused kernels."""
 
 from fp8moe.hf.fused.fuse import FusedModule, Optimized, find_fused, optimize
 

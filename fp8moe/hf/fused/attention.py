@@ -1,6 +1,7 @@
-"""Attention modules: one projection, then norms of heads, rotary embedding and the cache in one kernel.
+"""Fused attention modules: q, k and v in one GEMM, then head norms, rotary embedding and cache write in one kernel.
 
-What attends is the model's own choice (`model.config._attn_implementation`), called as its own forward calls it.
+The attention itself is the model's own choice (`model.config._attn_implementation`), except for decode steps of
+GraphDecoder, which run fp8moe's kernel.
 """
 
 from collections.abc import Callable
@@ -21,19 +22,20 @@ WITHOUT_EFFECT = (
     *("is_causal", "sliding_window", "position_ids", "cache_position", "use_cache"),
     *("output_attentions", "output_hidden_states", "output_router_logits"),
 )
-"""Arguments without effect on an attention that is told which keys each query sees."""
+"""Keyword arguments that can be ignored, as the attention mask already says which keys each query sees."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """The attention_mask of GraphDecoder's attention: which keys of a static cache the queries of a call see.
+    """What GraphDecoder passes as attention_mask: which keys of a static cache the queries of a call see.
 
-    transformers passes on whatever its mask function returns; that function returns this, once for each kind of layer.
+    GraphDecoder's mask function returns it, once for each kind of layer, and transformers passes it on to attention.
 
-    begin, columns (B,) int64: for each row the column of its first token in the cache, and of its first new token.
-    new_tokens: of each row. key_heads, length: of the layer's cache. window: the most keys that a query sees, None for
-    all. sequences (3, B + 1) int32, for several new tokens: for each row its first query, its first key in the cache
-    and its number of keys; the last column ends the queries. whole: whether rows have the new tokens alone, no padding.
+    begin, columns: (B,) int64, the cache columns of each row's first token and of its first new token.
+    new_tokens: number of new tokens per row. key_heads, length: of the layer's cache. window: the most keys that a
+    query sees, None for all. sequences: (3, B + 1) int32 if there are several new tokens: for each row its first query,
+    its first key in the cache and its number of keys; the last column holds the end of the queries.
+    whole: whether rows consist of the new tokens only, without padding.
     """
 
     begin: Tensor
@@ -47,16 +49,16 @@ class AttentionMetadata:
 
 
 class UnsupportedAttention(ValueError):
-    """Raised for attention that the kernels lack."""
+    """Raised for an attention that fp8moe's kernels do not support."""
 
 
 def check_metadata(
     metadata: Any, dtype: torch.dtype, new: int, key: Tensor, value: Tensor, others: dict[str, Any]
 ) -> None:
-    """Raise UnsupportedAttention for attention that the kernels over a static cache lack.
+    """Raise UnsupportedAttention for an attention that the kernels for static caches do not support.
 
-    new: tokens of each row. key, value (B, key heads, columns, D) of the cache. others: further arguments that a model
-    passes to its attention.
+    metadata: the attention_mask. dtype: of the queries. new: number of new tokens per row. key, value: (B, key heads,
+    columns, D), the cache. others: further keyword arguments that the model passes to its attention.
     """
     key_heads, size = key.shape[1], key.shape[-1]
     given = sorted(name for name, other in others.items() if other is not None and name not in WITHOUT_EFFECT)
@@ -82,7 +84,7 @@ def attention_interface(module: nn.Module) -> Callable:
 
 
 def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
-    """Return whether `attend` computes what the module does for an input of this dtype."""
+    """Return whether `attend` computes the same as the module's own forward for an input of this dtype."""
     form = form_of(module, known_forwards.ATTENTION)
     if form is None or not runs_as_written(module) or not rotates_halves(module) or not position_embeddings:
         return False
@@ -93,12 +95,15 @@ def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Ten
 
 
 def prepare(module: nn.Module) -> str | None:
-    """Move the weights of q, k and v together. Returns what is fused then, None if the code is not known."""
+    """Make the weights of q, k and v adjacent in memory; return a description of what is fused.
+
+    Returns None for unknown code.
+    """
     form = form_of(module, known_forwards.ATTENTION)
     if form is None or not rotates_halves(module):
         return None
     if _has_norms(module, form) and not (runs_as_written(module.q_norm) and runs_as_written(module.k_norm)):
-        return None  # as under transformers' tensor parallelism, which has a forward of its own there
+        return None  # for example, transformers' tensor parallelism replaces the forwards of these norms
     together = runs_as_written(module) and linears.pack(inputs(module))
     return "q, k and v as one, heads and cache" if together else "heads and cache"
 
@@ -113,7 +118,10 @@ def attend(
     cache: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute the module's result (B, T, H). normed: the rows of its input, quantized or values; lead: (B, T)."""
+    """Compute the module's result (B, T, H), including o_proj.
+
+    normed: the module's input as rows (B * T, H), quantized or not. lead: (B, T). Other arguments: as of the module.
+    """
     form = form_of(module, known_forwards.ATTENTION)
     size = module.head_dim
     cos, sin = position_embeddings
@@ -147,7 +155,7 @@ def attend(
             window=attention_mask.window,
             scale=module.scaling,
             quantized=linears.weights(module.o_proj) is not None,
-            early=True,  # the projection lies between these and the step's begin
+            early=True,  # safe, as the kernel ahead of it, a projection, writes only q, k and v
         )
         if isinstance(output, FP8Tensor):
             return linears.project(output, [module.o_proj], cos.dtype)[0].view(*lead, -1)
@@ -170,7 +178,7 @@ def attend(
 
 
 def inputs(module: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the projections of the module's input."""
+    """Return the linears that project the module's input."""
     return module.q_proj, module.k_proj, module.v_proj
 
 
@@ -179,8 +187,8 @@ def _has_norms(module: nn.Module, form: known_forwards.Attention) -> bool:
 
 
 def _decoder_layer(past: Any, index: int, k: Tensor, v: Tensor) -> Any:
-    """Return the layer of GraphDecoder's cache for k and v (B, T, key heads, D); None for any other cache."""
-    layer = next(iter(getattr(past, "layers", ())[index : index + 1]), None)  # some caches add layers later
+    """Return the layer `index` of GraphDecoder's cache, allocated for k and v (B, T, key heads, D); None for others."""
+    layer = next(iter(getattr(past, "layers", ())[index : index + 1]), None)  # some caches create their layers lazily
     if not hasattr(layer, "position"):
         return None
     if not layer.is_initialized:

@@ -1,7 +1,7 @@
-"""The feed-forward half of a decoder layer: SwiGLU modules in FP8, and mixture-of-experts blocks.
+"""The fused feed-forward half of a decoder layer: SwiGLU modules in FP8, and mixture-of-experts blocks.
 
-Gate and up are one GEMM, which activates and quantizes its result. In a mixture-of-experts block the router runs in
-fp8moe's kernels, shared experts run like SwiGLU modules, and the routed experts as they are.
+Gate and up are one GEMM, whose epilogue applies SwiGLU and quantizes. In a mixture-of-experts block the router runs in
+fp8moe's kernels, shared experts run like SwiGLU modules, and the routed experts module is called unchanged.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ from fp8moe.quant.formats import FP8Tensor
 
 
 def prepare(module: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Pack the weights that are applied to the same input into one tensor.
+    """Make gate and up weights adjacent in memory; return the names of the parts that run fused afterwards.
 
-    dtype: the dtype of the input. Returns the names of the parts that then run fused.
+    module: a feed-forward module or mixture-of-experts block. dtype: of its input.
     """
     if not _serves_block(module, dtype):
         return ["feed-forward"] if _prepare_mlp(module) else []
@@ -37,9 +37,11 @@ def prepare(module: nn.Module, dtype: torch.dtype) -> list[str]:
 def forward(
     module: nn.Module, norm: nn.Module, attended: Tensor, residual: Tensor, following: Norm | None
 ) -> tuple[Tensor, Normed | None]:
-    """Compute the layer's result of the attention's result, which has neither residual nor norm yet.
+    """Compute the second half of a decoder layer: norm(attended + residual), the module, and the residual add.
 
-    following: the norm of the next module, computed too where that takes no further kernel.
+    module: the feed-forward module. attended: the attention's result, without residual. following: the norm that the
+    next layer begins with. Returns the layer's result and, if it costs no further kernel, the rows that `following`
+    makes of it.
     """
     if _serves_block(module, residual.dtype):
         shared = _shared(module)
@@ -59,7 +61,7 @@ def forward(
 
 
 def _add(residual: Tensor, out: Tensor, following: Norm | None) -> tuple[Tensor, Normed | None]:
-    """Return residual + out (M, H), and its norm."""
+    """Return residual + out (M, H), and the same rows normalized by `following`, or None."""
     if following is None or out.dtype is not residual.dtype:
         return residual + out, None
     weight, eps, quantized = following
@@ -79,14 +81,14 @@ def _is_known_mlp(module: nn.Module) -> bool:
 
 
 def _prepare_mlp(module: nn.Module) -> bool:
-    """Move the weights of gate and up together. Returns whether `_run_mlp` serves the module then."""
+    """Make the weights of gate and up adjacent in memory; return whether `_run_mlp` can then run the module."""
     if not _is_known_mlp(module) or not linears.pack([module.gate_proj, module.up_proj], blocks=False):
         return False
     return _serves_mlp(module)
 
 
 def _serves_mlp(module: nn.Module) -> bool:
-    """Return whether `_run_mlp` computes what the module does for an input in FP8."""
+    """Return whether `_run_mlp` computes the same as the module's own forward."""
     if not _is_known_mlp(module):
         return False
     gate, up, down = (linears.weights(part) for part in (module.gate_proj, module.up_proj, module.down_proj))
@@ -96,7 +98,7 @@ def _serves_mlp(module: nn.Module) -> bool:
 
 
 def _run_mlp(module: nn.Module, x: FP8Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the module's result (M, H) in `dtype`. x: data (M, H)."""
+    """Run a SwiGLU module on quantized rows x (M, H); return (M, H) in `dtype`."""
     gate_up = linears.joined([linears.weights(part) for part in (module.gate_proj, module.up_proj)], blocks=False)
     rows = len(x.data)
     hidden = grouped_gemm_swiglu(
@@ -112,23 +114,23 @@ def _run_mlp(module: nn.Module, x: FP8Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _serves_block(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether `_mix` computes what the block does for an input of this dtype."""
+    """Return whether `_mix` computes the same as the block's own forward for an input of this dtype."""
     if form_of(module, known_forwards.BLOCK) is None or not runs_as_written(module):
         return False
     return _serves_router(module.gate, dtype)
 
 
 def _shared(module: nn.Module) -> nn.Module | None:
-    """Return the block's shared experts."""
+    """Return the block's shared experts, None if it has none."""
     name = form_of(module, known_forwards.BLOCK).shared
     return None if name is None else getattr(module, name)
 
 
 def _mix(module: nn.Module, normed: Normed, logits: Tensor, following: Norm | None) -> tuple[Tensor, Normed | None]:
-    """Return normed.sum plus the block's result (M, H), and the norm `following` as in `forward`.
+    """Run a mixture-of-experts block; return its result plus the residual (M, H), and these rows normalized, or None.
 
-    normed: the norm of the input's rows, as values, with its sum, and quantized if shared experts run in FP8.
-    logits: of the router.
+    normed: the block's input after the norm, as values and, if shared experts run in FP8, also quantized; its `sum` is
+    the residual. logits: the router's.
     """
     form = form_of(module, known_forwards.BLOCK)
     x = normed.values
@@ -139,7 +141,7 @@ def _mix(module: nn.Module, normed: Normed, logits: Tensor, following: Norm | No
         inputs = x, routing.index, routing.weights
         if following is None:
             return module.experts(*inputs, residual=normed.sum, **order), None
-        # transformers' modules run what `register` has given them.
+        # Experts modules of transformers run `experts_forward` of `register`, which takes `norm` itself.
         run = module.experts.forward_with_norm if type(module.experts) is GroupedExperts else module.experts
         return run(*inputs, norm=following, residual=normed.sum, **order)
     beside = SecondStream(x.device) if form.shared and x.is_cuda and _waits_for_ranks(module.experts) else None
@@ -156,17 +158,17 @@ def _mix(module: nn.Module, normed: Normed, logits: Tensor, following: Norm | No
 
 
 def _waits_for_ranks(experts: nn.Module) -> bool:
-    """Return whether the experts are spread over several ranks, and wait for each other."""
+    """Return whether the experts are spread over several ranks, so that the GPU waits for others in their forward."""
     return any(getattr(experts, name, None) is not None for name in ("parallel", "_fp8moe_parallel"))
 
 
 def _sorts_as_router(experts: nn.Module) -> bool:
-    """Return whether our experts need the assignments in the order in which the router can give them."""
+    """Return whether the experts can use the router kernel's sorting of assignments in place of their own."""
     return not _waits_for_ranks(experts) and getattr(experts, "decode_capacity", None) is None
 
 
 def _are_ours(experts: nn.Module) -> bool:
-    """Return whether the experts take a residual, sorted assignments, and a norm of the result."""
+    """Return whether the experts run on fp8moe, and so accept a residual, sorted assignments and a norm."""
     ours = type(experts) is GroupedExperts or chosen_implementation(experts) == NAME
     return ours and runs_as_written(experts)
 
@@ -175,9 +177,9 @@ def _are_ours(experts: nn.Module) -> bool:
 
 
 def forward_router(module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a router that is in no layer: logits (M, E), weights and indices (M, K).
+    """Run a router outside of a fused block; return logits (M, E), weights (M, K) and indices (M, K).
 
-    Its own forward runs where gradients are on and where our kernels do not serve it.
+    The router's own forward runs while gradients are enabled, in training mode, and where the kernels do not serve it.
     """
     if torch.is_grad_enabled() or module.training or not _serves_router(module, hidden_states.dtype):
         return type(module).forward(module, hidden_states)
@@ -187,7 +189,7 @@ def forward_router(module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Te
 
 
 def _serves_router(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether our kernels route as the module does for an input of this dtype."""
+    """Return whether fp8moe's kernels compute the same as the router's own forward for an input of this dtype."""
     form = form_of(module, known_forwards.ROUTER)
     if form is None or not runs_as_written(module) or is_cast(module.weight):
         return False
@@ -197,7 +199,7 @@ def _serves_router(module: nn.Module, dtype: torch.dtype) -> bool:
 def _norm_and_logits(
     norm: nn.Module, router: nn.Module, x: Tensor, residual: Tensor, *, quantized: bool
 ) -> tuple[Normed, Tensor]:
-    """Run `norms.norm` with a residual, and the router on its values: logits (M, E)."""
+    """Return the RMSNorm of x + residual and the router logits (M, E) of its rows, from one kernel if possible."""
     if router.weight.dtype is not x.dtype:
         normed = norms.norm(norm, x, residual, values=True, quantized=quantized)
         return normed, _logits(router, normed.values)
@@ -207,7 +209,7 @@ def _norm_and_logits(
 
 
 def _logits(router: nn.Module, x: Tensor) -> Tensor:
-    """Compute the logits (M, E) of x (M, H)."""
+    """Compute the router logits (M, E) of x (M, H)."""
     operand = x.to(router.weight.dtype)  # transformers keeps some routers in float32, in models of any dtype
     return router_logits(operand, router.weight, dtype=_logits_dtype(router, x))
 
@@ -217,7 +219,7 @@ def _logits_dtype(router: nn.Module, x: Tensor) -> torch.dtype:
 
 
 def _route(router: nn.Module, logits: Tensor, *, sort: bool) -> ChosenExperts:
-    """Choose the experts for logits (M, E). sort: see `route`."""
+    """Choose the experts for router logits (M, E) by the router's own rule. sort: see `kernels.decoder_ops.router`."""
     form, bias, groups = form_of(router, known_forwards.ROUTER), None, ()
     if form.bias:
         bias = router.e_score_correction_bias.float()
@@ -228,10 +230,10 @@ def _route(router: nn.Module, logits: Tensor, *, sort: bool) -> ChosenExperts:
 
 
 class SecondStream:
-    """A stream beside the current one of a device: it starts where the current one is now, which later waits for it.
+    """A second CUDA stream for work beside the current stream: forks from it when made, and joins it after `run`.
 
-    Memory that one of the two streams frees is reused by later work of the same stream, after the two have met again;
-    so nothing is written while the other stream reads it. A CUDA graph that is captured meanwhile has both streams.
+    Memory that a stream frees is only reused by later work of the same stream, which runs after the join. So nothing
+    is overwritten while the other stream reads it. A graph capture on the current stream captures this stream too.
     """
 
     def __init__(self, device: torch.device):
@@ -239,7 +241,7 @@ class SecondStream:
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run work on this stream, and let the current one wait for its result."""
+        """Run work on the second stream, and make the current stream wait for its result."""
         current = torch.cuda.current_stream(self._stream.device)
         with torch.cuda.stream(self._stream):
             out = work()

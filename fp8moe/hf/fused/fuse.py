@@ -1,4 +1,4 @@
-"""Fused forwards for a model's decoder layers, norms and routers: put in the place of their own, and taken back."""
+"""optimize: replaces the forwards of a model's decoder layers, norms and routers with fused ones; can restore them."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from fp8moe.kernels.decoder_ops.rms_norm import Normed
 class FusedModule(NamedTuple):
     """A module that `optimize` changed.
 
-    name: its path in the model. module_class: the name of its class. what: the parts that run in fp8moe's kernels.
+    name: its path in the model. module_class: its class name. what: which parts run in fp8moe's kernels, as text.
     """
 
     name: str
@@ -33,14 +33,14 @@ class Optimized(tuple[FusedModule, ...]):
     _forwards: list[tuple[nn.Module, Callable]]
 
     def restore(self) -> None:
-        """Give the modules their own forwards back. A second call changes nothing."""
+        """Restore the modules' own forwards. A second call changes nothing."""
         for module, forward in self._forwards:
             if module.__dict__.get("forward") is forward:
                 del module.__dict__["forward"]
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Run the fused forwards in this context, except in modules that have a forward of their own already."""
+        """Install the fused forwards within this context, except in modules whose forward is replaced already."""
         for module, forward in self._forwards:
             module.__dict__.setdefault("forward", forward)
         try:
@@ -50,20 +50,20 @@ class Optimized(tuple[FusedModule, ...]):
 
 
 def optimize(model: nn.Module) -> Optimized:
-    """Run the parts of a transformers model that surround its experts in fp8moe's kernels, where it has known code.
+    """Run the non-expert parts of a transformers model in fp8moe's fused kernels, where their code is known.
 
-    Fused: RMSNorm with the residual before and the FP8 quantization behind it; the projections q, k and v as one GEMM;
-    norms of heads, rotary embedding and the new keys' places in the cache; MLA's attention of one new token; router;
-    gate and up of FP8 feed-forward modules as one GEMM with its activation. Modules are known by the code of their
-    forward; what is not known, has hooks or has changed runs as before, as does everything while gradients are on or in
-    training mode.
+    These are fused: RMSNorm with the residual add before and the FP8 quantization after it; the projections q, k and v
+    as one GEMM; head norms, rotary embedding and the write to the KV cache; MLA attention of one new token; the router;
+    gate and up of FP8 feed-forward modules as one GEMM with the activation. Modules are recognised by the code of their
+    forward. A module that is not recognised, has hooks or a replaced forward runs as before, and so do all modules
+    while gradients are enabled or in training mode.
 
-    For that the FP8 weights of projections that read the same input move next to each other; names, values and
-    `state_dict()` stay. Where they are moved apart again (`.to()`, loading) they are separate GEMMs.
+    FP8 weights of projections that read the same input are made adjacent in memory, which changes no name, value or
+    `state_dict()`. If they become separated again (`.to()`, loading), they run as separate GEMMs.
 
-    Results are rounded as by the model's own operations, with sums in another order. Returns what was changed, in the
-    order of the modules; it is empty if no module is known. Its `.restore()` undoes it.
-    Raises TypeError for a model that is no module, ValueError for one that is fused already.
+    Results are rounded as by the model's own operations, with sums in another order. Returns the changed modules in
+    the order of the model; call `.restore()` of the returned object to undo the changes.
+    Raises TypeError for a model that is not a module, ValueError for one that is fused already.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
@@ -77,7 +77,7 @@ def optimize(model: nn.Module) -> Optimized:
 
 
 def find_fused(model: nn.Module) -> Optimized:
-    """Find the modules that `optimize` would change. Moves weights together; forwards stay."""
+    """Return the modules that `optimize` would change. Makes weights adjacent in memory, but replaces no forward."""
     changed: list[FusedModule] = []
     forwards: list[tuple[nn.Module, Callable]] = []
     neighbours = _neighbours(model)
@@ -93,7 +93,7 @@ def find_fused(model: nn.Module) -> Optimized:
 
 
 class Neighbours(NamedTuple):
-    """The handovers between a module and the layer before it, and between it and the layer or norm behind it."""
+    """The handovers of a layer or norm: from the layer before it, and to the layer or norm after it."""
 
     before: Handover | None = None
     after: Handover | None = None
@@ -103,7 +103,7 @@ _ALONE = Neighbours()
 
 
 def _fused_form(module: nn.Module, neighbours: Neighbours) -> tuple[Callable, str] | None:
-    """Return the fused forward of a module, and what it fuses; None if the module's code is not known."""
+    """Return a module's fused forward and a description of what it fuses, or None if the module's code is unknown."""
     if is_decoder_layer(module):
         return functools.partial(_forward_layer, module, neighbours), _prepare_layer(module)
     if form_of(module, known_forwards.RMS_NORM):
@@ -113,14 +113,14 @@ def _fused_form(module: nn.Module, neighbours: Neighbours) -> tuple[Callable, st
     return None
 
 
-_ATTENTIONS: dict[ModuleType, dict[str, Any]] = {  # a module is of one kind at most
+_ATTENTIONS: dict[ModuleType, dict[str, Any]] = {  # implementation -> the forms it runs; a module has one form at most
     attention: known_forwards.ATTENTION,
     latent_attention: known_forwards.LATENT_ATTENTION,
 }
 
 
 def _neighbours(model: nn.Module) -> dict[nn.Module, Neighbours]:
-    """Connect the decoder layers of each list, which run in its order, and the norm behind the last of them."""
+    """Make handovers between consecutive decoder layers of each nn.ModuleList, and from the last to the final norm."""
     found: dict[nn.Module, Neighbours] = {}
 
     def connect(layer: nn.Module, following: nn.Module, norm: Any, quantized: bool) -> None:
@@ -142,12 +142,12 @@ def _neighbours(model: nn.Module) -> dict[nn.Module, Neighbours]:
 
 
 def _reads_quantized(module: Any) -> bool:
-    """Return whether an attention reads its input in FP8, and not its values."""
+    """Return whether all input projections of an attention are in FP8, so that it needs only the quantized input."""
     return any(form_of(module, forms) and linears.are_fp8(kind.inputs(module)) for kind, forms in _ATTENTIONS.items())
 
 
 def is_decoder_layer(layer: Any) -> bool:
-    """Return whether the module is attention and feed-forward, each with an RMSNorm before and a residual around it."""
+    """Return whether this is a known decoder layer: attention and feed-forward, both with an RMSNorm and a residual."""
     if form_of(layer, known_forwards.DECODER_LAYER) is None:
         return False
     if not (hasattr(layer, "self_attn") and hasattr(layer, "mlp")):
@@ -157,14 +157,14 @@ def is_decoder_layer(layer: Any) -> bool:
 
 
 def _prepare_layer(layer: Any) -> str:
-    """Move weights together that read the same input. Returns what of the layer is fused then."""
+    """Make weights that read the same input adjacent in memory; return a description of what is fused."""
     whats = ["norms and residuals", *(kind.prepare(layer.self_attn) for kind in _ATTENTIONS)]
     whats += feed_forward.prepare(layer.mlp, layer.input_layernorm.weight.dtype)
     return ", ".join(filter(None, whats))
 
 
 def _forward_layer(layer: Any, neighbours: Neighbours, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """Run a decoder layer; by its own forward in training mode, with gradients on, and where a norm is not served."""
+    """Run a decoder layer fused; call its own forward in training mode, with gradients, or if a norm is unsupported."""
     dtype = hidden_states.dtype
     first, second = layer.input_layernorm, layer.post_attention_layernorm
     if torch.is_grad_enabled() or layer.training or not (norms.serves(first, dtype) and norms.serves(second, dtype)):
@@ -182,7 +182,10 @@ def _forward_layer(layer: Any, neighbours: Neighbours, hidden_states: Tensor, **
 def _attend(
     module: nn.Module, normed: Callable[[bool], Normed], hidden_states: Tensor, kwargs: dict[str, Any]
 ) -> Tensor:
-    """Run the attention. normed: makes the norm of its input's rows, quantized (True) or values (False)."""
+    """Run the attention of a layer, fused if its code is known.
+
+    normed: returns the normed input, quantized if called with True, as values with False.
+    """
     for kind in _ATTENTIONS:
         if kind.serves(module, hidden_states.dtype, kwargs.get("position_embeddings")):
             rows = normed(linears.are_fp8(kind.inputs(module)))
@@ -192,13 +195,13 @@ def _attend(
 
 
 def _normed(norm: nn.Module, x: Tensor, before: Handover | None, quantized: bool) -> Normed:
-    """Take the norm of the rows of x from the layer before, or compute it if that layer has none."""
+    """Return the normalized rows of x: those that the layer before has computed already, or compute them."""
     handed = None if before is None else before.take(x, norm, quantized=quantized)
     return norms.norm(norm, x, values=not quantized, quantized=quantized) if handed is None else handed
 
 
 def _forward_norm(norm: nn.Module, before: Handover | None, hidden_states: Tensor) -> Tensor:
-    """Run a norm that is in no layer; its own forward runs with gradients on, and where `norms.norm` lacks it."""
+    """Run a norm outside of a decoder layer; call its own forward with gradients, or if the kernel cannot run it."""
     if torch.is_grad_enabled() or not norms.serves(norm, hidden_states.dtype):
         return type(norm).forward(norm, hidden_states)
     values: Any = _normed(norm, hidden_states, before, False).values

@@ -1,8 +1,8 @@
-"""Forwards of transformers' modules that fp8moe knows, by digests of their code.
+"""Recognises forwards of transformers' modules by digests of their source code.
 
-transformers writes the same forward into the file of every model that has it, so a few digests serve many models. A
-digest leaves out annotations, docstrings and decorators. Functions that a forward calls beside its own modules are
-known by digests, too.
+transformers repeats the same forward in the file of every model that uses it, so a few digests serve many models. A
+digest ignores annotations, docstrings and decorators. Functions that a forward calls beside its own modules are
+recognised by digests, too.
 """
 
 import ast
@@ -23,7 +23,7 @@ from fp8moe.hf.versions import LATER_DIGESTS
 
 @functools.cache
 def digest(function: Callable) -> str:
-    """Return the digest of the function's code, without its name, annotations, docstring and decorators."""
+    """Return a hash of the function's source code, ignoring its name, annotations, docstring and decorators."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
@@ -35,20 +35,20 @@ def digest(function: Callable) -> str:
 
 
 def form_of(module: nn.Module, forms: dict[str, Any]) -> Any:
-    """Return the form of the module's class among `forms` (digest of a forward -> form), or None."""
+    """Return the entry of `forms` (digest of a forward -> description) for the module's class, or None."""
     try:
         return forms.get(digest(type(module).forward))
-    except (OSError, TypeError, SyntaxError):  # no source, as of compiled classes
+    except (OSError, TypeError, SyntaxError):  # classes without Python source, such as compiled ones
         return None
 
 
 def called(module: nn.Module, name: str) -> Callable | None:
-    """Return the function that the module's forward calls as `name`."""
+    """Return the global function `name` in the file of the module's forward, or None."""
     return inspect.unwrap(type(module).forward).__globals__.get(name)
 
 
 def rotates_halves(attention: nn.Module) -> bool:
-    """Return whether the attention's rotary embedding is the one of `kernels.decoder_ops.rotary`."""
+    """Return whether the attention's rotary embedding is the one that `kernels.decoder_ops.rotary` computes."""
     function = called(attention, "apply_rotary_pos_emb")
     if function is None or digest(function) not in ROTARY:
         return False
@@ -60,9 +60,9 @@ _HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def runs_as_written(module: nn.Module) -> bool:
-    """Return whether the module has no hooks, and the forward of its class or of `optimize` or `unregister`.
+    """Return whether the module has no hooks, and its class's forward or one that `optimize` or `unregister` has set.
 
-    transformers leaves hooks behind that record outputs. They count only while a call asks for these outputs.
+    transformers leaves hooks behind that record outputs; they are ignored unless a call asks for these outputs.
     """
     own = module.__dict__
     as_written = "forward" not in own or is_fused(module) or is_kept(module)
@@ -72,7 +72,7 @@ def runs_as_written(module: nn.Module) -> bool:
 
 
 def is_cast(weight: Tensor) -> bool:
-    """Return whether torch.autocast has the module of this weight run in another dtype."""
+    """Return whether torch.autocast is enabled and would run the module of this weight in another dtype."""
     kind = weight.device.type
     return not weight.is_meta and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != weight.dtype
 
@@ -92,10 +92,10 @@ def _is_idle(hook) -> bool:
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention with projections q, k, v and o and a rotary embedding.
+    """Description of an attention forward with projections q, k, v and o and a rotary embedding.
 
     norm: whether queries and keys of each head are normalized: "always", "if use_qk_norm" or "never". window: where
-    the module reads its sliding window: "module", "config" or "nowhere".
+    the forward reads the sliding window from: "module", "config" or "nowhere".
     """
 
     norm: str
@@ -104,11 +104,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class Router:
-    """A router.
+    """Description of a router forward.
 
-    score: the function of the logits. normalize: whether weights are divided by their sum: "always" or "if
-    norm_topk_prob". in_float32: whether logits are float32, and not of the input's dtype. cast: whether weights get
-    the dtype of the logits. bias: whether a bias and groups of experts take part in the choice.
+    score: the function applied to logits, "softmax" or "sigmoid". normalize: when weights are divided by their sum:
+    "always" or "if norm_topk_prob". in_float32: whether logits are float32 rather than of the input's dtype. cast:
+    whether weights are cast to the dtype of the logits. bias: whether a correction bias and expert groups take part in
+    the choice.
     """
 
     score: str
@@ -120,16 +121,17 @@ class Router:
 
 @dataclass(frozen=True)
 class Block:
-    """A mixture-of-experts block.
+    """Description of the forward of a mixture-of-experts block.
 
-    shared: the attribute of its shared experts, if there are any. gated: whether a sigmoid scales their result.
+    shared: the attribute name of its shared experts, None without any. gated: whether a sigmoid gate scales their
+    result.
     """
 
     shared: str | None = None
     gated: bool = False
 
 
-# Each digest is followed by a class of transformers that has it; most are in many models.
+# The comment after each digest names one class of transformers with this forward; most occur in many models.
 RMS_NORM = {"1b07ee1747472a39": True}  # LlamaRMSNorm
 DECODER_LAYER = {
     "92647791d19bfb72": True,  # Qwen3MoeDecoderLayer
@@ -142,7 +144,7 @@ ATTENTION = {
     "f646f8be1444751f": Attention("never", "config"),  # MixtralAttention
     "bcc7d9a8194d1110": Attention("if use_qk_norm", "nowhere"),  # Glm4MoeAttention
 }
-LATENT_ATTENTION = {"7035ce544a77a2ac": "4cf8bd8cc9c9b3aa"}  # DeepseekV3Attention, and its expand_kv
+LATENT_ATTENTION = {"7035ce544a77a2ac": "4cf8bd8cc9c9b3aa"}  # DeepseekV3Attention -> digest of its expand_kv
 ROUTER = {
     "9df852d229406d32": Router("softmax", "if norm_topk_prob"),  # Qwen3MoeTopKRouter
     "7fb11be956c0942d": Router("softmax", "always"),  # Qwen3VLMoeTextTopKRouter
@@ -157,7 +159,7 @@ BLOCK = {
     "e9533d621e160c35": Block("shared_experts"),  # DeepseekV3MoE
 }
 ROTARY = {
-    "15cdd1d7eb945d09": "whole heads",  # of qwen3_moe
-    "4b7dbe68e03c2004": "a part of the heads",  # of glm4_moe
+    "15cdd1d7eb945d09": "whole heads",  # the apply_rotary_pos_emb of qwen3_moe
+    "4b7dbe68e03c2004": "a part of the heads",  # the apply_rotary_pos_emb of glm4_moe
 }
 ROTATE_HALF = "4c77fab22626d7c9"

@@ -1,7 +1,8 @@
-"""Multi-head latent attention of DeepSeek-V3: in a decode step over the latents, which no key or value is made of.
+"""Multi-head latent attention (MLA) of DeepSeek-V3: decode steps attend to the latents, without making keys and values.
 
-For one new token kv_b_proj is absorbed into the query and the result, so that all heads read the cached latents as they
-are: DeepSeek-V2, arXiv:2405.04434, section 2.1.2. For several tokens the latents are expanded, as the module does it.
+For one new token, kv_b_proj is absorbed into the query and the output, so that all heads read the cached latents
+directly: DeepSeek-V2, arXiv:2405.04434, section 2.1.2. For several new tokens, the latents are expanded to keys and
+values as in the module's own forward.
 """
 
 from typing import Any, NamedTuple
@@ -21,14 +22,17 @@ from fp8moe.quant.quantize import dequantize
 
 
 def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
-    """Return whether `attend` computes what the module does for an input of this dtype."""
+    """Return whether `attend` computes the same as the module's own forward for an input of this dtype."""
     if not _is_known(module) or not runs_as_written(module):
         return False
     return position_embeddings is not None and position_embeddings[0].dtype is dtype
 
 
 def prepare(module: nn.Module) -> str | None:
-    """Move the weights together that read the input. Returns what is fused then, None if the code is not known."""
+    """Make the weights of the input projections adjacent in memory; return a description of what is fused.
+
+    Returns None for unknown code.
+    """
     if not _is_known(module):
         return None
     together = runs_as_written(module) and linears.pack(inputs(module))
@@ -45,7 +49,10 @@ def attend(
     cache: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute the module's result (B, T, H). normed: the rows of its input, quantized or values; lead: (B, T)."""
+    """Compute the module's result (B, T, H), including o_proj.
+
+    normed: the module's input as rows (B * T, H), quantized or not. lead: (B, T). Other arguments: as of the module.
+    """
     cos, sin = position_embeddings
     if normed.quantized is None:
         q, latent = (part(normed.values) for part in inputs(module))
@@ -80,12 +87,12 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def inputs(module: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Return the projections of the module's input."""
+    """Return the linears that project the module's input: to queries, and to latents with rotary keys."""
     return module.q_proj if module.q_lora_rank is None else module.q_a_proj, module.kv_a_proj_with_mqa
 
 
 def _queries(module: nn.Module, x: Tensor) -> Tensor:
-    """Project the result (M, q_lora_rank) of q_a_proj to queries (M, heads * D)."""
+    """Return the queries (M, heads * D) for x (M, q_lora_rank), the result of q_a_proj."""
     norm, project = module.q_a_layernorm, module.q_b_proj
     if linears.weights(project) is None or not norms.serves(norm, x.dtype):
         return project(norm(x))
@@ -94,7 +101,7 @@ def _queries(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _is_plain(module: nn.Module, mask: Any, length: int, kwargs: dict[str, Any]) -> bool:
-    """Return whether one token attends by softmax alone, under a mask of transformers' "sdpa" or "eager"."""
+    """Return whether the attention is a plain softmax, with no mask or one of transformers' "sdpa" or "eager"."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if attention_interface(module) not in (sdpa_attention_forward, called(module, "eager_attention_forward")):
@@ -111,9 +118,9 @@ def _is_plain(module: nn.Module, mask: Any, length: int, kwargs: dict[str, Any])
 def _expanded(
     module: nn.Module, query: Tensor, latent: Tensor, k_rot: Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> Tensor:
-    """Attend over keys and values made of the latents.
+    """Expand the latents to keys and values, and attend over those with the model's attention function.
 
-    query (B, heads, T, D), latent (B, 1, L, R), k_rot (B, 1, L, P) -> (B, T, heads, D of values).
+    query (B, heads, T, D), latent (B, 1, L, R), k_rot (B, 1, L, P) -> (B, T, heads, value head size).
     """
     keys, values = module.expand_kv(latent, k_rot)
     kwargs = {"dropout": 0.0, "scaling": module.scaling, **kwargs}
@@ -123,19 +130,20 @@ def _expanded(
 def _absorbed(
     q_pass: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, weight: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Attend with one token a row over the latents themselves.
+    """Attend over the latents directly, with one new token per row, kv_b_proj absorbed; return (B, heads, D).
 
-    q_pass (B, heads, N), q_rot (B, heads, P), latent (B, L, R), k_rot (B, L, P); weight (heads * (N + D), R): for each
-    head the rows of its keys, then of its values; mask (B, 1, L), True where visible or additive -> (B, heads, D).
+    q_pass (B, heads, N), q_rot (B, heads, P), latent (B, L, R), k_rot (B, L, P). weight: of kv_b_proj,
+    (heads * (N + D), R), for each head the rows of its keys, then of its values. mask: (B, 1, L), bool with True where
+    visible, or additive.
 
-    Scores, and their softmax, are float32.
+    Scores and their softmax are computed in float32.
     """
     batch, heads, pass_size = q_pass.shape
     to_keys, to_values = weight.view(heads, -1, weight.shape[1]).tensor_split([pass_size], dim=1)
     q_latent = torch.bmm(q_pass.transpose(0, 1), to_keys).transpose(0, 1)
     scores = torch.empty((batch, heads, latent.shape[1]), dtype=torch.float32, device=latent.device)
     if mask is not None:
-        # A finite smallest value: a row that sees nothing would give NaN.
+        # Masked scores get the lowest finite value, not -inf, which would give NaN in rows that see nothing.
         scores.copy_((mask.float() - 1) * torch.finfo(torch.float32).max if mask.dtype is torch.bool else mask)
     _add_products(scores, q_rot, k_rot, scale, 0 if mask is None else 1)
     _add_products(scores, q_latent, latent, scale, 1)
@@ -148,12 +156,12 @@ def _add_products(scores: Tensor, query: Tensor, keys: Tensor, scale: float, bet
     keys = keys.transpose(1, 2)
     if query.is_cuda and query.dtype is not torch.float32:
         torch.baddbmm(scores, query, keys, torch.float32, beta=beta, alpha=scale, out=scores)
-    else:  # PyTorch has products of 16 bits in float32 on GPUs only
+    else:  # PyTorch has 16-bit products with float32 results on GPUs only
         torch.baddbmm(scores, query.float(), keys.float(), beta=beta, alpha=scale, out=scores)
 
 
 def _up_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """Return the weight (N, K) of kv_b_proj in this dtype; None if the module cannot be absorbed."""
+    """Return the weight (N, K) of kv_b_proj, dequantized to this dtype; None if the linear cannot be absorbed."""
     weights = linears.weights(linear)
     if weights is not None:
         return None if weights.bias is not None else _dequantized(linear, weights, dtype)
@@ -168,29 +176,29 @@ class _CachedWeight(NamedTuple):
 
 
 _weight_cache: WeakKeyDictionary[nn.Module, _CachedWeight] = WeakKeyDictionary()
-"""Weights of FP8 linears in the dtype of the computation; beside the modules, so that nothing saves or copies them."""
+"""Dequantized weights by FP8 linear; kept outside of the modules so that they are not saved or copied with them."""
 
 
 @torch.compiler.disable
 @torch.inference_mode(False)
 @torch.no_grad()
 def _dequantized(linear: nn.Module, weights: linears.Weights, dtype: torch.dtype) -> Tensor:
-    """Return the weight in this dtype, which is cached as long as its FP8 values stay."""
+    """Return the dequantized weight in this dtype, from the cache while the FP8 values have not changed."""
     sources = weights.data, weights.scale
     cached = _weight_cache.get(linear)
     if cached is not None and cached.values.dtype is dtype and cached.weights.matches(sources):
         return cached.values
     values = dequantize(FP8Tensor(*sources), dtype=dtype)
     if values.is_cuda and torch.cuda.is_current_stream_capturing():
-        return values  # the graph computes them when it runs: nothing is there yet to be cached
+        return values  # captured, not computed: there are no values to cache before the graph runs
     if cached is not None and (cached.values.dtype, cached.values.device) == (dtype, values.device):
-        values = cached.values.copy_(values)  # graphs may read it
+        values = cached.values.copy_(values)  # update in place, as CUDA graphs may read this memory
     _weight_cache[linear] = _CachedWeight(values, Fingerprint(sources))
     return values
 
 
 def refresh(linear: nn.Module) -> None:
-    """Bring the copy of this linear's weight up to date, if there is one."""
+    """Update the cached dequantized weight of this linear, if there is one."""
     cached = _weight_cache.get(linear) if _weight_cache else None
     parts = None if cached is None else linears.weights(linear)
     if parts is not None:

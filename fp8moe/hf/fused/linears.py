@@ -1,4 +1,4 @@
-"""FP8 linears of a model that read the same input: one GEMM where their weights lie next to each other."""
+"""Runs FP8 linears that read the same input as one GEMM, if their weights are adjacent in memory."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -14,7 +14,10 @@ from fp8moe.quant.formats import BLOCK, FP8Tensor, has_channel_scales
 
 
 class Weights(NamedTuple):
-    """data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) or (N, 1) float32, bias (N,) or None."""
+    """The tensors of an FP8 linear.
+
+    data: (N, K) float8_e4m3fn. scale: (ceil(N/128), ceil(K/128)) or (N, 1) float32. bias: (N,) or None.
+    """
 
     data: Tensor
     scale: Tensor
@@ -22,7 +25,7 @@ class Weights(NamedTuple):
 
 
 def weights(module: nn.Module) -> Weights | None:
-    """Return the weights of a linear that fp8moe runs in FP8, without hooks; None for any other module."""
+    """Return the weights of an FP8 linear without hooks that fp8moe's kernels run; None for any other module."""
     if not runs_as_written(module) or getattr(module, "weight_scale_inv", None) is None:
         return None
     parts = Weights(module.weight, module.weight_scale_inv, module.bias)
@@ -36,12 +39,12 @@ def weights(module: nn.Module) -> Weights | None:
 
 
 def are_fp8(modules: Iterable[nn.Module]) -> bool:
-    """Return whether all of these are linears that fp8moe runs in FP8: they read their input in FP8, not its values."""
+    """Return whether fp8moe runs all these linears in FP8, so that they need only the quantized input."""
     return all(weights(module) is not None for module in modules)
 
 
 def project(x: FP8Tensor, modules: Sequence[nn.Module], dtype: torch.dtype) -> list[Tensor]:
-    """Apply FP8 linears to x, data (M, K): results (M, N) in `dtype`, by one GEMM if the weights allow it."""
+    """Apply FP8 linears to quantized x (M, K); return results (M, N) in `dtype`. Adjacent weights share one GEMM."""
     parts = [weights(module) for module in modules]
     whole = joined(parts)
     if whole is None:
@@ -55,9 +58,10 @@ def _projection(x: FP8Tensor, part: Weights, dtype: torch.dtype) -> Tensor:
 
 
 def joined(parts: Sequence[Weights], *, blocks: bool = True) -> Weights | None:
-    """View the weights as one, without a copy; None where they do not lie next to each other.
+    """View the weights as those of one linear, without a copy; return None if they are not adjacent in memory.
 
-    blocks: no block of the scale may span two parts. One GEMM needs that; a GEMM with a scale for each part does not.
+    blocks: whether to require that every part but the last has a multiple of 128 rows, so that scale blocks line up in
+    one ordinary GEMM. The SwiGLU GEMM, which knows both parts, does not need that.
     """
     if not _can_be_one(parts, blocks):
         return None
@@ -75,7 +79,7 @@ def _can_be_one(parts: Sequence[Weights], blocks: bool) -> bool:
 
 
 def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
-    """View contiguous parts that follow each other in one storage as one tensor; None if they do not."""
+    """View contiguous tensors that follow each other in one storage as one tensor; return None for any others."""
     first = parts[0]
     storage, address = first.untyped_storage().data_ptr(), first.data_ptr()
     for part in parts:
@@ -88,10 +92,10 @@ def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def pack(modules: Sequence[nn.Module], *, blocks: bool = True) -> bool:
-    """Move the FP8 linears' weights next to each other, in one allocation for each of weight, scale and bias.
+    """Make the weights of FP8 linears adjacent in memory, with one allocation each for weights, scales and biases.
 
-    Names, values and state dict stay; meanwhile memory holds the weights of these modules twice. Returns False, with
-    nothing moved, if the linears differ in kind, or with `blocks` if a size is no multiple of 128.
+    Names, values and state dict do not change; during the call, memory holds these weights twice. Returns False, with
+    nothing moved, if the linears differ in kind or, with `blocks` (see `joined`), if a size is not a multiple of 128.
     """
     parts = [weights(module) for module in modules]
     if any(part is None for part in parts) or not _can_be_one(parts, blocks):

@@ -1,4 +1,4 @@
-"""RMSNorm modules on one kernel, with the addition before and the quantization behind them."""
+"""Runs RMSNorm modules in one kernel, together with the residual add before and the FP8 quantization after them."""
 
 import weakref
 from typing import Any
@@ -13,7 +13,7 @@ from fp8moe.runtime.checks import FLOATING
 
 
 def serves(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether `norm` computes what the module does for an input of this dtype."""
+    """Return whether `norm` computes the same as the module's own forward for an input of this dtype."""
     return (
         form_of(module, RMS_NORM) is not None
         and runs_as_written(module)
@@ -24,7 +24,7 @@ def serves(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def norm(module: nn.Module, x: Tensor, residual: Tensor | None = None, *, values: bool, quantized: bool) -> Normed:
-    """Run `rms_norm` on x (..., H) with the module's weight and eps. What it returns has rows (M, H)."""
+    """Run `rms_norm` on x (..., H), plus the residual, with the module's weight and eps; results have rows (M, H)."""
     rows = [None if part is None else part.reshape(-1, part.shape[-1]) for part in (x, residual)]
     return rms_norm(
         rows[0], module.weight, module.variance_epsilon, residual=rows[1], values=values, quantized=quantized
@@ -32,13 +32,13 @@ def norm(module: nn.Module, x: Tensor, residual: Tensor | None = None, *, values
 
 
 class Handover:
-    """Hands the norm of a layer's result to the module behind the layer.
+    """Passes the normalized rows of a layer's result, computed by that layer, to the layer or norm that follows.
 
-    norm: the module that normalizes the result. quantized: whether the norm is read in FP8.
+    norm: the RMSNorm module that normalizes the result. quantized: whether the follower reads the rows in FP8.
 
-    A handover holds one result and its norm, until the norm is taken or the result is gone. `take` gives the norm for
-    this very tensor, unchanged since, and None for any other: the caller then computes it. So hooks may exchange or
-    change what a layer returns, layers may be left out, and several threads may run the model.
+    A handover holds one result and its normalized rows, until they are taken or the result is freed. `take` returns
+    the rows only for this very tensor, unchanged since; for any other it returns None, and the caller normalizes. So
+    hooks may replace or change what a layer returns, layers may be skipped, and several threads may run the model.
     """
 
     def __init__(self, norm: nn.Module, quantized: bool):
@@ -47,17 +47,17 @@ class Handover:
         self._held: tuple[weakref.ref[Tensor], int, Normed] | None = None
 
     def wanted(self, dtype: torch.dtype) -> Norm | None:
-        """Return the norm to compute beside a result of this dtype, or None."""
+        """Return the norm that a layer should apply to its result of this dtype, or None."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not serves(self.norm, dtype):
             return None
         return Norm(self.norm.weight, self.norm.variance_epsilon, self.quantized)
 
     def put(self, result: Tensor, normed: Normed) -> None:
-        """Hold the norm of a result."""
+        """Store the normalized rows of a result until `take`."""
         self._held = weakref.ref(result, self._drop), result._version, normed
 
     def take(self, result: Tensor, norm: nn.Module, *, quantized: bool) -> Normed | None:
-        """Return `result` as normalized by the module `norm`, in FP8 if `quantized`; None if that is not held."""
+        """Return the stored rows if the module `norm` has made them of `result`, in the wanted form; otherwise None."""
         held, self._held = self._held, None
         if held is None or norm is not self.norm or quantized is not self.quantized:
             return None
@@ -70,4 +70,4 @@ class Handover:
             self._held = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_held": None}  # of copies, which hold nothing
+        return vars(self) | {"_held": None}  # copies and pickles hold no result

@@ -1,1 +1,1 @@
-"""Operations of a decoder outside of its experts: norms, rotary embedding, attention, router, sampling."""
+"""Decoder operations other than the experts: norms, rotary embedding, attention, router, sampling."""

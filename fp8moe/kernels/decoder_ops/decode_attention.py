@@ -1,4 +1,4 @@
-"""Attention of one new token a sequence over a static cache: ``decode_attention``."""
+"""``decode_attention``: attention of one new token per sequence over a static KV cache."""
 
 import ctypes
 from typing import Annotated, NamedTuple
@@ -19,9 +19,9 @@ from fp8moe.runtime.sm90 import SHARED_LIMIT, WARP
 
 DTYPES = (torch.bfloat16, torch.float16)
 MULTIPLE, MAX_HEAD = 8, 256
-MAX_BATCH = 65535  # limit of a grid's dimension
+MAX_BATCH = 65535  # limit of a CUDA grid dimension
 _WARPS = 4  # warps of a thread block
-_TILE = _ROWS = 16  # keys of a tile; query heads of a thread block
+_TILE = _ROWS = 16  # keys in a tile; query heads of a thread block
 _MAX_STAGES = 3
 _MAX_CLUSTER, _INVARIANT_CLUSTER = 8, 4
 _NO_WINDOW = (1 << 63) - 1
@@ -29,10 +29,10 @@ _VECTOR_BYTES = 16
 
 
 class StaticCache(NamedTuple):
-    """Keys and values of B sequences, and the columns that belong to each.
+    """The KV cache of B sequences, and the range of cache columns (positions in L) in use of each sequence.
 
-    keys, values: (B, key heads, L, D), contiguous. begin, columns: (B,) int64, the first column of each sequence and
-    the column of its new token.
+    keys, values: (B, key heads, L, D), contiguous. begin, columns: (B,) int64, each sequence's first column and the
+    column of its new token.
     """
 
     keys: Tensor
@@ -53,27 +53,28 @@ def decode_attention(
 ) -> Tensor | FP8Tensor:
     """Attend with one new token per sequence to the keys and values of a static cache, in one kernel.
 
-    q: (B, heads, D) bfloat16 or float16, heads one after the other, D a multiple of 8 up to 256, B up to 65535.
-    cache: keys and values of q's dtype; heads is a multiple of key heads. Sequence b sees the columns from begin[b] to
-        columns[b].
-    new: the new tokens, without the dimension T: they are normalized, rotated like q, and written to the cache at
-        columns[b], unless that is outside of [0, L). None: q is normalized and rotated, the cache has the new tokens.
-    window: a query sees at most so many keys, the last ones. None: all.
-    scale: of the scores; None: 1 / sqrt(D).
-    quantized: return the result in blocks of 1x128, with the bits of ``quantize_1x128``.
-    early: read everything but q, k and v before the kernel ahead in the stream has ended; the kernel ahead must not
-        write it.
+    q: (B, heads, D) bfloat16 or float16, heads contiguous, D a multiple of 8 up to 256, B up to 65535.
+    cache: keys and values in the dtype of q; heads is a multiple of key heads. Sequence b sees the columns begin[b] to
+        columns[b], both included.
+    new: keys and values of the new tokens, without the dimension T. The kernel then normalizes and rotates q and k, and
+        writes k and v to the cache at columns[b], if that is in [0, L). None: q is normalized and rotated already, and
+        the cache has the new tokens.
+    window: the largest number of keys that a query sees, the most recent ones. None: all.
+    scale: factor of the scores; None: 1 / sqrt(D).
+    quantized: return the result in FP8, in blocks of 1x128, with the bits of ``quantize_1x128``.
+    early: read everything but q, k and v before the previous kernel in the stream has ended; that kernel must not
+        write these tensors.
     Returns (B, heads * D) in the dtype of q, or an FP8Tensor; zeros for a query that sees no keys. Scores and sums are
-    float32, the weights of the softmax are rounded to the dtype of q. Norms and rotation round after each operation.
-    Equal inputs give equal bits, and if results are batch invariant (`fp8moe.batch_invariant`) the bits of a sequence
-    do not depend on the others.
+    float32, softmax weights are rounded to the dtype of q. Norms and rotation round after each operation. Equal inputs
+    give equal bits, and if results are batch invariant (`fp8moe.batch_invariant`) the bits of a sequence do not depend
+    on the other sequences.
 
-    Method: FlashAttention, arXiv:2205.14135, over parts of the keys that are merged at the end (Flash-Decoding: Dao,
-    Haziza, Massa, Sizov, 2023). Norms of heads and rotary embedding: see `rotary.rotary`. There is no backward: calling
-    it raises RuntimeError.
+    Method: FlashAttention, arXiv:2205.14135, on parts of the keys whose results are merged at the end (Flash-Decoding:
+    Dao, Haziza, Massa, Sizov, 2023). Norms of heads and rotary embedding: see `rotary.rotary`. There is no backward:
+    calling it raises RuntimeError.
 
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, and for sizes that
-    `rotary.serves` refuses.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, and for sizes for which
+    `rotary.serves` returns False.
     """
     tokens = (None,) * 6 + (0.0,) if new is None else (*new[:6], float(new.eps))
     for name, value in (("q", q), *zip(StaticCache._fields, cache, strict=True)):
@@ -90,7 +91,7 @@ def decode_attention(
 
 
 class AttentionOperands(NamedTuple):
-    """Arguments of the operator."""
+    """Arguments of the operator `decode_attention`."""
 
     q: Tensor
     keys: Written
@@ -116,10 +117,10 @@ class AttentionOperands(NamedTuple):
 
 
 class AttentionHeads(NamedTuple):
-    """The heads of an attention.
+    """The head layout of an attention, and the launch sizes that follow from it.
 
-    group: query heads of a key head. size: values of a head. rotated: how many of them are rotated; None: the cache has
-    the new tokens. norm: heads are normalized first.
+    group: query heads per key head. size: values of a head (D). rotated: values of a head that are rotated; None: the
+    kernel appends no new tokens. norm: heads are normalized first.
     """
 
     group: int
@@ -130,37 +131,37 @@ class AttentionHeads(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """Lanes for a head, 8 values each, padded with zeros to a multiple of 16: a power of two."""
+        """Number of lanes that share a head, a power of two: each holds 8 values of the zero-padded head."""
         return 1 << (2 * ceil_div(self.size, 16) - 1).bit_length()
 
     @property
     def tiles(self) -> int:
-        """Clusters that share the query heads of a key head."""
+        """Number of clusters over which the query heads of one key head are split."""
         return ceil_div(self.group, _ROWS)
 
     @property
     def pitch(self) -> int:
-        """Bytes from one row to the next in shared memory."""
+        """Bytes between consecutive rows (key, value or query vectors) in shared memory."""
         return align(2 * self.size, 128)
 
     def stages(self, cluster: int) -> int:
-        """Return how many tiles a warp loads ahead."""
+        """Return the number of pipeline stages: tiles that a warp loads ahead."""
         fits = (SHARED_LIMIT - self.smem(0, cluster)) // (_WARPS * 2 * _TILE * self.pitch)
         return min(fits, _MAX_STAGES)
 
     def smem(self, stages: int, cluster: int) -> int:
-        """Return the bytes of the kernel's ``struct Shared``: tiles, queries, new token, sums and their statistics."""
+        """Return the bytes of the kernel's ``struct Shared``: tiles, queries, new token, sums, softmax statistics."""
         tiles = _WARPS * stages * 2 * _TILE * self.pitch
         parts = ceil_div(min(self.group, _ROWS) * self.size, BLOCK * cluster)
         return tiles + (_ROWS + 2) * self.pitch + 8 * (_WARPS + cluster) * _ROWS + 4 * parts * cluster * BLOCK
 
     @property
     def quantizes(self) -> bool:
-        """Whether the kernel can quantize: no block of 128 columns has query heads of two key heads."""
+        """Whether the kernel can quantize: no block of 128 result columns spans query heads of two key heads."""
         return not self.group * self.size % BLOCK
 
     def cluster(self, batch: int, sms: int) -> int:
-        """Return how many thread blocks share the keys of a sequence and key head: a power of two."""
+        """Return the cluster size: thread blocks that split the keys of one sequence and key head; a power of two."""
         if config.settings.batch_invariant:
             return _INVARIANT_CLUSTER
         fits = sms // (batch * self.key_heads * self.tiles)
@@ -193,7 +194,7 @@ def kernel_spec(dtype: torch.dtype, heads: AttentionHeads, cluster: int) -> Kern
 
 @planned
 def launcher(device_index: int, operands: AttentionOperands) -> PointerLauncher:
-    """Return the launcher for the tensors of `_AttentionArguments`, in its order."""
+    """Return the launcher for the tensors named by the pointers of `_AttentionArguments`, in that order."""
     q, keys, *_, k, v, cos, _, _, _, eps, window, scale, _, early = operands
     batch = q.shape[0]
     heads = operands.heads()
@@ -222,7 +223,7 @@ def launcher(device_index: int, operands: AttentionOperands) -> PointerLauncher:
 
 
 def serves(size: int) -> bool:
-    """Whether there is a kernel for heads of `size` values."""
+    """Return whether there is a kernel for heads of `size` values."""
     return not size % MULTIPLE and 0 < size <= MAX_HEAD
 
 
@@ -274,7 +275,7 @@ def _launch(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows(x: Tensor | None) -> Tensor | None:
-    """Return x (B, heads, D), or an aligned copy if the heads of a row do not follow each other."""
+    """Return x (B, heads, D) itself if each sequence's heads are contiguous and 16-byte aligned, or else a copy."""
     if x is None:
         return None
     row, head, value = x.stride()
@@ -288,7 +289,7 @@ def _shape(operands: AttentionOperands) -> tuple[int, int]:
 
 
 def _empty(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized values, data and scale; those that are not requested have no elements."""
+    """Return uninitialized values, data and scale; results that are not requested have no elements."""
     q, (batch, columns) = operands.q, _shape(operands)
     if operands.quantized:
         return q.new_empty(0), *empty_quantized(q, batch, columns)

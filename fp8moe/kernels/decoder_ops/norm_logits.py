@@ -1,4 +1,4 @@
-"""RMSNorm before a router and the router's logits, in one kernel: ``norm_logits``."""
+"""``norm_logits``: the RMSNorm before a router and the router logits, in one kernel."""
 
 import ctypes
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
 from fp8moe.runtime.operator import operator
 
-_MAX_TOKENS, _MAX_BYTES = 2, 16 << 10  # of x, all of which every thread block reads and normalizes
+_MAX_TOKENS, _MAX_BYTES = 2, 16 << 10  # limits of x for one kernel, where every thread block normalizes all of x
 
 
 class NormLogitsOperands(NamedTuple):
@@ -39,13 +39,14 @@ def norm_logits(
     quantized: bool = False,
     dtype: torch.dtype,
 ) -> tuple[Normed, Tensor]:
-    """Compute `rms_norm` with these arguments, and `router_logits` of its values.
+    """Compute `rms_norm` of x + residual, and `router_logits` of the normalized values.
 
     x, residual: (T, H) bfloat16, float16 or float32, any strides; H up to 32768. norm_weight: (H,), weight: (E, H), all
-    of the dtype of x. quantized: return the norm in FP8 too. dtype: bfloat16, float16 or float32, of the logits (T, E).
-    Returns the norm, with its sum and values, and the logits, with the bits of the two operations. Up to 2 tokens of at
-    most 16 KB together take one kernel, unless results are batch invariant (`fp8moe.batch_invariant`). Equal inputs
-    give equal bits. There is no backward: calling it raises RuntimeError.
+    in the dtype of x. quantized: return the norm in FP8 too. dtype: dtype of the logits (T, E): bfloat16, float16 or
+    float32.
+    Returns Normed, with sum and values, and the logits, with the bits of `rms_norm` and `router_logits`. Up to 2 tokens
+    of at most 16 KB together take one kernel, unless results are batch invariant (`fp8moe.batch_invariant`). Equal
+    inputs give equal bits. There is no backward: calling it raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, size or device.
     """
@@ -58,7 +59,7 @@ def norm_logits(
 
 
 def by_one_kernel(tokens: int, experts: int, row_bytes: int) -> bool:
-    """Whether one kernel is faster than two: if the norm, which every thread block computes, is little work."""
+    """Return whether to use one kernel: it is faster if the norm, which every thread block computes, is cheap."""
     few = 0 < tokens <= _MAX_TOKENS and 0 < tokens * row_bytes <= _MAX_BYTES
     return few and experts > 0 and not config.settings.batch_invariant
 
@@ -66,7 +67,7 @@ def by_one_kernel(tokens: int, experts: int, row_bytes: int) -> bool:
 def kernel_spec(
     block: tuple[int, int], experts: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> KernelSpec:
-    """Return the kernel for weights (experts, hidden) and logits of these dtypes; block: see `logits_block`."""
+    """Return the kernel for a weight (experts, hidden) in `dtype`, logits in `out_dtype`; block: see `logits_block`."""
     block_experts, block_tokens = block
     vector = hidden * dtype.itemsize % VECTOR_BYTES == 0
     types = (*quantizer_defines(dtype, vector=vector), ("OUTPUT", INPUT_TYPES[out_dtype]))
@@ -81,8 +82,8 @@ def launcher(
 ) -> PointerLauncher:
     """Return the launcher for (x, residual, norm_weight, weight, sum, values, data, scale, logits).
 
-    dtypes: of x and of the logits. data and scale may be None. All are contiguous, the scale MN-major, and at multiples
-    of 16 bytes; `by_one_kernel` holds for the sizes.
+    dtypes: of x and of the logits. data and scale may be None. All tensors are contiguous, the scale MN-major, and at
+    multiples of 16 bytes. `by_one_kernel` must be True for the sizes.
     """
     block_experts, _ = block = logits_block(tokens, experts, num_sms(device_index))
     return PointerLauncher(

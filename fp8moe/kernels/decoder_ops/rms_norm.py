@@ -1,4 +1,4 @@
-"""RMSNorm with the addition before it and the quantization after it: ``rms_norm``."""
+"""``rms_norm``: RMSNorm, fused with the residual addition before it and the quantization after it."""
 
 import ctypes
 import math
@@ -18,15 +18,15 @@ from fp8moe.runtime.sm90 import WARP
 
 MAX_HIDDEN = 32768
 VECTOR_BYTES = 16
-_MIN_THREADS = 128  # of a thread block, which has several short rows
-_MAX_THREADS = 256  # of a row, or more if each of them would hold more than _MAX_VECTORS
+_MIN_THREADS = 128  # threads of a thread block that processes several short rows
+_MAX_THREADS = 256  # threads per row; more for rows of which a thread would then hold more than _MAX_VECTORS vectors
 _MAX_VECTORS = 8
 
 
 class Normed(NamedTuple):
-    """Results of `rms_norm`, None if not requested.
+    """Results of `rms_norm`; a result that was not requested is None.
 
-    sum: x + residual, in shape and dtype of x. values: the norm, likewise. quantized: the norm in blocks of 1x128.
+    sum: x + residual. values: the norm. Both have the shape and dtype of x. quantized: the norm in FP8, 1x128 blocks.
     """
 
     sum: Tensor | None
@@ -43,15 +43,15 @@ def rms_norm(
     values: bool = True,
     quantized: bool = False,
 ) -> Normed:
-    """``values = weight * (sum / sqrt(mean(sum**2) + eps))`` over the last dimension, with sum = x + residual, or x.
+    """Compute ``values = weight * (sum / sqrt(mean(sum**2) + eps))`` over the last dimension; sum is x + residual.
 
     x: (..., H) bfloat16, float16 or float32, any strides; H up to 32768, fewer than 2**31 rows.
-    weight: (H,) of its dtype. residual: (..., H) of its dtype, or None: then Normed.sum is None.
-    values, quantized: whether to return the norm in the dtype of x, and in FP8 with the bits of
-        ``quantize_1x128(values)``; at least one is True.
-    Everything is computed in float32. The sum, the quotient and its product with the weight are rounded to the dtype of
-    x, as in PyTorch's modules. Equal inputs give equal bits. There is no backward: calling it raises RuntimeError.
-    RMSNorm: arXiv:1910.07467.
+    weight: (H,) in the dtype of x. residual: (..., H) in the dtype of x, or None: sum is x, and Normed.sum is None.
+    values: return the norm in the dtype of x. quantized: return it in FP8, with the bits of ``quantize_1x128(values)``.
+        At least one is True.
+    Returns Normed(sum, values, quantized). Everything is computed in float32. The sum, the quotient and its product
+    with the weight are rounded to the dtype of x, as in PyTorch's modules. Equal inputs give equal bits. There is no
+    backward: calling it raises RuntimeError. RMSNorm: arXiv:1910.07467.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, size or device.
     """
@@ -76,7 +76,7 @@ def check_number(name: str, value: float) -> None:
 
 
 def row_threads(row_bytes: int) -> int:
-    """Return how many threads share a row of `row_bytes`: a power of two up to 32, or a multiple of 32."""
+    """Return the number of threads that share a row of `row_bytes` bytes: a power of two <= 32, or a multiple of 32."""
     vectors = ceil_div(row_bytes, VECTOR_BYTES)
     if vectors <= WARP:
         return 1 << (vectors - 1).bit_length()
@@ -89,13 +89,13 @@ class _RowSizes(ctypes.Structure):
 
 
 def _threads(hidden: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the threads of a row and of a thread block."""
+    """Return the number of threads per row and per thread block."""
     row = row_threads(hidden * dtype.itemsize)
     return row, row if row > WARP else _MIN_THREADS
 
 
 def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
-    """Return the kernel for rows of `hidden` columns and `dtype`."""
+    """Return the kernel for rows of `hidden` columns in `dtype`."""
     row, block = _threads(hidden, dtype)
     vector = hidden * dtype.itemsize % VECTOR_BYTES == 0
     sizes = (("HIDDEN", hidden), ("THREADS", block), ("ROW_THREADS", row), ("SIZES_BYTES", ctypes.sizeof(_RowSizes)))
@@ -106,10 +106,10 @@ def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
 def launcher(
     device_index: int, rows: int, hidden: int, row_stride: int, eps: float, dtype: torch.dtype
 ) -> PointerLauncher:
-    """Return the launcher for (x, residual, weight, sum, values, data, scale), each optional one a tensor or None.
+    """Return the launcher for (x, residual, weight, sum, values, data, scale); all but x and weight may be None.
 
-    x: (rows, hidden) of `dtype`, rows `row_stride` elements apart; if `hidden` is a multiple of 16 bytes, so is
-    row_stride. The others are contiguous, the scale MN-major; all are at multiples of 16 bytes.
+    x: (rows, hidden) in `dtype`, rows `row_stride` elements apart; if the size of a row is a multiple of 16 bytes, so
+    must be the stride. Other tensors are contiguous, the scale MN-major. All tensors start at multiples of 16 bytes.
     """
     row, block = _threads(hidden, dtype)
     return PointerLauncher(
@@ -160,7 +160,7 @@ def _reference(
 
 
 def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return ``weight * x / sqrt(mean(x**2) + eps)`` over the last dimension, rounded as in transformers' modules."""
+    """Return ``weight * x / sqrt(mean(x**2) + eps)`` over the last dimension, rounded like transformers' modules."""
     values = x.float()
     return weight * (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -168,7 +168,7 @@ def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _empty(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, values: bool, quantized: bool
 ) -> tuple[Tensor, ...]:
-    """Return uninitialized sum, values, data and scale; those that are not requested have no elements."""
+    """Return uninitialized sum, values, data and scale; results that are not requested have no elements."""
     new_sum, new_values = x.new_empty(0 if residual is None else x.shape), x.new_empty(x.shape if values else 0)
     if not quantized:
         return new_sum, new_values, x.new_empty(0), x.new_empty(0)

@@ -1,4 +1,4 @@
-"""Norms and rotary embedding of new tokens' heads, and their place in a cache: ``rotary``."""
+"""``rotary``: RMSNorm and rotary embedding of the heads of new tokens, which are then written to a KV cache."""
 
 import ctypes
 from typing import Annotated, NamedTuple
@@ -26,20 +26,19 @@ from fp8moe.runtime.operator import Written, operator
 from fp8moe.runtime.sm90 import WARP
 
 MAX_HEAD = 256
-MULTIPLE = 16  # of rotated values: a lane has 8 values of one half
+MULTIPLE = 16  # of the number of rotated values: each lane holds 8 values of either the first or the second half
 _WARPS = 4  # warps of a thread block
 _VECTOR_BYTES = 16
 _MANY_ROWS = 256
-_AT_ONCE = {False: 1, True: 4}  # heads of a lane, for few rows (to fill the GPU) and for many rows
+_AT_ONCE = {False: 1, True: 4}  # heads per lane: 1 for few rows (to fill the GPU), 4 for _MANY_ROWS rows or more
 
 
 class NewTokens(NamedTuple):
-    """Keys and values of new tokens, not yet in the cache, with the operands of their norms and rotation.
+    """Keys and values of new tokens, not yet in the cache, and the operands of their norms and rotation.
 
-    k, v: (B, T, key heads, D), last dimension contiguous, heads one after the other, such as views of a projection's
-        result.
-    cos, sin: (1 or B, T, R), R <= D: the first R values of a head are rotated, the first half with the second.
-    q_weight, k_weight: (D,) of the RMSNorm of heads, both or neither; eps: added to the mean of the squares.
+    k, v: (B, T, key heads, D), the heads of a token contiguous in memory, such as views of a projection's result.
+    cos, sin: (1 or B, T, R), R <= D: the first R values of a head are rotated, pairing the first half with the second.
+    q_weight, k_weight: (D,), weights of the RMSNorm of heads, both or neither; eps: added to the mean of the squares.
     """
 
     k: Tensor
@@ -52,18 +51,18 @@ class NewTokens(NamedTuple):
 
 
 def rotary(q: Tensor, new: NewTokens, keys: Tensor, values: Tensor, *, columns: Tensor | None = None) -> Tensor:
-    """Apply the RMSNorm of heads, if `new` has weights, and rotary embedding to q and k; write k and v to a cache.
+    """Apply RMSNorm, if `new` has weights for it, and rotary embedding to each head of q and k; write k, v to a cache.
 
-    q: (B, T, heads, D) bfloat16, float16 or float32, laid out like k. new: tensors of q's dtype.
-    keys, values: (B, key heads, L, D) of q's dtype, contiguous: written in place.
-    columns: (B,) int64, the place in L of each sequence's first token; None: 0. A place outside of [0, L) is not
-        written.
-    Returns the queries (B, T, heads, D), contiguous. Each operation rounds to the dtype, as between PyTorch's.
+    q: (B, T, heads, D) bfloat16, float16 or float32, laid out like k. new: tensors in the dtype of q.
+    keys, values: the cache, (B, key heads, L, D) in the dtype of q, contiguous; written in place.
+    columns: (B,) int64, the position in L of each sequence's first token; None: 0. Tokens whose position is outside of
+        [0, L) are not written.
+    Returns the queries (B, T, heads, D), contiguous. Each step rounds to the dtype, as separate PyTorch operations do.
 
     Rotary embedding: RoFormer, arXiv:2104.09864, in the form of GPT-NeoX. Norms of heads: arXiv:2302.05442, section 2.
     There is no backward: calling it raises RuntimeError.
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, and for sizes that `serves` refuses.
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, and for sizes where `serves` is False.
     """
     k, v, cos, sin, q_weight, k_weight, eps = new
     given = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "keys": keys, "values": values}
@@ -74,12 +73,12 @@ def rotary(q: Tensor, new: NewTokens, keys: Tensor, values: Tensor, *, columns: 
 
 
 def serves(size: int, rotated: int) -> bool:
-    """Whether there is a kernel for heads of `size` values of which `rotated` are rotated."""
+    """Return whether there is a kernel for heads of `size` values, the first `rotated` of which are rotated."""
     return not size % 8 and size <= MAX_HEAD and 0 < rotated <= size and not rotated % MULTIPLE
 
 
 class RotaryOperands(NamedTuple):
-    """Arguments of the operator."""
+    """Arguments of the operator `rotary`."""
 
     q: Tensor
     k: Tensor
@@ -95,7 +94,7 @@ class RotaryOperands(NamedTuple):
 
 
 class RotaryHeads(NamedTuple):
-    """Query heads, key heads, values of a head, rotated values of a head; norm: heads are normalized first."""
+    """Numbers of query heads, key heads, values per head, rotated values per head. norm: heads are normalized first."""
 
     queries: int
     keys: int
@@ -104,7 +103,7 @@ class RotaryHeads(NamedTuple):
     norm: bool
 
     def lanes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the lanes of a head, a power of two, and the vectors of 16 bytes in a lane."""
+        """Return the number of lanes that share a head, a power of two, and of 16-byte vectors per lane."""
         nbytes = self.size * dtype.itemsize
         vectors = ceil_div(nbytes, _VECTOR_BYTES * WARP)
         lanes = ceil_div(nbytes, _VECTOR_BYTES * vectors)
@@ -123,7 +122,7 @@ class _RotaryArguments(ctypes.Structure):
 
 
 def kernel_spec(dtype: torch.dtype, heads: RotaryHeads, many: bool) -> KernelSpec:
-    """Return the kernel for heads of `dtype`; many: there are many rows."""
+    """Return the kernel for heads of `dtype`; many: there are at least _MANY_ROWS rows (tokens of all sequences)."""
     lanes, vectors = heads.lanes(dtype)
     sizes = ("HEADS", heads.queries), ("KEY_HEADS", heads.keys), ("SIZE", heads.size), ("ROTATED", heads.rotated)
     work = ("NORM", int(heads.norm)), ("WARPS", _WARPS), ("AT_ONCE", _AT_ONCE[many]), ("HEAD_LANES", lanes)
@@ -133,11 +132,11 @@ def kernel_spec(dtype: torch.dtype, heads: RotaryHeads, many: bool) -> KernelSpe
 
 @planned
 def launcher(device_index: int, operands: RotaryOperands) -> PointerLauncher:
-    """Return the launcher for (q, k, v, cos, sin, q_weight, k_weight, query, keys, values, columns)."""
+    """Return the launcher for (q, k, v, cos, sin, q_weight, k_weight, query, keys, values, columns). query: result."""
     q, k, v, cos, _, keys, *_ = operands
     batch, tokens, queries, size = q.shape
     key_heads, length = keys.shape[1:3]
-    row = 1 if tokens > 1 else 0  # the dimension that has the stride of rows
+    row = 1 if tokens > 1 else 0  # the dimension whose stride separates consecutive rows
     arguments = _RotaryArguments(
         q_stride=q.stride(row),
         k_stride=k.stride(row),
@@ -182,7 +181,7 @@ def _check(operands: RotaryOperands) -> None:
 
 
 def check_tables(cos: Tensor, sin: Tensor, q: Tensor, *tokens: int) -> int:
-    """Check cos and sin (1 or B, *tokens, R) for q (B, ...). Returns R."""
+    """Check cos and sin of shape (1 or B, *tokens, R) against q (B, ...). Returns R."""
     batch, rotated = q.shape[0], cos.shape[-1] if cos.dim() == len(tokens) + 2 else 0
     for name, value in (("cos", cos), ("sin", sin)):
         check_dtype(name, value, q.dtype)
@@ -202,7 +201,7 @@ def check_cache(keys: Tensor, values: Tensor, q: Tensor, shape: tuple[int, ...])
 
 
 def check_head_norms(q_weight: Tensor | None, k_weight: Tensor | None, q: Tensor) -> None:
-    """Check the weights of the norms of heads: both or neither."""
+    """Check the weights of the RMSNorm of heads: either both are given or neither."""
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight: expected it with k_weight, or neither")
     if q_weight is not None:
@@ -225,7 +224,7 @@ def _launch(operands: RotaryOperands) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x (B, T, heads, D), or an aligned copy if its rows are not evenly spaced."""
+    """Return x (B, T, heads, D) itself if tokens are evenly spaced, contiguous and 16-byte aligned, or else a copy."""
     batch, tokens, heads, size = x.shape
     sequence, token, head, value = x.stride()
     even = batch == 1 or tokens == 1 or sequence == tokens * token
@@ -258,7 +257,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _write(cache: Tensor, x: Tensor, columns: Tensor | None) -> None:
-    """Write x (B, T, heads, D) to cache (B, heads, L, D) from each sequence's column on."""
+    """Write x (B, T, heads, D) to cache (B, heads, L, D), from each sequence's column on (from 0 if None)."""
     batch, tokens = x.shape[:2]
     first = torch.zeros(batch, dtype=torch.int64, device=x.device) if columns is None else columns
     places = first[:, None] + torch.arange(tokens, device=x.device)

@@ -1,4 +1,4 @@
-"""The router of a mixture-of-experts layer: ``router_logits`` and ``route``."""
+"""The router of a mixture-of-experts layer: ``router_logits`` computes its logits, ``route`` chooses the experts."""
 
 import ctypes
 from typing import Annotated, NamedTuple
@@ -23,22 +23,22 @@ MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 MAX_GROUPS = 32
 SCORES = ("softmax", "sigmoid")
-MAX_TOKENS = 64  # of a thread block of router_logits.cu
-_MAX_BYTES = 256 << 10  # of x, all of which every thread block reads
-_MAX_ROW_BYTES = 32 << 10  # of a row: 8 vectors in each of 256 threads
-_MAX_EXPERTS_AT_ONCE = 8  # of a thread block: more would cost registers and hide no latency
-_MAX_SUMS = WARP  # of a thread: one for each expert and token
-_INVARIANT_TOKENS = 8  # tokens at a time, for any number of tokens, if results are batch invariant
-_ROUTE_WARPS = 4  # warps of a thread block
-MAX_SORTED_TOKENS = 16  # of the single thread block of route_sorted.cu: more are faster in a second kernel
-MAX_SORTED_EXPERTS = 512  # of the single thread block of route_sorted.cu, which keeps their scores in registers
+MAX_TOKENS = 64  # tokens per thread block of router_logits.cu
+_MAX_BYTES = 256 << 10  # largest x for router_logits.cu, whose thread blocks each read all of x
+_MAX_ROW_BYTES = 32 << 10  # largest row of x: 8 vectors of 16 bytes in each of 256 threads
+_MAX_EXPERTS_AT_ONCE = 8  # experts per thread block: more would cost registers and hide no latency
+_MAX_SUMS = WARP  # sums per thread, one for each of its block's (expert, token) pairs
+_INVARIANT_TOKENS = 8  # tokens processed at a time, whatever their number, if results are batch invariant
+_ROUTE_WARPS = 4  # warps of a thread block of route.cu
+MAX_SORTED_TOKENS = 16  # for route_sorted.cu, a single thread block: more tokens are sorted faster by a second kernel
+MAX_SORTED_EXPERTS = 512  # for route_sorted.cu, which keeps the scores of all experts in registers
 
 
 class ChosenExperts(NamedTuple):
-    """The experts of each token, best first, and perhaps their assignments sorted by expert.
+    """The experts of each token, best first, and optionally the assignments sorted by expert.
 
-    index: int64 (T, top_k). weights: (T, top_k). groups: int32 (E + 1,), rows: int32 (T, top_k): `sort_by_expert` of
-    the index, or None.
+    index: int64 (T, top_k). weights: (T, top_k). groups: int32 (E + 1,), rows: int32 (T, top_k): the result of
+    `sort_by_expert` for index; both None if not sorted.
     """
 
     index: Tensor
@@ -48,15 +48,15 @@ class ChosenExperts(NamedTuple):
 
 
 def router_logits(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """``x @ weight.T``, summed in float32 and rounded once to the result.
+    """Return ``x @ weight.T``, summed in float32 and rounded once to `dtype`.
 
-    x: (T, H) bfloat16, float16 or float32, any strides. weight: (E, H) of its dtype.
-    dtype: bfloat16, float16 or float32, of the result (T, E).
+    x: (T, H) bfloat16, float16 or float32, any strides. weight: (E, H) in the dtype of x.
+    dtype: dtype of the result (T, E): bfloat16, float16 or float32.
     Equal inputs give equal bits. There is no backward: calling it raises RuntimeError.
 
-    Up to 64 tokens, of at most 256 KB and 32 KB per row, take a kernel whose thread blocks share the weight and each
-    read all of x. More tokens are faster in torch.mm with a float32 result (F.linear may round partial sums to
-    bfloat16), which follows PyTorch's setting for TF32 for float32 operands. If results are batch invariant
+    Up to 64 tokens, of at most 256 KB together and 32 KB each, take a kernel whose thread blocks split the weight and
+    each read all of x. More tokens are faster in torch.mm with a float32 result (F.linear may round partial sums to
+    bfloat16), which follows PyTorch's TF32 setting for float32 operands. If results are batch invariant
     (`fp8moe.batch_invariant`), the kernel computes any number of tokens.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device.
@@ -67,15 +67,15 @@ def router_logits(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 class RoutingRule(NamedTuple):
-    """The rule by which `route` chooses experts and weighs them.
+    """The rule by which `route` chooses experts and computes their weights.
 
-    top_k: experts of a token, up to 32 and up to the experts of top_groups groups.
-    score: "softmax" or "sigmoid" of the logits.
-    normalize: divide the weights by their sum.
-    num_groups, top_groups: the experts form num_groups groups of neighbours, 1 to 32, and only the top_groups groups
-        with the largest sums of their two largest (biased) scores are chosen from: DeepSeek-V3, arXiv:2412.19437,
+    top_k: number of experts per token, up to 32 and up to the number of experts in top_groups groups.
+    score: "softmax" or "sigmoid", the function that turns logits into scores.
+    normalize: divide the weights of a token by their sum.
+    num_groups, top_groups: consecutive experts form num_groups equal groups, 1 to 32. Experts are chosen only from the
+        top_groups groups with the largest sum of their two best (biased) scores: DeepSeek-V3, arXiv:2412.19437,
         section 2.1.2.
-    scale: factor of the weights, in the end.
+    scale: a factor by which the weights are multiplied last.
     """
 
     top_k: Annotated[int, "int"]
@@ -89,15 +89,16 @@ class RoutingRule(NamedTuple):
 def route(
     logits: Tensor, rule: RoutingRule, *, bias: Tensor | None = None, dtype: torch.dtype, sort: bool = False
 ) -> ChosenExperts:
-    """Choose the experts of each token by their scores, and weigh them by their scores, in float32.
+    """Choose the experts of each token by score, and compute their weights from the scores, in float32.
 
     logits: (T, E) bfloat16, float16 or float32, any strides; E up to 1024.
-    bias: float32 (E,), added to the scores for the choice alone (arXiv:2408.15664), or None.
-    dtype: bfloat16, float16 or float32, of the weights.
-    sort: also sort the assignments by expert if one kernel can do both: up to 16 tokens and 512 experts.
-    Returns ChosenExperts(index, weights, groups, rows), the last two None if nothing was sorted. Of experts or groups
-    with equal scores the lower index is chosen. NaN counts as the largest score, so that it appears in the weights.
-    Equal inputs give equal bits, with and without sorting. There is no backward: calling it raises RuntimeError.
+    bias: float32 (E,), added to the scores when choosing, not in the weights (arXiv:2408.15664), or None.
+    dtype: dtype of the weights: bfloat16, float16 or float32.
+    sort: also sort the assignments by expert if one kernel can do both: for up to 16 tokens and 512 experts.
+    Returns ChosenExperts(index, weights, groups, rows); groups and rows are None if nothing was sorted. Of experts or
+    groups with equal scores the lower index is chosen. NaN counts as the largest score, so that it appears in the
+    weights. Equal inputs give equal bits, with and without sorting. There is no backward: calling it raises
+    RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong size or device, or an unknown `rule.score`.
     """
@@ -118,16 +119,16 @@ def route(
 
 
 def by_kernel(tokens: int, row_bytes: int) -> bool:
-    """Whether the kernel computes the logits of `tokens` tokens; for more tokens a GEMM reads less."""
+    """Return whether router_logits.cu computes the logits of `tokens` tokens; for more, a GEMM reads less memory."""
     if not 0 < row_bytes <= _MAX_ROW_BYTES:
         return False
     return config.settings.batch_invariant or tokens <= min(MAX_TOKENS, _MAX_BYTES // row_bytes)
 
 
 def logits_block(tokens: int, experts: int, sms: int) -> tuple[int, int]:
-    """Return the experts of a thread block, for as many blocks as SMs, and the tokens that it takes at a time.
+    """Return the experts per thread block, for about one block per SM, and the tokens that a block takes at a time.
 
-    Both are powers of two and constants of the kernel; the order of its sums depends on them.
+    Both are powers of two and compile-time constants of the kernel; the order of its sums depends on them.
     """
     if config.settings.batch_invariant:
         tokens = _INVARIANT_TOKENS
@@ -140,19 +141,19 @@ def _power_of_two_from(n: int) -> int:
 
 
 def logits_threads(hidden: int, dtype: torch.dtype) -> int:
-    """Return the number of threads of a thread block of the logits' kernel, all of which work on one row."""
+    """Return the number of threads of a thread block of router_logits.cu, all of which work on the same row."""
     return align(row_threads(hidden * dtype.itemsize), WARP)
 
 
 def logits_spec(
     block: tuple[int, int], experts: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype, vector: bool
 ) -> KernelSpec:
-    """Return the kernel for weights (experts, hidden) and logits of these dtypes; block: see `logits_block`.
+    """Return the kernel for a weight (experts, hidden) in `dtype` and logits in `out_dtype`; block: see `logits_block`.
 
     vector: x and the weight start at multiples of 16 bytes, and their rows are multiples of 16 bytes long.
     """
     block_experts, block_tokens = block
-    rounds = 1 if block_tokens > (8 if dtype is torch.float16 else 16) else 2  # rounds of loads kept in registers
+    rounds = 1 if block_tokens > (8 if dtype is torch.float16 else 16) else 2  # rounds of loads in flight
     sizes = (
         *(("HIDDEN", hidden), ("NUM_EXPERTS", experts), ("EXPERTS", block_experts), ("TOKENS", block_tokens)),
         *(("MAX_TOKENS", MAX_TOKENS), ("ROW_THREADS", logits_threads(hidden, dtype)), ("ROUNDS", rounds)),
@@ -200,7 +201,7 @@ def _check_result(dtype: torch.dtype) -> None:
 def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     (tokens, hidden), experts = x.shape, weight.shape[0]
     if not by_kernel(tokens, hidden * x.itemsize) or not (tokens and experts):
-        if x.dtype is torch.float32 or not x.is_cuda:  # x is on a CPU when kernels are recorded
+        if x.dtype is torch.float32 or not x.is_cuda:  # with backend="record", x is on a CPU
             return _logits_reference(x, weight, dtype)
         return by_fixed_rows(lambda rows: torch.mm(rows, weight.t(), out_dtype=torch.float32).to(dtype), x)
     logits = _empty_logits(x, weight, dtype)
@@ -229,11 +230,11 @@ _logits_op = operator(
 )
 
 
-# ---- the choice ----
+# ---- choosing experts ----
 
 
 class Form(NamedTuple):
-    """The parts of a `RoutingRule` that are constants of the kernel. sigmoid: score, otherwise softmax."""
+    """The parts of a `RoutingRule` that are compile-time constants. sigmoid: the score is sigmoid, not softmax."""
 
     top_k: int
     sigmoid: bool
@@ -244,7 +245,7 @@ class Form(NamedTuple):
 
 
 class RouteOperands(NamedTuple):
-    """Arguments of the operators."""
+    """Arguments of the operators `route` and `route_sorted`."""
 
     logits: Tensor
     rule: RoutingRule
@@ -257,7 +258,7 @@ class RouteOperands(NamedTuple):
 
 
 def _route_defines(experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple:
-    """Return the macros of cuda/ops/route.cuh."""
+    """Return the macros that cuda/ops/route.cuh requires."""
     names = ("TOP_K", "SIGMOID", "BIAS", "GROUPS", "TOP_GROUPS", "NORMALIZE")
     types = (*input_defines(dtype, vector=False), ("OUTPUT", INPUT_TYPES[out_dtype]))
     return (*types, ("EXPERTS", experts), *zip(names, map(int, form), strict=True))
@@ -288,12 +289,12 @@ def route_launcher(
 
 
 def _sorts(tokens: int, experts: int) -> bool:
-    """Whether one kernel can route `tokens` tokens and sort their assignments."""
+    """Return whether one kernel can route `tokens` tokens and sort their assignments."""
     return tokens <= MAX_SORTED_TOKENS and experts <= MAX_SORTED_EXPERTS
 
 
 def sorted_shape(tokens: int, experts: int) -> KernelShape:
-    """Return the shape of the thread block that routes and sorts, with a warp for each token."""
+    """Return the launch shape of route_sorted.cu: one thread block with a warp for each token."""
     counters, warps, _ = KernelShape.of(1, experts)
     return KernelShape(counters, max(warps, _power_of_two_from(max(tokens, 1))), 1)
 
@@ -308,9 +309,9 @@ def sorted_spec(tokens: int, experts: int, form: Form, dtype: torch.dtype, out_d
 def sorted_launcher(
     device_index: int, tokens: int, experts: int, form: Form, scale: float, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> PointerLauncher:
-    """Return the launcher for the tensors of `route_launcher`, groups (experts + 1,) and rows (tokens, top_k).
+    """Return the launcher for the tensors of `route_launcher`, then groups (experts + 1,) and rows (tokens, top_k).
 
-    tokens: may be 0.
+    tokens may be 0.
     """
     shape = sorted_shape(tokens, experts)
     return PointerLauncher(
@@ -385,9 +386,9 @@ def _empty_sorted(operands: RouteOperands) -> tuple[Tensor, ...]:
 
 def _reference_route(operands: RouteOperands) -> tuple[Tensor, Tensor]:
     form, bias = operands.form(), operands.bias
-    logits = operands.logits.float().contiguous()  # PyTorch computes other bits in other layouts
+    logits = operands.logits.float().contiguous()  # the bits of PyTorch's softmax depend on the layout
     scores = logits.sigmoid() if form.sigmoid else logits.softmax(-1)
-    # Choose by the logits if possible: scores grow with them, but different scores may be rounded to equal ones.
+    # Choose by the logits if possible: scores increase with logits, but different logits may round to equal scores.
     choice = logits if bias is None and form.num_groups == 1 else scores
     if bias is not None:
         choice = choice + bias
@@ -399,17 +400,17 @@ def _reference_route(operands: RouteOperands) -> tuple[Tensor, Tensor]:
     _, index = _largest(choice, form.top_k)
     weights = scores.gather(-1, index)
     if form.normalize:
-        # 1e-20 as in DeepSeek-V3's modules; softmax needs none, as its scores are not all 0.
+        # 1e-20 as in DeepSeek-V3's modules. Softmax needs none: its largest scores are not all 0.
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if form.sigmoid else 0.0))
     return index, (weights * operands.rule.scale).to(operands.dtype)
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest values of each row and their places; NaN first, then of equal values the first.
+    """Return the `count` largest values of each row and their indices; NaN counts as largest.
 
-    torch.topk would not be stable.
+    Of equal values the lowest indices come first, which torch.topk does not guarantee.
     """
-    positive = torch.where(values.isnan(), torch.nan, values)  # on a GPU NaN is sorted by its sign
+    positive = torch.where(values.isnan(), torch.nan, values)  # a GPU would sort NaN by its sign
     ordered, places = positive.sort(dim=-1, descending=True, stable=True)
     return ordered[..., :count], places[..., :count].contiguous()
 

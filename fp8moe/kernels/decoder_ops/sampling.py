@@ -1,4 +1,4 @@
-"""The next token of each sequence: ``sample``, and ``sample_next``, which appends it to the generated tokens."""
+"""Sampling: ``sample`` draws the next token of each sequence, ``sample_next`` also appends it to generated tokens."""
 
 import ctypes
 from typing import Annotated, NamedTuple
@@ -15,11 +15,13 @@ from fp8moe.runtime.operator import Written, operator
 from fp8moe.runtime.sm90 import MAX_BLOCKS_PER_PORTABLE_CLUSTER, WARP
 
 IN_PROMPT, GENERATED = 1, 2
-"""Bits of SamplingState.seen."""
+"""Bits of SamplingState.seen: the token is in the prompt; the token was generated."""
 
 
 class SamplingState(NamedTuple):
-    """Parameters and state of B sequences, on the device of the logits: one CUDA graph serves any mix of them.
+    """Sampling parameters and state of B sequences, on the device of the logits.
+
+    As parameters are tensors, one captured CUDA graph serves any mix of them.
 
     temperature: (B,) float32; 0 is greedy.
     top_k: (B,) int32; 0 is off, 1 is greedy.
@@ -28,7 +30,7 @@ class SamplingState(NamedTuple):
     repetition_penalty: (B,) float32 above 0; 1 is off.
     presence_penalty: (B,) float32; 0 is off.
     seed: (B,) int64.
-    step: (B,) int64, how many tokens the sequence has drawn.
+    step: (B,) int64, the number of tokens that the sequence has drawn.
     seen: (B, V) uint8; bit 0: the token is in the prompt, bit 1: it was generated.
     """
 
@@ -46,11 +48,12 @@ class SamplingState(NamedTuple):
 class Sequences(NamedTuple):
     """Generated tokens of B sequences, on the device of the logits.
 
-    tokens: (B,) int64, the last token of each. generated, logprobs: (B, L) int64 and float32; row b has count[b] valid
-        entries.
-    count: (B,) int64. finished: (B,) bool, the sequence has ended; failed: (B,) bool, for lack of a token to choose.
+    tokens: (B,) int64, the last token of each sequence. generated, logprobs: (B, L) int64 and float32; row b has
+        count[b] valid entries.
+    count: (B,) int64. finished: (B,) bool, the sequence has ended; failed: (B,) bool, it ended because no token could
+        be chosen.
     limit: (B,) int64, the largest count, at most L. ends: (B, V) bool, tokens that end the sequence.
-    pad: (1,) int64, the token of sequences that have ended.
+    pad: (1,) int64, the token that a finished sequence gets.
     """
 
     tokens: Annotated[Tensor, "Tensor(c!)"]
@@ -65,7 +68,7 @@ class Sequences(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Results of `sample`. tokens: (B,) int64. logprobs: (B,) float32, the tokens' log-softmax of the raw logits."""
+    """Results of `sample`. tokens: (B,) int64. logprobs: (B,) float32, log-softmax of the raw logits at the tokens."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -75,20 +78,21 @@ def sample(logits: Tensor, state: SamplingState) -> Sampled:
     """Choose a token for each row of logits, mark it in `state.seen` (bit 1) and add 1 to `state.step`, in place.
 
     logits: (B, V) bfloat16, float16 or float32, any strides, V from 1 to 2**31 - 1. A token with -inf is not chosen.
-    state: its tensors are contiguous.
+    state: contiguous tensors.
     Returns Sampled(tokens, logprobs). Equal inputs give equal bits, and a row does not depend on other rows. A row gets
     token -1 and logprob NaN, and keeps its state, if its logits (raw or penalized) have a NaN, a +inf or no finite
     value, or if a parameter is out of range.
 
-    The steps, in float32, have the order and the results of transformers' processors:
-    1. The repetition penalty applies to tokens seen. Then the presence penalty, which transformers lacks, is subtracted
-       from the logits of generated tokens, as in OpenAI's API.
-    2. Greedy rows, and rows whose largest logit over the temperature overflows float32, take the largest logit, the
-       first of equal ones.
-    3. Other rows are divided by the temperature. top_k keeps all tokens that equal the k-th; top_p the smallest set
-       with this share of the mass, of equal tokens the last; then min_p applies. The largest sum of scaled logit and
-       Gumbel noise is a draw from the softmax of the kept tokens (Maddison, Tarlow, Minka, "A* sampling",
-       arXiv:1411.0030). The noise is a function of seed, step and token.
+    The steps, in float32, have the order and the results of transformers' logits processors:
+    1. The repetition penalty applies to tokens of prompt and generation. Then the presence penalty, which transformers
+       lacks, is subtracted from the logits of generated tokens, as in OpenAI's API.
+    2. Greedy rows, and rows whose largest logit overflows float32 when divided by the temperature, take the token with
+       the largest logit, the first of equal ones.
+    3. Other rows are divided by the temperature. top_k keeps the k largest logits and all that equal the k-th; top_p
+       keeps the fewest tokens that have this share of the probability mass, preferring higher indices among equals;
+       then min_p applies. The token with the largest sum of scaled logit and Gumbel noise is a draw from the softmax of
+       the kept tokens (Maddison, Tarlow, Minka, "A* sampling", arXiv:1411.0030). The noise is a function of seed, step
+       and token.
 
     Sampling has no derivative: nothing is recorded for the autograd graph of logits.
 
@@ -106,17 +110,17 @@ def sample(logits: Tensor, state: SamplingState) -> Sampled:
 def sample_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> None:
     """Choose a token for each row of logits as `sample` does, and append it to `sequences`, in place.
 
-    logits, state: as for `sample`. sequences: its tensors are contiguous.
+    logits, state: as for `sample`. sequences: contiguous tensors.
 
-    A finished sequence gets `pad`; so does one without a token to choose, which is then finished and failed. Other
-    sequences are finished by a token of `ends` or when their count reaches `limit`.
+    A finished sequence gets `pad`. A sequence for which no token can be chosen gets `pad` too, and is marked finished
+    and failed. Other sequences finish with a token of `ends` or when their count reaches `limit`.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or layout.
     """
     _next_op(logits, *state, *sequences)
 
 
-# Fields of SamplingState that are not float32, and fields of Sequences that are not int64.
+# Dtypes of the fields of SamplingState that are not float32, and the fields of Sequences that are not int64.
 _DTYPES = {"top_k": torch.int32, "seed": torch.int64, "step": torch.int64, "seen": torch.uint8}
 _BOOLEANS, _FLOATS = ("finished", "failed", "ends"), ("logprobs",)
 
@@ -147,7 +151,7 @@ def check_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> No
 
 
 MASS_BITS = 40
-"""The most probable token has mass 2**MASS_BITS; the mass of the others is rounded down to an integer."""
+"""Probability mass is counted in integers: 2**MASS_BITS for the most probable token, others rounded down."""
 
 EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 LOG_TERMS = (
@@ -155,8 +159,8 @@ LOG_TERMS = (
     *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
 )
 LOG2_E = 1.44269504
-LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2; LN2_HIGH times an exponent is exact
-MIN_EXPONENT = -86.0  # its exponential is a normal float32, and rounds to no mass
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2; LN2_HIGH times an integer exponent is exact
+MIN_EXPONENT = -86.0  # e**-86 is still a normal float32, but its probability mass rounds to 0
 SQRT_HALF_BITS = 0x3F3504F3
 
 PHILOX_ROUNDS = 10
@@ -167,7 +171,7 @@ _WORD = 0xFFFFFFFF
 
 # ---- the kernel ----
 
-_CLUSTER = MAX_BLOCKS_PER_PORTABLE_CLUSTER  # thread blocks of a row
+_CLUSTER = MAX_BLOCKS_PER_PORTABLE_CLUSTER  # thread blocks that share a row
 _WARPS = 16  # warps of a thread block
 _POINTERS = 1 + len(SamplingState._fields) + 2 + len(Sequences._fields)
 
@@ -183,7 +187,7 @@ class _SampleArguments(ctypes.Structure):
 
 
 def kernel_spec(dtype: torch.dtype, vector: bool) -> KernelSpec:
-    """Return the kernel for logits of `dtype`. vector: rows of logits and of `seen` consist of whole vectors."""
+    """Return the kernel for logits of `dtype`. vector: rows of logits and `seen` are whole, aligned 16-byte vectors."""
     defines = {
         "WARPS": _WARPS,
         "CLUSTER": _CLUSTER,
@@ -208,7 +212,7 @@ def kernel_spec(dtype: torch.dtype, vector: bool) -> KernelSpec:
 
 
 def _number(value: float) -> str:
-    """Return a number as a CUDA literal."""
+    """Return a float as a CUDA float literal, an int as an unsigned one."""
     return f"{value!r}f" if isinstance(value, float) else f"{value}u"
 
 
@@ -220,9 +224,10 @@ def _array(values: tuple[float, ...]) -> str:
 def launcher(
     device_index: int, rows: int, vocab: int, logits_stride: int, longest: int, dtype: torch.dtype, vector: bool
 ) -> PointerLauncher:
-    """Return the launcher for (logits, *SamplingState, tokens, logprobs, *Sequences), Nones instead of Sequences.
+    """Return the launcher for (logits, *SamplingState, tokens, logprobs, *Sequences).
 
-    longest: columns of `generated`. vector: see `kernel_spec`.
+    For `sample` the tensors of Sequences are None, for `sample_next` the two before them. longest: the columns of
+    `generated`. vector: see `kernel_spec`.
     """
     return PointerLauncher(
         load(kernel_spec(dtype, vector)),
@@ -245,7 +250,7 @@ def _launch_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> 
 
 
 def _choose(logits: Tensor, state: SamplingState, longest: int, *written: Tensor | None) -> None:
-    """Launch the kernel. longest: see `launcher`. written: tokens and logprobs, then the tensors of `Sequences`."""
+    """Launch the sampling kernel. longest: see `launcher`. written: tokens, logprobs and the tensors of `Sequences`."""
     rows, vocab = logits.shape
     if not rows:
         return
@@ -264,21 +269,22 @@ def _empty(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
 
 # ---- the reference ----
 
-# The reference defines the tokens bit by bit, the same on every device. So exponentials and logarithms are sums and
-# products of float32, each rounded, with the polynomials of Cephes (S. L. Moshier, expf and logf: relative error about
-# 1e-7), probability mass is counted in integers, and noise is Philox 4x32-10 of a counter (Salmon et al., "Parallel
-# random numbers: as easy as 1, 2, 3", SC11).
+# The reference defines which tokens are drawn, identically on every device. Therefore exponentials and logarithms are
+# computed with sums and products of float32, each rounded, from the polynomials of Cephes (S. L. Moshier, expf and
+# logf: relative error about 1e-7), probability mass is counted in integers, and noise comes from the counter-based
+# generator Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11).
 
 
 def reference(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
-    """Return tokens and logprobs for logits (B, V), and update state.seen and state.step."""
+    """Compute `sample` in plain PyTorch: return tokens and logprobs (B,), and update state.seen and state.step."""
     raw = logits.float()
     penalized = _penalized(raw, state)
     scaled = penalized / state.temperature[:, None]
     largest = scaled.amax(1, keepdim=True)
     greedy = (state.temperature == 0) | (state.top_k == 1) | ~largest[:, 0].isfinite()
     tokens = penalized.argmax(1)
-    # On a CPU only rows that need noise get it; on a GPU all do, as the host would have to wait to know them.
+    # On a CPU, noise is computed only for rows that need it. On a GPU, for all rows: to know which rows need it, the
+    # host would have to wait for the GPU.
     some = (~greedy).nonzero()[:, 0] if greedy.is_cpu else slice(None)
     options, scaled = SamplingState(*(value[some] for value in state)), scaled[some]
     scores = scaled + gumbel_noise(options.seed, options.step, logits.shape[1])
@@ -294,7 +300,7 @@ def reference(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
 
 
 def reference_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> None:
-    """Compute `sample_next`."""
+    """Compute `sample_next` in plain PyTorch, on any device."""
     chosen, logprobs = reference(logits, state)
     tokens, finished, failed, count = sequences.tokens, sequences.finished, sequences.failed, sequences.count
     stopped = finished | (chosen < 0)
@@ -309,7 +315,7 @@ def reference_next(logits: Tensor, state: SamplingState, sequences: Sequences) -
 
 
 def _valid_parameters(state: SamplingState) -> Tensor:
-    """Return which rows have all parameters in range, (B,)."""
+    """Return which rows have all sampling parameters in range, bool (B,)."""
     temperature, top_k, top_p, min_p, repetition, presence = state[:6]
     return (
         ((temperature >= 0) & temperature.isfinite())
@@ -322,7 +328,7 @@ def _valid_parameters(state: SamplingState) -> Tensor:
 
 
 def _penalized(raw: Tensor, state: SamplingState) -> Tensor:
-    """Apply the penalties to raw logits (B, V) float32."""
+    """Apply the repetition and presence penalties to raw logits (B, V) float32."""
     repetition = state.repetition_penalty[:, None]
     repeated = torch.where(raw < 0, raw * repetition, raw / repetition)
     penalized = torch.where((state.seen & (IN_PROMPT | GENERATED)) != 0, repeated, raw)
@@ -330,15 +336,18 @@ def _penalized(raw: Tensor, state: SamplingState) -> Tensor:
 
 
 def kept(scaled: Tensor, largest: Tensor, state: SamplingState) -> Tensor:
-    """Return which tokens top_k, top_p and min_p keep, (B, V). scaled: (B, V) float32; largest: (B, 1), its maxima."""
+    """Return which tokens top_k, top_p and min_p keep, bool (B, V).
+
+    scaled: logits over temperature, (B, V) float32. largest: (B, 1), the maximum of each row.
+    """
     vocab = scaled.shape[1]
-    # Ascending, of equal values the lower index first: tokens are dropped from the beginning.
+    # Sorted ascending, with the lower index first among equal values; top_p drops tokens from the beginning.
     order = scaled.sort(dim=1, stable=True)
     top_k = torch.where(state.top_k > 0, state.top_k, vocab).clamp(max=vocab)
     kept = scaled >= order.values.gather(1, vocab - top_k[:, None].long())
 
     weight = exp(scaled - largest)
-    # A row without finite values has no mass.
+    # Weights are NaN in a row without finite logits; its probability mass becomes 0.
     mass = torch.where(kept & weight.isfinite(), (weight * 2.0**MASS_BITS).long(), 0)
     mass = mass.gather(1, order.indices)
     above = mass.sum(1, keepdim=True) - mass.cumsum(1)
@@ -349,7 +358,7 @@ def kept(scaled: Tensor, largest: Tensor, state: SamplingState) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return e**x for float32 up to 0."""
+    """Return e**x for float32 x <= 0, with the same bits on every device; x is clamped to MIN_EXPONENT."""
     x = x.clamp(min=MIN_EXPONENT)
     exponent = (x * LOG2_E).round()
     rest = x - exponent * LN2_HIGH
@@ -359,14 +368,14 @@ def exp(x: Tensor) -> Tensor:
 
 
 def log(x: Tensor) -> Tensor:
-    """Return the natural logarithm of normal positive float32."""
+    """Return the natural logarithm of normal positive float32 x, with the same bits on every device."""
     bits = x.view(torch.int32)
-    exponent = (bits - SQRT_HALF_BITS) >> 23  # for a mantissa from sqrt(1/2) to sqrt(2)
+    exponent = (bits - SQRT_HALF_BITS) >> 23  # leaves a mantissa from sqrt(1/2) to sqrt(2)
     return _log_near_1((bits - (exponent << 23)).view(torch.float32) - 1, exponent.float())
 
 
 def _log_near_1(f: Tensor, exponent: Tensor) -> Tensor:
-    """Return log((1 + f) * 2**exponent) for f from -0.3 to 0.42."""
+    """Return log((1 + f) * 2**exponent) in float32, for f from -0.3 to 0.42."""
     square = f * f
     tail = _polynomial(f, LOG_TERMS) * f * square + exponent * LN2_LOW - square * 0.5
     return f + tail + exponent * LN2_HIGH
@@ -380,9 +389,10 @@ def _polynomial(x: Tensor, terms: tuple[float, ...]) -> Tensor:
 
 
 def gumbel_noise(seed: Tensor, step: Tensor, vocab: int) -> Tensor:
-    """Return -log(-log(u)) for a uniform u in (0, 1) per token, (B, vocab) float32. seed, step: (B,) int64.
+    """Return Gumbel noise -log(-log(u)) with a uniform u in (0, 1) per token, (B, vocab) float32.
 
-    Token i takes word i % 4 of Philox's block with counter (i // 4, 0, low and high word of step) and key seed.
+    seed, step: (B,) int64. The u of token i is computed from word i % 4 of the Philox block whose counter is
+    (i // 4, 0, low word of step, high word of step) and whose key is (low word of seed, high word of seed).
     """
     blocks = torch.arange((vocab + 3) // 4, device=seed.device).expand(len(seed), -1)
     seed, step = seed[:, None], step[:, None]
@@ -391,7 +401,7 @@ def gumbel_noise(seed: Tensor, step: Tensor, vocab: int) -> Tensor:
         (seed & _WORD, seed >> 32 & _WORD),
     )
     word = torch.stack(words, 2).flatten(1)[:, :vocab]
-    # 1 - u keeps all digits of float32 where it is small and the noise large.
+    # Where the noise is large, u is close to 1. log(u) is then computed from 1 - u, which keeps all digits of float32.
     rest = _unit(word)
     exponential = torch.where(
         word < 1 << 30, _log_near_1(-rest, torch.zeros_like(rest)), log(_unit(_WORD - word))
@@ -400,12 +410,12 @@ def gumbel_noise(seed: Tensor, step: Tensor, vocab: int) -> Tensor:
 
 
 def _unit(word: Tensor) -> Tensor:
-    """Return the middle of part `word` of 2**32 equal parts of (0, 1), as float32."""
+    """Map a 32-bit word to (0, 1): the midpoint of the word-th of 2**32 equal intervals, as float32."""
     return word.float() * 2.0**-32 + 2.0**-33
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Return four words of 32 bits of Philox 4x32-10 for four counter words and two key words, all as int64."""
+    """Return the four 32-bit words of Philox 4x32-10 for four counter words and two key words, all held in int64."""
     for _ in range(PHILOX_ROUNDS):
         first, second = (word * factor for word, factor in zip(counter[::2], PHILOX_FACTORS, strict=True))
         counter = (

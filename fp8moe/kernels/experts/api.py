@@ -1,4 +1,4 @@
-"""The public functions of experts with FP8 weights: for routed tokens, for rows by expert, for the masked layout."""
+"""Public functions of experts with FP8 weights: for routed tokens, for rows sorted by expert, for the masked layout."""
 
 import torch
 from torch import Tensor
@@ -26,25 +26,26 @@ def experts(
     num_experts: int | None = None,
     expert_map: Tensor | None = None,
 ) -> Tensor:
-    """``sum over k of top_k_weights[t, k] * down_e(activation(up_e(x[t])))``, e the expert top_k_index[t, k].
+    """Return ``sum over k of top_k_weights[t, k] * down_e(activation(up_e(x[t])))`` with e = top_k_index[t, k].
 
     x: (T, H) bfloat16, float16 or float32, or an FP8Tensor: data (T, H), scale (T, ceil(H/128)) of any strides.
-    top_k_index: (T, K) int32 or int64, counted over all experts. One that is not here, -1 among them, adds nothing.
+    top_k_index: (T, K) int32 or int64, counted over all experts. Experts that are not held here, and -1, add nothing.
     top_k_weights: (T, K) float32, bfloat16 or float16.
-    up, down: FP8Tensor or (data, scale) of the E experts that are here: data (E, 2I, H), gate rows then up rows, and
-        (E, H, I) float8_e4m3fn; scale float32 (E, 2 * ceil(I/128), ceil(H/128)), the blocks of gate, then those of up,
-        and (E, ceil(H/128), ceil(I/128)). With an activation that has no gate, up is (E, I, H). Any H and I; those that
-        are no multiples of 16 cost copies.
-    activation: between the two projections; see `GroupedExperts`.
+    up, down: FP8Tensor or (data, scale) of the E experts held here: data (E, 2I, H), gate rows then up rows, and
+        (E, H, I) float8_e4m3fn; scale float32 (E, 2 * ceil(I/128), ceil(H/128)), gate blocks then up blocks, and
+        (E, ceil(H/128), ceil(I/128)). With an activation that has no gate, up is (E, I, H). Any H and I; sizes that are
+        not multiples of 16 cost copies.
+    activation: applied between the two projections; see `GroupedExperts`.
     out: (T, H), contiguous, at a multiple of 16 bytes, in memory that no operand uses: bfloat16, float16 or float32.
-    first_expert: the index of the first expert here, the others following it; None: 0. expert_map: (all experts,)
-        int32, for each which of those here it is, -1 for one that is elsewhere; it takes a few small kernels more.
-    num_experts: how many there are on all ranks; tiles are chosen for as even a share of the assignments. None: as many
-        as in expert_map, or as here.
-    Returns ``out``, or a new (T, H) tensor of the dtype of x, of an FP8Tensor bfloat16. Sums are float32 in the order
-    of k, of results that are rounded to bfloat16 first where that is the dtype. Equal inputs give equal bits.
+    first_expert: the index of the first of the E consecutive experts held here; None: 0. expert_map: (all experts,)
+        int32: maps each expert to its position in up and down, -1 if it is elsewhere; costs a few small kernels more.
+    num_experts: the number of experts on all ranks; GEMM tiles are chosen as if assignments were spread evenly over
+        them. None: the length of expert_map, or the number of experts up to the last one held here.
+    Returns ``out``, or a new (T, H) tensor in the dtype of x, or bfloat16 if x is an FP8Tensor. The sum over k is taken
+    in float32 in the order of k; for a bfloat16 result, the results of down_e are rounded to bfloat16 first. Equal
+    inputs give equal bits.
 
-    There is no backward: calling it raises RuntimeError, as does out beside an operand that requires a gradient.
+    There is no backward: calling it raises RuntimeError; so does passing ``out`` if an operand requires a gradient.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, for first_expert and expert_map
     together, and for an ``out`` that does not fit or overlaps an operand.
     """
@@ -81,7 +82,7 @@ def _layer(up: FP8Tensor, down: FP8Tensor, activation: Activation) -> Layer:
 
 
 def _mapped(index: Tensor, expert_map: Tensor, count: int) -> Tensor:
-    """Map indices of all experts to indices of the experts here; -1 for experts elsewhere and for no expert."""
+    """Map global expert indices to positions among the `count` local experts; -1 for any other index."""
     check_tensor("expert_map", expert_map)
     check_vector("expert_map", expert_map, torch.int32, None, index.device)
     if expert_map.shape[0] < max(count, 1):
@@ -100,18 +101,18 @@ def experts_rows(
     activation: Activation = Activation(),  # noqa: B008 (immutable)
     out: Tensor | None = None,
 ) -> Tensor:
-    """``down_e(activation(up_e(rows[r])))`` for the rows r of every expert e, which lie one group after the other.
+    """Return ``down_e(activation(up_e(rows[r])))`` for the rows r of every expert e; rows are sorted by expert.
 
     rows: (R, H) bfloat16, float16 or float32, or an FP8Tensor: data (R, H), scale (R, ceil(H/128)) of any strides.
     group_offsets: (E+1,) int32 on the device of rows: expert e has rows ``group_offsets[e]`` up to
         ``group_offsets[e+1]``; see `grouped_gemm`.
     up, down, activation: as for `experts`.
-    out: (R, H) bfloat16 or float32, contiguous, at a multiple of 16 bytes, in memory that no operand uses; H is then a
-        multiple of 16. Rows of no expert are left as they are.
+    out: (R, H) bfloat16 or float32, contiguous, at a multiple of 16 bytes, in memory that no operand uses; H must then
+        be a multiple of 16. Rows of no expert stay unchanged.
     Returns ``out``, or a new (R, H) bfloat16 tensor, in which rows of no expert are zeros. Equal inputs give equal
     bits.
 
-    There is no backward: calling it raises RuntimeError, as does out beside an operand that requires a gradient.
+    There is no backward: calling it raises RuntimeError; so does passing ``out`` if an operand requires a gradient.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, or an ``out`` that does not fit
     or overlaps an operand.
     """
@@ -124,7 +125,10 @@ def experts_rows(
 
 
 def _results(name: str, operands: RowOperands, out: Tensor | None, given: dict[str, Tensor | None]) -> Tensor:
-    """Compute the results of rows, in `out` if it is given. given: tensors that must then not require gradients."""
+    """Run the experts on rows and return the result, written to `out` if it is not None.
+
+    name: the public function, for error messages. given: tensors that must not require gradients if `out` is given.
+    """
     if out is None:
         return operator.run_rows(operands, name)
     check_tensor("out", out)
@@ -144,20 +148,20 @@ def experts_masked(
     expected_m: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``down_e(activation(up_e(x[e, :masked_m[e]])))`` for every expert e: a fixed place for max_m rows each.
+    """Return ``down_e(activation(up_e(x[e, :masked_m[e]])))`` for every expert e; each has room for max_m rows.
 
-    This is the layout in which DeepEP's low-latency kernels hand over tokens. A SwiGLU takes two launches.
+    DeepEP's low-latency kernels deliver tokens in this layout. With a SwiGLU the call takes two kernel launches.
 
     x: FP8Tensor or (data, scale): data (E, max_m, H) float8_e4m3fn, H a multiple of 16; scale (E, max_m, ceil(H/128))
-        float32 of any strides; one that is not MN-major over all E * max_m rows is copied.
-    masked_m: (E,) int32 on the device of x: the rows in use of each expert, clamped to [0, max_m].
+        float32 of any strides; a scale that is not MN-major over all E * max_m rows is copied.
+    masked_m: (E,) int32 on the device of x: the number of rows in use of each expert, clamped to [0, max_m].
     up, down, activation: as for `experts`.
-    expected_m: about how many rows an expert has in use; only the speed depends on it. None: max_m.
+    expected_m: about how many rows an expert has in use; affects only the speed. None: max_m.
     out: (E, max_m, H) bfloat16 or float32, contiguous, at a multiple of 16 bytes, in memory that no operand uses.
-    Returns ``out``, or a new (E, max_m, H) bfloat16 tensor. Rows not in use may be anything. Equal inputs give equal
-    bits.
+    Returns ``out``, or a new (E, max_m, H) bfloat16 tensor. Rows not in use have arbitrary values. Equal inputs give
+    equal bits.
 
-    There is no backward: calling it raises RuntimeError, as does out beside an operand that requires a gradient.
+    There is no backward: calling it raises RuntimeError; so does passing ``out`` if an operand requires a gradient.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, a negative ``expected_m``, or an
     ``out`` that does not fit or overlaps an operand.
     """
@@ -166,6 +170,6 @@ def experts_masked(
     check_tensor("masked_m", masked_m)
     expected_rows(expected_m)
     if expected_m is None:
-        expected_m = data.shape[1] if data.dim() == 3 else 0  # of another rank it is refused
+        expected_m = data.shape[1] if data.dim() == 3 else 0  # other ranks are rejected by the checks
     operands = RowOperands(data, scale, masked_m, layer, torch.bfloat16, expected_m=expected_m)
     return _results("fp8moe.experts_masked", operands, out, {"out": out})

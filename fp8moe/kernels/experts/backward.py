@@ -1,8 +1,8 @@
-"""Experts with a backward: `experts_training` of routed tokens, and `train_rows` of rows in the order of experts.
+"""Experts with a backward: `experts_training` for routed tokens, and `train_rows` for rows sorted by expert.
 
-Frozen weights may have a low-rank addition. From ranks to H or I the FP8 GEMMs add the product to their sums, before
-these are rounded. To ranks, and to the gradients of factors, two kernels read rows in the order of experts, or tokens
-where these lie, so that there is no matrix (R, H) beside those of the FP8 layer (`kernels.experts.lora`).
+Frozen weights may have LoRA factors. The second factor's product (from r to H or I columns) is added inside the FP8
+GEMMs, to their float32 sums. The first factor's product (to r columns) and the gradients of the factors are computed by
+two kernels of `kernels.experts.lora`, which read unpermuted tokens by index, so that LoRA needs no extra (R, H) matrix.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -52,31 +52,31 @@ def experts_training(
     shard: Shard = Shard(),  # noqa: B008 (immutable)
     low_rank: LowRank | None = None,
 ) -> Tensor:
-    """Compute what `experts_of_tokens` does, with a backward.
+    """Compute the result of `experts_of_tokens`, with a backward.
 
     hidden_states: (T, H) bfloat16, float16 or float32; any H. top_k_index: (T, K) int32 or int64.
     top_k_weights: (T, K) float32, bfloat16 or float16.
-    layer: the FP8 weights, without biases. masters: those of them that get gradients, in their dtype, where they
-        require one.
-    shard: where the weights are those of one rank, which; an assignment to another expert adds nothing and gets no
-        gradient. There is room for num_rows assignments, the same of those beyond, at least one if there are any.
-    low_rank: is added to weights without masters, and multiplied in bfloat16 with sums in float32.
-    Returns (T, H) in the shard's out_dtype; the results of GEMM 1 are rounded to bfloat16, the weighted sums once.
+    layer: the FP8 weights, without biases. masters: master weights; those that require gradients get them, in their own
+        dtype.
+    shard: the experts held by this rank; assignments to other experts, and assignments beyond shard.num_rows rows, add
+        nothing and get no gradient. num_rows, if given, must be at least 1 unless there are no assignments.
+    low_rank: LoRA factors, added to weights without masters; multiplied in bfloat16 with sums in float32.
+    Returns (T, H) in the shard's out_dtype. The results of GEMM 1 (gate and up projection) are rounded to bfloat16, the
+    weighted sums are rounded once.
 
-    Gradients are those of the forward with every quantization taken for the identity (straight through), for
-    hidden_states, in its dtype, top_k_weights, the masters and the tensors of low_rank, whose gradients come from
-    activations and gradients in bfloat16. Equal inputs give equal bits.
+    Gradients treat every quantization as the identity (straight through). hidden_states (in its dtype), top_k_weights,
+    the masters and the tensors of low_rank get gradients; those of low_rank are computed from activations and gradients
+    in bfloat16. Equal inputs give equal bits.
 
     Forward, input gradient and weight gradient run in FP8, every tensor quantized once in each direction: DeepSeek-V3,
     arXiv:2412.19437, section 3.3. The forward keeps the quantized transposes that weight gradients need and the result
-    of GEMM 1 in bfloat16, from which the backward computes the activation anew.
+    of GEMM 1 in bfloat16, from which the backward recomputes the activation.
 
-    What is kept for the backward, with R = T * K or num_rows, I rounded up to a multiple of 128 and H to one of 16, and
-    P = R + 127 * min(E, R) rounded down to a multiple of 128: ``4 * R * I`` bytes (half without a gate),
+    Bytes kept for the backward, where R = T * K or num_rows, I is rounded up to a multiple of 128 and H to a
+    multiple of 16, and P = R + 127 * min(E, R) rounded down to a multiple of 128: ``4 * R * I`` (half without a gate),
     ``P * H * 33/32`` with an up_master, ``P * I * 33/32`` with a down_master, ``4 * R * r`` with a low_rank and
-    ``R * I`` with its dropout, 8 for each row, and 4 for each expert and one more; besides top_k_weights, the FP8
-    weights, low_rank and what this multiplies. Where H or I is no such multiple, forward and backward make padded
-    copies of the FP8 weights.
+    ``R * I`` with its dropout, ``8 * R``, and ``4 * (E + 1)``; in addition top_k_weights, the FP8 weights, low_rank and
+    the input of up_a. Where H or I is not such a multiple, forward and backward make padded copies of the FP8 weights.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if a
     master, or an FP8 weight, has been changed in place since the forward; so does a backward of the backward.
@@ -91,7 +91,7 @@ def experts_training(
 
 
 def train_rows(operands: RowOperands, masters: Masters) -> Tensor:
-    """`experts_of_rows` with a backward."""
+    """Compute the result of `experts_of_rows` for packed operands, with a backward."""
     checks.rows(operands)
     checks.masters(operands.layer, masters)
     rows, scale, groups, layer, dtype, whole, _ = operands
@@ -101,12 +101,12 @@ def train_rows(operands: RowOperands, masters: Masters) -> Tensor:
 
 
 class RowOrder(NamedTuple):
-    """The rows of a call in the order of experts.
+    """The order in which a call processes rows: sorted by expert.
 
-    groups: (E + 1,), the offsets of the experts' groups.
+    groups: (E + 1,), the offsets of the experts' groups of rows.
     rows, assignments: (T, K), the row of each assignment, and (R,), the assignment t * K + k of each row; -1 for none.
-        Both None: the given rows are in this order.
-    whole: rows and groups of a layer of which these are a part; None: these are all.
+        Both None: the call's input is rows that are already sorted by expert.
+    whole: numbers of rows and groups of the whole layer, if this call computes a part of it; None: it computes all.
     """
 
     groups: Tensor
@@ -116,13 +116,13 @@ class RowOrder(NamedTuple):
 
     @classmethod
     def of_tokens(cls, top_k_index: Tensor, count: int, shard: Shard) -> "RowOrder":
-        """Sort the assignments to the `count` experts of a shard."""
+        """Sort the assignments to the `count` experts of a shard by expert."""
         groups, rows = sort_by_expert(top_k_index, count, first_expert=shard.first_expert, num_rows=shard.num_rows)
         assignments = assignments_of(rows, rows.numel() if shard.num_rows is None else shard.num_rows)
         return cls(groups, rows, assignments, (rows.numel(), shard.total(count)))
 
     def tokens(self) -> Tensor | None:
-        """Return the token (R,) of each row, -1 for none; None if the given rows are in this order."""
+        """Return the token (R,) of each row, -1 for none; None if the input is rows that are already sorted."""
         if self.rows is None:
             return None
         return self.assignments.div(max(self.rows.shape[1], 1), rounding_mode="floor")
@@ -139,10 +139,11 @@ class RowOrder(NamedTuple):
     def gather(
         self, x: Tensor | FP8Tensor, columns: int, row_weights: Tensor | None, transposed: bool
     ) -> tuple[FP8Tensor, FP8Tensor | None, Tensor | None]:
-        """Return x in the order of rows, quantized by rows and, if transposed, by columns with padded offsets.
+        """Sort x by expert and quantize its rows and, if transposed, its columns; return (rows, columns, offsets).
 
-        x: (T, H), or without tokens to sort (R, H), which may be quantized by rows. columns: to which H is padded.
-        row_weights: factors of the rows in the quantization by columns alone.
+        columns and offsets are those of `quantize_with_transpose`, or None. x: tokens (T, H); or, if the input is rows,
+        (R, H), which may be quantized 1x128. columns: H after padding. row_weights: factors of the rows, applied only
+        before quantizing the columns.
         """
         if not isinstance(x, Tensor):
             rows = FP8Tensor(pad_columns(x.data, columns), x.scale)
@@ -158,11 +159,11 @@ class RowOrder(NamedTuple):
         return permute_quantize(x, self.rows, self.assignments.shape[0]), None, None
 
     def multiply(self, a: FP8Tensor, b: FP8Tensor, dtype: torch.dtype, **options: Any) -> Tensor:
-        """``a[rows of e] @ b[e].T``; options: others_zero and low_rank of `grouped_rows`."""
+        """Return ``a[rows of e] @ b[e].T`` for every expert e; options: others_zero, low_rank of `grouped_rows`."""
         return grouped_rows(a, b, self.groups, dtype, whole=self.whole, **options)
 
     def sum(self, y: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Sum rows y (R, H) to tokens (T, H); without tokens to sort, return y."""
+        """Return each token's weighted sum of its rows of y: (R, H) -> (T, H); or just y, if the input is rows."""
         if self.rows is None:
             return y.to(dtype)
         weights = torch.ones_like(self.rows, dtype=torch.bfloat16) if weights is None else weights
@@ -170,16 +171,17 @@ class RowOrder(NamedTuple):
 
 
 class TrainingOperands(NamedTuple):
-    """Operands of the forward: tokens, or rows in the order of experts, with the layer.
+    """Operands of the forward: tokens, or rows sorted by expert, with the layer.
 
-    x_scale: of x quantized 1x128. top_k_weights: None for rows. row_dtype: of the results of GEMM 2.
+    x_scale: scale of x if x is quantized 1x128, otherwise None. top_k_weights: None if x is rows. row_dtype: dtype of
+    the results of GEMM 2.
     """
 
     x: Tensor
     x_scale: Tensor | None
     order: RowOrder
     top_k_weights: Tensor | None
-    layer: Annotated[Layer, ("up", "down", "activation")]  # those without biases
+    layer: Annotated[Layer, ("up", "down", "activation")]  # all fields but biases
     masters: Masters
     row_dtype: torch.dtype
     out_dtype: torch.dtype
@@ -187,18 +189,18 @@ class TrainingOperands(NamedTuple):
 
     @property
     def beside(self) -> Beside:
-        """The form of the activation that backward or low rank need beside its quantized rows."""
+        """The form of the activation's result that the backward or LoRA needs in addition to its quantized rows."""
         if self.low_rank is not None:
             return Beside.VALUES
         return Beside.NOTHING if self.masters.down_master is None else Beside.COLUMNS
 
 
 class SavedForBackward(NamedTuple):
-    """Tensors that the forward computes for the backward, empty if it does not need them.
+    """Tensors that the forward computes for the backward, empty where the backward does not need them.
 
-    projected: the result of GEMM 1, which stays differentiable, so that the gradients depend on the inputs and double
-        backward reaches an error. x_columns, h_columns: the transposed inputs of both GEMMs.
-    up_ranks, down_ranks: (R, r), the inputs times the first factors. kept: bool (R, I), what dropout has kept.
+    projected: the result of GEMM 1, which stays differentiable, so that the gradients depend on the inputs and a double
+        backward raises its error. x_columns, h_columns: quantized transposes of the inputs of GEMM 1 and GEMM 2.
+    up_ranks, down_ranks: (R, r), products of these inputs with up_a and down_a. kept: bool (R, I), dropout's mask.
     """
 
     projected: Tensor
@@ -210,9 +212,10 @@ class SavedForBackward(NamedTuple):
 
 
 class TrainingBackwardOperands(NamedTuple):
-    """Operands of the backward: the gradient of the result, operands of the forward and what it saved.
+    """Operands of the backward: the gradient of the result, operands of the forward and the tensors it saved.
 
-    input_dtype: of x; None: it needs no gradient. x: the forward's, if the first factors multiply it, otherwise None.
+    input_dtype: dtype of x, or None if x needs no gradient. routing_grad: top_k_weights needs a gradient. x: the
+    forward's x if up_a multiplies it, otherwise None.
     """
 
     grad: Tensor
@@ -228,7 +231,7 @@ class TrainingBackwardOperands(NamedTuple):
 
     @property
     def wanted(self) -> list[str]:
-        """Names of the forward's operands that get gradients, in the order in which the backward returns them."""
+        """Names of the forward's operands that get gradients, in the order in which `_backward` returns them."""
         low = self.low_rank
         given = {"x": self.input_dtype, "top_k_weights": self.routing_grad or None, **self.masters._asdict()}
         given |= {} if low is None else low._replace(dropout=None)._asdict()
@@ -236,7 +239,7 @@ class TrainingBackwardOperands(NamedTuple):
 
 
 def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
-    """Return the weighted sums of tokens, or the results of rows, and the tensors of `SavedForBackward`."""
+    """Return the weighted sums of tokens (or the results of rows), then the tensors of `SavedForBackward`."""
     order, masters, low = operands.order, operands.masters, operands.low_rank
     hidden, size = operands.layer.down.data.shape[1:]
     layer = operands.layer.padded(BLOCK)
@@ -264,7 +267,7 @@ def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
 
 
 def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
-    """Return the gradients of `wanted`."""
+    """Return the gradients of the operands named by `operands.wanted`, in that order."""
     grad, order, top_k_weights, layer, masters, saved, input_dtype, routing_grad, low, x = operands
     hidden, size = layer.down.data.shape[1:]
     layer = layer.padded(BLOCK)
@@ -274,8 +277,9 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     else:
         row_weights = order.row_weights(top_k_weights)
 
-    # Columns are weighted, for the gradient of down_proj. Rows are not, as the gradient of a routing weight is the
-    # product of the gradient with the unweighted result. Ranks are weighted in `_factor_gradients`.
+    # The gradient's columns are multiplied by the routing weights, for the gradient of down_proj. Its rows are not: the
+    # gradient of a routing weight is the dot product of the unweighted result with the gradient. d_ranks are weighted
+    # in `_factor_gradients`.
     addition = None
     if low is not None:
         grad_read = pad_columns(grad.bfloat16(), low.down_b.shape[1])
@@ -318,7 +322,7 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     if low is not None and low.dropped is not None:
         dx = order.sum(adapter_product(d_ranks, low.up_a, order.groups), None, low.dropped.dtype)
         grads["dropped"] = without_padding(dx, hidden)
-    # Last, after the temporary tensors of the others: these are the largest.
+    # The largest gradients are allocated last, when the temporary tensors of the others have been freed.
     both = 2 if layer.activation.gated else 1
     if masters.up_master is not None and masters.up_master.shape[1] == both * size:
         shape, dtype = (both, size, hidden), masters.up_master.dtype
@@ -334,15 +338,16 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
 def _factor_gradients(
     operands: TrainingBackwardOperands, grad: Tensor, d_ranks: Tensor, d: ActivationGradient, row_weights: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the gradients of the factors, and of the ranks (R, r) of the input.
+    """Return the gradients of the LoRA factors, by name, and the gradient (R, r) of up_a's product with the input.
 
-    grad: (T, H) bfloat16, the gradient of the result. d_ranks: (R, r), its ranks, without the weights of the rows.
+    grad: (T, H) bfloat16, the gradient of the result. d_ranks: (R, r), the product of grad's rows with down_b, not yet
+    multiplied by row_weights. d: the result of `activate_backward`.
     """
     order, saved, low = operands.order, operands.saved, operands.low_rank
     groups, tokens = order.groups, order.tokens()
     values = low.drop(d.values, saved.kept) if low.dropout else d.values
     d_ranks, down_ranks = (
-        torch.mul(ranks, row_weights[:, None], out=torch.empty_like(ranks))  # rounded once
+        torch.mul(ranks, row_weights[:, None], out=torch.empty_like(ranks))  # in float32, rounded once to bfloat16
         for ranks in (d_ranks, saved.down_ranks)
     )
     d_down_a = lora_gradient(d_ranks, values, groups)
@@ -354,11 +359,11 @@ def _factor_gradients(
 
 
 def activate(projected: Tensor, groups: Tensor, activation: Activation, size: int, beside: Beside) -> Activated:
-    """Apply the activation to projected (R, 2I) or (R, I), and quantize it. size: the columns that are not padding."""
+    """Apply the activation to projected (R, 2I) or (R, I) and quantize the result. size: I without padding."""
     if activation.is_swiglu:
         return swiglu_quantize(projected, groups, activation=activation, beside=beside)
     values = activation(projected.float())
-    values[:, size:] = 0  # some functions have another value at 0
+    values[:, size:] = 0  # padding columns are 0, where not every activation is 0
     if beside is Beside.COLUMNS:
         return Activated(*quantize_with_transpose(values, groups))
     return Activated(quantize_1x128(values), values=values.bfloat16() if beside is Beside.VALUES else None)
@@ -367,10 +372,10 @@ def activate(projected: Tensor, groups: Tensor, activation: Activation, size: in
 def activate_backward(
     projected: Tensor, d_h: Tensor, row_weights: Tensor, groups: Tensor, activation: Activation, beside: Beside
 ) -> ActivationGradient:
-    """Run the backward of `activate`. d_h: (R, I), without the weights of the rows."""
+    """Run the backward of `activate`. d_h: (R, I), the gradient of its result before multiplying by row_weights."""
     if activation.is_swiglu:
         return swiglu_backward_quantize(projected, d_h, row_weights, groups, activation=activation, beside=beside)
-    # PyTorch's sums take another order in another layout.
+    # Contiguous, because the order of PyTorch's sums, and so their bits, depends on the layout.
     d_projected, values, dots = weighted_backward(projected.contiguous(), d_h, row_weights, activation)
     if beside is Beside.COLUMNS:
         rows, *columns = quantize_with_transpose(d_projected, groups)
@@ -382,7 +387,7 @@ def activate_backward(
 def _weight_gradient(
     grad_columns: FP8Tensor, columns: FP8Tensor, offsets: Tensor, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> Tensor:
-    """Compute `weight_gradients` (E, N, K) without padding. shape: projections, N of each, and K."""
+    """Return `weight_gradients` (E, projections * N, K) without padding. shape: (projections, N, K)."""
     projections, rows, width = shape
     padded = weight_gradients(grad_columns, columns, offsets, dtype)
     return padded.unflatten(1, (projections, -1))[:, :, :rows, :width].flatten(1, 2).contiguous()
@@ -405,10 +410,10 @@ def _save(ctx, inputs, output) -> None:
     x = operands.x if low is not None and low.dropped is None else None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*others)
-    # With the FP8 weights, so that autograd refuses a backward after adapters were merged into them.
+    # The FP8 weights are saved too, so that autograd refuses a backward after adapters were merged into them.
     ctx.save_for_backward(*routed, *layer.up, *layer.down, x, *factors, projected, *others)
     ctx.whole, ctx.activation, ctx.input_dtype = order.whole, layer.activation, operands.x.dtype
-    # Not among the saved tensors, whose check for changes would not tell which parameter it is.
+    # Masters are not saved tensors: autograd's check for in-place changes would not name the parameter.
     ctx.masters = operands.masters
     ctx.versions = [None if master is None else master._version for master in operands.masters]
 
@@ -451,7 +456,7 @@ def no_double_backward(ctx, *grads):
     raise RuntimeError("fp8moe.GroupedExperts: there is no double backward; its gradients cannot be differentiated")
 
 
-# Both call operators that have fakes, so they serve as their own fakes.
+# Forward and backward call only operators that have fakes, so each serves as its own fake implementation.
 _TRAINING, _BACKWARD = Signature(TrainingOperands), Signature(TrainingBackwardOperands)
 _training_backward = define(
     "experts_training_backward -> Tensor[]",

@@ -1,4 +1,4 @@
-"""Checks of the arguments of an experts layer and of its steps, in the manner of `runtime.checks`."""
+"""Checks of the arguments of an experts layer and of its steps; they raise TypeError or ValueError."""
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ def tokens(operands: TokenOperands) -> None:
 
 
 def of_rank(shard: Shard, count: int) -> None:
-    """Check that the `count` experts of this rank are among all experts, and the window of rows."""
+    """Check that the `count` experts of this rank are among all experts, and that the window of rows is valid."""
     first, total = shard.first_expert, shard.num_experts
     if first < 0 or (total is not None and first + count > total):
         raise ValueError(
@@ -54,7 +54,7 @@ def of_rank(shard: Shard, count: int) -> None:
 
 
 def rows(operands: RowOperands) -> None:
-    """Check the operands of `experts_rows`, in either layout."""
+    """Check the operands of `experts_rows`: rows sorted by expert or in the masked layout."""
     x, scale, groups, layer, dtype, whole, expected_m = operands
     (name, scale_name, groups_name), device = operands.names, x.device
     if expected_m is not None:
@@ -90,7 +90,7 @@ def of_sums(out_dtype: torch.dtype) -> None:
 
 
 def _floating_or_fp8(name: str, x: Tensor, scale: Tensor | None) -> None:
-    """Check the dtype of a matrix, and the scale of one that is quantized 1x128."""
+    """Check the dtype of matrix x; if it has a scale, check that x and scale are a matrix quantized 1x128."""
     if scale is None:
         check_dtype(name, x, *FLOATING)
     elif len(fp8_data(f"{name}.data", x, "(M, H)")) == 2:
@@ -98,13 +98,13 @@ def _floating_or_fp8(name: str, x: Tensor, scale: Tensor | None) -> None:
 
 
 def masters(layer: Layer, given: Masters) -> None:
-    """Check the masters of a layer, and that the layer can have gradients: block scales and no biases."""
+    """Check the master weights of a layer, and that the layer can be trained: it has block scales and no biases."""
     check_no_channels("up_proj_scale_inv", layer.up)
     check_no_channels("down_proj_scale_inv", layer.down)
     if any(bias is not None for bias in layer.biases):
         raise ValueError("biases: expected None for gradients, which there are for experts without biases only")
     count, hidden, size = layer.down.data.shape
-    half = (count, size, hidden)  # of gate or up if they are separate
+    half = (count, size, hidden)  # shape of gate or up alone, if they are separate parameters
     shapes = {"up_master": (tuple(layer.up.data.shape), half), "down_master": ((count, hidden, size),)}
     if layer.activation.gated:
         shapes["gate_master"] = (half,)
@@ -115,7 +115,7 @@ def masters(layer: Layer, given: Masters) -> None:
 
 
 def layer_of(name: str, shape: torch.Size, device: torch.device, layer: Layer) -> int:
-    """Check that the weights fit each other and the argument `name`, of shape (M, H) on `device`. Returns E."""
+    """Check that weights and biases fit each other and the argument `name`, shape (M, H) on `device`. Returns E."""
     up, down, gated = layer.up.data, layer.down.data, layer.activation.gated
     projections = 2 if gated else 1
     up_name = "gate_up_proj" if gated else "up_proj"
@@ -145,7 +145,7 @@ def layer_of(name: str, shape: torch.Size, device: torch.device, layer: Layer) -
 
 
 def routed_index(index: Tensor, tokens: int, device: torch.device, like: str) -> None:
-    """Check dtype, shape (T, K) and device of top_k_index. like: the argument on that device."""
+    """Check dtype, shape (T, K) and device of top_k_index. like: name of an argument on that device, for messages."""
     check_dtype("top_k_index", index, *_INDEX_DTYPES)
     if index.dim() != 2 or index.shape[0] != tokens:
         raise ValueError(f"top_k_index: expected shape ({tokens}, top_k), got {tuple(index.shape)}")
@@ -177,7 +177,7 @@ def routing(
 
 
 def window(first_row: int, num_rows: int | None) -> None:
-    """Check the window first_row, num_rows."""
+    """Check the ranges of first_row and num_rows, which describe a window of rows."""
     if not 0 <= first_row < 1 << 31:
         raise ValueError(f"first_row: expected 0 to 2**31 - 1, got {first_row}")
     if num_rows is not None:
@@ -191,7 +191,7 @@ def permute(x: Tensor, rows: Tensor, num_rows: int) -> None:
 
 
 def permute_fp8(data: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> None:
-    """Check the operands of `permute_fp8`."""
+    """Check dtypes, sizes and devices of the arguments of `permute_fp8`."""
     check_dtype("x.data", data, torch.float8_e4m3fn)
     _permuted("x.data", data, rows, num_rows)
     check_scale("x.scale", scale, (data.shape[0], ceil_div(data.shape[1], BLOCK)), data.device)
@@ -222,7 +222,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
 
 
 def _weights(name: str, weights: Tensor, like: Tensor, like_name: str, beside: str) -> None:
-    """Check dtype, shape and device of a weight for each assignment of `like`; `beside` names an argument there."""
+    """Check dtype, shape and device of weights; `like`, an argument named like_name, has their shape and device."""
     check_dtype(name, weights, *FLOATING)
     if weights.shape != like.shape:
         raise ValueError(f"{name}: expected shape {tuple(like.shape)} like {like_name}, got {tuple(weights.shape)}")
@@ -230,7 +230,7 @@ def _weights(name: str, weights: Tensor, like: Tensor, like_name: str, beside: s
 
 
 def _rows(rows: Tensor, tokens: int | None, device: torch.device, beside: str) -> None:
-    """Check dtype, shape and device of the rows of assignments. tokens: how many, None for any number."""
+    """Check dtype, shape and device of rows (T, K). tokens: the expected T, None for any."""
     check_dtype("rows", rows, torch.int32)
     if rows.dim() != 2 or (tokens is not None and rows.shape[0] != tokens):
         expected = "(T, K)" if tokens is None else f"({tokens}, K)"

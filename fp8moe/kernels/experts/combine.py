@@ -1,4 +1,4 @@
-"""Weighted sum of each token's rows: `combine`."""
+"""`combine`: the weighted sum of each token's rows, optionally followed by RMSNorm in the same kernel."""
 
 import ctypes
 from typing import NamedTuple
@@ -18,23 +18,23 @@ from fp8moe.runtime.launch import PointerLauncher, planned, resident_blocks
 from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import WARP
 
-_WARPS = 4  # of a thread block
-_BLOCKS_PER_SM = 8  # as many as run at once
+_WARPS = 4  # warps of a thread block
+_BLOCKS_PER_SM = 8  # thread blocks that an SM runs at once
 _MAX_NORM_TOKENS = 64
-_MAX_NORM_BYTES = 32 << 10  # of a row, which a thread block has in registers
+_MAX_NORM_BYTES = 32 << 10  # bytes of a row, which a thread block keeps in registers
 
 
 def combine(
     y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, *, residual: Tensor | None = None
 ) -> Tensor:
-    """``out[t] = sum over k of weights[t, k] * y[rows[t, k]]`` in float32, k ascending, rounded once to the result.
+    """Return ``out[t] = sum over k of weights[t, k] * y[rows[t, k]]``, in float32 in the order of k, rounded once.
 
     y: (num_rows, H) bfloat16 or float32, any strides; H a multiple of 8, num_rows < 2**31.
-    rows: (T, K) int32, as `sort_by_expert` returns them. An assignment whose row is outside [0, num_rows) adds nothing
-        and is not read, nor is any row that none maps to: a NaN there stays there.
+    rows: (T, K) int32, as `sort_by_expert` returns it. Assignments whose row is outside [0, num_rows) add nothing. Only
+        rows of y with an assignment are read, so a NaN in another row has no effect.
     weights: (T, K) bfloat16, float16 or float32.
     out_dtype: bfloat16, float16 or float32.
-    residual: (T, H) of out_dtype, to which the rounded sum is added, or None.
+    residual: (T, H) in out_dtype, added to the rounded sum, or None.
     Returns (T, H). Equal inputs give equal bits. There is no backward: calling it raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device.
@@ -55,7 +55,7 @@ class _CombineSizes(ctypes.Structure):
 
 
 class Dtypes(NamedTuple):
-    """Dtypes of the operands. index: of experts in place of rows, see `launcher`; None: rows, int32."""
+    """Dtypes of the operands. index: the dtype of `rows` if they are expert indices, see `launcher`; otherwise None."""
 
     y: torch.dtype
     weights: torch.dtype
@@ -64,12 +64,12 @@ class Dtypes(NamedTuple):
 
 
 def _warp_columns(y_dtype: torch.dtype) -> int:
-    """The columns that a warp takes at a time: 16 bytes for each lane."""
+    """Return the number of columns that a warp processes at a time: 16 bytes per lane."""
     return WARP * 16 // y_dtype.itemsize
 
 
 def kernel_spec(hidden: int, dtypes: Dtypes) -> KernelSpec:
-    """The kernel for rows of `hidden` columns."""
+    """Return the kernel for rows of `hidden` columns in these dtypes."""
     types = (
         ("WEIGHT", INPUT_TYPES[dtypes.weights]),
         ("OUTPUT", INPUT_TYPES[dtypes.out]),
@@ -97,16 +97,17 @@ def launcher(
     sparse: bool = False,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """The launcher for y (bound, hidden), rows and weights (tokens, top_k), residual, known, now, out (tokens, hidden).
+    """Return the launcher for (y, rows, weights, residual, known, now, out).
 
-    known, bool (tokens,): of which tokens the residual has a sum. now, likewise: written, which tokens of out have a
-    sum; no others are written. None: all have, or there is no residual. tokens and hidden are not 0, all contiguous, y,
-    residual and out at multiples of 16 bytes. sparse: most tokens have no row; only the speed depends on it.
+    y: (bound, hidden). rows, weights: (tokens, top_k). residual, out: (tokens, hidden). known: bool (tokens,), the
+    tokens that have a residual; None: all, or residual is None. now: bool (tokens,), an output: the tokens that have a
+    sum; of out only their rows are written. None: out is written whole. tokens and hidden are not 0; all tensors are
+    contiguous; y, residual and out are at multiples of 16 bytes. sparse: most tokens have no row; affects only speed.
 
-    With an index dtype, experts of the assignments come in place of rows, each of which has the row at its own place
-    in y (tokens * top_k, hidden). Experts outside [0, bound) have none.
+    If dtypes.index is given, `rows` contains expert indices: assignment t * top_k + k then has row t * top_k + k of y,
+    (tokens * top_k, hidden), or no row if its expert is outside [0, bound).
     """
-    warps = 1 if sparse else ceil_div(hidden, _warp_columns(dtypes.y))  # that share a token
+    warps = 1 if sparse else ceil_div(hidden, _warp_columns(dtypes.y))  # warps that share a token
     blocks = ceil_div(tokens * warps, _WARPS)
     return PointerLauncher(
         load(kernel_spec(hidden, dtypes)),
@@ -119,9 +120,9 @@ def launcher(
 
 
 def joins_norm(tokens: int, hidden: int, dtypes: Dtypes) -> bool:
-    """Whether one kernel sums the rows of `tokens` tokens and normalizes the results, beside a residual.
+    """Return whether one kernel can sum the rows of each token, add the residual and normalize the result.
 
-    Each token has a thread block, whose few rows in flight make it slow for many tokens.
+    The kernel uses one thread block per token, which has few loads in flight and so is slow for many tokens.
     """
     fits = 0 < hidden * dtypes.out.itemsize <= _MAX_NORM_BYTES
     return 0 < tokens <= _MAX_NORM_TOKENS and fits and dtypes.y is dtypes.out and dtypes.index is None
@@ -132,7 +133,7 @@ def _norm_threads(hidden: int, dtype: torch.dtype) -> int:
 
 
 def norm_kernel_spec(hidden: int, dtypes: Dtypes) -> KernelSpec:
-    """The kernel that sums rows of `hidden` columns and normalizes the results."""
+    """Return the kernel that sums rows of `hidden` columns and normalizes the sums."""
     types = ("WEIGHT", INPUT_TYPES[dtypes.weights]), ("ROW", INDEX_TYPES[torch.int32]), ("PLACED", 0)
     sizes = ("HIDDEN", hidden), ("ROW_THREADS", _norm_threads(hidden, dtypes.out))
     return KernelSpec("combine_norm.cu", "combine_norm", (*quantizer_defines(dtypes.out), *types, *sizes))
@@ -150,11 +151,11 @@ def norm_launcher(
     *,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """The launcher for y, rows, weights, residual, the norm's weight (hidden,), out, values, data and scale.
+    """Return the launcher for (y, rows, weights, residual, norm weight (hidden,), out, values, data, scale).
 
-    As for `launcher`. values, data (tokens, hidden) and the MN-major scale are RMSNorm of out, in its dtype and
-    quantized 1x128; None where they are not wanted. `joins_norm` holds for the sizes. With pdl all operands but y have
-    been written before the kernel in front of this one began.
+    y to residual, and out: as for `launcher`. values: (tokens, hidden), the RMSNorm of out in its dtype; data, scale:
+    the norm quantized 1x128, scale MN-major; each is None if not wanted. `joins_norm` must be True for the sizes. With
+    pdl, all operands but y must have been written before the previous kernel began.
     """
     return PointerLauncher(
         load(norm_kernel_spec(hidden, dtypes)),

@@ -1,4 +1,4 @@
-"""Send the tokens of one GPU to all GPUs that hold experts, by stores to their memory: `dispatch`."""
+"""`dispatch`: quantize the tokens of one GPU and store them in the memory of the GPUs that hold their experts."""
 
 import ctypes
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard,
 from fp8moe.runtime.peer_table import MAX_PEERS, no_meeting, peer_defines
 from fp8moe.runtime.sm90 import WARP
 
-_WARPS, _WARP_COLUMNS = 4, 512  # warps of a thread block, columns that one takes at a time
-_BLOCKS_PER_SM = 16  # as many as run at once
+_WARPS, _WARP_COLUMNS = 4, 512  # warps of a thread block; columns that a warp processes at a time
+_BLOCKS_PER_SM = 16  # thread blocks that an SM runs at once
 
 
 class Received(NamedTuple):
-    """Tokens of W ranks on one of them: T slots for each, rank r's from r * T on.
+    """A rank's buffers for tokens from all W ranks: T slots per sender; rank r writes slots r * T to (r + 1) * T - 1.
 
     data (W * T, H) float8_e4m3fn; scale (W * T, ceil(H/128)) float32; index (W * T, K) int32. All contiguous.
     """
@@ -37,16 +37,17 @@ _RECEIVED_DTYPES = (torch.float8_e4m3fn, torch.float32, torch.int32)
 
 
 def dispatch(x: Tensor, top_k_index: Tensor, buffers: Sequence[Received], rank: int, num_experts: int) -> None:
-    """Quantize the tokens of `rank` 1x128 and write them, with their experts, to its slots in the buffers.
+    """Quantize the tokens of `rank` 1x128 and write them, with their expert indices, to its slots in all buffers.
 
-    x: (N, H) bfloat16, float16 or float32, any strides; H a multiple of 16, N at most T, also 0.
-    top_k_index: (N, K) int32 or int64; an index that is no int32 becomes -1.
-    buffers: of 1 to 8 ranks, in memory that the device of x can write.
-    rank: whose tokens these are, 0 to W - 1.
-    num_experts: of all ranks, a multiple of W: each has as many, in the order of ranks.
+    x: (N, H) bfloat16, float16 or float32, any strides; H a multiple of 16, N from 0 to T.
+    top_k_index: (N, K) int32 or int64; an index that does not fit int32 becomes -1.
+    buffers: the buffers of ranks 0 to W - 1, W from 1 to 8, in memory that the device of x can write.
+    rank: the rank that sends the tokens, 0 to W - 1.
+    num_experts: experts on all ranks together, a multiple of W: rank r holds the r-th of W equal parts.
 
-    A token goes to the ranks that have an expert of it, its index to all; slots without a token get -1. Other data and
-    scales stay as they are. Data and scales have the bits of `quantize_1x128`. There is no derivative.
+    Data and scale of a token go to the ranks that hold one of its experts; its indices go to all ranks. Indices of
+    slots without a token become -1. Other data and scales stay unchanged. Data and scales have the bits of
+    `quantize_1x128`. There is no derivative.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong rank, size, number, layout or device.
     """
@@ -99,7 +100,7 @@ class _DispatchSizes(ctypes.Structure):
 
 
 def kernel_spec(hidden: int, dtype: torch.dtype, index_dtype: torch.dtype, peers: int) -> KernelSpec:
-    """The kernel for tokens of `hidden` columns, these dtypes and so many peers, this GPU among them."""
+    """Return the kernel for tokens of `hidden` columns and these dtypes; peers: number of GPUs, including this one."""
     own = ("INDEX", INDEX_TYPES[index_dtype]), ("WARPS", _WARPS), ("WARP_COLUMNS", _WARP_COLUMNS), ("HIDDEN", hidden)
     sizes = ("SIZES_BYTES", ctypes.sizeof(_DispatchSizes))
     return KernelSpec("dispatch.cu", "dispatch", (*quantizer_defines(dtype), *own, *peer_defines(peers), sizes))
@@ -107,10 +108,11 @@ def kernel_spec(hidden: int, dtype: torch.dtype, index_dtype: torch.dtype, peers
 
 @planned
 def launcher(device_index: int, x: Tensor, index: Tensor, slots: int, peers: int, experts: int) -> PointerLauncher:
-    """The launcher for x and index, then for each peer data, scale and index, then the meeting (`peer_table`).
+    """Return the launcher for (x, index, data, scale and index of each peer, the addresses of `peer_table.meeting`).
 
-    x: (tokens, H), rows at multiples of 16 bytes; index: (tokens, K), contiguous; tokens may be 0. Each peer's parts
-    are those of this GPU: the `slots` that it writes. slots, H, K are not 0. experts: of each peer.
+    x: (tokens, H), rows at multiples of 16 bytes; index: (tokens, K), contiguous; tokens may be 0. Each peer's data,
+    scale and index begin at the first of the `slots` slots that this GPU writes. slots, H and K are not 0. experts:
+    the number of experts on each peer.
     """
     (tokens, hidden), top_k = x.shape, index.shape[1]
     blocks = ceil_div(slots * ceil_div(hidden, _WARP_COLUMNS), _WARPS)

@@ -1,5 +1,8 @@
-"""Products of LoRA's factors with rows of experts: to ranks, ``lora_shrink``; for gradients, ``lora_gradient``; and
-back from ranks where no FP8 GEMM adds the product, ``adapter_product``."""
+"""Products of rows with each expert's LoRA factors, K or N being features and r the LoRA rank.
+
+``lora_shrink``: (R, K) -> (R, r). ``lora_gradient``: the gradient of a factor. ``adapter_product``: any grouped product
+in bfloat16, such as (R, r) -> (R, N) where no FP8 GEMM adds it.
+"""
 
 import ctypes
 from collections.abc import Iterator
@@ -17,12 +20,12 @@ from fp8moe.runtime.launch import PointerLauncher, planned
 from fp8moe.runtime.operator import define, operator
 from fp8moe.runtime.sm90 import WARP
 
-_RANKS = 16  # of a thread block, of both kernels
-_GRADIENT_COLUMNS, _GRADIENT_WARPS = 256, 4  # of a thread block of cuda/lora_gradient.cu
+_RANKS = 16  # columns of the (R, r) matrix that a thread block processes, in both kernels
+_GRADIENT_COLUMNS, _GRADIENT_WARPS = 256, 4  # columns and warps of a thread block of cuda/ops/lora_gradient.cu
 
 
 class _ShrinkBlock(NamedTuple):
-    """A thread block of cuda/lora_shrink.cu. warps: they share K. per_sm: blocks that fit on an SM."""
+    """A thread block of lora_shrink.cu: rows, warps (which split K), and per_sm, the blocks that fit on an SM."""
 
     rows: int
     warps: int
@@ -30,18 +33,19 @@ class _ShrinkBlock(NamedTuple):
 
 
 _MANY, _FEW = _ShrinkBlock(32, 4, 6), _ShrinkBlock(16, 16, 2)
-_FEW_ROWS = 16  # rows of a group, on average, below which the time of a block depends on K
+_FEW_ROWS = 16  # with fewer rows per group on average, the loop over K dominates, and _FEW splits K over more warps
 
 
 def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None = None) -> Tensor:
-    """``x[rows of e] @ factors[e].T``: LoRA, arXiv:2106.09685, by groups as in Punica, arXiv:2310.18547, section 4.
+    """Return ``x[rows of e] @ factors[e].T`` for the rows of every expert e: the first product of LoRA.
 
-    x: (R, K) bfloat16, or with tokens (T, K), of which row i of R is ``x[tokens[i]]``. K a multiple of 8.
+    x: (R, K) bfloat16; or with tokens (T, K): row i of the R rows is then ``x[tokens[i]]``. K a multiple of 8.
     factors: (E, r, K) bfloat16, r a multiple of 16.
-    group_offsets: (E + 1,) int32, where the groups begin in ascending order, all within the R rows.
-    tokens: (R,) int32.
-    Returns (R, r) bfloat16, summed in float32; rows of no group are uninitialized. Equal inputs give equal bits. From
-    ranks to outputs the FP8 GEMMs add the product, see `kernels.gemm.api.grouped_rows`.
+    group_offsets: (E + 1,) int32, ascending and within [0, R]: expert e has rows group_offsets[e]:group_offsets[e + 1].
+    tokens: (R,) int32 or None.
+    Returns (R, r) bfloat16, summed in float32; rows of no group are uninitialized. Equal inputs give equal bits. LoRA:
+    arXiv:2106.09685, by groups as in Punica, arXiv:2310.18547, section 4. The FP8 GEMMs add the second product, from
+    (R, r) to outputs, see `kernels.gemm.api.grouped_rows`.
 
     Raises ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
@@ -49,23 +53,25 @@ def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tenso
 
 
 def lora_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | None = None) -> Tensor:
-    """``ranks[rows of e].T @ x[rows of e]``, (E, r, N) bfloat16, summed in float32; zeros for a group without rows.
+    """Return ``ranks[rows of e].T @ x[rows of e]`` for every expert e: the gradient of a LoRA factor.
 
     ranks: (R, r) bfloat16, r a multiple of 16. x: (R, N) bfloat16, or with tokens (T, N); N a multiple of 8.
-    Other arguments, errors and bits: as for `lora_shrink`.
+    Returns (E, r, N) bfloat16, summed in float32; zeros for a group without rows. Other arguments, errors and bits: as
+    for `lora_shrink`.
     """
     return _lora_gradient(ranks, x, group_offsets, tokens)
 
 
 def adapter_product(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
-    """``a[rows of e] @ b[e]``: a (R, K), b (E, K, N), groups (E + 1,) -> (R, N). Rows of no group are any values.
+    """Return ``a[rows of e] @ b[e]`` for every expert e: a (R, K), b (E, K, N), groups (E + 1,) -> (R, N).
 
-    bfloat16, sums in float32, K and N multiples of 8. Waits for nothing on a GPU; elsewhere a loop defines the result.
+    Tensors are bfloat16, sums float32; K and N are multiples of 8. Rows of no group have arbitrary values. On a GPU the
+    call is one torch grouped_mm, for which the host does not wait; elsewhere a loop over the groups defines the result.
     """
     return torch.ops.fp8moe.adapter_product(a, b, groups)
 
 
-class _ShrinkSizes(ctypes.Structure):  # of lora_shrink.cu
+class _ShrinkSizes(ctypes.Structure):  # struct Sizes of lora_shrink.cu
     _fields_ = tuple((name, ctypes.c_int) for name in ("k", "rows", "num_groups"))
 
 
@@ -84,10 +90,13 @@ def gradient_spec(rank: int, gathered: bool) -> KernelSpec:
 def shrink_launcher(
     device_index: int, rows: int, rank: int, groups: int, width: int, gathered: bool
 ) -> PointerLauncher:
-    """The launcher for x (R, K) or, if gathered, (T, K), factors, group_offsets, tokens or None, and out (R, rank)."""
+    """Return the launcher for (x, factors, group_offsets, tokens, out (R, rank)); see `lora_shrink`.
+
+    gathered: x is (T, K), read by `tokens`; otherwise x is (R, K), tokens None. rows, groups, width: R, E, K.
+    """
     few = rows < _FEW_ROWS * groups
     block = _FEW if few else _MANY
-    # Blocks that share rows: as many as these have groups, if all groups have equally many.
+    # Thread blocks per tile of rows: as many as the tile has groups if all groups have equally many rows.
     sharing = min(block.rows, ceil_div(block.rows * groups, max(rows, 1)))
     return PointerLauncher(
         load(shrink_spec(rank, gathered, few)),
@@ -99,7 +108,10 @@ def shrink_launcher(
 
 @planned
 def gradient_launcher(device_index: int, rank: int, groups: int, width: int, gathered: bool) -> PointerLauncher:
-    """The launcher for x (R, N) or, if gathered, (T, N), ranks, group_offsets, tokens or None, and out (E, rank, N)."""
+    """Return the launcher for (x, ranks, group_offsets, tokens, out (E, rank, N)); see `lora_gradient`.
+
+    gathered: x is (T, N), read by `tokens`; otherwise x is (R, N), tokens None. groups, width: E, N.
+    """
     return PointerLauncher(
         load(gradient_spec(rank, gathered)),
         grid=(ceil_div(width, _GRADIENT_COLUMNS), groups, rank // _RANKS),
@@ -109,7 +121,7 @@ def gradient_launcher(device_index: int, rank: int, groups: int, width: int, gat
 
 
 def launch_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None, out: Tensor) -> Tensor:
-    """Fill `out` as `lora_shrink` describes, and return it."""
+    """Compute `lora_shrink` into `out`, and return `out`."""
     (rows, rank), groups = out.shape, factors.shape[0]
     if rows and groups:
         launcher = shrink_launcher(out.get_device(), rows, rank, groups, x.shape[1], tokens is not None)
@@ -118,7 +130,7 @@ def launch_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Ten
 
 
 def launch_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | None, out: Tensor) -> Tensor:
-    """Fill `out` as `lora_gradient` describes, and return it."""
+    """Compute `lora_gradient` into `out`, and return `out`."""
     groups, rank, width = out.shape
     if groups and width:
         launcher = gradient_launcher(out.get_device(), rank, groups, width, tokens is not None)
@@ -127,12 +139,12 @@ def launch_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Ten
 
 
 def _vectors(*operands: Tensor | None) -> list[Tensor | None]:
-    """Operands that the kernels may read as vectors of 16 bytes."""
+    """Return the operands, copying those that the kernels could not read as 16-byte vectors."""
     return [None if value is None else aligned(value) for value in operands]
 
 
 def _groups(group_offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield (expert, slice of its rows) for experts that have rows."""
+    """Yield (expert, slice of its rows) for every expert that has rows."""
     offsets = group_offsets.tolist()
     for group, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
         if start < end:
@@ -170,7 +182,7 @@ def _product(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
 
 
 def _check(x: Tensor, rank: int, group_offsets: Tensor, experts: int, tokens: Tensor | None) -> None:
-    """Check the arguments that both products have."""
+    """Check the arguments common to `lora_shrink` and `lora_gradient`."""
     check_dtype("x", x, torch.bfloat16)
     if rank % 16 or not rank:
         raise ValueError(f"expected a multiple of 16 ranks (pad with zeros), got {rank}")

@@ -1,6 +1,6 @@
-"""The forward of an experts layer: operators `experts`, over routed tokens, and `experts_rows`, over rows by expert.
+"""The forward of an experts layer: operators `experts`, for routed tokens, and `experts_rows`, for rows by expert.
 
-Each has a form that writes its result to memory of the caller, `experts_out` and `experts_rows_out`.
+Operators `experts_out` and `experts_rows_out` do the same and write the result to a tensor of the caller.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,8 @@ from fp8moe.runtime.peer_table import Targets
 # ---- routed tokens ----
 
 _TOKENS = Signature(TokenOperands)
-# The first arguments alone, where the others have their defaults: of a layer without a norm, of a shard, of a part.
+# Signatures of the leading fields up to the named one; later fields keep their defaults. They serve, in this order, a
+# layer without a norm, a shard, and partial sums.
 _WHOLE, _SHARD, _PARTIAL = (
     Signature(TokenOperands, TokenOperands._fields[: TokenOperands._fields.index(last) + 1])
     for last in ("rows", "shard", "wants_known")
@@ -51,19 +52,21 @@ _WHOLE, _SHARD, _PARTIAL = (
 
 
 def experts_of_tokens(operands: TokenOperands) -> tuple[Tensor, Normed | None]:
-    """``sum over k of top_k_weights[t, k] * down_e(activation(up_e(hidden_states[t])))`` with e = top_k_index[t, k].
+    """Return ``sum over k of top_k_weights[t, k] * down_e(activation(up_e(x[t])))``, and perhaps its RMSNorm.
+
+    Here x is hidden_states and e is top_k_index[t, k].
 
     operands: hidden_states is not quantized, and the shard is the whole layer.
-    Returns (T, H) in the dtype of hidden_states, and the norm if one is wanted and takes no kernel more: for up to 64
-    tokens of up to 32 KB, of bfloat16 or float32, with a SwiGLU and sizes that are multiples of 16. It is a Normed with
-    the bits of `rms_norm`; otherwise None. Products are summed in float32, results of GEMM 2 rounded to bfloat16 where
-    hidden_states is bfloat16, and the weighted sum taken in float32 in the order of k.
+    Returns (T, H) in the dtype of hidden_states, and the norm or None. The norm, a Normed with the bits of `rms_norm`,
+    is computed if operands.norm asks for it and the last kernel can include it: for up to 64 tokens of up to 32 KB, in
+    bfloat16 or float32, with a SwiGLU and sizes that are multiples of 16. Products are summed in float32, results of
+    down_e are rounded to bfloat16 if hidden_states is bfloat16, and the weighted sum is taken in float32 in k order.
 
     Where H or I is not a multiple of 16, the call pads copies of the operands with zeros. There is no backward: calling
     it raises RuntimeError.
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or capacity, for one of groups and rows
-    without the other, and for both with a capacity.
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or capacity, for only one of groups and
+    rows, and for groups and rows with a capacity.
     """
     norm = operands.norm
     if norm is not None and not _joins_norm(operands):
@@ -87,16 +90,17 @@ def experts_partial(
     partial_known: Tensor | None = None,
     wants_known: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the weighted sums of `experts_of_tokens` over the experts of this rank, not rounded.
+    """Compute the weighted sums of `experts_of_tokens` over the experts of this rank only, in float32, not rounded.
 
     x: (T, H) bfloat16, float16 or float32, or an FP8Tensor: data (T, H), scale (T, ceil(H/128)) of any strides.
-    top_k_index: (T, K) int32 or int64, counted over all experts. One whose expert is not here adds nothing.
-    layer: the experts that are here. shard: which these are, and a row_dtype; sums are float32.
-    partial: (T, H) float32, to which the sums are added, so that passes over several windows of rows add up; None for
-        none. partial_known, wants_known: as in `TokenOperands`, of which the partial sums are the residual.
-    Returns (T, H) float32, summed in the order of k, and the tokens that have a sum, if wanted, or None. Where all have
-    one, it is zeros, or `partial`, for a token without an expert here. Equal inputs give equal bits. There is no
-    backward: calling it raises RuntimeError.
+    top_k_index: (T, K) int32 or int64, counted over all experts. Experts of other ranks add nothing.
+    layer: the experts of this rank. shard: their place among all experts, and row_dtype; out_dtype is float32.
+    partial: (T, H) float32 partial sums, to which the sums are added, so that several passes, each over a window of
+        rows, add up; or None. partial_known, wants_known: residual_known (with partial as the residual) and wants_known
+        of `TokenOperands`.
+    Returns (T, H) float32, summed in the order of k, and bool (T,), the tokens that have a sum, or None without
+    wants_known. Without wants_known, a token with no expert here gets its `partial`, or zeros. Equal inputs give equal
+    bits. There is no backward: calling it raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, device or range.
     """
@@ -115,21 +119,22 @@ def experts_partial(
 
 
 def run_shard(operands: TokenOperands, name: str) -> Tensor:
-    """Compute the weighted sums of a shard, without a residual. name: of the function, for errors of the backward."""
+    """Compute the weighted sums of a shard, without a residual. name: the caller, for the error of the backward."""
     (out,) = autograd.run(_experts, name, *_SHARD.pack(operands))
     return out
 
 
 def write_tokens(operands: TokenOperands, out: Tensor) -> None:
-    """Write weighted sums to `out`, of the shard's out_dtype. operands: the fields that `TokensOut` lists."""
+    """Write the weighted sums to `out`, in the shard's out_dtype; uses only the operands that `TokensOut` lists."""
     _experts_out(*_TOKENS_OUT.pack(TokensOut(operands, out)))
 
 
 def send_rows(targets: Targets, x: Tensor | FP8Tensor, top_k_index: Tensor, layer: Layer, shard: Shard) -> None:
-    """Write the results of GEMM 2 for the assignments that `experts_partial` computes of the same arguments.
+    """Run the experts of this rank, and write the rows of the down projection, not yet summed, to the peers' memory.
 
-    The result of assignment t * K + k goes to its row on the peer that has token t. Rows of other assignments are not
-    written. GPUs only. The callers have checked the arguments; there is at least one token, and H is a multiple of 16.
+    Takes the assignments that `experts_partial` would sum for the same arguments. The result of assignment t * K + k
+    goes to its row on the peer that has token t, or on all peers with targets.to_all; other rows are not written. GPUs
+    only. The caller has checked the arguments; there is at least one token, and H is a multiple of 16.
     """
     data, scale = (x, None) if isinstance(x, Tensor) else x
     operands = TokenOperands(data, top_k_index, None, layer.padded(16), hidden_scale=scale, shard=shard)
@@ -138,7 +143,7 @@ def send_rows(targets: Targets, x: Tensor | FP8Tensor, top_k_index: Tensor, laye
         launch(operands, targets)
         return
     h, groups, rows, num_rows, grouping = _hidden(operands)
-    assignments = assignments_of(rows, num_rows).clamp_(min=0)  # kept until the launch
+    assignments = assignments_of(rows, num_rows).clamp_(min=0)  # a name keeps the memory alive until the launch
     row_dtype, _ = shard.dtypes(data.dtype)
     pointers, epilogue = targets.pointers(assignments.data_ptr()), PeerStore(row_dtype, *targets.form)
     layer = operands.layer
@@ -146,7 +151,7 @@ def send_rows(targets: Targets, x: Tensor | FP8Tensor, top_k_index: Tensor, laye
 
 
 def _padded(operands: TokenOperands, compute: Callable[[TokenOperands], list[Tensor]]) -> list[Tensor]:
-    """Return ``compute(operands)`` with H and I padded to multiples of 16; zeros and the residual without work."""
+    """Return ``compute(operands)``, padding H and I to multiples of 16; the residual or zeros if there is no work."""
     x, layer = operands.hidden_states, operands.layer
     hidden = x.shape[1]
     if not _has_work(operands):
@@ -170,20 +175,20 @@ def _has_work(operands: TokenOperands) -> bool:
 
 
 def _whole_residual(operands: TokenOperands) -> Tensor | None:
-    """Return the residual, with zeros for tokens of which it is not known."""
+    """Return the residual, with zeros for tokens whose `residual_known` is False."""
     if operands.residual_known is None:
         return operands.residual
     return torch.where(operands.residual_known[:, None], operands.residual, 0)
 
 
 def _all_known(operands: TokenOperands) -> list[Tensor]:
-    """Return [ones (T,)], as all tokens have a sum; [] if `wants_known` is false."""
+    """Return the list [ones (T,) bool], as every token has a sum, if `wants_known`; otherwise []."""
     x = operands.hidden_states
     return [x.new_ones(x.shape[0], dtype=torch.bool)] if operands.wants_known else []
 
 
 def _composed(operands: TokenOperands) -> list[Tensor]:
-    """Compute the layer by five operators, on any backend, instead of the kernels of a `Workspace`."""
+    """Compute the layer by five separate operators, which run on any backend, instead of by a `Workspace`."""
     down = operands.layer.down
     h, groups, rows, num_rows, grouping = _hidden(operands)
     row_dtype, out_dtype = operands.shard.dtypes(operands.hidden_states.dtype)
@@ -194,7 +199,7 @@ def _composed(operands: TokenOperands) -> list[Tensor]:
 
 
 def _hidden(operands: TokenOperands) -> tuple[FP8Tensor, Tensor, Tensor, int, Grouping]:
-    """Return the input of GEMM 2, groups and rows of `sort_by_expert`, the number of rows, and their grouping."""
+    """Return the input of the down projection, `sort_by_expert`'s results, number of rows and `Grouping`."""
     x, x_scale, index = operands.hidden_states, operands.hidden_scale, operands.top_k_index
     capacity, shard, layer = operands.capacity, operands.shard, operands.layer
     count, assignments = len(layer.up.data), index.numel()
@@ -210,14 +215,14 @@ def _hidden(operands: TokenOperands) -> tuple[FP8Tensor, Tensor, Tensor, int, Gr
 
 
 def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -> FP8Tensor:
-    """Run GEMM 1 and the activation, and quantize: a (R, H) -> (R, I), H and I multiples of 16."""
+    """Run up projection, activation and quantization: a (R, H) -> (R, I). H and I are multiples of 16."""
     bias = layer.biases.up_bias
     if layer.activation.is_swiglu:
         options = {"max_m": grouping.max_m, "expected_m": grouping.expected_m, "whole": grouping.whole}
         return grouped_gemm_swiglu(a, layer.up, groups, activation=layer.activation, bias=bias, **options)
     width, count = layer.up.data.shape[1], 1
     if layer.activation.gated and width // 2 % BLOCK:
-        count = 2  # A block of 128 rows would hold rows of both projections, which have scales of their own.
+        count = 2  # One block of 128 rows would mix gate and up rows, which have separate scales.
     projected = torch.empty((a.data.shape[0], width), dtype=torch.float32, device=a.data.device)
     parts = [projected, *layer.up, bias]
     chunks = [[None] * count if part is None else part.chunk(count, dim=1) for part in parts]
@@ -227,7 +232,7 @@ def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -
 
 
 def _needs_no_padding(operands: TokenOperands) -> bool:
-    """Whether a `Workspace` takes the operands as they are."""
+    """Return whether a `Workspace` can run the operands without padding H or I."""
     x, layer = operands.hidden_states, operands.layer
     if not layer.activation.is_swiglu or layer.down.data.shape[2] % 16 or x.shape[1] % 16:
         return False
@@ -235,7 +240,7 @@ def _needs_no_padding(operands: TokenOperands) -> bool:
 
 
 def _joins_norm(operands: TokenOperands) -> bool:
-    """Whether the kernel that ends the layer can normalize the result too."""
+    """Return whether the layer's last kernel can also compute the norm of the result."""
     x = operands.hidden_states
     if not _needs_no_padding(operands):
         return False
@@ -274,7 +279,7 @@ def _fake(operands: TokenOperands) -> list[Tensor]:
 
 
 class TokensOut(NamedTuple):
-    """Arguments of `experts_out`."""
+    """Arguments of the operator `experts_out`."""
 
     operands: Annotated[
         TokenOperands, ("hidden_states", "top_k_index", "top_k_weights", "layer", "hidden_scale", "shard")
@@ -313,7 +318,7 @@ _experts = operator(
 
 
 def _mapped(info, in_dims: tuple, *arguments) -> tuple[list[Tensor], list[int]]:
-    """Run the operator for each element of a batch: torch.vmap knows no way for operators that return lists."""
+    """Run `experts` under torch.vmap, once per batch element: vmap has no rule for operators that return lists."""
     calls = (
         [x if dim is None else x.select(dim, index) for x, dim in zip(arguments, in_dims, strict=True)]
         for index in range(info.batch_size)
@@ -347,19 +352,19 @@ def experts_of_rows(
     masters: Masters = Masters(),  # noqa: B008 (immutable)
     training: bool = False,
 ) -> Tensor:
-    """``down_e(activation(up_e(rows[r])))`` for the rows r of every expert e, which lie one group after the other.
+    """Return ``down_e(activation(up_e(rows[r])))`` for the rows r of every expert e; rows are sorted by expert.
 
     rows: (R, H) bfloat16, float16 or float32, or an FP8Tensor: data (R, H), scale (R, ceil(H/128)) of any strides; any
         H.
     group_offsets: (E+1,) int32 on the device of rows: expert e has rows ``group_offsets[e]`` up to
         ``group_offsets[e+1]``; see `grouped_gemm`.
-    layer: there is no training with biases: ValueError.
-    row_dtype, whole: as in `RowOperands`. masters: of the layer's weights.
-    training: compute as with gradients, also where none are recorded: the result of GEMM 1 is rounded to bfloat16.
+    layer: weights and activation; training a layer with biases raises ValueError.
+    row_dtype, whole: as in `RowOperands`. masters: the master weights of the layer.
+    training: round the up projection to bfloat16, as the forward with gradients does, even if autograd records none.
     Returns (R, H) in row_dtype; rows of no expert are zeros. Equal inputs give equal bits.
 
-    Rows that are a tensor, and the masters, get gradients; `experts_training` describes them, and the memory that is
-    kept for the backward. Rows of no expert get zeros.
+    The masters, and rows if it is a Tensor, get gradients; `experts_training` describes them, and the memory kept for
+    the backward. The gradient of rows of no expert is zero.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device.
     """
@@ -373,17 +378,17 @@ def experts_of_rows(
 
 
 def run_rows(operands: RowOperands, name: str) -> Tensor:
-    """Compute the results of rows, without gradients. name: of the function, for errors of the backward."""
+    """Run the experts on rows, without gradients. name: the caller, for the error of the backward."""
     return autograd.run(_experts_rows, name, *_ROWS.pack(operands))
 
 
 def write_rows(operands: RowOperands, out: Tensor) -> None:
-    """Write the results of rows to `out`, of the row_dtype. Rows of no expert are not written."""
+    """Run the experts on rows and write the result to `out`, in its row_dtype. Rows of no expert are not written."""
     _experts_rows_out(*_ROWS_OUT.pack(RowsOut(operands, out)))
 
 
 class RowsOut(NamedTuple):
-    """Arguments of `experts_rows_out`."""
+    """Arguments of the operator `experts_rows_out`."""
 
     operands: RowOperands
     out: Written
@@ -402,7 +407,7 @@ def _new_rows(operands: RowOperands) -> Tensor:
 
 
 def _multiply_rows(operands: RowOperands, out: Tensor) -> None:
-    """Run both GEMMs, with weights that need no padding, and write to `out`, which has their H."""
+    """Run both GEMMs and write to `out`. Weights and `out` are padded already; rows are padded here."""
     rows, scale, groups, layer, _, whole, expected_m = operands
     if expected_m is None:
         grouping, data = Grouping(whole=whole), pad_columns(rows, layer.up.data.shape[2])

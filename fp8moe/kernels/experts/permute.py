@@ -1,4 +1,4 @@
-"""Copy tokens to the rows of their experts: `permute_quantize`, and `permute_fp8` for quantized tokens."""
+"""Copy tokens to the rows of their experts: `permute_quantize` quantizes them, `permute_fp8` takes quantized ones."""
 
 import ctypes
 
@@ -16,20 +16,22 @@ from fp8moe.runtime.launch import PointerLauncher, planned, resident_blocks
 from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import WARP
 
-WARPS, _WARP_COLUMNS = 4, 512  # warps of a thread block, columns that one takes at a time
-_BLOCKS_PER_SM = 12  # as many as run at once
-_READ_AHEAD_TOKENS = 512  # more fill the GPU, and reading those without a row costs more than waiting does
+WARPS, _WARP_COLUMNS = 4, 512  # warps of a thread block; columns that a warp processes at a time
+_BLOCKS_PER_SM = 12  # thread blocks that an SM runs at once
+# Up to this many tokens, each token is loaded before it is known to have a row. More tokens fill the GPU, and then
+# loading tokens without a row costs more than waiting does.
+_READ_AHEAD_TOKENS = 512
 
 
 def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> FP8Tensor:
-    """Quantize each token once, in blocks of 1x128, and write it to every row that it has.
+    """Quantize each token once, in blocks of 1x128, and write it to all of its rows.
 
     x: (T, H) bfloat16, float16 or float32, any strides; H a multiple of 16.
-    rows: (T, K) int32, as `sort_by_expert` returns them: the rows of each token. Values outside [0, num_rows) are none.
-    num_rows: rows of the result, < 2**31.
+    rows: (T, K) int32, the rows of each token, from `sort_by_expert`. Values outside [0, num_rows) are ignored.
+    num_rows: number of rows of the result, < 2**31.
     Returns data (num_rows, H) contiguous and scale (num_rows, ceil(H/128)) MN-major, each row with the bits that
-    `quantize_1x128` gives its token. Rows that nothing maps to are uninitialized, as is a row to which several tokens
-    map. The result is detached from the autograd graph of x.
+    `quantize_1x128` gives its token. A row that no token maps to, or several, has unspecified contents. The result is
+    detached from the autograd graph of x.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device.
     """
@@ -39,9 +41,9 @@ def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> FP8Tensor:
 
 
 def permute_fp8(x: FP8Tensor, rows: Tensor, num_rows: int) -> FP8Tensor:
-    """`permute_quantize` of tokens that are quantized in blocks of 1x128: FP8Tensor or (data, scale), of any strides.
+    """Write each token to all of its rows, as `permute_quantize`, for tokens that are already quantized 1x128.
 
-    Raises what `permute_quantize` raises.
+    x: FP8Tensor or (data, scale), data (T, H) and scale (T, ceil(H/128)) of any strides. Raises the same errors.
     """
     data, scale = fp8_operand("x", x)
     check_tensor("rows", rows)
@@ -49,7 +51,7 @@ def permute_fp8(x: FP8Tensor, rows: Tensor, num_rows: int) -> FP8Tensor:
 
 
 class PermuteSizes(ctypes.Structure):
-    """``struct PermuteSizes`` of the kernels."""
+    """``struct PermuteSizes`` of cuda/ops/permute.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_uint32) for name in ("tokens", "top_k", "num_rows", "read_ahead", "warps")),
@@ -58,13 +60,13 @@ class PermuteSizes(ctypes.Structure):
 
 
 class _PermuteFP8Sizes(ctypes.Structure):
-    """``struct Sizes`` of cuda/permute_fp8.cu."""
+    """``struct Sizes`` of cuda/ops/permute_fp8.cu."""
 
     _fields_ = (("permute", PermuteSizes), ("scale_row_stride", ctypes.c_int64), ("scale_block_stride", ctypes.c_int64))
 
 
 def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
-    """The kernel for tokens of `hidden` columns and `dtype`; float8_e4m3fn: tokens are quantized already."""
+    """Return the kernel for tokens of `hidden` columns; dtype float8_e4m3fn: tokens are quantized already."""
     fp8 = dtype is torch.float8_e4m3fn
     name = "permute_fp8" if fp8 else "permute_quantize"
     block = (("BLOCK", BLOCK),) if fp8 else quantizer_defines(dtype)
@@ -84,20 +86,21 @@ def launcher(
     sparse: bool = False,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """The launcher for x, its scale if x is FP8, rows, data, scale and assignments, in this order.
+    """Return the launcher for (x, its scale if x is FP8, rows, data, scale, assignments).
 
-    A warp takes each part of a token, or, if sparse (most tokens have no row), each token, and no more warps run than
-    fit at once. Where all tokens have rows, many short blocks are quicker by a tenth.
+    Each warp processes 512 columns of one token. With sparse (most tokens have no row), each warp processes whole
+    tokens, and only as many blocks are launched as run at once. Where all tokens have rows, many short blocks are a
+    tenth faster.
 
-    x: (T, H), rows at multiples of 16 bytes. It writes data (num_rows, H), contiguous, the MN-major scale, and to
-    assignments, which may be None, token * top_k + k of each row that has one, int32.
+    x: (T, H), rows at multiples of 16 bytes. The kernel writes data (num_rows, H), contiguous; the MN-major scale; and,
+    unless assignments is None, the int32 token * top_k + k of every row that has an assignment.
     """
     tokens, hidden = x.shape
-    warps = 1 if sparse else ceil_div(hidden, _WARP_COLUMNS)  # that share a token
+    warps = 1 if sparse else ceil_div(hidden, _WARP_COLUMNS)  # warps that share a token
     blocks = ceil_div(tokens * warps, WARPS)
     if sparse:
         blocks = min(blocks, resident_blocks(_BLOCKS_PER_SM, device_index))
-    # The kernel finds the rows of as many assignments as a warp has lanes at a time.
+    # A warp looks up the rows of 32 assignments at a time; with a larger top_k the kernel requires read_ahead.
     read_ahead = (tokens <= _READ_AHEAD_TOKENS and not sparse) or top_k > WARP
     sizes = PermuteSizes(tokens, top_k, num_rows, read_ahead, warps, x.stride(0), align(num_rows, 4))
     args, pointers = (sizes, 5) if x_scale is None else (_PermuteFP8Sizes(sizes, *x_scale.stride()), 6)

@@ -1,4 +1,4 @@
-"""Routing, permutation and combination in plain PyTorch, on any device: they define what the CUDA kernels return."""
+"""Sorting, permuting and combining in plain PyTorch, on any device: these define the results of the CUDA kernels."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,10 @@ def sort_by_expert(
     first_row: int = 0,
     num_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """top_k_index (T, K) -> groups (E + 1,) or, with a capacity, (E,); rows (T, K); both int32."""
+    """Return the groups and rows of `routing.sort_by_expert`, with the same arguments.
+
+    top_k_index (T, K) -> groups int32 (E + 1,), or (E,) with a capacity; rows int32 (T, K).
+    """
     expert = top_k_index.flatten().long()
     local = (expert >= first_expert) & (expert < first_expert + num_experts)
     expert = torch.where(local, expert - first_expert, num_experts)
@@ -39,15 +42,15 @@ def sort_by_expert(
 
 
 def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """x (T, H), rows (T, K) -> data (num_rows, H), MN-major scale (num_rows, ceil(H/128)).
+    """Quantize tokens 1x128 and copy each to its rows; a row without an assignment gets an arbitrary token.
 
-    A row that nothing maps to holds some token.
+    x (T, H), rows (T, K) -> data (num_rows, H), MN-major scale (num_rows, ceil(H/128)).
     """
     return permute_fp8(*reference.quantize_1x128(x, False), rows, num_rows)
 
 
 def permute_fp8(data: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Permute quantized tokens: data (T, H), scale (T, ceil(H/128))."""
+    """Copy quantized tokens to their rows: data (T, H), scale (T, ceil(H/128)), rows (T, K)."""
     out_scale = empty_mn_major((num_rows, scale.shape[1]), device=data.device)
     tokens, top_k = rows.shape
     if tokens * top_k * num_rows == 0:
@@ -57,9 +60,10 @@ def permute_fp8(data: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> tup
 
 
 def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-    """y (num_rows, H), rows and weights (T, K), residual (T, H) or None -> (T, H).
+    """Return each token's weighted sum of its rows, plus its residual if there is one.
 
-    Products and sums are float32, each rounded, k ascending.
+    y (num_rows, H), rows and weights (T, K), residual (T, H) or None -> (T, H). Products are added in the order of k;
+    each product and each sum is rounded to float32.
     """
     num_rows, hidden = y.shape
     tokens, top_k = rows.shape
@@ -76,7 +80,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
 def dispatch(
     x: Tensor, index: Tensor, buffers: Sequence[tuple[Tensor, Tensor, Tensor]], rank: int, num_experts: int
 ) -> None:
-    """Write x (N, H) and index (N, K) to the slots of `rank` in the buffers, which `Received` describes."""
+    """Write x (N, H), quantized 1x128, and index (N, K) to the slots of `rank` in every peer's buffers (`Received`)."""
     slots = buffers[0][0].shape[0] // len(buffers)
     end = rank * slots + x.shape[0]
     own, free = slice(rank * slots, end), slice(end, (rank + 1) * slots)
@@ -92,15 +96,15 @@ def dispatch(
 
 
 def owners(index: Tensor, ranks: int, num_experts: int) -> Tensor:
-    """Return whether each rank has an expert of each token: index (T, K) -> (T, W) bool."""
+    """Return which ranks hold an expert of each token: index (T, K) -> bool (T, W), W = ranks."""
     first = torch.arange(ranks, device=index.device)[:, None] * (num_experts // ranks)
     inside = (index[:, None] >= first) & (index[:, None] < first + num_experts // ranks)
     return inside.any(-1)
 
 
 def assignments_of(rows: Tensor, count: int) -> Tensor:
-    """The inverse of rows (T, K), (count,) int32: the assignment t * K + k that has each row, or -1."""
-    # Assignments without a row share one past the end.
+    """Invert rows (T, K): return the assignment t * K + k of each of `count` rows, int32 (count,), or -1 for none."""
+    # Assignments without a row all write to an extra row past the end, which is cut off.
     target = torch.where(valid_rows(rows, count), rows, count).flatten().long()
     index = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
     return index.new_full((count + 1,), -1).scatter_(0, target, index)[:count].clone()

@@ -1,4 +1,4 @@
-"""Expert routing: ``sort_by_expert`` gives every assignment a row; rows of one expert are next to each other."""
+"""``sort_by_expert``: give every assignment of a token to an expert a row, the rows of one expert being contiguous."""
 
 import ctypes
 from typing import NamedTuple
@@ -15,17 +15,17 @@ from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import MAX_BLOCKS_PER_PORTABLE_CLUSTER, WARP
 
 INDEX_TYPES = {torch.int32: "int", torch.int64: "long long"}
-_STEPS = 4  # assignments that a lane keeps in registers
+_STEPS = 4  # assignments that each lane keeps in registers
 _MAX_WARPS = 32
 
 
 class SortedAssignments(NamedTuple):
-    """The places of assignments of tokens to experts after they are sorted.
+    """The rows of token-to-expert assignments after sorting them by expert.
 
     groups: int32 on the device of the indices. Without a capacity (E + 1,): rows groups[e]:groups[e + 1] belong to
-        expert e, groups[0] is 0 and groups[E] the number of assignments that have a row. With a capacity (E,):
-        how many of the expert's rows are in use.
-    rows: int32 (T, K), the row of each assignment, -1 for one that has none.
+        expert e, groups[0] is 0 and groups[E] is the number of assignments that have a row. With a capacity (E,):
+        the number of rows in use of each expert.
+    rows: int32 (T, K), the row of each assignment, or -1 if it has none.
     """
 
     groups: Tensor
@@ -41,17 +41,18 @@ def sort_by_expert(
     first_row: int = 0,
     num_rows: int | None = None,
 ) -> SortedAssignments:
-    """Sort assignments of T tokens to K experts each by expert; those of one expert stay in the order of (token, k).
+    """Sort the assignments of T tokens to K experts each by expert; within an expert, they stay in (token, k) order.
 
     top_k_index: (T, K) int32 or int64, any strides, T * K < 2**31. Values outside [first_expert, first_expert +
-        num_experts) mean "not on this rank": their rows are -1. An expert may occur several times in a row of it.
-    num_experts: E, 1 to 1024, those that are here.
-    capacity: None for rows packed without gaps. Otherwise the number of rows that each expert has: expert e's
-        assignments get rows e * capacity, e * capacity + 1, ..., and -1 from the capacity-th on. E * capacity < 2**31.
-    first_expert: the index that means the first of these experts, e = 0.
-    first_row, num_rows: without a capacity, keep a window of the packed rows, [first_row, first_row + num_rows), or to
-        the last one: rows count from its start, and are -1 outside of it; groups are clamped to it.
-    Returns SortedAssignments(groups, rows). Equal inputs give equal results. No counts come to the host: nothing waits.
+        num_experts) mean "not on this rank": their rows are -1. A token may name the same expert several times.
+    num_experts: E, 1 to 1024, the experts on this rank.
+    capacity: None: rows are packed without gaps. Otherwise each expert has this many rows: expert e's assignments get
+        rows e * capacity, e * capacity + 1, ..., and the assignments that do not fit get -1. E * capacity < 2**31.
+    first_expert: the index in top_k_index of this rank's first expert, e = 0.
+    first_row, num_rows: without a capacity, keep the window [first_row, first_row + num_rows) of the packed rows, up to
+        the last row if num_rows is None. Rows are counted from first_row, and are -1 outside of the window, to which
+        groups are clamped too.
+    Returns SortedAssignments(groups, rows). Equal inputs give equal results. The host does not wait for the GPU.
 
     Method: counting sort, Knuth, The Art of Computer Programming 3, section 5.2.
 
@@ -68,7 +69,7 @@ class _SortSizes(ctypes.Structure):
 
 
 class KernelShape(NamedTuple):
-    """Counters of a kernel, warps of a thread block, and thread blocks, all of a cluster."""
+    """Launch shape of the sorting kernel: counters (experts, rounded up), warps per block, blocks of its cluster."""
 
     counters: int
     warps: int
@@ -76,7 +77,7 @@ class KernelShape(NamedTuple):
 
     @classmethod
     def of(cls, assignments: int, num_experts: int) -> "KernelShape":
-        """Return the shape for this many assignments to this many experts."""
+        """Return the shape for `assignments` assignments to `num_experts` experts."""
         counters = max(WARP, 1 << (num_experts - 1).bit_length())
         few_warps = max(8, counters // WARP)
         for warps in (few_warps, _MAX_WARPS):
@@ -86,22 +87,22 @@ class KernelShape(NamedTuple):
 
     @property
     def pitch(self) -> int:
-        """Counters of a warp: with one for assignments to no expert, rounded up to whole 16-byte vectors."""
+        """Counters per warp in shared memory: one more, for non-local experts, rounded up to whole 16-byte vectors."""
         return align(self.counters + 1, 4)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a thread block, ``struct Shared`` of cuda/ops/sort.cuh."""
+        """Bytes of a thread block's dynamic shared memory: ``struct Shared`` of cuda/ops/sort.cuh."""
         return (self.warps * self.pitch + 2 * self.counters + WARP) * 4
 
     def defines(self, masked: bool) -> tuple[tuple[str, int], ...]:
-        """Constants of cuda/ops/sort.cuh. masked: experts have a capacity."""
+        """Return the compile-time constants of cuda/ops/sort.cuh. masked: experts have a capacity."""
         sizes = ("COUNTERS", self.counters), ("WARPS", self.warps), ("CLUSTER", self.blocks), ("PITCH", self.pitch)
         return *sizes, ("MASKED", int(masked)), ("SHARED_BYTES", self.shared_bytes)
 
 
 def kernel_spec(shape: KernelShape, dtype: torch.dtype, masked: bool) -> KernelSpec:
-    """The kernel of a shape. dtype: of the indices; masked: experts have a capacity."""
+    """Return the sorting kernel for a launch shape. dtype: of the expert indices; masked: experts have a capacity."""
     defines = ("INDEX", INDEX_TYPES[dtype]), ("STEPS", _STEPS), ("SIZES_BYTES", ctypes.sizeof(_SortSizes))
     return KernelSpec("sort_by_expert.cu", "sort_by_expert", (*defines, *shape.defines(masked)))
 
@@ -118,9 +119,9 @@ def launcher(
     *,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """The launcher for index (T, K), groups and rows, all contiguous; see `sort_by_expert` for the arguments.
+    """Return the launcher for (index (T, K), groups, rows), all contiguous; other arguments: see `sort_by_expert`.
 
-    It also writes a 0 behind the groups, from where GEMM 1 counts its tiles.
+    The kernel also writes an int32 0 after the groups: the tile counter of the GEMM that follows.
     """
     assignments = index.numel()
     num_rows = assignments if num_rows is None else num_rows

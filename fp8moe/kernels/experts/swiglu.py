@@ -1,4 +1,4 @@
-"""SwiGLU between the GEMMs of trainable experts, forward and backward, each fused with the quantization behind it."""
+"""SwiGLU between the two GEMMs of trainable experts: forward and backward, each fused with quantizing its result."""
 
 import ctypes
 import enum
@@ -22,7 +22,10 @@ _FORM = (("limit", ctypes.c_float), ("alpha", ctypes.c_float))
 
 
 class Beside(enum.IntEnum):
-    """The results of a kernel beside quantized rows, numbered as in cuda/ops/swiglu_operands.cuh."""
+    """What a kernel returns in addition to quantized rows, numbered as in cuda/ops/swiglu_operands.cuh.
+
+    COLUMNS: the transpose, quantized, with every group padded. VALUES: unquantized bfloat16 values.
+    """
 
     NOTHING = 0
     COLUMNS = 1
@@ -36,7 +39,11 @@ class Beside(enum.IntEnum):
 
 
 class Activated(NamedTuple):
-    """The activation (R, I) of rows, quantized 1x128; and by its columns with padded offsets, or as bfloat16 values."""
+    """The result (R, I) of an activation: quantized by rows, and optionally by columns or as bfloat16 values.
+
+    rows: quantized 1x128. columns, offsets: the quantized transpose and the offsets of its padded groups, see
+    `quantize_with_transpose`. values: (R, I) bfloat16.
+    """
 
     rows: FP8Tensor
     columns: FP8Tensor | None = None
@@ -45,10 +52,11 @@ class Activated(NamedTuple):
 
 
 class ActivationGradient(NamedTuple):
-    """Gradients of the activation's operand and of the rows' weights.
+    """Gradients of the activation's input and of the row weights.
 
-    rows, columns, offsets: the operand's gradient, quantized like the fields of `Activated`. dots: (R,), the gradient
-    of the rows' weights. d_projected: the operand's gradient in bfloat16. values: the activation in bfloat16.
+    rows, columns, offsets: the gradient of the input, quantized like the fields of `Activated`. dots: (R,), the
+    gradient of the row weights. d_projected: the gradient of the input in bfloat16. values: the activation's result in
+    bfloat16.
     """
 
     rows: FP8Tensor
@@ -67,8 +75,8 @@ def swiglu_quantize(
     gate_up: (R, 2I) bfloat16, gate then up, any strides; I a multiple of 128.
     group_offsets: (E+1,) int32, as for `quantize_with_transpose`, which also describes rows, columns and offsets.
     activation: a SwiGLU.
-    beside: what to return beside the rows, which have the same bits whatever it is. COLUMNS, for the weight gradient:
-        DeepSeek-V3, arXiv:2412.19437, section 3.3. VALUES: (R, I) bfloat16, which adapters of frozen experts multiply.
+    beside: what to return in addition to the rows, whose bits do not depend on it. COLUMNS: for the weight gradient,
+        DeepSeek-V3, arXiv:2412.19437, section 3.3. VALUES: (R, I) bfloat16, the input of LoRA adapters.
     Returns `Activated`, detached from the autograd graph. Rows of no group are uninitialized.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
@@ -90,15 +98,16 @@ def swiglu_backward_quantize(
     activation: Activation,
     beside: Beside = Beside.COLUMNS,
 ) -> ActivationGradient:
-    """The backward of ``row_weights * activation(gate_up)`` for every group's rows, in float32; the gradient of gate_up
-    is rounded to bfloat16 and quantized.
+    """Compute the backward of ``row_weights * activation(gate_up)`` for every group's rows, in float32.
+
+    The gradient of gate_up is rounded to bfloat16 and quantized.
 
     gate_up: (R, 2I) bfloat16, gate then up, as in the forward; I a multiple of 128.
-    grad: (R, I) bfloat16, with respect to the weighted result.
+    grad: (R, I) bfloat16, the gradient of the weighted result.
     row_weights: (R,) float32.
-    group_offsets, activation, beside: as for `swiglu_quantize`. Where a limit clamps gate or up, it gets no gradient.
+    group_offsets, activation, beside: as for `swiglu_quantize`. Gate or up values clamped by the limit get no gradient.
         VALUES: the gradient of gate_up (R, 2I) and ``activation(gate_up)`` (R, I), both bfloat16.
-    Returns `ActivationGradient`: of gate_up (R, 2I), and of row_weights (R,) float32,
+    Returns `ActivationGradient`: the gradient of gate_up (R, 2I), and that of row_weights (R,) float32, which is
     ``sum over i of activation(gate_up)[r, i] * grad[r, i]``. Rows of no group are uninitialized in both.
     Equal inputs give equal bits. The results are detached from the autograd graph.
 
@@ -124,7 +133,7 @@ class SwigluOperands(NamedTuple):
     beside: Annotated[int, "int"] = Beside.COLUMNS
 
     def widths(self) -> tuple[int, ...]:
-        """Columns of the values, of which the first are quantized."""
+        """Return the widths of the unquantized results: only the activation's result, I columns."""
         return (self.gate_up.shape[1] // 2,)
 
 
@@ -139,7 +148,7 @@ class SwigluBackwardOperands(NamedTuple):
     beside: Annotated[int, "int"] = Beside.COLUMNS
 
     def widths(self) -> tuple[int, ...]:
-        """Columns of the gradient, which is quantized, and of the activation."""
+        """Return the widths of the unquantized results: gradient of gate_up (2I), activation's result (I)."""
         return self.gate_up.shape[1], self.gate_up.shape[1] // 2
 
 
@@ -147,14 +156,14 @@ _AnyOperands = SwigluOperands | SwigluBackwardOperands
 
 
 class _Source(ctypes.Structure):
-    """``struct Source`` of cuda/swiglu_quantize.cu."""
+    """``struct Source`` of cuda/ops/swiglu_quantize.cu."""
 
     _pointers_ = 2
     _fields_ = (*((name, ctypes.c_int64) for name in ("gate_up", "values", "row_stride")), *_FORM)
 
 
 class _BackwardSource(ctypes.Structure):
-    """``struct Source`` of cuda/swiglu_backward_quantize.cu."""
+    """``struct Source`` of cuda/ops/swiglu_backward_quantize.cu."""
 
     _pointers_ = 6
     _fields_ = (
@@ -165,8 +174,8 @@ class _BackwardSource(ctypes.Structure):
 
 
 def kernel_spec(activation: Activation, backward: bool, beside: Beside) -> KernelSpec:
-    """The kernel for a SwiGLU of bfloat16 rows, or for its gradients."""
-    # They wait in shared memory, where the transposed tile takes the place of the first.
+    """Return the kernel that computes and quantizes a SwiGLU of bfloat16 rows, or its gradients if `backward`."""
+    # Tiles of gate, up and, in the backward, grad are staged in shared memory; the transposed tile reuses the first.
     operands = 3 if backward else 2
     return tile_spec(
         "swiglu_backward_quantize" if backward else "swiglu_quantize",
@@ -183,9 +192,9 @@ def kernel_spec(activation: Activation, backward: bool, beside: Beside) -> Kerne
 def launcher(
     device_index: int, gate_up: Tensor, grad: Tensor | None, groups: int, activation: Activation, beside: Beside
 ) -> PointerLauncher:
-    """The launcher for `Results`, group offsets, and the pointers of ``struct Source``; see `tile_launcher`.
+    """Return the launcher for (*Results, group offsets, the tensors of ``struct Source``); see `tile_launcher`.
 
-    gate_up (R, 2I), and for the backward grad (R, I): as `row_major` returns them.
+    gate_up: (R, 2I), grad: (R, I) for the backward, None for the forward; both as `row_major` returns them.
     """
     rows, width = gate_up.shape
     form = {"limit": activation.limit or 0.0, "alpha": activation.alpha or 0.0}
@@ -200,7 +209,7 @@ def launcher(
 
 
 def launch(operands: SwigluOperands, results: Results, values: Tensor | None = None) -> None:
-    """Fill `results`, and `values` (R, I) bfloat16, as `swiglu_quantize` describes."""
+    """Compute `swiglu_quantize` into `results`, and into `values` (R, I) bfloat16 if given."""
     group_offsets = operands.group_offsets.contiguous()
     if not _nothing(group_offsets, results):
         gate_up, groups = row_major(operands.gate_up), group_offsets.shape[0] - 1
@@ -212,14 +221,17 @@ def launch(operands: SwigluOperands, results: Results, values: Tensor | None = N
 def launch_backward(
     operands: SwigluBackwardOperands, results: Results, d_gate_up: Tensor | None = None, values: Tensor | None = None
 ) -> Tensor:
-    """Fill `results`, and d_gate_up (R, 2I) and `values` (R, I) bfloat16, both or none, and return the dots (R,)."""
+    """Compute `swiglu_backward_quantize` into `results`; return the dots (R,).
+
+    d_gate_up (R, 2I) and values (R, I), bfloat16, are given together or not at all, and written too.
+    """
     group_offsets = operands.group_offsets.contiguous()
     rows, size = operands.grad.shape
     if _nothing(group_offsets, results):
         return operands.row_weights.new_zeros(rows)
     gate_up, grad, groups = row_major(operands.gate_up), row_major(operands.grad), group_offsets.shape[0] - 1
     beside = Beside.of(results, values)
-    # A part of each dot per tile, summed in a fixed order below.
+    # The kernel writes one partial dot per row and tile of 128 columns; they are summed below in a fixed order.
     dots = gate_up.new_empty((size // BLOCK, rows), dtype=torch.float32)
     run = launcher(gate_up.get_device(), gate_up, grad, groups, operands.activation, beside)
     weights = operands.row_weights.contiguous()
@@ -228,7 +240,7 @@ def launch_backward(
 
 
 def _nothing(group_offsets: Tensor, results: Results) -> bool:
-    """Whether there is nothing to quantize; if so, write the offsets, which are then the only result."""
+    """Return whether there is nothing to quantize; if so, write `results.offsets`, then the only result."""
     rows, width = results.rows.shape
     if padded_rows(rows, group_offsets.shape[0] - 1) * width:
         return False
@@ -237,18 +249,18 @@ def _nothing(group_offsets: Tensor, results: Results) -> bool:
     return True
 
 
-# ---- in plain PyTorch, on any device: what the kernels compute, up to the GPU's own exponential ----
+# ---- the kernels' results in plain PyTorch, on any device; only the GPU's exponential may differ ----
 
 
 def swiglu_values(gate_up: Tensor, activation: Activation) -> Tensor:
-    """gate_up (R, 2I) -> the activation (R, I) in float32, rounded to gate_up's dtype."""
+    """Compute the activation of gate_up (R, 2I) in float32 and return it as (R, I) in gate_up's dtype."""
     return activation(gate_up.float()).to(gate_up.dtype)
 
 
 def swiglu_gradients(
     gate_up: Tensor, grad: Tensor, row_weights: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """d_gate_up (R, 2I) and `swiglu_values` (R, I) in gate_up's dtype, and the dots (R,)."""
+    """Return the gradient of gate_up (R, 2I), `swiglu_values` (R, I), both in gate_up's dtype, and the dots (R,)."""
     d_gate_up, h, dots = weighted_backward(gate_up, grad, row_weights, activation)
     return d_gate_up.to(gate_up.dtype), h.to(gate_up.dtype), dots
 
@@ -279,7 +291,7 @@ def _check_backward(operands: SwigluBackwardOperands) -> None:
 
 
 def _empty(operands: _AnyOperands) -> tuple[Results, list[Tensor]]:
-    """Uninitialized results, and values if they are asked for."""
+    """Return uninitialized results, and a list of uninitialized values, empty unless `operands.beside` is VALUES."""
     like, rows, widths = operands.gate_up, operands.gate_up.shape[0], operands.widths()
     if operands.beside == Beside.COLUMNS:
         return empty_results(like, rows, widths[0], operands.group_offsets.shape[0] - 1), []
@@ -288,7 +300,7 @@ def _empty(operands: _AnyOperands) -> tuple[Results, list[Tensor]]:
 
 
 def _quantized(operands: _AnyOperands, values: Tensor, *beside: Tensor) -> tuple[Results, list[Tensor]]:
-    """Quantize the values to the results that `_empty` allocates, and return what is asked for beside them."""
+    """Return `values` quantized, by columns too with COLUMNS; and the list [values, *beside] with VALUES, else []."""
     if operands.beside == Beside.COLUMNS:
         return reference.both_ways(values, values, operands.group_offsets), []
     results = Results(*reference.quantize_1x128(values, False))

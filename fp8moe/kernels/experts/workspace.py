@@ -1,4 +1,4 @@
-"""Launches an experts layer or a shard of one: four or five kernels over one scratch tensor."""
+"""`Workspace`: launches an experts layer, or one rank's shard, as four or five kernels that share a scratch tensor."""
 
 import functools
 
@@ -21,16 +21,17 @@ from fp8moe.runtime.peer_table import Targets
 
 
 class Workspace:
-    """The launchers of a layer with a SwiGLU, and the scratch tensor that the kernels hand on to one another.
+    """The launchers of a layer with a SwiGLU, and the layout of the scratch tensor that its kernels share.
 
-    Assignments are sorted by expert, where they are not yet; tokens are quantized 1x128 into that order; GEMM 1,
-    activation and quantization; GEMM 2; each token's weighted sum over its rows. Each kernel is launched while the one
-    before it runs. That is safe because the first one is launched the ordinary way, or begins by waiting for all before
-    it, and because every kernel lets the next one start only after it has itself waited for the one before: what runs
-    early may rely on all but its immediate predecessor. So the GEMMs read the groups at once, and fetch weights.
+    The kernels: sort the assignments by expert, if they are not sorted yet; quantize the tokens 1x128 into that order;
+    GEMM 1 with activation and quantization; GEMM 2; each token's weighted sum over its rows. Each kernel is launched
+    while the previous one runs (programmatic dependent launch). This is safe because the first kernel is launched the
+    ordinary way, or begins by waiting for all earlier ones, and because every kernel lets the next one start only after
+    it has itself waited for its predecessor: before it waits, a kernel may rely on all but its immediate predecessor.
+    So the GEMMs read the groups and fetch weights at once.
 
-    operands: in layouts that the kernels take, on the current device. The scratch has room for their shard's rows.
-    form: see `Targets`; None: the weighted sums are the result.
+    operands: in layouts that the kernels read, on the current device. The scratch has room for the rows of their shard.
+    form: `Targets.form`, if the rows of GEMM 2 go to peers; None: the results are the weighted sums.
     """
 
     def __init__(self, operands: TokenOperands, form: tuple[int, int, bool] | None):
@@ -44,15 +45,15 @@ class Workspace:
         num_rows = shard.rows(tokens * top_k) if capacity is None else count * capacity
         row_dtype, out_dtype = shard.dtypes(x.dtype)
         self.pitch = align(num_rows, 4)
-        # The kernels' intermediate results, each at a multiple of 256 bytes.
+        # Bytes of each intermediate result in the scratch tensor, each at a multiple of 256 bytes.
         parts = {
-            "groups": (count + (capacity is None) + 1) * 4,  # and the counter of GEMM 1
+            "groups": (count + (capacity is None) + 1) * 4,  # with GEMM 1's tile counter at the end
             "rows": tokens * top_k * 4,
             "a": num_rows * hidden,
             "a_scale": self.pitch * ceil_div(hidden, BLOCK) * 4,
             "h": num_rows * size,
             "h_scale": self.pitch * ceil_div(size, BLOCK) * 4,
-            "last": num_rows * (4 if form else hidden * row_dtype.itemsize),  # assignments, or the result of GEMM 2
+            "last": num_rows * (4 if form else hidden * row_dtype.itemsize),  # assignments, or GEMM 2's result
         }
         self.offsets, total = {}, 0
         for name, nbytes in parts.items():
@@ -72,14 +73,15 @@ class Workspace:
             scale = matrix(f"{name}_scale", torch.float32, self.pitch).t()[:num_rows]
             return FP8Tensor(matrix(name, torch.float8_e4m3fn, columns), scale)
 
-        launch = {"sparse": shard.first_row > 0, "pdl": True}  # those rows are there only if routing is uneven
+        # Only uneven routing fills rows past the first window, so most tokens have no row there.
+        launch = {"sparse": shard.first_row > 0, "pdl": True}
         self.permute = permute_launcher(device, x, operands.hidden_scale, top_k, num_rows, **launch)
         grouping = grouping_of(tokens * top_k, shard.total(count), capacity)
         a, h = quantized("a", hidden), quantized("h", size)
         up_bias, down_bias = layer.biases
         first, second = GemmOperands(*a, *layer.up, up_bias), GemmOperands(*h, *layer.down, down_bias)
         self.gemm1 = build_gemm(first, SwigluQuantize(layer.activation), grouping, h.data, pdl=True)
-        # GEMM 1 may need a counter of tiles, a 0 behind the groups, which given groups do not have.
+        # GEMM 1 may need a tile counter: a 0 after the groups. Groups from the caller lack it, so sort again then.
         self.sort = None
         if operands.groups is None or self.gemm1.dynamic:
             window = (shard.first_expert, shard.first_row, num_rows)
@@ -99,9 +101,9 @@ class Workspace:
     def __call__(
         self, operands: TokenOperands, targets: Targets | None = None, out: Tensor | None = None
     ) -> list[Tensor]:
-        """Launch the kernels. Returns the results of `experts`, with the sums in `out` if given.
+        """Launch the kernels and return the results of the operator `experts`; [] if rows go to the targets.
 
-        Nothing if rows go to the targets.
+        out: if given, the weighted sums are written to it.
         """
         (up, up_scale), (down, down_scale), _, (up_bias, down_bias) = operands.layer
         residual = 0 if operands.residual is None else operands.residual.data_ptr()
@@ -115,7 +117,7 @@ class Workspace:
             addresses |= up_scale.data_ptr() | down_scale.data_ptr()
         if addresses & 15:
             return self(_as_kernels_load(operands), targets, out)
-        # Freed on return, while the kernels still run; the allocator hands it on in the order of the stream.
+        # The scratch tensor is freed on return while kernels still run: the allocator reuses it in stream order.
         scratch = self.new_scratch()
         if out is None and targets is None:
             out = self.new_out()
@@ -154,7 +156,7 @@ class Workspace:
 
 
 def empty_normed(out: Tensor, norm: Norm | None) -> list[Tensor]:
-    """Return the norm of `out`, uninitialized: values, or data and scale; [] without a norm."""
+    """Return uninitialized tensors for the norm of `out`: [values] or [data, scale]; [] without a norm."""
     if norm is None:
         return []
     return list(empty_quantized(out, *out.shape)) if norm.norm_quantized else [out.new_empty(out.shape)]
@@ -166,18 +168,18 @@ def workspace(device_index: int, form: tuple[int, int, bool] | None, operands: T
 
 
 def find(operands: TokenOperands, targets: Targets | None = None) -> Workspace | None:
-    """Return the `Workspace` of operands whose layouts have run, and so been checked, before; otherwise None."""
+    """Return the `Workspace` built for operands in the same layouts, which were checked then; None if there is none."""
     return workspace.find(operands.hidden_states.get_device(), targets and targets.form, operands)
 
 
 def run(operands: TokenOperands, targets: Targets | None = None, out: Tensor | None = None) -> list[Tensor]:
-    """Run a `Workspace` on operands in any layout; H and I are multiples of 16, no operand is empty."""
+    """Run a `Workspace` on operands in any memory layout. H and I are multiples of 16, and no operand is empty."""
     loaded = _as_kernels_load(operands)
     return workspace(loaded.hidden_states.get_device(), targets and targets.form, loaded)(loaded, targets, out)
 
 
 def _as_kernels_load(operands: TokenOperands) -> TokenOperands:
-    """Copy the operands whose layouts the kernels do not read."""
+    """Return the operands, copying those in memory layouts that the kernels cannot read."""
     layer = operands.layer
     added = {"top_k_weights": operands.top_k_weights, "residual": operands.residual}
     norm = operands.norm

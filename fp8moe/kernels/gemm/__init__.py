@@ -1,4 +1,4 @@
-"""GEMMs of FP8 operands, one template: dense, grouped by rows, masked, and grouped along K."""
+"""GEMMs of FP8 operands: dense, grouped by rows, masked, and grouped along K."""
 
 from fp8moe.kernels.gemm.api import gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked
 

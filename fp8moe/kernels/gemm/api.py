@@ -1,4 +1,4 @@
-"""GEMMs of FP8 operands, dense, grouped by rows and grouped along K: the public functions and their operators."""
+"""Public functions and PyTorch operators for GEMMs of FP8 operands: dense, grouped by rows, and grouped along K."""
 
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple, overload
@@ -24,7 +24,7 @@ NAMES = ("a.data", "a.scale", "b.data", "b.scale")
 _PLAIN = {dtype: PlainStore(dtype) for dtype in checks.RESULTS}
 
 
-# ---- one matrix ----
+# ---- one weight matrix ----
 
 
 def gemm(
@@ -36,21 +36,21 @@ def gemm(
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """``dequantize(a) @ dequantize(b).T + bias + c`` with float32 accumulation of every 128 products along K.
+    """Return ``dequantize(a) @ dequantize(b).T + bias + c``; every 128 products along K are accumulated in float32.
 
     a: activations, FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major as
-        `quantize_1x128` writes it. M may be 0, K a multiple of 16.
+        `quantize_1x128` writes it. M may be 0; K must be a multiple of 16.
     b: weights, FP8Tensor or (data, scale): data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) float32,
-        contiguous. N a multiple of 8.
+        contiguous. N must be a multiple of 8.
     bias: (N,) bfloat16, float16 or float32, added in float32 before the result is rounded.
-    c: (M, N) of the result's dtype, added likewise. It is ``out`` itself, or shares no memory with it.
+    c: (M, N) of the result's dtype, added like bias: ``out`` itself, or a tensor that shares no memory with it.
     out: (M, N) bfloat16 or float32, row-major with rows at multiples of 16 bytes, in memory that no operand but c uses.
     out_dtype: bfloat16 or float32, the result's dtype if ``out`` is None; otherwise ``out`` decides, and float32 with a
         bfloat16 ``out`` is an error.
-    Returns ``out``, or a new (M, N) tensor. Equal inputs give equal bits.
+    Returns ``out``, or a new (M, N) tensor. Equal inputs give bitwise equal results.
 
     Operands in another layout (transposed data, rows or base address not at multiples of 16 bytes, row-major activation
-    scales) are copied first on the CUDA backend. There is no backward: calling it raises RuntimeError.
+    scales) are copied first on the CUDA backend. The result has no gradient: its backward raises RuntimeError.
     Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
@@ -76,7 +76,7 @@ def gemm(
 def multiply(operands: GemmOperands, out: Tensor, *, pdl: bool = False) -> None:
     """Write the product of checked operands to ``out``.
 
-    pdl: start before the kernel ahead in the stream has ended; the kernel ahead must not write b or bias.
+    pdl: start before the previous kernel in the stream has ended; that kernel must not write b or bias.
     """
     if out.numel() == 0:
         return
@@ -96,7 +96,7 @@ _DenseOperands = Annotated[GemmOperands, (*GemmOperands._fields[:4], "bias", "c"
 
 
 def product(operands: GemmOperands, float32: bool, *, pdl: bool = False) -> Tensor:
-    """Return the product of operands, checked unless operands of these layouts have been; pdl: see `multiply`."""
+    """Return the product. Operands with layouts that have run before are not checked again. pdl: see `multiply`."""
     found = launch.find(launch.dense, operands, torch.float32 if float32 else torch.bfloat16, pdl)
     if found is not None:
         return launch.run_new(found, operands)
@@ -106,7 +106,7 @@ def product(operands: GemmOperands, float32: bool, *, pdl: bool = False) -> Tens
 
 
 def empty_product(operands: _DenseOperands, float32: bool) -> Tensor:
-    """Check operands, and return an uninitialized result of `product`."""
+    """Check the operands, and return an uninitialized tensor with the shape and dtype of their product."""
     dtype = torch.float32 if float32 else torch.bfloat16
     return operands.a.new_empty(_shape(operands, dtype), dtype=dtype)
 
@@ -137,12 +137,12 @@ def _gemm_out_fake(operands: GemmOperands, out: Tensor) -> None:
     checks.result(out, _shape(operands, out.dtype), operands.a.device)
 
 
-# The result's dtype is a bool because PyTorch takes a microsecond to convert a ScalarType.
+# The operator takes the result's dtype as a bool, because PyTorch needs a microsecond to convert a ScalarType.
 _gemm_op = define("gemm -> Tensor", product, empty_product, forward_only=True, signature=Signature(empty_product))
 _gemm_out_op = define("gemm_out -> ()", _gemm_out, _gemm_out_fake, forward_only=True)
 
 
-# ---- one matrix for each group of rows ----
+# ---- one weight matrix per group of rows ----
 
 
 def grouped_gemm(
@@ -152,22 +152,22 @@ def grouped_gemm(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``dequantize(a)[rows of e] @ dequantize(b)[e].T`` for every expert e, whose rows lie one group after the other.
+    """Return ``dequantize(a)[rows of e] @ dequantize(b)[e].T`` for every expert e, whose rows are contiguous in a.
 
     a: activations, FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major as
-        `quantize_1x128` writes it. M may be 0, K a multiple of 16.
+        `quantize_1x128` writes it. M may be 0; K must be a multiple of 16.
     b: weights, FP8Tensor or (data, scale): data (E, N, K) float8_e4m3fn, scale (E, ceil(N/128), ceil(K/128)) float32,
-        contiguous. N a multiple of 8.
-    group_offsets: (E+1,) int32, on the device of the operands: expert e has rows ``group_offsets[e]`` up to
-        ``group_offsets[e+1]``, any number of them, at any row. Both ends are clamped to [0, M], and a group whose end
-        comes before its start is empty.
+        contiguous. N must be a multiple of 8.
+    group_offsets: (E+1,) int32, on the device of the operands: expert e has the rows
+        ``group_offsets[e]:group_offsets[e+1]``. A group may have any size and begin at any row. Both ends are clamped
+        to [0, M]; a group whose end is before its start is empty.
     out: (M, N) bfloat16 or float32, row-major with rows at multiples of 16 bytes, in memory that no operand uses.
-    Returns ``out``, or a new (M, N) bfloat16 tensor. Rows of no group are never written: they keep the values of
-    ``out``, and are uninitialized in a new tensor. Equal inputs give equal bits.
+    Returns ``out``, or a new (M, N) bfloat16 tensor. Rows outside all groups are never written: they keep the values
+    of ``out``, and are uninitialized in a new tensor. Equal inputs give bitwise equal results.
 
-    On the CUDA backend the host neither knows nor waits for the group sizes, so that a call can be captured in a CUDA
-    graph. Operands in another layout (weights that are not contiguous, rows or base address not at multiples of 16
-    bytes, row-major activation scales) are copied first there. There is no backward: calling it raises RuntimeError.
+    On the CUDA backend the host does not read or wait for the group sizes, so a call can be captured in a CUDA graph.
+    Operands in another layout (weights that are not contiguous, rows or base address not at multiples of 16 bytes,
+    row-major activation scales) are copied first there. The result has no gradient: its backward raises RuntimeError.
     Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
@@ -193,12 +193,12 @@ def grouped_rows(
     low_rank: tuple[Tensor, Tensor] | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute `grouped_gemm` in `dtype`, bfloat16 or float32, inside of other operators.
+    """Compute `grouped_gemm` within another operator. Returns (M, N) in `dtype`, bfloat16 or float32.
 
-    whole: rows and groups of the whole GEMM if this is a part of it; K is summed in the order of the whole GEMM.
-    others_zero: rows of no group are zeros, not uninitialized.
-    low_rank: ranks (M, r) and factors (E, N, r) in bfloat16, r a multiple of 16: ``ranks[rows of e] @ factors[e].T`` is
-        added to the sums in float32.
+    whole: (rows, groups) of the whole GEMM if this is a part of it; K is then summed in the order of the whole GEMM.
+    others_zero: set rows outside all groups to zero instead of leaving them uninitialized.
+    low_rank: (ranks, factors), bfloat16 (M, r) and (E, N, r), r a multiple of 16: ``ranks[rows of e] @ factors[e].T``
+        is added to the sums in float32.
     bias: (E, N) bfloat16, float16 or float32, added to the sums of each group in float32.
     """
     new = torch.zeros if others_zero else torch.empty
@@ -215,17 +215,17 @@ def grouped_gemm_masked(
     expected_m: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``dequantize(a)[e, :masked_m[e]] @ dequantize(b)[e].T`` for every expert e, with room for max_m rows each.
+    """Return ``dequantize(a)[e, :masked_m[e]] @ dequantize(b)[e].T`` for every expert e; each has room for max_m rows.
 
     a: activations, FP8Tensor or (data, scale): data (E, max_m, K) float8_e4m3fn, scale (E, max_m, ceil(K/128)) float32
-        as `quantize_1x128` writes it, one MN-major buffer over all E * max_m rows. K a multiple of 16.
+        as `quantize_1x128` writes it, one MN-major buffer over all E * max_m rows. K must be a multiple of 16.
     b: weights, as for `grouped_gemm`: data (E, N, K), N a multiple of 8.
-    masked_m: (E,) int32, on the device of the operands: the rows in use of each expert, clamped to [0, max_m].
-    expected_m: about how many rows an expert has in use; only the speed depends on it.
-    out: (E, max_m, N) bfloat16 or float32, with all its rows equally far apart, at multiples of 16 bytes, in memory
-        that no operand uses.
-    Returns ``out``, or a new (E, max_m, N) bfloat16 tensor. Rows not in use are never written. Operands in other
-    layouts are copied, and there is no backward, as in `grouped_gemm`.
+    masked_m: (E,) int32, on the device of the operands: the number of rows in use per expert, clamped to [0, max_m].
+    expected_m: the expected number of rows in use per expert; affects the speed only.
+    out: (E, max_m, N) bfloat16 or float32, in memory that no operand uses. All rows of all experts have one stride, a
+        multiple of 16 bytes.
+    Returns ``out``, or a new (E, max_m, N) bfloat16 tensor. Rows not in use are never written. As in `grouped_gemm`,
+    operands in other layouts are copied, and the result has no gradient.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, a negative
     ``expected_m``, or an ``out`` that does not fit or overlaps an operand.
@@ -255,13 +255,13 @@ def grouped_gemm_swiglu(
 
     a: data (M, H) float8_e4m3fn, H a multiple of 16, with scale (M, ceil(H/128)) float32, MN-major.
     gate_up: data (E, 2I, H), gate rows then up rows, I a multiple of 16, with scale (E, 2 * ceil(I/128), ceil(H/128)):
-        the blocks of the gate rows, then those of the up rows.
-    groups: group_offsets (E+1,) int32, or with max_m, where M = E * max_m, masked_m (E,) int32.
-    activation: a SwiGLU; ValueError for another.
+        the scales of the gate rows' blocks, then of the up rows' blocks.
+    groups: group_offsets (E+1,) int32; with max_m, masked_m (E,) int32, and then M = E * max_m.
+    activation: a SwiGLU variant. Any other activation raises ValueError.
     bias: (E, 2I) bfloat16, float16 or float32, added to the sums of gate and up.
-    expected_m: with max_m, about how many rows a group has; only the speed depends on it.
-    whole: without max_m, see `grouped_rows`.
-    Returns data (M, I) and MN-major scale (M, ceil(I/128)); rows of no group are uninitialized.
+    expected_m: with max_m, the expected number of rows per group; affects the speed only.
+    whole: only without max_m; see `grouped_rows`.
+    Returns data (M, I) and MN-major scale (M, ceil(I/128)); rows outside all groups are uninitialized.
     """
     if not activation.is_swiglu:
         raise ValueError(f"activation: expected a gated silu, got {activation}")
@@ -278,7 +278,7 @@ def multiply_groups(
     low_rank: tuple[Tensor, Tensor] | None = None,
     bias: Tensor | None = None,
 ) -> None:
-    """Write the products of checked operands to ``out``, (M, N) or all rows of experts as (E * max_m, N)."""
+    """Write the grouped GEMM of checked operands to ``out``: (M, N), or (E * max_m, N) in the masked layout."""
     if out.numel() == 0 or b.data.shape[0] == 0:
         return
     masked = a.data.shape[:2] if a.data.dim() == 3 else None
@@ -295,7 +295,7 @@ def multiply_groups(
     if low_rank is not None:
         ranks, factors = (aligned(part.contiguous()) for part in low_rank)
         epilogue, more = AddLowRank(out.dtype, rank=ranks.shape[1]), (ranks.data_ptr(), factors.data_ptr())
-    if masked:  # `_masked` looks the launcher up by these shapes
+    if masked:  # with 3-D operands, so that `_masked` finds the launcher in later calls
         a = FP8Tensor(*(part.unflatten(0, masked) for part in a))
     operands = GemmOperands(*a, aligned(b.data), checks.weight_scale(*b), checks.bias_vector(bias), groups=groups)
     like = None if out.is_contiguous() else out
@@ -311,7 +311,10 @@ def multiply_groups_to(
     grouping: Grouping,
     bias: Tensor | None = None,
 ) -> None:
-    """Write the products to peers, on GPUs only. a: 2-D. b: contiguous. pointers: values of the epilogue's fields."""
+    """Write a grouped GEMM to the memory of peer GPUs. CUDA backend only.
+
+    a: 2-D. b: contiguous. pointers: values of the epilogue's address fields.
+    """
     scale, bias = checks.weight_scale(*b), checks.bias_vector(bias)
     operands = GemmOperands(*a, b.data, scale, bias, groups=groups)
     index = a.data.get_device()
@@ -326,7 +329,7 @@ def multiply_groups_to(
 
 
 def _zero_groups(groups: Tensor, out: Tensor, max_m: int | None) -> None:
-    """Set the rows of groups to zero, the product with K = 0; the host does not know the groups."""
+    """Set all rows that belong to a group to zero, the result for K = 0, without reading the groups on the host."""
     rows = torch.arange(out.shape[0], device=out.device)
     if max_m is None:
         starts, ends = groups.unbind(1) if groups.dim() == 2 else (groups[:-1], groups[1:])
@@ -496,26 +499,27 @@ def grouped_gemm_k(
 def grouped_gemm_k(
     a: Pair, b: Pair, group_offsets: Tensor, *, out: Tensor | Sequence[Tensor] | None = None, accumulate: bool = False
 ) -> Tensor | tuple[Tensor, ...]:
-    """``dequantize(a)[:, columns of e] @ dequantize(b)[:, columns of e].T`` for every group e of columns.
+    """Return ``dequantize(a)[:, columns of e] @ dequantize(b)[:, columns of e].T`` for every group e of columns.
 
-    For a weight gradient, a is the transposed gradient of the layer's output and b the transposed input: columns are
-    tokens.
+    For a weight gradient, a is the transposed gradient of the layer's output and b the layer's transposed input, so
+    that columns are tokens.
 
     a: FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, K/128) float32, MN-major as `quantize_128x1`
-        writes it. K a multiple of 128: the columns of all groups.
-    b: FP8Tensor or (data, scale): data (N, K), scale (N, K/128), as for a. N a multiple of 8.
-    group_offsets: (E+1,) int32, on the device of the operands: group e has columns ``group_offsets[e]`` up to
-        ``group_offsets[e+1]``. Both are multiples of 128: pad each group with zeros. They are clamped to [0, K].
+        writes it. K, the columns of all groups together, must be a multiple of 128.
+    b: FP8Tensor or (data, scale): data (N, K), scale (N, K/128), as for a. N must be a multiple of 8.
+    group_offsets: (E+1,) int32, on the device of the operands: group e has the columns
+        ``group_offsets[e]:group_offsets[e+1]``. Offsets must be multiples of 128 (pad each group with zeros), and are
+        clamped to [0, K].
     out: (E, M, N) float32 or bfloat16 (sums are rounded once), contiguous, in memory that no operand uses. Or a
         sequence of tensors (E, M_i, N) for consecutive rows of a, such as gate and up.
-    accumulate: add to a float32 ``out``; the part of a group without columns stays as it is.
-    Returns ``out``, a sequence as a tuple, or a new (E, M, N) float32 tensor. Groups without columns give zeros. Equal
-    inputs give equal bits.
+    accumulate: add to ``out``, which must be float32; the matrix of a group without columns is left as it is.
+    Returns ``out`` (a sequence as a tuple), or a new (E, M, N) float32 tensor. Without accumulate, groups without
+    columns give zeros. Equal inputs give bitwise equal results.
 
-    On the CUDA backend the host neither knows nor waits for the group sizes, so that a call can be captured in a CUDA
-    graph. A group that does not begin and end at multiples of 128 gives NaN there, and ValueError on the reference
-    backend. Operands in another layout are copied first. There is no backward: calling it raises RuntimeError.
-    Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2; both operands have a scale for each row and 128 columns.
+    On the CUDA backend the host does not read or wait for the group sizes, so a call can be captured in a CUDA graph.
+    A group that does not begin and end at multiples of 128 gives NaN on the CUDA backend, ValueError on the reference
+    backend. Operands in another layout are copied first. The result has no gradient: its backward raises RuntimeError.
+    Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2, with one scale per row and 128 columns for both operands.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, ``accumulate``
     without ``out``, or an ``out`` that does not fit or overlaps an operand.
@@ -540,7 +544,7 @@ def grouped_gemm_k(
 
 
 def _rows_of_outs(a: FP8Tensor, outs: Sequence[Tensor]) -> list[FP8Tensor]:
-    """Split a (M, K) into the rows for each result (E, M_i, N)."""
+    """Split the rows of a (M, K) into parts (M_i, K), one for each result (E, M_i, N)."""
     for target in outs:
         check_tensor("out", target)
     sizes = [target.shape[1] if target.dim() == 3 else -1 for target in outs]
@@ -551,7 +555,7 @@ def _rows_of_outs(a: FP8Tensor, outs: Sequence[Tensor]) -> list[FP8Tensor]:
 
 
 def weight_gradients(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `grouped_gemm_k` in any floating dtype: (E, M, N), rounded once from float32."""
+    """Return the result of `grouped_gemm_k`, (E, M, N), in any floating dtype, rounded once from float32."""
     shape = (group_offsets.shape[0] - 1, a.data.shape[0], b.data.shape[0])
     direct = dtype in (torch.float32, torch.bfloat16)
     out = torch.empty(shape, dtype=dtype if direct else torch.float32, device=a.data.device)

@@ -20,7 +20,7 @@ RESULTS = (torch.bfloat16, torch.float32)
 
 
 def out_dtype(dtype: torch.dtype, out: Tensor | None) -> None:
-    """Raise unless ``gemm`` can write `dtype` and ``out`` has it; the default, bfloat16, yields to ``out``."""
+    """Raise TypeError unless `dtype` is bfloat16 or float32, or if it is float32 and ``out`` has another dtype."""
     if dtype not in RESULTS:
         raise TypeError(f"out_dtype: expected torch.bfloat16 or torch.float32, got {dtype}")
     if out is not None and dtype is torch.float32 and out.dtype is not torch.float32:
@@ -43,7 +43,7 @@ def contiguous(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> tuple[int, 
 
 
 def part(whole: tuple[int, int] | None, rows: int, groups: int) -> None:
-    """Raise unless `whole` = (rows, groups) is at least this call's rows and groups."""
+    """Raise ValueError if the whole GEMM, `whole` = (rows, groups), is smaller than this part of it."""
     if whole is not None and (whole[0] < rows or whole[1] < groups):
         raise ValueError(f"whole: expected at least the {rows} rows and {groups} groups that are a part, got {whole}")
 
@@ -127,7 +127,7 @@ def expected_rows(expected_m: int | None) -> None:
 def result(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Check dtype, shape, device and strides of a result (..., M, N) that the caller allocated."""
     check_like("out", out, RESULTS, shape, device, "a.data")
-    # The number of elements is read only for wrong strides: in a compiled graph sizes may depend on data.
+    # Read the number of elements last, only for wrong strides: in a compiled graph sizes may depend on data.
     *_, rows, columns = shape
     *lead, row, column = out.stride()
     if lead and shape[0] > 1 and lead[0] != rows * row and rows == 1:
@@ -149,7 +149,8 @@ def own_memory(out: Tensor, a: FP8Tensor, b: FP8Tensor, **others: Tensor | None)
 def activations(a: Tensor, a_scale: Tensor) -> FP8Tensor:
     """Return activations in the layout that the kernels load: views if possible, otherwise copies.
 
-    a (..., K) -> (rows, K), rows at multiples of 16 bytes; a_scale (..., K blocks) -> (rows, K blocks), MN-major.
+    a (..., K) becomes (rows, K) with rows at multiples of 16 bytes; a_scale (..., K blocks) becomes (rows, K blocks),
+    MN-major.
     """
     if a.dim() == 2:
         return FP8Tensor(row_major(a), mn_major(a_scale))
@@ -162,7 +163,7 @@ def activations(a: Tensor, a_scale: Tensor) -> FP8Tensor:
 
 
 def weight_scale(b: Tensor, scale: Tensor) -> Tensor:
-    """Return ``scale``, or a copy if it is not contiguous or channel scales are not at a multiple of 16 bytes."""
+    """Return ``scale``, contiguous; channel scales also start at a multiple of 16 bytes. Copies if necessary."""
     return aligned(scale) if has_channel_scales(b, scale) else scale.contiguous()
 
 
@@ -176,7 +177,7 @@ def bias_vector(bias: Tensor | None) -> Tensor | None:
 def _operands(
     a: FP8Tensor, b: FP8Tensor, *, rows: str = "(M, K)", weights: str = "(E, N, K)", gated: bool = False
 ) -> tuple[int, ...]:
-    """Check activations and weights; gated: weights of gate and up. Returns the sizes of both without K."""
+    """Check activations a and weights b. gated: b is a gate_up projection. Returns the sizes of both, except K."""
     name = "gate_up" if gated else "b"
     *lead, k = fp8_data("a.data", a.data, rows)
     scale_shape = (*lead, ceil_div(k, 128))
@@ -195,7 +196,7 @@ def _operands(
 
 
 def _are_swapped(a: FP8Tensor, b: FP8Tensor) -> bool:
-    """Whether a has block or channel scales, as weights do, and b has the scales of activations."""
+    """Return whether a and b seem swapped: a has block or channel scales, as weights do, and b 1x128 scales."""
     if a.data.dim() != b.data.dim():
         return False
     *experts, n, k = a.data.shape
@@ -205,7 +206,7 @@ def _are_swapped(a: FP8Tensor, b: FP8Tensor) -> bool:
 
 
 def _weights(name: str, data: Tensor, dimensions: str, a: Tensor, multiple: int = 16) -> torch.Size:
-    """Check weights (..., N, K): K is that of a and a multiple of `multiple`. Returns their shape without K."""
+    """Check weights (..., N, K), whose K must equal a's and be a multiple of `multiple`. Returns (..., N)."""
     *lead, n, b_k = fp8_data(name, data, dimensions)
     k = a.shape[-1]
     if b_k != k:

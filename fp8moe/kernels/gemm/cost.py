@@ -1,4 +1,4 @@
-"""The cost model of the GEMMs: expected microseconds of a compiled variant; docs/findings/cost-model.md has its fit."""
+"""The cost model of the GEMMs: expected microseconds of a compiled variant. Its fit: docs/findings/cost-model.md."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from fp8moe.kernels.gemm.sm90 import TileConfig, tokens_of_tile
 
-_CYCLES = 1755  # per microsecond, the clock of an H200 under load; rates are bytes per microsecond
+_CYCLES = 1755  # clock cycles per microsecond of an H200 under load
 
-# Clusters of each size that 132 SMs hold at one block per SM: GPCs have 16 or 18 SMs, so that some stay idle. Measured:
-# 40 clusters of three blocks take two waves on every H200.
+# By blocks per cluster: how many clusters run at once on 132 SMs with one block per SM. A cluster stays within a GPC,
+# which has 16 or 18 SMs, so some SMs stay idle. Measured: 40 clusters of three blocks take two waves on every H200.
 _RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 16, 7: 15, 8: 15}
 
 # Bytes per microsecond out of L2, by the alignment of the operands' rows in bytes. A sector has 32 bytes.
@@ -28,35 +28,35 @@ def resident_clusters(tile: TileConfig, num_sms: int) -> int:
     return max(1, _RESIDENT_CLUSTERS[tile.split_k] * num_sms // 132 * tile.blocks_per_sm)
 
 
-# ---- one matrix ----
+# ---- one weight matrix ----
 
 
 class _DenseCosts(NamedTuple):
     """Constants of `dense_time`: microseconds, unless a comment says otherwise."""
 
     start: float  # launch, first loads from a cold L2, last stores
-    per_stage: float  # from the start of the first load to the start of the next, with nothing else under way
-    split: float  # added by any split of K
-    per_split: float  # added by each further block of a split
-    reduction: float  # of a split 128 x 128 tile by 256 threads, through distributed shared memory
+    per_stage: float  # between the starts of two consecutive loads, with nothing else running
+    split: float  # added once if K is split
+    per_split: float  # added per block of a split after the first
+    reduction: float  # to sum a split 128 x 128 tile with 256 threads, through distributed shared memory
     epilogue: float  # of a 128 x 128 tile
-    last_epilogue: float  # of a block's last tile, when all blocks store at once
-    step: float  # cycles from a full stage to an empty one, without the product
+    last_epilogue: float  # of a block's last 128 x 128 tile, when all blocks store at once
+    step: float  # cycles to consume a stage (128 along K), without the product
     shared: float  # cycles to move 128 bytes into or out of shared memory
-    dram: float  # bytes per microsecond out of memory
+    dram: float  # bytes per microsecond from device memory
     overlap: float  # exponent of the norm that joins overlapping times: 1 no overlap, infinity full overlap
-    crowded: float = 0  # share of the read time saved per block that the fullest SM has more than the average SM
-    # The others are for tiles whose rows are tokens.
-    wait: float = 0  # share of the product that a single warpgroup cannot hide
-    mma: float = 0  # cycles per output element and 128 products
-    piece: float = 0  # as mma, for each piece of a product's columns with a weight scale of its own
+    crowded: float = 0  # share of the read time saved per block by which the fullest SM exceeds the average SM
+    # The following apply only to tiles whose 64-row operand is tokens.
+    wait: float = 0  # share of the product's time that a single warpgroup cannot hide
+    mma: float = 0  # cycles of 128 products along K per output element
+    piece: float = 0  # added to mma for each piece of the columns that has its own weight scale
     per_tile: float = 0  # from one tile to the next, plus the epilogue unless TMA stores the tile
-    overlapped_step: float = 0  # cycles from one stage to the next while the next product runs
+    overlapped_step: float = 0  # like step, if the next product runs meanwhile
     overlapped_mma: float = 1  # factor of a product's cycles while another product runs
 
 
-_HALF = 0.7  # time of half a tile over that of a whole one: half a tile loads two thirds
-# Microseconds per further part of K that a block sums for a 128 x 128 tile: in shared memory, in registers.
+_HALF = 0.7  # time of half a tile relative to a whole one; half a tile loads two thirds of the bytes
+# Microseconds to add a further part of K to a 128 x 128 tile, with sums in shared memory and with sums in registers.
 _PART, _KEPT_PART = 0.75, 0.1
 
 _SWAPPED = _DenseCosts(
@@ -95,7 +95,7 @@ _STRAIGHT = _DenseCosts(
 
 
 def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
-    """Return the expected microseconds of ``tile`` for (m, n, k), from a cold L2."""
+    """Return the expected microseconds of ``tile`` for a GEMM (m, n, k) that starts with a cold L2."""
     c = _SWAPPED if tile.weights_as_rows else _STRAIGHT
     tiles = ceil(m / tile.block_m) * ceil(n / tile.block_n)
     slots = resident_clusters(tile, num_sms)
@@ -118,14 +118,14 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
     steps = rounds * ceil(ceil(k / 128) / tile.split_k)
     compute = steps * max(alone, fullest * mma, loaded) / _CYCLES
     dram = (n * k + m * k + 2 * m * n) / c.dram * (1 - c.crowded * (fullest - mean))
-    # With aligned rows nothing waits for L2.
+    # L2 is no bottleneck if rows are multiples of 128 bytes.
     l2 = tiles * (rows + tile.block_n) * k / _l2_rate(k) if k % 128 else 0
     overlapped = (compute**c.overlap + dram**c.overlap + l2**c.overlap) ** (1 / c.overlap)
 
     epilogue = c.epilogue * used / 128**2
     ends = c.last_epilogue * used / 128**2 + (waves - 1) * (c.per_tile + (0 if tile.tma_store else epilogue))
     if tile.split_k > 1:
-        # The threads of a block sum its slice of the partial tiles of all blocks.
+        # Each block of a cluster sums one slice of the partial tiles of all its blocks.
         summed = used / 128**2 * (1 - 1 / tile.split_k) * 2 / min(tile.warpgroups, 2)
         ends += c.split + c.per_split * (tile.split_k - 1) + c.reduction * fullest * summed
     if tile.k_parts > 1:
@@ -137,32 +137,33 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
     return c.start + overlapped + ends
 
 
-# ---- one matrix for each group: the host knows only the expected rows of a group, not their sizes ----
+# ---- one weight matrix per group: the host knows the expected rows of a group, but not the actual sizes ----
 
+# Microseconds, unless a comment says otherwise.
 _GROUPED_START = 3.619
-_GROUPED_STEP = 331.8  # cycles from a full stage to an empty one for one slab of a warpgroup, without the product
-_GROUPED_SWAPPED = 3.526  # factor of the product's cycles in that time, if weights are the 64-row operand
-_GROUPED_OVERLAPPED = 100  # _GROUPED_STEP of tiles whose next product runs meanwhile
-_GROUPED_OVERLAPPED_PRODUCT = 0.6  # factor of the product's cycles in that time
-_GROUPED_MMA = 0.03411  # cycles per output element and 128 products
-_GROUPED_LOAD = 56.94  # bytes per cycle into one block
-# Bytes per cycle into an SM with several blocks, over _GROUPED_LOAD:
+_GROUPED_STEP = 331.8  # cycles to consume a stage (128 along K) for one slab of a warpgroup, without the product
+_GROUPED_SWAPPED = 3.526  # factor of the product's cycles in a step if weights are the 64-row operand
+_GROUPED_OVERLAPPED = 100  # like _GROUPED_STEP, for tiles whose next product runs meanwhile
+_GROUPED_OVERLAPPED_PRODUCT = 0.6  # factor of the product's cycles in a step of such tiles
+_GROUPED_MMA = 0.03411  # cycles of 128 products along K per output element
+_GROUPED_LOAD = 56.94  # bytes per cycle loaded into one block
+# Bytes per cycle loaded into an SM with several blocks, relative to _GROUPED_LOAD:
 _GROUPED_SM_LOAD = 1.392  # blocks with one math warpgroup
 _GROUPED_SWAPPED_SM_LOAD = 0.6052  # weights are the 64-row operand
-_GROUPED_WIDE_SM_LOAD = 1.03  # the same, in tiles of 256 features, which only SwiGLU has
-_GROUPED_LATENCY = 1970  # least cycles to fill and empty all stages of a ring once
-_GROUPED_DRAM = 5.411e6
+_GROUPED_WIDE_SM_LOAD = 1.03  # weights are the 64-row operand of tiles of 256 features, which only SwiGLU has
+_GROUPED_LATENCY = 1970  # minimum cycles to fill and empty all stages of a ring once
+_GROUPED_DRAM = 5.411e6  # bytes per microsecond from device memory
 _GROUPED_EPILOGUE = 0.7145  # of a 128 x 128 tile
 _GROUPED_STAGED_EPILOGUE = 0.1215  # of a 128 x 128 tile that TMA writes
 _GROUPED_LAST_EPILOGUE = 1.18  # added to a block's last epilogue, when all blocks store at once
-_GROUPED_FULLEST = 0.03384  # weight of the fullest tiles in the time of a round; the average tile has the rest
-_GROUPED_SHARED = 0.9521  # factor of a product that shares its tokens with a second one
-_GROUPED_PER_SPLIT = 0.08294  # added by each further block of a split
-_GROUPED_REDUCTION = 2.924  # of a split 128 x 128 tile, through distributed shared memory
+_GROUPED_FULLEST = 0.03384  # weight of the fullest tile in the time of a step; the average tile has the rest
+_GROUPED_SHARED = 0.9521  # factor of a step whose two products share their tokens
+_GROUPED_PER_SPLIT = 0.08294  # added per block of a split after the first
+_GROUPED_REDUCTION = 2.924  # to sum a split 128 x 128 tile, through distributed shared memory
 _GROUPED_OVERLAP = 1.965  # exponent of the norm that joins overlapping times
 
-# Measured time of a tile over the model's, by `TileConfig.name`. Tiles that are not listed are within half a percent,
-# were never timed (SwiGLU), or split K.
+# Ratio of a tile's measured time to the modelled one, by `TileConfig.name`. Tiles that are not listed are within half
+# a percent, were never timed (SwiGLU), or split K.
 _GROUPED_TILES = {
     "8x64*2": 1.035,
     "8x64*4": 0.964,
@@ -194,11 +195,11 @@ _FEW = 12  # expected rows below which sizes are Poisson distributed
 
 @lru_cache(maxsize=4096)
 def group_sizes(expected_m: float, skewed: bool) -> tuple[tuple[int, float], ...]:
-    """Return (rows, probability) of a group with ``expected_m`` expected rows.
+    """Return the distribution of a group's size, as (rows, probability) pairs, for ``expected_m`` expected rows.
 
-    With even routing sizes lie within a third of ``expected_m``. With skewed routing they are distributed like the
-    square of an exponential variate: half of the groups have less than a quarter of their share, one in thirty has more
-    than five times as much. Few rows are Poisson distributed around these sizes.
+    With even routing, sizes lie within a third of ``expected_m``. With skewed routing, they are distributed like the
+    square of an exponential variate: half of the groups have less than a quarter of an equal share, one in thirty more
+    than five times as much. Sizes below `_FEW` are replaced by Poisson distributions around them.
     """
     sizes: dict[int, float] = defaultdict(float)
     middles = [(i + 0.5) / _QUANTILES for i in range(_QUANTILES)]
@@ -222,7 +223,7 @@ def _not_empty(expected_m: float, skewed: bool) -> float:
 
 
 def _slabs_in_use(tile: TileConfig, rows: int) -> tuple[int, ...]:
-    """Return each warpgroup's slabs in a tile with ``rows`` rows of a group (``slab_row`` of gemm_layout.cuh)."""
+    """Return how many slabs each warpgroup multiplies if ``rows`` rows are in use (``slab_row`` of gemm_layout.cuh)."""
     if tile.weights_as_rows:
         return (tile.slabs,) * tile.warpgroups
     in_use = ceil(rows / 64)
@@ -233,9 +234,9 @@ def _slabs_in_use(tile: TileConfig, rows: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def _step_cycles(tile: TileConfig, rows: int) -> float:
-    """Return the cycles of 128 along K in a tile with ``rows`` rows of a group, alone on its SM."""
+    """Return the cycles of one step of 128 along K, for a tile with ``rows`` rows in use that is alone on its SM."""
     height = tile.block_m if tile.weights_as_rows else 64 * ceil(rows / 64)
-    product = 64 * tile.mma_n * _GROUPED_MMA  # of one slab
+    product = 64 * tile.mma_n * _GROUPED_MMA  # cycles of one slab's product
     slabs = _slabs_in_use(tile, rows)
     if tile.overlaps:
         alone = _GROUPED_OVERLAPPED + _GROUPED_OVERLAPPED_PRODUCT * product
@@ -247,13 +248,13 @@ def _step_cycles(tile: TileConfig, rows: int) -> float:
 
 @lru_cache(maxsize=256)
 def _tiles_by_height(height: int, swap: bool, expected_m: float, skewed: bool) -> dict[int, float]:
-    """Return the expected number of a group's tiles in one column of tiles, by rows in use, rounded up to 64."""
+    """Return the expected number of tiles of a group in one column of tiles, keyed by rows in use rounded up to 64."""
     tiles: dict[int, float] = defaultdict(float)
     for rows, probability in group_sizes(expected_m, skewed):
         whole, rest = divmod(rows, height)
         if swap:
             tiles[height] += probability * (whole + (rest > 0))
-        elif height == 256 and whole and 0 < rest <= 64:  # gemm_schedule.cuh evens out the last two
+        elif height == 256 and whole and 0 < rest <= 64:  # gemm_schedule.cuh balances the last two tiles
             tiles[256] += probability * (whole - 1)
             tiles[192] += probability
             tiles[64 * ceil((64 + rest) / 64)] += probability
@@ -266,7 +267,7 @@ def _tiles_by_height(height: int, swap: bool, expected_m: float, skewed: bool) -
 def grouped_time(
     tile: TileConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int, skewed: float = SKEWED
 ) -> float:
-    """Return the expected microseconds for groups of about ``expected_m`` rows and weights (n, k), from a cold L2.
+    """Return the expected microseconds for groups of ``expected_m`` expected rows and weights (n, k), with a cold L2.
 
     skewed: probability that routing is skewed rather than even.
     """
@@ -277,7 +278,7 @@ def grouped_time(
 def _grouped_time(
     tile: TileConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int, skewed: bool
 ) -> float:
-    """Return the time for one kind of routing: its number of waves would be blurred in a mean over both."""
+    """Return the expected microseconds for one kind of routing; a mix of both would blur the number of waves."""
     expected_m = max(expected_m, 1 / groups)
     steps, columns, height = ceil(k / 128), ceil(n / tile.block_n), tile.block_m
     by_height = _tiles_by_height(height, tile.weights_as_rows, expected_m, skewed)

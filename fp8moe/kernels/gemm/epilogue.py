@@ -1,4 +1,4 @@
-"""Epilogues of the GEMM: `Columns`, and a class with macros and ``Output`` for each cuda/sm90/epilogue_*.cuh."""
+"""Epilogues of the GEMM: `Columns`, and one class per cuda/sm90/epilogue_*.cuh with its macros and argument fields."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _BIAS_KINDS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
 def _addresses(names: Iterable[str]) -> Fields:
-    """Return 64-bit fields for addresses and pitches."""
+    """Return 64-bit ctypes fields with these names, for addresses and pitches."""
     return tuple((name, ctypes.c_int64) for name in names)
 
 
 class Columns(NamedTuple):
-    """Operations on the sums of each output feature, before any epilogue.
+    """Operations on the sums of each output feature, applied before the epilogue.
 
-    channel_scales: multiply by a weight scale per feature, instead of one per 128x128 block. bias_dtype: bfloat16 or
-    float32, of a bias to add, or None.
+    channel_scales: multiply by one weight scale per feature, instead of one per 128x128 block. bias_dtype: dtype of the
+    bias to add, bfloat16 or float32, or None.
     """
 
     channel_scales: bool = False
@@ -35,7 +35,7 @@ class Columns(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the scale and the bias of an output feature."""
+        """Bytes of scale and bias per output feature."""
         return 4 * self.channel_scales + (0 if self.bias_dtype is None else self.bias_dtype.itemsize)
 
     @property
@@ -44,11 +44,12 @@ class Columns(NamedTuple):
 
 
 class Epilogue:
-    """The end of a GEMM: the CUDA struct with the class's name turns sums into results.
+    """The last step of a GEMM: the CUDA struct with the same name as the class turns sums into results.
 
-    out_dtype: of the result. header: the file of the struct. fields: of its ``Output``, addresses and pitches first.
-    gated: whether the weights are those of gate and up. defines: macros. constants: compile-time constants.
-    values: the fields that are equal in all calls. kind: this epilogue for any number of tokens.
+    out_dtype: dtype of the result. header: file that defines the struct. fields: fields of the struct's ``Output``,
+    addresses and pitches first. gated: whether the weights are a gate_up projection. defines: macros.
+    constants: compile-time constants. values: values of the fields that are the same in every call.
+    kind: this epilogue without anything that depends on the number of tokens.
     """
 
     out_dtype: torch.dtype
@@ -87,7 +88,10 @@ class AddAndStore(PlainStore):
 
 @dataclass(frozen=True)
 class AddLowRank(PlainStore):
-    """Stores ``sums + ranks @ factors[e].T`` for rows of group e, in bfloat16 or float32. rank: a multiple of 16."""
+    """Stores ``sums + ranks @ factors[e].T`` for the rows of group e, in bfloat16 or float32.
+
+    ranks is (M, r), factors (E, N, r). rank: r, a multiple of 16.
+    """
 
     rank: int = 0
 
@@ -125,9 +129,10 @@ class SwigluQuantize(Epilogue):
 
 @dataclass(frozen=True)
 class PeerStore(Epilogue):
-    """Stores each row in the memory of the GPU that has its token, or with `to_all` of every GPU.
+    """Stores each row in the memory of the GPU that has its token, or with `to_all` in the memory of every GPU.
 
-    peers: how many GPUs. each: assignments of the tokens of one GPU; with `to_all`, of all tokens.
+    peers: number of GPUs. each: number of assignments (pairs of a token and one of its experts) for the tokens of one
+    GPU; with `to_all`, for all tokens.
     """
 
     out_dtype: torch.dtype
@@ -139,7 +144,7 @@ class PeerStore(Epilogue):
 
     @property
     def fields(self) -> Fields:
-        """Rows on the peers, the assignment of each row, and the meeting (`runtime.peer_table`)."""
+        """Addresses of the rows on each peer, of the rows' assignments, and of the peers' barrier (`meeting`)."""
         targets = [f"peer_{i}" for i in range(self.peers)]
         meeting = [f"meeting_{i}" for i in range(self.peers + 1)]
         return *_addresses((*targets, "assignments", *meeting)), ("each", ctypes.c_int)

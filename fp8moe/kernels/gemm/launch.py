@@ -1,4 +1,4 @@
-"""Launches of ``cuda/sm90/gemm.cu`` and ``gemm_k.cu``: built once per problem; later calls change addresses only."""
+"""Launchers of ``cuda/sm90/gemm.cu`` and ``gemm_k.cu``: built once per problem; later calls replace addresses only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GemmOperands(NamedTuple):
     b, b_scale: weights (N, K), or (E, N, K) for groups, float8_e4m3fn; a float32 scale for each 128x128 block, or for
         each output channel, (..., N, 1).
     bias: (N,), or (E, N) for groups. c: (M, N) of the result's dtype.
-    groups: int32, offsets (E + 1,) of the groups' rows, their ranges (E, 2), or rows in use (E,).
+    groups: int32: row offsets (E + 1,), row ranges (E, 2) of first row and end, or numbers of rows in use (E,).
     """
 
     a: Tensor
@@ -41,17 +41,17 @@ class GemmOperands(NamedTuple):
     groups: Tensor | None = None
 
     def layouts(self) -> tuple[tuple | None, ...]:
-        """Return the properties that a plan depends on, a microsecond faster than `planned` collects them."""
+        """Return the operands' part of a launch plan's key, a microsecond faster than `planned` would collect it."""
         return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in self])
 
 
 class GemmLauncher:
     """A kernel with its tensor maps and arguments. Build and launch it with its device current.
 
-    maps: of the operands and perhaps of the result, in the order of the addresses that `launch` takes.
-    arguments: the kernel's structure. pointers: how many of its first fields are addresses and pitches.
-    out: a result like those to come; `new_out` allocates one of this `shape`.
-    dynamic: blocks take tiles from a counter, an int32 after the groups that is 0 before the launch.
+    maps: tensor maps of the operands and, if TMA stores it, of the result, in the order of the addresses in `launch`.
+    arguments: the kernel's argument structure. pointers: how many of its first fields are addresses and pitches.
+    out: a tensor with the layout of the results, if any; `new_out` allocates such a tensor, `shape` is its shape.
+    dynamic: blocks take tiles from a counter, an int32 after the groups that must be 0 before the launch.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class GemmLauncher:
         maps = tuple(maps)
         self._move = tuple(one.replace_address for one in maps)
         self._arguments = arguments
-        # Pointers in one array are set at once, in less time than one by one.
+        # Setting the pointers through one array takes less time than one by one.
         self._pointers = (ctypes.c_int64 * pointers).from_buffer(arguments)
-        # The kernel's parameter for a map of the result is unused without one: pass the map of a.
+        # The kernel has a parameter for the result's map; if there is none, pass a's map, which is not used.
         unused = maps[:1] if len(maps) == 3 else ()
         parameters = (*maps, *unused, arguments)
         self._launcher = Launcher(load(spec), args=parameters, **configuration)
         if out is not None:
             self.shape = tuple(out.shape)
-            # A bound empty_strided takes half the time of torch.empty.
+            # empty_strided with bound arguments takes half the time of torch.empty.
             self.new_out = functools.partial(
                 torch.empty_strided, self.shape, out.stride(), dtype=out.dtype, device=out.device
             )
@@ -84,10 +84,10 @@ class GemmLauncher:
     def launch(self, stream: int, mapped: tuple[int, ...], pointers: tuple[int, ...], groups: int = 0) -> None:
         """Enqueue the kernel.
 
-        mapped: addresses for the tensor maps, multiples of 16: a, a_scale, b, result; for a GEMM grouped along K a,
+        mapped: addresses for the tensor maps, multiples of 16: a, a_scale, b, result; for a GEMM grouped along K: a,
             a_scale, b, b_scale, result, result.
         pointers: b_scale, bias or 0, then addresses and pitches in the order of the epilogue's `fields`; for a GEMM
-            grouped along K the offsets.
+            grouped along K: the offsets.
         groups: address of `GemmOperands.groups`, 0 for a dense GEMM.
         """
         launcher = self._launcher
@@ -100,7 +100,7 @@ class GemmLauncher:
             launcher.launch(stream)
 
 
-# ---- products of rows ----
+# ---- dense GEMMs and groups of rows ----
 
 
 def build(
@@ -112,13 +112,13 @@ def build(
     tile: TileConfig | None = None,
     pdl: bool = False,
 ) -> GemmLauncher:
-    """Return the launcher for operands of these layouts, whose device must be current.
+    """Build the launcher for operands with these layouts. Their device must be current.
 
-    operands: rows of a, rows of b (N, K), and the beginnings of a_scale, channel scales and biases at multiples of 16
+    operands: the rows of a and of b (N, K), and the starts of a_scale, channel scales and bias, at multiples of 16
         bytes; a_scale MN-major; b (E, N, K) contiguous.
-    grouping: for groups. epilogue: its dtype is that of the result, (M, N), or (M, N / 2) if it joins gate and up.
-    out: a result like those to come; None for a contiguous one, or if the result goes to peers.
-    tile: instead of the cost model's choice. pdl: start before the kernel ahead in the stream has ended.
+    grouping: None for a dense GEMM. epilogue: gives the result's dtype; the result is (M, N), or (M, N / 2) if gated.
+    out: a tensor with the layout of the results; None for contiguous results, or if the epilogue stores to peers.
+    tile: overrides the cost model's choice. pdl: start before the previous kernel in the stream has ended.
     """
     a, b = operands.a, operands.b
     (m, k), n, groups = a.shape, b.shape[-2], b.shape[0] if grouping else 0
@@ -132,7 +132,7 @@ def build(
         problem = grouping.problem(m, groups, n, k, sms, swiglu=epilogue.gated)
     if tile is None:
         if grouping.max_m is None:
-            # A part of a whole GEMM may have any number of rows: note the rows of the whole.
+            # A part of a GEMM may have any number of rows, so note the rows of the whole GEMM.
             note(Family(n, k, groups, epilogue.kind, columns), grouping.whole[0] if grouping.whole else m)
         tile = choose(problem, epilogue, grouping.whole)
     tile = with_columns(tile, columns.bytes, k)
@@ -143,7 +143,7 @@ def build(
     tile_m = tokens_of_tile(tile, m)
     tile_rows = row_tiles_bound(tile_m, m, max(groups, 1), grouping.max_m)
     tiles = tile_rows * ceil_div(n, tile.block_n)
-    # A block has one tile, or a resident grid walks over them.
+    # Either each block computes one tile, or a grid of resident blocks loops over all tiles.
     concurrent = tiles if tile.single_tile else min(tiles, sms * tile.blocks_per_sm)
     arguments = arguments_type(epilogue)(
         m=m,
@@ -153,7 +153,7 @@ def build(
         tile_m=tile_m,
         tile_rows=tile_rows,
         counter=groups + (grouping.max_m is None),
-        # Stages whose weights are loaded before any tokens: with pdl, tokens wait for the kernel ahead.
+        # Stages whose weights are loaded before any tokens: with pdl, tokens must wait for the previous kernel.
         early_stages=tile.stages if pdl else tile.first_stages,
         **epilogue.values,
     )
@@ -193,7 +193,7 @@ def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Ten
 def dense(
     device_index: int, operands: GemmOperands, out_dtype: torch.dtype, pdl: bool = False, tile: TileConfig | None = None
 ) -> GemmLauncher:
-    """Build the launcher for one matrix."""
+    """Build the launcher of a dense GEMM. Arguments: see `build`."""
     kind = PlainStore if operands.c is None else AddAndStore
     return build(operands, kind(out_dtype), tile=tile, pdl=pdl)
 
@@ -208,7 +208,7 @@ def grouped(
     *,
     tile: TileConfig | None = None,
 ) -> GemmLauncher:
-    """Build the launcher for a matrix per group, or for one matrix if grouping is None, with any epilogue."""
+    """Build the launcher of a grouped GEMM, or a dense one if grouping is None. Arguments: see `build`."""
     a, a_scale, *_ = operands
     if a.dim() == 3:
         operands = operands._replace(a=a.flatten(0, 1), a_scale=a_scale.flatten(0, 1))
@@ -216,9 +216,9 @@ def grouped(
 
 
 def find(launcher: planned[..., GemmLauncher], operands: GemmOperands, *options: object) -> GemmLauncher | None:
-    """Return the launcher if operands of these layouts have run before: then no check and no copy is needed.
+    """Return the launcher if operands with these layouts have run before, and so need no checks or copies; else None.
 
-    launcher, options: `dense` or `grouped`, and its arguments after the operands.
+    launcher: `dense`, `grouped` or another planned function. options: its arguments after the operands.
     """
     a, a_scale, b, b_scale, bias, c, _ = operands
     found = launcher.look_up(a.get_device(), operands.layouts(), *options)
@@ -229,15 +229,15 @@ def find(launcher: planned[..., GemmLauncher], operands: GemmOperands, *options:
 
 
 def column_addresses(b_scale: Tensor, bias: Tensor | None) -> int:
-    """Return the combined bits of the addresses of a bias and of channel scales, to test their alignment."""
+    """Return the bitwise or of the addresses of bias and channel scales, if any, to test their alignment."""
     addresses = 0 if bias is None else bias.data_ptr()
     return addresses | b_scale.data_ptr() if b_scale.shape[-1] == 1 else addresses
 
 
 def run(found: GemmLauncher, operands: GemmOperands, out: Tensor, *more: int) -> None:
-    """Launch on PyTorch's current stream.
+    """Launch the GEMM on PyTorch's current stream.
 
-    more: the epilogue's addresses and pitches after those of the result; c needs none.
+    more: values of the epilogue's address and pitch fields after those of the result; c's are filled in here.
     """
     a, a_scale, b, b_scale, bias, c, groups = operands
     index, address = a.get_device(), out.data_ptr()
@@ -256,14 +256,14 @@ def run(found: GemmLauncher, operands: GemmOperands, out: Tensor, *more: int) ->
 
 
 def run_new(found: GemmLauncher, operands: GemmOperands) -> Tensor:
-    """Launch with a new contiguous result, and return it."""
+    """Launch the GEMM into a new contiguous tensor, and return that tensor."""
     out = found.new_out()
     run(found, operands, out)
     return out
 
 
 def multiply_with(tile: TileConfig, operands: GemmOperands, out: Tensor, grouping: Grouping | None = None) -> None:
-    """Run a given tile, as benchmarks and tests do; operands: see `build`."""
+    """Compute a GEMM with a given tile, for benchmarks and tests. operands: see `build`."""
     index = operands.a.get_device()
     if grouping is None:
         run(dense(index, operands, out.dtype, False, tile), operands, out)
@@ -279,11 +279,11 @@ def multiply_with(tile: TileConfig, operands: GemmOperands, out: Tensor, groupin
 def along_k(
     device_index: int, a: FP8Tensor, b: FP8Tensor, out: Tensor, accumulate: bool, tile: GroupedKTile | None = None
 ) -> GemmLauncher:
-    """Build the launcher of ``out[e] (+)= a[:, columns of e] @ b[:, columns of e].T`` for operands of these layouts.
+    """Build the launcher of ``out[e] (+)= a[:, columns of e] @ b[:, columns of e].T`` for operands with these layouts.
 
     a, b: (M, K) and (N, K) float8_e4m3fn, rows at multiples of 16 bytes; scales (..., K / 128) float32, MN-major.
     out: (E, M, N) float32, or bfloat16 unless accumulate, contiguous. Scales and out at multiples of 16 bytes.
-    tile: instead of `choose_grouped_k`.
+    tile: overrides the choice of `choose_grouped_k`.
     """
     (groups, m, n), k = out.shape, a.data.shape[1]
     sms = num_sms(device_index)
@@ -297,14 +297,14 @@ def along_k(
             tensor_map(data, shape=data.shape, strides=(data.stride(0), 1), box=(rows, 128), swizzle=128),
             tensor_map(scale, shape=(blocks, len(scale)), strides=(scale.stride(1), 1), box=(1, rows), l2_promotion=0),
         ]
-    columns = 128 // out.element_size()  # that TMA writes at once
-    rest = tile.block_n % columns or columns  # in the last write of a tile
+    columns = 128 // out.element_size()  # columns that TMA writes at once
+    rest = tile.block_n % columns or columns  # columns of a tile's last write
     for width in (columns, rest):
         swizzle = 128 if width == columns else 0
         maps.append(tensor_map(out, shape=out.shape, strides=out.stride(), box=(1, 16, width), swizzle=swizzle))
     rows = ceil_div(m, tile.block_m)
     grid = min(groups * rows * ceil_div(n, tile.block_n), sms)
-    # The squarest footprint reads the least of both operands.
+    # If the tiles computed at once form a square, they read the least of both operands.
     raster = min(rows, max(1, round((grid * tile.block_n / tile.block_m) ** 0.5)))
     spec = grouped_k_spec(tile, n, out_float32=out.dtype == torch.float32, accumulate=accumulate)
     arguments = GroupedKArguments(groups=groups, m=m, k=k, raster=raster)

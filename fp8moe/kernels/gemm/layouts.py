@@ -27,7 +27,7 @@ _GroupedOperands = Annotated[GemmOperands, (*GemmOperands._fields[:4], "groups")
 
 
 class _Launchers(NamedTuple):
-    """The two launches of a call. ahead: runs before the GEMM and writes the tensors that `new` allocates."""
+    """The launchers of one call: `ahead` runs before `gemm` and fills the tensors that the functions `new` allocate."""
 
     ahead: PointerLauncher
     new: tuple[Callable[[], Tensor], ...]
@@ -44,15 +44,15 @@ def grouped_gemm_by_layout(
 ) -> None:
     """Compute `grouped_gemm` into ``out`` for groups in any order.
 
-    a, b, out: as for `grouped_gemm`, already tensors.
-    layout: int32, on the device of the operands. Without alignment: (M,), the group of each row, none if outside
-        [0, E); the rows of a group follow each other, and rows of no group among them are computed as the group's.
-        With alignment: (E,), the end of each group; group 0 begins at row 0, each other group at the next multiple of
-        alignment after the end of the group before.
-    expected_m: about how many rows a group has; only the speed depends on it.
+    a, b, out: as for `grouped_gemm`.
+    layout: int32, on the device of the operands. Without alignment: (M,), the group of each row; values outside [0, E)
+        mean no group. The rows of a group must be contiguous; rows of no group between them are computed like the
+        group's rows. With alignment: (E,), the end of each group; group 0 begins at row 0, every other group at the
+        next multiple of alignment after the end of the previous group.
+    expected_m: the expected number of rows per group; affects the speed only.
 
-    On the CUDA backend the host neither knows nor waits for the groups. A group whose rows do not follow each other may
-    be multiplied with another group's weights there, and raises ValueError on the reference backend.
+    On the CUDA backend the host does not read or wait for the groups. There, a group whose rows are not contiguous may
+    be multiplied with another group's weights; on the reference backend it raises ValueError.
     """
     operands = (*a, *b, layout)
     autograd.check_out("fp8moe.grouped_gemm_by_layout", (*NAMES, "layout", "out"), (*operands, out))
@@ -65,13 +65,13 @@ def ranges_spec(groups: int) -> KernelSpec:
 
 @planned
 def _ranges_launcher(device_index: int, rows: int, groups: int, alignment: int | None) -> PointerLauncher:
-    """Return the launcher for (layout, ranges), both contiguous."""
+    """Build the launcher of group_ranges.cu for the tensors (layout, ranges), both contiguous."""
     args = ctypes.c_int(rows), ctypes.c_int(alignment or 0)
     return PointerLauncher(load(ranges_spec(groups)), grid=1, block=_RANGES_THREADS, pointers=2, args=args)
 
 
 def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
-    """Return first row and end of each group, (groups, 2) int32. layout: see `grouped_gemm_by_layout`."""
+    """Return the first row and the end of each group, (groups, 2) int32. layout: see `grouped_gemm_by_layout`."""
     if not use_cuda(layout):
         return reference.group_ranges(layout, groups, alignment)
     ranges = torch.empty((groups, 2), dtype=torch.int32, device=layout.device)
@@ -84,7 +84,7 @@ def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
 def _layout_launchers(
     device_index: int, operands: GemmOperands, alignment: int | None, expected_m: int, out: Tensor
 ) -> _Launchers:
-    """Return the launchers for operands whose `groups` is the layout: `ahead` writes the ranges of rows."""
+    """Build the launchers for operands whose field `groups` holds the layout; `ahead` computes the ranges of rows."""
     groups = operands.b.shape[0]
     new_ranges = partial(torch.empty_strided, (groups, 2), (2, 1), dtype=torch.int32, device=out.device)
     how = PlainStore(out.dtype), Grouping(expected_m), None if out.is_contiguous() else out
@@ -137,7 +137,7 @@ _by_layout_op = define("grouped_gemm_by_layout -> ()", _by_layout, _by_layout_fa
 
 # ---- groups along K, given by sizes ----
 
-_JOIN_WARPS = 8  # warps of a thread block
+_JOIN_WARPS = 8  # warps per thread block
 _JOIN_BLOCKS_PER_SM = 8
 _JOIN_ROWS = 32  # rows of 128 columns that a warp copies at a time
 
@@ -145,18 +145,19 @@ _JOIN_ROWS = 32  # rows of 128 columns that a warp copies at a time
 def grouped_gemm_k_by_sizes(
     a: FP8Tensor, b: FP8Tensor, sizes: Tensor, out: Tensor, *, accumulate: bool = False
 ) -> None:
-    """``out[e] (+)= a_e @ b_e.T`` of dequantized operands, for every group e along K.
+    """Compute ``out[e] (+)= a_e @ b_e.T`` of dequantized operands, for every group e along K.
 
     a: data (M * K,) float8_e4m3fn: the row-major matrices (M, sizes[e]) of all groups, concatenated; scale (M, K/128)
-        float32, a column for each 128 of all groups. Or one transposed matrix: data (K, M), scale (K/128, M), best as
-        views of (M, K) and (M, K/128), as other layouts are copied. b: likewise with N, a multiple of 8.
+        float32, with one column per 128 columns of the groups. Or one transposed matrix for all groups: data (K, M),
+        scale (K/128, M), which are copied unless they are transposed views of (M, K) and (M, K/128).
+    b: like a with N instead of M; N must be a multiple of 8.
     sizes: (E,) int32, on the device of the operands, multiples of 128. Their sum is at most K.
     out: (E, M, N) float32, or bfloat16 unless accumulate; contiguous, in memory that no operand uses.
     accumulate: add to ``out``. Otherwise groups without columns give zeros.
 
-    On the CUDA backend the host neither knows nor waits for the sizes, and concatenated groups are first copied to one
-    matrix for each operand. Results of groups that are not multiples of 128 or end past K are uninitialized or NaN
-    there, and ValueError on the reference backend.
+    On the CUDA backend the host does not read or wait for the sizes, and concatenated groups are first copied to one
+    matrix per operand. There, a group that is no multiple of 128 or ends past K gives uninitialized values or NaN; on
+    the reference backend it raises ValueError.
     """
     operands = (*a, *b, sizes)
     autograd.check_out("fp8moe.grouped_gemm_k_by_sizes", (*NAMES, "sizes", "out"), (*operands, out))
@@ -176,9 +177,9 @@ def join_spec(groups: int) -> KernelSpec:
 
 @planned
 def join_launcher(device_index: int, groups: int, m: int, n: int, k: int) -> PointerLauncher:
-    """Return the launcher for (a (m * k,), b (n * k,), sizes, joined a (m, k), joined b (n, k), offsets (E + 1,)).
+    """Build the launcher of join_groups.cu for the tensors (a, b, sizes, joined a, joined b, offsets).
 
-    With m = n = 0 the kernel writes the offsets alone.
+    Their shapes: (m * k,), (n * k,), (E,), (m, k), (n, k), (E + 1,). With m = n = 0 the kernel writes only the offsets.
     """
     units = (ceil_div(m, _JOIN_ROWS) + ceil_div(n, _JOIN_ROWS)) * (k // BLOCK)
     return PointerLauncher(
@@ -192,7 +193,10 @@ def join_launcher(device_index: int, groups: int, m: int, n: int, k: int) -> Poi
 
 @planned
 def _sizes_launchers(device_index: int, operands: GemmOperands, accumulate: bool, out: Tensor) -> _Launchers:
-    """Return the launchers for operands whose `groups` is the sizes: `ahead` writes offsets and joined matrices."""
+    """Build the launchers for operands whose field `groups` holds the sizes.
+
+    Their `ahead` computes the offsets and, for concatenated operands, the joined matrices.
+    """
     a, a_scale, b, b_scale, *_ = operands
     (groups, m, n), k = out.shape, a.shape[0]
     new = partial(torch.empty_strided, device=out.device)
@@ -262,7 +266,7 @@ def _by_sizes_fake(operands: GemmOperands, out: Tensor, accumulate: bool) -> Non
 
 
 def _matrix(name: str, data: Tensor, scale: Tensor, rows: int, k: int) -> FP8Tensor:
-    """Return an operand as a matrix (rows, K) of the same memory. k: K of concatenated groups."""
+    """Return an operand as a view (rows, K). k: the sum of K over all groups, for concatenated groups."""
     if data.dim() != 1:
         return FP8Tensor(*(part.mT if part.dim() > 1 else part for part in (data, scale)))
     if data.shape[0] != rows * k:

@@ -1,4 +1,4 @@
-"""The GEMMs in plain PyTorch, on any device, with groups read on the host: they define the kernels' results."""
+"""Reference GEMMs in plain PyTorch, on any device: they define the kernels' results. Groups are read on the host."""
 
 import functools
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _CHUNK = 1 << 22  # elements of a chunk of weights or results
 
 
 def gemm_reference(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Compute `_gemm`, through `by_fixed_rows`."""
+    """Compute a dense GEMM, see `_gemm`, with a fixed number of rows at a time in batch-invariant mode."""
     return by_fixed_rows(lambda data, scale: _gemm(FP8Tensor(data, scale), b, bias, out_dtype), *a)
 
 
@@ -26,9 +26,9 @@ def _gemm(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     (N, 1), which multiply the finished sums. bias: (N,) or None.
 
     For each block of 128 along K the unscaled products are summed, multiplied by the two float32 scales and added to a
-    float32 accumulator (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). A non-finite scale or value reaches the outputs
-    that depend on it and no other. Columns of the result are computed in chunks: temporary memory is a float32 copy of
-    the activations and tens of MB, or more if 128 columns take more.
+    float32 accumulator (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). A non-finite scale or value affects only the
+    outputs that depend on it. Columns of the result are computed in chunks: temporary memory is a float32 copy of the
+    activations and tens of MB, or more if 128 columns take more.
     """
     a_data, a_scale = a
     b_data, b_scale = b
@@ -70,7 +70,7 @@ def grouped_gemm_reference(
 ) -> None:
     """Write ``gemm(a[rows of e], b[e], bias[e]) + ranks[rows of e] @ factors[e].T`` to ``out[rows of e]``.
 
-    The sum is rounded once; rows of no expert stay.
+    The sum is rounded once. Rows outside all groups are not written.
 
     a: data (M, K) with scale (M, ceil(K/128)). b: data (E, N, K) with scale (E, ceil(N/128), ceil(K/128)).
     groups, max_m: see `group_rows`. low_rank: ranks (M, r) and factors (E, N, r). bias: (E, N). out: (M, N).
@@ -94,11 +94,11 @@ def grouped_gemm_swiglu_reference(
     max_m: int | None = None,
     bias: Tensor | None = None,
 ) -> None:
-    """Project each group to gate and up, apply `activation` in float32, and quantize into ``out``; other rows stay.
+    """Project each group to gate and up, apply `activation` in float32, and quantize the result into ``out``.
 
     a: data (M, H) with scale (M, ceil(H/128)). gate_up: data (E, 2I, H), gate rows then up rows, with the scales of
     gate, then of up, (E, 2 * ceil(I/128), ceil(H/128)) or (E, 2I, 1). bias: (E, 2I). out: data (M, I), scale
-    (M, ceil(I/128)). groups, max_m: see `group_rows`.
+    (M, ceil(I/128)); rows outside all groups are not written. groups, max_m: see `group_rows`.
     """
     size, blocks = gate_up[0].shape[1] // 2, gate_up[1].shape[1] // 2
     for expert, rows in group_rows(groups, a[0].shape[0], max_m):
@@ -112,11 +112,11 @@ def grouped_gemm_swiglu_reference(
 
 
 def group_rows(groups: Tensor, m: int, max_m: int | None) -> Iterator[tuple[int, slice]]:
-    """Yield (expert, slice of its rows) for experts that have some of the ``m`` rows.
+    """Yield (expert, slice of its rows) for every expert that has rows. m: number of rows of all experts.
 
     groups: without max_m, offsets (E+1,): expert e has rows ``offsets[e]:offsets[e+1]``, both clamped to [0, m]; or
-    ranges of rows (E, 2), in any order. With max_m, masked_m (E,): expert e has the first ``masked_m[e]``, clamped to
-    [0, max_m], of its max_m rows.
+    ranges of rows (E, 2), in any order. With max_m, masked_m (E,): each expert has max_m rows, of which expert e uses
+    the first ``masked_m[e]``, clamped to [0, max_m].
     """
     sizes = groups.tolist()
     if max_m is None:
@@ -130,9 +130,9 @@ def group_rows(groups: Tensor, m: int, max_m: int | None) -> Iterator[tuple[int,
 
 
 def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
-    """Return first row and end of each group, (groups, 2). layout: see `layouts.grouped_gemm_by_layout`.
+    """Return the first row and the end of each group, (groups, 2). layout: see `layouts.grouped_gemm_by_layout`.
 
-    Raises ValueError if rows of a group lie between rows of another.
+    Raises ValueError if rows of one group lie between rows of another group.
     """
     layout = layout.long()
     if alignment is not None:
@@ -153,7 +153,7 @@ def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
 
 
 def _part(operand: FP8Tensor, index: int | slice) -> FP8Tensor:
-    """Return the rows of a group or the weights of an expert."""
+    """Return a part of data and scale: the rows of a group, or the weights of an expert."""
     data, scale = operand
     return FP8Tensor(data[index], scale[index])
 
@@ -199,9 +199,10 @@ def offsets_of_sizes(sizes: Tensor, k: int) -> Tensor:
 
 
 def join_groups(a: Tensor, b: Tensor, sizes: Tensor, m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Join concatenated groups along K, a (m * k,) and b (n * k,), to matrices (m, k) and (n, k); offsets (E + 1,) too.
+    """Join concatenated groups a (m * k,) and b (n * k,) along K. Returns a (m, k), b (n, k) and offsets (E + 1,).
 
-    sizes: (E,) of the groups. Columns after the last group are zeros. Raises ValueError if their sum exceeds k.
+    sizes: (E,), the columns of each group. Columns after the last group are zeros. Raises ValueError if sizes sum to
+    more than k.
     """
     offsets = offsets_of_sizes(sizes, k)
     bounds = offsets.tolist()
@@ -215,7 +216,7 @@ def join_groups(a: Tensor, b: Tensor, sizes: Tensor, m: int, n: int, k: int) -> 
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` of E4M3 values held in float32, with autocast, which would round the sums, disabled.
+    """Return ``a @ b`` of E4M3 values held in float32. Autocast is disabled, since it would round the sums.
 
     E4M3 values are exact in TF32 and bfloat16 too, so ``torch.set_float32_matmul_precision`` changes no product.
     """
@@ -224,7 +225,7 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def to_float32(data: Tensor) -> Tensor:
-    """Convert FP8 values to float32. On a CPU a table of all 256 values is five times faster than PyTorch."""
+    """Convert FP8 values to float32. On a CPU, a table of all 256 values is five times faster than `Tensor.float`."""
     if data.device.type != "cpu":
         return data.float()
     return _values(data.dtype).index_select(0, data.view(torch.uint8).int().flatten()).view(data.shape)

@@ -1,4 +1,4 @@
-"""Tiles of the GEMM kernels: compiled variants up to the shape of the weights, and the resources that they take."""
+"""Tile configurations of the GEMM kernels, and the registers and shared memory that they take."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ PRODUCER_REGISTERS = 24
 BUSY_PRODUCER_REGISTERS = 40  # of a producer with more work (`source.kernel_spec`); math threads then have 8 fewer
 MAX_STAGES = 16
 _TILE_BYTES = 24  # ``struct Tile`` of cuda/sm90/gemm_layout.cuh
-_OTHER_REGISTERS = 28  # of a math thread, beside sums and products
-_LEAST_OTHER_REGISTERS = 24  # the same in tiles that keep sums of parts in registers
+_OTHER_REGISTERS = 28  # of a math thread, besides its sums and products
+_LEAST_OTHER_REGISTERS = 24  # the same, in tiles that keep sums of parts of K in registers
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """One compiled variant of ``cuda/sm90/gemm.cu``, up to the shape of the weights.
+    """The tile configuration of a compiled variant of ``cuda/sm90/gemm.cu``; the shape of the weights is not in it.
 
     block_m: tokens of a tile. block_n: output features of a tile.
     weights_as_rows: weights, not tokens, are the 64-row operand of wgmma.
     warpgroups: math warpgroups that share a tile. stages: depth of the shared-memory ring.
-    split_k: blocks of a cluster that share the K of one tile.
+    split_k: blocks of a cluster, which share one tile and sum a part of K each.
     blocks_per_sm: resident blocks that the registers and the shared memory are sized for.
-    tma_store: TMA writes the bfloat16 tile from shared memory of its own while the next tile is multiplied; otherwise
-        each warp writes its rows through a small buffer, and the ring is deeper.
-    groups: weight matrices of a grouped GEMM, for which a block keeps a table; 0 for a dense GEMM.
-    k_parts: parts of K that a block sums one by one and then adds up, with the bits of a split over so many blocks.
+    tma_store: TMA writes the bfloat16 tile from its own buffer in shared memory while the next tile is multiplied;
+        otherwise each warp writes its rows through a small buffer, and the ring is deeper.
+    groups: number of weight matrices of a grouped GEMM, which each block keeps in a table; 0 for a dense GEMM.
+    k_parts: parts of K that one block sums one after the other and then adds; results are bitwise those of a split_k
+        of the same number.
     column_bytes: bytes of scale and bias per output feature, kept in shared memory if sums stay in the registers.
     half_tiles: tiles of 128x256 are halved in a last wave that fills at most half of the blocks, and tiles of groups
         may be 192x128 (``TileShape`` of cuda/sm90/gemm_layout.cuh).
@@ -49,7 +50,7 @@ class TileConfig:
 
     @property
     def name(self) -> str:
-        """Tokens x features, then s for `tma_store`, h for `half_tiles`, / `split_k`, * `blocks_per_sm`."""
+        """A short name: tokens x features, s for `tma_store`, h for `half_tiles`, / `split_k`, * `blocks_per_sm`."""
         marks = ("s" if self.tma_store else "") + ("h" if self.half_tiles else "")
         split = f"/{self.split_k}" if self.split_k > 1 else ""
         return f"{self.block_m}x{self.block_n}{marks}{split}*{self.blocks_per_sm}"
@@ -69,12 +70,12 @@ class TileConfig:
 
     @property
     def mma_source(self) -> str:
-        """CUDA text of wgmma."""
+        """CUDA source of the function ``wgmma`` with `mma_n` columns."""
         return wgmma_source(self.mma_n)
 
     @property
     def scale_pieces(self) -> int:
-        """Pieces of one wgmma's columns that may have different weight scales (``GRANULE`` of the kernel)."""
+        """Number of pieces of one wgmma's columns that may have different weight scales (``GRANULE`` of the kernel)."""
         return 1 if self.weights_as_rows else ceil(self.mma_n / min(128, self.block_n & -self.block_n))
 
     @property
@@ -84,7 +85,7 @@ class TileConfig:
 
     @property
     def slabs(self) -> int:
-        """Slabs of 64 rows and `mma_n` columns that one math warpgroup multiplies, one after the other."""
+        """Number of slabs (64 rows x `mma_n` columns) that one math warpgroup multiplies, one after the other."""
         return self.block_m * self.block_n // (64 * self.mma_n * self.warpgroups)
 
     @property
@@ -99,16 +100,16 @@ class TileConfig:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a warpgroup starts its next product before it promotes the last one: registers hold both.
+        """Whether a warpgroup starts its next product before it adds the last one to the sums; registers hold both.
 
-        With parts of K they must also hold the sums of earlier parts, which would cost more in shared memory.
+        With parts of K, registers must also hold the sums of earlier parts: in shared memory these would cost more.
         """
         needed = (3 if self.k_parts == 1 else 4) * self.accumulators + _OTHER_REGISTERS
         return not self.weights_as_rows and self.slabs == 1 and needed <= self.registers
 
     @property
     def part_registers(self) -> int:
-        """Sums of earlier parts of K that a thread keeps in registers; the others are in shared memory."""
+        """Number of sums of earlier parts of K that a thread keeps in registers; the others are in shared memory."""
         values = self.slabs * self.accumulators
         products = 2 if self.overlaps else 1
         room = self.registers - _LEAST_OTHER_REGISTERS - values - products * self.accumulators
@@ -121,40 +122,41 @@ class TileConfig:
 
     @property
     def part_sum_bytes(self) -> int:
-        """Shared memory for sums of earlier parts of K."""
+        """Bytes of shared memory for sums of earlier parts of K."""
         if self.k_parts == 1:
             return 0
         return self.block_m * self.block_n * 4 - self.part_registers * 128 * self.warpgroups * 4
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage: both tiles, token scales, two mbarriers and, for groups whose tokens are the
-        64-row operand, the ``struct Tile`` that may be announced with it."""
+        """Bytes of shared memory per stage: both tiles, token scales, two mbarriers and, for groups whose tokens are
+        the 64-row operand, the ``struct Tile`` of the next tile, which may be announced with the stage."""
         scales = self.block_m
         if self.groups:
-            scales = self.block_m * (2 if self.half_tiles else 1) + 4  # 192x128: two loads of 128, and 4 more
+            scales = self.block_m * (2 if self.half_tiles else 1) + 4  # 192x128: two loads of 128 scales, and 4 more
         following = 0 if self.weights_as_rows or not self.groups else _TILE_BYTES
         return (self.block_m + self.block_n) * 128 + align(scales * 4, 128) + 16 + following
 
     @property
     def first_stages(self) -> int:
-        """Stages that are loaded before the first barrier of a block: with more, products begin later."""
+        """Number of stages loaded before the first barrier of a block; with more, products would begin later."""
         return min(2, self.stages)
 
     @property
     def reduces(self) -> bool:
-        """Whether the epilogue sums through the reduction buffer."""
+        """Whether the epilogue passes sums through the reduction buffer in shared memory."""
         return self.weights_as_rows or self.split_k > 1
 
     @property
     def scale_box(self) -> int:
-        """Token scales of one load. A group may begin at any row, a load only at a multiple of 4: 4 more for groups."""
+        """Token scales per TMA load; 4 more for groups, which begin at any row, while loads begin at multiples of 4."""
         return self.block_m // ceil(self.block_m / 128) + (4 if self.groups else 0)
 
     def may_be_dynamic(self, k: int) -> bool:
         """Whether blocks may take tiles from a counter in memory (``DYNAMIC`` of cuda/sm90/gemm_layout.cuh).
 
-        Overlapping products would pause when a tile is announced, and the loop for a short K would spill registers.
+        Excluded are overlapping products, which would pause when a tile is announced, and a short K, for which the loop
+        would spill registers.
         """
         tokens_as_rows = self.groups > 0 and not self.weights_as_rows
         return tokens_as_rows and self.math_registers == 240 and not self.overlaps and k > 1024
@@ -166,14 +168,14 @@ class TileConfig:
 
     @property
     def partial_bytes(self) -> int:
-        """Shared memory of a float32 tile: the reduction buffer, or the partial tile of a split."""
+        """Bytes of shared memory for a float32 tile: the reduction buffer, or the partial tile of a split."""
         slices = self.split_k * ceil(self.block_m / self.split_k)
         return align(slices * (self.block_n + (4 if self.weights_as_rows else 8)) * 4, 128)
 
     @property
     def epilogue_bytes(self) -> int:
-        """Shared memory of the epilogue: the reduction buffer; or the bfloat16 tile (without `tma_store` 16 x 64 values
-        per math warp), sums of parts of K, and the `column_bytes` of two tiles."""
+        """Bytes of shared memory for the epilogue: the reduction buffer; or the bfloat16 tile (without `tma_store` 16 x
+        64 values per math warp), sums of parts of K, and the `column_bytes` of two tiles."""
         if self.reduces:
             return self.partial_bytes
         staging = self.block_m * self.block_n * 2 if self.tma_store else self.warpgroups * 4 * 16 * 128
@@ -181,12 +183,12 @@ class TileConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: ``struct Shared`` of cuda/sm90/gemm_layout.cuh and room to align it."""
+        """Dynamic shared memory of a block in bytes: ``struct Shared`` of gemm_layout.cuh, and room to align it."""
         return self.stages * self.stage_bytes + self.epilogue_bytes + self.tail_bytes + SWIZZLE_ALIGNMENT
 
     @property
     def tail_bytes(self) -> int:
-        """Shared memory of the barrier for sums and of the table of groups."""
+        """Bytes of shared memory for the barrier of sums and the table of groups."""
         table = 1  # an empty struct takes a byte
         if self.groups:
             table = align((3 * self.groups + 1) * 4, 8) + (_TILE_BYTES if self.weights_as_rows else 0)
@@ -194,9 +196,9 @@ class TileConfig:
 
 
 def with_stages(tile: TileConfig, k: int) -> TileConfig:
-    """Return ``tile`` with as many stages as fit its share of an SM, but no more than K needs.
+    """Return ``tile`` with as many stages as fit its share of an SM's shared memory, but no more than K needs.
 
-    With split_k the partial tile is written over the stages, so there are at least enough of them to hold it.
+    With split_k there are enough stages to hold the partial tile, which is written over them.
     """
     budget = min(SHARED_LIMIT, SHARED_PER_SM // tile.blocks_per_sm - 1024)
     fit = (budget - SWIZZLE_ALIGNMENT - tile.tail_bytes - tile.epilogue_bytes) // tile.stage_bytes
@@ -217,8 +219,10 @@ def without_tma_store(tile: TileConfig, k: int) -> TileConfig:
 
 
 def fits(tile: TileConfig, k: int) -> bool:
-    """Whether registers and shared memory suffice for two stages, or three with parts of K, which are half as slow
-    again with two."""
+    """Return whether registers and shared memory suffice for two stages, or for three if K is summed in parts.
+
+    With only two stages, tiles that sum parts of K would take half as long again.
+    """
     blocks = ceil(k / 128)
     others = _OTHER_REGISTERS + (8 if tile.groups and not tile.weights_as_rows else 0)
     registers = tile.accumulators * (tile.slabs + 1) + others
@@ -233,7 +237,7 @@ def fits(tile: TileConfig, k: int) -> bool:
 
 
 def tokens_of_tile(tile: TileConfig, m: int) -> int:
-    """Return the tokens of each tile: tiles of one matrix share its ``m`` evenly, unless TMA stores them."""
+    """Return the tokens per tile: tiles of a dense GEMM share its ``m`` tokens evenly, unless TMA stores them."""
     if tile.groups or tile.tma_store:
         return tile.block_m
     return min(tile.block_m, align(ceil(m / ceil(m / tile.block_m)), 8))
@@ -241,7 +245,7 @@ def tokens_of_tile(tile: TileConfig, m: int) -> int:
 
 @dataclass(frozen=True)
 class GroupedKTile:
-    """One compiled variant of ``cuda/sm90/gemm_k.cu``: block_m rows of a, block_n rows of b, a ring of about 190 KB."""
+    """The tile configuration of ``cuda/sm90/gemm_k.cu``: block_m rows of a by block_n rows of b; a ring of 190 KB."""
 
     block_m: int
     block_n: int
@@ -253,13 +257,13 @@ class GroupedKTile:
 
     @property
     def mma_source(self) -> str:
-        """CUDA text of wgmma."""
+        """CUDA source of the function ``wgmma`` with block_n columns."""
         return wgmma_source(self.block_n)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: per stage both tiles, their scales and two mbarriers; per math warp two pieces of the
-        result; and room to align them."""
+        """Dynamic shared memory of a block in bytes: per stage both tiles, their scales and two mbarriers; per math
+        warp two pieces of the result; and room to align them."""
         rows = self.block_m + self.block_n
         pieces = 4 * self.warpgroups * 2 * 16 * 128
         return self.stages * (rows * 128 + align(rows * 4, 128) + 16) + pieces + SWIZZLE_ALIGNMENT

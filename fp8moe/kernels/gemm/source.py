@@ -1,4 +1,4 @@
-"""The compiled variants of ``cuda/sm90/gemm.cu`` and ``gemm_k.cu``: generated text in front of the source."""
+"""Kernel specs of ``cuda/sm90/gemm.cu`` and ``gemm_k.cu``: generated constants precede the source."""
 
 import ctypes
 
@@ -8,7 +8,7 @@ from fp8moe.runtime.jit import KernelSpec, constants
 
 
 def is_dynamic(tile: TileConfig, k: int, epilogue: Epilogue) -> bool:
-    """Whether blocks take tiles from a counter: for gated epilogues, as the kernels before them end unevenly."""
+    """Return whether blocks take tiles from a counter: for gated epilogues, as the kernel before them ends unevenly."""
     return epilogue.gated and tile.may_be_dynamic(k)
 
 
@@ -19,7 +19,7 @@ def kernel_spec(
     epilogue: Epilogue,
     columns: Columns = Columns(),  # noqa: B008 (immutable)
 ) -> KernelSpec:
-    """Return the variant for weights (n, k). M is no compile-time constant, all other arguments are."""
+    """Return the kernel spec for weights (n, k). All arguments are compile-time constants; M is given at launch."""
     dynamic = is_dynamic(tile, k, epilogue)
     values = _common(tile, n, arguments_type(epilogue)) | {
         "K": k,
@@ -48,14 +48,14 @@ def kernel_spec(
 
 
 def grouped_k_spec(tile: GroupedKTile, n: int, *, out_float32: bool, accumulate: bool) -> KernelSpec:
-    """Return the variant for N = `n`. M, K and the groups are no compile-time constants."""
+    """Return the kernel spec for N = `n`. M, K and the groups are given at launch."""
     prelude = constants(_common(tile, n, GroupedKArguments) | {"ACCUMULATE": int(accumulate)})
     prelude += f"using Out = {'float' if out_float32 else 'unsigned short'};\n{tile.mma_source}"
     return KernelSpec("gemm_k.cu", "gemm_k", prelude=prelude)
 
 
 def arguments_type(epilogue: Epilogue) -> type[ctypes.Structure]:
-    """Return ``struct Arguments`` of cuda/sm90/gemm.cu with the epilogue's ``Output`` in it."""
+    """Return the ctypes type of ``struct Arguments`` of cuda/sm90/gemm.cu, including the epilogue's ``Output``."""
     sizes = ("m", "max_m", "raster", "group_pitch", "tile_m", "tile_rows", "counter", "early_stages")
     schedule = (("groups", ctypes.c_int64), *((name, ctypes.c_int) for name in sizes))
     columns = (("b_scale", ctypes.c_int64), ("bias", ctypes.c_int64))

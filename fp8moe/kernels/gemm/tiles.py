@@ -13,14 +13,15 @@ from fp8moe.kernels.gemm.epilogue import Epilogue, PeerStore
 from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, fits, with_stages, without_tma_store
 from fp8moe.runtime import config
 
-_TOKENS_IN_L2 = 6.5e6  # bytes of tokens, an eighth of an H200's L2, that stay there while weights stream through
+_TOKENS_IN_L2 = 6.5e6  # bytes of tokens that stay in L2 while weights stream through: an eighth of an H200's L2
 
 
 def raster_group(tile: TileConfig, m: int, k: int, concurrent: int) -> int:
-    """Return the height, in tiles, of the bands that ``concurrent`` tiles walk column by column.
+    """Return the height in tiles of the bands of the result that blocks compute column by column.
 
-    If all tokens stay in L2, a band has all rows: weights are read once. Otherwise the squarest footprint reads the
-    least of both operands; bands are then made equally high.
+    concurrent: number of tiles computed at once. If all tokens stay in L2, one band has all rows, so that weights are
+    read once. Otherwise bands are equally high, and such that the tiles computed at once are close to a square, which
+    reads the least of both operands.
     """
     rows = ceil(m / tile.block_m)
     if m * k <= _TOKENS_IN_L2:
@@ -31,13 +32,13 @@ def raster_group(tile: TileConfig, m: int, k: int, concurrent: int) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _fitting(shape: TileConfig, split_k: int, blocks_per_sm: int, groups: int, parts: int, k: int) -> TileConfig | None:
-    """Return ``shape`` with these attributes and as many stages as fit, or None if it does not fit an SM."""
+    """Return ``shape`` with the given attributes and as many stages as fit, or None if it does not fit an SM."""
     shape = replace(shape, split_k=split_k, blocks_per_sm=blocks_per_sm, groups=groups, k_parts=parts)
     tile = with_stages(shape, k)
     return tile if fits(tile, k) else None
 
 
-# ---- one matrix ----
+# ---- one weight matrix ----
 
 
 class DenseProblem(NamedTuple):
@@ -50,12 +51,12 @@ class DenseProblem(NamedTuple):
 
 
 def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = None) -> list[TileConfig]:
-    """Return the tiles worth considering for (m, n, k): they fit an SM, and splits fit in one wave.
+    """Return the tiles worth considering for (m, n, k): they fit an SM, and splits of K fit in one wave.
 
-    parts: fixes the number of parts in which K is summed: by a split over so many blocks or, if tokens are the 64-row
-    operand, by one block that sums them one by one. Splits with weights as rows then take any number of waves.
+    parts: if given, the number of parts in which K is summed: by that many blocks (split_k) or, if tokens are the
+    64-row operand, by one block part by part (k_parts). Splits with weights as rows may then take several waves.
     """
-    # Up to 64 tokens a tile has one warpgroup, up to 512 tokens it may.
+    # Up to 64 tokens, tiles have one warpgroup; up to 512 tokens, they may.
     narrow = [TileConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
     if m <= 32:
         tokens = max(8, 1 << (m - 1).bit_length())
@@ -68,7 +69,7 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
         tiles += [TileConfig(256, 128), TileConfig(128, 256)]
         tiles += [TileConfig(192, block_n, warpgroups=3) for block_n in (96, 128)]
         tiles += [replace(shape, tma_store=True) for shape in tiles if shape.block_n >= 128 and shape.block_n % 64 == 0]
-        if parts and parts > 1:  # registers hold the sums of their parts
+        if parts and parts > 1:  # narrow tiles, so that registers hold the sums of parts
             tiles += [TileConfig(256, 64), TileConfig(256, 80)]
     if 64 < m <= 512:
         tiles += [TileConfig(64, 32, warpgroups=1), *narrow]
@@ -76,7 +77,7 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
     found = []
     for shape in tiles:
         count = ceil(m / shape.block_m) * ceil(n / shape.block_n)
-        most = 4 if m <= 64 else 2 if shape.block_m == 64 else 1  # blocks on an SM
+        most = 4 if m <= 64 else 2 if shape.block_m == 64 else 1  # blocks per SM
         filled = 0.7 if shape.weights_as_rows else 1  # share of the SMs to fill before blocks share an SM
         for split_k in _splits(shape, k, parts):
             for blocks_per_sm in range(1, most + 1):
@@ -94,7 +95,7 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
 
 
 def _splits(shape: TileConfig, k: int, parts: int | None) -> Iterable[int]:
-    """Return the numbers of blocks over which K may be split. parts: see `dense_candidates`."""
+    """Return the values of split_k to try for a tile shape. parts: see `dense_candidates`."""
     if parts is None:
         return range(1, 2 if shape.tma_store else min(8, ceil(k / 128)) + 1)
     if shape.weights_as_rows or parts == 1:  # a block with weights as rows does not sum parts
@@ -106,22 +107,23 @@ def _splits(shape: TileConfig, k: int, parts: int | None) -> Iterable[int]:
 
 @lru_cache(maxsize=4096)
 def choose_dense(m: int, n: int, k: int, num_sms: int, parts: int | None = None) -> TileConfig:
-    """Return the candidate with the least expected time. parts: see `dense_candidates`; None: any."""
+    """Return the dense candidate with the least expected time. parts: see `dense_candidates`."""
     found = dense_candidates(m, n, k, num_sms, parts)
     return min(found, key=lambda tile: dense_time(tile, m, n, k, num_sms))
 
 
 _DECODED = (1, 8, 16, 32, 64)  # tokens of decode steps
-_INVARIANT_COST = 1.19  # accepted slowdown; for one part the cost model expects up to 0.17 more than is measured
+_INVARIANT_COST = 1.19  # accepted factor of time; for one part the cost model expects up to 0.17 more than is measured
 
 
 @lru_cache(maxsize=4096)
 def invariant_parts(n: int, k: int) -> int:
-    """Return the number of parts in which K is summed for any number of tokens, if results are batch invariant.
+    """Return the number of parts in which K is summed in batch-invariant mode, whatever the number of tokens.
 
-    It depends on the weights alone: the fewest parts with which few tokens take little longer than with the best split
-    for each number of tokens, on the 132 SMs of an H100 or H200. Preferred are equal parts of an even number of blocks,
-    as products of small tiles alternate between two sets of registers; then equal parts; then any.
+    The number depends on the shape of the weights only. With it, decode steps take at most `_INVARIANT_COST` times as
+    long as with their best split, on the 132 SMs of an H100 or H200. Of such numbers, the smallest is taken that gives
+    equal parts with an even number of 128-blocks, as products of small tiles alternate between two sets of registers;
+    if there is none, the smallest that gives equal parts; then the smallest.
     """
     sms = 132
 
@@ -140,25 +142,25 @@ def invariant_parts(n: int, k: int) -> int:
 
 
 def describe_dense(m: int, n: int, k: int, num_sms: int = 132) -> str:
-    """Return a table of the candidates, the fastest expected first, on any machine."""
+    """Return a table of the candidates for a dense GEMM, the fastest expected first. Needs no GPU."""
     return _table((dense_time(c, m, n, k, num_sms), c) for c in dense_candidates(m, n, k, num_sms))
 
 
-# ---- one matrix for each group ----
+# ---- one weight matrix per group ----
 
-# Most expected rows of a group to try weights as the 64-row operand, and fewest to try tokens.
+# Weights are tried as the 64-row operand up to this many expected rows of a group; tokens from this many on.
 _MOST_AS_COLUMNS, _FEWEST_AS_ROWS = 24, 6
 
 
 def row_tiles_bound(block_m: int, rows: int, groups: int, max_m: int | None) -> int:
-    """Return the most tile rows of groups of any sizes: ``rows`` rows in all, or with ``max_m`` up to it each."""
+    """Return the most tiles along M that groups of any sizes take: ``rows`` rows in all, or up to ``max_m`` each."""
     if max_m is not None:
         return groups * ceil(max_m / block_m)
     return (rows + min(groups, rows) * (block_m - 1)) // block_m
 
 
 class GroupedProblem(NamedTuple):
-    """A grouped GEMM: `rows` of all groups, about `expected_m` of each, and weights (n, k) for each group.
+    """A grouped GEMM: `rows` rows in all, `expected_m` expected rows per group, and weights (n, k) for each group.
 
     max_m: as in `Grouping`. swiglu: a tile has 128 columns of gate and 128 of up, for one quantization block.
     """
@@ -174,7 +176,7 @@ class GroupedProblem(NamedTuple):
 
 
 def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
-    """Return the tiles worth considering."""
+    """Return the tiles worth considering for a grouped GEMM: they fit an SM, and splits of K fit in one wave."""
     rows, groups, expected_m, n, k, num_sms, max_m, swiglu = problem
     tiles = []
     if expected_m <= _MOST_AS_COLUMNS:
@@ -185,7 +187,7 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
     if expected_m >= _FEWEST_AS_ROWS:
         straight = [TileConfig(128, 256)]
         if not swiglu:
-            # The first of equally fast tiles is chosen: a high one, which reads the weights of its group once.
+            # Of equally fast tiles the first is chosen: put high tiles first, which read a group's weights once.
             wide = TileConfig(128, 256, half_tiles=True)
             straight = [TileConfig(256, 128), wide, TileConfig(128, 192), TileConfig(128, 128)]
             straight += [replace(shape, tma_store=True) for shape in straight]
@@ -197,14 +199,14 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
     for shape in tiles:
         bound = row_tiles_bound(shape.block_m, rows, groups, max_m) * ceil(n / shape.block_n)
         for split_k in range(1, min(8, ceil(k / 128)) + 1 if shape.weights_as_rows else 2):
-            # More blocks would leave each too few registers.
+            # More blocks per SM would leave each too few registers.
             most = (3 if shape.block_n == 256 else 4) if shape.weights_as_rows else 3 if shape.warpgroups == 1 else 1
             for blocks_per_sm in range(1, most + 1):
                 tile = _fitting(shape, split_k, blocks_per_sm, groups, 1, k)
                 if tile is None:
                     continue
                 slots = resident_clusters(tile, num_sms)
-                # TMA stores a tile while the next one is multiplied.
+                # tma_store pays only if blocks have a next tile to multiply while TMA stores one.
                 tiles_expected = groups * ceil(expected_m / shape.block_m) * ceil(n / shape.block_n)
                 useful = not tile.tma_store or tiles_expected > slots
                 if (split_k == 1 or bound <= slots) and useful:
@@ -216,9 +218,9 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
 def choose_grouped(
     problem: GroupedProblem, *, whole: tuple[int, int] | None = None, unsplit: bool = False
 ) -> TileConfig:
-    """Return the candidate with the least expected time.
+    """Return the grouped candidate with the least expected time.
 
-    whole: as in `Grouping`; K is split as in the whole GEMM, for equal results. unsplit: K is not split.
+    whole: as in `Grouping`; K is split as in the whole GEMM, for equal results. unsplit: never split K.
     """
     found = grouped_candidates(problem)
     if unsplit:
@@ -231,7 +233,7 @@ def choose_grouped(
 
 
 def expected_us(problem: GroupedProblem, tile: TileConfig) -> float:
-    """Return the expected microseconds of a tile."""
+    """Return the expected microseconds of a grouped GEMM with this tile."""
     return grouped_time(tile, problem.groups, problem.expected_m, problem.n, problem.k, problem.num_sms)
 
 
@@ -253,10 +255,10 @@ def _table(costs: Iterable[tuple[float, TileConfig]]) -> str:
 class Grouping(NamedTuple):
     """The groups of a GEMM's rows; each group has weights of its own.
 
-    expected_m: expected rows of a group; None: equally many in all.
-    max_m: in the masked layout, the rows that each group has room for.
-    whole: in the contiguous layout, rows and groups of the whole GEMM if this is a part of it: expected rows of a group
-        and the order of sums over K are those of the whole.
+    expected_m: expected rows of a group; None: all rows divided by the number of groups.
+    max_m: in the masked layout, the number of rows that each group has room for.
+    whole: in the contiguous layout, (rows, groups) of the whole GEMM if this is a part of it; the expected rows of a
+        group and the order of sums over K are then those of the whole GEMM.
     """
 
     expected_m: float | None = None
@@ -264,11 +266,11 @@ class Grouping(NamedTuple):
     whole: tuple[int, int] | None = None
 
     def layouts(self) -> Grouping:
-        """Return the properties that a plan depends on."""
+        """Return the key of these options for launch plans."""
         return self
 
     def problem(self, rows: int, groups: int, n: int, k: int, num_sms: int, *, swiglu: bool) -> GroupedProblem:
-        """Return the problem for these rows and groups."""
+        """Return the grouped problem with these options, for `rows` rows and `groups` groups."""
         expected_m = self.expected_m
         if expected_m is None:
             of_all, among = self.whole or (rows, groups)
@@ -279,7 +281,7 @@ class Grouping(NamedTuple):
 def choose(
     problem: GroupedProblem | DenseProblem, epilogue: Epilogue, whole: tuple[int, int] | None = None
 ) -> TileConfig:
-    """Return the tile for a problem; TMA does not store rows that go to peers."""
+    """Return the tile for a problem under the current settings; without tma_store if the epilogue stores to peers."""
     if isinstance(problem, GroupedProblem):
         tile = choose_grouped(problem, whole=whole, unsplit=config.settings.batch_invariant)
     else:
@@ -291,11 +293,11 @@ def choose(
 # ---- groups along K ----
 
 GROUPED_K_TILES = (GroupedKTile(256, 96, 4), GroupedKTile(256, 112, 4), GroupedKTile(128, 96, 6))
-_LOW_TILE = 1.2  # factor of the time per row of a low tile, which shares its loads of b with fewer rows
+_LOW_TILE = 1.2  # factor of the time per row in a tile of 128 rows, because fewer rows share a load of b
 
 
 def choose_grouped_k(groups: int, m: int, n: int, num_sms: int) -> GroupedKTile:
-    """Return the tile whose waves cover the least area: low tiles need more loads, but fill the last wave better."""
+    """Return the tile whose waves cover the least area. Low tiles need more loads, but fill the last wave better."""
 
     def cost(tile: GroupedKTile) -> float:
         waves = ceil(groups * ceil(m / tile.block_m) * ceil(n / tile.block_n) / num_sms)

@@ -1,4 +1,4 @@
-"""The kernels that calls need: launched kernels, and GEMMs that may be chosen for other numbers of rows."""
+"""Find the kernels that calls need: the ones they launch, and GEMM variants chosen for other numbers of rows."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -14,13 +14,13 @@ from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose
 from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.record import Recorder
 
-_LADDER = 1.07  # ratio of consecutive numbers of rows that are looked at
-_FEW, _MANY = 128, 8192  # between them, all rows at which the tokens of a tile or the number of tiles change
-_HEIGHTS, _NARROW = (64, 128, 192, 256), 512  # heights of tiles for more than _FEW rows; 64 up to _NARROW rows
+_LADDER = 1.07  # ratio of consecutive numbers of rows that are tried
+_FEW, _MANY = 128, 8192  # rows between which each change of tokens per tile, or of the number of tiles, is tried
+_HEIGHTS, _NARROW = (64, 128, 192, 256), 512  # tile heights for more than _FEW rows; 64 only up to _NARROW rows
 
 
 class Family(NamedTuple):
-    """GEMMs with the same weights' shape (n, k), groups of rows (0: a dense GEMM), epilogue, scales and bias."""
+    """GEMMs with equal shape (n, k) of weights, number of groups (0: dense), epilogue, and kind of scales and bias."""
 
     n: int
     k: int
@@ -29,23 +29,23 @@ class Family(NamedTuple):
     columns: Columns = Columns()
 
     def variants(self, rows: int, num_sms: int) -> set[KernelSpec]:
-        """Return the kernels for 1 to `rows` rows, except for a few near ties, in a fraction of a second."""
+        """Return the kernels for 1 to `rows` rows in a fraction of a second; may miss a few that are nearly tied."""
         sizes = _ladder(1, rows)
         if not self.groups:
             ends = _full_tiles(_MANY)
-            first = (end + 1 for end in ends)  # of the next interval
+            first = (end + 1 for end in ends)  # first row of the next interval
             sizes = (min(size, rows) for size in (*range(1, _FEW), *ends, *first, *_ladder(_MANY, rows)))
         return self._kernels(map(self._choice(num_sms), sizes))
 
     def all_variants(self, step: int, rows: int, num_sms: int) -> set[KernelSpec]:
-        """Return every kernel for a multiple of `step` rows up to `rows`. Takes seconds."""
+        """Return every kernel for 1 to `rows` rows; for groups, for multiples of `step` rows only. Takes seconds."""
         chosen = self._choice(num_sms)
         if self.groups:
             return self._kernels(map(chosen, range(step, rows + 1, step)))
         return self._kernels(_of_each_interval(chosen, _full_tiles(rows), rows))
 
     def _choice(self, num_sms: int) -> Callable[[int], TileConfig]:
-        """Return the function from a number of rows to the tile that `launch.build` chooses."""
+        """Return a function that maps a number of rows to the tile that `launch.build` chooses."""
         n, k, groups, epilogue, _ = self
         if not groups:
             return lambda rows: choose(DenseProblem(rows, n, k, num_sms), epilogue)
@@ -57,27 +57,30 @@ class Family(NamedTuple):
 
 
 families: dict[Family, int] = {}
-"""The GEMM families that this process has launched (not in the masked layout), each with its rows for one token.
+"""The GEMM families that this process has launched (not in the masked layout), each with its rows per token.
 
-With groups: the greatest common divisor of the plans' rows, which is right unless all numbers of tokens have a common
-divisor. A dense GEMM has one row for each token or sequence.
+For groups, the rows per token are the greatest common divisor of the rows of all plans, which is right unless all
+numbers of tokens have a common divisor. A dense GEMM has one row per token or sequence.
 """
 
 
 def note(family: Family, rows: int) -> None:
-    """Note a plan for `rows` rows, or for a part of them."""
+    """Add the family of a launch plan to `families`. rows: of the GEMM, or of the whole GEMM if it is a part."""
     families[family] = gcd(rows, families.get(family, 0)) if family.groups else 1
 
 
 class RequiredKernels(NamedTuple):
-    """Launched kernels, and families of GEMMs, each with its rows for one token."""
+    """Launched kernels, and GEMM families with their rows per token."""
 
     kernels: set[KernelSpec]
     families: dict[Family, int]
 
 
 def required_by(calls: Iterable[Callable[[], object]], num_sms: int) -> RequiredKernels:
-    """Find the launches of calls without gradients on a GPU of `num_sms` SMs. It makes a `Recorder` in this process."""
+    """Run calls without gradients, and return the kernels they would need on a GPU of `num_sms` SMs.
+
+    Makes a `Recorder`, which leaves this process unfit for other use.
+    """
     torch.set_num_threads(1)
     recorder = Recorder(num_sms)
     with torch.no_grad():
@@ -87,7 +90,7 @@ def required_by(calls: Iterable[Callable[[], object]], num_sms: int) -> Required
 
 
 def lengths(tokens: int) -> list[int]:
-    """Return the numbers of tokens that kernels other than GEMMs are recorded with: powers of two, and `tokens`."""
+    """Return the prompt lengths at which to look for kernels other than GEMMs: powers of two, and `tokens` itself."""
     return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
 
 
@@ -100,9 +103,10 @@ def _ladder(least: int, most: int) -> Iterator[int]:
 
 
 def _full_tiles(most: int) -> list[int]:
-    """Return the numbers of rows from _FEW on after which tiles of some height have more tokens, or are more.
+    """Return the numbers of rows, from _FEW on, after which one more row changes how some tile height divides them.
 
-    Tiles share the rows evenly, in multiples of 8 (`sm90.tokens_of_tile`).
+    The number of tiles or the tokens per tile then grow: tiles share the rows evenly, in multiples of 8
+    (`sm90.tokens_of_tile`).
     """
     found = set()
     for height in _HEIGHTS:
@@ -114,10 +118,10 @@ def _full_tiles(most: int) -> list[int]:
 
 
 def _of_each_interval(chosen_for: Callable[[int], TileConfig], ends: list[int], most: int) -> set[TileConfig]:
-    """Return the tiles chosen for 1 to `most` rows. ends: of intervals, from _FEW on.
+    """Return the tiles chosen for 1 to `most` rows. ends: the last rows of intervals, from _FEW on.
 
-    Within an interval tiles have the same tokens, and the difference of two candidates' times is monotonic: a tile that
-    is chosen at both ends is chosen between them.
+    Within an interval the tokens per tile are constant, and the difference of two candidates' times is monotonic: a
+    tile that is chosen at both ends is chosen everywhere between them.
     """
     chosen = {chosen_for(rows) for rows in range(1, min(_FEW, most) + 1)}
     for last, end in pairwise((*ends, most)):

@@ -1,4 +1,4 @@
-"""Index scores of sparse attention, and the paged cache of keys."""
+"""The lightning indexer of sparse attention: its index scores, and the paged cache of its keys."""
 
 from fp8moe.kernels.indexer.mqa_cache import append_kv, new_kv_cache, read_kv
 from fp8moe.kernels.indexer.mqa_logits import paged_mqa_logits

@@ -1,4 +1,4 @@
-"""Operands of the indexer and their checks. Values on the device, such as ranges and slots, are clamped by kernels."""
+"""Operands of the indexer and their checks. Values inside tensors, such as ranges and slots, are clamped by kernels."""
 
 from typing import NamedTuple
 
@@ -13,19 +13,19 @@ NUM_HEADS = (32, 64)
 MAX_NEXT_N = 4
 
 HEAD_DIMS = (32, 64, 128)
-"""Sizes of a key that the kernels support."""
+"""Head dimensions D (values of a key) that the kernels support."""
 
 BLOCK_TOKENS = 64
-"""Tokens of a block of the cache."""
+"""Tokens in a block of the paged cache."""
 
 SCALE_BYTES = 4
 
 
 class Prefill(NamedTuple):
-    """Operands of ``mqa_logits``.
+    """Operands of ``mqa_logits``; S queries, T keys.
 
-    columns: of the result; None: T. from_starts: column 0 is the first key of each row's range instead of key 0; then
-    there may be fewer than T columns.
+    columns: number of columns of the result; None: T. from_starts: column 0 of row s is key starts[s], not key 0; only
+    then may columns be less than T.
     """
 
     q: Tensor
@@ -52,7 +52,7 @@ class Paged(NamedTuple):
 
 
 def prefill(operands: Prefill) -> tuple[int, int]:
-    """Check dtypes, shapes and devices. Returns S and T."""
+    """Check dtypes, shapes and devices of the operands of ``mqa_logits``. Returns S and T."""
     q, kv, kv_scale, weights, starts, ends, *_ = operands
     tokens, heads, head_dim = _queries(q, "(S, H, D)")
     check_dtype("kv.data", kv, torch.float8_e4m3fn)
@@ -68,7 +68,7 @@ def prefill(operands: Prefill) -> tuple[int, int]:
 
 
 def paged(operands: Paged) -> None:
-    """Check dtypes, shapes and devices."""
+    """Check dtypes, shapes and devices of the operands of ``paged_mqa_logits``."""
     q, kv_cache, weights, context_lens, block_table, *_ = operands
     batch, next_n, heads, head_dim = _queries(q, "(B, next_n, H, D)")
     if not 1 <= next_n <= MAX_NEXT_N:
@@ -86,14 +86,14 @@ def paged(operands: Paged) -> None:
 
 
 def row_length(name: str, value: int) -> None:
-    """Check an argument that is the number of columns of a result."""
+    """Check `value`, the argument `name`, which is a number of columns of a result: 0 to 2**31 - 1."""
     check_int(name, value)
     if not 0 <= value < 1 << 31:
         raise ValueError(f"{name}: expected 0 to 2**31 - 1 tokens, got {value}")
 
 
 def cache(kv_cache: Tensor) -> tuple[int, int]:
-    """Check dtype, shape and strides of a cache. Returns its number of blocks and D."""
+    """Check dtype, shape and strides of a paged cache. Returns its number of blocks and D."""
     check_dtype("kv_cache", kv_cache, torch.uint8)
     shape = kv_cache.shape
     if len(shape) != 4 or shape[1] != BLOCK_TOKENS or shape[2] != 1 or shape[3] - SCALE_BYTES not in HEAD_DIMS:
@@ -104,7 +104,7 @@ def cache(kv_cache: Tensor) -> tuple[int, int]:
 
 
 def append(kv_cache: Written, k: Tensor, slots: Tensor, scale_format: str) -> None:
-    """Check the operands of ``append_kv``, except for the address of the cache."""
+    """Check the operands of ``append_kv``; the alignment of the cache is checked at the launch."""
     _, head_dim = cache(kv_cache)
     check_dtype("k", k, *FLOATING)
     if k.dim() != 2 or k.shape[1] != head_dim:
@@ -115,7 +115,7 @@ def append(kv_cache: Written, k: Tensor, slots: Tensor, scale_format: str) -> No
 
 
 def cache_slots(slots: Tensor, tokens: int | None, device: torch.device) -> None:
-    """Check dtype, shape and device of slots; tokens: their number, None for any."""
+    """Check dtype, shape and device of slots. tokens: the expected number of slots, None for any."""
     check_dtype("slots", slots, torch.int32)
     if slots.dim() != 1 or (tokens is not None and slots.shape[0] != tokens):
         expected = "(T,)" if tokens is None else f"({tokens},)"

@@ -18,17 +18,17 @@ from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import WARP
 
 _WARPS = 4  # warps of a thread block
-_LANE_BYTES = 16  # bytes of a key in one lane
+_LANE_BYTES = 16  # bytes of a key that one lane loads
 
 
 def new_kv_cache(num_blocks: int, head_dim: int, *, device: torch.device | str) -> Tensor:
     """Return a cache for num_blocks * 64 keys of D = head_dim values: uint8 zeros (num_blocks, 64, 1, D + 4).
 
-    The first 64 * D bytes of a block are the E4M3 values of its keys, token after token; the last 256 bytes are their
-    64 float32 scales. Slot s is place s % 64 of block s // 64.
+    The first 64 * D bytes of a block are the E4M3 values of its 64 keys, one key after the other; the last 256 bytes
+    are their 64 float32 scales. Slot s is key s % 64 of block s // 64.
 
     num_blocks: 0 or more. head_dim: 32, 64 or 128.
-    Raises ValueError for another num_blocks or head_dim.
+    Raises ValueError for any other num_blocks or head_dim.
     """
     if num_blocks < 0:
         raise ValueError(f"num_blocks: expected 0 or more, got {num_blocks}")
@@ -38,13 +38,13 @@ def new_kv_cache(num_blocks: int, head_dim: int, *, device: torch.device | str) 
 
 
 def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, *, scale_format: str = "float32") -> None:
-    """Quantize keys, one scale each, and write them to their slots of the cache, in place.
+    """Quantize keys, with one scale per key, and write them to their slots of the cache, in place.
 
-    kv_cache: (num_blocks, 64, 1, D + 4) uint8, contiguous, from a multiple of 16 bytes on; D is 32, 64 or 128.
+    kv_cache: (num_blocks, 64, 1, D + 4) uint8, contiguous, at a multiple of 16 bytes; D is 32, 64 or 128.
     k: (T, D) bfloat16, float16 or float32, any strides. Values and scales have the bits of `quantize_1x128`.
         Quantization has no derivative: nothing is recorded for the autograd graph of k.
-    slots: (T,) int32. A token whose slot is outside [0, num_blocks * 64) is left out. If several tokens have one slot,
-        the contents of that slot, and of no other, are unspecified.
+    slots: (T,) int32. A key whose slot is outside [0, num_blocks * 64) is not written. If several keys have the same
+        slot, the contents of that slot alone are unspecified.
     scale_format: "float32", or "ue8m0" for scales rounded up to powers of two.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, memory layout or
@@ -56,11 +56,11 @@ def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, *, scale_format: str =
 
 
 def read_kv(kv_cache: Tensor, slots: Tensor) -> FP8Tensor:
-    """Return the keys in slots of a cache.
+    """Return the keys in the given slots of a cache.
 
     kv_cache: (num_blocks, 64, 1, D + 4) uint8, contiguous; D is 32, 64 or 128.
-    slots: (T,) int32. Data and scale of a slot outside [0, num_blocks * 64) read as zeros.
-    Returns data (T, D) and scale (T,), contiguous: the `kv` of ``mqa_logits``.
+    slots: (T,) int32. A slot outside [0, num_blocks * 64) gives zeros for data and scale.
+    Returns data (T, D) and scale (T,), contiguous, which ``mqa_logits`` takes as `kv`.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or memory layout.
     """
@@ -72,7 +72,7 @@ def read_kv(kv_cache: Tensor, slots: Tensor) -> FP8Tensor:
 
 
 def kernel_spec(head_dim: int, dtype: torch.dtype, ue8m0: bool) -> KernelSpec:
-    """Return the kernel for keys of `head_dim` columns and `dtype`."""
+    """Return the kernel that appends keys of `head_dim` columns in `dtype`."""
     constants = {
         "HEAD_DIM": head_dim,
         "BLOCK_TOKENS": BLOCK_TOKENS,
@@ -88,7 +88,7 @@ def _tokens_per_block(head_dim: int, dtype: torch.dtype) -> int:
 
 @planned
 def launcher(device_index: int, kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> PointerLauncher:
-    """Return the launcher for (k, slots, kv_cache): k (T, D) with rows at multiples of 16 bytes, slots contiguous."""
+    """Return the launcher for (k, slots, kv_cache). Rows of k (T, D) are at multiples of 16 bytes, slots contiguous."""
     tokens, head_dim = k.shape
     return PointerLauncher(
         load(kernel_spec(head_dim, k.dtype, scale_format == "ue8m0")),
@@ -100,7 +100,7 @@ def launcher(device_index: int, kv_cache: Tensor, k: Tensor, slots: Tensor, scal
 
 
 def _ready(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> Callable[..., None] | None:
-    """Return the launch if operands of these layouts, which passed the checks, have run before."""
+    """Return a function that launches without checks if operands in these layouts were checked before, or None."""
     launch = launcher.find(k.get_device(), kv_cache, k, slots, scale_format)
     if launch is None or (kv_cache.data_ptr() | k.data_ptr()) % 16:
         return None

@@ -1,4 +1,4 @@
-"""Index scores of sparse attention: ``mqa_logits`` over an array of keys, ``paged_mqa_logits`` over a paged cache."""
+"""Index scores of sparse attention: ``mqa_logits`` for keys in one tensor, ``paged_mqa_logits`` for a paged cache."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,23 +29,23 @@ def mqa_logits(
     fill_masked: bool = True,
     max_range: int | None = None,
 ) -> Tensor:
-    """``out[s, t] = kv.scale[t] * sum over h of weights[s, h] * relu(q[s, h] . kv.data[t])`` for t in the range of s.
+    """Return ``out[s, t] = kv.scale[t] * sum over h of weights[s, h] * relu(q[s, h] . kv.data[t])``, t in s's range.
 
-    q: (S, H, D) float8_e4m3fn, H 32 or 64, D 32, 64 or 128. Its scales are the caller's to multiply into ``weights``.
-    kv: keys, one for all heads, FP8Tensor or (data, scale): data (T, D) float8_e4m3fn, scale (T,) float32; T < 2**31.
+    q: (S, H, D) float8_e4m3fn, H 32 or 64, D 32, 64 or 128. The caller must multiply the scales of q into ``weights``.
+    kv: keys, shared by all heads: FP8Tensor or (data, scale), data (T, D) float8_e4m3fn, scale (T,) float32; T < 2**31.
     weights: (S, H) float32.
-    starts, ends: (S,) int32, on the device of the operands: query s scores the keys ``starts[s]`` up to ``ends[s]``,
-        both clamped to [0, T]; a range whose end comes before its start is empty.
+    starts, ends: (S,) int32, on the device of q: query s scores keys ``starts[s]`` to ``ends[s] - 1``; both are clamped
+        to [0, T], and a range whose end comes before its start is empty.
     fill_masked: write -inf to entries outside of the ranges; otherwise they are uninitialized.
-    max_range: an int: each row begins with its own range, ``out[s, i]`` is the score of key ``starts[s] + i``, and
-        scores past the first ``max_range`` keys of a range are left out.
+    max_range: if an int, each row begins with its own range: ``out[s, i]`` is the score of key ``starts[s] + i``, and
+        only the first ``max_range`` keys of a range are scored. None: ``out[s, t]`` is the score of key t.
     Returns (S, T) float32, or (S, max_range). Products are summed in float32; a NaN in an operand reaches the entries
     that depend on it and no other. Equal inputs give equal bits.
 
-    On the CUDA backend the host neither knows nor waits for the ranges, so that a call can be captured in a CUDA graph,
-    and only tiles with keys of some range are computed. Rows of keys may be at any multiples of 16 bytes, such as
-    ``cache[:, :D]`` of wider rows; operands in another layout are copied first. There is no backward: calling it raises
-    RuntimeError. Method: the lightning indexer of DeepSeek-V3.2, arXiv:2512.02556, section 2.1.
+    On the CUDA backend the host does not read the ranges, so a call can be captured in a CUDA graph; only tiles that
+    contain keys of some range are computed. Rows of keys may be at any multiples of 16 bytes, such as ``cache[:, :D]``
+    of wider rows; operands in another layout are copied first. There is no backward: calling it raises RuntimeError.
+    Method: the lightning indexer of DeepSeek-V3.2, arXiv:2512.02556, section 2.1.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device, or a max_range outside
     [0, 2**31).
@@ -59,7 +59,7 @@ def mqa_logits(
 
 
 def scores(operands: Prefill) -> Tensor:
-    """Compute `mqa_logits` with any number of columns."""
+    """Compute `mqa_logits` for packed operands; the number of columns is free, see `Prefill`."""
     return autograd.run(_mqa_logits, "fp8moe.mqa_logits", *operands)
 
 
@@ -73,15 +73,15 @@ def paged_mqa_logits(
     max_context_len: int,
     fill_masked: bool = True,
 ) -> Tensor:
-    """The scores of `mqa_logits` for the last next_n tokens of each sequence over the keys in a paged cache.
+    """Return the scores of `mqa_logits` between the last next_n tokens of each sequence and the keys in a paged cache.
 
     q: (B, next_n, H, D) float8_e4m3fn, next_n 1 to 4, H 32 or 64, D 32, 64 or 128.
-    kv_cache: (num_blocks, 64, 1, D + 4) uint8, contiguous, from a multiple of 16 bytes on: see
+    kv_cache: (num_blocks, 64, 1, D + 4) uint8, contiguous, at a multiple of 16 bytes: see
         `fp8moe.kernels.indexer.mqa_cache.new_kv_cache`.
-    weights: (B * next_n, H) float32, with the scales of q.
-    context_lens: (B,) int32, the cached tokens of each sequence: query j of next_n sees the first
-        ``context_len - next_n + 1 + j`` tokens. Or (B, next_n) int32, the tokens that each query sees. Both are clamped
-        to [0, min(max_context_len, 64 * max_blocks)].
+    weights: (B * next_n, H) float32, multiplied by the scales of q.
+    context_lens: (B,) int32, the number of cached tokens of each sequence: query j of next_n sees the first
+        ``context_len - next_n + 1 + j`` tokens. Or (B, next_n) int32, the number of tokens that each query sees. Either
+        number is clamped to [0, min(max_context_len, 64 * max_blocks)].
     block_table: (B, max_blocks) int32: tokens 64 * i to 64 * i + 63 of sequence b are in block ``block_table[b, i]``,
         clamped to [0, num_blocks - 1]. Entries past the context are not read. If num_blocks or max_blocks is 0, no
         query sees a token.
@@ -89,9 +89,9 @@ def paged_mqa_logits(
     fill_masked: write -inf to entries past the tokens that a query sees; otherwise they are uninitialized.
     Returns (B * next_n, max_context_len) float32; see `mqa_logits` for sums, NaN and gradients.
 
-    On the CUDA backend the host neither knows nor waits for lengths and blocks, so that a call can be captured in a
-    CUDA graph whose sequences grow between replays. Method: the lightning indexer of DeepSeek-V3.2, arXiv:2512.02556,
-    section 2.1, over the paged cache of arXiv:2309.06180.
+    On the CUDA backend the host does not read the lengths and blocks, so a call can be captured in a CUDA graph whose
+    sequences grow between replays. Method: the lightning indexer of DeepSeek-V3.2, arXiv:2512.02556, section 2.1, with
+    the paged cache of arXiv:2309.06180.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device, a cache that is not
     contiguous or not aligned, or a max_context_len outside [0, 2**31).
@@ -107,14 +107,14 @@ def paged_mqa_logits(
 
 
 class _Kernel(NamedTuple):
-    """A kernel's launcher with the parts that each call changes: tensor maps of q, keys and key scales; arguments."""
+    """A kernel's launcher, and what every call changes: the tensor maps of q, keys and key scales; the arguments."""
 
     launcher: Launcher
     maps: tuple[TensorMap, TensorMap, TensorMap]
     arguments: Arguments
 
     def launch(self, q: Tensor, keys: Tensor, key_scales: Tensor, **pointers: Tensor) -> None:
-        """Enqueue the kernel on PyTorch's current stream. pointers: tensors for the pointers in `arguments`."""
+        """Enqueue the kernel on PyTorch's current stream. pointers: field name of `arguments` -> tensor."""
         index = q.get_device()
         with device_guard(index), self.launcher.lock:
             for tensor_map, tensor in zip(self.maps, (q, keys, key_scales), strict=True):
@@ -164,7 +164,7 @@ def _paged_kernel(device_index: int, operands: Paged) -> _Kernel:
     batch, next_n, heads, head_dim = q.shape
     num_blocks, max_blocks = kv_cache.shape[0], block_table.shape[1]
     variant = paged_config(heads, head_dim, next_n)
-    # The map treats the cache as rows of head_dim bytes.
+    # The tensor map treats the whole cache, scales included, as rows of head_dim bytes.
     shape, box = (num_blocks * variant.tile_rows, head_dim), (variant.tile_rows, head_dim)
     keys = tensor_map(kv_cache, shape=shape, strides=(head_dim, 1), box=box, swizzle=head_dim)
     arguments = Arguments(
@@ -192,7 +192,7 @@ def _launch_paged(kernel: _Kernel, operands: Paged, out: Tensor) -> Tensor:
 
 
 def launch(operands: Prefill, out: Tensor) -> None:
-    """Write the scores of checked operands to out (S, columns) float32, contiguous, not empty."""
+    """Launch ``mqa_logits`` for checked operands; write to out (S, columns) float32, contiguous, not empty."""
     q, kv, kv_scale, weights, starts, ends, *options = operands
     q, kv, kv_scale, weights = aligned(q), row_major(kv), aligned(kv_scale), aligned(weights)
     operands = Prefill(q, kv, kv_scale, weights, starts.contiguous(), ends.contiguous(), *options)
@@ -200,7 +200,7 @@ def launch(operands: Prefill, out: Tensor) -> None:
 
 
 def launch_paged(operands: Paged, out: Tensor) -> None:
-    """Write the scores of a paged cache to out (B * next_n, max_context_len) float32."""
+    """Launch ``paged_mqa_logits`` for checked operands; write to out (B * next_n, max_context_len) float32."""
     q, kv_cache, weights, context_lens, block_table, *options = operands
     max_blocks = block_table.shape[1]
     if not kv_cache.shape[0] or not max_blocks:
@@ -232,7 +232,7 @@ def _scores(operands: Prefill, write: Callable[[Prefill, Tensor], None]) -> Tens
 
 
 def _ready(operands: Prefill) -> Callable[[Prefill], Tensor] | None:
-    """Return the launch if operands of these layouts, which passed the checks, have run before."""
+    """Return a function that launches without checks if operands in these layouts were checked before, or None."""
     q, kv, kv_scale, weights, *_ = operands
     kernel = _prefill_kernel.find(q.get_device(), operands)
     if kernel is None or (q.data_ptr() | kv.data_ptr() | kv_scale.data_ptr() | weights.data_ptr()) % 16:
@@ -254,7 +254,7 @@ def _paged_scores(operands: Paged, write: Callable[[Paged, Tensor], None]) -> Te
 
 
 def _ready_paged(operands: Paged) -> Callable[[Paged], Tensor] | None:
-    """Return the launch if operands of these layouts, which passed the checks, have run before."""
+    """Return a function that launches without checks if operands in these layouts were checked before, or None."""
     q, kv_cache, weights, *_ = operands
     kernel = _paged_kernel.find(q.get_device(), operands)
     if kernel is None or (q.data_ptr() | kv_cache.data_ptr() | weights.data_ptr()) % 16:

@@ -1,4 +1,4 @@
-"""The index scores and their cache in plain PyTorch, on any device: they define the results of the CUDA kernels."""
+"""Index scores and the paged cache in plain PyTorch, on any device: these define the results of the CUDA kernels."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,15 @@ from fp8moe.kernels.indexer.checks import Paged, Prefill
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.reference import quantize_1x128
 
-_CHUNK = 1 << 23  # dot products of a query head and a key that are in memory at a time
+_CHUNK = 1 << 23  # dot products (of a query head with a key) that are kept in memory at a time
 _INF = float("inf")
 
 
 def mqa_logits(operands: Prefill, out: Tensor) -> None:
-    """Write the logits of ``mqa_logits`` to ``out`` (S, columns) float32, any strides, without waiting for a GPU.
+    """Compute ``mqa_logits`` into ``out`` (S, columns) float32, any strides, without waiting for a GPU.
 
-    Products are exact, see `products`; all sums are in float32. Queries are computed in chunks: temporary memory is a
-    float32 copy of the keys and tens of MB, or more if a single query takes more.
+    Products are exact, see `products`; all sums are in float32. Queries are processed in chunks, so that temporary
+    memory is a float32 copy of the keys plus tens of MB, or more if a single query needs more.
     """
     q, kv, kv_scale, weights, starts, ends, _, from_starts, fill_masked = operands
     keys = to_float32(kv).t()
@@ -35,9 +35,9 @@ def mqa_logits(operands: Prefill, out: Tensor) -> None:
 
 
 def paged_mqa_logits(operands: Paged, out: Tensor) -> None:
-    """Write the logits of ``paged_mqa_logits`` to ``out`` (B * next_n, max_context_len) float32.
+    """Compute ``paged_mqa_logits`` into ``out`` (B * next_n, max_context_len) float32.
 
-    Sequences are computed one by one, each with its own context length, which the host waits for.
+    Sequences are computed one by one; the host waits for their context lengths.
     """
     q, kv_cache, weights, context_lens, block_table, _, fill_masked = operands
     batch, next_n = q.shape[:2]
@@ -59,8 +59,8 @@ def paged_mqa_logits(operands: Paged, out: Tensor) -> None:
 def tokens_seen(context_lens: Tensor, next_n: int) -> Tensor:
     """Return the number of cached tokens that each query sees, (B, next_n) int64, not clamped.
 
-    context_lens: (B, next_n), these numbers; or (B,), the number for the last of next_n queries: each query sees one
-    token less than the next.
+    context_lens: (B, next_n), which is returned as int64; or (B,), the number of tokens that the last of next_n queries
+    sees, each earlier query seeing one token less.
     """
     if context_lens.dim() == 2:
         return context_lens.long()
@@ -76,13 +76,14 @@ def split(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, ue8m0: bool) -> None:
-    """Quantize k (T, D) and write it to slots (T,) of the cache."""
+    """Quantize keys k (T, D), one scale per key, and write them to slots (T,) of the cache."""
     num_slots = kv_cache.shape[0] * kv_cache.shape[1]
     if k.shape[0] == 0 or num_slots == 0:
         return
     data, scale = quantize_1x128(k, ue8m0)
     valid = _valid_slots(slots, num_slots)
-    # A token without a slot writes the same as the first token with one; if no token has a slot, slot 0 is rewritten.
+    # Filtering by valid slots would wait for the GPU. Instead, a token with an invalid slot repeats the write of the
+    # first token with a valid slot; if no slot is valid, slot 0 is rewritten with its own contents.
     token = torch.where(valid, torch.arange(len(slots), device=slots.device), valid.int().argmax())
     place = tuple(_places(torch.where(valid, slots, 0)[token], kv_cache.shape[1]))
     some = valid.any()
@@ -91,7 +92,7 @@ def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, ue8m0: bool) -> None:
 
 
 def read_kv(kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return data (T, D) and scale (T,) of slots (T,), zeros for slots outside of the cache."""
+    """Return data (T, D) and scale (T,) of the keys in slots (T,); zeros for slots outside of the cache."""
     data, scale = split(kv_cache)
     num_slots = kv_cache.shape[0] * kv_cache.shape[1]
     if num_slots == 0:
@@ -108,6 +109,6 @@ def _valid_slots(slots: Tensor, num_slots: int) -> Tensor:
 
 
 def _places(slots: Tensor, block_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return the block and the place within the block of valid slots."""
+    """Return the block of each valid slot, and its index within the block."""
     slots = slots.long()
     return slots // block_tokens, slots % block_tokens

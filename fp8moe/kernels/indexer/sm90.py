@@ -1,4 +1,4 @@
-"""Variants of ``cuda/sm90/mqa_logits.cu`` on Hopper: heads per warpgroup, registers, shared memory, stages."""
+"""Compiled variants of ``cuda/sm90/mqa_logits.cu``: heads per warpgroup, registers, shared memory, pipeline stages."""
 
 import ctypes
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from fp8moe.runtime.jit import KernelSpec, constants
 from fp8moe.runtime.sm90 import SHARED_LIMIT, SWIZZLE_ALIGNMENT, WARP, WARPGROUP, wgmma_source
 
 TILE = BLOCK_TOKENS
-"""kv tokens of a tile. If kv is paged, a tile is a block of the cache."""
+"""kv tokens (keys) in a tile. If kv is paged, a tile is one block of the cache."""
 
-_Q_SLOTS = 2
-# Bytes of the ring of kv tiles, not paged and paged. 80 KB reach the full bandwidth; paged, 190 KB were 5% slower.
+_Q_SLOTS = 2  # buffers for queries in shared memory
+# Bytes of the ring buffer of kv tiles, by `paged`. 80 KB reach the full bandwidth; if paged, 190 KB were 5% slower.
 _RING_BYTES = {False: 160 << 10, True: 88 << 10}
-# Registers of a math thread and of a producer thread, by the number of math warpgroups. Their sum over the thread block
-# is the sum at launch, when all threads have equal shares.
+# Registers per math thread and per producer thread, by the number of math warpgroups. The total of a thread block is
+# the same as at launch, when all threads have equally many.
 _REGISTERS = {2: (232, 40), 3: (152, 56), 4: (112, 32)}
-_BARRIERS_BYTES = 16  # of the barriers of a stage or slot, full and empty
+_BARRIERS_BYTES = 16  # bytes of the two barriers, full and empty, of a kv stage or query slot
 
 
 class Arguments(ctypes.Structure):
-    """``struct Arguments`` of cuda/sm90/mqa_logits.cu, its parts flattened."""
+    """``struct Arguments`` of cuda/sm90/mqa_logits.cu, with its nested structs flattened."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("starts", "ends")),
@@ -35,11 +35,11 @@ class Arguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class MqaConfig:
-    """A compiled variant.
+    """A compiled variant of the kernel.
 
-    heads, head_dim: of the queries. queries: how many share a kv tile; `next_n` if kv is paged.
-    column_groups, row_groups: math warpgroups; column groups split the queries, row groups take tiles in turns.
-    paged: tiles are blocks of a cache.
+    heads, head_dim: H and D of the queries. queries: number of queries that share a kv tile; `next_n` if kv is paged.
+    column_groups, row_groups: their product is the number of math warpgroups. Column groups split the queries; row
+    groups take turns with the tiles. paged: kv tiles are blocks of a paged cache.
     """
 
     heads: int
@@ -59,17 +59,17 @@ class MqaConfig:
 
     @property
     def columns(self) -> int:
-        """Columns of one wgmma."""
+        """Columns of one wgmma: the heads of a warpgroup's queries."""
         return self.queries // self.column_groups * self.heads
 
     @property
     def tile_rows(self) -> int:
-        """Height of a tile in kv's tensor map, in rows of head_dim bytes: keys and, if paged, the scales after them."""
+        """Rows of head_dim bytes that a tile has in kv's tensor map: the keys and, if paged, the scales after them."""
         return TILE + 4 * TILE // self.head_dim if self.paged else TILE
 
     @property
     def _fixed_bytes(self) -> int:
-        """Shared memory beside the ring of kv tiles, with room for alignment."""
+        """Bytes of shared memory for everything but the ring of kv tiles, with room for alignment."""
         rows = self.queries * self.heads
         slot = rows * (self.head_dim + 4) + 4 * (3 + 2 * self.queries) + _BARRIERS_BYTES
         return SWIZZLE_ALIGNMENT + _Q_SLOTS * slot + 4 * (self.threads + self.threads // WARP)
@@ -90,14 +90,18 @@ class MqaConfig:
 
 
 def prefill_config(heads: int, head_dim: int) -> MqaConfig:
-    """Return the variant with 128 columns per warpgroup; with four queries in each, registers suffice for three."""
+    """Return the variant for ``mqa_logits``.
+
+    64 heads: two queries (128 columns) per warpgroup. 32 heads: four queries; registers then suffice for only three
+    math warpgroups.
+    """
     if heads == 64:
         return MqaConfig(heads, head_dim, 4, column_groups=2, row_groups=2, paged=False)
     return MqaConfig(heads, head_dim, 12, column_groups=3, row_groups=1, paged=False)
 
 
 def paged_config(heads: int, head_dim: int, next_n: int) -> MqaConfig:
-    """Return the variant with up to 128 columns per warpgroup, a whole number of queries."""
+    """Return the variant for ``paged_mqa_logits``: up to 128 columns per warpgroup, a whole number of queries."""
     if next_n * heads <= 128:
         return MqaConfig(heads, head_dim, next_n, column_groups=1, row_groups=3, paged=True)
     if next_n % 2:
@@ -106,7 +110,7 @@ def paged_config(heads: int, head_dim: int, next_n: int) -> MqaConfig:
 
 
 def kernel_spec(cfg: MqaConfig) -> KernelSpec:
-    """Return the kernel of a variant."""
+    """Return the kernel compiled for a variant."""
     math_registers, producer_registers = _REGISTERS[cfg.warpgroups]
     values = {
         "HEADS": cfg.heads,

@@ -1,4 +1,4 @@
-"""FP8 linear layer as one operator, ``fp8moe::linear``: quantize the input 1x128, multiply by quantized weights.
+"""FP8 linear layer as one operator, ``fp8moe::linear``: quantize the input 1x128, multiply by the FP8 weight.
 
 `projection` is the layer for an input that is quantized already.
 """
@@ -29,20 +29,20 @@ from fp8moe.runtime.operator import define
 
 
 def linear(x: Tensor, weight: FP8Tensor | tuple[Tensor, Tensor], bias: Tensor | None = None) -> Tensor:
-    """``x @ dequantize(weight).T + bias`` with x quantized in blocks of 1x128: `FP8Linear` as a function.
+    """Return ``x @ dequantize(weight).T + bias`` with x quantized in blocks of 1x128: `FP8Linear` as a function.
 
     x: (..., K) bfloat16, float16 or float32; any K.
-    weight: FP8Tensor or (data, scale). data (N, K) float8_e4m3fn; any N. scale float32, (ceil(N/128), ceil(K/128)) of
-        blocks or (N, 1) of output channels.
+    weight: FP8Tensor or (data, scale). data (N, K) float8_e4m3fn; any N. scale float32, (ceil(N/128), ceil(K/128)) for
+        blocks of 128x128, or (N, 1) for output channels.
     bias: (N,) bfloat16, float16 or float32, or None.
     Returns (..., N) in the dtype of x, rounded once from float32.
 
-    It computes `gemm` of ``quantize_1x128(x)``; weights are fetched while the input is quantized. If K is not a
-    multiple of 16 or N not of 8, copies of the operands are padded with zeros. x and bias get gradients, see
-    `linear_training`. An FP8 weight gets none: if it requires one, the backward raises RuntimeError.
+    The result is the `gemm` of ``quantize_1x128(x)`` and weight; the weight is fetched while the input is quantized. If
+    K is not a multiple of 16 or N not a multiple of 8, copies of the operands are padded with zeros. x and bias get
+    gradients, see `linear_training`. An FP8 weight gets none: if it requires one, the backward raises RuntimeError.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, RuntimeError under forward-mode
-    differentiation and the derivatives of torch.func.
+    differentiation and under the derivative transforms of torch.func.
     """
     check_tensor("x", x)
     if bias is not None:
@@ -51,7 +51,7 @@ def linear(x: Tensor, weight: FP8Tensor | tuple[Tensor, Tensor], bias: Tensor | 
 
 
 def apply(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `linear` of x, values and scales of a weight, and a bias."""
+    """Compute `linear` for a weight given as data and scale. Use `linear_training` if x or bias needs a gradient."""
     autograd.check_derivatives("fp8moe.FP8Linear", x, weight, bias)
     if autograd.recorded(weight, weight_scale_inv):
         name = "fp8moe.FP8Linear with an FP8 weight that requires a gradient, not a master_dtype,"
@@ -65,7 +65,7 @@ def apply(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | No
 
 
 class _LinearLauncher:
-    """Runs the layer on operands with these layouts. x_aligned: x is at a multiple of 16 bytes.
+    """Runs the layer on operands in the layouts given here. x_aligned: x starts at a multiple of 16 bytes.
 
     The GEMM is launched while the quantizer runs (programmatic dependent launch) and fetches weights meanwhile. This is
     safe because the quantizer is launched the ordinary way: it starts after all earlier kernels have ended, such as one
@@ -88,10 +88,10 @@ class _LinearLauncher:
         self._index = device_index
         self._n = n
         self._out_dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
-        # The scratch memory has the values, then the scales. K is a multiple of 16, so the scales are aligned too.
+        # Scratch memory holds the FP8 values, then the scales. K is a multiple of 16, so the scales are aligned too.
         self._data_bytes = m * k
         scratch_bytes = self._data_bytes + 4 * pitch * k_blocks
-        # A bound empty_strided takes half the time of torch.empty.
+        # empty_strided with bound arguments takes half the time of torch.empty.
         allocate = functools.partial(torch.empty_strided, device=x.device)
         self._new_scratch = functools.partial(allocate, (scratch_bytes,), (1,), dtype=torch.uint8)
         shape = (*x.shape[:-1], n)
@@ -124,7 +124,7 @@ _launcher = planned(_LinearLauncher)
 
 
 def _launch(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-    """Run the kernels on checked and padded operands; layouts that the kernels do not read are copied."""
+    """Run the kernels on checked and padded operands; copy those in layouts that the kernels cannot read."""
     rows = unit_stride(x.reshape(-1, x.shape[-1]))
     if rows.data_ptr() != x.data_ptr():
         x = rows.view(x.shape)
@@ -133,7 +133,7 @@ def _launch(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
 
 
 def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-    # The layouts are written out because `planned` takes longer to collect them.
+    # The layouts are listed here because `_launcher` would take longer to collect them.
     found = _launcher.look_up(
         index := x.get_device(),
         (x.shape, x.stride(), x.dtype, index),
@@ -143,7 +143,7 @@ def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
         x.data_ptr() & 15 == 0,
     )
     if found is not None and not (weight.data_ptr() | launch.column_addresses(weight_scale_inv, bias)) & 15:
-        return found(x, weight, weight_scale_inv, bias)  # operands of these layouts have passed the checks before
+        return found(x, weight, weight_scale_inv, bias)  # operands in these layouts have passed the checks before
     check(x, weight, weight_scale_inv, bias)
     n, k = weight.shape
     pad_n, pad_k = -n % 8, -k % 16
@@ -160,11 +160,11 @@ def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
 
 
 def _composed(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the layer from the reference quantizer and the GEMM: on the reference backend, and if it is empty."""
+    """Compute the layer with the reference quantizer and `multiply`: for the reference backend and empty operands."""
     lead = x.shape[:-1]
     data, scale = reference.quantize_1x128(x.reshape(lead.numel(), x.shape[-1]), False)
     dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
-    out = torch.empty((*lead, weight.shape[0]), dtype=dtype, device=x.device)  # autograd lets no view change in place
+    out = torch.empty((*lead, weight.shape[0]), dtype=dtype, device=x.device)  # a view could not be changed in place
     multiply(GemmOperands(data, scale, weight, weight_scale_inv, bias), out.view(lead.numel(), weight.shape[0]))
     return out.to(x.dtype)
 
@@ -174,7 +174,7 @@ def _linear_fake(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tens
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_linear_op = define("linear -> Tensor", _linear, _linear_fake, forward_only=True)  # linear_training has a backward
+_linear_op = define("linear -> Tensor", _linear, _linear_fake, forward_only=True)  # `linear_training` has the backward
 
 
 # ---- an input that is quantized already ----
@@ -183,18 +183,18 @@ _linear_op = define("linear -> Tensor", _linear, _linear_fake, forward_only=True
 def projection(
     x: FP8Tensor, weight: FP8Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Compute `fp8moe.gemm` of x, weight and bias, launched before the kernel ahead in the stream has ended.
+    """Compute `fp8moe.gemm` of x, weight and bias, launched before the previous kernel in the stream has ended.
 
     x: data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major. K a multiple of 16.
     weight: data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) float32. N a multiple of 8.
-    bias: (N,) bfloat16, float16 or float32. out_dtype: bfloat16 or float32.
+    bias: (N,) bfloat16, float16 or float32, or None. out_dtype: bfloat16 or float32.
     Returns (M, N).
 
-    The kernel fetches weight and bias while the kernel ahead still runs (programmatic dependent launch): a kernel of
-    this package that is ahead must not write them; a kernel of PyTorch may. There is no backward: calling it raises
-    RuntimeError.
+    The kernel fetches weight and bias while the previous kernel still runs (programmatic dependent launch). If the
+    previous kernel is one of this package, it must not write weight or bias; a kernel of PyTorch may. There is no
+    backward: calling it raises RuntimeError.
 
-    Raises as `fp8moe.gemm` does.
+    Raises the errors of `fp8moe.gemm`.
     """
     operands = (*fp8_operand("a", x), *fp8_operand("b", weight), bias)
     check_out_dtype(out_dtype, None)

@@ -1,4 +1,4 @@
-"""FP8 linear layer with a backward: the operators ``fp8moe::linear_training`` and ``linear_training_backward``."""
+"""FP8 linear layer with a backward: operators ``fp8moe::linear_training`` and ``fp8moe::linear_training_backward``."""
 
 import math
 from typing import NamedTuple
@@ -15,23 +15,23 @@ from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
 from fp8moe.runtime.operator import define
 
-_MULTIPLE = 16  # N and K are padded to it: each is the inner size of one of the three GEMMs
+_MULTIPLE = 16  # N and K are padded to multiples of this: each is the inner size of one of the three GEMMs
 
 
 def linear_training(
     x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None = None, master: Tensor | None = None
 ) -> Tensor:
-    """``x @ dequantize(weight).T + bias`` with x quantized in blocks of 1x128, and gradients of x, bias and master.
+    """Return ``x @ dequantize(weight).T + bias`` with x quantized 1x128; x, bias and master get gradients.
 
     x: (..., K) bfloat16, float16 or float32; any K.
-    weight: (N, K) float8_e4m3fn; any N. weight_scale_inv: (ceil(N/128), ceil(K/128)) float32. They get no gradient.
+    weight: (N, K) float8_e4m3fn; any N. weight_scale_inv: (ceil(N/128), ceil(K/128)) float32. Neither gets a gradient.
     bias: (N,) bfloat16, float16 or float32, or None.
     master: (N, K) of any floating dtype, the source of the quantized weight: it gets the weight's gradient. None for a
         frozen weight.
     Returns (..., N) in the dtype of x, rounded once from float32.
 
-    Gradients treat every quantization as the identity (straight through). They are summed in float32, with FP8 operands
-    for x and master, and rounded once to the dtype of their tensor. Equal inputs give equal bits. For the backward the
+    Gradients treat every quantization as the identity (straight through). They are summed in float32 (for x and master
+    from FP8 operands) and rounded once to the dtype of their tensor. Equal inputs give equal bits. For the backward the
     forward keeps the FP8 weight and, with a master, x in FP8: ``K * P * 33/32`` bytes, P being the number of rows
     rounded up to a multiple of 128. If N or K is not a multiple of 16, copies of the operands are padded with zeros.
 
@@ -67,7 +67,7 @@ def _check(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | N
 def _forward(
     x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None, master: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result, and data and scale of the transposed input, which are empty without a master."""
+    """Return the result, and data and scale of the quantized transpose of x, which are empty without a master."""
     if master is None:
         out = torch.ops.fp8moe.linear.default(x, weight, weight_scale_inv, bias)
         return out, x.new_empty(0), x.new_empty(0)
@@ -91,7 +91,10 @@ def _forward_fake(
 
 
 class _Backward(NamedTuple):
-    """Operands of the backward. columns: the transposed input, empty without a master."""
+    """Operands of the backward. columns: the quantized transpose of x, empty without a master.
+
+    input_grad, bias_grad: whether x and the bias need gradients.
+    """
 
     grad: Tensor
     weight: Tensor
@@ -103,7 +106,7 @@ class _Backward(NamedTuple):
 
 
 def _backward(operands: _Backward) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of x, master and bias (float32); those that are not needed are empty."""
+    """Return the gradients of x, master and bias (in float32); gradients that are not needed are empty."""
     grad, weight, weight_scale_inv, columns, master, input_grad, bias_grad = operands
     d_x, d_weight, d_bias = (grad.new_empty(0) for _ in range(3))
     n, k = weight.shape
@@ -132,7 +135,7 @@ def _backward_fake(operands: _Backward) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """Return x (..., F) as (rows, F), F padded with zeros."""
+    """Return x (..., F) as a matrix (rows, F), F padded with zeros to a multiple of 16."""
     features = x.shape[-1]
     return _padded_columns(x.reshape(math.prod(x.shape[:-1]), features), features)
 
@@ -143,7 +146,7 @@ def _padded_columns(x: Tensor, features: int) -> Tensor:
 
 
 def _padded(weight: Tensor, scale: Tensor) -> FP8Tensor:
-    """Pad both sizes of a weight with zeros. The padding stays inside existing blocks, so scales do not change."""
+    """Pad N and K of a weight with zeros to multiples of 16. Padding stays inside existing blocks: scales are kept."""
     pad_n, pad_k = (-size % _MULTIPLE for size in weight.shape)
     if pad_n or pad_k:
         weight = F.pad(weight.view(torch.uint8), (0, pad_k, 0, pad_n)).view(weight.dtype)
@@ -153,7 +156,7 @@ def _padded(weight: Tensor, scale: Tensor) -> FP8Tensor:
 def _product(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return ``a @ b.T + bias`` with padding columns dropped, in ``shape``, rounded once to ``dtype``."""
     out = torch.empty(shape, dtype=dtype, device=a.data.device)
-    rows = out.view(a.data.shape[0], shape[-1])  # `out` is no view: so it may be changed in place under FSDP2
+    rows = out.view(a.data.shape[0], shape[-1])  # `out` itself is no view, so FSDP2 may change it in place
     if dtype is not torch.float16 and b.data.shape[0] == shape[-1]:
         gemm(a, b, bias=bias, out=rows)
     else:
@@ -168,8 +171,8 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(*columns)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(weight, scale, *columns)
-    # The master is no saved tensor: PyTorch's check of saved tensors would not name the parameter. It is in a container
-    # because compiled autograd takes tensors and numbers that are attributes of ctx for inputs of its graph.
+    # The master is not a saved tensor: PyTorch's error for a changed saved tensor would not name the parameter. It is
+    # in a tuple because compiled autograd treats tensors and numbers in attributes of ctx as inputs of its graph.
     ctx.masters = (master,)
     ctx.versions = [None if master is None else master._version]
 

@@ -1,6 +1,7 @@
-"""DeepGEMM's Hopper API on fp8moe's kernels: its names, arguments, layouts and semantics (docs/deep_gemm.md).
+"""DeepGEMM's Hopper API on fp8moe's kernels, with the same names, arguments, layouts and semantics (docs/deep_gemm.md).
 
-What DeepGEMM has for other GPUs only is absent, or raises NotImplementedError where an operand decides.
+Functions that DeepGEMM has only for other GPUs are absent. Operands that only other GPUs support raise
+NotImplementedError.
 """
 
 # ruff: noqa: F403
@@ -37,11 +38,11 @@ __all__ = [
 ]
 __all__ += bfloat16.__all__ + gemm.__all__ + indexer.__all__ + settings.__all__ + utils.math.__all__
 
-# Of DeepGEMM whose API it is, and of fp8moe.
+# The version of DeepGEMM that the API follows, and the version of fp8moe.
 __version__ = f"2.5.0+fp8moe.{fp8moe.__version__.replace('+', '.')}"
 
 logging.getLogger(__name__).info("deep_gemm %s: DeepGEMM's Hopper API on the kernels of fp8moe", __version__)
 
 
 def install(*, replace: bool = False) -> None:
-    """Do nothing: this module is `deep_gemm` already. In 0.2 it was in fp8moe, and this gave it the name."""
+    """Do nothing: this package is `deep_gemm` already. In 0.2 it was a part of fp8moe, which this gave that name."""

@@ -1,4 +1,4 @@
-"""bfloat16 GEMMs, and those by cuBLASLt, by PyTorch: so that programs run which call DeepGEMM for these too."""
+"""DeepGEMM's bfloat16 and cuBLASLt GEMMs, computed by PyTorch, for programs that call DeepGEMM for these too."""
 
 import functools
 
@@ -33,33 +33,33 @@ _FP8 = torch.float8_e4m3fn
 
 
 def bf16_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
-    """``d = c + a @ b.T``, or ``a @ b.T`` without c.
+    """Write ``c + a @ b.T``, or ``a @ b.T`` without c, to d.
 
-    a (M, K), b (N, K) bfloat16; d (M, N) bfloat16 or float32, written; c like d. Any strides. compiled_dims: no effect.
-    After `use_deterministic_algorithms` a row's bits do not depend on the rows beside it.
+    a: (M, K) bfloat16. b: (N, K) bfloat16. d: (M, N) bfloat16 or float32. c: like d. Any strides. compiled_dims: no
+    effect. After `use_deterministic_algorithms(True)` the bits of a row do not depend on other rows.
     """
     _dense(_matrix("a", a, 2), _matrix("b", b, 2), d, c)
 
 
 def bf16_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
-    """`bf16_gemm_nt` with b (K, N)."""
+    """Compute `bf16_gemm_nt` with b (K, N)."""
     bf16_gemm_nt(a, b.mT, d, c)
 
 
 def bf16_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "mn") -> None:
-    """`bf16_gemm_nt` with a (K, M) and b (K, N)."""
+    """Compute `bf16_gemm_nt` with a (K, M) and b (K, N)."""
     bf16_gemm_nt(a.mT, b.mT, d, c)
 
 
 def bf16_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "mn") -> None:
-    """`bf16_gemm_nt` with a (K, M)."""
+    """Compute `bf16_gemm_nt` with a (K, M)."""
     bf16_gemm_nt(a.mT, b, d, c)
 
 
 def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
-    """`bf16_gemm_nt`, by PyTorch and so by cuBLASLt; also of a and b float8_e4m3fn, which have no scales.
+    """Compute `bf16_gemm_nt`, which PyTorch runs on cuBLASLt; a and b may also be float8_e4m3fn, without scales.
 
-    FP8 operands are K-major, with K and N multiples of 16.
+    FP8 operands must be K-major, with K and N multiples of 16.
     """
     if not isinstance(a, Tensor) or a.dtype is not _FP8:
         bf16_gemm_nt(a, b, d, c)
@@ -74,17 +74,17 @@ def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, c
 
 
 def cublaslt_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
-    """`cublaslt_gemm_nt` with b (K, N)."""
+    """Compute `cublaslt_gemm_nt` with b (K, N)."""
     cublaslt_gemm_nt(a, b.mT, d, c)
 
 
 def cublaslt_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "mn") -> None:
-    """`cublaslt_gemm_nt` with a (K, M) and b (K, N)."""
+    """Compute `cublaslt_gemm_nt` with a (K, M) and b (K, N)."""
     cublaslt_gemm_nt(a.mT, b.mT, d, c)
 
 
 def cublaslt_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "mn") -> None:
-    """`cublaslt_gemm_nt` with a (K, M)."""
+    """Compute `cublaslt_gemm_nt` with a (K, M)."""
     cublaslt_gemm_nt(a.mT, b, d, c)
 
 
@@ -98,17 +98,17 @@ def m_grouped_bf16_gemm_nt_contiguous(
     expected_m_for_psum_layout: int | None = None,
     ensure_zero_padding: bool = False,
 ) -> None:
-    """``d[i] = a[i] @ b[group of i].T`` for every row i that has a group; other rows of d are left alone.
+    """Write ``a[i] @ b[group of i].T`` to d[i] for every row i that has a group; other rows of d are left alone.
 
-    a (M, K), b (E, N, K) bfloat16; d (M, N) bfloat16 or float32, of values rounded to bfloat16 in both. grouped_layout:
-    as for `m_grouped_fp8_gemm_nt_contiguous`, with groups in any order and any number of places.
-    ensure_zero_padding: rows that have no group become zero.
+    a: (M, K) bfloat16. b: (E, N, K) bfloat16. d: (M, N) bfloat16 or float32; results are rounded to bfloat16 in either
+    case. grouped_layout: as for `m_grouped_fp8_gemm_nt_contiguous`, but the rows of a group need not be adjacent.
+    ensure_zero_padding: set rows of d without a group to zero.
     """
     a, b = _matrix("a", a, 2), _matrix("b", b, 3)
     check_tensor("grouped_layout", grouped_layout)
     _check_product(d, (a.shape[0], b.shape[1]), a, b)
     groups = _group_of_rows(grouped_layout, a.shape[0], b.shape[0], use_psum_layout)
-    # Rows by groups, those of none behind.
+    # Sort rows by group; rows without a group come last.
     key, order = groups.sort(stable=True)
     ends = torch.searchsorted(key, torch.arange(b.shape[0], device=a.device), right=True)
     product = grouped_mm(a[order], b.mT, offs=ends.int()).to(d.dtype)
@@ -118,16 +118,17 @@ def m_grouped_bf16_gemm_nt_contiguous(
 def m_grouped_bf16_gemm_nn_contiguous(
     a: Tensor, b: Tensor, d: Tensor, grouped_layout: Tensor, *args, **options
 ) -> None:
-    """`m_grouped_bf16_gemm_nt_contiguous` with b (E, K, N)."""
+    """Compute `m_grouped_bf16_gemm_nt_contiguous` with b (E, K, N)."""
     m_grouped_bf16_gemm_nt_contiguous(a, b.mT, d, grouped_layout, *args, **options)
 
 
 def m_grouped_bf16_gemm_nt_masked(
     a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_m: int, compiled_dims: str = "nk"
 ) -> None:
-    """``d[e] = a[e] @ b[e].T``: a (E, max_m, K), b (E, N, K) bfloat16; d (E, max_m, N) bfloat16 or float32.
+    """Write ``a[e] @ b[e].T`` to d[e] for every group e.
 
-    masked_m: int32 (E,); the rows behind masked_m[e] are undefined, and here computed too. expected_m: no effect.
+    a: (E, max_m, K) bfloat16. b: (E, N, K) bfloat16. d: (E, max_m, N) bfloat16 or float32. masked_m: int32 (E,), the
+    number of valid rows per group; other rows of d are undefined (and computed too). expected_m: no effect.
     """
     a, b = _matrix("a", a, 3), _matrix("b", b, 3)
     check_vector("masked_m", masked_m, torch.int32, a.shape[0], a.device)
@@ -144,7 +145,7 @@ def _matrix(name: str, value: Tensor, dimensions: int, dtype: torch.dtype = torc
 
 
 def _dense(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None) -> None:
-    """``d = c + a @ b.T`` of two matrices of one dtype, with a row's bits its own where they are to be."""
+    """Write ``c + a @ b.T`` to d, for two matrices of one dtype, batch-invariantly if that mode is on."""
     check_addend(c, d)
     _check_product(d, (a.shape[0], b.shape[0]), a, b)
     multiply = _multiply_fp8 if a.dtype is _FP8 else _multiply
@@ -168,10 +169,10 @@ def _check_product(d: Tensor, shape: tuple[int, ...], a: Tensor, b: Tensor) -> N
 
 
 def _multiply(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """``d = c + a @ b.mT``, of matrices or batches of them.
+    """Write ``c + a @ b.mT`` to d, for bfloat16 matrices or batches of matrices.
 
-    Not by mm and addmm: programs that let DeepGEMM compute these for PyTorch, as SGLang does for deterministic
-    inference, would come back here.
+    torch.mm and torch.addmm are avoided: programs that route these to DeepGEMM, as SGLang does for deterministic
+    inference, would recurse endlessly.
     """
     if a.dim() == 2:
         a, b, d, c = a[None], b[None], d[None], None if c is None else c[None]
@@ -194,7 +195,7 @@ def _multiply_fp8(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> N
 
 
 def _group_of_rows(layout: Tensor, rows: int, groups: int, psum: bool) -> Tensor:
-    """The group of each row (rows,) int64, `groups` for none."""
+    """Return the group of each row, (rows,) int64; `groups` (one past the last) for rows without a group."""
     if not psum:
         check_vector("grouped_layout", layout, torch.int32, rows, layout.device)
         return torch.where((layout >= 0) & (layout < groups), layout, groups).long()

@@ -1,4 +1,4 @@
-"""FP8 GEMMs: of two matrices, ``D = C + A @ B.T``; grouped along M; and grouped along K, for weight gradients."""
+"""FP8 GEMMs: dense, ``D = C + A @ B.T``; grouped along M, for experts; grouped along K, for weight gradients."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -50,7 +50,10 @@ _FP4 = (torch.int8, torch.uint8)
 
 
 def named(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Errors of the decorated function that begin with one of these names begin with DeepGEMM's name instead."""
+    """Make a decorator that renames arguments in errors: fp8moe's name, before the colon, becomes DeepGEMM's.
+
+    names: fp8moe's name of an argument = DeepGEMM's name of it.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -80,16 +83,18 @@ def fp8_gemm_nt(
     recipe_a: Recipe | None = None,
     recipe_b: Recipe | None = None,
 ) -> None:
-    """``d = c + a @ b.T`` of dequantized operands, or ``a @ b.T`` without c, summed in float32.
+    """Write ``c + a @ b.T`` of dequantized operands, or ``a @ b.T`` without c, to d, accumulated in float32.
 
-    a: data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, in any strides; fastest MN-major, as
-        `get_mn_major_tma_aligned_tensor` returns it. Or int32, four exponents each.
+    a: data (M, K) float8_e4m3fn and scale (M, ceil(K/128)) float32, in any strides; fastest MN-major, as
+        `get_mn_major_tma_aligned_tensor` returns it. The scale may also be int32, with four exponents per value.
     b: data (N, K), scale (ceil(N/128), ceil(K/128)); with recipe (1, 1, 128) scale (N, K/128), K a multiple of 128.
-    d: (M, N) bfloat16 or float32, written. c: like d; d itself, or memory of its own.
-    recipe: blocks of the scales; None is (1, 128, 128). recipe_a, recipe_b: (1, 128) and that of b, in its place.
+    d: (M, N) bfloat16 or float32. c: like d; either d itself, or memory apart from d.
+    recipe: (rows per scale block of a, of b, 128); None is (1, 128, 128). recipe_a, recipe_b: in place of recipe, the
+        blocks of a, (1, 128), and of b, (128, 128) or (1, 128).
     compiled_dims, disable_ue8m0_cast: no effect: N and K are compiled in, and scales are never cast on Hopper.
 
-    Raises NotImplementedError for FP4, data that is not K-major and other recipes, TypeError or ValueError as `gemm`.
+    Raises NotImplementedError for FP4, data that is not K-major and other recipes; TypeError or ValueError like
+    `fp8moe.gemm`.
     """
     a, b = _fp8("a", a), _fp8("b", b)
     if _by_rows(recipe, recipe_a, recipe_b):
@@ -104,17 +109,17 @@ def fp8_gemm_nt(
 
 
 def fp8_gemm_nn(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, *args, **options) -> None:
-    """`fp8_gemm_nt` with b (K, N), which is K-major as a transposed view only."""
+    """Compute `fp8_gemm_nt` with b (K, N), which must be a transposed view, as data must be K-major."""
     fp8_gemm_nt(a, _transposed("b", b), d, c, *args, **options)
 
 
 def fp8_gemm_tn(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, *args, **options) -> None:
-    """`fp8_gemm_nt` with a (K, M) and b (K, N), which are K-major as transposed views only."""
+    """Compute `fp8_gemm_nt` with a (K, M) and b (K, N), which must be transposed views, as data must be K-major."""
     fp8_gemm_nt(_transposed("a", a), _transposed("b", b), d, c, *args, **options)
 
 
 def fp8_gemm_tt(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, *args, **options) -> None:
-    """`fp8_gemm_nt` with a (K, M), which is K-major as a transposed view only."""
+    """Compute `fp8_gemm_nt` with a (K, M), which must be a transposed view, as data must be K-major."""
     fp8_gemm_nt(_transposed("a", a), b, d, c, *args, **options)
 
 
@@ -127,12 +132,12 @@ def fp8_gemm_nt_skip_head_mid(
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
 ) -> None:
-    """``a @ b.T`` for d whose heads have columns in their middle that the product lacks; those are left alone.
+    """Write ``a @ b.T`` to the left and right columns of each head of d; the middle columns are left alone.
 
-    head_splits: (left, mid, right) columns of a head of d, (M, heads * (left + mid + right)) bfloat16 or float32; b has
-        heads * (left + right) rows. The others: as for `fp8_gemm_nt`. The product is made apart and copied.
+    b: heads * (left + right) rows. d: (M, heads * (left + mid + right)) bfloat16 or float32. head_splits: (left, mid,
+        right), columns per head. Other arguments: as for `fp8_gemm_nt`. The product is computed separately and copied.
 
-    Raises as `fp8_gemm_nt`; ValueError for head_splits that do not divide the columns of b and d.
+    Raises like `fp8_gemm_nt`; ValueError for head_splits that do not divide the rows of b or columns of d.
     """
     a, b = _fp8("a", a), _fp8("b", b)
     check_tensor("d", d)
@@ -151,12 +156,12 @@ def fp8_gemm_nt_skip_head_mid(
 
 
 def gemm_fp8_fp8_bf16_nt(lhs: Operand, rhs: Operand, out: Tensor) -> None:
-    """`fp8_gemm_nt` by its name of 2025."""
+    """Compute `fp8_gemm_nt`; this is its name in DeepGEMM of 2025."""
     fp8_gemm_nt(lhs, rhs, out)
 
 
 def wgrad_gemm_fp8_fp8_fp32_nt(lhs: Operand, rhs: Operand, out: Tensor) -> None:
-    """``out += lhs @ rhs.T`` for float32 out; both scales 1x128: `fp8_gemm_nt` with recipe (1, 1, 128) and c = d."""
+    """Add ``lhs @ rhs.T`` to float32 out, with 1x128 scales in both: `fp8_gemm_nt` with recipe (1, 1, 128), c = d."""
     fp8_gemm_nt(lhs, rhs, out, c=out, recipe=(1, 1, 128))
 
 
@@ -175,18 +180,19 @@ def m_grouped_fp8_gemm_nt_contiguous(
     recipe_b: Recipe | None = None,
     ensure_zero_padding: bool = False,
 ) -> None:
-    """``d[i] = a[i] @ b[group of i].T`` of dequantized operands for every row i that has a group.
+    """Write ``a[i] @ b[group of i].T`` of dequantized operands to d[i] for every row i that has a group.
 
     a: data (M, K) float8_e4m3fn with scale (M, ceil(K/128)); b: data (E, N, K) with scale (E, ceil(N/128),
         ceil(K/128)); scales as for `fp8_gemm_nt`.
-    d: (M, N) bfloat16 or float32. Rows of no group are undefined in it: those among a group's rows are written.
-    grouped_layout: int32 on the device, read there only. (M,), the group of each row, -1 for none: a group's rows lie
-        together, anywhere, and groups come in any order. With use_psum_layout (E,), where each group ends; it begins at
-        the next multiple of `get_mk_alignment_for_contiguous_layout` behind the end before it.
-    expected_m_for_psum_layout: about how many rows a group has; only the speed depends on it.
-    ensure_zero_padding: rows between groups and behind them become zero; d is filled with zeros first.
+    d: (M, N) bfloat16 or float32. Rows without a group are undefined; those between rows of one group are overwritten.
+    grouped_layout: int32 on the GPU; the CPU never reads it. Either (M,), the group of each row, -1 for none: the rows
+        of a group must be adjacent, groups may come in any order. Or, with use_psum_layout, (E,), the row where each
+        group ends; a group begins where the previous one ends, rounded up to a multiple of
+        `get_mk_alignment_for_contiguous_layout`.
+    expected_m_for_psum_layout: the approximate number of rows per group; only the speed depends on it.
+    ensure_zero_padding: fill d with zeros first, so that rows between and after groups are zero.
 
-    Raises as `fp8_gemm_nt`.
+    Raises like `fp8_gemm_nt`.
     """
     _check_weights_by_blocks(recipe, recipe_a, recipe_b)
     a, b = _fp8("a", a), _fp8("b", b)
@@ -195,7 +201,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     expected_m = expected_m_for_psum_layout
     if expected_m is None:
         rows, groups = a.data.shape[0], b.data.shape[0]
-        # Without what padding a group can have at most.
+        # Subtract the most padding that groups can have.
         expected_m = max(rows - groups * (alignment - 1), ceil_div(rows, alignment), groups) // max(groups, 1)
     if ensure_zero_padding:
         check_tensor("d", d)
@@ -207,7 +213,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
 def m_grouped_fp8_gemm_nn_contiguous(
     a: Operand, b: Operand, d: Tensor, grouped_layout: Tensor, *args, **options
 ) -> None:
-    """`m_grouped_fp8_gemm_nt_contiguous` with b (E, K, N), which is K-major as a transposed view only."""
+    """Compute `m_grouped_fp8_gemm_nt_contiguous` with b (E, K, N), which must be a transposed view, K-major."""
     m_grouped_fp8_gemm_nt_contiguous(a, _transposed("b", b), d, grouped_layout, *args, **options)
 
 
@@ -224,25 +230,25 @@ def m_grouped_fp8_gemm_nt_masked(
     recipe_a: Recipe | None = None,
     recipe_b: Recipe | None = None,
 ) -> None:
-    """``d[e, :masked_m[e]] = a[e, :masked_m[e]] @ b[e].T`` of dequantized operands for every group e.
+    """Write ``a[e, :masked_m[e]] @ b[e].T`` of dequantized operands to d[e, :masked_m[e]] for every group e.
 
     a: data (E, max_m, K) with scale (E, max_m, ceil(K/128)), in any strides; fastest as `quantize_1x128` writes them.
     b: as for `m_grouped_fp8_gemm_nt_contiguous`. d: (E, max_m, N) bfloat16 or float32; other rows are left alone.
-    masked_m: int32 (E,) on the device, read there only. expected_m: about how many rows a group has, for the speed.
+    masked_m: int32 (E,) on the GPU; the CPU never reads it. expected_m: approximate rows per group; affects only speed.
     """
     _check_weights_by_blocks(recipe, recipe_a, recipe_b)
     grouped_gemm_masked(_fp8("a", a), _fp8("b", b), masked_m, expected_m=expected_m, out=d)
 
 
 def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(lhs: Operand, rhs: Operand, out: Tensor, m_indices: Tensor) -> None:
-    """`m_grouped_fp8_gemm_nt_contiguous` by its name of 2025."""
+    """Compute `m_grouped_fp8_gemm_nt_contiguous`; this is its name in DeepGEMM of 2025."""
     m_grouped_fp8_gemm_nt_contiguous(lhs, rhs, out, m_indices)
 
 
 def m_grouped_gemm_fp8_fp8_bf16_nt_masked(
     lhs: Operand, rhs: Operand, out: Tensor, masked_m: Tensor, expected_m: int
 ) -> None:
-    """`m_grouped_fp8_gemm_nt_masked` by its name of 2025."""
+    """Compute `m_grouped_fp8_gemm_nt_masked`; this is its name in DeepGEMM of 2025."""
     m_grouped_fp8_gemm_nt_masked(lhs, rhs, out, masked_m, expected_m)
 
 
@@ -258,17 +264,18 @@ def k_grouped_fp8_gemm_nt_contiguous(
     compiled_dims: str = "mn",
     use_psum_layout: bool = False,
 ) -> None:
-    """``d[e] = c[e] + a_e @ b_e.T`` of dequantized operands for every group e along K; without c, the product alone.
+    """Write ``c[e] + a_e @ b_e.T``, or the product alone without c, to d[e] for every group e of columns along K.
 
-    a: data (M * K,) float8_e4m3fn, the matrices (M, ks[e]) of all groups, row-major, one behind the other; scale
-        (M, K/128) float32, or (K/128, M). b: likewise with N, a multiple of 8.
-    d: (E, M, N) float32, or bfloat16 without c; contiguous. c: like d; d itself, or memory of its own.
-    ks: the size of each group, multiples of 128, K together; checked where it is there, and read nowhere else.
-    ks_tensor: the same, int32 (E,) on the device. With use_psum_layout where each group ends along K, anywhere: it
-        begins at the next multiple of `get_mk_alignment_for_contiguous_layout` behind the end before it, and zeros
-        fill both operands up to there, as the casts write them. ks is not read then.
+    a: data (M * K,) float8_e4m3fn, the row-major matrices (M, ks[e]) of all groups, concatenated; scale (M, K/128)
+        float32, or (K/128, M). b: likewise with N, a multiple of 8.
+    d: (E, M, N) float32, or bfloat16 without c; contiguous. c: like d; either d itself, or memory apart from d.
+    ks: the sizes of the groups, multiples of 128 with the sum K. Only checked, if given.
+    ks_tensor: the same sizes, int32 (E,) on the GPU. With use_psum_layout, the positions along K where groups end, not
+        necessarily multiples of 128; a group begins where the previous one ends, rounded up to a multiple of
+        `get_mk_alignment_for_contiguous_layout`, and both operands must hold zeros in between, as the casts write
+        them. ks is then ignored.
 
-    Raises as `fp8_gemm_nt`; ValueError for other ks; NotImplementedError with use_psum_layout where the alignment is
+    Raises like `fp8_gemm_nt`; ValueError for wrong ks; NotImplementedError with use_psum_layout if the alignment is
     not a multiple of 128.
     """
     _check_groups(d, ks_tensor, recipe)
@@ -290,9 +297,9 @@ def k_grouped_fp8_gemm_tn_contiguous(
     compiled_dims: str = "mn",
     use_psum_layout: bool = False,
 ) -> None:
-    """`k_grouped_fp8_gemm_nt_contiguous` of operands that are one matrix of all groups, from `per_channel_cast_to_fp8`.
+    """Compute `k_grouped_fp8_gemm_nt_contiguous` for operands from `per_channel_cast_to_fp8`, each one matrix.
 
-    a: data (K, M), scale (K/128, M); b: data (K, N), scale (K/128, N). On Hopper the data is K-major: transposed views.
+    a: data (K, M), scale (K/128, M). b: data (K, N), scale (K/128, N). The data must be K-major: transposed views.
     """
     _check_groups(d, ks_tensor, recipe)
     a, b = _fp8("a", a, by_columns=True), _fp8("b", b, by_columns=True)
@@ -300,7 +307,7 @@ def k_grouped_fp8_gemm_tn_contiguous(
     _write_sum(lambda out, add: grouped_gemm_k_by_sizes(a, b, sizes, out, accumulate=add), c, d)
 
 
-# Names for FP8 or FP4 operands: of FP8 they are the same functions.
+# DeepGEMM's names of functions that take FP8 or FP4 operands; for FP8 they do the same.
 fp8_fp4_gemm_nt = fp8_gemm_nt
 fp8_fp4_gemm_nn = fp8_gemm_nn
 fp8_fp4_gemm_tn = fp8_gemm_tn
@@ -322,7 +329,7 @@ def _check_groups(d: Tensor, ks_tensor: Tensor, recipe: Recipe) -> None:
 
 
 def _with_rows(name: str, operand: Operand, rows: int) -> FP8Tensor:
-    """The operand (rows * K,) with its scale as (rows, K blocks)."""
+    """Return the operand, data (rows * K,), with its scale in the shape (rows, K blocks), transposed if needed."""
     data, scale = _fp8(name, operand)
     fp8_data(f"{name}.data", data, "(rows * K)")
     turned = scale.dim() == 2 and scale.shape[1] == rows and (scale.shape[0] != rows or scale.stride(1) == 1)
@@ -330,12 +337,15 @@ def _with_rows(name: str, operand: Operand, rows: int) -> FP8Tensor:
 
 
 def _sizes(ks: Sequence[int] | None, ks_tensor: Tensor, k: int, psum: bool) -> Tensor:
-    """The sizes of the groups along K, checked where the host knows them; psum: ks_tensor has their ends."""
+    """Return the sizes of the groups along K, int32 (E,) on the GPU.
+
+    ks: checked against K = k unless None. psum: whether ks_tensor holds the ends of groups rather than their sizes.
+    """
     if psum:
         alignment = get_mk_alignment_for_contiguous_layout()
         if alignment % BLOCK:
             raise NotImplementedError(f"use_psum_layout: expected an alignment of {BLOCK} along K, got {alignment}")
-        ends = ks_tensor - ks_tensor % -alignment  # where the next one begins
+        ends = ks_tensor - ks_tensor % -alignment  # rounded up to where the next group begins
         sizes = ends.clone()
         sizes[1:] -= ends[:-1]
         return sizes
@@ -347,10 +357,10 @@ def _sizes(ks: Sequence[int] | None, ks_tensor: Tensor, k: int, psum: bool) -> T
 
 
 def _fp8(name: str, operand: Operand, *, by_columns: bool = False) -> FP8Tensor:
-    """The operand ``(data, scale)`` with float32 scales. Nothing that is done with it is recorded for gradients.
+    """Return the operand ``(data, scale)`` as an FP8Tensor with float32 scales, detached from autograd.
 
-    by_columns: K is the first dimension.
-    NotImplementedError for what DeepGEMM's Hopper kernels do not take either: FP4 values, and data that is not K-major.
+    by_columns: whether K is the first dimension. Raises NotImplementedError for FP4 values and for data that is not
+    K-major, which DeepGEMM's Hopper kernels do not support either.
     """
     data, scale = fp8_operand(name, operand)
     if data.dtype in _FP4:
@@ -370,15 +380,16 @@ def _fp8(name: str, operand: Operand, *, by_columns: bool = False) -> FP8Tensor:
 
 
 def _transposed(name: str, operand: Operand) -> Operand:
-    """Views of the operand with rows and columns exchanged, scales too."""
+    """Return the operand with rows and columns of data and scale exchanged, as views."""
     data, scale = fp8_operand(name, operand)
     return data.mT, scale.mT
 
 
 def _by_rows(recipe: Recipe | None, recipe_a: Recipe | None = None, recipe_b: Recipe | None = None) -> bool:
-    """Whether both operands have a scale for each row, (1, 1, 128); otherwise the weights have one per 128x128.
+    """Return True for the recipe (1, 1, 128), 1x128 scales in both operands; False for (1, 128, 128).
 
-    recipe_a, recipe_b: the blocks of one operand each, (1, 128) or (128, 128), in place of a recipe.
+    With (1, 128, 128), or None, b has 128x128 scales. recipe_a, recipe_b: the block sizes of each operand, in place of
+    recipe. Raises NotImplementedError for other recipes.
     """
     if recipe_a is not None or recipe_b is not None:
         (rows_a, *k_a), (rows_b, *k_b) = recipe_a or (1, BLOCK), recipe_b or (BLOCK, BLOCK)
@@ -393,7 +404,7 @@ def _by_rows(recipe: Recipe | None, recipe_a: Recipe | None = None, recipe_b: Re
 
 
 def _check_weights_by_blocks(*recipes: Recipe | None) -> None:
-    """NotImplementedError for any other recipe."""
+    """Raise NotImplementedError for any recipe other than (1, 128, 128)."""
     if _by_rows(*recipes):
         raise NotImplementedError("recipe: expected (1, 128, 128) of grouped weights, got (1, 1, 128)")
 
@@ -405,7 +416,7 @@ def check_addend(c: Tensor | None, d: Tensor) -> None:
 
 
 def _write_sum(product: Callable[[Tensor, bool], object], c: Tensor | None, d: Tensor) -> None:
-    """``d = c + product``. product(out, accumulate) writes itself to ``out``, or adds to what it holds."""
+    """Write c plus a product to d. product: function (out, accumulate) that writes the product to out or adds it."""
     check_addend(c, d)
     if c is None or c is d or (c.data_ptr() == d.data_ptr() and c.stride() == d.stride()):
         product(d, c is not None)

@@ -1,4 +1,4 @@
-"""Index scores of sparse attention."""
+"""DeepGEMM's functions for the index scores (MQA logits) of sparse attention."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ __all__ = [
 
 Query = tuple[Tensor, Tensor | None]
 
-_PITCH_BYTES = 1024  # at multiples of which rows of scores begin, as DeepGEMM's and as top-k kernels want it
+_PITCH_BYTES = 1024  # rows of scores begin at multiples of this, as in DeepGEMM; top-k kernels rely on it
 
 
 @named(starts="cu_seq_len_k_start", ends="cu_seq_len_k_end")
@@ -36,13 +36,14 @@ def fp8_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     schedule_meta: Tensor | None = None,
 ) -> Tensor:
-    """`fp8moe.mqa_logits`: (S, T) float32 or bfloat16; outside of the ranges -inf by clean_logits, otherwise undefined.
+    """Compute `fp8moe.mqa_logits`; return scores (S, T) in logits_dtype, with rows a multiple of 1 KB apart.
 
-    q (S, H, D) float8_e4m3fn, kv data (T, D) with scale (T,), weights (S, H) float32, starts and ends (S,) int32.
-    max_seqlen_k: the longest range or more, for scores (S, max_seqlen_k) in which each row begins with its own range.
-        Where an int stands in the place of clean_logits, as in DeepGEMM's newest signature, it is this, without -inf.
-    logits_dtype: float32, or bfloat16, to which a further kernel rounds the scores.
-    schedule_meta: not read. Rows of the result lie a multiple of 1 KB apart.
+    q: (S, H, D) float8_e4m3fn. kv: data (T, D) with scale (T,). weights: (S, H) float32. cu_seq_len_k_start and
+    cu_seq_len_k_end: (S,) int32, the range of keys that each query sees.
+    clean_logits: whether scores outside of the ranges are -inf rather than undefined. An int, as DeepGEMM's newest
+        signature has here, is taken as max_seqlen_k, with clean_logits False.
+    max_seqlen_k: if not 0, at least the longest range: returns (S, max_seqlen_k), each row from the start of its range.
+    logits_dtype: float32, or bfloat16, to which a further kernel rounds the scores. schedule_meta: ignored.
 
     Raises NotImplementedError for another logits_dtype.
     """
@@ -73,13 +74,13 @@ def fp8_paged_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     indices: Tensor | None = None,
 ) -> Tensor:
-    """`fp8moe.paged_mqa_logits`: (B * next_n, max_context_len) float32 or bfloat16.
+    """Compute `fp8moe.paged_mqa_logits`; return scores (B * next_n, max_context_len) in logits_dtype.
 
-    q (B, next_n, H, D) float8_e4m3fn, kv_cache (num_blocks, 64, 1, D + 4) uint8, weights (B * next_n, H) float32,
-    context_lens (B,) or (B, next_n), block_table (B, max_blocks) int32. clean_logits: as for `fp8_mqa_logits`, as are
-    the rows' distance and logits_dtype. schedule_meta: not read; the kernel shares its work out on the device.
+    q: (B, next_n, H, D) float8_e4m3fn. kv_cache: (num_blocks, 64, 1, D + 4) uint8. weights: (B * next_n, H) float32.
+    context_lens: (B,) or (B, next_n) int32. block_table: (B, max_blocks) int32. clean_logits (a bool), logits_dtype and
+    the distance of rows: as for `fp8_mqa_logits`. schedule_meta: ignored; the kernel schedules its work on the GPU.
 
-    Raises NotImplementedError for indices, which Hopper has no kernel for.
+    Raises NotImplementedError for indices, for which Hopper has no kernel.
     """
     pitch = _pitch(logits_dtype)
     _check_indices(indices)
@@ -92,9 +93,9 @@ def fp8_paged_mqa_logits(
 def get_paged_mqa_logits_metadata(
     context_lens: Tensor, block_size: int, num_sms: int, indices: Tensor | None = None
 ) -> Tensor:
-    """What `fp8_paged_mqa_logits` wants as schedule_meta: int32 (num_sms + 1, 2) on the device, as DeepGEMM's is.
+    """Return a placeholder to pass as schedule_meta: int32 zeros (num_sms + 1, 2) on the device, DeepGEMM's shape.
 
-    It holds zeros: no schedule is made ahead of the call. indices: as for `fp8_paged_mqa_logits`.
+    `fp8_paged_mqa_logits` needs no schedule. indices: as for that function.
     """
     check_tensor("context_lens", context_lens)
     _check_indices(indices)
@@ -104,12 +105,12 @@ def get_paged_mqa_logits_metadata(
 
 
 def fp8_fp4_mqa_logits(q: Query, *args, **options) -> Tensor:
-    """`fp8_mqa_logits` for q as the pair (FP8 values, None)."""
+    """Compute `fp8_mqa_logits` for q given as the pair (FP8 values, None)."""
     return fp8_mqa_logits(_values(q), *args, **options)
 
 
 def fp8_fp4_paged_mqa_logits(q: Query, *args, **options) -> Tensor:
-    """`fp8_paged_mqa_logits` for q as the pair (FP8 values, None)."""
+    """Compute `fp8_paged_mqa_logits` for q given as the pair (FP8 values, None)."""
     return fp8_paged_mqa_logits(_values(q), *args, **options)
 
 
@@ -123,14 +124,14 @@ def _values(q: Query) -> Tensor:
 
 
 def _pitch(logits_dtype: torch.dtype) -> int:
-    """Columns at multiples of which rows of scores end."""
+    """Return the number of columns to whose multiples rows of scores are padded. Checks logits_dtype."""
     if logits_dtype not in (torch.float32, torch.bfloat16):
         raise NotImplementedError(f"logits_dtype: expected float32 or bfloat16, got {logits_dtype}")
     return _PITCH_BYTES // logits_dtype.itemsize
 
 
 def _finished(logits: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
-    """So many columns of the logits, in a dtype."""
+    """Return the logits in `dtype`, without padding after the first `columns` columns."""
     if logits.dtype is not dtype:
         logits = logits.to(dtype)
     return logits if logits.shape[1] == columns else logits[:, :columns]

@@ -1,4 +1,4 @@
-"""DeepGEMM's settings. SMs and determinism are fp8moe's; the alignment says how layouts are read; others are kept."""
+"""DeepGEMM's settings. SMs, determinism and alignment take effect; other values are only stored or ignored."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ _values = _Values()
 
 
 def set_num_sms(num_sms: int) -> None:
-    """The most SMs that a GEMM or index scores may occupy from the next call on: FP8MOE_NUM_SMS of this process.
+    """Limit how many SMs a GEMM or index scores may occupy from the next call on, as FP8MOE_NUM_SMS does.
 
     Raises TypeError for anything but an int, ValueError below 1.
     """
@@ -53,37 +53,37 @@ def set_num_sms(num_sms: int) -> None:
 
 
 def get_num_sms() -> int:
-    """The number of `set_num_sms`, at most that of the current device, which is the default. Without a GPU 132."""
+    """Return the limit from `set_num_sms`; by default, and at most, the SMs of the device. Without a GPU 132."""
     if torch.cuda.is_available():
         return launch.num_sms(torch.cuda.current_device())
     return config.settings.num_sms or _H100_SMS
 
 
 def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
-    """Groups of a psum layout begin at multiples of this number of rows. Groups by rows may begin at any row.
+    """Set the alignment: groups of a psum layout begin at its multiples, counted in rows or along K.
 
-    Raises TypeError for anything but an int, ValueError below 1.
+    Layouts that give the group of each row ignore it. Raises TypeError for anything but an int, ValueError below 1.
     """
     check_int("alignment", alignment, at_least=1)
     _values.mk_alignment = alignment
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """The value of `set_mk_alignment_for_contiguous_layout`; 128 by default."""
+    """Return the value from `set_mk_alignment_for_contiguous_layout`; 128 by default."""
     return _values.mk_alignment
 
 
-get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout  # the names of 2025
+get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout  # the names in DeepGEMM of 2025
 get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 
 
 def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
-    """The alignment that suits the kernels best: 128, also that of groups along K."""
+    """Return the alignment that suits the kernels best, along M and K: 128."""
     return BLOCK
 
 
 def use_deterministic_algorithms(enabled: bool) -> None:
-    """`fp8moe.batch_invariant` for this process from the next call on: the bits of a row do not depend on other rows.
+    """Turn on or off `fp8moe.batch_invariant` in this process, which makes a row's bits independent of other rows.
 
     Raises TypeError for anything but True and False.
     """
@@ -93,12 +93,12 @@ def use_deterministic_algorithms(enabled: bool) -> None:
 
 
 def get_deterministic_algorithms() -> bool:
-    """Whether `use_deterministic_algorithms` or FP8MOE_BATCH_INVARIANT=1 has turned batch invariance on."""
+    """Return whether `use_deterministic_algorithms` or FP8MOE_BATCH_INVARIANT=1 has turned batch invariance on."""
     return config.settings.batch_invariant
 
 
 def set_tc_util(tc_util: int) -> None:
-    """Kept; no effect. tc_util: an int, 0 to 100 percent; TypeError or ValueError for another."""
+    """Store the value, without other effect. tc_util: an int, 0 to 100 percent; TypeError or ValueError for another."""
     check_int("tc_util", tc_util)
     if not 0 <= tc_util <= 100:
         raise ValueError(f"tc_util: expected 0 to 100 percent, got {tc_util}")
@@ -106,34 +106,34 @@ def set_tc_util(tc_util: int) -> None:
 
 
 def get_tc_util() -> int:
-    """The value of `set_tc_util`; 100 by default."""
+    """Return the value from `set_tc_util`; 100 by default."""
     return _values.tc_util
 
 
 def set_pdl(enable_pdl: bool) -> None:
-    """Kept; no effect: a GEMM here may read its weights before the kernel ahead has ended, so it waits for it."""
+    """Store the value, without other effect: with PDL, a GEMM could read weights that the last kernel still writes."""
     _values.pdl = bool(enable_pdl)
 
 
 def get_pdl() -> bool:
-    """The value of `set_pdl`; False by default."""
+    """Return the value from `set_pdl`; False by default."""
     return _values.pdl
 
 
 def set_compile_mode(compile_mode: int) -> None:
-    """Kept; no effect: calls compile what they lack, and run."""
+    """Store the value, without other effect: calls compile missing kernels, and run."""
     check_int("compile_mode", compile_mode)
     _values.compile_mode = compile_mode
 
 
 def get_compile_mode() -> int:
-    """The value of `set_compile_mode`; 0 by default."""
+    """Return the value from `set_compile_mode`; 0 by default."""
     return _values.compile_mode
 
 
 def set_ignore_compile_dims(ignore: bool) -> None:
-    """No effect: M is never compiled in."""
+    """Do nothing: M is never compiled into a kernel."""
 
 
 def set_block_size_multiple_of(*multiple_of: int | Sequence[int]) -> None:
-    """No effect: tiles are chosen by the cost model."""
+    """Do nothing: fp8moe's cost model chooses tile sizes."""

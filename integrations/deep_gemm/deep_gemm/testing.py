@@ -1,4 +1,4 @@
-"""What DeepGEMM's tests and its users' compare and time with."""
+"""Helpers with which tests of DeepGEMM and of its users compare tensors and measure time."""
 
 import functools
 import os
@@ -15,14 +15,14 @@ _L2_BYTES = 256 << 20  # more than any L2 holds
 
 
 def calc_diff(x: Tensor, y: Tensor) -> float:
-    """``1 - 2 x.y / (x.x + y.y)`` in float64: 0 for equal tensors, 0 where both are zeros."""
+    """Return ``1 - 2 x.y / (x.x + y.y)``, computed in float64: 0 for equal tensors, also if all values are zero."""
     x, y = x.double(), y.double()
     size = (x * x + y * y).sum()
     return (1 - 2 * (x * y).sum() / size).item() if size != 0 else 0.0
 
 
 def assert_bitwise_equal(x: Tensor, y: Tensor) -> None:
-    """AssertionError unless both have one dtype, one shape and the same bits, of NaN and of zeros too."""
+    """Raise AssertionError unless x and y have the same dtype, shape and bits, including those of NaN and zeros."""
     assert x.dtype is y.dtype and x.shape == y.shape, f"{x.dtype} {tuple(x.shape)}, {y.dtype} {tuple(y.shape)}"
     one, other = (value.reshape(-1).contiguous().view(torch.uint8) for value in (x, y))
     differ = (one != other).sum().item()
@@ -30,7 +30,7 @@ def assert_bitwise_equal(x: Tensor, y: Tensor) -> None:
 
 
 def test_filter(condition: Callable[[], bool]) -> Callable[[Callable[P, Any]], Callable[P, None]]:
-    """A decorator: the function runs where condition() holds as it is called; otherwise a line says that it did not."""
+    """Make a decorator that runs the function only if condition() is true at the call, and otherwise prints a line."""
 
     def decorate(function: Callable[P, Any]) -> Callable[P, None]:
         @functools.wraps(function)
@@ -46,7 +46,7 @@ def test_filter(condition: Callable[[], bool]) -> Callable[[Callable[P, Any]], C
 
 
 def ignore_env(name: str, condition: Callable[[], bool]) -> Callable[[Callable[P, Any]], Callable[P, None]]:
-    """A decorator: where condition() holds the function runs without the environment variable `name`."""
+    """Make a decorator that removes the environment variable `name` during the call if condition() is true."""
 
     def decorate(function: Callable[P, Any]) -> Callable[P, None]:
         @functools.wraps(function)
@@ -64,7 +64,7 @@ def ignore_env(name: str, condition: Callable[[], bool]) -> Callable[[Callable[P
 
 
 def count_bytes(*tensors: Tensor | Iterable | None) -> int:
-    """Bytes of the elements of all tensors, also of those in tuples and lists; None counts nothing."""
+    """Return the total bytes of the elements of all tensors, also in nested tuples and lists; None counts 0."""
     total = 0
     for value in tensors:
         if isinstance(value, Tensor):
@@ -75,7 +75,7 @@ def count_bytes(*tensors: Tensor | Iterable | None) -> int:
 
 
 def get_arch_major() -> int:
-    """The first number of the current GPU's compute capability: 9 on Hopper."""
+    """Return the major number of the current GPU's compute capability: 9 on Hopper."""
     return torch.cuda.get_device_capability()[0]
 
 
@@ -88,12 +88,12 @@ def bench_kineto(
     flush_l2: bool = True,
     with_multiple_kernels: bool = False,
 ) -> float | tuple[float, ...]:
-    """Mean seconds of the kernels, or without a GPU of the operators, whose names hold each of `kernel_names`.
+    """Return the mean seconds per run of each kernel (without a GPU: operator) whose name contains a given string.
 
-    fn: called once to compile what it needs, and then num_tests times under PyTorch's profiler. flush_l2: write 256 MB
-    ahead of each call. trace_path: where to write a trace. with_multiple_kernels: a name may be that of several
-    kernels, whose times are averaged; ValueError otherwise. suppress_kineto_output: no effect, nothing is printed.
-    Returns a number for each name, or for the one; 0 for a kernel that did not run.
+    fn: called once to compile its kernels, then num_tests times under PyTorch's profiler. kernel_names: a string, for
+    one number, or several, for a tuple; 0 for a kernel that did not run. flush_l2: whether to write 256 MB before each
+    call. trace_path: where to write a trace. with_multiple_kernels: whether a string may match several kernels, whose
+    times are averaged; ValueError otherwise. suppress_kineto_output: no effect, nothing is printed.
     """
     cuda = torch.cuda.is_available()
     fn()

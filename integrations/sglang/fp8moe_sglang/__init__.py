@@ -1,10 +1,10 @@
-"""SGLang on the kernels of fp8moe, where FP8MOE_SGLANG=1 asks for it."""
+"""A plugin that runs SGLang on fp8moe's kernels if the environment has FP8MOE_SGLANG=1."""
 
 import os
 
 
 def register() -> None:
-    """Add fp8moe's two hooks to SGLang, which calls this once in each of its processes and then applies them."""
+    """Register fp8moe's two hooks. SGLang calls this once in each of its processes, and then applies the hooks."""
     if os.environ.get("FP8MOE_SGLANG") != "1":
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -1,7 +1,7 @@
-"""What SGLang calls in place of its Triton experts and of the FP8 GEMM that it would choose.
+"""Functions that SGLang calls in place of its Triton experts and of the FP8 GEMM that it would choose.
 
-Both hooks get SGLang's own function. Where fp8moe cannot do a call, that one does, with weights that nothing has
-changed: SGLang rewrites scales only for its own DeepGEMM functions.
+Both hooks get SGLang's own function, and call it where fp8moe does not support a call. The weights are still in the
+format that it expects: SGLang rewrites scales only for its own DeepGEMM functions.
 """
 
 import functools
@@ -18,20 +18,23 @@ import fp8moe
 
 log = logging.getLogger("sglang.fp8moe")
 BLOCK = [128, 128]
-_modes = ExitStack()  # which nothing closes
+_modes = ExitStack()  # never closed: its modes last as long as the process
 
 
 # ---- experts ----
 
 
 def get_fused_func(original: Callable, pool: type, dispatcher: str, runner: str) -> Callable | None:
-    """The function for experts of a dispatcher and a runner; ours for Triton without all-to-all."""
+    """Hook: return fp8moe's experts function for the Triton runner without all-to-all, otherwise SGLang's own."""
     theirs = original(pool, dispatcher, runner)
     return functools.partial(experts, theirs) if (dispatcher, runner) == ("none", "triton") else theirs
 
 
 def experts(theirs: Callable, dispatched: Any, quant_info: Any, config: Any) -> Any:
-    """The experts of a layer on tokens that have their top-k; ids are those of this rank, -1 elsewhere."""
+    """Run the experts of a layer on fp8moe, or by SGLang's own function (`theirs`) if fp8moe does not support them.
+
+    dispatched: tokens with their top-k; expert ids index this rank's experts, and are -1 for experts of other ranks.
+    """
     if why := experts_refusal(dispatched, quant_info, config):
         _leave_to_sglang("experts", why)
         return theirs(dispatched, quant_info, config)
@@ -44,12 +47,12 @@ def experts(theirs: Callable, dispatched: Any, quant_info: Any, config: Any) -> 
     if scaling not in (None, 1.0):
         weights = weights * scaling
     up, down = (quant_info.w13_weight, quant_info.w13_scale), (quant_info.w2_weight, quant_info.w2_scale)
-    everywhere = config.num_experts  # on all ranks, for the choice of tiles
+    everywhere = config.num_experts  # the experts of all ranks; they affect the choice of tile sizes
     return StandardCombineInput(fp8moe.experts(x, routing.topk_ids, weights, up, down, num_experts=everywhere))
 
 
 def experts_refusal(dispatched: Any, quant_info: Any, config: Any) -> str | None:
-    """Why fp8moe does not run these; None if it does. Some attributes are of later versions."""
+    """Return why fp8moe does not run these experts; None if it does. Some attributes exist in later versions only."""
     if why := _not_here(dispatched.hidden_states):
         return why
     if not quant_info.use_fp8_w8a8 or list(quant_info.block_shape or ()) != BLOCK or quant_info.per_channel_quant:
@@ -78,7 +81,7 @@ def experts_refusal(dispatched: Any, quant_info: Any, config: Any) -> str | None
 
 
 def dispatch_auto_backend(original: Callable, *args: Any, **options: Any) -> Callable:
-    """The function for linears in FP8 blocks, where --fp8-gemm-backend is auto."""
+    """Hook: return the function for linears with FP8 blocks; SGLang calls it if --fp8-gemm-backend is auto."""
     return functools.partial(linear, original(*args, **options))
 
 
@@ -92,7 +95,10 @@ def linear(
     bias: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """``input @ weight.T + bias`` in bfloat16; input (..., K) in bfloat16, or E4M3 with its scale (..., K/128)."""
+    """Return ``input @ weight.T + bias`` in bfloat16, by fp8moe or, if that does not support the call, by `theirs`.
+
+    input: (..., K) bfloat16, or E4M3 with input_scale (..., K/128).
+    """
     if why := linear_refusal(input, weight, block_size, weight_scale, input_scale):
         _leave_to_sglang("linears", why)
         return theirs(input, weight, block_size, weight_scale, input_scale, bias, **more)
@@ -108,7 +114,7 @@ def linear(
 def linear_refusal(
     input: Tensor, weight: Tensor, block_size: list[int], weight_scale: Tensor, input_scale: Tensor | None
 ) -> str | None:
-    """Why fp8moe does not multiply these; None if it does."""
+    """Return why fp8moe does not multiply these operands; None if it does."""
     if why := _not_here(input):
         return why
     if list(block_size) != BLOCK:
@@ -138,7 +144,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _leave_to_sglang(layer: str, why: str) -> None:
-    """Say it once, or with FP8MOE_STRICT=1 raise ValueError."""
+    """Log once that a layer runs on SGLang's kernels, and why; with FP8MOE_STRICT=1 raise ValueError instead."""
     if os.environ.get("FP8MOE_STRICT") == "1":
         raise ValueError(f"fp8moe: {layer}: {why}; without FP8MOE_STRICT=1 they run on SGLang's kernels")
     if not torch.compiler.is_compiling():
@@ -146,7 +152,10 @@ def _leave_to_sglang(layer: str, why: str) -> None:
 
 
 def _taken(layer: str, shape: tuple[int, ...], x: Tensor) -> None:
-    """At the first call of a shape, of the server's own warm-up: say so, and compile for all numbers of tokens."""
+    """At the first call with a shape, log that it runs on fp8moe, and compile its kernels for all numbers of tokens.
+
+    The first call is part of the server's own warm-up.
+    """
     if torch.compiler.is_compiling():
         return
     _follow_batch_invariance()
@@ -157,7 +166,7 @@ def _taken(layer: str, shape: tuple[int, ...], x: Tensor) -> None:
 
 @functools.cache
 def _follow_batch_invariance() -> None:
-    """With --enable-deterministic-inference fp8moe is batch-invariant too, for the rest of the process."""
+    """Make fp8moe batch-invariant for the rest of the process if SGLang has --enable-deterministic-inference."""
     from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 
     if is_batch_invariant_mode_enabled():
@@ -175,10 +184,10 @@ def _warm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def _max_tokens() -> int:
-    """Of one forward pass: a chunk of prompts, or where they are not cut, what is admitted at once."""
+    """Return the most tokens of a forward pass: a prefill chunk or, without chunking, the most prefill tokens."""
     try:
         from sglang.srt.runtime_context import get_schedule as settings
-    except ImportError:  # before 0.5.23
+    except ImportError:  # SGLang before 0.5.23
         from sglang.srt.server_args import get_global_server_args as settings
     chunk = settings().chunked_prefill_size
     return chunk if chunk and chunk > 0 else settings().max_prefill_tokens

@@ -1,4 +1,4 @@
-"""torchtitan's experts and linears in FP8 on the kernels of fp8moe.
+"""Trains torchtitan's experts and linears in FP8 on fp8moe's kernels.
 
 With torchtitan 0.3: ``--override.imports fp8moe_torchtitan.experts fp8moe_torchtitan.linears``. With 0.2.2:
 ``--experimental.custom_import fp8moe_torchtitan.v0_2 --model.converters fp8moe``.
@@ -19,7 +19,7 @@ if tuple(map(int, version("torchtitan").split(".")[:2])) >= (0, 3):
 
     @override(target=GroupedExperts.Config, exact=True, description="experts in FP8 (fp8moe)")
     def experts(config: GroupedExperts.Config) -> FP8GroupedExperts.Config:
-        """Experts in FP8. Their parameters stay as they are, so that checkpoints, shardings and initializers do."""
+        """Build experts in FP8. Parameters do not change, so that checkpoints, shardings and initializers still fit."""
         return derive(config, FP8GroupedExperts.Config)
 
     @override(
@@ -29,12 +29,12 @@ if tuple(map(int, version("torchtitan").split(".")[:2])) >= (0, 3):
         description="linears in FP8 (fp8moe)",
     )
     def linears(config: Linear.Config) -> FP8TitanLinear.Config:
-        """Linears of attention, dense MLPs and shared experts in FP8; not routers and the output layer."""
+        """Build FP8 linears in attention, dense MLPs and shared experts, but not for routers and the output layer."""
         return derive(config, FP8TitanLinear.Config)
 
 
 def converted(model: Module) -> dict[str, str]:
-    """The modules of a model that compute in FP8 by fp8moe: their names and classes."""
+    """Return name -> class name of the modules of a model that compute in FP8 on fp8moe."""
     from fp8moe_torchtitan.modules import Experts
     from fp8moe_torchtitan.modules import Linear as FP8
 

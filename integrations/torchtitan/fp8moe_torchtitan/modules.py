@@ -1,4 +1,4 @@
-"""What the modules for both versions of torchtitan share: experts and linears in FP8 over torchtitan's own masters."""
+"""FP8 experts and linears for torchtitan 0.2 and 0.3 alike; torchtitan's own parameters are the masters."""
 
 import torch
 from torch import Tensor
@@ -9,22 +9,22 @@ from fp8moe.layers import MasterModule, experts_rows_training
 
 
 class Experts(MasterModule):
-    """Base of experts that keep torchtitan's parameters, gate, down and up apart, and compute in FP8."""
+    """Base class of experts that compute in FP8 and keep torchtitan's three parameters: gate, down and up."""
 
     trainable = True
 
     def compute(self, rows: Tensor, counts: Tensor, gate: Tensor, down: Tensor, up: Tensor) -> Tensor:
-        """The experts' results, in the dtype of rows (R, D), of which expert e has the next ``counts[e]``.
+        """Return the experts' results (R, D), in the dtype of rows.
 
-        gate, up: (E, F, D), down: (E, D, F), or DTensors. Rows behind those of all experts give zeros. As torchtitan's
-        own experts do, these compute with rows in bfloat16.
+        rows: (R, D), sorted by expert; expert e has ``counts[e]`` rows, and rows after the last expert's give zeros.
+        gate, up: (E, F, D), down: (E, D, F), or DTensors. Rows are cast to bfloat16, as in torchtitan's own experts.
         """
         offsets = pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
         return experts_rows_training(rows.bfloat16(), offsets, gate, up, down).type_as(rows)
 
 
 class Linear(FP8Linear):
-    """FP8Linear that takes its input in autocast's dtype, as nn.Linear does."""
+    """An FP8Linear that casts its input to autocast's dtype, as nn.Linear does."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
@@ -33,7 +33,7 @@ class Linear(FP8Linear):
 
 
 def check_tensor_parallel(degree: int) -> None:
-    """Raise NotImplementedError for linears on several ranks of tensor parallelism."""
+    """Raise NotImplementedError if linears would be sharded: for a tensor-parallel degree above 1."""
     if degree > 1:
         raise NotImplementedError(
             f"fp8moe_torchtitan.linears: tensor parallelism of {degree} ranks shards linears, which have no FP8 form "

@@ -1,4 +1,4 @@
-"""The model converter ``fp8moe`` for torchtitan 0.2: importing this registers it.
+"""The model converter ``fp8moe`` for torchtitan 0.2. Importing this file registers it:
 
 ``--experimental.custom_import fp8moe_torchtitan.v0_2 --model.converters fp8moe``
 """
@@ -12,21 +12,21 @@ from torchtitan.protocols.model_converter import register_model_converter
 from fp8moe import replace_linears
 from fp8moe_torchtitan.modules import Experts, Linear, check_tensor_parallel
 
-HIGH_PRECISION = ("output", "router.gate")  # names, or their ends, of linears that stay
+HIGH_PRECISION = ("output", "router.gate")  # linears whose names end with these are not converted
 
 
 class FP8GroupedExperts(GroupedExperts, Experts):
-    """torchtitan's GroupedExperts in FP8: the same parameters and arguments. Groups of any size come as they are."""
+    """torchtitan's GroupedExperts in FP8, with the same parameters and arguments. Groups need no padding."""
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         return self.compute(x, num_tokens_per_expert, self.w1, self.w2, self.w3)
 
 
 class Converter:
-    """Put experts and linears in FP8 in place of a model's own, all but routers and the output layer.
+    """Replaces a model's experts and linears with FP8 ones, except routers and the output layer.
 
-    The model is as torchtitan converts it: on the meta device, and not yet parallel. Parameters keep their names. With
-    tensor parallelism NotImplementedError, unless the model has no linears to convert.
+    torchtitan calls it when the model is on the meta device and not yet parallelized. Parameters keep their names.
+    Raises NotImplementedError for tensor parallelism, unless the model has no linears to convert.
     """
 
     def __init__(self, job_config, parallel_dims):
@@ -46,7 +46,7 @@ class Converter:
         logging.getLogger(__name__).info("fp8moe: in FP8 %s", ", ".join([*experts, *names]))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing to do: FP8 copies are made anew in the first call after an optimizer's step."""
+        """Do nothing: the first call after an optimizer's step makes new FP8 copies."""
 
 
 register_model_converter(Converter, "fp8moe")

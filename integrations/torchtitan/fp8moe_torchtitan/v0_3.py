@@ -1,4 +1,4 @@
-"""Modules for torchtitan 0.3, built from configurations that the overrides derive."""
+"""FP8 modules for torchtitan 0.3, which builds them from the Configs that the overrides return."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ from fp8moe_torchtitan.modules import Experts, Linear, check_tensor_parallel
 
 
 class FP8GroupedExperts(GroupedExperts, Experts):
-    """torchtitan's GroupedExperts in FP8: the same parameters, configuration and arguments.
+    """torchtitan's GroupedExperts in FP8, with the same parameters, configuration and arguments.
 
-    Under expert parallelism groups of any size come as they are: no padding is needed. Under tensor parallelism each
-    rank has its part of F.
+    Under expert parallelism, groups need no padding. Under tensor parallelism, each rank has a shard of the
+    intermediate dimension F.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class FP8GroupedExperts(GroupedExperts, Experts):
 
 
 class FP8TitanLinear(Linear, Module):
-    """torchtitan's Linear in FP8: the same parameters, masters in the dtype of training."""
+    """torchtitan's Linear in FP8, with the same parameters, which are masters in the training dtype."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanLinear.Config):

@@ -1,4 +1,4 @@
-"""vLLM on the kernels of fp8moe: `vllm serve MODEL --quantization fp8moe`."""
+"""A plugin that runs vLLM on fp8moe's kernels: `vllm serve MODEL --quantization fp8moe`."""
 
 import logging
 
@@ -6,7 +6,7 @@ import logging
 def register() -> None:
     """Add the quantization method "fp8moe" to vLLM, which calls this in each of its processes, perhaps repeatedly.
 
-    A vLLM that has moved what it is built on goes on without it, and then refuses `--quantization fp8moe`.
+    If this vLLM lacks an import that the plugin needs, only log a warning; vLLM then refuses `--quantization fp8moe`.
     """
     try:
         from vllm.model_executor.layers.quantization import register_quantization_config

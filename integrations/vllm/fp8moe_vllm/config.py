@@ -1,4 +1,4 @@
-"""What `--quantization fp8moe` does: the layers of a checkpoint in FP8 blocks, each on fp8moe or on vLLM's kernels."""
+"""The quantization config for `--quantization fp8moe`: picks fp8moe or vLLM's kernels for each layer in FP8 blocks."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -15,14 +15,14 @@ from fp8moe_vllm.layers import LayersConfig
 from fp8moe_vllm.linear import Fp8moeLinearMethod
 from fp8moe_vllm.versions import skipped
 
-_batch_invariant = ExitStack()  # which nothing closes: the mode is the process's
+_batch_invariant = ExitStack()  # never closed: the mode lasts as long as the process
 
 
 class Fp8moeConfig(LayersConfig):
-    """FP8 weights in blocks of 128x128, activations quantized by 1x128: linears and experts run on fp8moe.
+    """Runs linears and experts with FP8 weights in 128x128 blocks, and activations quantized 1x128, on fp8moe.
 
-    What fp8moe cannot do runs on the kernels that vLLM would take, which is logged once for each kind of layer; with
-    FP8MOE_STRICT=1 it is a ValueError. Layers that the checkpoint has in bfloat16 are vLLM's.
+    Layers that fp8moe does not support run on vLLM's own kernels, which is logged once for each kind of layer; with
+    FP8MOE_STRICT=1 they raise ValueError. Layers that the checkpoint stores in bfloat16 run on vLLM.
 
     Raises ValueError for any other checkpoint.
     """
@@ -52,7 +52,7 @@ class Fp8moeConfig(LayersConfig):
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict, user_quant: str | None, hf_config: Any = None):
-        """Claim FP8 checkpoints, but only where the user asks for fp8moe by name."""
+        """Return "fp8moe" for FP8 checkpoints if the user asks for fp8moe by name, otherwise None."""
         return "fp8moe" if user_quant == "fp8moe" and hf_quant_cfg.get("quant_method") == "fp8" else None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:

@@ -1,4 +1,4 @@
-"""Experts: fp8moe behind vLLM's modular kernels, and the method that holds a layer's weights."""
+"""fp8moe's experts as vLLM modular kernels, and the quantization method for layers of experts."""
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -20,11 +20,11 @@ from fp8moe_vllm.layers import LayersConfig
 from fp8moe_vllm.versions import not_here
 
 ALL2ALL_BACKEND = "allgather_reducescatter"
-"""How ranks of data parallel attention may exchange tokens: all rows to all ranks, partial sums back."""
+"""The supported token exchange for data parallel attention: all rows go to all ranks, and partial sums come back."""
 
 
 def refusal(moe: FusedMoEConfig) -> str | None:
-    """Why fp8moe does not run these experts; None if it does."""
+    """Return why fp8moe does not run these experts; None if it does."""
     parallel = moe.moe_parallel_config
     if why := not_here():
         return why
@@ -52,7 +52,7 @@ def experts_class(parallel: FusedMoEParallelConfig) -> type[mk.FusedMoEExpertsMo
 
 
 class _Experts(mk.FusedMoEExpertsModular):
-    """What fp8moe answers to vLLM in both layouts."""
+    """Base class of both kernels: tells vLLM which devices, formats and shapes fp8moe supports."""
 
     @staticmethod
     def _supports_current_device() -> bool:
@@ -72,7 +72,7 @@ class _Experts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
-        return True  # `refusal` has asked
+        return True  # `refusal` has already checked it
 
     @staticmethod
     def _supports_shape(hidden_dim: int) -> bool:
@@ -80,9 +80,9 @@ class _Experts(mk.FusedMoEExpertsModular):
 
 
 class Fp8moeExperts(_Experts):
-    """`fp8moe.experts`: rows in any order, ids over all experts, -1 and those elsewhere add nothing."""
+    """Runs `fp8moe.experts`: tokens in any order, ids of experts on all ranks; -1 and experts elsewhere add nothing."""
 
-    expects_unquantized_inputs = True  # the layer's first kernel quantizes
+    expects_unquantized_inputs = True  # the first kernel of fp8moe.experts quantizes
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -99,10 +99,10 @@ class Fp8moeExperts(_Experts):
         return TopKWeightAndReduceNoOP()
 
     first_expert: tuple[Tensor, int] | None = None
-    """A map of experts in which those here are a range, and the first of it: with it the layer takes fewer kernels."""
+    """(expert_map, first expert here) if this rank's experts are a contiguous range, which needs fewer kernels."""
 
     def look_at(self, expert_map: Tensor | None, count: int) -> None:
-        """Find out whether the experts here, so many, are a range; once, while the model is loaded."""
+        """Set `first_expert` if the `count` experts on this rank are a contiguous range. Called once, after loading."""
         here = [] if expert_map is None else (expert_map >= 0).nonzero()[:, 0].tolist()
         if here and expert_map[here[0] : here[0] + count].tolist() == list(range(count)):
             self.first_expert = expert_map, here[0]
@@ -141,13 +141,13 @@ class Fp8moeExperts(_Experts):
         expert_tokens_meta: mk.ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        if apply_router_weight_on_input:  # whoever prepared them has multiplied
+        if apply_router_weight_on_input:  # vLLM has already multiplied the inputs by the weights
             topk_weights = torch.ones_like(topk_weights)
         self.run(hidden_states, w1, w2, topk_weights, topk_ids, expert_map, output)
 
 
 class Fp8moeBatchedExperts(_Experts):
-    """`fp8moe.experts_masked`: E4M3 rows in a fixed place for each expert, the layout of DeepEP's low latency."""
+    """Runs `fp8moe.experts_masked` on E4M3 rows in the masked layout, as DeepEP's low-latency mode delivers them."""
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -182,10 +182,10 @@ class Fp8moeBatchedExperts(_Experts):
 
 
 class Fp8moeMoEMethod(Fp8MoEMethod):
-    """Experts of a layer on fp8moe. Weights are created and loaded as vLLM does it, and stay as they are loaded."""
+    """The quantization method for experts on fp8moe. vLLM creates and loads the weights, which never change later."""
 
     def __init__(self, quant_config: LayersConfig, layer: RoutedExperts):
-        FusedMoEMethodBase.__init__(self, layer.moe_config)  # Fp8MoEMethod's own would choose among vLLM's kernels
+        FusedMoEMethodBase.__init__(self, layer.moe_config)  # Fp8MoEMethod.__init__ would choose a kernel of vLLM
         self.quant_config = quant_config
         self.weight_block_size = self.moe_block_shape = quant_config.weight_block_size
         self.block_quant, self.per_act_token_quant, self.weight_scale_refine = True, False, None
@@ -212,7 +212,7 @@ class Fp8moeMoEMethod(Fp8MoEMethod):
         shared_experts=None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
-        """Run the experts, where no tokens are exchanged straight into a new tensor: the modular kernel would copy."""
+        """Run the experts. Without token exchange, bypass vLLM's modular kernel, which would copy the result."""
         if not isinstance(self.moe_kernel.prepare_finalize, MoEPrepareAndFinalizeNoDPEPModular):
             return super().apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
         if layer.apply_router_weight_on_input:

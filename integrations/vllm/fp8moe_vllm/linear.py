@@ -1,4 +1,4 @@
-"""FP8 linears: vLLM's method with fp8moe's quantizer and GEMM."""
+"""FP8 linears: vLLM's linear method on fp8moe's quantization and GEMM."""
 
 from collections.abc import Callable
 
@@ -22,9 +22,10 @@ from fp8moe_vllm.versions import not_here
 
 
 class Fp8moeLinearKernel(Fp8BlockScaledMMLinearKernel):
-    """fp8moe.linear.
+    """Runs `fp8moe.linear`, which quantizes the input itself.
 
-    With vLLM's own quantizer, which its passes fuse into norms, a whole model took up to 3.5% longer on an H100.
+    With vLLM's own quantizer, which its compiler passes fuse into norms, a whole model took up to 3.5% longer on an
+    H100.
     """
 
     apply_input_quant = False
@@ -44,15 +45,15 @@ class Fp8moeLinearKernel(Fp8BlockScaledMMLinearKernel):
         return super().can_implement(config)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing: weights and float32 scales stay as the checkpoint has them."""
+        """Do nothing: weights and float32 scales stay as the checkpoint has them."""
 
     def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:  # noqa: N803
         return fp8moe.linear(A, (B, Bs))
 
 
-@register_weight_loader_v2_supported_method  # vLLM chooses the loader by the name of the class
+@register_weight_loader_v2_supported_method  # vLLM chooses the weight loader by the class name of the method
 class Fp8moeLinearMethod(Fp8LinearMethod):
-    """A linear on fp8moe, or where it cannot be, as vLLM would have it."""
+    """The quantization method for a linear: on fp8moe or, if that does not support it, on vLLM's kernels."""
 
     def __init__(self, quant_config: LayersConfig, prefix: str):
         super().__init__(quant_config)
@@ -84,7 +85,7 @@ class Fp8moeLinearMethod(Fp8LinearMethod):
                 super().create_weights(layer, *sizes, params_dtype, weight_loader=weight_loader, **more)
                 return
 
-        # The rest is what Fp8LinearMethod does, but for the kernel, which it would choose among vLLM's.
+        # The rest does the same as Fp8LinearMethod.create_weights, except that the kernel is fp8moe's.
         block = self.weight_block_size
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition, layer.output_size_per_partition = k, n
@@ -93,7 +94,7 @@ class Fp8moeLinearMethod(Fp8LinearMethod):
         layer.register_parameter("weight", create_fp8_weight_parameter(n, k, weight_loader))
         scale = create_fp8_scale_parameter(BlockQuantScaleParameter, output_partition_sizes, k, block, weight_loader)
         layer.register_parameter("weight_scale_inv", scale)
-        self.use_deep_gemm = False  # nothing rewrites the scales, and MLA may read them
+        self.use_deep_gemm = False  # so that vLLM does not rewrite the scales, which MLA may read
         self.fp8_linear = Fp8moeLinearKernel(config)
         max_tokens = get_current_vllm_config().scheduler_config.max_num_batched_tokens
         self.quant_config.taken(self.kind, (n, k), max_tokens)

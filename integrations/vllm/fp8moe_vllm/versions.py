@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that are tried, 0.26.0 to 0.33.0, and between devices."""
+"""Code for differences between devices, and between the tested versions of vLLM, 0.26.0 to 0.33.0."""
 
 import os
 
@@ -8,14 +8,17 @@ from vllm.platforms import current_platform
 
 
 def not_here() -> str | None:
-    """Why fp8moe cannot run on this device; None if it can."""
+    """Return why fp8moe cannot run on this device; None if it can."""
     if current_platform.is_device_capability(90) or os.environ.get("FP8MOE_BACKEND") == "reference":
         return None
     return "it needs a Hopper GPU (sm_90); FP8MOE_BACKEND=reference runs anywhere, slowly"
 
 
 def skipped(config: Fp8Config, prefix: str) -> bool:
-    """Whether the checkpoint has a layer unquantized; later versions may compare names in other ways than equality."""
+    """Return whether the checkpoint stores a layer unquantized.
+
+    Later versions of vLLM may match names by another mode than equality.
+    """
     mode = getattr(config, "ignored_layers_match_mode", None)
     return is_layer_skipped(
         prefix, config.ignored_layers, config.packed_modules_mapping, **({"match_mode": mode} if mode else {})

@@ -1,4 +1,4 @@
-"""Casts to FP8 and helpers of layouts, by DeepGEMM's names."""
+"""Casts to FP8 and layout helpers, under DeepGEMM's names."""
 
 from deep_gemm.utils import layout, math
 from deep_gemm.utils.layout import *  # noqa: F403

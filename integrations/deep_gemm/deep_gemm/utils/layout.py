@@ -1,4 +1,4 @@
-"""Scales as DeepGEMM lays them out, and from their packed form to float32."""
+"""Conversions of scales to DeepGEMM's layouts, and of packed scales to float32."""
 
 import torch
 from torch import Tensor
@@ -22,21 +22,21 @@ __all__ = [
     "transform_sf_into_required_layout",
 ]
 
-_PER_WORD = 4  # exponents of packed scales
+_PER_WORD = 4  # exponents per int32 of packed scales
 
 _E8M0 = torch.float8_e8m0fnu
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """The least number of elements of so many bytes that is at least x and fills multiples of 16 bytes."""
+    """Return x rounded up so that so many elements, of element_size bytes each, fill a multiple of 16 bytes."""
     return align(x, 16 // element_size)
 
 
 def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
-    """``sf`` (M, K blocks) or (E, M, K blocks) float32 stored MN-major: last strides (1, align(M, 4)).
+    """Return ``sf`` (M, K blocks) or (E, M, K blocks) float32 stored MN-major, with last strides (1, align(M, 4)).
 
-    The very tensor where it lies so already, otherwise a copy. TypeError for another dtype, ValueError for another
-    rank.
+    Returns sf itself if it has this layout, otherwise a copy. Raises TypeError for another dtype, ValueError for
+    another number of dimensions.
     """
     check_dtype("sf", sf, torch.float32)
     if sf.dim() not in (2, 3):
@@ -44,13 +44,14 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
     return sf if _lies_mn_major(sf) else empty_mn_major(sf.shape, device=sf.device).copy_(sf)
 
 
-get_col_major_tma_aligned_tensor = get_mn_major_tma_aligned_tensor  # the name of 2025
+get_col_major_tma_aligned_tensor = get_mn_major_tma_aligned_tensor  # the name in DeepGEMM of 2025
 
 
 def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor) -> Tensor:
-    """``sf`` as for `get_mn_major_tma_aligned_tensor`, rounded up to powers of two: int32 (..., M, ceil(K blocks / 4)).
+    """Round scales up to powers of two and pack their exponents: return int32 (..., M, ceil(K blocks / 4)).
 
-    Each int32 holds the exponents of four K blocks, the first in the lowest byte. Strides (..., 1, align(M, 4)).
+    sf: as for `get_mn_major_tma_aligned_tensor`. Each int32 holds the exponents of four K blocks, the first in the
+    lowest byte. Strides (..., 1, align(M, 4)).
     """
     check_dtype("sf", sf, torch.float32)
     exponents = (up_to_power_of_two(sf.contiguous()).view(torch.int32) >> 23).to(torch.uint8)
@@ -59,7 +60,7 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor) -> Tensor:
 
 
 def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(*args: object, **options: object) -> Tensor:
-    """Raise NotImplementedError: packed scales of groups along K are of SM100; Hopper's are float32."""
+    """Raise NotImplementedError: only SM100 has packed scales of groups along K; Hopper's are float32."""
     raise NotImplementedError(
         "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor: scales of groups along K are float32 on Hopper"
     )
@@ -74,12 +75,12 @@ def transform_sf_into_required_layout(
     is_sfa: bool = False,
     disable_ue8m0_cast: bool = False,
 ) -> Tensor:
-    """Scales as the kernels load them without a copy; the very tensor where it lies so already.
+    """Return scales in the layout that the kernels load without a copy; sf itself if it has this layout.
 
-    sf: float32 ((num_groups,) ceil(mn / rows of a block), ceil(k / 128)), or int32 with four exponents each, packed.
-    recipe: (rows of a block of a, of b, 128), of which is_sfa chooses one, or (rows of a block, 128). Blocks of one row
-        come MN-major, see `get_mn_major_tma_aligned_tensor`, those of 128 rows contiguous.
-    disable_ue8m0_cast: no effect: scales of Hopper are never cast.
+    sf: float32 ((num_groups,) ceil(mn / rows of a block), ceil(k / 128)), or packed int32 with four exponents each.
+    recipe: (block rows of a, block rows of b, 128), from which is_sfa picks those of a or b; or (block rows, 128).
+        1x128 scales become MN-major, see `get_mn_major_tma_aligned_tensor`; 128x128 scales become contiguous.
+    disable_ue8m0_cast: no effect: scales are never cast on Hopper.
 
     Raises NotImplementedError for blocks that Hopper has no kernels for, ValueError for another shape.
     """
@@ -100,7 +101,7 @@ def transform_sf_into_required_layout(
 
 
 def float32_scale(name: str, sf: Tensor, k: int) -> Tensor:
-    """``sf`` itself where it is float32; packed exponents, or float8_e8m0fnu, as float32. k: of the data."""
+    """Return scales in float32, from float32, float8_e8m0fnu or packed exponents. k: the data's size along K."""
     if sf.dtype is torch.int32:
         blocks = ceil_div(k, BLOCK)
         if sf.shape[-1] != ceil_div(blocks, _PER_WORD):

@@ -1,4 +1,4 @@
-"""Casts to FP8 with a scale for each block, as the GEMMs take them."""
+"""Casts to FP8 with block scales, in the formats that the GEMMs take."""
 
 from collections.abc import Sequence
 
@@ -26,10 +26,11 @@ __all__ = [
 def per_token_cast_to_fp8(
     x: Tensor, use_ue8m0: bool = False, gran_k: int = BLOCK, use_packed_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Data (M, K) float8_e4m3fn and scale (M, ceil(K/128)) float32 of x (M, K) bfloat16, float16 or float32.
+    """Quantize x (M, K) 1x128; return data (M, K) float8_e4m3fn and scale (M, ceil(K/128)) float32.
 
-    The scale is MN-major, as the GEMMs load it. use_ue8m0: scales are powers of two. use_packed_ue8m0: and come as
-    int32 (M, ceil(K/512)), four exponents each. gran_k: 128, the only one that Hopper has kernels for.
+    x: bfloat16, float16 or float32. The scale is MN-major, as the GEMMs load it. use_ue8m0: scales are powers of two.
+    use_packed_ue8m0: scales are powers of two, returned as int32 (M, ceil(K/512)) with four exponents per value.
+    gran_k: must be 128.
     """
     _check_block(gran_k)
     data, scale = quantize_1x128(x, scale_format=_scale_format(use_ue8m0 or use_packed_ue8m0))
@@ -37,15 +38,15 @@ def per_token_cast_to_fp8(
 
 
 def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool = False, gran_k: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Data (..., N, K) float8_e4m3fn and scale (..., ceil(N/128), ceil(K/128)) float32 of x; both contiguous."""
+    """Quantize x (..., N, K) in 128x128 blocks; return data and scale (..., ceil(N/128), ceil(K/128)), contiguous."""
     _check_block(gran_k)
     return tuple(quantize_128x128(x, scale_format=_scale_format(use_ue8m0)))
 
 
 def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool = False, gran_k: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Data (K, M) float8_e4m3fn and scale (ceil(K/128), M) float32 of x (K, M), one for each 128 rows of a column.
+    """Quantize x (K, M) 128x1; return data (K, M) float8_e4m3fn and scale (ceil(K/128), M) float32.
 
-    Both are views of what lies in memory as (M, K) and (M, ceil(K/128)): operands whose K runs along the rows of x.
+    Both are transposed views of contiguous (M, K) and (M, ceil(K/128)), so that they are K-major operands of a GEMM.
     """
     _check_block(gran_k)
     columns = quantize_1x128(x.t(), scale_format="ue8m0") if use_ue8m0 else quantize_128x1(x)
@@ -53,9 +54,9 @@ def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool = False, gran_k: int = BL
 
 
 def per_custom_dims_cast_to_fp8(x: Tensor, dims: Sequence[int], use_ue8m0: bool = False) -> tuple[Tensor, Tensor]:
-    """Data float8_e4m3fn like x, and scale float32 with one value for each index of x in `dims`, of these sizes.
+    """Quantize x with one scale for each index of the dimensions `dims`; return data (like x) and scale float32.
 
-    With dims (0,) those of the keys of `fp8_mqa_logits`: x (T, D), scale (T,).
+    The scale has the sizes of these dimensions: with dims (0,), keys x (T, D) get the scale (T,) of `fp8_mqa_logits`.
     """
     kept = {dim % x.dim() for dim in dims}
     x = x.float()
