@@ -19,7 +19,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark that the first argument names, with the options that follow."""
+    """Run the benchmark named by the first argument, with the arguments that follow as its options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.partition(":")[0])
     parser.add_argument("name", choices=BENCHMARKS)
     parser.add_argument("options", nargs=argparse.REMAINDER, help="NAME --help lists them")

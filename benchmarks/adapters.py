@@ -1,7 +1,7 @@
-"""Calls of other libraries on fp8moe's operands: DeepGEMM, cuBLAS, the experts of vLLM and transformers.
+"""Adapters that run other libraries on fp8moe's operands: DeepGEMM, cuBLAS, and the experts of vLLM and transformers.
 
-Each function prepares once whatever else its library needs and returns the call to time. It raises LookupError if no
-installed version has the library's function.
+Each function does the one-time preparation that its library needs, and returns the call to time. The function raises
+LookupError if no installed version of the library has what it needs.
 """
 
 import functools
@@ -30,7 +30,10 @@ DISTRIBUTIONS = (
 
 
 class Call(NamedTuple):
-    """A call to time, and how to get a tensor from its result to compare with fp8moe's; None: not comparable."""
+    """A call to time.
+
+    result: maps what `run` returns to the tensor to compare with fp8moe's result; None: the two cannot be compared.
+    """
 
     run: Callable[[], Any]
     result: Callable[[Any], Tensor] | None
@@ -40,12 +43,12 @@ def installed(name: str) -> bool:
     """Return whether a module of this name is installed, without importing it (its parent packages are imported)."""
     try:
         return importlib.util.find_spec(name) is not None
-    except Exception:  # raised by a parent package
+    except Exception:  # importing a parent package may raise any exception
         return False
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of DISTRIBUTIONS and of each DeepGEMM; for one that fails to import, the error."""
+    """Return the version of each installed distribution and DeepGEMM module, or why importing the module failed."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -61,7 +64,7 @@ def _version(module: ModuleType | Exception) -> str:
 
 @functools.cache
 def _deep_gemm_modules() -> dict[str, ModuleType | Exception]:
-    """Import the installed modules of DEEP_GEMMS, by name; leave out fp8moe's drop-in, which has the same name."""
+    """Map the names of installed DEEP_GEMMS to modules or import errors, without fp8moe's drop-in named deep_gemm."""
     found: dict[str, ModuleType | Exception] = {}
     for name in filter(installed, DEEP_GEMMS):
         try:
@@ -72,12 +75,12 @@ def _deep_gemm_modules() -> dict[str, ModuleType | Exception]:
 
 
 def deep_gemms() -> list[ModuleType]:
-    """Return every DeepGEMM that can be imported, a standalone package first."""
+    """Return every DeepGEMM module that can be imported, the standalone package first."""
     return [module for module in _deep_gemm_modules().values() if isinstance(module, ModuleType)]
 
 
 def _deep_gemm(name: str) -> Callable:
-    """Return a function from the first DeepGEMM that has it."""
+    """Return the function of this name in the first DeepGEMM module that has one; LookupError if none has."""
     for module in deep_gemms():
         if hasattr(module, name):
             return getattr(module, name)
@@ -92,9 +95,9 @@ def deep_gemm(a: FP8Tensor, b: FP8Tensor) -> Call:
 
 
 def deep_gemm_contiguous(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
-    """Prepare DeepGEMM's contiguous GEMM: a (R, K), the rows of one group after another; b (E, N, K) -> (R, N).
+    """Prepare DeepGEMM's contiguous grouped GEMM: a (R, K), the rows sorted by group; b (E, N, K) -> (R, N).
 
-    Each group is padded with zeros to DeepGEMM's alignment, outside the timed call; the result leaves out the padding.
+    Before timing, each group is padded with zeros to DeepGEMM's alignment; the padding is not compared.
     """
     alignment = _deep_gemm("get_mk_alignment_for_contiguous_layout")()
     device, starts = a.data.device, [0, *accumulate(align(size, alignment) for size in sizes)]
@@ -117,7 +120,10 @@ def deep_gemm_contiguous(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Ca
 
 
 def deep_gemm_masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: int, rows: Tensor) -> Call:
-    """Prepare DeepGEMM's masked GEMM: a (E, max_m, K), b (E, N, K), masked_m (E,); compare the `rows` in use."""
+    """Prepare DeepGEMM's masked grouped GEMM: a (E, max_m, K), b (E, N, K), masked_m (E,) -> (E, max_m, N).
+
+    rows: indices of the rows in use, among all E * max_m rows; only these rows of the result are compared.
+    """
     out = a.data.new_empty(*a.data.shape[:2], b.data.shape[1], dtype=torch.bfloat16)
     multiply = _deep_gemm("fp8_m_grouped_gemm_nt_masked")
     return Call(
@@ -127,7 +133,7 @@ def deep_gemm_masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: i
 
 
 def deep_gemm_k(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
-    """Prepare DeepGEMM's GEMM over groups of columns: a (M, K), b (N, K); each call adds to (E, M, N) float32."""
+    """Prepare DeepGEMM's GEMM with groups along K: a (M, K), b (N, K); each call adds to a (E, M, N) float32 result."""
     ends = [0, *accumulate(sizes)]
     operands = []
     for data, scale in (a, b):
@@ -142,7 +148,7 @@ def deep_gemm_k(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
 def deep_gemm_mqa(
     q: Tensor, kv: FP8Tensor, weights: Tensor, starts: Tensor, ends: Tensor, fill: bool, seen: Tensor
 ) -> Call:
-    """Prepare DeepGEMM's index scores (S, T). For comparison, scores are zeroed where `seen` is False."""
+    """Prepare DeepGEMM's indexer logits (S, T). Logits are compared only where `seen` is True."""
     score = partial(_deep_gemm("fp8_mqa_logits"), q, tuple(kv), weights, starts, ends, clean_logits=fill)
     return Call(score, lambda out: out[:, : seen.shape[1]].masked_fill(~seen, 0))
 
@@ -150,14 +156,17 @@ def deep_gemm_mqa(
 def deep_gemm_paged(
     q: Tensor, cache: Tensor, weights: Tensor, visible: Tensor, table: Tensor, max_context_len: int, seen: Tensor
 ) -> Call:
-    """Prepare DeepGEMM's index scores over a paged cache; visible (B, next_n) int32. Its metadata is not timed."""
+    """Prepare DeepGEMM's indexer logits over a paged cache. visible (B, next_n) int32: keys that each query sees.
+
+    DeepGEMM's scheduling metadata is computed before timing. Logits are compared only where `seen` is True.
+    """
     metadata = _deep_gemm("get_paged_mqa_logits_metadata")(visible, BLOCK_TOKENS, _deep_gemm("get_num_sms")())
     score = partial(_deep_gemm("fp8_paged_mqa_logits"), q, cache, weights, visible, table, metadata, max_context_len)
     return Call(partial(score, clean_logits=False), lambda out: out[:, : seen.shape[1]].masked_fill(~seen, 0))
 
 
 def cublas_block(a: FP8Tensor, b: FP8Tensor) -> Call:
-    """Prepare cuBLAS with block scales, in its scale layout: a (M, K), b (N, K) -> (M, N) bfloat16."""
+    """Prepare a cuBLAS GEMM with block scales in cuBLAS's layout: a (M, K), b (N, K) -> (M, N) bfloat16."""
     m, blocks = a.scale.shape
     scale_a = torch.empty_strided((m, blocks), (1, m), device=a.data.device).copy_(a.scale)
     scale_b = F.pad(b.scale, (0, align(blocks, 4) - blocks)).t()
@@ -167,14 +176,17 @@ def cublas_block(a: FP8Tensor, b: FP8Tensor) -> Call:
 
 
 def cublas_one_scale(a: Tensor, b: Tensor) -> Call:
-    """Prepare cuBLAS with one scale per operand, E4M3 a (M, K), b (N, K): an upper bound for block scales."""
+    """Prepare a cuBLAS GEMM with one scale per operand: E4M3 a (M, K), b (N, K).
+
+    Its speed is an upper bound for GEMMs with block scales.
+    """
     one = torch.ones((), device=a.device)
     multiply = partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one)
     return Call(partial(multiply, out_dtype=torch.bfloat16, use_fast_accum=True), None)
 
 
 def vllm_experts(layer: GroupedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Call:
-    """Prepare vLLM's Triton experts with FP8 block scales, on the layer's weights."""
+    """Prepare vLLM's Triton kernels for experts with FP8 block scales, on the weights of `layer`."""
     from vllm.model_executor.layers.fused_moe import fused_experts
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
 
@@ -185,7 +197,7 @@ def vllm_experts(layer: GroupedExperts, x: Tensor, index: Tensor, weights: Tenso
 
 
 def transformers_experts(model: Model, *, device: str = "cuda") -> nn.Module:
-    """Build transformers' experts in bfloat16, with "grouped_mm", and normal weights that preserve variance."""
+    """Build transformers' experts in bfloat16 ("grouped_mm"), with normal weights that preserve variance."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 

@@ -1,7 +1,7 @@
-"""Calls on operands of given sizes, which `benchmarks.compare` times and `tools.digest` records.
+"""Benchmark calls by op and sizes: `benchmarks.compare` times them, and `tools.digest` records them.
 
-A case is plain data, the name of an op and its sizes, so that it can be sent to another process. For each op, `CALLS`
-has the function that makes the operands and returns the call. This file uses only public names of fp8moe and its
+A case is plain data, the name of an op and its sizes, so that it can be sent to another process. `CALLS` maps each op
+to the function that makes its operands and returns the call. This file uses only public names of fp8moe and its
 operators `torch.ops.fp8moe.*`, so that older revisions can run the cases too.
 """
 
@@ -19,13 +19,13 @@ from benchmarks import shapes
 from fp8moe import FP8Tensor
 
 FP8_MAX = 448.0
-STD = 100.0  # of the E4M3 values that result from quantizing normal data
-AT_ONCE = 1 << 28  # elements drawn at a time
-CACHE_BLOCK = 64  # tokens
+STD = 100.0  # standard deviation of E4M3 values that result from quantizing normal data
+AT_ONCE = 1 << 28  # elements drawn at a time, to bound temporary memory
+CACHE_BLOCK = 64  # tokens per block of the paged cache
 
 
 class Case(NamedTuple):
-    """The name of an op in `CALLS` and its sizes: numbers, names of dtypes, flags."""
+    """A call to build: the name of an op in `CALLS`, and the sizes it takes: numbers, names of dtypes, flags."""
 
     op: str
     sizes: dict[str, object]
@@ -46,7 +46,7 @@ class Operands:
         return torch.empty(shape, dtype=dtype, device=self.device).normal_(std=std, generator=self._generator)
 
     def uniform(self, *shape: int, mean: float) -> Tensor:
-        """Draw float32 scales between 0.5 and 1.5 times the mean."""
+        """Draw float32 scales, uniform between 0.5 and 1.5 times `mean`."""
         low, high = mean / 2, 3 * mean / 2
         return torch.empty(shape, device=self.device).uniform_(low, high, generator=self._generator)
 
@@ -61,7 +61,7 @@ class Operands:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def kv_cache(self, blocks: int, head_dim: int) -> Tensor:
-        """Draw a paged cache of keys: in each block, the values of its keys, then their scales."""
+        """Draw a paged cache of FP8 keys: each block holds the E4M3 values of its keys, then their float32 scales."""
         cache = self.zeros(blocks, CACHE_BLOCK, 1, head_dim + 4, dtype=torch.uint8)
         flat, size = cache.view(blocks, -1), CACHE_BLOCK * head_dim
         flat[:, :size] = self.codes(blocks, size).view(torch.uint8)
@@ -72,12 +72,12 @@ class Operands:
         return torch.as_tensor(values, dtype=dtype).to(self.device)
 
     def rows(self, m: int, k: int) -> FP8Tensor:
-        """Draw (m, k) with 1x128 scales, MN-major: the scales of one column block are contiguous."""
+        """Draw activations (m, k) with 1x128 scales, MN-major: the scales of one column block are contiguous."""
         scale = self.uniform(ceil_div(k, 128), 4 * ceil_div(m, 4), mean=1 / STD)
         return FP8Tensor(self.codes(m, k), scale.t()[:m])
 
     def weights(self, *shape: int) -> FP8Tensor:
-        """Draw (..., n, k) with 128x128 scales that preserve variance."""
+        """Draw weights (..., n, k) with 128x128 scales, of a size that preserves the variance of activations."""
         *lead, n, k = shape
         scale = self.uniform(*lead, ceil_div(n, 128), ceil_div(k, 128), mean=k**-0.5 / STD)
         return FP8Tensor(self.codes(*shape), scale)
@@ -88,12 +88,12 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def flatten(value: object) -> list[Tensor]:
-    """Return the tensors in a result, which may be nested."""
+    """Return all tensors in a result: a tensor, or nested sequences of tensors."""
     return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in flatten(part)]
 
 
 def group_sizes(groups: int, mean_rows: int) -> list[int]:
-    """Draw the number of rows of each group, 0.7 to 1.3 times the mean, at least 1, always with the same seed."""
+    """Draw the number of rows of each group: 0.7 to 1.3 times `mean_rows`, at least 1. The seed is always the same."""
     generator = random.Random(0)
     return [max(1, round(mean_rows * generator.uniform(0.7, 1.3))) for _ in range(groups)]
 
@@ -113,9 +113,11 @@ def gemm(
     c: str | None = None,
     new_out: bool = False,
 ) -> Callable:
-    """Build a call of `gemm`. bias: its dtype. c: "apart" or "out". new_out: each call allocates its result.
+    """Build a call of `gemm`.
 
-    pitch: elements from one row of the result to the next.
+    bias: its dtype; None: no bias. pitch: elements from one row of the result to the next; None: n. c: the matrix to
+    add: "out" for the result itself, "apart" for another matrix; None: nothing is added. new_out: each call allocates
+    its result.
     """
     dtype = getattr(torch, out_dtype)
     options = {"bias": None if bias is None else make.normal(n, dtype=getattr(torch, bias)), "out_dtype": dtype}
@@ -127,7 +129,7 @@ def gemm(
 
 
 def cublas(make: Operands, m: int, n: int, k: int) -> Callable:
-    """Build a cuBLAS product with one scale per operand, a control that no revision of fp8moe affects."""
+    """Build a cuBLAS GEMM with one scale per operand: a control, since no revision of fp8moe affects its time."""
     one = torch.ones((), device=make.device)
     options = {"scale_a": one, "scale_b": one / STD, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     return partial(torch._scaled_mm, make.codes(m, k), make.codes(n, k).t(), **options)
@@ -144,7 +146,7 @@ def grouped_gemm(make: Operands, groups: int, mean_rows: int, n: int, k: int, ne
 def grouped_gemm_masked(
     make: Operands, groups: int, mean_rows: int, max_m: int, n: int, k: int, expected_m: int | None = None
 ) -> Callable:
-    """Build a call of `grouped_gemm_masked`. expected_m: the caller's estimate of rows per group; None: the mean."""
+    """Build a call of `grouped_gemm_masked`. expected_m: the caller's estimate of rows per group; None: mean_rows."""
     a = FP8Tensor(*(part.unflatten(0, (groups, max_m)) for part in make.rows(groups * max_m, k)))
     out = make.zeros(groups, max_m, n, dtype=torch.bfloat16)
     sizes = make.integers(group_sizes(groups, mean_rows))
@@ -167,7 +169,7 @@ def _quantize(name: str, make: Operands, m: int, k: int, dtype: str = "bfloat16"
 def mqa_logits(
     make: Operands, queries: int, tokens: int, heads: int = 64, head_dim: int = 128, fill_masked: bool = True
 ) -> Callable:
-    """Build scores of the last `queries` tokens; each query sees its own key and all keys before it."""
+    """Build a call of `mqa_logits` for the last `queries` tokens; each query sees its own and all earlier keys."""
     kv = FP8Tensor(make.codes(tokens, head_dim), make.uniform(tokens, mean=1 / STD))
     q, weights = make.codes(queries, heads, head_dim), make.normal(queries, heads, dtype=torch.float32)
     starts, ends = torch.zeros(queries), torch.arange(tokens - queries, tokens) + 1
@@ -186,7 +188,10 @@ def paged_mqa_logits(
     max_context_len: int | None = None,
     fill_masked: bool = True,
 ) -> Callable:
-    """Build a decode step over contexts of one length, or of the given lengths; cache blocks are in random order."""
+    """Build a call of `paged_mqa_logits`, as in a decode step; the cache blocks are in random order.
+
+    context: tokens of each sequence, one number for all sequences or one number each.
+    """
     contexts = [context] * batch if isinstance(context, int) else context
     counts = [ceil_div(length, CACHE_BLOCK) for length in contexts]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
@@ -208,7 +213,10 @@ def _forward(module: nn.Module, *inputs: Tensor) -> Callable:
 
 
 def _training(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Callable:
-    """Build forward and backward, as if the weights had changed. Calls return the result and all gradients."""
+    """Build a call that runs forward and backward of a module; it returns the result and all gradients.
+
+    Each call marks the weights as changed, so that the module quantizes them again, as after an optimizer step.
+    """
     leaves = [value for value in (*inputs, *module.parameters()) if value.requires_grad]
 
     def step() -> tuple[Tensor, ...]:
@@ -247,7 +255,7 @@ def linear_training(
     dtype: str = "bfloat16",
     bias: bool = False,
 ) -> Callable:
-    """Build forward and backward. master_dtype None: frozen FP8 weights, and only the gradient of the input."""
+    """Build forward and backward of FP8Linear. master_dtype None: frozen FP8 weights, gradient of the input only."""
     module = _linear(make, n, k, dtype, bias, master_dtype)
     x, gradient = (make.normal(m, width, dtype=getattr(torch, dtype)) for width in (k, n))
     return _training(module, [x.requires_grad_()], gradient)
@@ -278,18 +286,21 @@ def experts_layer(make: Operands, model: shapes.Model) -> fp8moe.GroupedExperts:
 
 
 def layer_inputs(model: shapes.Model, index: Tensor, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
-    """Draw hidden states and weights for tokens routed by `index`, with another seed than the layer's weights."""
+    """Return an experts layer's inputs: random hidden states, `index`, random routing weights.
+
+    The seed differs from the seed of the layer's weights.
+    """
     make = Operands(device, seed=1)
     return make.normal(len(index), model.hidden), index.to(device), make.uniform(*index.shape, mean=1 / model.top_k)
 
 
 def route(model: shapes.Model, tokens: int) -> Tensor:
-    """Choose random experts (tokens, top_k), always with the same seed, on the CPU."""
+    """Draw different random experts for each token, (tokens, top_k), on the CPU, always with the same seed."""
     return _top_k_index(Operands("cpu"), model.experts, model.top_k, tokens)
 
 
 def _top_k_index(make: Operands, experts: int, top_k: int, tokens: int) -> Tensor:
-    """Draw top_k different experts for each token, uniformly."""
+    """Draw top_k different experts for each token, uniformly, always with the same seed."""
     draws = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
     return make.integers(draws.topk(top_k).indices, torch.int64)
 
@@ -297,7 +308,7 @@ def _top_k_index(make: Operands, experts: int, top_k: int, tokens: int) -> Tenso
 def _experts_inputs(
     make: Operands, hidden: int, experts: int, top_k: int, tokens: int, dtype: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw hidden states, expert indices and routing weights of mean 1 / top_k."""
+    """Draw hidden states, expert indices, and routing weights whose mean is 1 / top_k."""
     index = _top_k_index(make, experts, top_k, tokens)
     return make.normal(tokens, hidden, dtype=getattr(torch, dtype)), index, make.uniform(tokens, top_k, mean=1 / top_k)
 
@@ -329,7 +340,7 @@ def experts_training(
     gated: bool = True,
     **options,
 ) -> Callable:
-    """Build forward and backward. master_dtype None: frozen FP8 weights, and only the gradients of the inputs."""
+    """Build forward and backward of GroupedExperts. master_dtype None: frozen FP8 weights, gradients of inputs only."""
     module = _experts(make, hidden, intermediate, experts, gated, master_dtype, **options)
     x, index, weights = _experts_inputs(make, hidden, experts, top_k, tokens, dtype)
     gradient = make.normal(tokens, hidden, dtype=x.dtype)
@@ -337,7 +348,7 @@ def experts_training(
 
 
 def append_kv(make: Operands, tokens: int, per_block: int = CACHE_BLOCK, head_dim: int = 128) -> Callable:
-    """Build an append of keys to a paged cache, to the first `per_block` slots of blocks in random order."""
+    """Build a call that appends keys to a paged cache: to the first `per_block` slots of blocks in random order."""
     blocks = torch.randperm(ceil_div(tokens, per_block), generator=torch.Generator().manual_seed(0))
     slots = make.integers((CACHE_BLOCK * blocks[:, None] + torch.arange(per_block)).flatten()[:tokens])
     cache, keys = make.kv_cache(len(blocks), head_dim), make.normal(tokens, head_dim)
@@ -369,7 +380,7 @@ def combine(make: Operands, hidden: int, experts: int, top_k: int, tokens: int) 
 
 
 def _transposing(operator: Callable) -> Callable:
-    """Wrap an operator so that its result leaves out the uninitialized padding after the last group's columns."""
+    """Wrap a transposing operator: drop the uninitialized padding after the last group's columns from its result."""
     _, _, _, _, offsets, *_ = operator()
     width = int(offsets[-1])
 
@@ -387,7 +398,7 @@ def quantize_with_transpose(make: Operands, m: int, k: int) -> Callable:
 def gather_with_transpose(
     make: Operands, hidden: int, experts: int, top_k: int, tokens: int, weighted: bool = False
 ) -> Callable:
-    """Build the gather of every token into its top_k rows, quantized along rows and along columns."""
+    """Build a call that gathers each token into its top_k rows, and quantizes the rows along both dimensions."""
     groups, rows = sort_by_expert(make, experts, top_k, tokens)()
     of_row = make.zeros(tokens * top_k, dtype=torch.int32)
     of_row[rows.flatten().long()] = make.integers(torch.arange(tokens * top_k) // top_k)
@@ -411,7 +422,7 @@ def swiglu_backward_quantize(make: Operands, groups: int, mean_rows: int, interm
 
 
 def _plain_swiglu(operator: Callable) -> tuple[str | int | None, ...]:
-    """Return an operator's arguments for plain SwiGLU and columns; its signature differs between revisions."""
+    """Return the last arguments of a SwiGLU operator, for plain SwiGLU with transposed results, in any revision."""
     names = {argument.name for argument in operator.default._schema.arguments}
     if "beside" in names:
         return "silu", 1
@@ -427,7 +438,7 @@ LAYERS = {
     "experts": experts,
     "experts_training": experts_training,
 }
-"""The ops that launch several kernels."""
+"""Ops that launch several kernels per call: whole layers."""
 PARTS = {
     "append_kv": append_kv,
     "transpose_fp8": transpose_fp8,
@@ -439,7 +450,7 @@ PARTS = {
     "swiglu_quantize": swiglu_quantize,
     "swiglu_backward_quantize": swiglu_backward_quantize,
 }
-"""The steps inside layers, which `fp8moe` does not export."""
+"""Ops that are steps inside a layer; `fp8moe` does not export them."""
 
 CALLS: dict[str, Callable[..., Callable]] = {
     "gemm": gemm,
@@ -456,7 +467,7 @@ CALLS: dict[str, Callable[..., Callable]] = {
 
 
 def build(case: Case, make: Operands) -> Callable:
-    """Build the call of a case; the call returns its results."""
+    """Build the call of a case, on operands that `make` draws; the call returns its results."""
     return CALLS[case.op](make, **case.sizes)
 
 
@@ -465,7 +476,10 @@ def _cases(op: str, every: Iterable[dict], **more: object) -> list[Case]:
 
 
 def timed() -> list[Case]:
-    """List the cases of `benchmarks.shapes` and of the other functions and layers. The digest records them."""
+    """List the main cases: GEMMs, quantizers, indexer logits and layers. `benchmarks.compare` times them.
+
+    `tools.digest` records them, too.
+    """
     found = []
     for sizes in shapes.GEMM:
         found += _cases("gemm", [sizes]) + _cases("cublas", [sizes] if sizes["m"] in CUBLAS_M else [])
@@ -490,7 +504,7 @@ def timed() -> list[Case]:
 
 
 def more_timed() -> list[Case]:
-    """List further cases: the steps inside a layer, other numbers of tokens, float32 master weights."""
+    """List further cases to time: the steps inside a layer, other numbers of tokens, float32 master weights."""
     model = shapes.MODELS["dsv3_ep8"]
     hidden, intermediate, experts, top_k = model
     found = _cases("append_kv", ({"tokens": tokens, "per_block": 1} for tokens in (1, 128)))
@@ -505,7 +519,7 @@ def more_timed() -> list[Case]:
     found += _cases("gather_with_transpose", (gathered | {"weighted": weighted} for weighted in (False, True)))
     rows = {"groups": experts, "mean_rows": tokens * top_k // experts, "intermediate": intermediate}
     found += [Case(op, rows) for op in ("swiglu_quantize", "swiglu_backward_quantize")]
-    # Entries that these cases do not write are uninitialized, so their results may differ.
+    # Without fill_masked the masked entries are uninitialized, so the results of two revisions may differ.
     found += _cases("mqa_logits", shapes.SCORES, fill_masked=False)
     found += _cases("paged_mqa_logits", shapes.PAGED_SCORES, fill_masked=False)
     found.append(Case("paged_mqa_logits", {"batch": 64, "context": 2552, "next_n": 1, "max_context_len": 131072}))

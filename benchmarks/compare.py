@@ -1,15 +1,15 @@
-"""An older revision of fp8moe against this one: `python -m benchmarks.compare REVISION [--only PATTERN] [--out DIR]`.
+"""Compare two revisions of fp8moe: `python -m benchmarks.compare REVISION [--only PATTERN] [--out DIR]`.
 
-Two processes, one for each revision, make the same calls of the public API on the same random operands (the cases of
-`benchmarks.calls`). For each case they are timed alternately, old, new, old, new, so that both run at the same clock.
-The time of a call is GPU time from the start of its first kernel to the end of its last, with a cold L2; layers, which
-launch several kernels, run as CUDA graphs. `ratio` is the older revision's median over the new one's: above 1 the new
-one is faster. `results` says whether results are equal bit for bit, or else their largest difference over the largest
-magnitude.
+Two processes, one for the older REVISION and one for this checkout, make the same calls of the public API on the same
+random operands (the cases of `benchmarks.calls`). The processes time each case in turn, old, new, old, new, so that
+both run at the same clock. The time of a call is GPU time from the start of its first kernel to the end of its last,
+with a cold L2; layers, which launch several kernels, run as CUDA graphs. `ratio` is the older revision's median time
+over the newer one's: above 1 the newer revision is faster. `results` says whether results are equal bit for bit, or
+else their largest difference over the largest magnitude.
 
-`cublas` is not a call of fp8moe but the same product by cuBLAS with one scale per operand, run by both processes: its
-ratio shows the effect of the clock on all others. Cases that the older revision cannot run are listed and left out. The
-exit status is 1 if a threshold is missed or a case fails.
+`cublas` is not a call of fp8moe but the same GEMM by cuBLAS with one scale per operand, run by both processes: its
+ratio shows how much the clock affects all other ratios. Cases that the older revision cannot run are listed and left
+out. The exit status is 1 if a threshold is missed or a case fails.
 
 With `--clock host` the CPU time of eager calls is compared instead (`benchmarks.calls.eager`).
 
@@ -33,12 +33,12 @@ from benchmarks.calls import Case
 from benchmarks.report import ROOT, Bar, Threshold, format_table, format_value, geomean
 
 CONTROL = "cublas"
-WIDTH = 80  # of a case's name in an output line
+WIDTH = 80  # characters for a case's name in an output line
 SLOWEST = 10
 
 
 class Clock(NamedTuple):
-    """How revisions are timed: turns of each per case, repeats (or batches) per turn, and limits of the ratios."""
+    """How a case is timed: turns of each revision, repeats (host: batches) per turn; limits of the ratios."""
 
     turns: int
     repeats: int
@@ -46,23 +46,23 @@ class Clock(NamedTuple):
     least: float
 
 
-# On the host clock turns are short, so that fluctuations of the CPU affect both revisions alike.
+# The turns on the host clock are short, so that fluctuations of the CPU affect both revisions alike.
 CLOCKS = {"kernels": Clock(2, 15, 0.995, 0.97), "host": Clock(25, 6, 0.97, 0.9)}
 
 
 class WorkerError(RuntimeError):
-    """A worker process replied with an error."""
+    """Raised when a worker process replies with an error."""
 
 
 class Worker:
-    """A process that runs `benchmarks.compare_worker` with the fp8moe of `tree`, and caches kernels in `cache`."""
+    """A process that runs `benchmarks.compare_worker` with the fp8moe of `tree` and the kernel cache `cache`."""
 
     def __init__(self, tree: Path, cache: Path, device: str, clock: str):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FP8MOE_")}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.compare_worker", str(tree), device, clock],
             cwd=report.ROOT,
-            # Silences what some versions of PyTorch log about every profiler session.
+            # KINETO_LOG_LEVEL silences what some versions of PyTorch log about every profiler session.
             env=environment | {"FP8MOE_CACHE_DIR": str(cache), "KINETO_LOG_LEVEL": "99"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -71,12 +71,15 @@ class Worker:
         self.tree = tree
 
     def send(self, do: str, **arguments: object) -> None:
-        """Request a method call in the worker process; `receive` returns its result."""
-        with suppress(BrokenPipeError):  # `receive` reports that the process has ended
+        """Ask the worker process to call the method named `do`; `receive` returns the result."""
+        with suppress(BrokenPipeError):  # The pipe breaks if the process has ended, which `receive` reports.
             print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
 
     def receive(self) -> Any:
-        """Return the result of the oldest open request. WorkerError if it failed, SystemExit if the process did."""
+        """Return the result of the oldest open request.
+
+        Raises WorkerError if the request failed, SystemExit if the process ended.
+        """
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"the process for {self.tree} ended with exit code {self._process.wait()}")
@@ -91,13 +94,16 @@ class Worker:
         return self.receive()
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kill the worker process."""
         self._process.kill()
         self._process.communicate()
 
 
 def tree_of(revision: str, directory: Path) -> Path:
-    """Return a directory with the revision: the given one if it is a checkout, else `directory`, extracted by git."""
+    """Return a checkout of a revision: `revision` itself if it is a directory with one, else `directory`.
+
+    In the latter case git extracts the revision's fp8moe into `directory`.
+    """
     path = Path(revision)
     if (path / "fp8moe/__init__.py").is_file():
         return path.resolve()
@@ -111,9 +117,9 @@ def tree_of(revision: str, directory: Path) -> Path:
 
 
 def compare_case(case: Case, old: Worker, new: Worker, clock: Clock, directory: Path) -> dict:
-    """Return one row; it has `skipped` if the older revision cannot run the case, `error` if the newer one cannot."""
+    """Return a case's row, with `skipped` if the older revision cannot run the case, `error` if the newer cannot."""
     row: dict = {"case": case.name, "op": case.op, "sizes": case.sizes}
-    for worker in (old, new):  # both at once, since most of this time is compilation
+    for worker in (old, new):  # send to both before receiving, so that the processes compile at the same time
         worker.send("prepare", **case._asdict())
     sums, failures = [], {}
     for worker, kind in ((old, "skipped"), (new, "error")):
@@ -150,7 +156,7 @@ def compare(
     device: str = "cuda",
     show: Callable[[dict], None] = lambda row: None,
 ) -> list[dict]:
-    """Return rows of all cases. trees, caches: the older revision's first. SystemExit if a process ends."""
+    """Compare all cases; return their rows. trees, caches: the older revision's first. SystemExit if a process ends."""
     rows = []
     with ExitStack() as stack:
         workers = [Worker(*place, device, clock) for place in zip(trees, caches, strict=True)]
@@ -176,12 +182,12 @@ def format_row(row: dict) -> str:
 
 
 def compared(rows: Iterable[dict]) -> list[dict]:
-    """Return the rows that both revisions could run, without the control."""
+    """Return the rows of cases that both revisions ran, without the control, `cublas`."""
     return [row for row in rows if "ratio" in row and row["op"] != CONTROL]
 
 
 def summarize(rows: Sequence[dict]) -> list[dict]:
-    """Return per op, and for all without the control, the number of cases, their ratios, and how many are equal."""
+    """Summarize rows for each op, and for all ops without the control: number of cases, ratios, equal results."""
     groups = {op: [row for row in rows if row["op"] == op and "ratio" in row] for op in {row["op"]: 0 for row in rows}}
     lines = []
     for name, group in (groups | {f"all but {CONTROL}": compared(rows)}).items():
@@ -192,7 +198,7 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
 
 
 def thresholds(rows: Sequence[dict], clock: Clock) -> list[Threshold]:
-    """Judge the geometric mean and the minimum of the ratios, without the control, and that no case failed."""
+    """Make thresholds: no case failed, and limits for the geometric mean and minimum of ratios, without the control."""
     found = [
         Threshold("cases that failed", sum("error" in row for row in rows), 0),
         Threshold("cases compared", len(compared(rows)), 1, at_least=True),

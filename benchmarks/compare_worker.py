@@ -24,7 +24,7 @@ from benchmarks import timing
 
 
 def load(tree: Path) -> str:
-    """Import fp8moe from `tree` and return its file. SystemExit if another fp8moe was imported."""
+    """Import fp8moe from `tree`; return the path of the imported file. SystemExit if another fp8moe was imported."""
     sys.path.insert(0, str(tree))
     file = importlib.import_module("fp8moe").__file__
     sys.path.remove(str(tree))
@@ -40,7 +40,7 @@ def checksum(tensor: Tensor) -> str:
 
 
 def difference(old: Tensor, new: Tensor) -> float:
-    """Return the largest difference over the largest finite magnitude of `old`. Equal infinities and NaNs are equal."""
+    """Return the largest difference over the largest finite magnitude in `old`. Two NaNs count as equal."""
     if old.shape != new.shape:
         return math.inf
     old, new = old.float().flatten(), new.float().flatten()
@@ -52,19 +52,19 @@ def difference(old: Tensor, new: Tensor) -> float:
 
 
 def gpu_times(call: Callable[[], object], repeats: int) -> list[float]:
-    """Return microseconds from the start of a call's first kernel to the end of its last, with a cold L2."""
+    """Return each repeat's microseconds from the start of the first kernel to the end of the last, with a cold L2."""
     return list(timing.measure_in_turn([call], repeats=repeats, rest=timing.SHORT_REST_S)[0].spans_us)
 
 
 def graph_times(replay: Callable[[], object], repeats: int) -> list[float]:
-    """Return microseconds of each replay of a graph, by CUDA events: the profiler may lose kernels of a graph."""
+    """Return the microseconds of each graph replay, by CUDA events: the profiler may lose kernels of a graph."""
     flush = timing.warm_up([replay])
     time.sleep(timing.SHORT_REST_S)
     return timing.elapsed_each([replay], flush, repeats)[0]
 
 
 def wall_times(call: Callable[[], object], repeats: int) -> list[float]:
-    """Return microseconds of calls on the host's clock, for tests without a GPU."""
+    """Return the wall time of each call in microseconds, for tests without a GPU."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -74,15 +74,15 @@ def wall_times(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def fastest_batch(call: Callable[[], object], repeats: int) -> list[float]:
-    """Return the minimum of `timing.host_times`: interference from other processes only adds time."""
+    """Return a list of one CPU time, the fastest batch's: interference from other processes only adds time."""
     return [min(timing.host_times(call, repeats))]
 
 
 class Worker:
-    """The methods that requests call. Holds one case at a time."""
+    """The methods that requests may call. A worker holds one case at a time."""
 
     def __init__(self, device: str, clock: str = "kernels"):
-        from benchmarks import calls  # imported here because this module imports fp8moe
+        from benchmarks import calls  # not at the top of the file: `calls` imports fp8moe, which `load` imports first
 
         self._calls = calls
         self._device = device
@@ -95,34 +95,34 @@ class Worker:
         self._results: list[Tensor] = []
 
     def prepare(self, op: str, sizes: dict) -> list[str]:
-        """Build a case and run it once, which compiles its kernels; return checksums of the results."""
+        """Build a case and run it once, to compile its kernels; return checksums of its results."""
         self.drop()
         call = self._calls.build(self._calls.Case(op, sizes), self._calls.Operands(self._device))
         results = [call()]
         self._measure = self._timer
         if self._graphs and op in self._calls.LAYERS:
-            # A graph, because the time that the host takes between kernels must not count.
+            # Time a CUDA graph instead, so that the host's time between kernels does not count.
             eager = call
 
             def keep() -> None:
                 results[:] = [eager()]
 
-            call = timing.capture(keep)  # the capture leaves in `results` the tensors that the graph writes
+            call = timing.capture(keep)  # `results` now holds the tensors that each replay writes
             call()
             self._measure = graph_times
         self._call, self._results = call, self._calls.flatten(results[-1])
         return [checksum(tensor) for tensor in self._results]
 
     def measure(self, repeats: int) -> list[float]:
-        """Return the microseconds of `repeats` calls."""
+        """Time the case; return microseconds. repeats: calls to time, or on the host clock batches of calls."""
         return self._measure(self._call, repeats)
 
     def save(self, path: str) -> None:
-        """Save the results, for `difference` in the other process."""
+        """Save the results of the case to a file, for `difference` in the other process."""
         torch.save([tensor.cpu() for tensor in self._results], path)
 
     def difference(self, path: str) -> float:
-        """Return the largest difference between this revision's results and those that the older one saved."""
+        """Return the largest relative difference of the results from the older revision's, saved at `path`."""
         saved = torch.load(path)
         if len(saved) != len(self._results):
             return math.inf
@@ -130,7 +130,7 @@ class Worker:
         return max(difference(old.to(self._device), new) for old, new in pairs)
 
     def drop(self) -> None:
-        """Free the memory of the case."""
+        """Drop the case and free its memory."""
         self._call, self._results = None, []
         gc.collect()
         if self._device == "cuda":
@@ -139,7 +139,7 @@ class Worker:
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # other output goes to stderr, as stdout carries only replies
+    os.dup2(2, 1)  # print all other output to stderr, as stdout carries only replies
 
     def reply(**content: object) -> None:
         print(json.dumps(content), file=replies, flush=True)
@@ -154,7 +154,7 @@ def main() -> None:
             reply(result=getattr(worker, request.pop("do"))(**request))
         except Exception as error:
             if device == "cuda":
-                torch.cuda.synchronize()  # raises, and so ends this process, if the GPU can no longer be used
+                torch.cuda.synchronize()  # raises, and so ends this process, if an error has made the GPU unusable
             reply(error=f"{type(error).__name__}: {error}")
 
 

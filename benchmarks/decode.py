@@ -1,13 +1,15 @@
 """A whole model under GraphDecoder: `python -m benchmarks decode [--model M] [--batch B ...] [--prompt L ...]`.
 
-- `ms`: a decode step; GPU time from the first of MANY new tokens to the last, per step.
-- `floor_ms`: the bytes that a step must read (weights without the embedding, the experts in use, keys and values up to
-  the middle of the answer) at the bandwidth of a copy. `x_floor`: `ms` over `floor_ms`.
-- `kernels`: the number of kernels in one step; the columns after it are the shares of kinds of kernels in their time.
-- Prefill: prompts are read and one token is chosen; `tokens_s` counts prompt tokens.
-- Sampling: a step whose tokens are sampled, with a penalty; `over_greedy`: extra time relative to a greedy step.
-- First: seconds from the constructor for FIRST_SIZES to the first token, in a process of its own, with empty disk
-  caches and again with the caches that it filled. `beside_gb`: GPU memory used then, without weights, keys and values.
+- `ms`: time of a decode step: GPU time from the first of MANY new tokens to the last, divided by the number of steps.
+- `floor_ms`: lower bound of `ms`: the bytes that a step must read (weights without the embedding, the experts in use,
+  keys and values up to the middle of the answer) over the bandwidth of a copy. `x_floor`: ratio of `ms` to `floor_ms`.
+- `kernels`: the number of kernels in one step. The columns after it: the share of each kind of kernel in their time.
+- Prefill: time of the prefill of prompts and the choice of one token; `tokens_s` counts prompt tokens.
+- Sampling: time of a step whose tokens are sampled, with a repetition penalty; `over_greedy`: extra time relative to a
+  greedy step.
+- First: seconds from the construction of a decoder with the batch sizes FIRST_SIZES to its first token: `new_s` in a
+  process with empty disk caches, `again_s` in another process with the caches that the first one filled. `beside_gb`:
+  GPU memory that the second process used, without weights, keys and values.
 
 Prompts are random and all different; weights are random (`benchmarks/whole_models.py`). For `decode_bf16` the model is
 in bfloat16 and its experts run on transformers' `grouped_mm`.
@@ -50,13 +52,13 @@ LIMITS = {
     ("first", 64, 512, "beside_gb"): (2.0, 1.0),
     ("prefill", 4, 4096, "tokens_s"): (100_000, 120_000),
 }
-"""What, batch, prompt and column -> limit and aim, on an H200. Every case fits in 80 GB."""
+"""Maps (what, batch, prompt length, column) to (limit, aim) on an H200. Every case fits in 80 GB of GPU memory."""
 
 MANY = 65
-ROOM = 256  # cache columns for the answer
+ROOM = 256  # columns of the KV cache for new tokens
 PROFILED = 4
 REPEATS = 3
-MANY_TOKENS = 1 << 17  # prompts with more tokens in all are run only once
+MANY_TOKENS = 1 << 17  # batches with at least this many prompt tokens are timed only once
 KINDS = {
     "gemm": re.compile(r"^(gemm|gemm_k)\b"),
     "experts": re.compile(r"sort_by_expert|permute_quantize|combine"),
@@ -70,7 +72,7 @@ COLUMNS = ("what", "batch", "prompt", "ms", "tokens_s", "floor_ms", "x_floor", "
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return the median wall time of REPEATS runs, in seconds."""
+    """Return the median wall time of REPEATS calls of `work`, in seconds."""
     times = []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
@@ -82,7 +84,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def step_bytes(model: Any, prompts: Tensor, cached: float) -> int:
-    """Return the bytes that a decode step after these prompts must read. cached: bytes of keys and values."""
+    """Return the bytes that a decode step after these prompts must read. cached: bytes of cached keys and values."""
     hit = experts_hit(model, prompts)
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     total = sum(p.nbytes for p in model.parameters() if p is head or p is not embedding)
@@ -93,7 +95,7 @@ def step_bytes(model: Any, prompts: Tensor, cached: float) -> int:
 
 
 def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
-    """Return for each experts module how many experts the first step after the prompts uses."""
+    """Map each experts module to the number of experts that the last tokens of the prompts use."""
     found: dict[nn.Module, Tensor] = {}
     hooks = [
         module.register_forward_pre_hook(lambda module, inputs: found.update({module: inputs[1]}))
@@ -108,7 +110,7 @@ def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
 
 
 def shares(replay: Callable[[], object]) -> tuple[int, dict[str, float]]:
-    """Return the number of kernels in a step and the share of each kind in their time. replay: runs one step."""
+    """Return the number of kernels in a step, and each kind's share of the kernels' time. replay: runs one step."""
 
     def steps() -> None:
         for _ in range(PROFILED):
@@ -161,7 +163,7 @@ def measure_sampling(model: Any, batch: int, prompt: int) -> dict:
 def measure_prefill(model: Any, batch: int, prompt: int) -> dict:
     decoder = GraphDecoder(model, batch_sizes=(batch,), max_length=prompt + 16)
     read = partial(decoder.generate, random_prompts(model, batch, prompt), max_new_tokens=1, eos_token_id=())
-    for _ in range(2):  # twice, because the graph of a short prompt is captured at its second use
+    for _ in range(2):  # run twice before timing, because the graph of a short prompt is captured at its second use
         read()
     spent = seconds(read)
     decoder.close()
@@ -169,7 +171,7 @@ def measure_prefill(model: Any, batch: int, prompt: int) -> dict:
 
 
 def measure_first(name: str) -> dict:
-    """Measure the first token in two processes in a row; the second reuses the disk caches of the first."""
+    """Measure the time to the first token in two processes in a row; the second reuses the disk caches of the first."""
     prompt = CASES[0][1]
     with tempfile.TemporaryDirectory() as directory:
         places = ("FP8MOE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
@@ -186,7 +188,7 @@ def measure_first(name: str) -> dict:
 
 
 def first_token(name: str) -> None:
-    """Print, as JSON, seconds from the constructor to the first token, and GPU memory of this process."""
+    """Print as JSON the seconds from the decoder's constructor to the first token, and GPU memory besides weights."""
     start()
     model = build(name)
     torch.cuda.synchronize()
@@ -205,7 +207,7 @@ def first_token(name: str) -> None:
 
 
 def measure(model: str | None = None, batch: Sequence[int] = (), prompt: Sequence[int] = (512,)) -> Iterator[dict]:
-    """Measure decode steps and prefill of a model; without a model, everything that `tools.validate` records."""
+    """Measure decode steps and prefill of `model`; if it is None, measure all rows that `tools.validate` records."""
     name = model or next(iter(CONFIGS))
     if model is None:
         yield measure_first(name)

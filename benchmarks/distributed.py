@@ -1,20 +1,23 @@
 """Expert parallelism on one node: `python -m benchmarks.distributed [--ranks N]`, which starts a process for each GPU.
 
-- `layer`: DeepSeek-V3's experts; `tokens` on each rank. `us` is a call, from the time all ranks are ready until the
-  slowest has its result, with a cold L2: the replay of a graph, or an eager call for methods named "eager". `beyond_us`
-  and `over_local` compare it with `local`: the experts of one rank alone, on the tokens of all ranks. `equal` is the
-  share of values that equal those of a layer on one GPU. `farther` is the share of values that differ from them by more
-  than one bfloat16 step; for values below the root mean square of their token, the step is that of the root mean
-  square, since their sums cancel. `one_gpu` is the whole layer on each GPU. With gather, a graph runs passes for all
-  rows that could arrive; an eager call asks how many did arrive.
+- `layer`: time of DeepSeek-V3's experts, with `tokens` on each rank. `us`: microseconds of a call, from the moment when
+  all ranks are ready until the slowest rank has its result, with a cold L2. A call is a replay of a CUDA graph, or an
+  eager call for methods named "eager". The method `local` is the experts of one rank alone, on the tokens of all ranks;
+  `beyond_us` is the difference of `us` from the time of `local`, `over_local` their ratio. The method `one_gpu` is the
+  whole layer on each GPU; `equal` is the share of result values that equal its values, and `farther` the share of
+  result values that differ from its values by more than one bfloat16 step. For values below the root mean square of
+  their token, the step is the step at the root mean square, since the sums of such values cancel. With gather, a graph
+  computes all rows that could arrive; an eager call asks how many rows did arrive.
 - `auto`: the method that "auto" chooses for eager calls, and the fastest method measured.
-- `scratch`: memory of an eager call, without its result and the buffers between GPUs, over the memory of a rank's rows.
-- `training`: forward and backward of `--layers` layers, one after another, with master weights in bfloat16, compared
-  with the same experts alone. `gradient_error`: the largest over layers, compared with the experts alone on the same
-  input of the layer. `repeats`: whether a second pass gives equal gradients.
-- `decode`: a step of a whole model (`benchmarks/whole_models.py`) with the batch divided among ranks, compared with a
-  step on one GPU.
-- `predicted`: layers on more GPUs, as predicted by `benchmarks/roofline.py` from two. Printed, but not stored.
+- `scratch`: `bytes` of memory that an eager call uses, without its result and the buffers between GPUs; `over_share` is
+  their ratio to `share`, the memory of a rank's rows.
+- `training`: time of forward and backward of `--layers` consecutive layers, with master weights in bfloat16;
+  `over_local` is its ratio to the time of the same experts without communication (`local`). `gradient_error`: relative
+  error of a layer's weight gradient, compared with a pass of the rank's experts alone on the same input of the layer;
+  the largest over layers. `repeats`: whether a second pass gives equal gradients.
+- `decode`: time of a decode step of a whole model (`benchmarks/whole_models.py`) with the batch divided among ranks,
+  and its ratio to the time of a step on one GPU.
+- `predicted`: times of layers on more GPUs, predicted from two GPUs by `benchmarks/roofline.py`. Printed, not stored.
 
 The result is rewritten after every row, so that measurements are kept if a process ends early.
 """
@@ -50,12 +53,12 @@ from fp8moe.kernels.experts import operands as kernel
 from fp8moe.kernels.experts.operator import experts_partial
 from fp8moe.quant.formats import FP8Tensor
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # tests run without a GPU
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # CPU only in tests
 MODEL = MODELS["dsv3"]
 TOKENS = (1, 64, 512, 4096)
 BATCH, PROMPT = 64, 512
 REPEATS = 20
-GAIN = 1.6  # scale of random weights such that the experts' results are about as large as their inputs
+GAIN = 1.6  # scales random weights so that the experts' results have about the magnitude of their inputs
 COLUMNS = {
     "layer": ("tokens", "method", "us", "beyond_us", "over_local", "equal", "farther"),
     "auto": ("tokens", "method", "fastest"),
@@ -82,7 +85,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def inputs(tokens: int) -> Inputs:
-    """Draw inputs for `tokens` tokens; all ranks draw the same."""
+    """Draw random inputs for `tokens` tokens, the same on every rank."""
     random = generator(tokens)
     scores = torch.rand(tokens, MODEL.experts, device=DEVICE, generator=random)
     weights, index = scores.topk(MODEL.top_k)
@@ -91,7 +94,7 @@ def inputs(tokens: int) -> Inputs:
 
 
 def layer_of(experts: int, device: str = "meta", **options: Any) -> GroupedExperts:
-    """Build a layer of the model with the given number of experts."""
+    """Build an experts layer with MODEL's sizes and the given number of experts."""
     sizes = {"num_experts": experts, "hidden_size": MODEL.hidden, "intermediate_size": MODEL.intermediate}
     return GroupedExperts(**sizes, device=device, **options)
 
@@ -102,7 +105,7 @@ def experts() -> GroupedExperts:
 
 
 def local_part(layer: GroupedExperts) -> GroupedExperts:
-    """Copy the experts of this rank into a layer without expert parallelism."""
+    """Copy this rank's experts from `layer` into a layer without expert parallelism."""
     count = MODEL.experts // dist.get_world_size()
     part = layer_of(count).to_empty(device=DEVICE)
     first = dist.get_rank() * count
@@ -121,13 +124,13 @@ def _mesh() -> DeviceMesh:
 
 
 def change(layer: GroupedExperts, **options: Any) -> None:
-    """Change the options of a layer that is already parallelized."""
+    """Change the ExpertParallel options of a layer that is already parallelized."""
     layer.parallel.options = ExpertParallel(**options).options
 
 
 @contextmanager
 def without_peers() -> Iterator[None]:
-    """Use NCCL for all communication within the block."""
+    """Make all communication within the with block use NCCL instead of direct access to other GPUs' memory."""
     of, Peers.of = Peers.of, classmethod(lambda *args: None)
     try:
         yield
@@ -147,7 +150,10 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def microseconds(call: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Return the median over repeats of the slowest rank's time, from when all ranks are ready, with a cold L2."""
+    """Return the microseconds of a call on the slowest rank, from when all ranks are ready, with a cold L2.
+
+    The result is the median over repeats.
+    """
     for _ in range(timing.WARMUP):
         call()
     flush = torch.empty(timing.FLUSH_BYTES // 2, dtype=timing.FLUSH_DTYPE, device="cuda")
@@ -168,7 +174,7 @@ def microseconds(call: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 def local_call(part: GroupedExperts, given: Inputs) -> Callable[[], object]:
-    """Return a call of this rank's experts on the tokens of all ranks: all of the computation, no communication."""
+    """Return a call of this rank's experts on the tokens of all ranks: all of their computation, no communication."""
     first = dist.get_rank() * part.num_experts
     up, down = (
         FP8Tensor(*pair)
@@ -189,7 +195,7 @@ METHODS = {
     "replicated": {"method": "replicated", "uniform": True},
 }
 OWN = [name for name, options in METHODS.items() if options["method"] != "replicated"]
-"""The methods in which each rank has its own tokens."""
+"""The names of the methods in which each rank has its own tokens."""
 
 
 @torch.no_grad()
@@ -229,7 +235,7 @@ def measure_layers(counts: Sequence[int]) -> Iterator[dict]:
 
 
 def measure_method(layer: GroupedExperts, name: str, tokens: int, expected: Tensor) -> tuple[float, dict[str, float]]:
-    """Return the microseconds of a call, and how its result agrees with that of one GPU for all ranks' tokens."""
+    """Return the microseconds of a call, and how its result agrees with one GPU's result for all ranks' tokens."""
     world, rank = dist.get_world_size(), dist.get_rank()
     change(layer, **METHODS[name])
     every = inputs(world * tokens)
@@ -241,7 +247,7 @@ def measure_method(layer: GroupedExperts, name: str, tokens: int, expected: Tens
 
 
 def agreement(ours: Tensor, expected: Tensor) -> dict[str, float]:
-    """Return, over all ranks' values, the shares that are equal and that differ by more than a step."""
+    """Return the shares, over all ranks, of values equal to `expected` and of values more than a bfloat16 step away."""
     size = torch.maximum(expected.float().abs(), expected.float().square().mean(-1, keepdim=True).sqrt())
     step = 2.0 ** (size.log2().floor() - 7)
     far = (ours.float() - expected.float()).abs() > step
@@ -252,7 +258,7 @@ def agreement(ours: Tensor, expected: Tensor) -> dict[str, float]:
 
 
 def measure_scratch(layer: GroupedExperts, given: Inputs) -> dict:
-    """Measure scratch memory of a call, and compare with `share`: the rows of a rank under even routing."""
+    """Measure scratch memory of a call, and its ratio to `share`: the memory of a rank's rows under even routing."""
     layer(*given)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -297,7 +303,7 @@ def measure_training(tokens: int, layers: int) -> Iterator[dict]:
 
 
 def trained_part(place: int) -> GroupedExperts:
-    """Make this rank's experts of one layer to train; results are about as large as inputs."""
+    """Make this rank's experts for the trained layer number `place`; results have about the magnitude of inputs."""
     part = layer_of(MODEL.experts // dist.get_world_size(), master_dtype=torch.bfloat16).to_empty(device=DEVICE)
     random = generator(place * dist.get_world_size() + dist.get_rank())
     for weight in part.parameters():
@@ -306,7 +312,7 @@ def trained_part(place: int) -> GroupedExperts:
 
 
 def whole_of(part: GroupedExperts) -> GroupedExperts:
-    """Make the whole layer, of which `part` is this rank's shard; it shares the part's memory."""
+    """Make the whole layer as DTensors, of which `part` is this rank's shard; both share the same memory."""
     whole = layer_of(MODEL.experts, master_dtype=torch.bfloat16)
     for name, weight in part.named_parameters():
         sharded = DTensor.from_local(weight.data, _mesh(), [Shard(0)], run_check=False)
@@ -315,7 +321,7 @@ def whole_of(part: GroupedExperts) -> GroupedExperts:
 
 
 def _routed_here(every: Inputs) -> Inputs:
-    """Renumber experts so that this rank's begin at 0; experts of other ranks become out of range."""
+    """Renumber expert indices: this rank's experts begin at 0, other ranks' experts become out of range."""
     count = MODEL.experts // dist.get_world_size()
     index = every.top_k_index - dist.get_rank() * count
     return every._replace(top_k_index=torch.where((index >= 0) & (index < count), index, count))
@@ -334,7 +340,7 @@ def _largest(value: float) -> float:
 
 
 def _gradient_error(part: GroupedExperts, x: Tensor, every: Inputs, gradient: Tensor, ours: Tensor) -> float:
-    """Return the relative error of down_proj's gradient, against the experts alone on the same input and gradient."""
+    """Return the relative error of down_proj's gradient `ours`, compared with `part` alone on the same input."""
     _pass([part], _routed_here(every._replace(hidden_states=x)), gradient)()
     want = part.down_proj.grad.float()
     part.zero_grad()
@@ -342,9 +348,9 @@ def _gradient_error(part: GroupedExperts, x: Tensor, every: Inputs, gradient: Te
 
 
 def _pass(layers: Sequence[GroupedExperts], given: Inputs, gradient: Tensor) -> Callable[..., Any]:
-    """Return a call that runs forward and backward of the layers in a row, eagerly, with all gradients.
+    """Return a call that runs forward and backward of consecutive layers, eagerly, with all gradients.
 
-    With keep=True it returns the inputs of the layers and the gradients of their results.
+    With keep=True the call returns the input of each layer, and the gradient of each layer's result.
     """
     x, index, weights = given
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -393,7 +399,7 @@ TIMED = {
     2: ((1, "beyond_us", 18, 12), (64, "over_local", 1.04, 1.02), (4096, "over_local", 1.13, 1.08)),
     8: ((64, "over_local", 1.15, None), (4096, "over_local", 1.25, None)),
 }
-"""Number of ranks -> (tokens, column, limit, aim) for the fastest method of the layer."""
+"""Maps the number of ranks to bars for the fastest method of the layer: (tokens, column, limit, aim)."""
 LAYER, ROUNDED = "layer, {tokens} tokens a rank", tuple(name for name in METHODS if "exact" not in name)
 FASTEST = {"what": "layer", "method": tuple(OWN)}
 TRAINED = {"what": "training", "method": ("gather", "all_to_all")}
@@ -410,7 +416,7 @@ BARS = [
 
 
 def thresholds(rows: Sequence[dict], ranks: int) -> list[Threshold]:
-    """Judge results and memory on any number of ranks, and times on 2 and 8 ranks, for which there are bars."""
+    """Make thresholds: for results and memory on any number of ranks; for times only on 2 and 8 ranks."""
     bars = [
         Bar(f"layer, {tokens} tokens a rank, {column}", column, limit, aim, FASTEST | {"tokens": tokens}, over=min)
         for tokens, column, limit, aim in TIMED.get(ranks, ())
@@ -422,7 +428,7 @@ def thresholds(rows: Sequence[dict], ranks: int) -> list[Threshold]:
 
 
 def measure(args: Any) -> Iterator[dict]:
-    """Measure the parts that --only selects."""
+    """Yield the rows of the parts that --only selects."""
     parts = {
         "layer": lambda: measure_layers(args.tokens),
         "training": lambda: measure_training(MANY, args.layers),
@@ -433,7 +439,7 @@ def measure(args: Any) -> Iterator[dict]:
 
 
 def work(args: Any) -> None:
-    """Run the benchmark in this process, one of the ranks; rank 0 reports."""
+    """Run the benchmark in this process, which is one of the ranks; rank 0 writes and prints the results."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     gpu = report.start()
@@ -450,7 +456,7 @@ def work(args: Any) -> None:
     if dist.get_rank() == 0:
         shown = rows + (predicted(rows, MODEL) if dist.get_world_size() == 2 else [])
         report.finish(path, made, *tables_of(shown, COLUMNS))
-    dist.barrier()  # ExpertParallel uses gloo: a process that exits at once may abort (pytorch/pytorch#179291)
+    dist.barrier()  # ExpertParallel uses gloo: a process that exits without waiting may abort (pytorch/pytorch#179291)
     dist.destroy_process_group()
 
 

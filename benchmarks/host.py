@@ -1,11 +1,12 @@
 """CPU time, first-call time and memory of calls: `python -m benchmarks host [--out DIR]`.
 
-- CPU time of one eager call; also of the `deep_gemm` drop-in next to the function of ours that it wraps. Host clock
-  over a batch of calls without synchronization. A batch starts with an empty GPU queue and launches fewer kernels than
-  the queue holds, so the host never waits for the GPU. `benchmarks.compare --clock host` compares revisions in the same
-  way.
+- CPU time of one eager call. Functions of the `deep_gemm` drop-in are timed next to the fp8moe function that each
+  wraps. The time is by the host clock over a batch of calls without synchronization. A batch starts with an empty GPU
+  queue and launches fewer kernels than the queue holds, so the host never waits for the GPU. `benchmarks.compare
+  --clock host` compares revisions in the same way.
 - First call: in a fresh process with an empty kernel cache, then in another process with the cache that the first
-  filled. The clock starts after imports, creation of the CUDA context, and making operands (without our kernels).
+  process filled. The clock starts after imports, creation of the CUDA context, and making operands (without our
+  kernels).
 - Memory: peak during one call minus its output, and what is still allocated after the output is freed.
 """
 
@@ -26,16 +27,16 @@ from fp8moe import FP8Tensor, gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_m
 
 NAMES = {"gemm": "gemm", "grouped_gemm": "grouped_gemm", "linear": "FP8Linear", "experts": "GroupedExperts"}
 BATCHES = 15
-# Shapes (m, n, k): one for a kernel for few rows, one for many.
+# Shapes (m, n, k) of first calls: one runs a kernel for few rows, one a kernel for many rows.
 FIRST_CALLS = ((1, 7168, 2048), (4096, 7168, 2048))
 FIRST_CALL_REPEATS = 2
 MEMORY_CALLS = ((1, 7168, 16384), (4096, 576, 7168), (4096, 7168, 16384))
-# The allocator rounds every tensor up to a multiple of this.
+# The allocator rounds the size of every tensor up to a multiple of this.
 ALLOCATION_BYTES = 512
 
 
 def host_us(call: Callable[[], object], *, calls: int = timing.CALLS_PER_BATCH, batches: int = BATCHES) -> float:
-    """Return a call's CPU time in microseconds: the median over batches of the mean within a batch."""
+    """Return a call's CPU time in microseconds: the median over batches of a batch's mean."""
     return statistics.median(timing.host_times(call, batches, calls=calls))
 
 
@@ -49,8 +50,9 @@ def cpu_rows() -> list[dict]:
 
 
 def drop_in_calls(device: str = "cuda") -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """Map names of DeepGEMM functions to two calls on the same operands: our function and the drop-in."""
-    sys.path.insert(0, str(ROOT / "integrations/deep_gemm"))  # takes precedence over an installed DeepGEMM
+    """Map names of DeepGEMM functions to two calls on the same operands: fp8moe's function, and the drop-in's."""
+    # So that `import deep_gemm` finds the drop-in, not an installed DeepGEMM
+    sys.path.insert(0, str(ROOT / "integrations/deep_gemm"))
     import deep_gemm
 
     make = calls.Operands(device)
@@ -94,7 +96,7 @@ def drop_in_calls(device: str = "cuda") -> dict[str, tuple[Callable[[], object],
 
 
 def drop_in_rows() -> list[dict]:
-    """Measure the pairs of `drop_in_calls` alternately; `extra_us`: what the drop-in adds to our function."""
+    """Time the two calls of each pair from `drop_in_calls` in turn; `extra_us`: time that the drop-in adds."""
     rows = []
     for name, pair in drop_in_calls().items():
         turns = [[host_us(call, batches=1) for call in pair] for _ in range(BATCHES)]
@@ -124,7 +126,10 @@ print(json.dumps({"ms": times[0], "second_ms": times[1], "import_ms": 1e3 * (imp
 
 
 def first_call_rows() -> list[dict]:
-    """Measure the first `gemm` of a process with an empty cache, and with a filled one; keep the slowest repeat."""
+    """Measure the first `gemm` call in a process, with an empty kernel cache and with a filled one.
+
+    Of several repeats the slowest is kept.
+    """
 
     def first_call(cache: str, shape: tuple[int, int, int]) -> dict:
         arguments = [sys.executable, "-c", FIRST_CALL, *map(str, shape)]
@@ -147,7 +152,7 @@ def first_call_rows() -> list[dict]:
 
 
 def memory(call: Callable[[], torch.Tensor]) -> dict[str, int]:
-    """Return a call's peak bytes without its result, and the bytes still allocated after the result is freed."""
+    """Return the peak bytes of a call without its result, and the bytes still allocated after the result is freed."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -164,13 +169,13 @@ def memory_rows() -> list[dict]:
     for m, n, k in MEMORY_CALLS:
         make = calls.Operands()
         call = partial(gemm, make.rows(m, k), make.weights(n, k))
-        call()  # the first call of a shape creates its launcher, which allocates a result
+        call()  # run once, because the first call of a shape creates its launcher, which allocates a result
         rows.append({"what": "memory", "m": m, "n": n, "k": k, **memory(call)})
     return rows
 
 
 def bar(name: str, what: str, column: str, limit: float, aim: float | None, unit: str) -> Bar:
-    """Make a bar for the maximum of a column over all shapes."""
+    """Make a bar for the maximum of a column over all rows of the kind `what`."""
     return Bar(name, column, limit, aim, {"what": what}, unit=unit, over=max)
 
 

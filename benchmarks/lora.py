@@ -3,13 +3,13 @@
 Compares forward and backward of two layers with the same FP8 weights, inputs and routing, for the number of tokens of a
 decode step and of training. "frozen" is GroupedExperts, with gradients of its inputs only. "lora" is our LoRA layer
 around it, rank 16 in bfloat16, with the gradients of all adapters too. Times are measured as in `benchmarks.training`.
-`ratio` is the time of "lora" over "frozen"; `forward_ratio` is the same for the forward alone.
+`ratio`: the time of "lora" over the time of "frozen"; `forward_ratio`: the same ratio for the forward alone.
 
 `step_bytes` is peak memory during training steps, including AdamW, without FP8 weights, adapters, inputs and output.
-`allowed_bytes` is its limit: gradients and both moments of the adapters, the memory of the frozen pass, and the
-adapters' activations. `difference` compares output and input gradients with those of frozen experts into which the
-adapters were merged, as the largest relative Frobenius difference. It measures the rounding of the merged weights, and
-checks the pass.
+`allowed_bytes`, the limit of `step_bytes`, is the sum of: gradients and both moments of the adapters, the memory of the
+"frozen" pass, and the adapters' activations. `difference` is the largest relative Frobenius difference between output
+and input gradients of "lora" and of frozen experts into which the adapters were merged. The difference is due to the
+rounding of the merged weights; a large one would show an error in the pass.
 """
 
 import copy
@@ -34,7 +34,7 @@ TIMES = ("forward_us", "forward_ratio", "us", "ratio")
 
 
 class Measurement(NamedTuple):
-    """Times of a pass in microseconds, and memory in bytes. The last two fields are None without adapters."""
+    """Times of a pass in microseconds, and memory in bytes. allowed_bytes and difference: None without adapters."""
 
     forward_us: float
     us: float
@@ -44,7 +44,7 @@ class Measurement(NamedTuple):
 
 
 def adapt(layer: GroupedExperts, rank: int) -> nn.Module:
-    """Wrap the experts in peft's LoRA layer, with nonzero values in all factors."""
+    """Wrap the experts in peft's LoRA layer, with nonzero values in all LoRA factors."""
     from peft import LoraConfig, get_peft_model
 
     from fp8moe.peft import register
@@ -57,7 +57,7 @@ def adapt(layer: GroupedExperts, rank: int) -> nn.Module:
 
 
 def passes(model: Model, tokens: int, rank: int, *, device: str = "cuda") -> dict[str, Pass]:
-    """Make passes of frozen experts, of these with adapters, and of experts with the adapters merged."""
+    """Make passes of frozen experts, of frozen experts with adapters, and of experts with the adapters merged."""
     frozen = calls.experts_layer(calls.Operands(device), model)
     adapted = adapt(frozen, rank)
     merged = copy.deepcopy(adapted).unload_and_optionally_merge_module(True, False, None)
@@ -74,12 +74,15 @@ def adapter_bytes(model: Model, rank: int) -> int:
 
 
 def activation_bytes(model: Model, tokens: int, rank: int) -> int:
-    """Return the bytes that adapters take in a step: scaled factors, their transposes, low-rank activations of rows."""
+    """Return the bytes of the adapters' temporaries in a step.
+
+    These are scaled LoRA factors, their transposes, and low-rank activations of rows.
+    """
     return 3 * adapter_bytes(model, rank) + 16 * tokens * model.top_k * rank
 
 
 def measure_step(of: Pass) -> int:
-    """Return peak memory of training steps, without the output and what was allocated before the first step."""
+    """Return the peak bytes that training steps add to what was allocated before the first step, without the output."""
     parameters = [value for value in of.layer.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True) if parameters else None
     torch.cuda.synchronize()
@@ -96,7 +99,7 @@ def measure_step(of: Pass) -> int:
 
 
 def check(passes: Mapping[str, Pass]) -> float:
-    """Return the difference between "lora" and "merged". RuntimeError if it is too large."""
+    """Return the difference between the results of "lora" and "merged". RuntimeError if the difference is too large."""
 
     def results(of: Pass) -> tuple[Tensor, ...]:
         out = of.forward()
@@ -128,7 +131,7 @@ def measure(name: str, *, tokens: int = TOKENS, rank: int = RANK) -> dict[str, M
 
 
 def make_rows(name: str, measured: Mapping[str, Measurement], *, tokens: int = TOKENS, rank: int = RANK) -> list[dict]:
-    """Make a row for each implementation."""
+    """Make a row for each implementation, with ratios to the times of "frozen"."""
     frozen = measured["frozen"]
     size = {"what": "experts", "model": name, **MODELS[name]._asdict(), "tokens": tokens, "rank": rank}
     return [
@@ -140,7 +143,7 @@ def make_rows(name: str, measured: Mapping[str, Measurement], *, tokens: int = T
 
 
 def memory_ratio(row: dict) -> float:
-    """Return a step's memory over its limit."""
+    """Return the ratio of a step's memory to the limit of that memory."""
     return row["step_bytes"] / row["allowed_bytes"]
 
 

@@ -1,4 +1,4 @@
-"""Float64 values of quantized tensors, and errors of results relative to them."""
+"""Float64 values of quantized tensors, and errors of results relative to exact values."""
 
 import torch
 
@@ -24,10 +24,10 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def rounded_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the relative Frobenius error of `actual` minus the error of rounding the exact result to its dtype.
+    """Return the relative Frobenius error of `actual`, less the error of rounding `expected` to the dtype of `actual`.
 
     Rounding normal data to bfloat16 alone costs 1.66e-3, which would hide the error of the computation.
     """
     rounding = relative_error(expected.to(actual.dtype), expected)
     error = relative_error(actual, expected) - rounding
-    return 0.0 if error < 0 else error  # NaN stays NaN
+    return 0.0 if error < 0 else error  # max(error, 0) would hide NaN

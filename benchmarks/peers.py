@@ -1,20 +1,21 @@
 """fp8moe beside other libraries for the same work: `python -m benchmarks.peers [--only PATTERN] [--out FILE]`.
 
-One process runs each case with every installed library, on the same operands and in turn: each repeat runs ours, then
-each of the others, each after a fill that empties the L2 cache. Times are medians in microseconds of the kernels of a
-call. `layer` instead times replays of CUDA graphs, from before a replay to after it; `host` is CPU time of an eager
-call.
+One process runs each case with every installed library, on the same operands and in turn: each repeat runs fp8moe, then
+each other library, and before each call a fill empties the L2 cache. Times are medians in microseconds of the kernels
+of a call. Exceptions: for `layer`, times are of replays of CUDA graphs, from before a replay to after it; for `host`,
+CPU times of eager calls.
 
-- `deep_gemm`: DeepGEMM. Outside the timed call, contiguous groups are padded to 128 rows, and the metadata of paged
-  scores is computed.
+- `deep_gemm`: DeepGEMM. Before timing, contiguous groups are padded to 128 rows, and the metadata of paged indexer
+  logits is computed.
 - `cublas_block`: torch.nn.functional.scaled_mm with scales of 1x128 and 128x128. `cublas_one_scale`: cuBLAS with one
   scale per operand, an upper bound that block scales cannot reach; for groups, one matrix with as many rows.
 - `vllm`: vLLM's Triton experts. `transformers_bf16`: transformers' experts in bfloat16 with "grouped_mm".
-- `layer` also has kernel times: `gemms_in_layer`, from the start of our GEMM 1 in the layer to the end of GEMM 2;
-  `fp8moe_two_gemms` and `deep_gemm_two_gemms`, grouped GEMMs of the same sizes alone; `kernels`, start and end of each
+- `layer` also has kernel times. `gemms_in_layer`: from the start of our GEMM 1 in the layer to the end of GEMM 2.
+  `fp8moe_two_gemms` and `deep_gemm_two_gemms`: grouped GEMMs of the same sizes alone. `kernels`: start and end of each
   kernel of our layer.
 
-Results are compared with ours: `difference`. A call whose result is off counts as failed, as does a call that raises.
+`difference`: relative difference of each library's result from ours. A call counts as failed if it raises or if its
+result differs too much.
 
 With `--whole-model` instead: decode steps and a prefill of a model of Qwen3-30B-A3B's sizes with random weights, in
 milliseconds: this checkout (`fp8moe`), another revision (`--against DIRECTORY`: `before`), and, if installed, vLLM's
@@ -57,22 +58,25 @@ from fp8moe import FP8Tensor, GroupedExperts, grouped_gemm
 FILE = ROOT / "validation" / "peers.json"
 REPEATS, REST_S = 12, 0.2
 HOST_BATCHES = 10
-PROCESSES = {"gemm": 5, "contiguous": 3, "masked": 3}  # that compile in parallel ahead of the run; 1 for other kinds
-SAMPLED_ROWS = 1024  # rows of a layer's GEMMs that are compared
-MAX_DIFFERENCE = 1e-2  # relative Frobenius norm
-MAX_LAYER_DIFFERENCE = 0.1  # others round activations between the GEMMs to FP8 differently, or not at all
+# Kind of case -> processes that compile its kernels in parallel before the run; 1 for other kinds
+PROCESSES = {"gemm": 5, "contiguous": 3, "masked": 3}
+SAMPLED_ROWS = 1024  # rows that are compared in the result of each of a layer's GEMMs
+MAX_DIFFERENCE = 1e-2  # limit of the relative Frobenius norm of the difference from our result
+# Limit for layers, in which other libraries round activations between the GEMMs differently or not at all
+MAX_LAYER_DIFFERENCE = 0.1
 TOKENS = (1, 8, 64, 512, 2048, 8192)
-GROUPED = ((4096, 7168), (7168, 2048))  # (n, k) of grouped GEMMs: few, because DeepGEMM compiles for seconds for each
-SKEW, SKEWED = 0.6, ("dsv3_ep8", 2048)  # share of assignments on one expert; the model and tokens this is measured with
-STEPS = ((1, 512), (8, 512), (64, 512))  # (sequences, tokens of each prompt)
+GROUPED = ((4096, 7168), (7168, 2048))  # (n, k) of grouped GEMMs; few, because DeepGEMM takes seconds to compile each
+# Share of assignments to one expert; (model, tokens) of the case with this routing
+SKEW, SKEWED = 0.6, ("dsv3_ep8", 2048)
+STEPS = ((1, 512), (8, 512), (64, 512))  # decode steps: (sequences, prompt tokens of each)
 PREFILL = (4, 4096)
 
 Makers = dict[str, Callable[[], Call]]
-"""Functions that prepare the calls to be timed, by implementation; "fp8moe" comes first."""
+"""Maps the name of each implementation to a function that prepares its call; "fp8moe" comes first."""
 
 
 class Case(NamedTuple):
-    """A measurement: a key of `MAKE`, and its sizes."""
+    """A measurement: its kind, which is a key of `MAKE`, and its sizes."""
 
     what: str
     sizes: dict[str, Any]
@@ -83,7 +87,7 @@ class Case(NamedTuple):
 
     @property
     def row(self) -> dict:
-        """Return the columns that identify the measurement in its row."""
+        """Return the columns that identify the measurement in a row of results."""
         return {"case": self.name, "what": self.what, **self.sizes}
 
 
@@ -92,12 +96,12 @@ def same(out: Tensor) -> Tensor:
 
 
 def case_of(op: str, device: str, **sizes: Any) -> partial:
-    """Make our call of a case of `benchmarks.calls`; the other libraries use its operands too."""
+    """Build fp8moe's call of a case of `benchmarks.calls`; the other libraries use the call's operands too."""
     return calls.build(calls.Case(op, sizes), calls.Operands(device))
 
 
 def make_gemm(m: int, n: int, k: int, *, device: str = "cuda") -> Makers:
-    """Make dense GEMMs: ours, DeepGEMM's and cuBLAS's."""
+    """Make the dense GEMMs of fp8moe, DeepGEMM and cuBLAS."""
     ours = case_of("gemm", device, m=m, n=n, k=k)
     a, b = ours.args
     return {
@@ -109,7 +113,7 @@ def make_gemm(m: int, n: int, k: int, *, device: str = "cuda") -> Makers:
 
 
 def make_contiguous(groups: int, mean_rows: int, n: int, k: int, *, device: str = "cuda") -> Makers:
-    """Make contiguous grouped GEMMs; cuBLAS multiplies one matrix with as many rows."""
+    """Make contiguous grouped GEMMs; cuBLAS instead multiplies one matrix that has as many rows."""
     a, b, _ = case_of("grouped_gemm", device, groups=groups, mean_rows=mean_rows, n=n, k=k).args
     sizes = group_sizes(groups, mean_rows)
     return {
@@ -120,7 +124,7 @@ def make_contiguous(groups: int, mean_rows: int, n: int, k: int, *, device: str 
 
 
 def plain_groups(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
-    """Make `grouped_gemm` of rows (R, K) in groups of the given sizes."""
+    """Make a call of `grouped_gemm` on rows (R, K) in groups of the given sizes."""
     offsets = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=a.data.device)
     out = a.data.new_empty(len(a.data), b.data.shape[1], dtype=torch.bfloat16)
     return Call(partial(grouped_gemm, a, b, offsets, out=out), same)
@@ -129,7 +133,7 @@ def plain_groups(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
 def make_masked(
     groups: int, mean_rows: int, n: int, k: int, expected_m: int, *, max_m: int = 0, device: str = "cuda"
 ) -> Makers:
-    """Make masked grouped GEMMs with space for max_m rows per group; 0: as `shapes.room` says."""
+    """Make masked grouped GEMMs. max_m: rows of space in each group; 0: as `shapes.room` says."""
     sizes = {"groups": groups, "mean_rows": mean_rows, "max_m": max_m or shapes.room(mean_rows), "n": n, "k": k}
     ours = case_of("grouped_gemm_masked", device, **sizes, expected_m=expected_m)
     a, b, masked_m = ours.args
@@ -141,7 +145,10 @@ def make_masked(
 
 
 def make_along_k(groups: int, m: int, n: int, total_k: int, *, device: str = "cuda") -> Makers:
-    """Make weight gradients that are added to the result; "fp8moe_written" is ours without the addition."""
+    """Make GEMMs with groups along K that add to the result; "fp8moe_written" is ours without the addition.
+
+    These are the weight gradients of experts.
+    """
     ours = case_of("grouped_gemm_k", device, groups=groups, m=m, n=n, total_k=total_k, add=True)
     a, b, offsets = ours.args
     return {
@@ -152,7 +159,7 @@ def make_along_k(groups: int, m: int, n: int, total_k: int, *, device: str = "cu
 
 
 def make_mqa(queries: int, tokens: int, fill: bool, *, device: str = "cuda") -> Makers:
-    """Make causal index scores of the last `queries` tokens."""
+    """Make indexer logits of the last `queries` tokens with a causal mask."""
     ours = case_of("mqa_logits", device, queries=queries, tokens=tokens, fill_masked=fill)
     seen = torch.arange(tokens, device=device) < ours.args[-1][:, None]
     return {
@@ -162,7 +169,7 @@ def make_mqa(queries: int, tokens: int, fill: bool, *, device: str = "cuda") -> 
 
 
 def make_paged(batch: int, context: int, next_n: int, *, device: str = "cuda") -> Makers:
-    """Make index scores over a paged cache; operands include the number of keys that each query sees."""
+    """Make indexer logits over a paged cache; an operand has the number of keys that each query sees."""
     made = case_of("paged_mqa_logits", device, batch=batch, context=context, next_n=next_n, fill_masked=False)
     q, cache, weights, _, table = made.args
     visible = torch.arange(context - next_n + 1, context + 1, dtype=torch.int32, device=device).repeat(batch, 1)
@@ -175,7 +182,7 @@ def make_paged(batch: int, context: int, next_n: int, *, device: str = "cuda") -
 
 
 def peers_there(makers: Makers) -> Makers:
-    """Keep the implementations whose library is installed."""
+    """Return the implementations whose library is installed."""
     needs = {"deep_gemm": adapters.deep_gemms, "vllm": lambda: adapters.installed("vllm")}
     needs["transformers_bf16"] = lambda: adapters.installed("transformers")
     return {
@@ -186,7 +193,7 @@ def peers_there(makers: Makers) -> Makers:
 
 
 def empty_row() -> dict:
-    """Return a row without any times."""
+    """Return the result columns of a row, still empty."""
     return {"us": {}, "difference": {}, "failed": {}}
 
 
@@ -196,9 +203,10 @@ def sentence(error: Exception) -> str:
 
 
 def compared(makers: Makers, largest: float, row: dict, then: Callable[[Callable], Callable] | None = None) -> dict:
-    """Return the calls whose results agree with ours, by name. Writes errors and differences to `row`.
+    """Run each call once; return the calls whose results agree with fp8moe's, by name.
 
-    then: returns what is timed instead of the call, such as its CUDA graph. It gets the call after a first run.
+    Errors and differences are written to `row`. largest: limit of the relative difference. then: returns what is timed
+    instead of a call, such as the call's CUDA graph; it is passed the call after the first run.
     """
     calls: dict[str, Callable] = {}
     expected = None
@@ -221,7 +229,7 @@ def compared(makers: Makers, largest: float, row: dict, then: Callable[[Callable
 
 
 def measure_kernels(makers: Makers, largest: float) -> dict:
-    """Time the kernels of each call."""
+    """Return a row with the kernel times of each implementation's call."""
     row = empty_row()
     calls = compared(makers, largest, row)
     timed = timing.measure_in_turn(list(calls.values()), repeats=REPEATS, rest=REST_S)
@@ -230,7 +238,7 @@ def measure_kernels(makers: Makers, largest: float) -> dict:
 
 
 def measure_host(m: int, n: int, k: int, *, device: str = "cuda") -> dict:
-    """Time the CPU in eager calls that write to preallocated memory."""
+    """Return a row with the CPU times of eager GEMM calls that write to preallocated memory."""
     row = empty_row()
     makers = make_gemm(m, n, k, device=device)
     calls = compared({name: makers[name] for name in ("fp8moe", "deep_gemm")}, MAX_DIFFERENCE, row)
@@ -245,12 +253,12 @@ def layer_of(model: Model, device: str) -> GroupedExperts:
 
 @functools.lru_cache(maxsize=1)
 def bfloat16_of(model: Model, device: str) -> torch.nn.Module:
-    """Make transformers' experts with the weights of `layer_of`, dequantized."""
+    """Build transformers' experts in bfloat16, with the dequantized weights of `layer_of`."""
     return adapters.dequantized_experts(layer_of(model, device), model)
 
 
 def route(model: Model, tokens: int, routing: str) -> Tensor:
-    """Choose experts (tokens, top_k): "random", or "skewed" with SKEW of all assignments on the first expert."""
+    """Choose experts (tokens, top_k): "random", or "skewed": a share SKEW of assignments goes to the first expert."""
     if routing == "random":
         return calls.route(model, tokens)
     rows = tokens * model.top_k
@@ -260,7 +268,7 @@ def route(model: Model, tokens: int, routing: str) -> Tensor:
 
 
 def both(first: Call, second: Call) -> Call:
-    """Make one call of the two GEMMs of a layer; each has its own operands."""
+    """Combine the two GEMMs of a layer into one call; each GEMM keeps its own operands."""
 
     def results(outs: tuple[Any, Any]) -> Tensor:
         parts = [call.result(out) for call, out in zip((first, second), outs, strict=True)]
@@ -271,7 +279,7 @@ def both(first: Call, second: Call) -> Call:
 
 
 def make_layer(model: str, tokens: int, routing: str = "random", *, device: str = "cuda") -> Makers:
-    """Make the calls of a whole layer, and of only its two grouped GEMMs ("_two_gemms")."""
+    """Make the calls of a whole layer, and of its two grouped GEMMs alone (names that end in "_two_gemms")."""
     shape = MODELS[model]
     layer = layer_of(shape, device)
     x, index, weights = calls.layer_inputs(shape, route(shape, tokens, routing), device)
@@ -313,7 +321,7 @@ def measure_layer(model: str, tokens: int, routing: str = "random", *, device: s
 
 
 def gemms_in_layer(kernels: Sequence[tuple[str, float, float]]) -> float:
-    """Return the time from the start of GEMM 1 to the end of GEMM 2. RuntimeError unless there are exactly two."""
+    """Return microseconds from the start of GEMM 1 to the end of GEMM 2. RuntimeError unless there are two GEMMs."""
     found = [(start, end) for name, start, end in kernels if re.match(r"gemm\b", name)]
     if len(found) != 2:
         raise RuntimeError(f"expected two GEMMs in the layer, recorded {', '.join(name for name, *_ in kernels)}")
@@ -321,7 +329,7 @@ def gemms_in_layer(kernels: Sequence[tuple[str, float, float]]) -> float:
 
 
 def _masked(sizes: Mapping[str, int]) -> Sequence[tuple[int, int]]:
-    """Return the (n, k) to measure for masked groups of these sizes."""
+    """Return the (n, k) to measure for a masked case with these sizes."""
     return {1024: GROUPED[:1], 192: GROUPED[1:]}.get(sizes["mean_rows"], GROUPED)
 
 
@@ -359,7 +367,7 @@ MAKE: dict[str, Callable[..., Makers]] = {
     "host": make_gemm,
 }
 MEASURE: dict[str, Callable[..., dict]] = {"layer": measure_layer, "host": measure_host}
-"""Functions that measure a kind of case; all other kinds use `measure_kernels`."""
+"""Maps a kind of case to the function that measures it; all other kinds use `measure_kernels`."""
 WHOLE_MODEL = [
     Case(what, {"batch": batch, "prompt": prompt})
     for what, sizes in {"decode": STEPS, "prefill": (PREFILL,)}.items()
@@ -368,7 +376,7 @@ WHOLE_MODEL = [
 
 
 def whole_model(tree: Path) -> list[dict]:
-    """Run `benchmarks.decode` of a checkout in another process; return its rows."""
+    """Run `benchmarks.decode` from the checkout `tree` in another process; return its rows."""
     with tempfile.TemporaryDirectory() as out:
         batches = map(str, (batch for batch, _ in STEPS))
         _run_in(tree, "benchmarks.decode", "--batch", *batches, "--prompt", str(STEPS[0][1]), "--out", out)
@@ -376,7 +384,7 @@ def whole_model(tree: Path) -> list[dict]:
 
 
 def vllm_engine(*options: str) -> list[dict]:
-    """Run `benchmarks.vllm_engine` in another process; return its rows, which are like those of `whole_model`."""
+    """Run `benchmarks.vllm_engine` in another process; return its rows, in the format of `whole_model`."""
     with tempfile.TemporaryDirectory() as out:
         file = Path(out) / "rows.json"
         _run_in(ROOT, "benchmarks.vllm_engine", str(file), *options)
@@ -384,7 +392,7 @@ def vllm_engine(*options: str) -> list[dict]:
 
 
 def _run_in(tree: Path, module: str, *arguments: str) -> None:
-    """Run a module of a checkout. On failure, print the end of its output and raise RuntimeError."""
+    """Run a module of a checkout. If the module fails, print the end of its output and raise RuntimeError."""
     path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
@@ -400,10 +408,10 @@ def _run_in(tree: Path, module: str, *arguments: str) -> None:
 
 
 class File:
-    """The stored rows of a run; the file is rewritten after each row."""
+    """The rows of a run and the file that stores them; the file is rewritten after each row."""
 
     def __init__(self, path: Path, head: Mapping[str, Any]):
-        """Keep the stored rows if digest, card and versions are the same; fp8moe's version may differ."""
+        """Read the stored rows; drop them if digest, card or versions differ, except for fp8moe's own version."""
         self.path = path
         stored = json.loads(path.read_text()) if path.exists() else {}
         known = stored.get("versions", {})
@@ -425,7 +433,7 @@ class File:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Return a row as text: times, then failures."""
+    """Return a row of results as text: times, then failures."""
     unit = "us" if "us" in row else "ms"
     times = [f"{name} {format_value(value)}" for name, value in row[unit].items()]
     failed = [f"{name} failed: {why}" for name, why in row["failed"].items()]
@@ -434,10 +442,11 @@ def line(row: Mapping[str, Any]) -> str:
 
 @torch.no_grad()
 def run_once(chosen: Sequence[Case]) -> None:
-    """Run cases once so that their kernels are in the disk cache; errors are ignored, as they recur when measured."""
+    """Run cases once to put their kernels into the disk cache; ignore errors, as they recur when measured."""
     for case in chosen:
         for name, make in peers_there(MAKE[case.what](**case.sizes)).items():
-            if name != "transformers_bf16":  # it compiles nothing, and needs too much memory
+            # Transformers compiles nothing, and its bfloat16 weights take too much memory
+            if name != "transformers_bf16":
                 with suppress(Exception):
                     make().run()
         torch.cuda.synchronize()
@@ -445,7 +454,7 @@ def run_once(chosen: Sequence[Case]) -> None:
 
 
 def compile_ahead(chosen: Sequence[Case]) -> None:
-    """Call `run_once` in parallel processes, since it is mostly compilation; a model's layers share one process."""
+    """Call `run_once` in parallel processes to compile kernels; all layers of a model share one process."""
     begin = time.perf_counter()
     parts: dict[tuple, list[str]] = {}
     for place, case in enumerate(chosen):
@@ -461,7 +470,7 @@ def compile_ahead(chosen: Sequence[Case]) -> None:
 
 
 def measure(chosen: Sequence[Case], file: File) -> None:
-    """Measure cases. If one raises, its error is stored and the others still run."""
+    """Measure cases and store their rows. If a case raises, its error is stored and the others still run."""
     for case in chosen:
         begin = time.perf_counter()
         try:
@@ -473,13 +482,13 @@ def measure(chosen: Sequence[Case], file: File) -> None:
             row = empty_row() | {"failed": {"case": sentence(error)}}
         file.put(case.row | row)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # also the memory pools of graphs
+            torch.cuda.empty_cache()  # also frees the memory pools of CUDA graphs
         if (spent := time.perf_counter() - begin) > 5:
             print(f"    {spent:.0f} s", flush=True)
 
 
 def measure_whole_models(file: File, sources: Mapping[str, Callable[[], list[dict]]]) -> None:
-    """Run each source and put what it measured into the rows of WHOLE_MODEL."""
+    """Call each source, which measures whole models, and put its times into the rows of WHOLE_MODEL."""
     for name, source in sources.items():
         begin = time.perf_counter()
         found, why = [], "it did not measure this"
@@ -514,7 +523,7 @@ def clocks() -> dict[str, str]:
 
 
 def wanted(names: Sequence[str], pattern: str | None, there: Mapping[str, dict]) -> Iterator[str]:
-    """Yield names that match the pattern; without a pattern, names that the file lacks or that failed."""
+    """Yield names of cases that match the pattern; without a pattern, those that `there` lacks or has as failed."""
     for name in names:
         if (
             re.search(pattern, name)

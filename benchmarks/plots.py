@@ -27,8 +27,9 @@ from benchmarks.shapes import DENSE_M  # noqa: E402
 # A name has the same colour in all pictures. Most colours are Okabe and Ito's, which colour-blind readers can tell
 # apart.
 OURS, BEHIND, DEEP_GEMM, CUBLAS, CUBLAS_ONE_SCALE = "#0072B2", "#D55E00", "#A6A6A6", "#E69F00", "#7F4A00"
-BFLOAT16, VLLM, MARK = "#CC79A7", "#009E73", "#000000"  # MARK: single cases, and the bandwidth of a copy
-STAGES = ("#03395C", "#2A6F9E", "#56B4E9", "#9CCBEA", "#D4E7F5")  # blues: the kernels of our layer, in order
+# MARK: dots for single cases, and the line at the bandwidth of a copy
+BFLOAT16, VLLM, MARK = "#CC79A7", "#009E73", "#000000"
+STAGES = ("#03395C", "#2A6F9E", "#56B4E9", "#9CCBEA", "#D4E7F5")  # blues for the kernels of our layer, in launch order
 COLOURS = {"vllm": VLLM, "transformers_bf16": BFLOAT16, "deep_gemm_two_gemms": DEEP_GEMM}
 MODEL_NAMES = {
     "dsv3": "DeepSeek-V3",
@@ -41,7 +42,7 @@ STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "f
 
 
 def hash_of(result: dict) -> str:
-    """Return the SHA-256 of a stored result; a picture of the result has it as its "Source"."""
+    """Return the SHA-256 of a stored result; each picture has the hash of its result in its "Source" metadata."""
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
 
 
@@ -49,7 +50,7 @@ def hash_of(result: dict) -> str:
 def _picture(
     result: dict, path: Path, title: str, size: tuple[float, float], *grid: int, below: float = 0, **options
 ) -> Iterator:
-    """Yield a figure and its axes; finally write it to `path`, with the hash of the `result` that it shows.
+    """Yield a figure and its axes; finally write the figure to `path`, with the hash of the `result` it shows.
 
     below: the fraction of the figure's height for the legend.
     """
@@ -77,7 +78,7 @@ def _legend(figure: plt.Figure, entries: Sequence[tuple[str, str, str]], **optio
 def _note(
     axes: plt.Axes, text: str, at: tuple[float, float], shift: tuple[float, float] = (4, 0), **how: object
 ) -> None:
-    """Write text beside a point."""
+    """Write text beside the point `at`, in data coordinates."""
     axes.annotate(text, at, shift, textcoords="offset points", **{"va": "center", **how})
 
 
@@ -91,14 +92,14 @@ def _colour(ratio: float) -> str:
 
 
 def _categories(axes: plt.Axes, labels: Sequence[str]) -> None:
-    """Label horizontal bars, the first one on top."""
+    """Label the categories of horizontal bars, and put the first bar on top."""
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
 
 
 def _ratio(row: dict) -> float | None:
-    """Return DeepGEMM's time over ours; None if one of them failed."""
+    """Return DeepGEMM's time over ours; None if either failed."""
     found = tables.ratios([row], "deep_gemm")
     return found[0] if found else None
 
@@ -108,7 +109,7 @@ def _card(peers: dict) -> str:
 
 
 def draw_overview(peers: dict, path: Path) -> None:
-    """Draw others' times over that of our experts layer, by tokens; and tokens/s of a whole model."""
+    """Draw ratios of others' times to our experts layer's, by tokens; beside them, tokens/s of a whole model."""
     rows = tables.layers(peers)
     tokens = sorted({row["tokens"] for row in rows})
     series = {name: colour for name, colour in COLOURS.items() if tables.ratios(rows, name)}
@@ -184,7 +185,7 @@ def draw_gemm(peers: dict, path: Path) -> None:
 
 
 def draw_quantize(result: dict, path: Path) -> None:
-    """Draw bandwidth relative to a copy for the large cases, and time for the small ones."""
+    """Draw bandwidth next to a copy's for the cases with many rows, and time for the cases with few rows."""
     rows, title = result["rows"], f"Quantization of bfloat16 on an {result['gpu'].removeprefix('NVIDIA ')}"
     large = [row for row in rows if row["m"] > 64]
     small = [row for row in rows if row["m"] <= 64 and row["op"] == "quantize_1x128"]
@@ -213,7 +214,7 @@ def draw_quantize(result: dict, path: Path) -> None:
 
 
 def _ratios_panel(axes: plt.Axes, rows: Sequence[dict], label: str, with_time: bool = False) -> None:
-    """Draw the mean ratio to DeepGEMM as one bar for each kind of row, and dots for the rows of a kind.
+    """Draw for each kind of row a bar, the mean ratio of DeepGEMM's time to ours, and a dot for each row's ratio.
 
     Rows are of one kind if `label`, filled in with their sizes, is the same. with_time: also write our time if a kind
     has one row.
@@ -235,7 +236,7 @@ def _ratios_panel(axes: plt.Axes, rows: Sequence[dict], label: str, with_time: b
 
 
 def draw_grouped(peers: dict, path: Path) -> None:
-    """Draw DeepGEMM's times over ours for grouped GEMMs, one panel for each operation."""
+    """Draw ratios of DeepGEMM's times to ours for grouped GEMMs, one panel for each operation."""
     title = f"Grouped FP8 GEMMs on an {_card(peers)}, cold L2"
     panels = {
         "contiguous": ("grouped_gemm", "{groups} × {mean_rows}", "groups × rows of a group"),
@@ -273,7 +274,7 @@ def _layer_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
 
 
 def _stages_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
-    """Draw the share of each kernel in the time of a call; a kernel counts from the end of the one before it."""
+    """Draw each kernel's share of a call's time, counted from the end of the kernel before it."""
     for position, row in enumerate(rows):
         ends = [0.0, *(end for *_, end in row["kernels"])]
         for start, end, colour in zip(ends, ends[1:], STAGES, strict=False):
@@ -306,7 +307,7 @@ def draw_experts(peers: dict, path: Path) -> None:
 
 
 def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
-    """Draw forward and backward of each implementation as one bar; the label has its activation memory."""
+    """Draw the forward and backward times of each implementation as one bar, labelled with its activation memory."""
     for position, row in enumerate(rows):
         colour = OURS if row["impl"] == "fp8" else BFLOAT16
         forward, total = row["forward_us"] / 1e3, row["us"] / 1e3
@@ -316,7 +317,7 @@ def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
         _note(axes, text, (total, position), color=colour)
     axes.set_xlim(0, 1.3 * max(row["us"] for row in rows) / 1e3)
     labels = ["bfloat16" if row["impl"] == "bf16" else f"FP8, {row['master']} master" for row in rows]
-    if all(row["kept_bytes"] for row in rows):  # a bfloat16 linear layer keeps only its input
+    if all(row["kept_bytes"] for row in rows):  # it is 0 for a bfloat16 linear layer, which keeps only its input
         labels = [f"{label}\n{row['kept_bytes'] / 1e9:.2f} GB kept" for label, row in zip(labels, rows, strict=True)]
     _categories(axes, labels)
     axes.set_xlabel("forward, then backward, ms, linear (less is better)")
@@ -335,7 +336,7 @@ def draw_training(result: dict, path: Path) -> None:
 
 
 def draw_mqa(peers: dict, path: Path) -> None:
-    """Draw index scores compared with DeepGEMM's, for prefill and decode."""
+    """Draw the times of indexer logits compared with DeepGEMM's, for prefill and decode."""
     title = f"Index scores of sparse attention on an {_card(peers)}, cold L2"
     with _picture(peers, path, title, (11.2, 3.4), 1, 2) as (_, grid):
         left, right = grid[0]
@@ -355,7 +356,7 @@ OF_KERNELS = {"quantize": draw_quantize, "training": draw_training}
 
 
 def shown(benchmarks: dict) -> dict[str, dict]:
-    """Map names of pictures that have data to the result each one shows. benchmarks: from `tables.stored`."""
+    """Map the name of each picture that has data to the result it shows. benchmarks: from `tables.stored`."""
     peers = benchmarks["peers"]
     of_peers = {name: peers for name in OF_PEERS if peers and name in tables.drawn(peers)}
     return of_peers | {name: benchmarks[name] for name in OF_KERNELS}
@@ -374,7 +375,7 @@ def draw(out: Path, benchmarks: dict) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw the stored results."""
+    """Draw the pictures of the stored results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description="draw the stored results")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), metavar="DIR")
     draw(parser.parse_args(argv).out, tables.stored())

@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: rows, bars (limits for rows), tables, stored files and the command line."""
+"""Code that all benchmarks share: rows, bars (limits for rows), tables, stored files and the command line."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Threshold:
-    """A value that must be at most `limit`, or with `at_least` at least `limit`; `aim` is a stricter goal."""
+    """A measured value, and its limit: an upper limit, or with `at_least` a lower one; `aim` is a stricter goal."""
 
     name: str
     value: float
@@ -34,20 +34,20 @@ class Threshold:
 
     @property
     def passed(self) -> bool:
-        # Written so that NaN never passes.
+        # NaN fails both comparisons, so it never passes.
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def as_dict(self) -> dict:
-        """Return the fields and `passed`, for JSON."""
+        """Return the fields, and whether the value passed, for JSON."""
         return {**asdict(self), "passed": self.passed}
 
 
 class Bar(NamedTuple):
     """A limit for rows: for each row or, with `over`, for one number computed from the values of all rows.
 
-    name: of the threshold; a format string that is filled in from the row, or with `over` from `count`, the number of
-    rows. value: a column, or a function of the row; rows where it is None are left out. where: maps columns to what a
-    row must have there: a value, one of a tuple of values, or a value that a function accepts.
+    name: name of the threshold, a format string that is filled in from the row, or with `over` from `count`, the number
+    of rows. value: a column, or a function of the row; rows where it is None are left out. where: maps columns to what
+    a row must have in them: a value, one of a tuple of values, or a value that a function accepts.
     """
 
     name: str
@@ -82,7 +82,10 @@ def judge(rows: Sequence[dict], bars: Iterable[Bar]) -> list[Threshold]:
 
 
 class Option(NamedTuple):
-    """An option of a benchmark's command line. A tuple as default takes several values; False makes it a switch."""
+    """An option of a benchmark's command line.
+
+    default: a tuple makes the option take several values, False makes it a switch.
+    """
 
     default: Any
     choices: Sequence | None = None
@@ -100,8 +103,8 @@ class Option(NamedTuple):
 class Benchmark(NamedTuple):
     """A benchmark, run as `python -m benchmarks NAME`: measures rows, judges them by bars, stores and prints both.
 
-    measure: yields the rows; its parameters are the options. columns: those that are printed, or for each kind of row
-    (`what`) those printed for it. bars: may depend only on the rows.
+    measure: yields the rows; its parameters are the options. columns: the columns to print, or a mapping from kinds of
+    row (`what`) to columns. bars: limits that depend on nothing but the rows.
     """
 
     name: str
@@ -129,7 +132,7 @@ class Benchmark(NamedTuple):
 
 
 def start() -> str:
-    """Seed PyTorch and return the GPU's name. SystemExit with one sentence unless there is an sm_90 GPU."""
+    """Seed PyTorch and return the GPU's name. SystemExit with one sentence unless PyTorch has an sm_90 GPU."""
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a Hopper GPU and PyTorch sees no GPU; run it on a machine that has one")
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
@@ -140,25 +143,25 @@ def start() -> str:
 
 
 def result(gpu: str, rows: Sequence[dict], thresholds: Iterable[Threshold], **more: object) -> dict:
-    """Return what is stored of a run, without the digest."""
+    """Return the content of a result file, without the digest."""
     return {"gpu": gpu, "rows": rows, **more, "thresholds": [threshold.as_dict() for threshold in thresholds]}
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """Make a benchmark's parser with --out, the directory for results."""
+    """Make a benchmark's argument parser, with the option --out, the directory for results."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
     return parser
 
 
 def finish(path: Path, made: dict, *tables: str) -> None:
-    """Write a result with the digest of what the GPU runs; print the tables and the thresholds."""
+    """Write a result and the digest of what the GPU runs to `path`; print the tables and the thresholds."""
     write_json(path, {"digest": digest(ROOT)} | made)
     print(*tables, format_thresholds(made["thresholds"]), sep="\n\n")
 
 
 def select(rows: Iterable[dict], what: str) -> list[dict]:
-    """Return the rows of one kind."""
+    """Return the rows of one kind, `what`."""
     return [row for row in rows if row["what"] == what]
 
 
@@ -196,7 +199,7 @@ def format_table(rows: Sequence[dict], columns: Sequence[str]) -> str:
 
 
 def tables_of(rows: Sequence[dict], columns: Sequence[str] | Mapping[str, Sequence[str]]) -> list[str]:
-    """Return one table or, if columns are given by kind of row, one for each kind that has rows, under its name."""
+    """Return one table or, if columns are given by kind of row, one table for each kind, below the kind's name."""
     if not isinstance(columns, Mapping):
         return [format_table(rows, columns)]
     kinds = {what: select(rows, what) for what in columns}
@@ -228,7 +231,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def digest(root: Path) -> str:
-    """Return what `tools.digest` prints for the checkout at `root`. RuntimeError with its output if it fails."""
+    """Return what `tools.digest` prints for the checkout at `root`. RuntimeError with the tool's output if it fails."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FP8MOE_")}
     command = [sys.executable, "-m", "tools.digest"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Lower bounds from memory bandwidth and tensor cores; predictions for more GPUs from measurements on two."""
+"""Lower bounds of times, from memory bandwidth and tensor cores; predicted times on more GPUs, from times on two."""
 
 import functools
 import math
@@ -10,23 +10,24 @@ from benchmarks.report import select
 from benchmarks.shapes import Model
 from fp8moe.quant.formats import BLOCK, ceil_div
 
-TFLOPS = 1490.0  # reached by FP8 tensor cores: cuBLAS, 8192 cubed
-COPY_TBPS = 4.21  # copy bandwidth of an H200
+TFLOPS = 1490.0  # what cuBLAS reaches on FP8 tensor cores in a GEMM with m = n = k = 8192
+COPY_TBPS = 4.21  # bandwidth of a copy on an H200, bytes read plus written
 COPY_BYTES, COPIES = 512 << 20, 10
-NODE = 8  # GPUs that reach each other over NVLink
-# Assumptions between nodes: a 400 Gb/s adapter for each GPU, used at 90%, and the extra time of a collective.
+NODE = 8  # GPUs of a node, connected by NVLink
+# Assumed between nodes: the bandwidth of a 400 Gb/s adapter for each GPU, used at 90%, and the extra time of a
+# collective.
 NETWORK_GBPS = 45.0
 NETWORK_US = 20.0
 RANKS = (8, 64)
-FEW, MANY = 1, 4096  # tokens on each rank
-# Methods of `benchmarks.distributed`, and how many collectives each uses.
+FEW, MANY = 1, 4096  # numbers of tokens on each rank whose times the predictions use
+# Maps methods of `benchmarks.distributed` to the number of collectives that each uses.
 COLLECTIVES = {"gather": 2, "gather, NCCL": 2, "all_to_all, eager": 3, "all_to_all, exact, eager": 3}
 METHODS = ("gather", "all_to_all, eager", "all_to_all, exact, eager")
 
 
 @functools.cache
 def copy_tbps() -> float:
-    """Measure the bandwidth of a large copy on this GPU, in TB/s of bytes read plus written; the best of COPIES.
+    """Return the bandwidth of the fastest of COPIES large copies on this GPU, in TB/s of bytes read plus written.
 
     Without a GPU, return COPY_TBPS.
     """
@@ -46,12 +47,13 @@ def copy_tbps() -> float:
 
 
 def least_us(model: Model, tokens: int, active: float, tbps: float) -> list[float]:
-    """Return lower bounds in microseconds for permute, GEMM 1, GEMM 2 and combine.
+    """Return lower bounds in microseconds for the times of permute, GEMM 1, GEMM 2 and combine.
 
-    Each is the larger of bytes over `tbps` (TB/s) and operations over TFLOPS. active: the number of experts in use.
+    Each bound is the larger of bytes over `tbps` (TB/s) and operations over TFLOPS. active: the number of experts in
+    use.
     """
     hidden, intermediate, _, top_k = model
-    rows, fp8 = tokens * top_k, 1 + 4 / 128  # bytes of an E4M3 value with its share of a 1x128 scale
+    rows, fp8 = tokens * top_k, 1 + 4 / 128  # fp8: bytes of an E4M3 value with its share of a 1x128 scale
     weight = hidden * intermediate * active * (1 + 4 / 128**2)
     moved = (
         2 * tokens * hidden + fp8 * rows * hidden,
@@ -65,11 +67,12 @@ def least_us(model: Model, tokens: int, active: float, tbps: float) -> list[floa
 
 
 def sent_bytes(model: Model, method: str, ranks: int) -> float:
-    """Return the mean bytes sent to each other rank per token, with even routing.
+    """Return the mean bytes that a rank sends to each other rank per token, with even routing.
 
-    method: of `benchmarks.distributed`. A quantized token is sent with its scales and routing. A float32 row comes back
-    from each rank that got it, or with exact=True a bfloat16 row for each expert. Tokens go only to ranks that have one
-    of their experts; over NCCL, gather sends to all ranks, and within a node it sends the routing to all.
+    method: a method of `benchmarks.distributed`. A quantized token is sent with its scales and routing. Each rank that
+    got the token returns a float32 row, or with exact=True a bfloat16 row for each expert. Tokens go only to ranks that
+    have one of their experts, with two exceptions: gather over NCCL sends them to all ranks, and gather within a node
+    sends the routing to all ranks.
     """
     token, routing = model.hidden + 4 * ceil_div(model.hidden, BLOCK), 8 * model.top_k
     if method == "gather, NCCL":
@@ -83,15 +86,15 @@ def sent_bytes(model: Model, method: str, ranks: int) -> float:
 def predicted(rows: Iterable[dict], model: Model) -> list[dict]:
     """Predict rows of `benchmarks.distributed` on RANKS from its rows on two ranks; none if FEW or MANY is missing.
 
-    The predicted time of a call is the sum of three:
+    The predicted time of a call is the sum of three times:
 
-    - Experts: `local` on two ranks, scaled by the ratio of the bounds that `least_us` gives. A rank has as many rows as
-      on two ranks, but fewer experts.
-    - Bytes: to ranks of the same node at the bandwidth that gather reaches between FEW and MANY tokens; at the same
-      time, to all others at NETWORK_GBPS.
-    - Fixed: the rest of the call on two ranks, with FEW tokens for gather, with MANY for all_to_all. With FEW tokens
-      all_to_all waits for the host, so a prediction is at least the time measured with FEW. Each collective between
-      nodes adds NETWORK_US.
+    - Experts: the time of `local` on two ranks, scaled by the ratio of the bounds that `least_us` gives. A rank has as
+      many rows as on two ranks, but fewer experts.
+    - Bytes: the larger of two times that overlap: sending to ranks of the same node at the bandwidth that gather
+      reaches between FEW and MANY tokens, and sending to all other ranks at NETWORK_GBPS.
+    - Fixed: the rest of the measured call on two ranks, with FEW tokens for gather, with MANY for all_to_all. With FEW
+      tokens all_to_all waits for the host, so its predicted time is at least the time measured with FEW. Each
+      collective between nodes adds NETWORK_US.
     """
     us = {(row["method"], row["tokens"]): row["us"] for row in select(rows, "layer")}
     if not {(name, tokens) for name in ("local", *COLLECTIVES) for tokens in (FEW, MANY)} <= us.keys():
@@ -117,7 +120,7 @@ def predicted(rows: Iterable[dict], model: Model) -> list[dict]:
 
 
 def _least_of_rank(model: Model, tokens: int, ranks: int) -> float:
-    """Return a lower bound for the experts of one rank, in microseconds, with even routing."""
+    """Return a lower bound for the time of one rank's experts, in microseconds, with even routing."""
     in_use = model.experts / ranks * (1 - (1 - model.top_k / model.experts) ** (ranks * tokens))
     return sum(least_us(model, tokens, in_use, copy_tbps()))
 

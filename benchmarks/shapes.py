@@ -1,4 +1,4 @@
-"""Sizes that benchmarks measure and the digest records: linear layers, experts and indexers of known models."""
+"""Sizes of linear layers, experts and indexers in known models, which benchmarks measure and the digest records."""
 
 from typing import NamedTuple
 
@@ -24,11 +24,11 @@ MODELS = {
 }
 
 EXPERT_SHAPES = ((6144, 7168), (7168, 3072), (4096, 7168), (7168, 2048))
-"""(n, k) of the two GEMMs of experts. With 256 experts the first is left out, because it does not fit."""
+"""(n, k) of the two GEMMs of experts, for two models. Cases with 256 experts leave out the first: it does not fit."""
 
 
 def room(mean_rows: int) -> int:
-    """Return max_m of the masked layout, the rows that a group has space for."""
+    """Return max_m of the masked layout: the rows that each group has space for."""
     return 4096 if mean_rows >= 192 else 1024
 
 

@@ -2,8 +2,8 @@
 
 Comparisons with other libraries come from validation/peers.json alone, one run of `benchmarks.peers`. The other tables
 come from validation/kernels.json, models.json and the files named in BESIDE. A result that is missing, or was measured
-with other kernels than kernels.json, gets no table. Tables stand between BEGIN and END in their file; a test checks
-that they match the stored results.
+with other kernels than kernels.json, gets no table. In its file each table stands between the marks BEGIN and END; a
+test checks that the tables match the stored results.
 """
 
 import argparse
@@ -22,7 +22,7 @@ BESIDE = {
     name: VALIDATION.with_name(f"{name}.json")
     for name in ("distributed", "batch_invariance", "choice", "warmup", "serve_gpu", "titan")
 }
-"""Stored results of benchmarks that `tools.validate` does not run."""
+"""Maps benchmarks that `tools.validate` does not run to the files of their stored results."""
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
 NAMES = {
     "deep_gemm": "DeepGEMM",
@@ -46,12 +46,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def ratios(rows: Iterable[dict], other: str, ours: str = "fp8moe") -> list[float]:
-    """Return the time of `other` over ours, for each row that has both."""
+    """Return the ratio of the time of `other` to ours, for each row that has both times."""
     return [row["us"][other] / row["us"][ours] for row in rows if {other, ours} <= row["us"].keys()]
 
 
 def mean_and_worst(rows: Sequence[dict], other: str, ours: str = "fp8moe", worst: Callable = min) -> str:
-    """Return the mean ratio, the worst if there are several rows, and how many rows count if some have failed."""
+    """Return text: the mean ratio; the worst, if there are several rows; how many rows count, if some have failed."""
     found = ratios(rows, other, ours)
     if not found:
         return ""
@@ -60,9 +60,9 @@ def mean_and_worst(rows: Sequence[dict], other: str, ours: str = "fp8moe", worst
 
 
 def measured_with(peers: dict) -> str:
-    """Return one sentence about what a run was made with: GPU, driver, libraries."""
+    """Return one sentence about what a run was measured with: GPU, driver, libraries."""
     names = {"vllm": "vLLM", "transformers": "transformers", "torch": "PyTorch"}
-    packaged = {"sgl-deep-gemm": "DeepGEMM as sgl-deep-gemm"}  # this package has version numbers of its own
+    packaged = {"sgl-deep-gemm": "DeepGEMM as sgl-deep-gemm"}  # the version numbers of sgl-deep-gemm are not DeepGEMM's
     names = (packaged if "sgl-deep-gemm" in peers["versions"] else {"deep_gemm": "DeepGEMM"}) | names
     versions = peers["versions"]
     libraries = [f"{shown} {versions[name]}" for name, shown in names.items() if name in versions]
@@ -120,7 +120,7 @@ def count_of_tokens(count: int) -> str:
 
 
 def whole_model(peers: dict) -> str:
-    """Make the table of GraphDecoder and vLLM's engine; empty if neither was measured."""
+    """Make the table that compares GraphDecoder with vLLM's engine; empty if neither was measured."""
     rows = select(peers["rows"], "decode") + select(peers["rows"], "prefill")
 
     def line(row: dict) -> tuple[str, ...]:
@@ -202,12 +202,12 @@ def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
 
 
 def whole_models(rows: Sequence[dict], what: str) -> list[dict]:
-    """Return the rows of decode steps or of prefill, with their times under "us", as `ratios` expects."""
+    """Return the rows of kind `what`, decode steps or prefill, with their times under "us", as `ratios` expects."""
     return [row | {"us": row["ms"]} for row in select(rows, what)]
 
 
 def headline(benchmarks: dict) -> str:
-    """Make the first table of README: a whole model, the layer and the GEMMs; mean ratios with the worst case."""
+    """Make README's first table: a whole model, the layer and the GEMMs; mean ratios with the worst case."""
     peers = benchmarks["peers"]
     rows = peers["rows"]
     grouped = [row for row in rows if row["what"] in ("contiguous", "masked")]
@@ -240,7 +240,7 @@ def headline(benchmarks: dict) -> str:
 
 
 def figures(benchmarks: dict) -> str:
-    """Make all tables of docs/benchmarks.md, and references to the pictures of the same run."""
+    """Make all tables of docs/benchmarks.md, and links to the pictures of the same run."""
     peers = benchmarks["peers"]
     others_there = (
         [f"{measured_with(peers)}\n", *filter(None, (gemms(peers), layer(peers), whole_model(peers)))] if peers else []
@@ -273,12 +273,12 @@ def drawn(peers: dict) -> list[str]:
 
 
 def pictures(folder: str, *names: str) -> list[str]:
-    """Return Markdown references to pictures that compare with other libraries, which `benchmarks.plots` draws."""
+    """Return Markdown links to the named pictures, which compare with other libraries (`benchmarks.plots`)."""
     return [f"![{PICTURES[name]} beside others]({folder}{name}.png)\n" for name in names]
 
 
 def on(result: dict) -> str:
-    """Return the line that says on which GPU a benchmark ran."""
+    """Return the line that names the GPU on which a benchmark ran."""
     return f"On an {result['gpu']}:\n\n"
 
 
@@ -301,7 +301,7 @@ def lora(benchmarks: dict) -> str:
 
 
 def batch_invariance(benchmarks: dict) -> str:
-    """Make the tables of the cost of batch-invariant mode, by weights and over all."""
+    """Make two tables of the cost of batch-invariant mode: for each shape of weights, and over all shapes."""
     result = benchmarks["batch_invariance"]
     rows = result["rows"]
     tokens = sorted({row["m"] for row in select(rows, "gemm")})
@@ -320,7 +320,7 @@ def batch_invariance(benchmarks: dict) -> str:
 
 
 def roofline(benchmarks: dict) -> str:
-    """Make the table of lower bounds of the experts layer, next to measured times."""
+    """Make the table of lower bounds of the experts layer's time, next to measured times."""
     peers, lines = benchmarks["peers"], []
     names = ("fp8moe", "vllm", "transformers_bf16", "deep_gemm_two_gemms", "fp8moe_two_gemms", "gemms_in_layer")
     for row in select(peers["rows"], "layer"):
@@ -336,7 +336,7 @@ def roofline(benchmarks: dict) -> str:
 
 
 def mqa(benchmarks: dict) -> str:
-    """Make the table of index scores, their cache and top-k."""
+    """Make the tables of indexer logits, their paged cache and top-k."""
     rows = benchmarks["mqa"]["rows"]
     uneven = {row["fill_masked"]: row for row in select(rows, "uneven")}
     append = {row["tokens"]: row for row in select(rows, "append_kv")}
@@ -359,7 +359,7 @@ def mqa(benchmarks: dict) -> str:
 
 
 def by_method(title: str, rows: Sequence[dict], names: dict[str, str]) -> str:
-    """Make a table of microseconds, and their ratio to `local`, by tokens and by the methods that were measured.
+    """Make a table of times in microseconds, and of their ratios to `local`, by tokens and measured methods.
 
     names: maps methods to their headings.
     """
@@ -377,7 +377,7 @@ def by_method(title: str, rows: Sequence[dict], names: dict[str, str]) -> str:
 
 
 def others_of_two(rows: Sequence[dict]) -> str:
-    """Make the table of agreement, memory, training and decode on two GPUs."""
+    """Make the table of agreement with one GPU, memory, training and decode, on two GPUs."""
     layers = [row for row in select(rows, "layer") if "equal" in row]
     rounded, exact = (
         min(row["equal"] for row in layers if ("exact" in row["method"]) == kind) for kind in (False, True)
@@ -423,7 +423,7 @@ last two tables are predictions. The measurements are kept in
 [validation/distributed.json](../validation/distributed.json), from two runs on one machine: layers, then training and
 decode.
 """
-"""The text before the tables of several GPUs."""
+"""Text before the tables of times on several GPUs."""
 
 
 def warmup(benchmarks: dict) -> str:
@@ -462,7 +462,7 @@ def titan(benchmarks: dict) -> str:
 
 
 def of(name: str, tables: Callable[[dict], str]) -> Callable[[dict], str]:
-    """Return a function that makes a benchmark's tables, or "" if it was not measured with these kernels."""
+    """Wrap a function that makes tables: return "" if benchmark `name` has no result measured with these kernels."""
     return lambda benchmarks: tables(benchmarks) if benchmarks.get(name) else ""
 
 
@@ -487,14 +487,14 @@ def of_these_kernels(path: Path) -> dict | None:
 
 
 def stored() -> dict:
-    """Read the stored results by the names of their benchmarks; "peers" may be None."""
+    """Return the stored results by benchmark name; "peers" may be None."""
     beside = {name: found for name, path in BESIDE.items() if (found := of_these_kernels(path))}
     kernels, models = (json.loads(path.read_text()) for path in (VALIDATION, WHOLE_MODELS))
     return kernels["benchmarks"] | models["models"] | beside | {"peers": of_these_kernels(PEERS)}
 
 
 def with_tables(text: str, tables: str, begin: str = BEGIN, end: str = END) -> str:
-    """Put tables between the marks in a file's text. ValueError unless each mark appears once."""
+    """Put tables between the two marks in a file's text. ValueError unless each mark appears once."""
     before, found, rest = text.partition(begin)
     _, ended, after = rest.partition(end)
     if not (found and ended) or begin in rest or end in before + after:

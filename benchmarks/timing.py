@@ -1,9 +1,9 @@
 """GPU time and CPU time of calls.
 
 The GPU time of a call is the sum of the durations of the kernels that it launches, read from the torch profiler. A fill
-of 256 MB before every call empties the L2 cache. All cases are measured in one profiler session, so that many cost
-little more than one. A call's kernels are those that started between one fill and the next. `host_times` measures CPU
-time.
+of 256 MB before every call empties the L2 cache. All calls are measured in one profiler session, so that many calls
+take little longer than one. A call's kernels are those that started between one fill and the next. `host_times`
+measures CPU time.
 """
 
 import functools
@@ -20,18 +20,19 @@ WARMUP = 3
 REPEATS = 20
 ATTEMPTS = 3
 FILLS_AHEAD = 10
-# Rest before each case, as if it were measured alone: at its power limit the GPU lowers its clocks, more so the longer
-# it has been busy.
+# Seconds of rest before each call, so that it runs as if measured alone: at its power limit the GPU lowers its clocks,
+# more so the longer it has been busy.
 REST_S = 0.3
-SHORT_REST_S = 0.05  # for cases that do not reach the power limit
-CALLS_PER_BATCH, WARMUP_BATCHES = 100, 5  # warmup: until clocks and caches of the CPU are those of a busy process
+SHORT_REST_S = 0.05  # rest before calls that do not reach the power limit
+# The warmup brings clocks and caches of the CPU to the state of a busy process
+CALLS_PER_BATCH, WARMUP_BATCHES = 100, 5
 FLUSH_BYTES = 256 << 20
-# No op of this package fills int16, so the name of the kernel that does identifies the flush.
+# No op of this package fills an int16 tensor, so a kernel that fills int16 can only be the flush of the L2 cache.
 FLUSH_DTYPE = torch.int16
 
 
 class KernelEvent(NamedTuple):
-    """One piece of GPU work: its name, and start and duration in nanoseconds."""
+    """One piece of work on the GPU: its name, start and duration."""
 
     name: str
     start_ns: int
@@ -53,7 +54,7 @@ class Timing:
 
     @property
     def median_us(self) -> float:
-        """Return the median of the samples."""
+        """Return the median GPU time of the repeats, in microseconds."""
         return statistics.median(self.samples_us)
 
 
@@ -63,9 +64,9 @@ def attribute(
     """Divide the events of one profiler session among the calls.
 
     The session ran (fill, call) `repeats` times for each of `calls` calls, in order. fill: the name of the fill's
-    kernel. in_turn: each repeat ran all calls, instead of each call all its repeats. Raises RuntimeError if the events
-    do not fit that order: a fill too many or too few, a call without GPU work, or a call whose repeats launched
-    different kernels (records were lost).
+    kernel. in_turn: each repeat ran all calls; otherwise each call ran all its repeats before the next call. Raises
+    RuntimeError if the events do not fit that order: a fill too many or too few, a call without GPU work, or a call
+    whose repeats launched different kernels (records were lost).
     """
     segments: list[list[KernelEvent]] = []
     for event in sorted(events, key=lambda event: event.start_ns):
@@ -102,7 +103,7 @@ def _place_ns(event: KernelEvent, first: KernelEvent) -> tuple[int, int]:
 
 
 def profile(work: Callable[[], None]) -> list[KernelEvent]:
-    """Return the GPU's events during `work`, from the torch profiler."""
+    """Run `work`; return the GPU events that the torch profiler recorded during it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
@@ -128,9 +129,9 @@ def measure_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest
 
 
 def _profiled(calls: Sequence, groups: Sequence[Sequence], rests: Sequence[float], repeats: int) -> list[Timing]:
-    """Profile groups of calls, with a rest before each group; each repeat of a group runs its calls in turn.
+    """Profile groups of calls, with a rest before each group; in each repeat of a group its calls run in turn.
 
-    Profiles again if records were lost.
+    Profiles again if the profiler lost records.
     """
     flush, fill = warm_up(calls), _name_of_fill()
 
@@ -144,14 +145,14 @@ def _profiled(calls: Sequence, groups: Sequence[Sequence], rests: Sequence[float
                     call()
 
     for _ in range(ATTEMPTS - 1):
-        with suppress(RuntimeError):  # records were lost
+        with suppress(RuntimeError):  # raised if the profiler lost records: try again
             return attribute(profile(session), fill, len(calls), repeats, in_turn=len(groups) == 1)
     return attribute(profile(session), fill, len(calls), repeats, in_turn=len(groups) == 1)
 
 
 @functools.cache
 def _name_of_fill() -> str:
-    """Return the name that the fill's kernel has in this version of PyTorch."""
+    """Return the name of the kernel that fills an int16 tensor in this version of PyTorch."""
     flush = torch.empty(1 << 20, dtype=FLUSH_DTYPE, device="cuda")
     flush.fill_(0)
     names = {event.name for event in profile(lambda: flush.fill_(0))}
@@ -161,9 +162,10 @@ def _name_of_fill() -> str:
 
 
 def capture(call: Callable[[], object]) -> Callable[[], None]:
-    """Return the replay of a CUDA graph of a call; warms up on a side stream, as PyTorch requires for backward.
+    """Capture a call in a CUDA graph and return the graph's replay.
 
-    The replay keeps the call alive, and so its operands: the graph holds only their addresses.
+    Warms up on a side stream, as PyTorch requires for backward. The replay keeps the call alive, and with it the
+    operands: the graph holds only their addresses.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -189,16 +191,16 @@ def elapsed(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | N
 
 
 def elapsed_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest: float = REST_S) -> list[float]:
-    """Return the same as `elapsed`, for calls that take turns in every repeat."""
+    """Return the same times as `elapsed`, for calls that take turns in every repeat."""
     flush = warm_up(calls)
     time.sleep(rest)
     return [*map(statistics.median, elapsed_each(calls, flush, repeats))]
 
 
 def elapsed_each(calls: Sequence[Callable[[], object]], flush: torch.Tensor, repeats: int) -> list[list[float]]:
-    """Return each repeat's microseconds for each call. flush: the tensor whose filling empties the L2 cache."""
+    """Return each repeat's microseconds for each call. flush: a tensor that is filled to empty the L2 cache."""
     for _ in range(FILLS_AHEAD):
-        flush.fill_(0)  # lets the host get ahead of the GPU
+        flush.fill_(0)  # takes long enough for the host to get ahead of the GPU
     events = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls] for _ in range(repeats)]
     for repeat, pairs in enumerate(events):
         for call, (start, end) in zip(calls, pairs, strict=True):
@@ -211,9 +213,9 @@ def elapsed_each(calls: Sequence[Callable[[], object]], flush: torch.Tensor, rep
 
 
 def host_times(call: Callable[[], object], batches: int, *, calls: int = CALLS_PER_BATCH) -> list[float]:
-    """Return a call's CPU time in microseconds: the mean of each batch.
+    """Return the CPU time of a call in microseconds: the mean of each batch.
 
-    A batch starts with an empty queue and should launch fewer kernels than the GPU's queue holds (1024).
+    A batch starts with an empty GPU queue, and should launch fewer kernels than the queue holds (1024).
     """
     times = []
     for _ in range(WARMUP_BATCHES + batches):
@@ -227,7 +229,7 @@ def host_times(call: Callable[[], object], batches: int, *, calls: int = CALLS_P
 
 
 def warm_up(calls: Sequence[Callable[[], object]]) -> torch.Tensor:
-    """Run every call WARMUP times, wait for the GPU, and return the tensor to fill before each call."""
+    """Run every call WARMUP times, wait for the GPU, and return the tensor whose fill empties the L2 cache."""
     for call in calls:
         for _ in range(WARMUP):
             call()

@@ -38,7 +38,7 @@ WARMUP, STEPS = 5, 10
 
 
 def find_titan(directory: str | None) -> None:
-    """Make torchtitan and `fp8moe_torchtitan` importable; stub missing packages that only trainers need."""
+    """Make torchtitan and `fp8moe_torchtitan` importable; replace missing packages that only trainers need by stubs."""
     sys.path[:0] = [*([] if directory is None else [directory]), str(ROOT), str(ROOT / "integrations/torchtitan")]
     missing = [name for name in TRAINERS_ONLY if importlib.util.find_spec(name) is None]
     if "tensorboard" in missing:
@@ -59,7 +59,7 @@ class _Empty(type(Stateful)):
 
 
 class _EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook for modules of the given names and their submodules; every name in them is an `_Empty` class."""
+    """Import hook that makes modules of the given names and their submodules; any name in them is an `_Empty` class."""
 
     def __init__(self, names: list[str]):
         self.names = names
@@ -125,7 +125,7 @@ def convert(model: nn.Module, variant: str) -> None:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile what torchtitan compiles: blocks except token dispatch, and the function that computes experts."""
+    """Compile what torchtitan compiles: the blocks except token dispatch, and the function that computes experts."""
     from torchtitan.models.moe import moe
 
     torch._dynamo.config.capture_scalar_outputs = True
@@ -140,7 +140,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 def measure(variant: str, arguments: argparse.Namespace) -> dict:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":  # for trying this out: on a CPU, torch.histc does not accept integers
+    if device == "cpu":  # only for trying out this benchmark: on a CPU, torch.histc does not accept integers
         counts = torch.histc
         torch.histc = lambda values, **options: counts(values.float(), **options).to(values.dtype)
     sizes = SIZES | {"vocabulary": arguments.vocabulary} | dict(arguments.size)
@@ -155,7 +155,7 @@ def measure(variant: str, arguments: argparse.Namespace) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     generator = torch.Generator(device).manual_seed(1)
     shape = (arguments.batch, arguments.sequence + 1)
-    # Few different tokens, so that there is something to learn.
+    # Few different tokens, so that the model has something to learn.
     data = torch.randint(0, 64, shape, device=device, generator=generator)
     losses, begin = [], 0.0
     for step in range(WARMUP + arguments.steps):

@@ -2,15 +2,15 @@
 
 Measures forward and backward with all gradients: GroupedExperts and FP8Linear against transformers' experts with
 "grouped_mm" and nn.Linear in bfloat16. All use the same weights, inputs and routing; routing weights are float32, as in
-DeepSeek-V3's router. The bars apply to bfloat16 master weights, the dtype of the other side; rows with float32 master
-weights show their cost. Times are those of CUDA graphs, by events, with a cold L2: `us`, and `forward_us` for the
-forward alone. Every pass quantizes the weights again, like the first pass after an optimizer step. `speedup`:
-bfloat16's time over ours.
+DeepSeek-V3's router. The bars apply to bfloat16 master weights, the dtype of the bfloat16 layers; rows with float32
+master weights show the cost of these. Times are of replays of CUDA graphs, by CUDA events, with a cold L2: `us`, and
+`forward_us` for the forward alone. Every pass quantizes the weights again, like the first pass after an optimizer step.
+`speedup`: ratio of bfloat16's time to ours.
 
 `kept_bytes` is what autograd keeps between forward and backward. `peak_bytes` is the peak during both, including
 gradients. Neither includes weights, their FP8 copies (`copy_bytes`), inputs and output. `kept_ratio` and `peak_ratio`
-are ours over bfloat16's. `difference` is the largest relative Frobenius difference of output and gradients from
-bfloat16's: the error of FP8, and a check of the pass.
+are the ratios of our bytes to bfloat16's. `difference` is the largest relative Frobenius difference of output and
+gradients from bfloat16's: the error of FP8, and a check of the pass.
 """
 
 import sys
@@ -27,13 +27,14 @@ from benchmarks.shapes import MODELS, Model
 from fp8moe import FP8Linear, GroupedExperts
 
 MODEL, TOKENS = "dsv3_ep8", 8192
-LINEAR = (8192, 4096, 7168)  # rows, out_features, in_features
-MAX_DIFFERENCE = 0.15  # between FP8 and bfloat16: rounding to E4M3 costs 2.6e-2 for each tensor involved
+LINEAR = (8192, 4096, 7168)  # sizes of the linear layer: rows, out_features, in_features
+# Largest relative difference between FP8 and bfloat16: rounding to E4M3 costs 2.6e-2 for each tensor involved
+MAX_DIFFERENCE = 0.15
 MASTERS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Memory(NamedTuple):
-    """Bytes of a forward and backward pass: `kept_bytes`, `peak_bytes` and `copy_bytes` of the module's docstring."""
+    """Memory of a forward and backward pass in bytes; the fields are explained in the module's docstring."""
 
     kept: int
     peak: int
@@ -55,7 +56,7 @@ class Pass(NamedTuple):
         return self.layer(*self.inputs)
 
     def renewed_forward(self) -> Tensor:
-        """Run a forward as if the weights had changed since the last one, so that they are quantized again."""
+        """Run a forward as if the weights had changed since the last forward, so that they are quantized again."""
         for parameter in self.layer.parameters():
             torch.autograd.graph.increment_version(parameter)
         return self.forward()
@@ -67,7 +68,7 @@ class Pass(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """Times of a pass in microseconds, its memory, and its difference from bfloat16; None for bfloat16 itself."""
+    """Times of a pass in microseconds, its memory, and its difference from the bfloat16 pass (None for this pass)."""
 
     forward_us: float
     us: float
@@ -76,7 +77,7 @@ class Measurement(NamedTuple):
 
 
 def make_pass_rows(what: str, size: Mapping[str, object], measured: Mapping[str, Measurement]) -> list[dict]:
-    """Make a row for each implementation: "bf16", and ours by the dtype of its master weights."""
+    """Make a row for each implementation: "bf16", and FP8 named by the dtype of its master weights."""
     bf16, rows = measured["bf16"], []
     for name, (forward_us, us, memory, difference) in measured.items():
         ours = name != "bf16"
@@ -90,7 +91,7 @@ def make_pass_rows(what: str, size: Mapping[str, object], measured: Mapping[str,
 
 
 def expert_passes(model: Model, tokens: int, *, device: str = "cuda") -> dict[str, Pass]:
-    """Make passes of transformers' experts, "bf16", and of ours by the dtype of the master weights."""
+    """Make passes of transformers' experts ("bf16") and of GroupedExperts (named by the dtype of master weights)."""
     module = transformers_experts(model, device=device)
     x, index, weights = calls.layer_inputs(model, calls.route(model, tokens), device)
     inputs = (x.requires_grad_(), index, weights.requires_grad_())
@@ -100,7 +101,7 @@ def expert_passes(model: Model, tokens: int, *, device: str = "cuda") -> dict[st
 
 
 def linear_passes(rows: int, out_features: int, in_features: int, *, device: str = "cuda") -> dict[str, Pass]:
-    """Make passes of nn.Linear, "bf16", and of FP8Linear by the dtype of the master weight."""
+    """Make passes of nn.Linear ("bf16") and of FP8Linear (named by the dtype of the master weight)."""
     linear = nn.Linear(in_features, out_features, bias=False, device=device, dtype=torch.bfloat16)
     x = torch.randn(rows, in_features, device=device, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn(rows, out_features, device=device, dtype=torch.bfloat16)
@@ -113,7 +114,7 @@ def largest_difference(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> 
 
 
 def measure_memory(of: Pass) -> Memory:
-    """Measure a pass's memory without weights, inputs and output, after the weights have been quantized."""
+    """Measure the memory of a pass without weights, inputs and output, after the weights have been quantized."""
 
     def allocated() -> int:
         torch.cuda.synchronize()
@@ -134,7 +135,7 @@ def measure_memory(of: Pass) -> Memory:
 
 
 def measure_passes(what: str, passes: Mapping[str, Pass]) -> dict[str, Measurement]:
-    """Measure memory, difference and times of each pass. RuntimeError if one differs too much from "bf16"."""
+    """Measure memory, difference and times of each pass. RuntimeError if a pass differs too much from "bf16"."""
     memory = {name: measure_memory(of) for name, of in passes.items()}
     expected = passes["bf16"].step()
     differences = {}
@@ -165,7 +166,8 @@ def run_linear(rows: int, out_features: int, in_features: int, *, device: str = 
 
 PARTS = {"experts": lambda: run_experts(MODEL, MODELS[MODEL], TOKENS), "linear": lambda: run_linear(*LINEAR)}
 COLUMNS = ("impl", "master", "forward_us", "us", "speedup", "kept_ratio", "peak_ratio", "difference")
-OURS = {"what": "experts", "model": MODEL, "tokens": TOKENS, "master": "bfloat16"}  # the dtype of the bfloat16 layers
+# Master weights have the dtype of the bfloat16 layers
+OURS = {"what": "experts", "model": MODEL, "tokens": TOKENS, "master": "bfloat16"}
 SIZES = dict(zip(("rows", "out_features", "in_features"), LINEAR, strict=True))
 EXPERTS, PAIR = f"experts, {MODEL}, {TOKENS} tokens", "forward and backward"
 TRAINING = Benchmark(

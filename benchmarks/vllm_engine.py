@@ -1,11 +1,11 @@
-"""vLLM's engine on the whole model of `benchmarks.peers`, in its own process.
+"""Times of vLLM's engine with the whole model of `benchmarks.peers`, in a process of its own.
 
     python -m benchmarks.vllm_engine FILE [--quantization fp8moe]
 
-Measures greedy decode steps and a prefill of a model of Qwen3-30B-A3B's sizes with FP8 block scales. Its random weights
-have the spread of real ones. vLLM chooses its kernels; with `--quantization fp8moe` it runs those of integrations/vllm.
-It captures CUDA graphs for the measured batches and has no prefix cache. Its scheduler runs in this process, so that
-each step can be timed. Rows include the number of kernels that fp8moe compiled during the measurement.
+Measures greedy decode steps and a prefill of a model of Qwen3-30B-A3B's sizes with FP8 block scales. The model's random
+weights have the spread of real ones. vLLM chooses its kernels; with `--quantization fp8moe` it runs the kernels of
+integrations/vllm. It captures CUDA graphs for the measured batches and has no prefix cache. Its scheduler runs in this
+process, so that each step can be timed. Rows include the number of kernels that fp8moe compiled during the measurement.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
-    "VLLM_DEEP_GEMM_WARMUP": "skip",  # kernels are compiled at first use, before a case is timed
+    "VLLM_DEEP_GEMM_WARMUP": "skip",  # instead, kernels are compiled at first use, before a case is timed
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -38,10 +38,10 @@ ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "HF_HUB_OFFLINE": "1",
 }
-STD, FP8_STD, SCALE = 0.02, 100.0, 2.0**-12  # std of weights and of E4M3 values; block scale
-TIMED, SKIPPED = 48, 6  # steps that are timed, and steps before them
+STD, FP8_STD, SCALE = 0.02, 100.0, 2.0**-12  # standard deviation of weights, and of E4M3 values; block scale
+TIMED, SKIPPED = 48, 6  # decode steps that are timed, and decode steps before them
 REPEATS = 3
-AT_ONCE = 16384  # prompt tokens per step
+AT_ONCE = 16384  # prompt tokens that vLLM takes into one step
 
 
 def write_config(directory: Path) -> None:
@@ -58,7 +58,7 @@ def write_config(directory: Path) -> None:
 
 @torch.no_grad()
 def fill(model: Any) -> None:
-    """Replace vLLM's dummy weights by random ones: its FP8 dummies are mostly zero, and equal in all layers."""
+    """Replace vLLM's dummy weights by random ones: its FP8 dummy weights are mostly zero, and equal in all layers."""
     for name, parameter in model.named_parameters():
         value = parameter.data
         if value.dtype == torch.float32 and "scale" in name.rsplit(".", 1)[-1] and value.dim() >= 2:
@@ -73,7 +73,7 @@ def fill(model: Any) -> None:
 
 
 class Engine:
-    """vLLM's engine with the model, and random prompts for it."""
+    """vLLM's engine with the model loaded, and random prompts for it."""
 
     def __init__(self, directory: str, quantization: str | None):
         from vllm import LLM
@@ -94,14 +94,17 @@ class Engine:
         return [{"prompt_token_ids": [self._draw.randrange(1000, 150000) for _ in range(length)]} for _ in range(batch)]
 
     def sampling(self, tokens: int, **more: Any) -> Any:
-        """Make the parameters of a greedy answer with exactly `tokens` tokens."""
+        """Make vLLM's sampling parameters for a greedy answer of exactly `tokens` tokens."""
         from vllm import SamplingParams
 
         more |= {"max_tokens": tokens, "min_tokens": tokens}
         return SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **more)
 
     def step_seconds(self, batch: int, prompt: int) -> float:
-        """Return the median of TIMED steps in which all sequences decode; a few earlier steps compile kernels."""
+        """Return the median seconds of TIMED steps in which all sequences decode, after SKIPPED untimed ones.
+
+        The untimed steps compile kernels.
+        """
         self._steps(batch, prompt, 4)
         return self._steps(batch, prompt, TIMED)
 
@@ -154,7 +157,7 @@ class Compilations:
 
 
 def measure(quantization: str | None) -> list[dict]:
-    """Measure rows like those of `benchmarks.decode`, each with the number of kernels compiled meanwhile."""
+    """Measure rows like those of `benchmarks.decode`, with the number of kernels compiled during each measurement."""
     rows: list[dict] = []
     compilations = Compilations()
     with tempfile.TemporaryDirectory() as directory:
@@ -177,11 +180,11 @@ def main() -> None:
     args = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ["FP8MOE_STRICT"] = "1"  # an error instead of a fallback to other kernels
+    os.environ["FP8MOE_STRICT"] = "1"  # raise an error instead of falling back to other kernels
     rows = measure(args.quantization)
     args.file.write_text(json.dumps(rows))
     sys.stdout.flush()
-    os._exit(0)  # shutting down the engine takes long
+    os._exit(0)  # skip the engine's shutdown, which takes long
 
 
 if __name__ == "__main__":

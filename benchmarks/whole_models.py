@@ -17,21 +17,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 48, "head_dim": 128, "norm_topk_prob": True, "rope_theta": 1e6}
         | {"max_position_embeddings": 40960},
     ),
-    # 4 of its 61 layers: 1 of the 3 dense layers, 3 with experts
+    # 4 of DeepSeek-V3's 61 layers: 1 of its 3 dense layers, and 3 layers with experts
     "deepseek-v3": (
         "deepseek_v3",
         {"num_hidden_layers": 4, "first_k_dense_replace": 1, "rope_parameters": _YARN}
         | {"max_position_embeddings": 163840},
     ),
 }
-"""Model types of transformers, and options that differ from the type's defaults."""
+"""Maps names to model types of transformers, and to options that differ from the type's defaults."""
 
 WHOLE = {"deepseek-v3": {"num_hidden_layers": 61, "first_k_dense_replace": 3}}
-"""Options that restore the full number of layers, for models that are cut in CONFIGS."""
+"""Options that restore the full number of layers, for models of which CONFIGS has only some layers."""
 
-STD = 0.02  # of weights
-FP8_STD = 64.0  # of the E4M3 values
-PIECE = 1 << 28  # elements drawn at a time
+STD = 0.02  # standard deviation of weights
+FP8_STD = 64.0  # standard deviation of the E4M3 values of FP8 weights
+PIECE = 1 << 28  # elements drawn at a time, to bound temporary memory
 
 
 def build(
@@ -40,7 +40,7 @@ def build(
     fp8: bool = True,
     device: str = "cuda",
 ) -> Any:
-    """Build the model in eval mode, with experts and linear layers in FP8, or all of it in bfloat16."""
+    """Build the model in eval mode, with experts and linear layers in FP8, or with all weights in bfloat16."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, options = CONFIGS[name]
@@ -57,7 +57,7 @@ def build(
     model.to_empty(device=device)
     model.tie_weights()
     for path, module in list(model.named_modules()):
-        if hasattr(module, "inv_freq"):  # rotary frequencies: computed, as checkpoints do not contain them
+        if hasattr(module, "inv_freq"):  # the rotary frequencies are computed, as checkpoints do not contain them
             model.set_submodule(path, type(module)(config).to(device))
     generator = torch.Generator(device)
     for parameter_name, parameter in model.named_parameters():

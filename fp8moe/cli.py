@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ _PLACE = "a directory, or a name on the Hugging Face Hub, from where it is downl
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status. Print each error or warning as one line on standard error."""
     options = _parser().parse_args(argv)
+    if sys.stdout is None:
+        sys.exit(f"{options.prog}: standard output is closed; for no output, redirect it to {os.devnull}")
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"{options.prog}: warning: {message}", file=sys.stderr)
         try:
@@ -146,7 +149,7 @@ def _add_serve(commands: Any) -> argparse.ArgumentParser:
         "serve",
         help="serve a model over HTTP with the API of OpenAI",
         description="Serve a model to many clients at once: POST /v1/chat/completions and /v1/completions, GET "
-        "/v1/models and /health. Ctrl-C ends it when the answers that run have ended, or after 10 s.",
+        "/v1/models, /health and /metrics. Ctrl-C ends it when the answers that run have ended, or after 10 s.",
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help=f"checkpoint, in FP8 or not: {_PLACE}")
@@ -156,6 +159,11 @@ def _add_serve(commands: Any) -> argparse.ArgumentParser:
     most = "most tokens of a prompt with its answer; default: 4096, or the model's positions"
     add("--max-length", type=_count, metavar="L", help=most)
     add("--device", metavar="D", help="such as cuda:1 or cpu; default: a GPU if there is one")
+    add("--served-model-name", metavar="NAME", help="what clients call the model; default: MODEL")
+    key = "what clients must bring as their bearer token; default: the environment's FP8MOE_API_KEY, else none"
+    add("--api-key", metavar="KEY", default=os.environ.get("FP8MOE_API_KEY"), help=key)
+    code = "run code of its own that the checkpoint has (auto_map in its files); default: refuse what needs it"
+    add("--trust-remote-code", action="store_true", help=code)
     _add_json(parser, "when clients can come, ")
     _add_quiet(parser)
     return parser
@@ -173,9 +181,11 @@ def _add_warmup(commands: Any) -> argparse.ArgumentParser:
     add("--model-type", metavar="TYPE", help="instead of SRC: a model type of transformers, such as qwen3_moe")
     value = "a value of the configuration, such as hidden_size=2048; may be repeated"
     add("--set", type=_setting, action="append", default=[], metavar="NAME=VALUE", help=value)
-    add("--batch-sizes", type=_count, nargs="+", default=[1], metavar="B", help="those of GraphDecoder; default: 1")
+    sizes = partial(_count, most=65535)
+    add("--batch-sizes", type=sizes, nargs="+", default=[1], metavar="B", help="those of GraphDecoder; default: 1")
     add("--max-length", type=_count, default=4096, metavar="L", help="that of GraphDecoder; default: %(default)s")
-    add("--tokens", type=_count, default=8192, metavar="T", help="most tokens of a prefill; default: %(default)s")
+    tokens = partial(_count, most=1 << 20)
+    add("--tokens", type=tokens, default=8192, metavar="T", help="most tokens of a prefill; default: %(default)s")
     sms = f"SMs of the target GPU; default: those of the GPU here, or {USUAL_SMS}"
     add("--sms", type=_count, metavar="N", help=sms)
     add("--output", type=Path, metavar="DIR", help="where to keep the kernels; default: FP8MOE_CACHE_DIR")
@@ -219,9 +229,11 @@ def _add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print errors and warnings only, and no progress")
 
 
-def _count(text: str) -> int:
+def _count(text: str, most: int | None = None) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+    if most is not None and int(text) > most:
+        raise argparse.ArgumentTypeError(f"expected at most {most}, got {text}")
     return int(text)
 
 

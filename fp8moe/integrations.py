@@ -13,6 +13,7 @@ _MOVED = {
     "decode": "fp8moe.decode",
     "peft": "fp8moe.peft",
     "transformers": "fp8moe.hf",
+    "serving": "fp8moe.serving",
     "deep_gemm": "deep_gemm",
     "deep_gemm.testing": "deep_gemm.testing",
     "deep_gemm.utils": "deep_gemm.utils",

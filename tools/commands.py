@@ -34,7 +34,7 @@ BEGIN, END = "<!-- tools.commands writes what follows -->\n", "<!-- that was too
 
 
 def measure(target: str, clone: Path, environment: dict[str, str]) -> dict[str, float]:
-    """Return the seconds and peak memory of `make target`. SystemExit with the end of its output if it fails."""
+    """Return the seconds and peak memory of `make target`. SystemExit with the end of the output if make fails."""
     print("make", target, flush=True)
     output = clone.parent / "output"
     command = ["make", target, f"PYTHON={getattr(sys, '_base_executable', sys.executable)}"]
@@ -53,13 +53,13 @@ def measure(target: str, clone: Path, environment: dict[str, str]) -> dict[str, 
 
 
 def memory_of_session(session: int) -> int:
-    """Return the bytes held by all processes of a session; shared pages are divided among their processes."""
+    """Return the bytes of memory held by the processes of a session; shared pages are divided among processes."""
     total = 0
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.getsid(int(process.name)) == session:
                 total += 1024 * int(re.search(r"^Pss: +(\d+)", (process / "smaps_rollup").read_text(), re.M)[1])
-        except (OSError, TypeError):  # the process has ended
+        except (OSError, TypeError):  # the process has ended meanwhile
             continue
     return total
 
@@ -91,7 +91,7 @@ def dependencies(name: str, without: str | None = None) -> set[str]:
 
 
 def record() -> dict:
-    """Measure everything; return the content of validation/commands.json."""
+    """Measure both make commands and disk space; return the content of validation/commands.json."""
     with tempfile.TemporaryDirectory() as directory:
         home, clone = Path(directory), Path(directory, "fp8moe")
         subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
@@ -112,7 +112,7 @@ def record() -> dict:
 
 
 def sentences() -> str:
-    """Return README's sentences about the stored measurement; "" if there is none."""
+    """Return README's sentences about the stored measurement; "" if nothing is stored."""
     if not FILE.exists():
         return ""
     recorded = json.loads(FILE.read_text())

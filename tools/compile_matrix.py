@@ -32,11 +32,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "compile.md"
 MARK = "<!-- python -m tools.compile_matrix writes what follows -->"
 TRACED, OTHERS = 6, (37, 8, 150)
-"""Numbers of tokens: of the traced call, and of other calls that its graph must serve."""
+"""Number of tokens in the traced call; numbers of tokens in other calls that the same graph must serve."""
 
 
 class Trial:
-    """One case; each column has a method that tries it."""
+    """One case of `tests.graph_cases`; for each column of the table a method tries the case."""
 
     def __init__(self, case: Case, device: str, directory: Path):
         self.case, self.device, self.directory = case, device, directory
@@ -116,7 +116,7 @@ COLUMNS = ("compile", "backward", "export", "AOTInductor")
 
 
 def rows(names: list[str], device: str = "cpu", columns: tuple[str, ...] = COLUMNS) -> Iterator[tuple[str, dict]]:
-    """Yield each name with its cells as soon as they are done."""
+    """Yield (name, cells by column) for each case, as soon as its cells are done."""
     warnings.simplefilter("ignore")
     torch._logging.set_logs(all=logging.ERROR)
     for name in names:
@@ -138,29 +138,30 @@ def _check_equal(values: Any, expected: Any) -> None:
         if value is None and wanted is None:
             continue
         same = value.dtype == wanted.dtype and value.shape == wanted.shape
-        # Inductor fuses the computation before a cache's quantization, without rounding to bfloat16 in between.
+        # A few bytes of a quantized cache may differ: Inductor fuses the computation before quantization, without
+        # rounding to bfloat16 in between.
         allowed = value.numel() // 1000 if value.dtype is torch.uint8 else 0
         if not same or (value.float() != wanted.float()).sum() > allowed:
             raise Wrong(f"tensor {index} of {len(pairs)} is not that of the eager call")
 
 
 def page(table: matrices.Rows, version: str) -> str:
-    """Return the text that this tool writes below the mark."""
+    """Return the part of the page below the mark, which this tool writes."""
     return "\n".join([f"PyTorch {version}.", "", *matrices.lines(table, COLUMNS)]) + "\n"
 
 
 def read_page(text: str) -> matrices.Rows:
-    """Parse the table of a page."""
+    """Parse a page's text; return its table."""
     return matrices.read(text, COLUMNS)
 
 
 def kinds(row: dict[str, str]) -> dict[str, str]:
-    """Return a row without reasons, whose wording differs between versions of PyTorch."""
+    """Return a row's cells without the reasons, whose wording differs between versions of PyTorch."""
     return {column: cell.partition(": ")[0] for column, cell in row.items()}
 
 
 def main() -> None:
-    """Print rows, or write the page."""
+    """Print the rows of the named cases, or write the page."""
     parser = argparse.ArgumentParser(prog="python -m tools.compile_matrix", description=__doc__.partition("\n")[0])
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], help="print these rows; without any, all to the page")
     parser.add_argument("--device", default="cpu", help="cpu, the default, or cuda")

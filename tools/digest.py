@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fp8moe.runtime.jit import KernelSpec
 
-NUM_SMS = 132  # of an H100 or H200
+NUM_SMS = 132  # streaming multiprocessors of an H100 or H200
 
-# Comments and literals come first, as neither may begin inside the other.
+# Comments and literals are matched first: neither may begin inside the other.
 _CUDA_TOKEN = re.compile(
     r"""
       (?P<comment> //[^\n]* | /\*.*?\*/ )
@@ -63,12 +63,12 @@ def normalize_cuda(source: str) -> str:
 
 def normalize_unit(source: str) -> str:
     """Return the tokens of a translation unit, without the #line directives between its files."""
-    # File by file, because units share most of their files and results are cached.
+    # Each file is normalized by itself, because units share most of their files and results are cached.
     return "\n".join(filter(None, map(normalize_cuda, _LINE_DIRECTIVE.split(source))))
 
 
 def options() -> list[str]:
-    """Return the compiler's options."""
+    """Return the compiler options that the digest covers: architectures, C++ standard, and options of ptxas."""
     from fp8moe.runtime import compilers
     from fp8moe.runtime.architectures import ARCHITECTURES
 
@@ -83,14 +83,14 @@ def source_hash(spec: "KernelSpec") -> str:
 
 
 def fingerprint(calls: Iterable[list[dict]], kernels: "Iterable[KernelSpec]") -> str:
-    """Return the SHA-256 of recorded launches and their kernels; launches refer to kernels by index."""
+    """Return the SHA-256 of recorded launches and of their kernels; each launch names its kernel by an index."""
     units = [[spec.name, source_hash(spec)] for spec in kernels]
     content = {"options": options(), "kernels": units, "calls": list(calls)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def content(calls: Iterable[list[dict]], kernels: "Iterable[KernelSpec]") -> dict:
-    """Return what `fingerprint` hashes, in a compact form: each launch once, and calls as lists of launch indices."""
+    """Return what `fingerprint` hashes in a compact form: each launch once, and calls as lists of launch indices."""
     launches: dict[str, int] = {}
     numbered = [[launches.setdefault(json.dumps(one), len(launches)) for one in call] for call in calls]
     described = [{"name": spec.name, "constants": constants(spec), "source": source_hash(spec)} for spec in kernels]
@@ -105,7 +105,7 @@ def constants(spec: "KernelSpec") -> dict[str, str]:
 
 
 def differences(old: dict, new: dict) -> Iterator[str]:
-    """Yield one line for each kind of change between two results of `content`, with the number of calls affected."""
+    """Yield one line for each kind of change from `old` to `new` (results of `content`), with the number of calls."""
     if old["options"] != new["options"]:
         yield f"options: {old['options']}, now {new['options']}"
     if len(old["calls"]) != len(new["calls"]):
@@ -115,13 +115,13 @@ def differences(old: dict, new: dict) -> Iterator[str]:
 
 
 def _described(content: dict) -> Iterator[list[dict]]:
-    """Yield the launches of each call, with kernels in place of their indices."""
+    """Yield the launches of each call, with each kernel in place of its index."""
     launches = [one | {"kernel": content["kernels"][one["kernel"]]} for one in content["launches"]]
     yield from ([launches[place] for place in call] for call in content["calls"])
 
 
 def _changes(before: list[dict], after: list[dict]) -> str:
-    """Describe what differs between the launches of a call: kernels, or constants, source and arguments."""
+    """Describe how the launches of a call changed: other kernels, or other constants, source and arguments."""
     first, then = (", ".join(one["kernel"]["name"] for one in call) for call in (before, after))
     if first != then:
         return f"launches {first}, now {then}"

@@ -16,7 +16,7 @@ _ITEM_OF_SECTION = re.compile(r"(\w+(?:, \w+)*): (.+)")
 
 
 class Docstrings(Extension):
-    """Rewrites every docstring."""
+    """Griffe extension that rewrites every docstring."""
 
     def on_object(self, *, obj: Object, **_: object) -> None:
         if obj.docstring is not None:

@@ -39,7 +39,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def with_links(text: str, source: str, folder: str) -> str:
-    """Rewrite the links of a file in the repository's folder `source` for a page in the site's folder `folder`."""
+    """Rewrite the links in a file of the repository's folder `source`, for a page in the site's folder `folder`."""
 
     def link(match: re.Match[str]) -> str:
         label, words, path, anchor = match.groups()

@@ -1,4 +1,7 @@
-"""Empty virtual environments in which engines are tested with fp8moe, installed as the READMEs of integrations/ say."""
+"""Virtual environments in which vLLM, SGLang and torchtitan are tested with fp8moe.
+
+Each is empty at first; fp8moe is installed as the READMEs of integrations/ say.
+"""
 
 import json
 import re
@@ -14,19 +17,19 @@ from benchmarks.report import ROOT, write_json
 
 
 def commands_of(readme: Path) -> tuple[list[str], ...]:
-    """Return the commands in the first code block of a README of integrations/: first installation, then use."""
+    """Return the commands in the first code block of a README of integrations/: one to install, then one to use."""
     block = re.search(r"```\n(.+?)\n```", readme.read_text(), re.DOTALL)[1]
     return tuple(map(shlex.split, block.replace("\\\n", "").splitlines()))
 
 
 def make(environment: Path, torch_requirement: str) -> None:
-    """Make a virtual environment with PyTorch."""
+    """Make a virtual environment and install PyTorch."""
     venv.create(environment, with_pip=True)
     pip(environment, "install", *shlex.split(torch_requirement))
 
 
 def pip(environment: Path, *arguments: str) -> None:
-    """Run an environment's pip in the checkout."""
+    """Run the pip of an environment, in the checkout's directory."""
     print("pip", *arguments, flush=True)
     subprocess.run([environment / "bin/python", "-m", "pip", "-q", *arguments], cwd=ROOT, check=True)
 
@@ -38,7 +41,7 @@ def versions(environment: Path, packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def parser_of(name: str, file: Path, reuses: bool = True) -> ArgumentParser:
-    """Make the parser of a tool that writes a file. reuses: add --environment, for an existing environment."""
+    """Make the argument parser of a tool that writes `file`. reuses: add --environment, for an existing environment."""
     parser = ArgumentParser(prog=f"python -m tools.{name}")
     parser.add_argument("--torch", default="torch==2.13.0", help="pip requirement and options of its CPU build")
     if reuses:
@@ -48,7 +51,7 @@ def parser_of(name: str, file: Path, reuses: bool = True) -> ArgumentParser:
 
 
 def store(path: Path, content: dict) -> None:
-    """Write a file, with the current date added."""
+    """Write `content` to a JSON file, with the current date added."""
     write_json(path, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **content})
 
 

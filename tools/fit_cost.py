@@ -1,12 +1,12 @@
 """Fits the cost model of the GEMMs to times of candidates: `python -m tools.fit_cost dense FILE ... [--proposals N]`.
 
 FILE: written by `python -m benchmarks choice --fit`, such as benchmarks/fit/tiles_h200.json, or by `--models`, such as
-measured_h200.json. Prints the constants, for cost.py, and the regret before and after.
+measured_h200.json. Prints the constants, for cost.py, and the regret before and after the fit.
 
 Minimizes a loss by simulated annealing (Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983).
 The loss is half the root mean square of the logarithmic error of the times (slow tiles count a fifth), plus six times
-the mean regret of the choice, plus the distance of the constants from their initial values: few problems should not
-undo what many have taught. Tiles with nearly the same expected time share the choice, so that the loss is continuous.
+the mean regret of the choice, plus the distance of the constants from their initial values: a few problems should not
+undo an earlier fit to many. Tiles with nearly the same expected time share the choice, so that the loss is continuous.
 Expected times use the actual routing of a problem, which the choice itself does not know.
 """
 
@@ -22,11 +22,12 @@ from benchmarks.routines.tiles import Problem, every_candidate, expected_us
 from fp8moe.kernels.gemm import cost
 from fp8moe.kernels.gemm.sm90 import TileConfig
 
-UNSEEN_US = 0.25  # how much the times of one tile differ from run to run
-SLOW, OF_SLOW = 1.25, 0.2  # a tile is slow above SLOW times the fastest; weight of its error
-NEARLY = 0.01  # relative to the fastest expected time: such tiles share the choice
-STEPS = (0.01, 0.03, 0.1, 0.25)  # of proposals: standard deviations of the logarithms
-HOTTEST = 2e-3  # initial temperature: a loss higher by this is accepted with probability 1/e
+UNSEEN_US = 0.25  # how much the time of a tile differs from run to run, in microseconds
+# A tile is slow if it takes more than SLOW times the fastest; OF_SLOW: weight of a slow tile's error
+SLOW, OF_SLOW = 1.25, 0.2
+NEARLY = 0.01  # tiles share the choice if their expected times are within this fraction of the least
+STEPS = (0.01, 0.03, 0.1, 0.25)  # standard deviations of a proposed step, in the logarithm of a constant
+HOTTEST = 2e-3  # initial temperature: a loss that is higher by this much is accepted with probability 1/e
 _ENDS = ("start", "per_stage", "split", "per_split", "reduction", "epilogue", "last_epilogue")
 _EVERY = (*_ENDS, "step", "shared", "dram", "overlap")
 _STRAIGHT = (*_EVERY, "per_tile", "piece", "mma", "wait", "overlapped_step", "overlapped_mma")
@@ -38,7 +39,7 @@ CONSTANTS = {
     + [f"_GROUPED_{name}" for name in ("SM_LOAD", "SWAPPED_SM_LOAD", "LATENCY", "LAST_EPILOGUE")]
     + [f"_GROUPED_TILES.{tile}" for tile in cost._GROUPED_TILES],
 }
-"""The constants to fit for each kind of problem: fields of a constant in cost.py, table entries, or constants."""
+"""For each kind of problem, the constants of cost.py to fit; some are fields of a constant, or entries of a table."""
 
 
 class Timed(NamedTuple):
@@ -49,7 +50,7 @@ class Timed(NamedTuple):
 
 
 def load(path: Path) -> list[Timed]:
-    """Read a file's rows; keep only tiles that are still candidates."""
+    """Read the problems and times in a file; keep only the times of tiles that are still candidates."""
     found = []
     for row in json.loads(path.read_text())["rows"]:
         problem = Problem(*(row[field] for field in Problem._fields))
@@ -61,19 +62,19 @@ def load(path: Path) -> list[Timed]:
 
 
 def of_kind(timed: Sequence[Timed], kind: str) -> list[Timed]:
-    """Return the problems whose times depend on `CONSTANTS[kind]`."""
+    """Return the problems of one kind: their times depend on the constants in `CONSTANTS[kind]`."""
     kinds = ("grouped" if one.problem.groups else "swapped" if one.problem.m <= 32 else "dense" for one in timed)
     return [one for one, its in zip(timed, kinds, strict=True) if its == kind]
 
 
 def excess(times: dict[TileConfig, float], chosen: TileConfig) -> float:
-    """Return how much slower a tile is than the fastest: 0.1 for 10%. Ignores differences below UNSEEN_US."""
+    """Return how much slower the chosen tile is than the fastest: 0.1 for 10%. Ignores differences below UNSEEN_US."""
     best = min(times.values())
     return max(times[chosen] - UNSEEN_US, best) / best - 1
 
 
 def regret(one: Timed) -> float:
-    """Return how much slower the chosen tile is than the fastest candidate: 0.1 for 10%."""
+    """Return how much slower the chosen tile is than the fastest candidate, for a problem: 0.1 for 10%."""
     return excess(one.times, min(one.times, key=lambda config: expected_us(one.problem, config)))
 
 

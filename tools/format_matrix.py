@@ -27,14 +27,14 @@ from tools.model_matrix import ROOT, Refusal, cell, check_close, check_decoder, 
 FILE = ROOT / "validation" / "formats.json"
 COLUMNS = ("inspect", "load_model", "load_fp8_checkpoint", "from_pretrained", "decode", "quantize", "convert")
 PACKAGES = ("fp8moe", "torch", "transformers", "compressed-tensors")
-LARGEST_ERROR = 4.1e-6  # of a weight, relative to its largest value: MXFP8 converted to blocks
-LEAST_COSINE = 0.99  # between the median token's logits and those of the checkpoint's exact values
+LARGEST_ERROR = 4.1e-6  # limit of a weight's error over its largest value; MXFP8 converted to blocks has this error
+LEAST_COSINE = 0.99  # least cosine between the median token's logits and the logits of the checkpoint's exact values
 SIZES = {"hidden_size": 160, "moe_intermediate_size": 96, "num_hidden_layers": 1, "tie_word_embeddings": False}
-"""Sizes are multiples of 32, but not of 128."""
+"""The model's sizes: multiples of 32, but not of 128."""
 
 
 def source_of(layout: str, directory: Path) -> Source:
-    """Build the model to write in a layout: a text model, one with a text_config, or GPT-OSS."""
+    """Build the model whose weights are written in a layout: a text model, one with a text_config, or GPT-OSS."""
     if "text_config" in layout:
         tiny = MODELS["Qwen3VLMoeForConditionalGeneration"]
     elif LAYOUTS[layout].experts == "gpt-oss":
@@ -46,7 +46,7 @@ def source_of(layout: str, directory: Path) -> Source:
 
 
 class Trial:
-    """One layout; each column has a method that tries it."""
+    """One checkpoint layout; for each column of the table a method tries the layout."""
 
     def __init__(self, layout: str, directory: Path):
         source = source_of(layout, directory / "source")
@@ -55,7 +55,7 @@ class Trial:
         other = "GPT-OSS" if LAYOUTS[layout].experts == "gpt-oss" else "block"
         source.write(LAYOUTS[other], self.other, wanted(other))
         self.tokens = torch.arange(3, 27).view(2, 12)
-        self.models: list[nn.Module] = []  # the first one is used for the decoder
+        self.models: list[nn.Module] = []  # models that were loaded; GraphDecoder tries the first
 
     def inspect(self) -> str:
         report = inspect_checkpoint(self.directory)
@@ -114,7 +114,7 @@ class Trial:
 
     @torch.no_grad()
     def _error(self, model: nn.Module) -> str:
-        """Return how far FP8 weights are from the checkpoint's values, as text; raise Wrong if too far."""
+        """Return as text how far FP8 weights are from the checkpoint's values; raise Wrong if they are too far."""
         largest, count = 0.0, 0
         for name, module in model.named_modules():
             if not isinstance(module, FP8Linear | GroupedExperts):
@@ -131,7 +131,10 @@ class Trial:
 
 
 def wanted(layout: str) -> Callable[[str], bool]:
-    """Return a predicate for weights to quantize: the language model's linears and experts; GPT-OSS: experts."""
+    """Return a function that tells from a weight's name whether to quantize the weight.
+
+    True for linear layers and experts of the language model; in GPT-OSS only for experts.
+    """
     only_experts = LAYOUTS[layout].experts == "gpt-oss"
 
     def quantized(name: str) -> bool:
@@ -153,13 +156,13 @@ def _in_rows(module: nn.Module, weight: str, matrices: int) -> Tensor:
 
 
 def _dequantized(data: Tensor, scale: Tensor, matrices: int) -> Tensor:
-    """Return the values of a weight; gate and up of experts have separate blocks."""
+    """Return the values of an FP8 weight; an expert's gate and up projections have separate scale blocks."""
     parts = zip(data.chunk(matrices, -2), scale.chunk(matrices, -2), strict=True)
     return torch.cat([dequantize(part) for part in parts], -2)
 
 
 def row_of(layout: str, directory: Path, columns: Iterable[str] = COLUMNS) -> dict:
-    """Return the result of `find_format` for a layout, and the layout's cells by column."""
+    """Return the result of `find_format` for a layout's checkpoint, and the cells of the layout's row by column."""
     torch.manual_seed(0)
     trial = Trial(layout, directory)
     cells = {column: cell(getattr(trial, column)).replace(f"{trial.directory}: ", "") for column in columns}
@@ -172,7 +175,7 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Print rows, or write the file."""
+    """Print the rows of the named layouts, or write the file."""
     parser = argparse.ArgumentParser(prog="python -m tools.format_matrix", description=__doc__.partition("\n")[0])
     parser.add_argument("layouts", nargs="*", help="print the rows of these layouts; without any, all go to the file")
     names = parser.parse_args().layouts

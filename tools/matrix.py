@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 TESTS = ("import", "quantize", "gemm", "linear", "experts", "transformers", "transformers_formats", "export")
 MODEL = "Qwen3-30B-A3B-FP8"
-"""The model that README's second block loads; here it is a tiny one."""
+"""The model that README's second code block loads; `run_readme` puts a tiny model in its place."""
 
 _MAKE_MODEL = f"""
 import shutil, sys
@@ -41,7 +41,7 @@ assert model(torch.tensor([[2, 3, 5]], device=device)).logits.isfinite().all()
 
 
 class Failed(Exception):
-    """A command has failed; the text has the end of its output."""
+    """A command has failed; the exception's text has the end of the command's output."""
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def ends(name: str) -> list[str]:
-    """Return requirements for the oldest release that pyproject.toml allows, and for the newest release."""
+    """Return two pip requirements for a package: the oldest release that pyproject.toml allows, and the newest."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     every = project["dependencies"] + project["optional-dependencies"]["transformers"]
     bound = next(match[1] for text in every if (match := re.match(rf"{name}>=([\d.]+)", text)))
@@ -76,7 +76,7 @@ def ends(name: str) -> list[str]:
 
 
 def interpreters(names: Iterable[str]) -> list[str]:
-    """Return the commands that run: a version manager may provide commands for versions that are not installed."""
+    """Return the Python commands that run: a version manager may have commands for versions that are not installed."""
     return [
         name
         for name in names
@@ -91,7 +91,7 @@ def copy_tree(tree: Path) -> Path:
 
 
 def try_out(tree: Path, environment: Path, python: str, requirements: list[str]) -> str:
-    """Make an environment and use the wheel in it; return the versions that were installed."""
+    """Make a virtual environment and use the wheel in it; return the versions that were installed."""
     run([python, "-m", "venv", environment])
     python = str(environment / "bin" / "python")
     work = environment / "work"
@@ -119,7 +119,7 @@ def without_package(tree: Path, target: Path) -> None:
 
 
 def run_readme(python: str, work: Path) -> None:
-    """Run README's Python blocks in ``work``, next to a tiny model. ``work / "tree"``: from `without_package`."""
+    """Run README's Python blocks in ``work``, next to a tiny model. `without_package` has made ``work / "tree"``."""
     run([python, "-c", _MAKE_MODEL, work], cwd=work / "tree")
     (work / "block.py").write_text(readme_blocks() + _AFTER_BLOCKS)
     run([python, "-I", "block.py"], cwd=work)

@@ -62,10 +62,13 @@ PUBLISHED = {
     "Qwen3_5MoeForCausalLM": ("block, bfloat16 scales",),
     "Qwen3_5MoeForConditionalGeneration": ("block, bfloat16 scales",),
 }
-"""The layouts of `tests.checkpoint_formats` in which a class's checkpoints are published; the default is "block"."""
-LEAST_COSINE = {"logits": 0.95, "gradients": 0.8}  # cosine to the unquantized model's
+"""Maps classes to the layouts of `tests.checkpoint_formats` in which their checkpoints are published.
+
+Classes that are missing have ("block",).
+"""
+LEAST_COSINE = {"logits": 0.95, "gradients": 0.8}  # least cosine to the logits and gradients of the unquantized model
 COSINE_WITHOUT_EXPERTS = 0.8
-LARGEST_DIFFERENCE = 1e-5  # between logits of load_model and of from_pretrained
+LARGEST_DIFFERENCE = 1e-5  # largest difference between the logits of load_model's model and of from_pretrained's
 TIMEOUT_S = 300
 
 MARK = "<!-- python -m tools.model_matrix writes what follows -->"
@@ -88,12 +91,12 @@ WORDS = {
     "cache|keeps a|decode step": "its cache is of a kind that GraphDecoder does not have",
     "of the unquantized checkpoint": "transformers' FP8 experts have no biases; load_model's do",
 }
-"""Patterns found in reasons, and what they mean. A reason that matches none names published layouts."""
+"""Maps patterns found in reasons to what they mean. A reason that matches no pattern names published layouts."""
 _PACKAGE = str(Path(fp8moe.__file__).parent)
 
 
 class Trial:
-    """One model; each column has a method that tries it. Later methods use what earlier ones have made."""
+    """One model; for each column of the table a method tries it. Later methods use what earlier ones have made."""
 
     def __init__(self, name: str, directory: Path):
         self.tiny = tiny = MODELS[name]
@@ -105,7 +108,7 @@ class Trial:
         # asked for.
         model.save_pretrained(self.unquantized)
         self.logits = logits_of(self._from_pretrained(self.unquantized), self.tokens)
-        self.models: list[nn.Module] = []  # candidates for the decoder, which tries the first
+        self.models: list[nn.Module] = []  # loaded models; GraphDecoder tries the first
         self.loads = True  # whether from_pretrained loads the FP8 checkpoint
         self.quantized_logits: Tensor | None = None
         self.layouts = PUBLISHED.get(name, ("block",))
@@ -143,10 +146,10 @@ class Trial:
                 replaced.set_submodule(name, GroupedExperts.from_experts(module))
             replace_linears(replaced, skip=DEFAULT_SKIP)
             expected = logits_of(replaced, self.tokens)
-        elif expected is None:  # fp8moe does not run its experts, because they are not FP8
+        elif expected is None:  # fp8moe does not run the model's experts, because they are not FP8
             model.set_experts_implementation("eager")
             expected = logits_of(self._from_pretrained(self.fp8), self.tokens)
-        else:  # including experts that are not FP8 in the checkpoint
+        else:  # fp8moe also runs experts that are not FP8 in the checkpoint
             model.set_experts_implementation("fp8moe")
         self.models.append(model)
         logits = logits_of(model, self.tokens)
@@ -194,7 +197,7 @@ class Trial:
         return self._how_published()
 
     def _published(self) -> Iterator[tuple[Path, Tensor]]:
-        """Yield a checkpoint in each published layout, and the logits for the values it holds."""
+        """Yield a checkpoint in each published layout, and the logits that its exact values give."""
         source = Source(self.unquantized, type(self._from_pretrained(self.unquantized)))
         for name in self.layouts:
             layout, directory = LAYOUTS[name], self.unquantized.with_name(name)
@@ -216,8 +219,8 @@ class Trial:
         return model
 
     def _step(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the gradients of the experts' weights for one batch."""
-        torch.manual_seed(0)  # dropout uses it
+        """Run one forward and backward; return the gradients of the experts' weights."""
+        torch.manual_seed(0)  # for dropout, which draws random numbers
         model.zero_grad()
         logits = model(input_ids=self.tokens).logits
         targets = self.tokens[:, : logits.shape[1]]
@@ -234,11 +237,11 @@ class Trial:
 
 
 class Refusal(ValueError):
-    """A model is not supported, though no function has raised an error."""
+    """Raised for a model that is not supported although no function has raised an error."""
 
 
 def _is_published_in_fp8(name: str, value: Tensor, layout: Layout) -> bool:
-    """Return whether a weight is published in FP8: linears and experts in layers; in GPT-OSS only experts."""
+    """Return whether layout publishes a weight in FP8: linears and experts in layers; in GPT-OSS only experts."""
     fused = value.dim() == 3 and re.search(r"(\.experts|moe)\b", name) is not None
     if layout.experts == "gpt-oss":
         return fused
@@ -249,7 +252,7 @@ def _is_published_in_fp8(name: str, value: Tensor, layout: Layout) -> bool:
 
 
 def row_of(name: str) -> dict[str, str]:
-    """Return the cells of one model, by column."""
+    """Return the cells of one model's row, by column."""
     prepare()
     with tempfile.TemporaryDirectory() as directory:
         try:
@@ -289,7 +292,7 @@ def cell(attempt: Callable[[], str | None]) -> str:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether fp8moe raised this error deliberately."""
+    """Return whether fp8moe raised this error deliberately, to refuse a model."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     ours = _PACKAGE in frame.filename and (frame.line or "").startswith("raise ")
     return isinstance(error, Refusal) or (isinstance(error, ValueError | TypeError) and ours)
@@ -316,7 +319,7 @@ def _has_fp8_experts(directory: Path) -> bool:
 
 @torch.no_grad()
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    torch.manual_seed(0)  # block diffusion begins with random tokens
+    torch.manual_seed(0)  # for block diffusion, which begins with random tokens
     return model(input_ids=tokens).logits
 
 
@@ -339,17 +342,17 @@ def _make_experts_matter(model: nn.Module, tokens: Tensor) -> None:
 
 
 def check_close(logits: Tensor, expected: Tensor, least: float = LEAST_COSINE["logits"]) -> None:
-    """Raise Wrong unless the median token's logits are close.
+    """Raise Wrong unless the median token's logits are close to the expected ones.
 
-    The median, because a token whose routing is nearly a tie may go to another expert.
+    The median is used because a token whose routing is nearly a tie may go to another expert.
     """
     cosines = nn.functional.cosine_similarity(logits.double(), expected.double(), dim=-1)
-    if not (cosine := cosines.median().item()) >= least:  # false for NaN
+    if not (cosine := cosines.median().item()) >= least:  # written so that NaN raises
         raise Wrong(f"the logits of the median token have a cosine of {cosine:.4f} to the unquantized model's")
 
 
 def check_decoder(model: nn.Module, prompts: Tensor) -> None:
-    """Raise Wrong if GraphDecoder generates other tokens than the model itself."""
+    """Raise Wrong if GraphDecoder generates other tokens than the model's own generate."""
     how = {"max_new_tokens": 8, "do_sample": False}
     for fuse in (False, True):
         tokens = GraphDecoder(model, batch_sizes=(2,), max_length=32, fuse=fuse).generate(prompts, **how)
@@ -364,8 +367,11 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 
 
 def rows(names: Iterable[str]) -> Iterable[tuple[str, dict[str, str]]]:
-    """Yield each name with its cells when they are done. A process that dies or hangs affects only its own row."""
-    context = multiprocessing.get_context("fork")  # forked, so that imports are not repeated
+    """Yield (class name, cells) for each model as soon as it is done, each tried in a process of its own.
+
+    A process that dies or hangs affects only its own row.
+    """
+    context = multiprocessing.get_context("fork")  # a forked process need not repeat the imports
     for name in names:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_send_row, args=(sender, name))
@@ -387,7 +393,7 @@ def _send_row(sender: Connection, name: str) -> None:
 
 
 def page(table: matrices.Rows, version: str) -> str:
-    """Return the text that this tool writes below the mark: the table, reasons as notes, and models left out."""
+    """Return the part of the page below the mark: the table, reasons as notes, and models left out."""
     counts = ", ".join(f"{sum(row[column].startswith('yes') for row in table.values())} {column}" for column in COLUMNS)
     ordered = dict(sorted(table.items(), key=lambda item: item[0].lower()))
     found = [f"transformers {version}, {len(table)} model classes; yes: {counts}.", ""]
@@ -397,7 +403,7 @@ def page(table: matrices.Rows, version: str) -> str:
 
 
 def in_words(reason: str) -> str:
-    """Return what a reason means, for readers who do not know the code."""
+    """Return the meaning of a reason, in words for readers who do not know the code."""
     return next((words for pattern, words in WORDS.items() if re.search(pattern, reason)), "published layout")
 
 
@@ -408,7 +414,7 @@ def read_page(text: str) -> tuple[str, matrices.Rows]:
 
 
 def main() -> None:
-    """Print rows, or write the page."""
+    """Print the rows of the named models, or write the page."""
     parser = argparse.ArgumentParser(prog="python -m tools.model_matrix", description=__doc__.partition("\n")[0])
     parser.add_argument("classes", nargs="*", help="print the rows of these classes; without any, all go to the page")
     names = parser.parse_args().classes

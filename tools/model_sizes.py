@@ -48,7 +48,7 @@ class Published(NamedTuple):
     formats: str
     numbers: dict = {}
     instead: str = ""
-    """Overrides what docs/models.md says about what works."""
+    """Text that replaces what docs/models.md says about what works; "": none."""
 
 
 _GLM = {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552}
@@ -116,25 +116,28 @@ class Sizes(NamedTuple):
     parameters: int
 
     def gpus(self, memory: float) -> int | None:
-        """Return the fewest GPUs whose memory holds their share of experts and all else; None if above COUNTS."""
+        """Return the fewest GPUs that hold the model, with experts divided among them; None if above COUNTS.
+
+        Each GPU holds its share of the experts and everything else. memory: bytes of one GPU.
+        """
         return next((count for count in COUNTS if self.experts / count + self.rest <= FULL * memory), None)
 
 
 def config_of(name: str) -> PreTrainedConfig:
-    """Return the configuration of one of MODELS: transformers' defaults, with its published sizes."""
+    """Return the configuration of a model in MODELS: transformers' defaults, with the model's published sizes."""
     model = MODELS[name]
     return AutoConfig.for_model(model.model_type, **model.numbers)
 
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model on the meta device."""
+    """Build a bfloat16 model on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 @functools.cache
 def published(name: str) -> Sizes:
-    """Return the sizes of one of MODELS."""
+    """Return the bytes and parameters of a model in MODELS, with its published sizes."""
     return sizes(on_meta(config_of(name)))
 
 
@@ -148,7 +151,7 @@ def sizes(model: nn.Module) -> Sizes:
         size = 2 * weight.numel()
         if fused or (linear and not matches(module, DEFAULT_SKIP)):
             *lead, rows, columns = weight.shape
-            parts = 2 if fused and last == "gate_up_proj" else 1  # gate and up have separate blocks
+            parts = 2 if fused and last == "gate_up_proj" else 1  # gate and up projections have separate scale blocks
             blocks = prod(lead) * parts * ceil_div(rows // parts, 128) * ceil_div(columns, 128)
             size = weight.numel() + 4 * blocks
         experts, rest = (experts + size, rest) if fused else (experts, rest + size)
@@ -176,7 +179,7 @@ LLAMA_4 = ["Llama-4-Scout, Maverick", "109, 400", "", "", "", "bfloat16, FP8", "
 
 
 def readme() -> str:
-    """Make the table of README."""
+    """Return the table for README, as text."""
     _, matrix = read_page(MATRIX_PAGE.read_text(encoding="utf-8").partition(MATRIX)[2])
     found = lines((name, published(name)) for name in MODELS)
     rows = [

@@ -44,16 +44,16 @@ from fp8moe.weights import (
 from tests.checkpoint_formats import LAYOUTS, Layout, as_gpt_oss, write_layout
 from tools.mutations import CONFIG, MUTATIONS
 
-SECONDS = 60  # a case that takes longer counts as hanging
+SECONDS = 60  # time limit of a case in seconds; a case that takes longer counts as hanging
 MEMORY = 4 << 30  # bytes that the process may allocate; a case that needs more fails
-HIDDEN = 160  # a multiple of 32, not of 128
+HIDDEN = 160  # hidden size: a multiple of 32, not of 128
 FORMATS = (
     *("ModelOpt FP8", "ModelOpt FP8_PB_WO", "Mistral static", "AutoFP8 dynamic", "compressed-tensors block"),
     *("block, E8M0 in bytes", "MXFP8", "compressed-tensors MXFP4", "FP8 with FP4 experts"),
     *("compressed-tensors channel", "GPT-OSS"),
 )
-"""Names in `tests.checkpoint_formats.LAYOUTS`; every second case starts from one of them."""
-MODELS_EVERY = 8  # one of this many cases is a transformers model, which is slow to build
+"""Layouts in `tests.checkpoint_formats.LAYOUTS`; every second case starts from a checkpoint in one of them."""
+MODELS_EVERY = 8  # one of this many cases uses a transformers model, which is slow to build
 CONFIGURATION = {"model_type": "unknown", "sizes": {"hidden": [HIDDEN]}}
 QUANTIZATION = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -67,7 +67,10 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A model with the names of a mixture-of-experts model. gpt_oss: only experts are FP8, and they have biases."""
+    """A module with the parameter names of a mixture-of-experts model.
+
+    gpt_oss: only experts are FP8, and they have biases.
+    """
 
     def __init__(self, gpt_oss: bool = False) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ class Model(nn.Module):
 
 
 class Hang(BaseException):
-    """A case took more than `SECONDS`."""
+    """Raised when a case takes more than `SECONDS`."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a case. refused: by how many readers. failures: descriptions of what went wrong."""
+    """The result of a case. refused: how many readers refused the checkpoint. failures: what went wrong in others."""
 
     case: Case
     refused: int
@@ -133,7 +136,7 @@ class Cases:
         return Case(number, rng.choice(bases), rng.choice(list(MUTATIONS)))
 
     def run(self, case: Case) -> Outcome:
-        """Damage a copy of the base checkpoint and read it."""
+        """Damage a copy of the case's valid checkpoint, and try all readers on it."""
         work = self._directory / "work"
         shutil.copytree(self._directory / case.base, work / "checkpoint")
         try:
@@ -156,7 +159,10 @@ class Cases:
         (self._directory / name / CONFIG).write_text(json.dumps(config))
 
     def _convert(self, name: str, wanted: Callable[[str], bool], keep: Callable[[str], bool] = lambda _: True) -> None:
-        """Rewrite the shards of a base checkpoint: ``wanted`` tensors in bfloat16, and only those to ``keep``."""
+        """Rewrite the shards of a valid checkpoint: tensors that ``wanted`` selects become bfloat16.
+
+        Only tensors that ``keep`` selects remain.
+        """
         for path in (self._directory / name).glob("*.safetensors"):
             tensors = {key: value for key, value in load_file(path).items() if keep(key)}
             save_file({key: value.bfloat16() if wanted(key) else value for key, value in tensors.items()}, path)
@@ -178,7 +184,7 @@ def _write_format(directory: Path, layout: Layout, sources: Path) -> None:
 
 
 def _make_transformers_models(directory: Path) -> None:
-    """Write two models, unquantized and in FP8; transformers converts the tensor names of one of them."""
+    """Write two transformers models, unquantized and in FP8; transformers converts the tensor names of one model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
@@ -196,7 +202,7 @@ def _inspect(checkpoint: Path) -> None:
 
 
 def _inspect_by_command(checkpoint: Path) -> None:
-    """Run `fp8moe inspect`; raise ValueError if the command ends with a message."""
+    """Run `fp8moe inspect`; raise ValueError if the command exits with an error message."""
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")):
         try:
             command_line(["inspect", str(checkpoint)])
@@ -251,7 +257,7 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 
 def attempt(reader: Callable[[Path], None], checkpoint: Path) -> str | None:
-    """Return "" if the reader succeeds, None if it refuses properly, else what went wrong."""
+    """Run a reader: return "" if it succeeds, None if it refuses the checkpoint properly, else what went wrong."""
     try:
         with _time_limit(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

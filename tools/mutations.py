@@ -60,18 +60,18 @@ MUTATIONS: dict[str, Mutation] = {}
 
 
 def mutation(name: str) -> Callable[[Mutation], Mutation]:
-    """Return a decorator that adds a function to MUTATIONS."""
+    """Return a decorator that adds a function to MUTATIONS under this name."""
     return lambda function: MUTATIONS.setdefault(name, function)
 
 
 class Raw:
-    """JSON text that no Python value represents. Markers stand for it in values until these are written."""
+    """Verbatim JSON text that no Python value represents: values contain markers, which `dump` replaces by the text."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
 
     def marker(self, text: str) -> str:
-        """Return the marker that stands for a text."""
+        """Return a new marker, which stands for this text in a value."""
         self._texts.append(text)
         return f"@raw{len(self._texts) - 1}@"
 
@@ -96,7 +96,7 @@ def read_parts(path: Path) -> tuple[dict, bytes]:
 
 
 def write_parts(path: Path, header: bytes, data: bytes) -> None:
-    """Write a safetensors file from header and data."""
+    """Write a safetensors file from the bytes of its header and its data."""
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
@@ -106,7 +106,7 @@ def tensor_names(header: dict) -> list[str]:
 
 
 def in_header(name: str) -> Callable:
-    """Return a decorator that adds to MUTATIONS a function changing one tensor's entry in a shard's parsed header."""
+    """Return a decorator for functions that change one tensor's entry in a parsed header; it adds them to MUTATIONS."""
 
     def enter(change: Callable[[dict, str, Raw, Random], None]) -> Callable:
         @mutation(f"header: {name}")
@@ -245,7 +245,8 @@ def _(directory: Path, rng: Random) -> None:
     entry = header[rng.choice(names)]
     begin, end = entry["data_offsets"]
     values = torch.frombuffer(bytearray(data[begin:end]), dtype=DTYPES[entry["dtype"]])
-    bad = {"F8_E8M0": (math.nan,), "U8": (255,)}.get(entry["dtype"], SCALES)  # in E8M0, also as bytes, only NaN is bad
+    # E8M0 scales, whether as F8_E8M0 or as bytes, have only one bad value, NaN
+    bad = {"F8_E8M0": (math.nan,), "U8": (255,)}.get(entry["dtype"], SCALES)
     for _ in range(rng.randint(1, 3)):
         values[rng.randrange(len(values))] = rng.choice(bad)
     changed = values.view(torch.uint8).numpy().tobytes()
@@ -258,7 +259,7 @@ def _(directory: Path, rng: Random) -> None:
     size = path.stat().st_size
     size = rng.choice((0, 1, 7, 8, 9, size // 2, size - 1, size + 1, 2 * size, rng.randrange(size), 2**40))
     with path.open("r+b") as file:
-        file.truncate(size)  # past the end this makes a hole, which takes no disk space
+        file.truncate(size)  # if `size` is past the end, this makes a hole, which takes no disk space
 
 
 @mutation("file: contents")
@@ -282,7 +283,7 @@ def _(directory: Path, rng: Random) -> None:
         os.mknod(path, stat.S_IFSOCK | 0o600)
     elif kind == "unreadable":
         path.write_bytes(content)
-        path.chmod(0)  # has no effect on root
+        path.chmod(0)  # root can still read the file
     elif kind in links:
         path.symlink_to(links[kind])
 
@@ -310,7 +311,7 @@ def change_json(*files: str) -> Mutation:
 
 
 def _places(content: dict | list) -> list[tuple[dict | list, str | int]]:
-    """Return (container, key) for every value in parsed JSON."""
+    """Return (container, key) for every value in parsed JSON, including nested values."""
     keys = list(content) if isinstance(content, dict) else range(len(content))
     inner = [content[key] for key in keys if isinstance(content[key], dict | list)]
     return [(content, key) for key in keys] + [place for part in inner for place in _places(part)]

@@ -1,12 +1,13 @@
 """`python -m tools.serve_clients`: many clients of `fp8moe serve` at once; the result is validation/serve.json.
 
 Serves a tiny Mixtral with random weights over HTTP on the CPU, with 64 slots. Each client asks for 16 to 512 tokens,
-greedily; three of four clients stream. Every tenth client leaves before its answer is complete. The texts are compared
-with those of `generate`, one prompt at a time. When all clients have gone, memory and open requests are counted.
+greedily; three of four clients stream. Every tenth client leaves before its answer is complete. The texts that clients
+receive are compared with the texts that `generate` gives, one prompt at a time. When all clients have gone, memory and
+open requests are counted.
 
 The model is entirely in float32. GraphDecoder is batch invariant only on a GPU, and with FP8 experts rounding would
-occasionally decide between two tokens. `python -m benchmarks serve_gpu` does this comparison for an FP8 model, on a
-GPU.
+occasionally decide between two tokens. `python -m benchmarks serve_gpu` makes the same comparison for an FP8 model, on
+a GPU.
 """
 
 import asyncio
@@ -32,24 +33,24 @@ from tests.tiny_tokenizer import tiny_tokenizer
 FILE = Path(__file__).resolve().parent.parent / "validation" / "serve.json"
 PACKAGES = ("fp8moe", "torch", "transformers", "fastapi", "uvicorn", "openai")
 CLIENTS, GOES_EVERY, SLOTS, MAX_LENGTH = 64, 10, 64, 1024
-PROMPTS, ANSWERS = (4, 400), (16, 512)  # shortest and longest
+PROMPTS, ANSWERS = (4, 400), (16, 512)  # (shortest, longest) prompt and answer, in tokens
 NAME = "tiny"
 
 
 def requests() -> list[tuple[str, int]]:
-    """Draw prompts and the number of tokens to ask for."""
+    """Draw the requests: (prompt, number of tokens to ask for)."""
     draw = random.Random(0)
     letters = [chr(code) for code in range(33, 127)]
     return [("".join(draw.choices(letters, k=draw.randint(*PROMPTS))), draw.randint(*ANSWERS)) for _ in range(CLIENTS)]
 
 
 def goes(index: int) -> bool:
-    """Return whether a client leaves before its answer is complete."""
+    """Return whether the client number `index` leaves before its answer is complete."""
     return index % GOES_EVERY == GOES_EVERY - 1
 
 
 async def ask(client: AsyncOpenAI, index: int, prompt: str, new: int) -> str | None:
-    """Return the text that a client received; None if it left while waiting for a whole answer."""
+    """Send a client's request; return the text received. None if the client left while waiting for a whole answer."""
     how: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": new}
     if index % 2 and index % 4 == 1:
         call = asyncio.create_task(client.completions.create(**how))
@@ -61,7 +62,7 @@ async def ask(client: AsyncOpenAI, index: int, prompt: str, new: int) -> str | N
     text, parts = "", await client.completions.create(**how, stream=True)
     async for part in parts:
         text += part.choices[0].text
-        if goes(index) and len(text) >= new:  # half of the tokens, as the text has spaces between them
+        if goes(index) and len(text) >= new:  # after half of the tokens: the text has a space between two tokens
             await parts.close()
             break
     return text
@@ -80,15 +81,15 @@ def tensor_bytes() -> int:
 
 def run() -> dict[str, Any]:
     """Serve a model to all clients; return the content of validation/serve.json."""
-    tokenizer = tiny_tokenizer()  # one token per letter
-    model = tiny_mixtral(vocab_size=len(tokenizer), max_position_embeddings=MAX_LENGTH)  # has no end token
+    tokenizer = tiny_tokenizer()  # makes one token of each letter
+    model = tiny_mixtral(vocab_size=len(tokenizer), max_position_embeddings=MAX_LENGTH)  # the model has no end token
     decoder = make_decoder(model, SLOTS, MAX_LENGTH)
     expected = []
     for prompt, new in requests():
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         tokens = decoder.generate(ids, max_new_tokens=new)[0, ids.shape[1] :]
         expected.append(tokenizer.decode(tokens, skip_special_tokens=True))
-    for size in decoder.batch_sizes:  # allocates the caches of all batch sizes
+    for size in decoder.batch_sizes:  # allocate the caches of all batch sizes
         list(decoder.run([{"input_ids": torch.tensor([5]), "max_new_tokens": 2}] * size))
     manager = DecoderManager(decoder)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -99,7 +100,7 @@ def run() -> dict[str, Any]:
     begin = time.monotonic()
     texts = asyncio.run(ask_all(f"http://127.0.0.1:{listener.getsockname()[1]}/v1"))
     seconds = time.monotonic() - begin
-    with decoder.turn():  # waits until the last cancelled request has ended
+    with decoder.turn():  # entering waits until the last cancelled request has ended
         left, after = len(manager._open), tensor_bytes()
     new = decoder.stats().new_tokens - calls.new_tokens
     server.should_exit = True
@@ -124,7 +125,7 @@ def run() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write validation/serve.json."""
+    """Serve the clients and write validation/serve.json."""
     torch.set_num_threads(1)
     found = run()
     versions = {name: metadata.version(name) for name in PACKAGES}

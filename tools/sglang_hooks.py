@@ -1,7 +1,7 @@
 """`python -m tools.sglang_hooks`: the tests of SGLang in empty environments; the result is validation/sglang.json.
 
-Each environment has a supported version of SGLang, pinned by its hash and without the CUDA packages that it requires,
-and the packages that its modules for experts and linear layers import. fp8moe is installed as the README of
+Each environment has one supported version of SGLang, pinned by its hash and without the CUDA packages that it requires,
+and the packages that SGLang's modules for experts and linear layers import. fp8moe is installed as the README of
 integrations/sglang says. No server is run, because SGLang's CPU kernels need AMX. Takes about ten minutes and 3 GB.
 """
 
@@ -17,7 +17,7 @@ from tools.environments import PYTHON, commands_of, make, parser_of, pip, store
 
 FILE = ROOT / "validation" / "sglang.json"
 README = ROOT / "integrations/sglang/README.md"
-VERSIONS = {  # SGLang's version: the hash of its wheel for Python 3.11, and the transformers that it pins
+VERSIONS = {  # version of SGLang -> (hash of its wheel for Python 3.11, version of transformers that it pins)
     "0.5.13": ("9d26266ab7e99165098f9e173f4a5a0ef6a0b64a6f30ef0b5ee859eead37e75a", "5.8.1"),
     "0.5.23": ("00b3cd5b265ac76c64185fbb6b95424f324ddd9f428d0306b77bc9db9d859937", "5.19.0"),
 }
@@ -29,7 +29,7 @@ IMPORTED = (
 
 
 def main() -> None:
-    """Run the tests with each version and write the file."""
+    """Run the tests with each version of SGLang, and write the file."""
     args = parser_of("sglang_hooks", FILE, reuses=False).parse_args()
     rows = {}
     for version, (digest, transformers) in VERSIONS.items():
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def run_tests(environment: Path) -> dict[str, int]:
-    """Return the number of tests that passed. RuntimeError with the output if any failed or was skipped."""
+    """Run the tests; return how many passed. RuntimeError with their output if any failed or was skipped."""
     tests = "tests/guests/test_sglang.py"
     command = [environment / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -1,10 +1,10 @@
 """`python -m tools.titan_training`: integrations/torchtitan in whole runs; the result is validation/torchtitan.json.
 
-Installs into an empty environment PyTorch, torchtitan 0.3.0 and what the README of integrations/torchtitan says. There
-`examples.titan.debug_moe` is trained for 20 steps on the CPU, in bfloat16 and in FP8: in one process; in two, sharded
-by FSDP2, with expert and with tensor parallelism; compiled; and resumed from a checkpoint. Fails if an FP8 loss differs
-from the bfloat16 loss by more than BAR, if a loss falls by less than FALL, or if linear layers under tensor parallelism
-are not refused. Takes a quarter of an hour on two cores, and 3 GB.
+Installs into an empty environment PyTorch, torchtitan 0.3.0 and what the README of integrations/torchtitan says. In
+this environment `examples.titan.debug_moe` is trained for 20 steps on the CPU, in bfloat16 and in FP8: in one process;
+in two processes, sharded by FSDP2, with expert and with tensor parallelism; compiled; and resumed from a checkpoint.
+Fails if an FP8 loss differs from the bfloat16 loss by more than BAR, if a loss falls by less than FALL, or if linear
+layers under tensor parallelism are not refused. Takes a quarter of an hour on two cores, and 3 GB.
 """
 
 import os
@@ -20,12 +20,12 @@ from tools.environments import commands_of, make, parser_of, pip, store, version
 
 FILE = ROOT / "validation/torchtitan.json"
 README = ROOT / "integrations/torchtitan/README.md"
-TORCHTITAN = ("torchtitan==0.3.0", "triton")  # torchtitan imports triton, which PyTorch's CPU build lacks
+TORCHTITAN = ("torchtitan==0.3.0", "triton")  # torchtitan imports triton, which is not part of PyTorch's CPU build
 PACKAGES = ("fp8moe", "fp8moe-torchtitan", "torchtitan", "torch")
 BAR, FALL, STEPS = 0.005, 0.1, 20
 EXPERTS, LINEARS = "fp8moe_torchtitan.experts", "fp8moe_torchtitan.linears"
 TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "1")
-# Name -> (number of processes, options, what is in FP8).
+# Name of a run -> (number of processes, options, modules to run in FP8).
 RUNS = {
     "one process": (1, (), (EXPERTS, LINEARS)),
     "FSDP2": (2, ("--parallelism.data_parallel_shard_degree", "2"), (EXPERTS, LINEARS)),
@@ -37,20 +37,20 @@ LOSS = re.compile(r"step:\s*(\d+).*?loss:\s*([\d.]+)")
 
 
 def install(environment: Path, torch_requirement: str) -> None:
-    """Install torchtitan into a new environment, and fp8moe as the README says."""
+    """Install torchtitan into a new environment, and fp8moe as its integration's README says."""
     make(environment, torch_requirement)
     pip(environment, "install", *TORCHTITAN)
     pip(environment, *commands_of(README)[0][1:])
 
 
 class Runs:
-    """Runs of the example in one environment."""
+    """Runs of `examples.titan.debug_moe` in one environment."""
 
     def __init__(self, python: Path):
         self.python = python
 
     def run(self, processes: int, options: Sequence[str], in_fp8: Sequence[str] = ()) -> tuple[list[float], str]:
-        """Run the example; return its losses and everything it printed."""
+        """Run the example; return its losses and all its output."""
         program = ["-m", "examples.titan.debug_moe", "--training.steps", str(STEPS), *options]
         if in_fp8:
             program += ["--override.imports", *in_fp8]
@@ -68,7 +68,10 @@ class Runs:
         return found
 
     def resumed(self) -> list[dict]:
-        """Resume an FP8 run at step 10: in FP8, which must give the same losses, and in bfloat16."""
+        """Resume an FP8 run at step 10, in FP8 and in bfloat16; return a comparison of losses for each.
+
+        In FP8 the losses must be the same as without resuming.
+        """
         with tempfile.TemporaryDirectory() as directory:
             checkpoint = ("--dump_folder", directory, "--checkpoint.enable", "--checkpoint.interval", "10")
             whole = self.losses(1, checkpoint, (EXPERTS, LINEARS))[10:]

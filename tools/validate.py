@@ -5,8 +5,8 @@ matches the sources. Parts may be run one at a time: each part is stored as soon
 recorded with another digest are dropped. `--again` reruns only failed tests, for use after fixing a wrong test, and
 only missing or failed benchmarks.
 
-Whole models are measured with `--only models`, into a separate file. It has a digest too, and a test requires it to be
-the same.
+Whole models are measured with `--only models`, into a separate file. That file has a digest too, and a test requires
+both digests to be the same.
 """
 
 import argparse
@@ -36,7 +36,7 @@ BENCHMARKS = {
     "benchmarks": ("quantize", "transpose", "host", "training", "mqa", "lora"),
     "models": ("decode", "requests"),
 }
-"""The benchmarks that each measuring part runs."""
+"""Maps each part that measures to the names of the benchmarks it runs."""
 TIMEOUT_S = 570
 TAIL_LINES = 30
 _SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
@@ -53,7 +53,7 @@ def require_gpu() -> None:
 
 
 def parse_junit(report: Path) -> dict:
-    """Return the counts of a pytest run and the names of failed and skipped tests, from its JUnit file."""
+    """Return the test counts of a pytest run and the names of failed and skipped tests, from its JUnit file."""
     outcomes: dict[str, list[str]] = {"failed": [], "skipped": [], "passed": []}
     for case in ElementTree.parse(report).iter("testcase"):
         tags = {child.tag for child in case}
@@ -64,7 +64,7 @@ def parse_junit(report: Path) -> dict:
 
 
 def environment_of_one_in(processes: int) -> dict[str, str]:
-    """Return the environment for one of several concurrent processes: its threads get a share of the cores."""
+    """Return environment variables for one of several concurrent processes: its threads get a share of the cores."""
     return os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
 
 
@@ -76,12 +76,13 @@ def run_tests(root: Path) -> dict:
 
 
 def run_alone(root: Path, beside_others: dict) -> dict:
-    """Run tests that failed in a parallel run again, one after another: some of them measure CPU time.
+    """Run the tests that failed in a parallel run again, one after another: some of them measure CPU time.
 
     Tests that pass this time do not count as failures; they are listed under "passed_alone".
     """
     failed = beside_others["failures"]
-    if not failed or any(name.startswith("::") for name in failed):  # a file could not be collected
+    # Without a module: a test file could not be collected
+    if not failed or any(name.startswith("::") for name in failed):
         return beside_others
     modules = [name.split("::", 1) for name in failed]
     again = _pytest(root, *(f"{module.replace('.', '/')}.py::{test}" for module, test in modules), processes=1)
@@ -96,7 +97,7 @@ def run_alone(root: Path, beside_others: dict) -> dict:
 
 
 def run_failures(root: Path, content: dict, current: str) -> dict:
-    """Run the failed tests of a file again and return its updated content.
+    """Run the failed tests of a validation file again; return the file's updated content.
 
     SystemExit if the file has no tests with the `current` digest.
     """
@@ -106,7 +107,7 @@ def run_failures(root: Path, content: dict, current: str) -> dict:
 
 
 def _pytest(root: Path, *arguments: str, processes: int) -> dict:
-    """Run GPU tests in the given number of processes; return their outcomes."""
+    """Run GPU tests in the given number of processes; return counts of outcomes, names, and pytest's exit code."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -117,7 +118,7 @@ def _pytest(root: Path, *arguments: str, processes: int) -> dict:
 
 
 def parse_sanitizer(output: str) -> int | None:
-    """Return the errors, or hazards of any severity, in compute-sanitizer's summary; None without a summary."""
+    """Return the number of errors, or hazards of any severity, in compute-sanitizer's summary; None if it has none."""
     found = _SUMMARY.findall(output)
     return sum(int(count) for match in found for count in match if count) if found else None
 
@@ -132,7 +133,7 @@ def find_sanitizer() -> str:
 
 
 def run_sanitizer(root: Path) -> dict:
-    """Run a reduced set of operations under each sanitizer tool, in parallel; the script also checks its results."""
+    """Run a script with a reduced set of operations under each sanitizer tool, in parallel; it also checks results."""
     sanitizer = find_sanitizer()
     # Without PyTorch's caching allocator every tensor is a separate allocation, so memcheck knows its bounds.
     environment = environment_of_one_in(len(SANITIZERS))
@@ -140,7 +141,7 @@ def run_sanitizer(root: Path) -> dict:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
 
     def run(tool: str) -> dict:
-        # The program checks API errors itself: it raises, or handles those that PyTorch provokes.
+        # The script checks API errors itself: it raises, or handles errors that PyTorch provokes.
         command = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--print-limit", "20"]
         command += [sys.executable, "tests/gpu/sanitize_cases.py"]
         try:
@@ -182,19 +183,22 @@ PARTS: dict[str, Callable[[Path, Callable, dict], dict]] = {
     "benchmarks": lambda root, save, done: run_benchmarks(BENCHMARKS["benchmarks"], save, done),
     "models": lambda root, save, done: run_benchmarks(BENCHMARKS["models"], save, done),
 }
-"""Part -> function(root, save, done) that returns its result. save: stores partial results; done: earlier results."""
+"""Maps each part to a function (root, save, done) that returns its result.
+
+save: function that stores partial results. done: results of an earlier run.
+"""
 FILES = {"kernels.json": ("tests", "sanitizer", "benchmarks"), "models.json": ("models",)}
-"""Files in validation/ and the parts in each. The first file vouches for the kernels."""
+"""Maps each file in validation/ to the parts it has. kernels.json is the evidence that the kernels are right."""
 
 
 def merge(stored: dict, current: str, part: str, result: dict) -> dict:
-    """Return a file's content with one more part; drop stored parts if they have another digest than `current`."""
+    """Return a file's content with one more part; stored parts whose digest is not `current` are dropped."""
     parts = {**(stored if stored.get("digest") == current else {}), part: result}
     return {"digest": current, **{name: parts[name] for name in PARTS if name in parts}}
 
 
 def problems(content: dict, current: str, needed: Iterable[str] = FILES["kernels.json"]) -> list[str]:
-    """Return what keeps a validation file from vouching for the `current` digest, one sentence each."""
+    """Return why a validation file does not validate sources with the digest `current`: one sentence a reason."""
     found = []
     if content.get("digest") != current:
         found.append("the digest is not that of what the GPU runs now: run `make validate` again")
@@ -214,20 +218,20 @@ def problems(content: dict, current: str, needed: Iterable[str] = FILES["kernels
 
 
 def recorded(content: dict) -> Iterator[tuple[str, dict]]:
-    """Yield name and result of every benchmark in the recorded parts; the result is an error if it is missing."""
+    """Yield the name and result of every benchmark in the recorded parts; a missing result is {"error": "missing"}."""
     for part, names in BENCHMARKS.items():
         if part in content:
             yield from ((name, content[part].get(name, {"error": "missing"})) for name in names)
 
 
 def missed_thresholds(content: dict) -> list[str]:
-    """Return the thresholds that the recorded benchmarks miss, one line each."""
+    """Return one line for each threshold that a recorded benchmark misses."""
     missed = [one for _, result in recorded(content) for one in result.get("thresholds", ()) if not one["passed"]]
     return [f"{one['name']}: {one['value']:.4g}, limit {one['limit']:g} {one['unit']}".rstrip() for one in missed]
 
 
 def summary(content: dict, current: str, needed: Iterable[str] = FILES["kernels.json"]) -> str:
-    """Return what was recorded and what is wrong with it, as text."""
+    """Return a text: what was recorded in a validation file, and what is wrong with it."""
     lines = [f"digest {content['digest'][:16]}"]
     if tests := content.get("tests"):
         lines.append(f"tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped")
@@ -240,7 +244,7 @@ def summary(content: dict, current: str, needed: Iterable[str] = FILES["kernels.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the chosen parts and write the file; return 1 if anything in it failed. Missed thresholds are only listed."""
+    """Run the chosen parts and write the file; return 1 if a chosen part failed. Missed thresholds are only listed."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.validate", description="check and time every kernel on this GPU"
     )
@@ -263,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, needed = next((name, parts) for name, parts in FILES.items() if set(chosen) <= set(parts))
     require_gpu()
     if "sanitizer" in chosen:
-        find_sanitizer()  # checked before the long parts run
+        find_sanitizer()  # exit now, rather than after the long parts, if there is no compute-sanitizer
     path = args.out or ROOT / "validation" / name
     current = digest(ROOT)
     content = json.loads(path.read_text()) if path.exists() else {}
@@ -279,7 +283,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return after
 
         earlier = content.get(part, {}) if args.again else {}
-        done = earlier if earlier.get("versions") == measured_with else {}  # one set of versions per part
+        # Results in a part must have the same versions
+        done = earlier if earlier.get("versions") == measured_with else {}
         content = save(PARTS[part](ROOT, save, done))
     print(summary(content, current, needed))
     return int(bool(problems(content, current, needed=chosen)))

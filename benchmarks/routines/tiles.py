@@ -1,13 +1,14 @@
-"""How well tiles are chosen for shapes that the cost model was not fitted to: `python -m benchmarks choice`.
+"""How well tiles are chosen for GEMM shapes that the cost model was not fitted to: `python -m benchmarks choice`.
 
-The problems are always the same 30 dense and 30 grouped GEMMs. For each, the benchmark times the candidates: tiles with
-an expected time of at most 1.5 times the least expected time. The minimum of many times is low by chance. So the chosen
-tile and the fastest others are timed again, several times in turn. `regret` uses only these second times: how much
-slower the chosen tile is than the fastest. Groups have very different sizes, as with skewed routing; some are empty.
+The problems are always the same 30 dense and 30 grouped GEMMs. For each problem, the benchmark times the candidates:
+tiles with an expected time of at most 1.5 times the least expected time. The minimum of many times is low by chance. So
+the chosen tile and the fastest other candidates are timed again, several times in turn. `regret` uses only these second
+times: how much slower the chosen tile is than the fastest. Groups have very different sizes, as with skewed routing;
+some are empty.
 
-With `--fit` the problems come from nine other seeds; with `--models` they are weights of well-known models, with fewer
-candidates each. These are timed once. Their `times` are input for `tools.fit_cost`, which must not see the problems
-above. Results from an H200 are in benchmarks/fit.
+With `--fit` the problems come from nine other seeds; with `--models` they have the weight shapes of well-known models,
+and fewer candidates each. Problems of both kinds are timed once. Their `times` are input for `tools.fit_cost`, which
+must not see the problems above. Results from an H200 are in benchmarks/fit.
 """
 
 import random
@@ -38,32 +39,33 @@ from fp8moe.kernels.gemm.tiles import (
 from fp8moe.runtime.jit import load_all
 from fp8moe.runtime.launch import num_sms
 
-EACH = 30  # problems with groups, and as many without
-LIKELY, MOST = 1.5, 16  # candidates: at most LIKELY times the fastest expected time, at most MOST of them
-OTHERS, ROUNDS = 3, 5  # how many others are timed again, and how often
+EACH = 30  # number of dense problems, and number of grouped problems
+LIKELY, MOST = 1.5, 16  # candidates: tiles with at most LIKELY times the least expected time, and at most MOST tiles
+OTHERS, ROUNDS = 3, 5  # how many tiles besides the chosen one are timed again, and how often
 MOST_ROWS, MOST_BYTES = 20000, 4 << 30
-LONG_US = 100  # the GPU rests before longer kernels, as it lowers its clocks when it is busy for long
+LONG_US = 100  # before kernels that take longer the GPU rests, as it lowers its clocks when it is busy for long
 SEED, FITTED_SEEDS = 60, range(61, 70)
-SMS = 132  # of an H100 or H200
-# (n, k) of linear layers and experts of models: DeepSeek-V3, Kimi-K2, Qwen3, Mixtral.
+SMS = 132  # streaming multiprocessors of an H100 or H200
+# LINEAR, EXPERTS: (n, k) of linear layers and of experts in DeepSeek-V3, Kimi-K2, Qwen3 and Mixtral.
 LINEAR = (
     *((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)),
     *((5120, 2048), (6144, 4096)),
 )
 TOKENS = (1, 4, 8, 16, 24, 32, 40, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 EXPERTS = ((4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072), (1536, 2048))
-# (number of groups, mean rows of a group).
+# (number of groups, mean rows of a group) of grouped GEMMs.
 GROUPS = (
     *((4, 8192), (8, 4096), (6, 1024), (8, 256), (16, 512), (32, 32), (32, 192), (32, 256), (32, 768), (128, 64)),
     *((8, 1), (6, 20), (32, 1), (32, 4), (32, 20), (128, 1), (128, 4), (128, 16), (128, 512), (256, 2), (256, 16)),
     (256, 64),
 )
-MORE_EXPERTS, THEIR_GROUPS = ((2048, 768), (4096, 1536)), 128  # of Qwen3: (n, k), number of experts
-LIKELY_OF_MODELS, MOST_OF_MODELS = 1.25, 12  # as LIKELY and MOST, for weights of models
+# Qwen3's expert GEMMs: their (n, k) shapes, and the number of groups
+MORE_EXPERTS, THEIR_GROUPS = ((2048, 768), (4096, 1536)), 128
+LIKELY_OF_MODELS, MOST_OF_MODELS = 1.25, 12  # LIKELY and MOST for problems with the shapes of models
 
 
 class Problem(NamedTuple):
-    """A GEMM to choose a tile for. groups: 0 for a dense one. m: rows in all. skewed: sizes of groups vary widely."""
+    """A GEMM to choose a tile for. groups: 0 if dense. m: rows of all groups. skewed: sizes of groups vary widely."""
 
     groups: int
     m: int
@@ -73,21 +75,21 @@ class Problem(NamedTuple):
 
 
 def fitted() -> list[Problem]:
-    """Return the random problems for the fit, the dense ones first."""
+    """Return the random problems that the cost model is fitted to, dense ones first."""
     return sorted((one for seed in FITTED_SEEDS for one in drawn(seed)), key=lambda problem: problem.groups > 0)
 
 
 def problems() -> list[Problem]:
-    """Return the problems that the choice is judged by, the dense ones first."""
+    """Return the problems by which the choice of tiles is judged, dense ones first."""
     return drawn(SEED)
 
 
 def drawn(seed: int) -> list[Problem]:
-    """Draw EACH dense problems and as many grouped ones, of any shape."""
+    """Draw EACH dense problems and EACH grouped problems, with random shapes."""
     draw = random.Random(seed)
 
     def size(least: int, most: int, multiple: int) -> int:
-        """Draw a size, uniform in its logarithm."""
+        """Draw a multiple of `multiple` between `least` and `most`, uniform in its logarithm."""
         return max(least, round(least * (most / least) ** draw.random() / multiple) * multiple)
 
     found = [Problem(0, size(1, MOST_ROWS, 1), size(256, 20000, 8), size(256, 16384, 16)) for _ in range(EACH)]
@@ -99,7 +101,7 @@ def drawn(seed: int) -> list[Problem]:
 
 
 def of_models() -> list[Problem]:
-    """Return the problems for the fit that are weights of models, the dense ones first."""
+    """Return problems with the weight shapes of models, for the fit, dense ones first."""
     dense = [Problem(0, m, n, k) for n, k in LINEAR for m in TOKENS]
     theirs = [pair for pair in GROUPS if pair[0] == THEIR_GROUPS]
     weights = [*((one, GROUPS) for one in EXPERTS), *((one, theirs) for one in MORE_EXPERTS)]
@@ -107,13 +109,13 @@ def of_models() -> list[Problem]:
 
 
 def with_groups(n: int, k: int, pairs: Iterable[tuple[int, int]]) -> list[Problem]:
-    """Return a problem with even and one with skewed groups for each (groups, mean rows) that fits in memory."""
+    """Return an even and a skewed problem for each (groups, mean rows) whose weights fit in memory."""
     pairs = [(groups, mean) for groups, mean in pairs if groups * n * k <= MOST_BYTES]
     return [Problem(groups, groups * mean, n, k, skewed) for groups, mean in pairs for skewed in (False, True)]
 
 
 def group_offsets(problem: Problem) -> Tensor:
-    """Draw offsets (groups + 1,) int32. Sizes vary by about a third, or as much as with skewed routing."""
+    """Draw group offsets (groups + 1,) int32. Group sizes vary by about a third, or as much as with skewed routing."""
     generator = torch.Generator().manual_seed(problem.m)
     share = torch.empty(problem.groups)
     if problem.skewed:
@@ -126,13 +128,16 @@ def group_offsets(problem: Problem) -> Tensor:
 
 
 def expected_us(problem: Problem, config: TileConfig, sms: int = SMS, skewed: float = SKEWED) -> float:
-    """Return the cost model's microseconds. skewed: the probability that groups are skewed, if it is not known."""
+    """Return the microseconds that the cost model expects.
+
+    skewed: the probability that groups are skewed, for the case that it is not known whether they are.
+    """
     groups, m, n, k, _ = problem
     return grouped_time(config, groups, m / groups, n, k, sms, skewed) if groups else dense_time(config, m, n, k, sms)
 
 
 def every_candidate(problem: Problem, sms: int = SMS) -> list[TileConfig]:
-    """Return all tiles that may be chosen for a problem."""
+    """Return all tiles from which one is chosen for a problem."""
     groups, m, n, k, _ = problem
     if groups:
         return grouped_candidates(GroupedProblem(m, groups, m / groups, n, k, sms))
@@ -140,7 +145,7 @@ def every_candidate(problem: Problem, sms: int = SMS) -> list[TileConfig]:
 
 
 def candidates(problem: Problem, sms: int, likely: float = LIKELY, most: int = MOST) -> list[TileConfig]:
-    """Return the chosen tile, then others that the cost model expects to be nearly as fast."""
+    """Return the chosen tile, then other tiles that the cost model expects to be nearly as fast."""
     groups, m, n, k, _ = problem
     times = {config: expected_us(problem, config, sms) for config in every_candidate(problem, sms)}
     chosen = choose_grouped(GroupedProblem(m, groups, m / groups, n, k, sms)) if groups else choose_dense(m, n, k, sms)
@@ -160,21 +165,21 @@ def call_of(problem: Problem) -> Callable[[TileConfig], object]:
 
 
 def multiply(a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None, config: TileConfig) -> Tensor:
-    """Run a GEMM with the given tile; it is grouped if there are offsets."""
+    """Run a GEMM with the given tile: grouped if there are offsets, else dense."""
     multiply_with(config, GemmOperands(*a, *b, groups=offsets), out, None if offsets is None else Grouping())
     return out
 
 
 def finalists(times: dict[TileConfig, float]) -> list[TileConfig]:
-    """Return the chosen tile, which comes first in `times`, and the fastest others."""
+    """Return the chosen tile, which comes first in `times`, and the OTHERS fastest other tiles."""
     chosen, *others = times
     return [chosen, *sorted(others, key=times.__getitem__)[:OTHERS]]
 
 
 def make_row(problem: Problem, times: dict[TileConfig, float], again: dict[TileConfig, float] | None = None) -> dict:
-    """Make a problem's row from its candidates' microseconds, the chosen one first.
+    """Make a problem's row from the microseconds of its candidates, with the chosen tile first.
 
-    again: the second times, by which `regret` is computed; None: use the first ones.
+    again: times of a second measurement, from which `regret` is computed; None: use the times of the first.
     """
     judged = times if again is None else again
     (chosen, us), *_ = judged.items()
@@ -185,7 +190,7 @@ def make_row(problem: Problem, times: dict[TileConfig, float], again: dict[TileC
 
 
 def time_in_turn(problem: Problem, configs: Sequence[TileConfig], sms: int, rounds: int = 1) -> dict[TileConfig, float]:
-    """Return the median microseconds of each tile; with several rounds, the median of the rounds' medians."""
+    """Return the median microseconds of each tile; with several rounds, the median of each round's median."""
     call = call_of(problem)
     every = [partial(call, config) for config in configs]
     rests = [timing.SHORT_REST_S if expected_us(problem, config, sms) > LONG_US else 0.0 for config in configs]
@@ -194,7 +199,7 @@ def time_in_turn(problem: Problem, configs: Sequence[TileConfig], sms: int, roun
 
 
 def measure(fit: bool = False, models: bool = False) -> Iterator[dict]:
-    """Time the candidates of each problem; when judging the choice, time the fastest ones again."""
+    """Time the candidates of each problem; when judging the choice, time the fastest candidates again."""
     sms, likely, most = num_sms(torch.cuda.current_device()), LIKELY, MOST
     timed = fitted() if fit else problems()
     if models:

@@ -1,4 +1,4 @@
-"""`fp8moe warmup` for whole models, and how many kernels they still compile afterwards."""
+"""Cost of `fp8moe warmup` for whole models, and the number of kernels that models still compile afterwards."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from fp8moe.decode import GraphDecoder
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 BATCH_SIZES, LONGEST = (1, 8, 64), 8192
-STEPS = ((1, 512), (8, 512), (64, 512), (1, LONGEST))  # (batch, prompt tokens)
+STEPS = ((1, 512), (8, 512), (64, 512), (1, LONGEST))  # (batch, prompt tokens) of decode steps
 POWERS = [1 << i for i in range(LONGEST.bit_length())]
 LENGTHS = sorted({*range(1, 40), *POWERS, *(power + 1 for power in POWERS[:-1]), 200, 300, 700, 1500, 3000, 5000, 6500})
 
@@ -36,7 +36,7 @@ def run_python(program: str, *arguments: str, **environment: str) -> str:
 
 
 def fill_cache(name: str, directory: Path) -> dict:
-    """Run `fp8moe warmup` for batches of BATCH_SIZES and prompts of up to LONGEST tokens; return its row."""
+    """Run `fp8moe warmup` for BATCH_SIZES and prompts of up to LONGEST tokens; return a row with its cost."""
     source = directory / "config.json"
     source.write_text(json.dumps(configuration(name)))
     sizes = ["--batch-sizes", *map(str, BATCH_SIZES), "--max-length", str(LONGEST + ROOM)]
@@ -77,7 +77,7 @@ COMPILED = "import json, sys; from {} import compiled_by; print(json.dumps(compi
 
 
 def measure(model: Sequence[str] = MODELS) -> Iterator[dict]:
-    """Warm up a cache, then count the kernels that the model still compiles with it; the goal is none."""
+    """Warm up a kernel cache, then count the kernels that the model still compiles with this cache; the goal is 0."""
     for name in model:
         with tempfile.TemporaryDirectory() as directory:
             row = fill_cache(name, Path(directory))

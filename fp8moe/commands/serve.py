@@ -13,90 +13,128 @@ import torch
 from fp8moe.runtime import config
 from fp8moe.runtime.progress import shown, still_running
 from fp8moe.weights import find_format
-from fp8moe.weights.source import open_checkpoint
+from fp8moe.weights.source import open_checkpoint, read_json
 
-PACKAGES = ("transformers", "fastapi", "uvicorn", "openai")
+PACKAGES = ("transformers", "fastapi", "uvicorn", "prometheus_client")
 MAX_LENGTH = 4096
 """Default of --max-length, in tokens; lower if the model has fewer positions."""
-SECONDS_TO_FINISH = 10
-"""Seconds that running answers get to finish after Ctrl-C or SIGTERM, before they are cancelled."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Addresses at which only their own names are accepted as Host header, against DNS rebinding by web pages."""
 
 
 def run(options: argparse.Namespace) -> int:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise RuntimeError(f"{', '.join(missing)}: not installed, and needed to serve: pip install 'fp8moe[serve]'")
-    import uvicorn
     from transformers.utils import logging
 
-    from fp8moe.serving import DecoderManager, make_app
+    from fp8moe.serving import BatchingManager, DecoderManager, make_app, serve
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:
         with shown(not options.quiet):
+            device = _device(options.device)
             directory = str(open_checkpoint(options.model).directory)
             with still_running("loading the model"):
-                model, tokenizer = load(directory, options.device)
+                model, tokenizer = load(directory, device, trust_remote_code=options.trust_remote_code)
                 decoder = make_decoder(model, options.slots, options.max_length)
-        app = make_app(options.model, model, tokenizer, DecoderManager(decoder) if decoder else None)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SECONDS_TO_FINISH))
-        _announce(options, listener.getsockname()[1], decoder)
-        server.run(sockets=[listener])
+        most = options.max_length or min(MAX_LENGTH, positions(model))
+        manager = DecoderManager(decoder) if decoder else BatchingManager(model, most)
+        name = options.served_model_name or options.model
+        hosts = {options.host, "localhost"} if options.host in LOOPBACK else None
+        app = make_app(name, model, tokenizer, manager, api_key=options.api_key, hosts=hosts)
+        _announce(options, name, listener.getsockname()[1], decoder)
+        serve(app, manager, listener)
     return 0
 
 
-def load(directory: str, device: str | None) -> tuple[Any, Any]:
-    """Return a model whose experts run on fp8moe, and its tokenizer. device: None for a GPU if there is one.
+def load(directory: str, device: str | None, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """Load a model, its experts on fp8moe, and its tokenizer. device: None for a GPU if there is one.
 
-    Raises ValueError for a checkpoint that fp8moe or transformers cannot load, or that has no fast tokenizer.
+    trust_remote_code: where config.json names code of the checkpoint (auto_map), it makes the model.
+    Raises ValueError for a checkpoint of which there is no such model or tokenizer, or not without code of its own, and
+    for tensors that are missing, left over or misshapen.
     """
     import transformers
 
     from fp8moe.hf import load_model, register
-    from fp8moe.hf.architecture import reason_of
+    from fp8moe.hf.architecture import read_config, reason_of
+    from fp8moe.hf.experts import NAME
 
     register()
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    stored = find_format(directory)
+    device, stored, checkpoint = _device(device), find_format(directory), open_checkpoint(directory)
     if not stored.loads:
         raise ValueError(f"{directory}: {stored.reason}")
+    has_code, what = trust_remote_code and "auto_map" in checkpoint.config, ""
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-        architecture = getattr(transformers, transformers.AutoConfig.from_pretrained(directory).architectures[0])
-    except Exception as error:  # for broken files transformers raises exceptions of any type
-        raise ValueError(f"{directory}: transformers cannot read it ({reason_of(error)})") from error
+        if not has_code:
+            read_config(checkpoint)
+        what = "tokenizer: "
+        declared = read_json(checkpoint.directory / "tokenizer_config.json", [])
+        known = hasattr(transformers, str(declared.get("tokenizer_class")))
+        if declared.get("auto_map") and not (known or trust_remote_code):
+            raise ValueError("its class is custom code of the checkpoint")  # transformers would take another class
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except Exception as error:  # broken files make transformers raise anything
+        reason = reason_of(error).removeprefix("ValueError: ")
+        way_out = "; --trust-remote-code runs that code" if "custom code" in reason else ""
+        raise ValueError(f"{directory}: {what}{reason}{way_out}") from error
     if not tokenizer.is_fast:
         raise ValueError(f"{directory}: its tokenizer is not a fast one (tokenizer.json), which serve needs")
-    if stored.scales != "none":
-        return load_model(directory, dtype="auto", device=device), tokenizer
-    options = {"dtype": "auto", "device_map": device, "experts_implementation": "fp8moe"}
-    return architecture.from_pretrained(directory, **options).eval(), tokenizer
+    if has_code:
+        options = {"dtype": "auto", "device_map": device, "experts_implementation": NAME}
+        kind = transformers.AutoModelForCausalLM
+        return kind.from_pretrained(directory, trust_remote_code=True, **options).eval(), tokenizer
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*nothing of it runs on fp8moe")  # the experts will
+        model = load_model(directory, dtype="auto", device=device)
+    if stored.scales == "none":
+        model.set_experts_implementation(NAME)
+    return model, tokenizer
+
+
+def _device(name: str | None) -> str:
+    """Return the device of this name; without one a GPU if there is one. Raises ValueError for one that is not here."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = name or ("cuda" if gpus else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or not (index.isdecimal() or name == kind):
+        raise ValueError(f"--device {name}: expected cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= gpus:
+        raise ValueError(
+            f"--device {name}, but PyTorch finds {gpus or 'no'} GPU that it can use; --device cpu works too"
+        )
+    return name
 
 
 def make_decoder(model: Any, slots: int, max_length: int | None) -> Any:
     """Return a GraphDecoder for `slots` sequences; or warn and return None if only transformers can serve the model.
 
-    Raises ValueError for a model that neither can serve, and for a `max_length` above the model's number of positions.
+    Raises ValueError for a model that neither serves, for more tokens than it has positions, and for caches that do not
+    fit into the memory.
     """
     from fp8moe.decode import GraphDecoder
     from fp8moe.hf.architecture import reason_of
 
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or MAX_LENGTH
-    if (max_length or 0) > positions:
-        raise ValueError(f"--max-length {max_length}: the model has {positions} positions")
+    most = positions(model)
+    if (max_length or 0) > most:
+        raise ValueError(f"--max-length {max_length}: the model has {most} positions")
+    max_length = max_length or min(MAX_LENGTH, most)
     sizes = sorted({1, max(1, slots // 8), slots})
     try:
-        decoder = GraphDecoder(model, batch_sizes=sizes, max_length=max_length or min(MAX_LENGTH, positions))
+        decoder = GraphDecoder(model, batch_sizes=sizes, max_length=max_length)
         decoder.run([])  # raises for a model whose sequences cannot share a batch
         return decoder
     except TypeError as error:
         raise ValueError(str(error)) from error
     except ValueError as error:
-        if config.settings.batch_invariant:  # transformers' continuous batching is not invariant
-            raise
         reason = str(error)
+        if not reason.startswith("model:"):
+            raise ValueError(f"--slots {slots}, --max-length {max_length}: {reason}") from error
+        if config.settings.batch_invariant:  # which transformers' is not
+            raise
     try:
         model.init_continuous_batching(copy.deepcopy(model.generation_config))
     except Exception as error:
@@ -104,21 +142,26 @@ def make_decoder(model: Any, slots: int, max_length: int | None) -> Any:
             f"{reason}; nor does transformers' continuous batching serve it: {reason_of(error)}"
         ) from error
     warnings.warn(
-        f"{reason}; transformers' continuous batching serves it, with fp8moe's experts, without --slots and "
-        "--max-length, and requests cannot set sampling or stop strings",
+        f"{reason}; transformers' continuous batching serves it, with fp8moe's experts, without --slots, "
+        "and requests cannot set sampling or stop strings",
         stacklevel=2,
     )
     return None
 
 
-def _announce(options: argparse.Namespace, port: int, decoder: Any) -> None:
+def positions(model: Any) -> int:
+    """Return the longest sequence that a model's configuration allows, in tokens."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or MAX_LENGTH
+
+
+def _announce(options: argparse.Namespace, name: str, port: int, decoder: Any) -> None:
     """Print where the server listens, and its limits, now that clients can connect."""
     host = f"[{options.host}]" if ":" in options.host else options.host
-    facts = {"model": options.model, "url": f"http://{host}:{port}/v1", "runs": "transformers"}
+    facts = {"model": name, "url": f"http://{host}:{port}/v1", "runs": "transformers"}
     if decoder is not None:
         facts |= {"runs": "GraphDecoder", "slots": decoder.batch_sizes[-1], "max_length": decoder.max_length}
     if options.json:
         print(json.dumps(facts), flush=True)
     elif not options.quiet:
         most = f", {facts['slots']} sequences of up to {facts['max_length']} tokens" if decoder else ""
-        print(f"{options.model} at {facts['url']}{most}", flush=True)
+        print(f"{name} at {facts['url']}{most}", flush=True)

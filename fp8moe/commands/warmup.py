@@ -23,7 +23,7 @@ from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.progress import progress, shown, still_running
 from fp8moe.runtime.record import in_own_process
 from fp8moe.runtime.sm90 import USUAL_SMS
-from fp8moe.weights.source import CONFIG, read_json
+from fp8moe.weights.source import CONFIG, config_problems, read_json
 
 _FEW_ENOUGH = 8192  # tokens: longer prompts need more GEMM variants, but no other further kernels
 _WAY_OUT = "expected a directory of your own, writable by nobody else, with 256 MB of room (docs/warmup.md)"
@@ -56,19 +56,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_source(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the model's configuration, from SRC or --model-type, with --set applied. Raises ValueError if unusable."""
+    """Return what config.json holds, or would hold. Raises ValueError where there is none, or none of a model."""
     if (options.source is None) == (options.model_type is None):
         raise ValueError("expected either SRC or --model-type")
-    if options.source is None:
-        return {"model_type": options.model_type, **dict(options.set)}
-    path = options.source / CONFIG if options.source.is_dir() else options.source
-    if not path.is_file():
-        raise ValueError(f"SRC is {str(options.source)!r}; it must be a directory with a {CONFIG}, or such a file")
     problems: list[str] = []
-    content = read_json(path, problems)
-    for problem in problems:
+    if options.source is None:
+        content = {"model_type": options.model_type}
+    else:
+        path = options.source / CONFIG if options.source.is_dir() else options.source
+        if not path.is_file():
+            raise ValueError(f"SRC is {str(options.source)!r}; it must be a directory with a {CONFIG}, or such a file")
+        content = read_json(path, problems)
+    content |= dict(options.set)
+    for problem in problems + config_problems(content):
         raise ValueError(problem)
-    return content | dict(options.set)
+    return content
 
 
 def _print_missing(
@@ -108,7 +110,7 @@ def _record(
 
     logging.set_verbosity_error()
     model_type = source.get("model_type")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ValueError(f"model_type is {model_type!r}; it must be one that transformers knows, such as 'qwen3_moe'")
     for name in given:
         if not hasattr(CONFIG_MAPPING[model_type](), name):

@@ -123,8 +123,8 @@ def attend(
     query: (B, heads, T, D). key, value: (B, key heads, columns, D) of the cache, all columns or the first ones. Returns
     (B, T, heads, D), and None for the attention weights. The query of a padded token gives 0.
 
-    Raises UnsupportedAttention for dropout, float32, sizes that the kernel does not have, and anything else that the
-    model passes: soft caps, sinks, position biases, selected tokens.
+    Raises UnsupportedAttention for dropout, float32, head sizes that the kernel does not support, and any other feature
+    that the model asks for: soft caps, sinks, position biases, selected tokens.
     """
     metadata = attention_mask
     batch, heads, new, size = query.shape
@@ -175,7 +175,7 @@ def _flash_attention(
 ) -> Tensor:
     """Run PyTorch's flash attention on packed sequences; return the output, shaped like ``query``.
 
-    query (queries, heads, D); key, value (keys, key heads, D); sequences: of an AttentionMetadata. The last query of a
+    query (queries, heads, D); key, value (keys, key heads, D); sequences: as in AttentionMetadata. The last query of a
     sequence attends to all its keys, each query before it to one key less, and none to more than ``window`` keys.
     """
     first_query, first_key, count = sequences

@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
 class CachePosition:
     """The cache columns of a call's new tokens, shared by all attention layers.
 
     columns (B,) int64: the column of each row's first new token; whoever calls the model advances it after the call.
-    ragged: whether rows may differ in it.
+    ragged: whether rows may have different columns.
     """
 
     def __init__(self, size: int, device: torch.device, ragged: bool):
@@ -22,8 +23,8 @@ class CachePosition:
     def next_call(self, count: int = 1, start: int | None = None, end: int | None = None) -> None:
         """Prepare for a call that writes ``count`` tokens per row.
 
-        start: the column of the first one, the same in all rows; None if only the device knows. end: the call reads the
-        columns before it; None for all columns.
+        start: the column of the first token, the same in all rows; None if only the device knows. end: the call reads
+        the columns before ``end``; None for all columns.
         """
         self.start, self.end, self.count = start, end, count
         self.call = object()
@@ -36,8 +37,8 @@ class CachePosition:
     def length(self, written: bool) -> int | Tensor:
         """Return the number of cached tokens, in the form that transformers' masks expect.
 
-        written: whether the call's tokens count. Returns an int, a tensor without dimensions or, if rows may differ, a
-        tensor of shape (B,).
+        written: whether to count the tokens of this call. Returns an int, a tensor without dimensions or, if rows may
+        differ, a tensor of shape (B,).
         """
         before = self.start
         if before is None:
@@ -47,7 +48,7 @@ class CachePosition:
     def write(self, target: Tensor, dim: int, values: Tensor) -> Tensor:
         """Write new values into ``target``; return the columns of ``target`` that the new tokens may attend to.
 
-        values: (B, Hk, count, D) with dim 2, or (B, count, D) with dim 1; dim is that of the columns.
+        values: (B, Hk, count, D) or (B, count, D). dim: the dimension of the columns, 2 or 1.
         """
         if self.start is None:
             index = self.index if dim == 2 else self.index[:, 0]
@@ -111,14 +112,14 @@ def copy_rows(target: Any, size: int, rows: Tensor, source: Any, chosen: Tensor,
 
 
 def reset(cache: Any, masked: bool) -> None:
-    """Set states to zero. masked: also keys and values, for attention that multiplies masked values by 0."""
+    """Zero the cache's linear-attention states. masked: whether attention has a mask; if so, zero keys and values."""
     for layer in cache.layers:
         if masked or hasattr(layer, "has_previous_state"):
             layer.reset()
 
 
 def clear_rows(cache: Any, rows: Tensor) -> None:
-    """Write zeros into these rows: attention with a mask multiplies their values by 0, which would keep a NaN."""
+    """Zero these rows of the cache: attention with a mask multiplies masked values by 0, and 0 * NaN would be NaN."""
     for index, layer in enumerate(cache.layers):
         for tensor in _row_tensors(index, layer).values():
             tensor.index_fill_(0, rows, 0)
@@ -129,10 +130,20 @@ def has_states(cache: Any) -> bool:
     return any(hasattr(layer, kind) for layer in cache.layers for kind in STATES)
 
 
+def bytes_of_a_row(cache: Any, max_length: int) -> int:
+    """Return the bytes that a row of so many columns takes in a cache like this one; what layers share counts once."""
+    sizes: dict[int, int] = {}
+    for name, value in (item for layer in cache.layers for item in vars(layer).items()):
+        for tensor in (each for each in tree_leaves(value) if isinstance(each, Tensor) and each.dim() > 1):
+            columns = tensor.shape[_COLUMNS[name]] if name in _COLUMNS else max_length
+            sizes[tensor.data_ptr()] = tensor.nbytes // len(tensor) * max_length // columns
+    return sum(sizes.values())
+
+
 _COLUMNS = {"keys": 2, "values": 2, "indexer_keys": 1}
-"""The tensors of a layer that have a column for each token, with the dimension of the columns."""
+"""The tensors of a cache layer with a column for each token, by name -> the dimension of the columns."""
 STATES = ("conv_states", "recurrent_states")
-"""The dicts of a layer whose tensors hold one state for each sequence."""
+"""The attributes of a cache layer that are dicts of linear-attention states, with one row per sequence."""
 
 
 def _row_tensors(index: int, layer: Any) -> dict[Any, Tensor]:
@@ -162,7 +173,7 @@ def _allocate(layer: Any, examples: dict[Any, Tensor]) -> None:
 
 @functools.cache
 def _own_layers() -> dict[str, type]:
-    """Return our classes of cache layers by the names of transformers' classes that they replace."""
+    """Return fp8moe's classes of cache layers, by the names of transformers' classes that they replace."""
     from transformers import cache_utils
 
     class PositionedLayer:

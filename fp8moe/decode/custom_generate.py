@@ -43,7 +43,7 @@ def translate(input_ids: Tensor, config: Any, model_arguments: dict[str, Any]) -
 
 
 def check_processors(processors: Iterable[Any], config: Any) -> None:
-    """Raise ValueError for a logits processor that does not follow from the config, or that the decoder lacks."""
+    """Raise ValueError for a logits processor that the decoder lacks, or whose parameter differs from the config's."""
     from transformers import generation
 
     arguments = {
@@ -62,7 +62,7 @@ def check_processors(processors: Iterable[Any], config: Any) -> None:
 
 
 def check_criteria(criteria: Iterable[Any], config: Any) -> None:
-    """Raise ValueError for a stopping criterion that does not follow from the config, or that the decoder lacks."""
+    """Raise ValueError for a stopping criterion that the decoder lacks, or that differs from the config's settings."""
     from transformers import generation
 
     ends = [] if config.eos_token_id is None else integers("eos_token_id", config.eos_token_id)

@@ -4,15 +4,17 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from typing import Any, NoReturn, SupportsIndex, Unpack
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, NoReturn, SupportsIndex, Unpack
 
 import torch
 from torch import Tensor
 
 from fp8moe.decode import custom_generate
 from fp8moe.decode.attention import NAME as FLASH
-from fp8moe.decode.cache import has_states
+from fp8moe.decode.cache import bytes_of_a_row, has_states
+from fp8moe.decode.memory import free_memory
 from fp8moe.decode.prefill import MOST_GRAPH_TOKENS, compile_for_prompts
 from fp8moe.decode.prefix import Prefix
 from fp8moe.decode.probe import check_batch_invariance, check_model, device_of, find_capabilities
@@ -31,25 +33,47 @@ from fp8moe.runtime.settings import standard_device
 from fp8moe.weights.closing import refits_of
 
 
-class _TurnLock:
-    """A lock that a suspended generator may hold: a thread that asks for it twice gets an error, not a deadlock."""
+class _Turn(NamedTuple):
+    """A turn of a thread. over: has an element once it may have ended."""
+
+    thread: int
+    over: SimpleQueue
+
+
+class _Turns:
+    """Gives turns, one at a time. The owner may be a suspended generator: a thread that has a turn gets no second one.
+
+    A KeyboardInterrupt at any line leaves no turn behind: a turn is taken by one operation, which says whose it is, and
+    given back twice, as the first attempt may be interrupted.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holder: int | None = None
+        self._owner: dict[str, _Turn] = {}  # empty while nobody has the turn
 
-    def __enter__(self) -> None:
-        if self._holder == threading.get_ident():
-            raise RuntimeError(
-                "the decoder is at work: this thread has a stream or run of it that has not ended; finish it or close "
-                "it first"
-            )
-        self._lock.acquire()
-        self._holder = threading.get_ident()
+    @contextmanager
+    def next(self) -> Iterator[None]:
+        """Wait for a turn of this thread. Raises RuntimeError if it has one."""
+        mine = _Turn(threading.get_ident(), SimpleQueue())
+        try:
+            try:
+                while (owner := self._owner.setdefault("turn", mine)) is not mine:
+                    if owner.thread == mine.thread:
+                        raise RuntimeError(
+                            "the decoder is at work: this thread has a stream or run of it that has not ended; finish "
+                            "it or close it first"
+                        )
+                    with suppress(Empty):
+                        owner.over.put(owner.over.get(timeout=1))  # an interrupt may come between the two
+                yield
+            finally:
+                self._end(mine)
+        finally:
+            self._end(mine)
 
-    def __exit__(self, *exception: object) -> None:
-        self._holder = None
-        self._lock.release()
+    def _end(self, mine: _Turn) -> None:
+        if self._owner.get("turn") is mine:
+            del self._owner["turn"]
+        mine.over.put(None)
 
 
 class GraphDecoder:
@@ -57,8 +81,8 @@ class GraphDecoder:
 
     The decode step (one token per sequence: running the model, choosing the token, end-of-sequence bookkeeping) is
     captured once for each of ``batch_sizes`` with a static cache; a step then costs the CPU one graph launch. Prompts
-    are read into the same cache, eagerly or, if they are short, with graphs of their own (`short_prompts`). Nothing in
-    the step depends on host values: lengths, masks, expert routing and sampling parameters are read on the device,
+    are prefilled into the same cache, eagerly or, if short, with graphs of their own (`short_prompts`). Nothing in the
+    step depends on host values: lengths, masks, expert routing and sampling parameters are read on the device,
     so they may differ at every replay. A batch is padded up to the next captured size with copies of its first
     sequence, which choose the same experts and so read no further weights.
 
@@ -93,16 +117,17 @@ class GraphDecoder:
             implementation "sdpa" or "eager" (for "eager" transformers 5.17 copies a constant from the host, which
             cannot be captured). On a GPU its experts need an implementation that can be captured, such as "fp8moe"
             (fp8moe.hf.register); "eager" experts read the routing on the host.
-        batch_sizes: the batch sizes to capture; any smaller batch runs in the next larger one.
-        max_length: the most tokens of a sequence, prompt and answer together.
-        capture: False runs the step without a graph on a GPU, too.
-        fuse: run the parts of the model that surround its experts in fp8moe's kernels, where fp8moe knows their code,
-            as after `fp8moe.hf.optimize`, but only in the decoder's own steps and prompts; elsewhere the model runs as
-            it is. For this, FP8 weights of projections with the same input are moved next to each other in memory.
-            ``fused`` lists the modules. False: none.
-        prefill_chunk: how many columns of a batch of prompts to read at a time, which bounds the memory for prompts.
-            None: chosen from the free memory. Models that cannot read several tokens after cached ones, as some with
-            linear attention, read a prompt in one piece.
+        batch_sizes: of the captured steps; any smaller batch is served by the next larger one.
+        max_length: most tokens of a sequence, prompt and answer together.
+        capture: False runs the step without a graph on a GPU too.
+        fuse: the parts of the model that surround its experts run in fp8moe's kernels where it has known code, as
+            after `fp8moe.hf.optimize`, in the decoder's own steps and prompts; outside of them
+            the model stays as it is. For that FP8 weights of projections that read the same input move next to each
+            other. ``fused`` lists the modules. False: none.
+        prefill_chunk: columns of a batch of prompts that are read at a time, which bounds the memory that they take,
+            and the time that streams of other requests wait for it: they get a step after each piece. None: chosen
+            from the free memory; beside streams pieces have at most 4096 tokens, on a CPU 256. Models that cannot go
+            on from their cache with several tokens, as some with linear attention, read a prompt in one piece.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the model cannot be captured; the message says why. To find out,
@@ -145,13 +170,14 @@ class GraphDecoder:
         self.model = model
         self.ranks = ranks_of(model)
         self.batch_sizes = tuple(sizes)
-        self._lock = _TurnLock()
+        self._turns = _Turns()
         self._batch_invariant = config.settings.batch_invariant
         self._records = Records()
         self._pool: tuple[int, int] | None = None
         self._reader: Step | None = None
         with self.on_device():
             self.capabilities = self._find_capabilities(fuse)
+            self._check_memory(sizes)
             self.steps = {size: self.step_of(size, self.max_length) for size in sizes}
         self.fused: tuple[FusedModule, ...] = self.capabilities.fused or ()
         if self._batch_invariant:
@@ -215,14 +241,14 @@ class GraphDecoder:
     @torch.inference_mode(False)
     @torch.no_grad()
     def prefix(self, input_ids: Tensor) -> Prefix:
-        """Read the common beginning of many prompts once, for use in `generate`, `stream` and `run`.
+        """Prefill the common beginning of many prompts once, for use in `generate`, `stream` and `run`.
 
         input_ids: (n,) or (1, n) integers. With a prefix, `generate` returns what it would return for the whole prompt,
         without the prefix's tokens. A prefix holds the keys, values and states of n tokens in memory of its own, and
         can be used with this decoder until the weights change.
 
         Raises TypeError or ValueError for other tensors, if no room is left after the prefix, and for a model that
-        cannot read several tokens after cached ones. RuntimeError as `generate`.
+        cannot prefill after cached tokens. Raises RuntimeError as `generate` does.
         """
         with self.turn(), self.on_device():
             return Prefix(self, parse_prefix(self, input_ids))
@@ -313,14 +339,14 @@ class GraphDecoder:
 
     def close(self) -> None:
         """Free the graphs and the caches."""
-        with self._lock:
+        with self._turns.next():
             self._release()
 
     def __del__(self) -> None:
         self._release()
 
     def _release(self) -> None:
-        # The constructor may have raised before these were set.
+        # The constructor may have raised before it set these attributes.
         for step in (*getattr(self, "steps", {}).values(), getattr(self, "_reader", None)):
             if step is not None:
                 step.release()
@@ -329,11 +355,8 @@ class GraphDecoder:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold the decoder for one call, after calls of other threads.
-
-        Raises RuntimeError or ValueError if the decoder or its model is not ready.
-        """
-        with self._lock:
+        """Wait for this thread's turn. Raises RuntimeError or ValueError if the decoder or its model is not ready."""
+        with self._turns.next():
             if not self.steps:
                 raise RuntimeError("the decoder is closed")
             if config.settings.batch_invariant != self._batch_invariant:
@@ -351,7 +374,7 @@ class GraphDecoder:
         return Step(self.model, size, max_length, self.device, self.capabilities, self.prefill_chunk)
 
     def reader(self) -> Step | None:
-        """Return the step that reads short prompts with CUDA graphs for `run`, or None if they cannot be captured."""
+        """Return the step that prefills short prompts for `run` with CUDA graphs, or None if prefill has no graphs."""
         if self._pool is not None and self._reader is None:
             size = ceil_div(self.batch_sizes[-1], ROWS_PER_NEWCOMER)
             self._reader = self.step_of(size, MOST_GRAPH_TOKENS // size)
@@ -398,11 +421,25 @@ class GraphDecoder:
         self.attention = "flash" if capabilities.attention else f"{own}: {refusals.get('attention', 'on a GPU only')}"
         return capabilities
 
+    @torch.no_grad()
+    def _check_memory(self, sizes: list[int]) -> None:
+        """Raise ValueError where the caches of these batch sizes do not fit into the memory that is free."""
+        step = self.step_of(1, 2)
+        step.start(1, 1, None, [], 0)
+        step.read()
+        needed = sum(sizes) * bytes_of_a_row(step.cache, self.max_length)
+        free = self.ranks.least(free_memory(self.device), self.device)
+        if needed > free:
+            raise ValueError(
+                f"batch_sizes, max_length: the cache of {sum(sizes)} sequences of {self.max_length} tokens takes "
+                f"{needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free on {self.device}"
+            )
+
     def _capture(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         with self.on_device(), torch.no_grad():
             stream = capture_stream(torch.cuda.current_device())
-            # The largest first: smaller ones then reuse its memory in the pool.
+            # Capture the largest batch size first: graphs of smaller ones then reuse its memory in the pool.
             for size in reversed(self.batch_sizes):
                 try:
                     self.steps[size].capture(stream, self._pool)

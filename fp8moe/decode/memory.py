@@ -1,29 +1,30 @@
-"""Compute how many columns of a batch of prompts can be read at once in the free memory."""
+"""The memory that is free, and the number of columns of a batch of prompts that fit into it at once."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
 
 MOST_WHOLE_TOKENS = 65536
-"""The most tokens of a batch to read in one piece, if memory allows it: attention is fastest then."""
+"""The most tokens of a batch of prompts to prefill in one piece, if memory allows: attention is fastest then."""
 MOST_TOKENS = 8192
-"""The most tokens of a batch in one of several pieces: the kernels gain little from more."""
+"""The most tokens in a prefill chunk if a batch takes several chunks: the kernels gain little from more tokens."""
 LEAST_COLUMNS = 64
 FREE_MEMORY_FRACTION = 0.5
-"""The fraction of the free memory that one piece may take."""
+"""The fraction of the free memory that one prefill chunk may take."""
 _RECEIVED, _SUM = 1.1, 4  # bytes per hidden value: of a received FP8 token with scales, and of a partial sum
 
 
 def columns_at_a_time(model: Any, batch: int, end: int, device: torch.device, *, masked: bool, ranks: int = 1) -> int:
-    """Return how many of the ``end`` columns of a batch of prompts to read at once; on a CPU all of them.
+    """Return how many of the ``end`` columns of a batch of prompts to prefill at once; on a CPU all of them.
 
-    masked: whether attention takes a mask, for which keys are repeated for all heads. ranks: how many ranks share the
-    experts; each needs room for the tokens and the partial sums of all.
+    masked: whether attention takes a mask; keys are then repeated for all heads. ranks: how many ranks share the
+    experts; each rank needs room for the tokens and the partial sums of all ranks.
     """
     if device.type != "cuda":
         return end
-    free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = free_memory(device)
     config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize
     heads, size = config.num_attention_heads, _head_size(config)
     room = FREE_MEMORY_FRACTION * free
@@ -39,6 +40,15 @@ def columns_at_a_time(model: Any, batch: int, end: int, device: torch.device, *,
     if batch * end <= min(tokens, MOST_WHOLE_TOKENS):
         return end
     return max(min(tokens, MOST_TOKENS) // batch, LEAST_COLUMNS)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    (kilobytes,) = re.findall(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+    return int(kilobytes) * 1024
 
 
 def _values_of_a_token(config: Any) -> int:

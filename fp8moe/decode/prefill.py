@@ -1,4 +1,4 @@
-"""Prompts on a GPU: load their kernels in advance, and read short prompts with CUDA graphs."""
+"""Prefill on a GPU: load its kernels in advance, and run the prefill of short prompts with CUDA graphs."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,9 +14,9 @@ from fp8moe.runtime.jit import load_all
 from fp8moe.runtime.launch import num_sms
 
 MOST_GRAPH_TOKENS = 4096
-"""The most tokens of a batch with a graph: twice as many take the GPU longer to compute than the host to launch."""
+"""The most tokens of a prefill graph: for twice as many, the GPU computes longer than the host launches kernels."""
 COLUMNS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""The numbers of columns that prompts are padded to, so that a graph can read them."""
+"""The numbers of columns that prompts are padded to, so that a graph can prefill them."""
 
 
 def compile_for_prompts(device_index: int, tokens: int) -> None:
@@ -34,27 +34,27 @@ class _Graph(NamedTuple):
 
 
 class ShortPrompts:
-    """CUDA graphs that read short prompts in a step of ``size`` rows; none if the model reads values on the host.
+    """CUDA graphs that prefill short prompts in a step of ``size`` rows; none if the model reads values on the host.
 
     The host takes longer to launch the kernels of a short prompt than the GPU to run them. Prompts are padded on the
     left to one of COLUMNS. Each of these lengths has a graph, captured at its second use. All share one memory pool.
 
-    chunk: the most columns to read at a time.
+    chunk: the most columns to prefill at a time.
     """
 
     def __init__(self, size: int, chunk: int | None, stream: torch.cuda.Stream, pool: tuple[int, int]):
         self._stream, self._pool = stream, pool
         most = min(MOST_GRAPH_TOKENS // size, chunk or MOST_GRAPH_TOKENS)
         self.columns = [columns for columns in COLUMNS if columns <= most]
-        self._graphs: dict[int, _Graph | None] = {}  # by columns; None after the first use
+        self._graphs: dict[int, _Graph | None] = {}  # by number of columns; None until the second use
 
     @property
     def most(self) -> int:
-        """Return the number of columns of the longest prompts that may have a graph, 0 if none may."""
+        """Return the most columns of a prompt that may have a graph; 0 if no prompt may."""
         return max(self.columns, default=0)
 
     def fit(self, tokens: Tensor, mask: Tensor | None, room: int) -> tuple[Tensor, Tensor | None]:
-        """Pad prompts (B, T) and their mask to a length that a graph may read; return them unchanged if too long.
+        """Pad prompts (B, T) and their mask to a length that may have a graph; return them unchanged if too long.
 
         room: the most columns to pad to.
         """
@@ -68,7 +68,7 @@ class ShortPrompts:
         return pad(tokens, missing), pad(mask.bool(), missing)
 
     def read(self, tokens: Tensor, eagerly: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return ``eagerly(tokens)``, the logits, from a graph if there is one; they are valid until the next call.
+        """Return the logits ``eagerly(tokens)``, from a graph if there is one. They are valid until the next call.
 
         tokens: (B, T), where T is one of ``self.columns``.
         """

@@ -1,4 +1,4 @@
-"""A prefix that many prompts share, which is read once."""
+"""A prefix that many prompts share, which is prefilled once."""
 
 import weakref
 from typing import Any
@@ -17,7 +17,7 @@ class Prefix:
     """
 
     def __init__(self, decoder: Any, tokens: Tensor):
-        """Read the prefix into a cache. tokens (1, n) int64: on the model's device."""
+        """Prefill a cache with the prefix. tokens: (1, n) int64, on the model's device."""
         self.tokens = tokens[0]
         self.length = tokens.shape[1]
         self._decoder = weakref.ref(decoder)
@@ -38,10 +38,10 @@ class Prefix:
     def put(self, step: Any, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, int | None]:
         """Copy the prefix into all rows of a step, after `Step.start`. tokens, mask (B, T): the prompts that follow.
 
-        Padding between the prefix and a prompt could not be masked. Instead, the last tokens of the prefix are read
+        Padding between the prefix and a prompt could not be masked. Instead, the last tokens of the prefix are computed
         again in place of the padding, and rows begin at different columns.
 
-        Returns the tokens to read and the column where they begin, or None if rows differ in it.
+        Returns the tokens to prefill and the column where they begin; the column is None if rows differ in it.
         Raises ValueError for padding that is not on the left, or if the model cannot have rows of different lengths.
         """
         size, new = tokens.shape

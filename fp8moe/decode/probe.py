@@ -40,7 +40,7 @@ _MIXING = ("DogeCDMoE",)  # routers that mix the tokens of a call; transformers 
 
 
 def check_model(model: Any, captured: bool) -> None:
-    """Raise TypeError or ValueError if the model's modules show that a decoder cannot run or, if asked, capture it."""
+    """Raise TypeError or ValueError if a decoder cannot run the model's modules or, if ``captured``, capture them."""
     name = type(model).__name__
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise TypeError(f"model: expected a causal language model, got {name}")
@@ -111,8 +111,8 @@ def find_capabilities(
     """Find the capabilities with which the model gives the right logits; also return why the others are refused.
 
     flash: the name of the attention implementation to try. fused: modules to try in fp8moe's kernels.
-    Raises the ValueError of `check_step` for a model that is wrong even without any capability: with its own forwards
-    and attention, rows of one length and prompts in one piece.
+    Raises the ValueError of `check_step` if the model's logits are wrong even with every capability off, that is, with
+    the model's own forwards and attention, rows of one length and prompts in one piece.
     """
     best = Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused)
     if _refusal(model, device, captured, best) is None:
@@ -130,7 +130,7 @@ def find_capabilities(
 
 
 def _refusal(model: Any, device: torch.device, captured: bool, capabilities: Capabilities) -> ValueError | None:
-    """Return an error if capabilities fail for two different token sequences: one may fail by rounding alone."""
+    """Return an error if the model fails `check_step` for two token sequences: one may fail by rounding alone."""
     refusal = None
     for beginning in (0.25, 0.3):
         try:
@@ -148,7 +148,7 @@ def check_step(
 ) -> None:
     """Run a few tokens through a new decode step, and compare the logits with the model's for all tokens at once.
 
-    A ragged step has two rows, moved from other steps; a step with chunked prefill reads the prompt in chunks.
+    A ragged step has two rows, moved from other steps; a step with chunked prefill gets the prompt in chunks.
     beginning: the first token, as a fraction of the vocabulary.
 
     Raises ValueError if the step cannot run; if it is to be captured but reads values on the host; or if its logits are
@@ -178,9 +178,9 @@ def check_step(
             raise ValueError(f"model: the logits of {name} are {logits.dtype}, expected bfloat16, float16 or float32")
         if whole.isnan().any():
             raise ValueError(f"model: the logits of {name} are NaN")
-        parts = [slice(1, None)]  # after each new token
+        parts = [slice(1, None)]  # logits after each new token
         if capabilities != PLAIN:
-            parts.append(slice(1))  # after the prompt, if fp8moe's code takes part in reading it
+            parts.append(slice(1))  # logits after the prompt, if its prefill runs code of fp8moe
         if logits.shape != whole.shape or any(_far(logits[part], whole[part], alone[part]) for part in parts):
             raise ValueError(
                 f"model: with a static cache the logits of {name} are not those that it gives without a cache: what it "
@@ -204,7 +204,7 @@ def _far(stepwise: Tensor, whole: Tensor, alone: Tensor) -> bool:
 
 
 def _sequence(size: int, device: torch.device, beginning: float) -> tuple[Tensor, Tensor]:
-    """Return tokens (1, PROMPT + NEW) from the middle of the vocabulary, whose ends hold special ones, and a mask."""
+    """Return tokens (1, PROMPT + NEW) and a mask. Special tokens are avoided: they are at the vocabulary's ends."""
     tokens = torch.linspace(
         int(size * beginning), size * 3 // 4, PROMPT + NEW, dtype=torch.float64, device=device
     ).long()[None]
@@ -216,7 +216,7 @@ def _sequence(size: int, device: torch.device, beginning: float) -> tuple[Tensor
 def _without_cache(model: Any, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logits (1 + NEW, vocabulary) after the prompt and after each new token, computed in two ways.
 
-    The first are those of the whole sequence, the second those of each token alone.
+    In the first result the model sees the whole sequence, in the second each token alone.
     """
     positions = positions_of(mask)
     whole = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits[0, -1 - NEW :]
@@ -228,7 +228,7 @@ def _without_cache(model: Any, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Te
 def _with_cache(steps: list[Step], tokens: Tensor, mask: Tensor, begins: tuple[int, ...]) -> tuple[Tensor, list[str]]:
     """Return the logits (rows, 1 + NEW, vocabulary) of the first step, and the operations that read on the host.
 
-    Row i's prompt begins at token begins[i], and is read in a step of its own if there are several steps.
+    Row i's prompt begins at token begins[i], and is prefilled in a step of its own if there are several steps.
     """
     step, *others = steps
     device = tokens.device

@@ -19,7 +19,7 @@ from fp8moe.runtime.checks import check_tensor, describe
 
 
 class Options(TypedDict, total=False):
-    """The arguments of `GraphDecoder.generate` other than the prompts; see there for their meaning."""
+    """The arguments of `GraphDecoder.generate` other than the prompts; `generate` documents them."""
 
     max_new_tokens: Required[int]
     attention_mask: Tensor | None
@@ -41,7 +41,7 @@ class Options(TypedDict, total=False):
 
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What tokenizers decode an incomplete UTF-8 sequence to."""
+"""The character that tokenizers decode an incomplete UTF-8 sequence to."""
 
 
 class StopStrings:
@@ -96,16 +96,17 @@ class Tail:
 class Request:
     """Prompts that begin together: their checked arguments, and the progress of their sequences.
 
-    key: identifies the request in `News`. given: the caller's prompts (B, L); the result includes them if with_prompts.
-    tokens (B, L) int64, mask (B, L) bool or None: on the model's device. new_tokens: the most new tokens of a sequence.
-    ends, pad: the end tokens, and the pad token or None. samplings: one for each sequence.
-    tails: the last tokens of each sequence if there are stop strings, else Nones.
-    stepwise: whether the tokens of each step are news, too. cancelled: whether to drop the result and to free the rows
-    before the next step; any thread may set this at any time.
+    key: identifies its news. given: the prompts (B, L) of the caller, with which the result begins if with_prompts.
+    tokens (B, L) int64, mask (B, L) bool or None: on the model's device. new_tokens: most of a sequence.
+    ends, pad: tokens; pad may be None. samplings: of each sequence.
+    tails: with stop strings the last tokens of each sequence, else Nones.
+    stepwise: the tokens (B,) of each step are news too, with return_logprobs (tokens, logprobs). cancelled: there is no
+    result, and the rows are freed before the next step; any thread may set it at any time.
 
-    rows: its rows in the scheduler's step. made: how many new tokens each sequence has at most. end: the column before
-    which all sequences end. seen: how many new tokens of each sequence have been looked at one by one. stopped: indices
-    of sequences that a stop string has ended.
+    rows: of its step. made: an upper bound of a sequence's new tokens. end: a column that no sequence reaches.
+    seen: the new tokens of each sequence that were looked at one by one. stopped: sequences that a stop string ended.
+    finish_reasons: of each sequence, known with its result: "stop" after an end token or a stop string, which may be
+    the last token allowed, "length" otherwise, None after logits that became NaN.
     """
 
     key: Any
@@ -128,6 +129,7 @@ class Request:
     end: int = 0
     seen: list[int] = field(init=False)
     stopped: set[int] = field(default_factory=set)
+    finish_reasons: list[str | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.seen = [0] * len(self.tokens)
@@ -198,10 +200,13 @@ def parse(
     )
 
 
-def parse_one(decoder: Any, arguments: Any, key: Any, generation_config: Any = None) -> Request:
-    """Check the arguments of one request of ``decoder.run``, and cut off its prompt's padding.
+def parse_one(
+    decoder: Any, arguments: Any, key: Any, generation_config: Any = None, *, stops_in_answer: bool = False
+) -> Request:
+    """Check the arguments of one request of ``decoder.run``, and cut off padding.
 
-    generation_config: has the defaults of arguments that are not given; None: the model's. Raises errors as `parse`.
+    generation_config: where what is not given comes from, None: the model's. stops_in_answer: stop strings count in
+    the text of the answer alone; without it they may begin in the prompt. Raises TypeError or ValueError as `parse`.
     """
     if not isinstance(arguments, Mapping):
         raise TypeError(f"requests: expected dicts of generate's arguments, got {describe(arguments)}")
@@ -214,6 +219,8 @@ def parse_one(decoder: Any, arguments: Any, key: Any, generation_config: Any = N
         options["attention_mask"] = mask[None]
     request = parse(decoder, ids[None], options, generation_config or decoder.model.generation_config, key)
     request.with_prompts = False
+    if stops_in_answer and (tail := request.tails[0]) is not None:
+        tail.tokens.clear()
     if request.mask is not None:
         check_zeros_on_the_left(request.mask)
         padding = int((~request.mask).sum())
@@ -279,7 +286,7 @@ def parse_prefix(decoder: Any, input_ids: Any) -> Tensor:
     """Check the input_ids of ``decoder.prefix`` and return them as (1, n) int64 on the model's device.
 
     Raises TypeError or ValueError for other tensors, if the prefix leaves no room, and for a model that cannot continue
-    one.
+    a prefix.
     """
     check_tensor("input_ids", input_ids)
     ids = input_ids[None] if input_ids.dim() == 1 else input_ids
@@ -298,7 +305,7 @@ def parse_prefix(decoder: Any, input_ids: Any) -> Tensor:
 
 
 def end_tokens(size: int, eos: Any, pad: Any, defaults: Any) -> tuple[list[int], int | None]:
-    """Return the end tokens, and the pad token or None. size: of the vocabulary. defaults: a generation config."""
+    """Return the end tokens, and the pad token or None. size: the vocabulary's. defaults: a generation config."""
     eos = defaults.eos_token_id if eos is None else eos
     ends = [] if eos is None else integers("eos_token_id", eos)
     pad = defaults.pad_token_id if pad is None else pad

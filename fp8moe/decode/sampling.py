@@ -15,7 +15,7 @@ from fp8moe.runtime.checks import describe
 
 NEAR_ZERO = 1e-5
 """Temperatures below this value mean greedy decoding."""
-PENALTIES = ("repetition_penalty", "presence_penalty")  # these change greedy decoding too
+PENALTIES = ("repetition_penalty", "presence_penalty")  # sampling parameters that change greedy decoding, too
 _SEEDS = range(-(2**63), 2**63)
 
 
@@ -83,7 +83,7 @@ def _checked(name: str, value: Any) -> float | int:
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
         return min(value, torch.iinfo(torch.int32).max)
-    rounded = ctypes.c_float(number(name, value)).value  # as the kernel reads it: tiny becomes 0, huge infinite
+    rounded = ctypes.c_float(number(name, value)).value  # in float32, as in the kernel: 1e-50 becomes 0
     holds, expected = _RANGES[argument]
     if not holds(rounded):
         raise ValueError(f"{name}: expected {expected}, got {value}")

@@ -1,4 +1,4 @@
-"""Schedule requests over the rows of a step: each forward reads prompts into free rows, or decodes a token per row."""
+"""Schedule requests over the rows of a step: each forward prefills free rows, or decodes one token per row."""
 
 import itertools
 from collections import deque
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8moe.decode.memory import MOST_TOKENS
+from fp8moe.decode.prefill import MOST_GRAPH_TOKENS
 from fp8moe.decode.request import Request, parse_one
 from fp8moe.decode.stats import Record
 from fp8moe.decode.step import Step
@@ -20,12 +21,20 @@ from fp8moe.runtime.progress import progress as progress_bar
 STEPS_PER_ROW_CHECK = 2
 """Decode steps between two checks for rows that have ended. A check does not stall the GPU: see `Readback`."""
 STEPS_PER_END_CHECK = 8
-"""Decode steps between two checks when there is only one request: nothing waits for its rows."""
+"""Decode steps between two checks if there is only one request: no other request waits for rows that it would free."""
 ROWS_PER_NEWCOMER = 8
-"""Prompts are read once one row in this many is free: reading several at once costs little more than reading one."""
+"""Prompts are read when one row in this many is free: reading several at once costs little more than reading one."""
+MOST_EMPTY_STEPS = 16
+"""Prompts are also read when a row was free for this many steps while they waited."""
+PIECE_TOKENS = MOST_GRAPH_TOKENS
+"""Most tokens of prompts that are read between two steps of a stream, unless the decoder has a prefill_chunk.
+
+With fewer a GPU would wait for the host, which launches the kernels.
+"""
+CPU_PIECE_TOKENS = 256
 FEW_TOKENS = 2048
 MOST_PADDING = 1.25
-"""Prompts form one batch if it has, with padding, at most MOST_PADDING times their tokens, or at most FEW_TOKENS."""
+"""Prompts are prefilled as one batch if padding makes it at most MOST_PADDING times as large, or FEW_TOKENS tokens."""
 
 Result = Tensor | tuple[Tensor, Tensor] | ValueError
 
@@ -47,7 +56,7 @@ class NaNLogits(ValueError):
 
 
 class News(NamedTuple):
-    """What came of the request with this key: the tokens (B,) of one step or, if ``last``, the request's result."""
+    """News of the request with this key: the tokens (B,) of one step or, if ``last``, the request's result."""
 
     key: Any
     value: Any
@@ -121,7 +130,10 @@ def _counted(progress: Any, requests: Iterable) -> Iterator[Callable[[], None]]:
 
 
 class _Report(NamedTuple):
-    """count, finished and tokens of a step's rows: as lists, and stacked (3, size) on the device and on the host."""
+    """A step's count, finished and tokens, as lists, and stacked (3, size) on its device and on the host.
+
+    There (4, size) if a request wants them with the logprobs of its tokens, which come last: see `_bits`.
+    """
 
     count: list[int]
     finished: list[int]
@@ -130,10 +142,19 @@ class _Report(NamedTuple):
     host: Tensor
 
 
+class _Reading(NamedTuple):
+    """Requests whose prompts `step` is reading, up to the column `length`. pieces: what `Step.pieces` yields."""
+
+    requests: list[Request]
+    step: Step
+    pieces: Iterator[Tensor | None]
+    length: int
+
+
 class Scheduler:
     """Continuous batching: assigns the rows of a step to requests, which wait for rows, have rows, or have ended.
 
-    alone: the only request. It gets all rows, so its prompts are read in place.
+    alone: the only request. It gets all rows, so its prompts are prefilled in place.
     complete: whether no more requests will come. waiting: requests without rows.
     """
 
@@ -142,6 +163,7 @@ class Scheduler:
         self._alone = alone is not None
         self.complete = self._alone
         self.waiting: list[Request] = [] if alone is None else [alone]
+        self._reading: _Reading | None = None
         self._alive: list[Request] = []
         self._news: list[News] = []
         self._step: Step | None = None
@@ -151,7 +173,9 @@ class Scheduler:
         self._steps_per_check = STEPS_PER_END_CHECK if self._alone else STEPS_PER_ROW_CHECK
         if not self._reports.lag:
             self._steps_per_check = 1
-        self._forwards = self._newcomers = 0  # newcomers: sequences begun since the last decode step
+        self._forwards = self._newcomers = 0  # newcomers: sequences that began after the last decode step
+        self._empty_steps, self._has_read = 0, False  # has_read: the last forward was of prompts
+        self._piece = PIECE_TOKENS if decoder.device.type == "cuda" else CPU_PIECE_TOKENS
         self._record, self._lengths = Record(decoder.device), list[int]()
         self._reader = None if self._alone else decoder.reader()
 
@@ -161,36 +185,45 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self._alive or self._left)
+        return bool(self.waiting or self._reading or self._alive or self._left)
 
     def advance(self) -> list[News]:
         """Run one forward: of waiting prompts if that pays, otherwise a decode step of all rows. Return the news.
 
-        Calls the streamers of requests.
+        While tokens are followed, every second forward is a decode step, and the others read prompts in pieces. It
+        calls the streamers of requests.
         """
         self._drop_cancelled()
         self._resize()
-        group = self._group()
-        if group:
-            self._begin(group)
-        elif any(request.made < request.new_tokens for request in self._alive):
+        decodes = any(request.made < request.new_tokens for request in self._alive)
+        followed = any(request.is_followed for request in self._alive)
+        reads = not (self._has_read and decodes and followed)
+        if reads and self._reading is None and (group := self._group(followed)):
+            self._reading = self._begin(group, followed)
+        self._has_read = reads and self._reading is not None
+        if self._has_read:
+            self._read()
+        elif decodes:
             self._step.replay()
             self._record.steps += 1
             self._forwards += 1
             self._newcomers = 0
+            self._empty_steps = self._empty_steps + 1 if self._free and self.waiting else 0
             for request in self._alive:
                 request.made += 1
-        self._deliver()  # requests that ended before this forward, while the GPU computes it
+        # While the GPU computes this forward, deliver the results of requests that ended before it.
+        self._deliver()
         self._release([one for one in self._alive if not one.is_followed and one.made >= one.new_tokens])
         followed = any(request.is_followed for request in self._alive)
-        if followed or (self._alive and not group and self._record.steps % self._steps_per_check == 0):
+        if followed or (self._alive and not self._has_read and self._record.steps % self._steps_per_check == 0):
             self._check_rows()
         news, self._news = self._news, []
         return news
 
     def close(self) -> None:
-        """End the streams of unfinished requests, and add the call to the decoder's statistics."""
-        for request in (*self.waiting, *self._alive, *itertools.chain(*(left for _, left in self._left))):
+        """End the streams of unfinished requests, and count their tokens."""
+        reading = () if self._reading is None else self._reading.requests
+        for request in (*self.waiting, *reading, *self._alive, *itertools.chain(*(left for _, left in self._left))):
             self._lengths += [count for count in request.seen if count]
             request.end_stream()
         if any(self._lengths):
@@ -201,11 +234,16 @@ class Scheduler:
         for request in [request for request in self.waiting if request.cancelled]:
             self.waiting.remove(request)
             request.end_stream()
+        if self._reading is not None and all(request.cancelled for request in self._reading.requests):
+            for request in self._reading.requests:
+                request.end_stream()
+            self._reading = None
         self._release([request for request in self._alive if request.cancelled])
 
     def _resize(self) -> None:
-        """Move all sequences to the smallest step with a row for each, or to the largest step."""
-        wanted = sum(len(request.tokens) for request in (*self._alive, *self.waiting))
+        """Move to the smallest step with a row for each sequence, or to the largest."""
+        reading = () if self._reading is None else self._reading.requests
+        wanted = sum(len(request.tokens) for request in (*self._alive, *reading, *self.waiting))
         sizes = self._decoder.batch_sizes
         size = next((size for size in sizes if size >= wanted), sizes[-1])
         source = self._step
@@ -218,13 +256,17 @@ class Scheduler:
             chosen = [row for request in self._alive for row in request.rows]
             self._move(self._alive, source, chosen, max(request.end for request in self._alive))
 
-    def _group(self) -> list[Request]:
-        """Pick prompts to read together, the oldest and others of similar length; [] if reading does not pay now."""
-        if not self.waiting or (self._alive and self._newcomers >= self._step.size):
+    def _group(self, followed: bool) -> list[Request]:
+        """Pick prompts to read together, the oldest and others of similar length; [] if reading does not pay now.
+
+        followed: reading them delays a stream, so several are read together only if one piece holds them.
+        """
+        if not (self.waiting and self._free) or (self._alive and self._newcomers >= self._step.size):
             return []
         pays = min(max(1, self._step.size // ROWS_PER_NEWCOMER), len(self.waiting))
-        if len(self._free) < (pays if self._alive else 1):
+        if self._alive and len(self._free) < pays and self._empty_steps < MOST_EMPTY_STEPS:
             return []
+        most = self._piece if followed else MOST_TOKENS
         first = self.waiting[0]
         if self.complete:  # start the longest answers first, so that all rows end at about the same time
             first = max(self.waiting, key=lambda request: request.new_tokens)
@@ -236,19 +278,19 @@ class Scheduler:
             longest = max(request.length for request in together)
             columns, tokens = len(together) * longest, sum(request.length for request in together)
             new = max(request.new_tokens for request in together)
-            if len(together) > len(self._free) or columns > MOST_TOKENS or self._graphed(len(group), longest):
+            if len(together) > len(self._free) or columns > most or self._graphed(len(group), longest):
                 break
             if columns <= max(MOST_PADDING * tokens, FEW_TOKENS) and longest + new <= self._decoder.max_length:
                 group = together
         return group
 
     def _graphed(self, rows: int, columns: int) -> bool:
-        """Return whether ``rows`` prompts of ``columns`` columns fill the step that reads short prompts with graphs."""
+        """Return whether ``rows`` prompts of ``columns`` columns fill the step that prefills by CUDA graphs."""
         reader = self._reader
         return reader is not None and rows >= reader.size and columns <= reader.short_prompts.most
 
-    def _begin(self, group: list[Request]) -> None:
-        """Read the prompts of a group of requests in one batch, choose their first tokens, and give them rows."""
+    def _begin(self, group: list[Request], followed: bool) -> _Reading:
+        """Begin to read the prompts of these requests. followed: in pieces, as reading them delays a stream."""
         for request in group:
             if request.streamer is not None:
                 request.streamer.put(request.given.cpu())
@@ -265,23 +307,37 @@ class Scheduler:
         if not alike:
             for row, request in enumerate(group):
                 step.ends[row].index_fill_(0, self._integers(request.ends), True)
-        step.accept(step.prefill(tokens, mask, prefix))
-        self._forwards += 1
-        self._newcomers += rows
-        if not self._record.steps:
-            self._record.first_token()
-        length = tokens.shape[1] + (0 if prefix is None else prefix.length)
-        if self._alone:
-            group[0].rows = [*range(rows)]
-        else:
-            self._move(group, step, range(rows), length)
+        if len(group) == min(len(self._free), len(self.waiting)):
+            self._empty_steps = 0
         for request in group:
             self.waiting.remove(request)
+        length = tokens.shape[1] + (0 if prefix is None else prefix.length)
+        pieces = step.pieces(tokens, mask, prefix, max(1, self._piece // step.size) if followed else None)
+        return _Reading(group, step, pieces, length)
+
+    def _read(self) -> None:
+        """Read the next piece of prompts; after the last one choose the first tokens and give the requests rows."""
+        requests, step, pieces, length = self._reading
+        self._forwards += 1
+        logits = next(pieces)
+        if logits is None:
+            return
+        step.accept(logits)
+        if not self._record.steps:
+            self._record.first_token()
+        rows = sum(len(request.tokens) for request in requests)
+        self._newcomers += rows
+        if self._alone:
+            requests[0].rows = [*range(rows)]
+        else:
+            self._move(requests, step, range(rows), length)
+        for request in requests:
             request.made, request.end = 1, length + request.new_tokens
-        self._alive += group
+        self._reading = None
+        self._alive += requests
 
     def _reading_step(self, group: list[Request]) -> Step:
-        """Return the step to read a group's prompts with; their rows are then moved to the decode step."""
+        """Return the step that prefills a group's prompts; their rows are then moved to the decode step."""
         step, most = self._reader, max(request.length for request in group)
         if step is None or group[0].prefix is not None or len(group) > step.size or most > step.short_prompts.most:
             return self._decoder.step_of(len(group), most)
@@ -309,12 +365,15 @@ class Scheduler:
     def _check_rows(self) -> None:
         """Find requests that have ended, and pass on new tokens. On a GPU, this is the state at the previous check."""
         step = self._step
-        self._reports.push(torch.stack([step.count, step.finished, step.tokens[:, 0]]))
+        parts = [step.count, step.finished, step.tokens[:, 0]]
+        if any(request.stepwise and request.return_logprobs for request in self._alive):
+            parts.append(_bits(step.logprobs.gather(1, (step.count - 1).clamp(min=0)[:, None])[:, 0]))
+        self._reports.push(torch.stack(parts))
         self._reported.append([(request, request.rows) for request in self._alive])
         while len(self._reports) > self._reports.lag:
             device, host = self._reports.pop()
             step.check_weights()
-            report = _Report(*host.tolist(), device, host)
+            report = _Report(*host[:3].tolist(), device, host)
             reported = [(request, rows) for request, rows in self._reported.popleft() if request.rows]
             self._release([request for request, rows in reported if self._note(request, rows, report)])
 
@@ -327,29 +386,33 @@ class Scheduler:
         ended = [bool(finished[row]) for row in rows]
         if not request.is_followed:
             return all(ended)
-        got = [request.pad or 0] * len(rows)
-        some_got_one = False
+        got = {}
         for index, row in enumerate(rows):
             if index not in request.stopped and count[row] > request.seen[index]:
-                request.seen[index], got[index], some_got_one = count[row], tokens[row], True
+                request.seen[index], got[index] = count[row], tokens[row]
                 tail = request.tails[index]
                 if tail is not None and tail.ends_with(tokens[row]):
                     request.stopped.add(index)
         ended = [one or index in request.stopped for index, one in enumerate(ended)]
         if not all(ended):
             for index in request.stopped:
-                self._step.finished[request.rows[index]].fill_(True)  # the GPU computes one more token already
-        if some_got_one:
+                self._step.finished[request.rows[index]].fill_(True)  # the GPU already computes the next token
+        if got:
             if request.streamer is not None:
-                request.streamer.put(torch.tensor(got, dtype=torch.int64, device="cpu"))
+                several = [got.get(index, request.pad or 0) for index in range(len(rows))]
+                request.streamer.put(torch.tensor(several, dtype=torch.int64, device="cpu"))
             if request.stepwise:
                 home = request.given.device
-                # The host has waited for the report, so any stream may read it on the GPU.
-                value = (host if home.type == "cpu" else device)[2, rows[0] : rows[0] + len(rows)]
+                # The report on the GPU is ready on every stream.
+                values = (host if home.type == "cpu" else device)[2:, rows[0] : rows[0] + len(rows)]
                 for index, row in enumerate(rows):
-                    if tokens[row] != got[index]:
-                        value[index] = got[index]
-                self._news.append(News(request.key, value.to(home), last=False))
+                    if index not in got and tokens[row] != (request.pad or 0):
+                        values[0, index] = request.pad or 0
+                    if index not in got and request.return_logprobs:
+                        values[1, index] = 0
+                new, *logprobs = values.to(home)
+                value = (new, _floats(logprobs[0])) if request.return_logprobs else new
+                self._news.append(News(request.key, value, last=False))
         return all(ended)
 
     def _release(self, requests: list[Request]) -> None:
@@ -358,7 +421,7 @@ class Scheduler:
             return
         step, rows = self._step, self._rows(requests)
         width = max(request.new_tokens for request in requests)
-        parts = [step.generated[:, :width], step.logprobs[:, :width].double().view(torch.int64)]
+        parts = [step.generated[:, :width], _bits(step.logprobs[:, :width])]
         parts += [step.count[:, None], step.failed[:, None]]
         self._copies.push(torch.cat([part.index_select(0, rows) for part in parts], dim=1))
         self._left.append((self._forwards, requests))
@@ -384,6 +447,9 @@ class Scheduler:
         counts, failed = host[:, -2].tolist(), host[:, -1].tolist()
         for index in request.stopped:  # the row generated tokens after the stop string
             counts[index], failed[index] = request.seen[index], False
+        for index, count in enumerate(counts):
+            stopped = index in request.stopped or int(host[index, count - 1]) in request.ends
+            request.finish_reasons.append(None if failed[index] else "stop" if stopped else "length")
         self._lengths += counts
         request.end_stream()
         if not request.cancelled:
@@ -397,13 +463,22 @@ class Scheduler:
 
 
 def _follow_together(one: Request, other: Request) -> bool:
-    """Return whether one batch can read both requests.
+    """Return whether both requests can be prefilled in one batch.
 
     Both need the same prefix, or none. After a prefix, their lengths may differ only if it allows padding.
     """
     if one.prefix is not other.prefix:
         return False
     return one.prefix is None or one.prefix.pads or one.tokens.shape == other.tokens.shape
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Return floats as int64 to be copied beside integers, for `_floats`."""
+    return values.double().view(torch.int64)
+
+
+def _floats(bits: Tensor) -> Tensor:
+    return bits.contiguous().view(torch.float64).float()
 
 
 def _result(request: Request, device: Tensor, host: Tensor, counts: list[int], failed: list[int]) -> Result:
@@ -416,7 +491,7 @@ def _result(request: Request, device: Tensor, host: Tensor, counts: list[int], f
     ended = torch.arange(max(counts), device="cpu") >= torch.tensor(counts, dtype=torch.int64, device="cpu")[:, None]
     ended = to_device(ended, values.device)
     tokens = values[:, 0].masked_fill(ended, request.pad or 0).to(home)
-    logprobs = values[:, 1].contiguous().view(torch.float64).float().masked_fill(ended, 0).to(home)
+    logprobs = _floats(values[:, 1]).masked_fill(ended, 0).to(home)
     if request.with_prompts:
         tokens = torch.cat([request.given.long(), tokens], dim=1)
     else:

@@ -55,8 +55,8 @@ class Step:
     generated, logprobs (B, max_length): in row b the first count[b] values are known; ``pad`` and 0 follow.
     limit (B,): row b ends with its limit[b]-th new token. ends (B, vocabulary): True for tokens that end the row.
     finished (B,): whether a row has ended. failed (B,): whether it ended because its logits were NaN.
-    sampling: how next tokens are chosen. prefill_chunk: prompt columns to read at a time; None: as memory allows.
-    graph: the step's CUDA graph. short_prompts: graphs that read short prompts. Both are None without graphs.
+    sampling: how next tokens are chosen. prefill_chunk: prompt columns to prefill at a time; None: as memory allows.
+    graph: the step's CUDA graph. short_prompts: graphs that prefill short prompts. Both are None without graphs.
     refits: the model's `Refits`. begun: their count when the sequences began.
     """
 
@@ -117,7 +117,7 @@ class Step:
         padding. ends, pad: end tokens and the pad token. samplings: one for each sequence; (): all are greedy.
         """
         self.begun = self.refits.count
-        reset(self.cache, masked=self.capabilities.attention is None)  # masks multiply by 0, which keeps a NaN
+        reset(self.cache, masked=self.capabilities.attention is None)  # masked NaNs would stay: 0 * NaN is NaN
         self.mask.fill_(True)
         if mask is None:
             self.begin.zero_()
@@ -149,9 +149,19 @@ class Step:
         return (tokens, mask) if self.short_prompts is None else self.short_prompts.fit(tokens, mask, room)
 
     def prefill(self, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None = None) -> Tensor:
-        """Read prompts (batch, length), after a prefix if there is one; return the logits (B, vocabulary) that follow.
+        """Prefill prompts (batch, length), after a prefix if there is one; return logits (B, vocabulary) that follow.
 
         Raises ValueError for a prefix that this model or these prompts cannot continue.
+        """
+        *_, logits = self.pieces(tokens, mask, prefix)
+        return logits
+
+    def pieces(
+        self, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None = None, most: int | None = None
+    ) -> Iterator[Tensor | None]:
+        """Read prompts as `prefill` does, in pieces. Yield the logits after the last one, None after the others.
+
+        Other steps may run in between. most: columns of a piece if `prefill_chunk` is None; None: as the memory allows.
         """
         self.check_weights()
         tokens = self.rows(tokens)
@@ -162,29 +172,31 @@ class Step:
         padded = mask is not None
         known = 0 if prefix is None else prefix.length
         count = tokens.shape[1]
-        at_a_time = self._chunk(known + count)
+        at_a_time = self._chunk(known + count, most)
         if padded and prefix is None and count <= at_a_time:
             graphs = self.short_prompts
             graphed = graphs is not None and count in graphs.columns
-            return graphs.read(tokens, self.read_padded) if graphed else self.read_padded(tokens)
+            yield graphs.read(tokens, self.read_padded) if graphed else self.read_padded(tokens)
+            return
         for first in range(0, count, at_a_time):
+            self.check_weights()
             piece = tokens[:, first : first + at_a_time]
             logits = self.read_several(piece, None if start is None else start + first, known + first, padded)
-        return logits
+            yield logits if first + at_a_time >= count else None
 
-    def _chunk(self, end: int) -> int:
-        """Return how many columns to read at a time of prompts whose last column is before ``end``."""
+    def _chunk(self, end: int, most: int | None) -> int:
+        """Return how many columns to read at a time, of prompts that end at this column; `most` as of `pieces`."""
         if not self.capabilities.chunked_prefill:
             return end
         columns = self.prefill_chunk
         if columns is None:
             masked, device = self.capabilities.attention is None, self.columns.device
             free = columns_at_a_time(self.model, self.size, end, device, masked=masked, ranks=self.ranks.most)
-            columns = self.ranks.least(free, device)
+            columns = min(self.ranks.least(free, device), most or end)
         return max(columns, 2)  # one token would be a decode step, which has no padding
 
     def read_several(self, tokens: Tensor, start: int | None, before: int, padded: bool) -> Tensor:
-        """Read tokens (B, T) of prompts; return the logits (B, vocabulary) that follow.
+        """Prefill tokens (B, T) of prompts; return the logits (B, vocabulary) that follow.
 
         start: the column of the first token, None if rows differ in it. before: the most tokens that a row has in the
         cache. padded: whether prompts have padding.
@@ -205,10 +217,10 @@ class Step:
         return logits
 
     def read_padded(self, tokens: Tensor) -> Tensor:
-        """Read whole prompts (B, T) with padding; return the logits (B, vocabulary) that follow.
+        """Prefill whole prompts (B, T) with padding; return the logits (B, vocabulary) that follow.
 
         If fp8moe's attention reads the cache, padding is moved from the left of each row to its end, where later tokens
-        overwrite it. Attention is then plain causal: cuDNN's takes half the time of attention with lengths.
+        overwrite it. Attention is then plain causal, which takes half as long (cuDNN) as attention with row lengths.
         """
         if self.capabilities.attention is None or not self.capabilities.ragged or config.settings.batch_invariant:
             return self.read_several(tokens, 0, 0, True)
@@ -322,7 +334,7 @@ class Step:
                 write(self.sampling, row, sampling, tokens[row], None if mask is None else mask[row])
 
     def keep_short_prompts(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
-        """Read short prompts with CUDA graphs from now on, if the model allows rows to be padded by any amount."""
+        """Prefill short prompts with CUDA graphs from now on, if the model allows rows to be padded by any amount."""
         if self.capabilities.attention is not None and self.capabilities.ragged and not has_states(self.cache):
             self.short_prompts = ShortPrompts(self.size, self.prefill_chunk, stream, pool)
 

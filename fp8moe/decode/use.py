@@ -28,7 +28,7 @@ class Ranks(NamedTuple):
         return max((dist.get_world_size(group) for group in self.groups), default=1)
 
     def least(self, value: int, device: torch.device) -> int:
-        """Return the smallest of the values that ranks pass. device: of the model, which the groups communicate on."""
+        """Return the smallest of the values that ranks pass. device: the model's, used for communication."""
         if not self.groups:
             return value
         agreed = torch.tensor([value], dtype=torch.int64, device=device)

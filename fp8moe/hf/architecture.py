@@ -26,14 +26,14 @@ construction_lock = threading.RLock()
 
 
 _LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-_ONE_EXPERT = "experts.*."  # how transformers' conversion patterns write one expert's index
+_ONE_EXPERT = "experts.*."  # prefix of one expert's tensors in transformers' conversion patterns
 
 
 def read_config(checkpoint: Checkpoint) -> Any:
     """Read a checkpoint's config.json with transformers' AutoConfig.
 
-    Raises ValueError, with transformers' reason, if it cannot be read, and if its numbers of layers or experts do not
-    fit the checkpoint's tensors.
+    Raises ValueError, with transformers' reason, if the file cannot be read, and if its numbers of layers or experts do
+    not fit the checkpoint's tensors.
     """
     from transformers import AutoConfig
 
@@ -41,7 +41,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
         raise ValueError(problem)
     try:
         return AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a broken config.json makes transformers raise anything
+    except Exception as error:  # a broken config.json makes transformers raise errors of any type
         raise ValueError(f"config.json: transformers cannot read it ({reason_of(error)})") from error
 
 
@@ -68,13 +68,20 @@ def read_generation_config(checkpoint: Checkpoint) -> Any:
 def empty_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Make transformers' model for a configuration, in this dtype, on the meta device.
 
-    The model's class is the one that ``architectures`` names, for any task. If it names none, or a language model that
-    transformers does not have, AutoModelForCausalLM or AutoModelForImageTextToText picks the class. Raises ValueError,
-    with transformers' reason, if the model cannot be made, or if ``architectures`` names another kind of model that
-    transformers does not have.
+    Its class is the one that ``architectures`` names, of whatever task; without a name, or with that of a language
+    model that transformers does not have, it is that of AutoModelForCausalLM or AutoModelForImageTextToText. Raises
+    ValueError, with transformers' reason, if it cannot make one, for the name of another kind of model that
+    transformers does not have, and for attention whose code transformers would download.
     """
     import transformers
 
+    fusions = getattr(config, "fusion_config", None)
+    if not isinstance(fusions, dict | None):
+        raise ValueError(f"config.json: fusion_config is {shown(fusions)}, expected an object")
+    for part in parts_of(config):
+        attention = getattr(part, "_attn_implementation", None)
+        if isinstance(attention, str) and "/" in attention:
+            raise ValueError(f"config.json: attn_implementation is {shown(attention)}, code of another repository")
     names = config.architectures
     name = names[0] if isinstance(names, list) and names else names
     named = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -135,11 +142,11 @@ def locate(model: Any, names: Iterable[Name]) -> dict[str, Location]:
     from transformers.core_model_loading import dot_natural_key
 
     located, names = locator(model), sorted(names, key=lambda name: dot_natural_key(name.text))
-    return {name.text: located(name) for name in names}  # in this order, as some locations depend on earlier ones
+    return {name.text: located(name) for name in names}  # sorted: some locations depend on earlier ones
 
 
 def _stacked(converter: Any) -> str | None:
-    """Return the projection that a converter makes by only stacking matrices of experts, gate above up, or None."""
+    """Return which projection of fused experts a converter makes; None if it does more than stack the matrices."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     sources = [parse(pattern.replace("\\", "").replace("*", "0")) for pattern in converter.source_patterns]
@@ -151,7 +158,7 @@ def _stacked(converter: Any) -> str | None:
 
 
 def convert(model: Any, sources: Mapping[str, Location], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Apply a WeightConverter to all of its source tensors; return the entries of the model's state dict it makes."""
+    """Apply a WeightConverter to all of its source tensors; return the resulting entries of the model's state dict."""
     from transformers.core_model_loading import dot_natural_key
 
     first = next(iter(sources.values()))
@@ -160,6 +167,12 @@ def convert(model: Any, sources: Mapping[str, Location], values: Mapping[str, Te
         converter.add_tensor(first.key, name, sources[name].pattern, values[name])
     made = converter.convert(first.key, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def parts_of(config: Any) -> list[Any]:
+    """List a configuration and its sub-configurations."""
+    found = (getattr(config, name, None) for name in config.sub_configs)
+    return [config, *(part for part in found if part is not None)]
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -171,7 +184,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 def find_expert_names(model: nn.Module) -> ExpertNames | None:
     """Return how checkpoints of this model name the tensors of experts, or None if they hold fused experts.
 
-    Models of transformers have the names in its registry of conversions, other models DeepSeek's names.
+    The names are those in transformers' conversion mapping; for models of other libraries, DeepSeek's.
     """
     if not is_of_transformers(model) or not class_of(model).__module__.startswith("transformers."):
         return ExpertNames()
@@ -201,9 +214,14 @@ def ignored_layers(model: nn.Module) -> tuple[str, ...]:
 
 
 def predicted_layers(config: Any) -> tuple[str, ...]:
-    """Return name patterns of a configuration's multi-token prediction layers, which come after its ordinary layers."""
+    """Return patterns of the layers for multi-token prediction that a configuration has behind the others.
+
+    Raises ValueError for a number of them that is none.
+    """
     config = config.get_text_config(decoder=True)
     count, first = getattr(config, "num_nextn_predict_layers", None) or 0, getattr(config, "num_hidden_layers", 0)
+    if not isinstance(count, int):
+        raise ValueError(f"config.json: num_nextn_predict_layers is {shown(count)}, expected an integer")
     return tuple(f"model.layers.{first + index}.*" for index in range(count))
 
 

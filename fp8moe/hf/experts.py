@@ -21,7 +21,7 @@ NAME = "fp8moe"
 """The name under which transformers knows fp8moe's experts, expert parallelism and quantization method."""
 
 BOUND = ("forward", "_old_forward")
-"""Attributes where accelerate stores a module's bound forward: after its hook is removed, and while it is in place."""
+"""Attributes where accelerate keeps a module's bound forward: the first once its hook is removed, the second before."""
 
 
 def experts_forward(
@@ -40,8 +40,8 @@ def experts_forward(
     Arguments are those of `GroupedExperts.forward`; with a `norm`, arguments and result are those of
     `GroupedExperts.forward_with_norm`. ``self`` may hold the experts of one rank only. If
     `fp8moe.distributed.ExpertParallel` has spread them, top_k_index and result cover the experts of all ranks.
-    Otherwise the result covers this rank's experts: transformers gives all others the index num_experts, which is out
-    of range and adds nothing.
+    Otherwise the result covers this rank's experts: transformers gives the experts of other ranks the index
+    num_experts, which is out of range and adds nothing.
     """
     layer = cached_layer(self)
     # The layer is frozen. If weights require gradients, the backward must raise an error, as they would get none.
@@ -105,7 +105,7 @@ def cached_layer(module: nn.Module) -> GroupedExperts:
 
 
 def refresh(module: nn.Module) -> None:
-    """Update the layer cached for a module, if outdated. It keeps its memory, which CUDA graphs may read.
+    """Update the layer cached for a module, if outdated, in the layer's own memory, which CUDA graphs may read.
 
     Call it under torch.no_grad.
     """
@@ -128,8 +128,8 @@ class _CachedLayer:
     def is_of(self, module: nn.Module) -> bool:
         """Return whether the layer is up to date, as far as addresses and version counters of the weights show.
 
-        After a switch between train and eval mode it counts as outdated: weights may have been swapped for an
-        evaluation in a way that leaves no trace.
+        After a switch between train and eval mode the layer counts as outdated: weights may have been swapped for an
+        evaluation without a change of address or version.
         """
         same_mode = self.layer is not None and self.layer.training == module.training
         return same_mode and self.weights is not None and self.weights.matches(_weights(module))
@@ -161,7 +161,7 @@ def refusal(module: nn.Module) -> str | None:
 def grouped_experts(module: nn.Module) -> GroupedExperts:
     """Make the frozen GroupedExperts of an experts module, with this rank's experts.
 
-    Raises TypeError or ValueError, naming the module's class, for one that GroupedExperts cannot express.
+    Raises TypeError or ValueError, naming the module's class, for a module that GroupedExperts cannot express.
     """
     try:
         if getattr(module, "block_size", ()) is None:
@@ -176,7 +176,7 @@ def grouped_experts(module: nn.Module) -> GroupedExperts:
 
 
 def _without_data(module: nn.Module) -> nn.Module:
-    """Copy the module to the meta device, with plain dicts of tensors: an offloaded module's dicts would load them."""
+    """Copy the module to the meta device, with plain dicts: the dicts of an offloaded module would load its weights."""
     tensors = {
         kind: {name: value if value is None else value.to("meta") for name, value in getattr(module, kind).items()}
         for kind in ("_parameters", "_buffers")

@@ -29,14 +29,15 @@ from fp8moe.weights.quantize import OutputPlan
 from fp8moe.weights.source import DTYPES, CheckpointError
 from fp8moe.weights.stored import StoredWeight
 
-_EXPERTS = ".experts"  # transformers replaces modules whose names end with this with its FP8 experts
+_EXPERTS = ".experts"  # suffix of the names of modules that transformers replaces with its FP8 experts
 
 
 def fit_to_transformers(plan: OutputPlan, wanted: Mapping[str, StoredWeight]) -> None:
     """Limit a plan to weights that transformers can load in FP8, and add those in ``wanted`` that are fused experts.
 
     wanted: tensors that may become FP8, by name. Fused experts that transformers renames when loading, such as
-    Granite's, are written under the names in its model, which it reads too: it would not rename their scales.
+    Granite's, are written under their names in transformers' model: it loads these names too, and would not rename
+    scales.
 
     If transformers cannot make the model, nothing is checked, and a note in the plan says so.
 
@@ -121,7 +122,7 @@ class _Fitting:
                 self._refuse(f"{key}: {kind} when transformers loads the result" for key, kind in sorted(new.items()))
 
     def _complaints(self) -> dict[str, str]:
-        """Return what transformers would report when loading the result but not the source: key -> kind of problem."""
+        """Return the problems that transformers would report for the output but not for the source: key -> kind."""
         without_biases = {
             text: name for text, name in self.plan.quantized.items() if self._module(text) not in self.biased
         }
@@ -217,7 +218,7 @@ for _method in (_PLAIN, _FP8):
 def _rehearse(model: Any, weights: Iterable[StoredWeight], quantization: Mapping[str, Any] | None) -> dict[str, str]:
     """Load weights without data; return transformers' report: name -> "missing", "unexpected" or "mismatched".
 
-    model: gives class and configuration of the model to load; names are those of its state dict. quantization: the
+    model: a model with the class, configuration and tensor names of the model to load. quantization: the
     quantization_config in config.json, None for an unquantized checkpoint. Errors of transformers are passed on.
     """
     tensors = {

@@ -1,17 +1,20 @@
 """Makes from_pretrained refuse checkpoints that it would load without their scales, or not onto fp8moe's kernels."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from fp8moe.hf.architecture import parts_of, predicted_layers
 from fp8moe.hf.experts import NAME
-from fp8moe.weights.names import CHANNEL_SCALE, SCALE
+from fp8moe.weights.names import CHANNEL_SCALE, SCALE, is_unused_scale
+from fp8moe.weights.place import EXTRA
 from fp8moe.weights.source import CheckpointError, printable
 from fp8moe.weights.stored import StoredWeight, open_weights
 
 _DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # not NVFP4: it loses a scale
-"""Quantization method -> kinds of weights that transformers dequantizes correctly, if experts have separate linears.
+"""Quantization method -> kinds of weights that transformers dequantizes correctly if every expert has own linears.
 
 fp8moe then runs the experts on an FP8 copy.
 """
@@ -58,16 +61,19 @@ def check_quantized(preprocess):
 
 
 def check_loaded(finalize):
-    """Wrap the end of loading: refuse a model with FP8 modules whose weights were loaded without scales."""
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+    """Wrap the end of loading: it refuses a model for fp8moe that has not got all tensors of the checkpoint."""
 
     @functools.wraps(finalize)
     def _finalize_model_loading(model, load_config, loading_info, *args, **kwargs):
-        report = finalize(model, load_config, loading_info, *args, **kwargs)
-        quantizer = load_config.hf_quantizer
-        if isinstance(quantizer, FineGrainedFP8HfQuantizer) and _runs_experts(model.config):
-            _check_loaded(model, report, quantizer.pre_quantized)
-        return report
+        try:
+            finalize(model, load_config, loading_info, *args, **kwargs)
+        except RuntimeError:  # it names no tensors: of shapes, or of FP8 weights that cannot be made anew
+            loading_info.missing_keys -= getattr(model, "all_tied_weights_keys", {}).keys()
+            model._adjust_missing_and_unexpected_keys(loading_info)
+            _check_loaded(model, load_config, loading_info)
+            raise
+        _check_loaded(model, load_config, loading_info)
+        return loading_info
 
     return _finalize_model_loading
 
@@ -111,23 +117,61 @@ def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
     raise ValueError(printable(f"{says}, where {why.format(weight)}"))
 
 
-def _check_loaded(model: Any, report: Any, pre_quantized: bool) -> None:
-    """Raise ValueError if FP8 modules of transformers were loaded without scales, or FP8 experts without some tensor.
+def _check_loaded(model: Any, load_config: Any, report: Any) -> None:
+    """CheckpointError, with the names, for what transformers makes anew, leaves out or has in another shape.
 
-    report: transformers' loading report. pre_quantized: whether the checkpoint is in FP8; otherwise transformers makes
-    the scales itself, and its report calls them missing.
+    Without fp8moe's experts only FP8 modules count, whose linears run on fp8moe: there it makes nothing, and what is
+    missing stays as the memory was.
     """
+    from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    quantizer = load_config.hf_quantizer
+    # Of a checkpoint that transformers quantizes now the report calls scales missing that it has made itself.
+    made = quantizer is not None and not quantizer.pre_quantized
+    missing = {name for name in report.missing_keys if not (made and name.endswith(SCALE))}
+    if not _runs_experts(model.config):
+        missing = {name for name in missing if isinstance(_owner(model, name), FP8Experts | FP8Linear)}
+        problems = [f"{name}: missing" for name in sorted(missing)]
+    else:
+        if isinstance(quantizer, FineGrainedFP8HfQuantizer):
+            _check_scales(model, missing, set(report.unexpected_keys))
+        problems = [*_problems(model, load_config, report, missing)]
+    if problems:
+        raise CheckpointError(f"cannot load {model.name_or_path} for fp8moe", problems)
+
+
+def _problems(model: Any, load_config: Any, report: Any, missing: set[str]) -> Iterator[str]:
+    """Yield a line for each tensor that the checkpoint lacks, has besides, or has in another shape.
+
+    A model without a head leaves out the one of the checkpoint.
+    """
+    left_out, prefix = predicted_layers(model.config), f"{model.base_model_prefix}."
+    headless = model.base_model is model
+    for name, why in sorted(report.conversion_errors.items()):
+        yield f"{name}: transformers cannot make it of the checkpoint's tensors ({why.strip().splitlines()[-1]})"
+    yield from (f"{name}: missing" for name in sorted(missing - report.conversion_errors.keys()))
+    if not load_config.ignore_mismatched_sizes:
+        for name, shape, expected in sorted(report.mismatched_keys):
+            yield f"{name}: shape {tuple(shape)}, expected {tuple(expected)}"
+    for name in sorted(report.unexpected_keys):
+        known = is_unused_scale(name) or any(fnmatchcase(name, pattern) for pattern in left_out)
+        if not known and not (headless and not name.startswith(prefix)):
+            yield f"{name}: {EXTRA}"
+
+
+def _check_scales(model: Any, missing: set[str], unexpected: set[str]) -> None:
+    """ValueError where FP8 modules of transformers have got weights without scales, or experts lack what they need."""
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
-    unexpected = set(report.unexpected_keys)
-    scales = [name for name in report.missing_keys if name.endswith(SCALE) and pre_quantized]
-    missing = [f"{name}, which is missing" for name in scales]
+    scales = [name for name in missing if name.endswith(SCALE) and name.removesuffix(SCALE) not in missing]
+    without = [f"{name}, which is missing" for name in scales]
     for name in unexpected:
         of_codes = name.endswith(SCALE) and name.removesuffix(SCALE) not in unexpected
         if of_codes or isinstance(_owner(model, name), FP8Experts):
-            missing.append(f"{name}, which has no place in its FP8 modules")
-    if missing:
-        why = f"from_pretrained would compute without {min(missing)}; {_LOADS}, or says why not"
+            without.append(f"{name}, which has no place in its FP8 modules")
+    if without:
+        why = f"from_pretrained would compute without {min(without)}; {_LOADS}, or says why not"
         raise ValueError(printable(f"{model.name_or_path}: {why}"))
 
 
@@ -142,8 +186,7 @@ def _owner(model: Any, name: str) -> Any:
 
 
 def _runs_experts(config: Any) -> bool:
-    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-    return any(getattr(part, "_experts_implementation", None) == NAME for part in parts)
+    return any(getattr(part, "_experts_implementation", None) == NAME for part in parts_of(config))
 
 
 def _is_lost(weight: StoredWeight) -> bool:

@@ -23,13 +23,13 @@ CLASSES = dict(zip(TRANSFORMERS_CLASSES, ("deepseek_v32", "glm_moe_dsa"), strict
 """Indexer class in transformers -> name of its model."""
 
 _PARAMETERS = ("self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids")
-"""The parameters that the forward of these indexers has before the cache."""
+"""Parameters of an indexer's forward in transformers; one more, the cache, follows them."""
 
 _PACKED_QUERIES = 16
 """Sequences with at most this many queries in total share a kernel launch, which scores every query with all keys."""
 
 _ROW_ALIGNMENT = 16
-"""In bytes. `mqa_logits` reads keys in place, without a copy, if their rows begin at multiples of this."""
+"""In bytes. `mqa_logits` reads keys in place, without a copy, if their rows begin at multiples of 16 bytes."""
 
 
 def is_known(path: str) -> bool:
@@ -105,7 +105,7 @@ def routed(theirs):
 
 
 def _selected(q: Tensor, weights: Tensor, rows: Tensor, attention_mask: Tensor, top_k: int) -> Tensor:
-    """Select the keys with the highest scores that the mask allows, for each query from its own sequence, best first.
+    """Select, for each query, the highest-scoring keys of its own sequence that the mask allows, best first.
 
     q: (B, S, H, D) float8_e4m3fn. weights: (B, S, H) float32. rows: keys as `_key_rows` makes them, (B, T, bytes).
     attention_mask: broadcast to (B, S, T); bool, or floating and added to the scores.

@@ -31,7 +31,7 @@ def is_routed() -> bool:
 
 
 def routed(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap transformers' fp8_linear, which its linears look up at each call: run on fp8moe unless `refusal` says no."""
+    """Wrap transformers' fp8_linear, which its linears look up at each call: run on fp8moe unless `refusal` objects."""
 
     @functools.wraps(theirs)
     def fp8_linear(

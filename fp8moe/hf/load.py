@@ -5,6 +5,7 @@ it.
 """
 
 import os
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ from fp8moe.hf.architecture import (
     convert,
     empty_model,
     locate,
+    parts_of,
     predicted_layers,
     read_config,
     read_generation_config,
@@ -68,7 +70,7 @@ def load_model(
         weight transformers joins from several (MiniMax-M3's shared experts) or cuts from a larger one.
     dtype: of everything that is not FP8, and of the activations; "auto" or None for the dtype in config.json or, if
         that has none, of the first unquantized tensor.
-    device: of the model.
+    device: the model's device.
     ignore: fnmatch patterns of tensors in the checkpoint to leave out.
     Returns the model in eval mode. Its quantization_config, and that which save_pretrained writes, describes the FP8
     weights; if there is a scale for each output channel, save_pretrained raises ValueError, and save_fp8_checkpoint
@@ -94,7 +96,7 @@ def load_model(
     try:
         config, generation_config = read_config(stored), read_generation_config(stored)
         dtype = _dtype(dtype, config, stored)
-        quantization = _without_quantization(config)  # or transformers would quantize by itself
+        quantization = _without_quantization(config)  # else transformers would quantize the model
         patterns += predicted_layers(config)
         model = empty_model(config)
         replaced, channels, moves, conversions, problems = _match(weights, model, patterns)
@@ -132,8 +134,8 @@ def load_model(
     if replaced:
         as_stored = quantization is not None and all(map(_is_as_in_the_model, weights.quantized))
         model.config.quantization_config = quantization if as_stored else _quantization_of(model, channels)
-        for part in _parts(model.config):
-            if hasattr(part, "expert_dtype"):  # DeepSeek-V4's checkpoints say "fp4" here
+        for part in parts_of(model.config):
+            if hasattr(part, "expert_dtype"):  # of DeepSeek-V4: "fp4"
                 part.expert_dtype = "fp8"
     if generation_config is not None:
         model.generation_config = generation_config
@@ -175,15 +177,9 @@ def _dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Checkpoint)
 
 
 def _without_quantization(config: Any) -> Any:
-    """Remove quantization_config from a configuration and its sub-configurations; return the first one found."""
-    taken = [vars(part).pop("quantization_config", None) for part in _parts(config)]
+    """Take quantization_config from a configuration and its parts. Returns the first."""
+    taken = [vars(part).pop("quantization_config", None) for part in parts_of(config)]
     return next((quantization for quantization in taken if quantization is not None), None)
-
-
-def _parts(config: Any) -> list[Any]:
-    """Return a configuration followed by its sub-configurations."""
-    parts = (getattr(config, name, None) for name in config.sub_configs)
-    return [config, *(part for part in parts if part is not None)]
 
 
 class _LazyTensor:
@@ -237,7 +233,7 @@ def _cast_by_transformers(model: Any, dtype: torch.dtype) -> list[str]:
 
 
 def _made(made: dict[str, Tensor], key: str, make: Callable[[], dict[str, Tensor]]) -> Tensor:
-    """Return tensor `key` of several that `make` makes together; ``made`` holds the others until they are asked for."""
+    """Return tensor ``key``. ``make`` computes several tensors at once; ``made`` keeps the others until requested."""
     if key not in made:
         made.update(make())
     return made.pop(key)
@@ -271,7 +267,7 @@ def _convert(
 def _match(
     weights: Weights, model: nn.Module, ignore: tuple[str, ...]
 ) -> tuple[list[str], set[str], list[Move], list[Conversion], list[str]]:
-    """Put fp8moe's modules into a meta model wherever the checkpoint has FP8 weights, and match tensors of the two.
+    """Put fp8moe's modules into a meta model where the checkpoint has FP8 weights, and match their tensors.
 
     ignore: name patterns of tensors that may be left over.
     Returns the names of fp8moe's modules; the names of those with a scale for each output channel; the moves of weights
@@ -330,10 +326,15 @@ def _match(
         problems += wrong
         conversions.append((of_sources, sources, keys))
         converted |= {*keys}
+    # What a model makes itself where a checkpoint lacks it, as its class says.
+    made = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["(?!)"])).search
+    stored = {location.key for location in locations.values()}
     moves, unfit = match(
         weights.checkpoint,
         [weight for weight in blocks if not any(weight.name.text in sources for sources in groups.values())],
-        Target({key: value for key, value in state_of(model).items() if key not in converted}),
+        Target(
+            {k: value for k, value in state_of(model).items() if k not in converted and (k in stored or not made(k))}
+        ),
         ignored_names(model, ignore, weights.unused),
         located,
     )
@@ -378,7 +379,7 @@ def _conversion(
     state: Mapping[str, Tensor],
     locations: dict[str, Location],
 ) -> tuple[list[str], list[str]]:
-    """Try a conversion by transformers without data; return the keys of its results, and error lines."""
+    """Dry-run one of transformers' weight conversions on tensors without data; return result keys, and error lines."""
     name, location = next(iter(locations.items()))
     quantized = [text for text, weight in sources.items() if weight.dtype == FP8]
     if quantized:

@@ -119,8 +119,8 @@ def spread(experts: nn.Module, mesh: Any, same_tokens: bool) -> None:
 class _ShardedWeight(NamedTuple):
     """A weight whose rows or columns are sharded over `ranks`.
 
-    what: "rows" or "columns". parts: number of matrices that are sharded separately, such as gate and up. size: rows or
-    columns of each of these. experts: whether it is a weight of experts.
+    what: "rows" or "columns". parts: number of matrices that are sharded separately, such as gate and up. size: number
+    of rows or columns of each of these matrices. experts: whether the weight belongs to experts.
     """
 
     name: str

@@ -49,7 +49,7 @@ _STYLES = "transformers.distributed.tensor_parallel:ParallelInterface"
 _EP = "transformers.distributed.expert_parallel:EPImplementationInterface"
 _MASKS = "transformers.masking_utils:AttentionMaskInterface"
 
-# `why` and `until` of the patches. `fp8moe.hf.versions` has the supported versions of transformers.
+# `why` and `until` of patches, as pairs. `fp8moe.hf.versions` names the supported versions of transformers.
 _ADDED = "the name that users choose", "stays: transformers' own way to add an implementation"
 _LINEARS = "FP8 linears run on fp8moe", "transformers has an interface for implementations of FP8 linears"
 _SCORES = "indexers score in FP8, with hooks of accelerate too", "transformers has an interface for indexers"
@@ -138,9 +138,11 @@ def register() -> None:
 
     - Trainer raises ValueError for a model with frozen FP8 weights that has neither adapters nor masters.
     - from_pretrained raises ValueError for a checkpoint in a format whose scales transformers would lose on the way to
-      fp8moe: ModelOpt's, AutoFP8's with a scale for each tensor, and FP8 weights without a quantization_config. It also
-      does so after loading if FP8 modules have got no scales, because the configuration names other modules as FP8 than
-      the checkpoint has.
+      fp8moe: ModelOpt's, AutoFP8's with a scale for each tensor, and FP8 codes without a quantization_config; and where
+      it has loaded FP8 modules without scales, as the configuration names others than those in the checkpoint.
+    - from_pretrained with ``experts_implementation="fp8moe"`` raises CheckpointError, with the names, for tensors that
+      the checkpoint lacks, that have no place in the model, or that have another shape. To take what transformers makes
+      in their place, as a new head, call ``model.set_experts_implementation("fp8moe")`` after from_pretrained.
 
     Raises ImportError if transformers is missing.
     """
@@ -155,7 +157,7 @@ def check_training() -> None:
 def take_offsets_of_rows() -> None:
     """Make transformers' mask functions for "sdpa" and "eager" also accept a q_offset (B,), one for each batch row.
 
-    They keep these names, as models look masks up by them.
+    The patched functions keep these names, by which models look up mask functions.
     """
     _install(MASKS)
 

@@ -18,7 +18,7 @@ from fp8moe.layers.parameters import frozen
 class ReplaceModules(QuantizationConfigMixin):
     """The quantization config for `_Quantizer`.
 
-    names: the modules to replace with fp8moe's. channels: which of them have channel scales. device: of the model.
+    names: the modules to replace with fp8moe's. channels: which of these have channel scales. device: the model's.
     """
 
     def __init__(self, names: Iterable[str], channels: Collection[str], device: torch.device):
@@ -59,7 +59,7 @@ def replace_modules(model: nn.Module, names: Iterable[str], channels: Collection
 
     channels: the names of modules that get a scale for each output channel in place of block scales.
 
-    Raises TypeError or ValueError for a module that is neither.
+    Raises TypeError or ValueError for a module that is neither a linear nor experts.
     """
     for name in names:
         module = model.get_submodule(name)

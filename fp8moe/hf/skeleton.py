@@ -18,7 +18,7 @@ from fp8moe.runtime.record import reserve_memory
 from fp8moe.weights.formats import declared
 
 _UNCONVERTED = ("modules_to_not_convert", "ignore", "exclude_modules")
-"""Keys in a quantization_config for unquantized modules: of transformers, compressed-tensors and ModelOpt."""
+"""Keys of quantization_config that list unquantized modules, in transformers, compressed-tensors and ModelOpt."""
 
 
 def skeletons(config: Any) -> list[Any]:
@@ -28,8 +28,8 @@ def skeletons(config: Any) -> list[Any]:
     experts `register` quantizes, and the model that `quantize_checkpoint` would write. Weights are reserved memory
     (`reserve_memory`). The dtype is the configuration's if that has 16 bits, otherwise bfloat16.
 
-    Raises ValueError for a configuration from which transformers cannot make a model, or not in FP8, or with another
-    quantization.
+    Raises ValueError if transformers cannot make a model from the configuration, or cannot make it in FP8, or if the
+    configuration declares a quantization that fp8moe does not run.
     """
     register()
     quantization = getattr(config, "quantization_config", None)
@@ -42,7 +42,7 @@ def skeletons(config: Any) -> list[Any]:
 def _skeleton(config: Any, quantization: Mapping[str, Any] | None) -> Any:
     config = copy.deepcopy(config)  # layers are removed from it below
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # or transformers would quantize by itself
+        del config.quantization_config  # else transformers would quantize the model
     own = getattr(config.get_text_config(decoder=True), "dtype", None)
     model = empty_model(config, own if own in (torch.bfloat16, torch.float16) else torch.bfloat16)
     if quantization is not None:
@@ -85,7 +85,7 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
     names = [name for name, module in theirs.named_modules() if isinstance(module, FP8Experts | FP8Linear)]
     try:
         replace_modules(model, [*names, *biased])
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"config.json: fp8moe cannot run this model in FP8 ({error})") from error
 
 

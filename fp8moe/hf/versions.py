@@ -1,6 +1,6 @@
 """Code for differences between the supported versions of transformers: 5.17 (the oldest), 5.23 and 5.24 (the newest).
 
-Each section begins with the versions that need it, and can be removed with the last of them.
+The comment above each section names the versions that need it; the section can go when none of these is supported.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Activations between the two GEMMs of an expert: SwiGLU, its clamped forms, and plain activations."""
+"""Activations between the two GEMMs of an expert: SwiGLU, clamped variants of SwiGLU, and plain activations."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Activation functions by their names in transformers' configurations.
+# Name of an activation in transformers' configurations -> function.
 FUNCTIONS = {
     "silu": F.silu,
     "swish": F.silu,
@@ -26,7 +26,7 @@ FUNCTIONS = {
 class Activation:
     """The function between the up projection and the down projection of an expert.
 
-    name: a key of `FUNCTIONS`, f below.
+    name: a key of `FUNCTIONS`; f, below, is its value.
     gated: the up projection yields gate and up, and the result is ``f(gate) * up``; otherwise it is ``f(up)``.
     limit: only if gated: first clamp, ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
     alpha: only for gated silu with a limit: the result is then ``gate * sigmoid(alpha * gate) * (up + 1)``.
@@ -71,7 +71,7 @@ class Activation:
 
     @property
     def is_swiglu(self) -> bool:
-        """Whether this is a form of SwiGLU, which `grouped_gemm_swiglu` computes."""
+        """Whether this is a variant of SwiGLU, which `grouped_gemm_swiglu` can compute."""
         return self.gated and self.name in ("silu", "swish")
 
     @property
@@ -108,7 +108,7 @@ def _sigmoid(x: Tensor) -> Tensor:
     return sigmoid * (1 - sigmoid)
 
 
-# Derivatives of the functions with the same names in `FUNCTIONS`.
+# Name of an activation -> derivative of the function with that name in `FUNCTIONS`.
 _DERIVATIVES = {
     "silu": _silu,
     "swish": _silu,
@@ -136,7 +136,7 @@ def activation_backward(projected: Tensor, grad: Tensor, activation: Activation)
     limit, clamped, linear = activation.limit, gate, up
     if limit is not None:
         clamped, linear = gate.clamp(max=limit), up.clamp(-limit, limit)
-    if activation.is_swiglu:  # the formula that the kernels use
+    if activation.is_swiglu:  # use the kernels' formula for the derivative of a SwiGLU
         slope = 1.0
         if activation.alpha is not None:
             slope, linear = activation.alpha, linear + 1
@@ -148,7 +148,7 @@ def activation_backward(projected: Tensor, grad: Tensor, activation: Activation)
         d_gate = grad * linear * derivative(clamped)
     d_up = grad * value
     if limit is not None:
-        # A NaN does not exceed the limit: its gradient stays NaN.
+        # A NaN of gate or up does not exceed the limit, so its gradient stays NaN.
         d_gate = torch.where(gate > limit, 0, d_gate)
         d_up = torch.where(up.abs() > limit, 0, d_up)
     return torch.cat([d_gate, d_up], dim=-1), value * linear

@@ -1,4 +1,4 @@
-"""Checks of quantized operands, and the layout of scales that the kernels load."""
+"""Checks of quantized operands, and `mn_major`, which brings activation scales into the layout that kernels load."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from fp8moe.quant.formats import (
 )
 from fp8moe.runtime.checks import check_device, check_dtype, describe
 
-FLOAT8 = (torch.float8_e4m3fn,)  # dtypes of operands
+FLOAT8 = (torch.float8_e4m3fn,)  # the dtypes that quantized data may have
 FLOAT32 = torch.float32
 
 
@@ -30,7 +30,7 @@ def fp8_operand(name: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]
 
 
 def fp8_data(name: str, data: Tensor, dimensions: str) -> torch.Size:
-    """Return the shape of a float8 tensor. Raises unless it has as many dimensions as `dimensions` ("(M, K)")."""
+    """Check that `data` is float8 and has the dimensions that a text such as "(M, K)" lists. Returns its shape."""
     check_dtype(name, data, *FLOAT8)
     shape = data.shape
     if len(shape) != dimensions.count(",") + 1:
@@ -67,7 +67,7 @@ def check_no_channels(name: str, weight: FP8Tensor) -> None:
 
 
 def check_vector(name: str, value: Tensor, dtype: torch.dtype, length: int | None, device: torch.device) -> None:
-    """Check dtype, shape and device of a vector; length: None for any."""
+    """Check dtype, shape and device of a 1-D tensor. length: its expected length, None for any."""
     check_dtype(name, value, dtype)
     if value.dim() != 1 or (length is not None and value.shape[0] != length):
         raise ValueError(f"{name}: expected shape ({'R' if length is None else length},), got {tuple(value.shape)}")
@@ -75,7 +75,7 @@ def check_vector(name: str, value: Tensor, dtype: torch.dtype, length: int | Non
 
 
 def check_groups(group_offsets: Tensor, rows: int, device: torch.device) -> int:
-    """Check dtype, shape and device of `group_offsets` (E + 1,), and that padded offsets fit int32. Returns E."""
+    """Check `group_offsets` (E + 1,), and that int32 can hold offsets of groups padded to 128 rows. Returns E."""
     check_vector("group_offsets", group_offsets, torch.int32, None, device)
     if group_offsets.shape[0] < 2:
         raise ValueError(f"group_offsets: expected shape (E + 1,) with E >= 1, got {tuple(group_offsets.shape)}")
@@ -85,7 +85,7 @@ def check_groups(group_offsets: Tensor, rows: int, device: torch.device) -> int:
 
 
 def check_padded(rows: int, groups: int) -> None:
-    """Raise unless the offsets of `rows` rows in `groups` padded groups fit int32."""
+    """Raise ValueError if `rows` rows in `groups` groups, each padded to a multiple of 128, may overflow int32."""
     if padded_rows(rows, groups) >= 1 << 31:
         raise ValueError(f"expected fewer than 2**31 rows with every group padded to a multiple of 128, got {rows}")
 
@@ -93,7 +93,7 @@ def check_padded(rows: int, groups: int) -> None:
 def mn_major(activation_scale: Tensor, *, of_more_rows: bool = False) -> Tensor:
     """Return ``activation_scale`` (M, K blocks), or a copy if it is not MN-major and 16-byte aligned.
 
-    of_more_rows: accept a larger pitch between columns, as in a slice of a tensor with more rows.
+    of_more_rows: accept a larger stride between columns, as in a slice of a tensor with more rows.
     """
     m = activation_scale.shape[0]
     row, column = activation_scale.stride()

@@ -12,7 +12,7 @@ FP8_MAX = 448.0
 """Largest finite E4M3 value."""
 
 SCALE_FLOOR = 1e-12
-"""Lower limit of a block's maximum in the computation of its scale: an all-zero block gets a finite, non-zero scale."""
+"""Least value that a block's maximum is raised to before its scale is computed, so that no scale is 0."""
 
 SCALE_DEFINES = (("BLOCK", BLOCK), ("FP8_MAX", f"{FP8_MAX}f"), ("SCALE_FLOOR", f"{SCALE_FLOOR}f"))
 """The macros that cuda/common/block_scale.cuh needs."""
@@ -25,7 +25,7 @@ class FP8Tensor(NamedTuple):
 
     data: float8_e4m3fn (..., M, K).
     scale: float32, (..., M, ceil(K/128)) for 1x128 blocks, (..., ceil(M/128), ceil(K/128)) for 128x128 blocks, or
-        (..., M, 1) for the output channels of weights.
+        (..., M, 1) for weights with one scale per output channel.
     """
 
     data: torch.Tensor
@@ -39,7 +39,7 @@ _register_namedtuple(FP8Tensor, serialized_type_name="fp8moe.FP8Tensor")
 def has_channel_scales(data: torch.Tensor, scale: torch.Tensor) -> bool:
     """Return whether weights (..., N, K) have one scale per output channel: (..., N, 1)."""
     n = data.shape[-2]
-    return n > 2 and scale.shape[-2:] == (n, 1)  # up to N = 2 (one gate and one up row), block scales can look the same
+    return n > 2 and scale.shape[-2:] == (n, 1)  # with N = 1 or 2, block scales can have the shape (..., N, 1), too
 
 
 def ceil_div(n: int, divisor: int) -> int:
@@ -53,7 +53,7 @@ def align(n: int, multiple: int) -> int:
 
 
 def padded_rows(rows: int, groups: int) -> int:
-    """Return an upper bound of the padded rows, if `rows` rows are split into `groups` groups, each padded to 128."""
+    """Return the most rows that `rows` rows in `groups` groups can take, each group padded to a multiple of 128."""
     return (rows + (BLOCK - 1) * torch.sym_min(groups, rows)) // BLOCK * BLOCK
 
 

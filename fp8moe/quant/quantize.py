@@ -36,7 +36,7 @@ from fp8moe.runtime.sm90 import WARP
 
 INPUT_TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
 
-# Macros of each kernel: warps per thread block, rows per warp, columns per thread block.
+# Kernel -> its macros: warps per thread block, rows per warp, columns per thread block.
 _CONSTANTS = {
     "quantize_1x128": {"WARPS": 4, "ROWS_PER_WARP": 8},
     "quantize_128x128": {"WARPS": 8},
@@ -82,7 +82,7 @@ def quantize_128x128(w: Tensor, *, scale_format: str = "float32", out: FP8Tensor
 class Requantizer:
     """Repeats ``quantize_128x128(w, out=out)`` for tensors w with the layout of `like`, with one launch per call.
 
-    like, out: arguments that a call of `quantize_128x128` has checked. The version counter of `out` is not increased.
+    like, out: arguments that a call of `quantize_128x128` has checked. Calls do not increase the version of `out`.
     """
 
     def __init__(self, like: Tensor, out: FP8Tensor):
@@ -97,7 +97,7 @@ class Requantizer:
             self._launcher = launcher(self._device, "quantize_128x128", _merged(like, 2), True)
 
     def takes(self, w: Tensor) -> bool:
-        """Return whether `w` can be quantized by a call: it has the layout of `like` and does not overlap `out`."""
+        """Return whether a call can quantize `w`: it must have the layout of `like` and not overlap `out`."""
         if self._launcher is None or (w.dtype, w.device, w.shape, w.stride()) != self._layout:
             return False
         start = w.data_ptr()
@@ -106,7 +106,7 @@ class Requantizer:
         return apart and not start % 16
 
     def __call__(self, w: Tensor) -> None:
-        """Quantize a tensor for which `takes` is true."""
+        """Quantize `w` into `out`. `takes(w)` must be True."""
         assert self._launcher is not None
         with device_guard(self._device):
             self._launcher.launch(current_stream(self._device), w.data_ptr(), self._data, self._scale)
@@ -137,7 +137,7 @@ def dequantize(t: FP8Tensor | tuple[Tensor, Tensor], *, dtype: torch.dtype = tor
     """Return ``data * scale`` for each block, computed in float32.
 
     t: FP8Tensor or (data, scale). data (..., R, K) float8_e4m3fn; scale float32, any strides,
-    (..., R, ceil(K/128)) for 1x128 blocks, (..., ceil(R/128), ceil(K/128)) for 128x128 blocks or (..., R, 1).
+    (..., R, ceil(K/128)) for 1x128 blocks, (..., ceil(R/128), ceil(K/128)) for 128x128 blocks or (..., R, 1) for rows.
     dtype: floating dtype of the result, shaped as data.
     Raises TypeError for a wrong type or dtype, ValueError for a scale of another shape.
     """
@@ -175,7 +175,10 @@ def input_defines(dtype: torch.dtype, *, vector: bool = True) -> tuple[tuple[str
 def quantizer_defines(
     dtype: torch.dtype, *, ue8m0: bool = False, vector: bool = True
 ) -> tuple[tuple[str, int | str], ...]:
-    """Return the macros for cuda/common/quantize.cuh. ue8m0: round scales up to powers of two."""
+    """Return the macros for cuda/common/quantize.cuh.
+
+    dtype, vector: see `input_defines`. ue8m0: round scales up to powers of two.
+    """
     return (*input_defines(dtype, vector=vector), ("UE8M0", int(ue8m0)), *SCALE_DEFINES)
 
 
@@ -187,7 +190,7 @@ def kernel_spec(name: str, dtype: torch.dtype, ue8m0: bool, vector: bool) -> Ker
 
 @planned
 def launcher(device_index: int, name: str, x: Tensor, vector: bool, ue8m0: bool = False) -> PointerLauncher:
-    """Build the launcher of the kernel `name` for the tensors (x, data, scale).
+    """Build the launcher of the kernel `name`, to be called with the tensors (x, data, scale).
 
     x: (M, K), for "quantize_128x128" (E, N, K), for "quantize_128x1" (K, M); last stride 1, not empty.
     vector: `has_vector_rows` of x. data: contiguous, at a multiple of 16 bytes. scale of "quantize_1x128": row i and K
@@ -218,7 +221,7 @@ def has_vector_rows(x: Tensor) -> bool:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Return x, or a contiguous copy if its last dimension is strided."""
+    """Return x, or a contiguous copy if the stride of x's last dimension is not 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -285,7 +288,10 @@ def _check_out(w: Tensor, scale_format: str, data: Tensor, scale: Tensor) -> Non
 def _write_128x128(
     quantize: Callable[..., tuple[Tensor, Tensor]], w: Tensor, scale_format: str, data: Tensor, scale: Tensor
 ) -> None:
-    """Quantize w into data and scale, through a temporary copy if ``quantize(w, scale_format, results)`` needs it."""
+    """Quantize w into data and scale, by calling ``quantize(w, scale_format, results)``.
+
+    If `quantize` cannot write to the layout of data and scale, it writes temporary results, which are then copied.
+    """
     for name, value in (("data", data), ("scale", scale)):
         if overlap(value, w):
             raise ValueError(f"out.{name}: expected memory of its own, got a tensor that overlaps w")
@@ -293,7 +299,7 @@ def _write_128x128(
         quantize(w, scale_format, (data, scale))
         return
     found = quantize(w, scale_format, _empty_128x128(w, scale_format))
-    # Copy eight values at a time if rows are multiples of eight values long and start at such multiples.
+    # Copy eight values as one int64 if start and length of every row are multiples of eight values.
     pitches = (data.shape[-1], data.storage_offset(), *data.stride()[:-1])
     wide = torch.int64 if data.stride(-1) == 1 and not any(pitch % 8 for pitch in pitches) else torch.uint8
     data.view(wide).copy_(found[0].view(wide))

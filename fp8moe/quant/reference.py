@@ -15,9 +15,10 @@ from fp8moe.quant.formats import BLOCK, FP8_MAX, SCALE_FLOOR, ceil_div, empty_mn
 
 
 class Results(NamedTuple):
-    """Data and scale of R rows, data and scale of their transpose with padded groups, and the groups' offsets (E + 1,).
+    """R rows quantized, and optionally their transpose quantized, with every group padded to a multiple of 128.
 
-    The last three fields are None if only the rows are quantized.
+    rows, row_scale: data and scale of the rows. columns, column_scale: data and scale of the transpose. offsets:
+    (E + 1,), where each padded group begins in the transpose. The last three are None if only rows are quantized.
     """
 
     rows: Tensor
@@ -64,7 +65,7 @@ def quantize_with_transpose(
 
 
 def both_ways(rows: Tensor, weighted: Tensor, group_offsets: Tensor | None) -> Results:
-    """Quantize `rows` (R, F), and the transpose of `weighted` (R, F) with every group padded."""
+    """Quantize `rows` (R, F), and the transpose of `weighted` (R, F) with every group padded to a multiple of 128."""
     starts, ends, offsets = pad_groups(group_offsets, rows.shape[0], rows.device)
     column = torch.arange(padded_rows(rows.shape[0], len(starts)), device=rows.device)
     group = (torch.searchsorted(offsets, column, right=True) - 1).clamp(max=len(starts) - 1)
@@ -74,13 +75,16 @@ def both_ways(rows: Tensor, weighted: Tensor, group_offsets: Tensor | None) -> R
 
 
 def pad_groups(group_offsets: Tensor | None, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the groups' first rows (E,), ends (E,) and padded offsets (E+1,). group_offsets: None for one group."""
+    """Return first row (E,) and end (E,) of each group, and offsets (E+1,) of groups padded to multiples of 128.
+
+    group_offsets: None for one group of all rows.
+    """
     if group_offsets is None:
         group_offsets = torch.arange(2, device=device) * rows
     starts = group_offsets[:-1].long().clamp(0, rows)
     ends = group_offsets[1:].long().clamp(max=rows).maximum(starts)
     sizes = (ends - starts + BLOCK - 1) // BLOCK * BLOCK
-    # The clamp matters only if groups overlap: their sizes then sum to more than the columns.
+    # The clamp matters only if groups overlap: then their padded sizes may sum to more than the number of columns.
     ends_padded = sizes.cumsum(0).clamp(max=padded_rows(rows, len(sizes)))
     return starts, ends, torch.cat([sizes.new_zeros(1), ends_padded])
 
@@ -93,8 +97,8 @@ def gather(x: Tensor, index: Tensor, used: Tensor) -> Tensor:
 
 
 def block_scale(amax: Tensor, ue8m0: bool) -> Tensor:
-    """Return the scales of blocks from their largest magnitudes ``amax`` (float32). Every NaN becomes 0x7fc00000."""
-    # Divide by a tensor: on a GPU PyTorch turns division by a number into multiplication by its reciprocal.
+    """Return the scales of blocks from their largest magnitudes ``amax`` (float32). Any NaN becomes NaN 0x7fc00000."""
+    # Divide by a tensor, because on a GPU PyTorch replaces division by a number with multiplication by a reciprocal.
     scale = amax.clamp(min=SCALE_FLOOR) / amax.new_tensor(FP8_MAX)
     if ue8m0:
         scale = up_to_power_of_two(scale)
@@ -113,6 +117,6 @@ def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _cast(quotient: Tensor) -> Tensor:
-    """Cast to E4M3, saturating. Every NaN becomes 0x7f, as with the GPU's conversion instruction."""
+    """Cast to E4M3, saturating. Any NaN becomes the byte 0x7f, as with the GPU's conversion instruction."""
     saturated = quotient.clamp(-FP8_MAX, FP8_MAX)
     return torch.where(saturated.isnan(), torch.nan, saturated).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Quantize activations and output gradients both ways in one pass, for weight gradients; transpose FP8 weights."""
+"""For training: quantize a matrix by rows and by columns in one pass, and transpose FP8 weights."""
 
 import ctypes
 from typing import NamedTuple
@@ -19,8 +19,8 @@ from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import WARP
 
 TILE_BYTES = BLOCK * BLOCK  # bytes of the transposed tile in shared memory
-STRIP = 8  # width in tiles of the strips that thread blocks walk, row of tiles by row of tiles
-_GATHER_STRIP = 4  # the same if tokens are read several times: narrower, so that they stay in L2
+STRIP = 8  # thread blocks process tiles in vertical strips of this many tiles, row by row within a strip
+_GATHER_STRIP = 4  # width of the strips if `tokens` gathers rows: narrow, so that tokens read repeatedly stay in L2
 _WARPS = 8  # warps per thread block
 
 
@@ -50,7 +50,7 @@ def quantize_with_transpose(
     group_offsets: (E+1,) int32: group e has the rows ``group_offsets[e]:group_offsets[e+1]``, any number of them. Both
         ends are clamped to [0, R]; a group whose end is before its start is empty. None: one group of all rows.
     tokens: (R,) int32: row r is ``x[tokens[r]]``, or zeros if tokens[r] is outside [0, M). None: R = M, row r is x[r].
-    row_weights: (R,) float32: rows are multiplied by these, in float32, for `columns` but not for `rows`.
+    row_weights: (R,) float32, the factor of each row: applied, in float32, to `columns` but not to `rows`.
     Returns `Transposed`, detached from the autograd graph. Rows outside all groups are uninitialized. A NaN or infinity
     affects only its block of the row and its block of the column. Equal inputs give bitwise equal results. On the CUDA
     backend a call can be captured in a CUDA graph: the host does not read the group sizes.
@@ -115,7 +115,7 @@ def tile_spec(
     """Return the spec of the kernel `name`, which includes quantize_tile.cuh.
 
     source: ctypes type of the kernel's ``struct Source``. dtype, vector: see `quantizer_defines`. shared_bytes: dynamic
-    shared memory of a thread block. weighted: rows have weights for the transpose. defines: further macros.
+    shared memory of a thread block. weighted: the transpose is of rows multiplied by weights. defines: further macros.
     """
     defines |= {
         "WARPS": _WARPS,
@@ -142,11 +142,11 @@ def tile_launcher(
     column_tiles: int,
     strip: int = STRIP,
 ) -> PointerLauncher:
-    """Build the launcher of a kernel of `tile_spec` on the current device.
+    """Build the launcher, on the current device, of a kernel whose spec `tile_spec` returned.
 
-    It is called with the tensors of `Results`, contiguous group offsets or None, then the tensors of `source`.
-    source: the kernel's ``struct Source`` with its sizes filled in. rows, width, groups: of the results. column_tiles:
-    number of tiles of 128 columns side by side.
+    The launcher is called with the tensors of `Results`, contiguous group offsets or None, then the tensors of
+    `source`. source: the kernel's ``struct Source`` with its sizes filled in. rows, width, groups: numbers of rows,
+    columns and groups of the results. column_tiles: number of tiles of 128 columns side by side.
     """
     row_tiles = padded_rows(rows, groups) // BLOCK
     sizes = {"num_rows": rows, "num_groups": groups, "row_tiles": row_tiles, "column_tiles": column_tiles}
@@ -163,8 +163,8 @@ def launcher(
 ) -> PointerLauncher:
     """Build the `tile_launcher` of `quantize_with_transpose`; its source tensors are x, tokens and row_weights.
 
-    tokens and row_weights may be None. x: (M, F), last stride 1. vector: `has_vector_rows` of x. weighted: whether
-    there are row_weights.
+    The launcher takes None for tokens and row_weights, too. x: (M, F), last stride 1. vector: `has_vector_rows` of x.
+    weighted: whether there are row_weights.
     """
     source = _GatheredRows(row_stride=x.stride(0), num_tokens=x.shape[0])
     sizes = {"rows": rows, "width": x.shape[1], "groups": groups, "column_tiles": ceil_div(x.shape[1], BLOCK)}
@@ -242,7 +242,7 @@ def fp8_kernel_spec(load_aligned: bool, store_aligned: bool) -> KernelSpec:
 
 @planned
 def fp8_launcher(device_index: int, data: Tensor, scale: Tensor, load_aligned: bool) -> PointerLauncher:
-    """Build the launcher for the tensors (data, scale, data_out, scale_out), contiguous and not empty.
+    """Build the launcher of transpose_fp8.cu, called with (data, scale, data_out, scale_out), contiguous, not empty.
 
     load_aligned: `has_vector_rows` of data. data_out is at a multiple of 16 bytes.
     """

@@ -14,10 +14,10 @@ from fp8moe.weights.names import CHANNEL_SCALE, GATE_UP, SCALE, WEIGHT, Name
 from fp8moe.weights.source import CONFIG, FLOATS, FP8, HF_QUANT_CONFIG, Layout, TensorSpec, shown
 
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
-"""Dtypes that scales may be stored in; float32 holds the values of each exactly."""
+"""Dtypes that scales may be stored in. float32 represents every value of these dtypes exactly."""
 GATE_UP_LAYOUT = "gate_up_layout"
 CONCATENATED = "concatenated"
-"""Key and value in quantization_config that mark FP8 experts with biases as having all gate rows before the up rows."""
+"""The entry {GATE_UP_LAYOUT: CONCATENATED} of quantization_config says that experts have gate rows before up rows."""
 
 
 def scale_dtype(scale_format: str) -> str:
@@ -26,14 +26,14 @@ def scale_dtype(scale_format: str) -> str:
 
 
 def scale_grid(matrices: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a weight's 128x128-block scales, where each of its stacked matrices has its own blocks."""
+    """Return the shape of a weight's 128x128-block scales. matrices: how many it stacks, each with separate blocks."""
     *lead, rows, columns = shape
     return *lead, matrices * ceil_div(rows // matrices, BLOCK), ceil_div(columns, BLOCK)
 
 
 def fits_scale(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     """Return whether a scale has the expected shape, ignoring dimensions of size 1, which transformers 5.17 drops."""
-    if len(shape) == len(expected) == 2:  # (N, 1) is a scale of channels, (1, N) one of blocks
+    if len(shape) == len(expected) == 2:  # (N, 1) are channel scales, (1, N) block scales
         return tuple(shape) == tuple(expected)
     return [size for size in shape if size != 1] == [size for size in expected if size != 1]
 
@@ -48,9 +48,9 @@ def quantization_config(
 ) -> dict:
     """Make the quantization_config of a checkpoint with these tensors.
 
-    others: modules that are not in FP8 but have no tensor of their own name among these. "lm_head" is always added,
-    unless it is stored in FP8: it may be tied to the embedding. channels: whether scales are per output channel; the
-    result is then a configuration of compressed-tensors.
+    others: more modules to list as unquantized, which have no tensor of their own name in ``tensors``. "lm_head" is
+    always listed, unless it is stored in FP8: it may be tied to the embedding. channels: whether scales are per output
+    channel; the result is then a configuration of compressed-tensors.
     """
     kept, quantized, fused, biases = {"lm_head", *others}, set(), set(), set()
     for name, spec in tensors:
@@ -84,11 +84,14 @@ def quantization_config(
     }
 
 
-MX_BLOCK = 32  # values along K that share a scale in OCP's microscaling formats (MX 1.0, section 5)
+MX_BLOCK = 32  # number of values along K that share a scale in OCP's microscaling formats (MX 1.0, section 5)
 
 
 class Kind(NamedTuple):
-    """A way to quantize a weight. words: its description in messages. refusal: why it does not load, or None."""
+    """A way to quantize weights. words: a description for messages.
+
+    exact: whether 128x128 blocks can hold the same values. refusal: why fp8moe does not load such weights, or None.
+    """
 
     name: str
     bits: int
@@ -123,8 +126,8 @@ FP8_KINDS = ("fp8-block", "fp8-tensor", "fp8-channel", "mxfp8")
 class Declared(NamedTuple):
     """What an object in a configuration file declares about quantization.
 
-    where: its file and key. kinds: the keys of `KINDS` that it allows; None for any. power_of_two: whether U8 scales
-    are E8M0. refusal: why fp8moe cannot run what it declares, whatever the tensors are.
+    where: the object's file and key. kinds: the keys of `KINDS` that it allows; None for any. power_of_two: whether
+    scales stored as U8 are E8M0. refusal: why fp8moe cannot run any checkpoint that declares this, or None.
     """
 
     where: str
@@ -135,7 +138,7 @@ class Declared(NamedTuple):
 
 
 def declared(where: str, content: Mapping[str, Any]) -> Declared:
-    """Read what an object in a configuration file declares. where: its file and key, for messages."""
+    """Parse an object in a configuration file that declares a quantization. where: its file and key, for messages."""
     if where == HF_QUANT_CONFIG:
         return _modelopt(where, content)
     if where.rpartition(" ")[2] == "quantization":  # MLX
@@ -154,7 +157,7 @@ def declared(where: str, content: Mapping[str, Any]) -> Declared:
 
 
 def _fp8(where: str, content: Mapping[str, Any]) -> Declared:
-    """Read DeepSeek's and transformers' fine-grained FP8, and AutoFP8's and Mistral's FP8 with per-tensor scales."""
+    """Parse a configuration of block-scaled FP8 (DeepSeek, transformers) or per-tensor FP8 (AutoFP8, Mistral)."""
     power_of_two = content.get("scale_fmt") == "ue8m0"
     problem = next(iter(config_problems(content)), None)
     if problem is not None:
@@ -199,7 +202,7 @@ def _of_kinds(where: str, method: str, kinds: Iterable[str], *, power_of_two: bo
 
 
 def _compressed_tensors(where: str, content: Mapping[str, Any]) -> Declared:
-    """Read compressed-tensors' configuration: groups of modules, each group with a scheme for its weights.
+    """Parse compressed-tensors' configuration: groups of modules, each group with a scheme for its weights.
 
     Source: https://github.com/vllm-project/compressed-tensors.
     """
@@ -220,7 +223,7 @@ def _compressed_tensors(where: str, content: Mapping[str, Any]) -> Declared:
 
 
 def _scheme(weights: Mapping[str, Any], group: Mapping[str, Any]) -> str:
-    """Return the kind of a compressed-tensors scheme, or a description if it is none of `KINDS`."""
+    """Return the key in `KINDS` of a compressed-tensors scheme, or a description if there is no such kind."""
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     size, blocks = weights.get("group_size"), weights.get("block_structure")
     if kind == "float" and bits == 8:
@@ -259,7 +262,7 @@ _MODELOPT = {
 
 
 def _modelopt(where: str, content: Mapping[str, Any]) -> Declared:
-    """Read the configuration of NVIDIA's Model Optimizer, from config.json or hf_quant_config.json."""
+    """Parse the configuration of NVIDIA's Model Optimizer, from config.json or hf_quant_config.json."""
     content = content["quantization"] if _is(content.get("quantization")) else content
     algorithm = content.get("quant_algo")
     if algorithm == "MIXED_PRECISION":
@@ -284,7 +287,7 @@ _QUARK = {
 
 
 def _quark(where: str, content: Mapping[str, Any]) -> Declared:
-    """Read AMD's Quark configuration: one for all layers, and others for layers selected by name pattern or type."""
+    """Parse AMD's Quark configuration: settings for all layers, and for layers selected by name pattern or type."""
     configs = [content.get("global_quant_config")]
     for name in ("layer_quant_config", "layer_type_quant_config"):
         layers = content.get(name)
@@ -316,7 +319,7 @@ _METHODS: Mapping[str, Callable[[str, Mapping[str, Any]], Declared]] = {
     "fbgemm_fp8": _of("fbgemm_fp8", "fp8-channel"),
 }
 _TELLTALES = {"quant_algo": "modelopt", "config_groups": "compressed-tensors"}
-"""Keys that identify the method where quant_method is missing."""
+"""Keys that identify the quantization method of a configuration without quant_method."""
 
 _INTEGER_METHODS = {
     *("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "hqq", "quanto", "aqlm", "eetq", "vptq", "higgs"),
@@ -335,7 +338,10 @@ _SHOWN = 5
 
 
 def unquantized_matrices(layout: Layout) -> dict[str, int]:
-    """Count the elements of unquantized matrices, by name with * for numbers, largest first. layout: without scales."""
+    """Count the elements of unquantized matrices by name (numbers in names become *), largest count first.
+
+    layout: all tensors except scales.
+    """
     sizes = Counter()
     for name, spec in layout.items():
         if spec.dtype in FLOATS and len(spec.shape) > 1:

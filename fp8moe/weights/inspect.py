@@ -19,11 +19,11 @@ from fp8moe.weights.views import in_blocks
 class Report:
     """The result of `inspect_checkpoint`.
 
-    files, tensors: their numbers. nbytes: bytes of all tensors. fp8_nbytes: bytes of FP8 weights without scales.
+    files, tensors: how many there are. nbytes: bytes of all tensors. fp8_nbytes: bytes of FP8 weights without scales.
     parameters: elements of all tensors except scales. format: how the weights are quantized. scale_format: how scales
-    are stored: "float32", "ue8m0", "none" or several. experts: (number of layers, experts per layer, layout) for each
-    combination. dtypes: bytes by safetensors dtype. unquantized: elements of matrices that are not quantized, by name
-    with * for numbers, largest first. problems: everything that is wrong, each with the name of a tensor or file.
+    are stored: "float32", "ue8m0", "none" or several of these. experts: a list of (number of layers, experts per layer,
+    layout). dtypes: bytes by safetensors dtype. unquantized: element counts of unquantized matrices by name (numbers in
+    names become *), largest first. problems: everything that is wrong, each with the name of a tensor or file.
     """
 
     directory: Path
@@ -67,7 +67,7 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
     Problems are damaged files; scales that are missing, left over, misshapen, or that hold a NaN, an infinity, zero or
     a negative value; missing experts; and a format that does not load.
 
-    directory: of the checkpoint, or its name on the Hugging Face Hub, from where it is downloaded.
+    directory: the checkpoint's directory, or its name on the Hugging Face Hub, from which it is then downloaded.
     Raises CheckpointError if there is no checkpoint.
     """
     weights = open_weights(directory)
@@ -85,7 +85,7 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
     problems = [weights.format.reason]
     if weights.format.loads:
         problems = block_problems(weights, in_blocks(weights))
-        # Other libraries would take such a checkpoint for an unquantized one.
+        # Without a quantization_config, other libraries would read FP8 weights as unquantized ones.
         if weights.quantized and checkpoint.config and not checkpoint.declarations:
             problems.insert(0, "config.json: has no quantization_config, but there are FP8 tensors")
     return Report(
@@ -127,7 +127,7 @@ def block_problems(weights: Weights, blocks: Iterable[StoredWeight]) -> list[str
                 expected = scale_grid(weight.name.matrices, weight.shape) if len(weight.shape) > 1 else None
                 problems.append(f"{scale.name}: shape {scale.shape}, expected {expected} for {text} {weight.shape}")
         elif checkpoint.incomplete:
-            continue  # its scale may be in the file that is missing
+            continue  # the scale may be in a shard that is missing or damaged
         elif weight.coded and weight.dtype == FP8:
             problems.append(f"{text}: {FP8} without a scale")
         elif weight.name.role == SCALE_ROLE and text not in weights.unused:
@@ -166,7 +166,7 @@ def _scale_format(weights: Weights) -> str:
 
 
 def _experts(weights: Weights) -> tuple[list[tuple[int, int, str]], list[str]]:
-    """Return (layers, experts per layer, layout) of each combination, and a line per expert that lacks a projection."""
+    """Return a list of (number of layers, experts per layer, layout), and problem lines for missing projections."""
     separate: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))  # module -> projection -> experts
     kinds: Counter[tuple[int, str]] = Counter()
     for weight in weights.stored:

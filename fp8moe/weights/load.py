@@ -46,7 +46,7 @@ def load_fp8_checkpoint(
         - tensors that a transformers model ignores (its _keys_to_ignore_on_load_unexpected) are ignored;
         - unquantized tensors are converted from one floating dtype to another.
         Transformers' own FP8 modules and unquantized experts are loaded, too, since they have the same names.
-    directory: has model.safetensors, or model.safetensors.index.json and its shards; or the name of a model on the
+    directory: contains model.safetensors, or model.safetensors.index.json and its shards; or the name of a model on the
         Hugging Face Hub.
     ignore: fnmatch patterns of checkpoint tensors that the model need not have.
     device: where parameters and buffers that are on the meta device are created; others stay where they are.
@@ -88,7 +88,7 @@ def load_fp8_checkpoint(
     with ranks.step():
         _materialize(model, device)
         copy_weights(moves, weights.checkpoint.directory, state_of(model))
-        invalidate_masters()  # writing to FSDP2's shards leaves versions of gathered weights unchanged
+        invalidate_masters()  # FSDP2's gathered weights keep their version counters when shards are written
 
 
 def _bufferless(model: nn.Module, state: dict[str, Tensor]) -> list[str]:

@@ -29,7 +29,7 @@ GROUPS = "_blocks"
 """Suffix of the MXFP4 codes of fused experts: Y_blocks (E, N, K/32, 16) has its scales in Y_scales (E, N, K/32)."""
 
 _PROJECTIONS = {name: name for name in W_NAMES} | {short: name for name, short in W_NAMES.items()}
-_NUMBER = "0|[1-9][0-9]{0,17}"  # without leading zeros, as checkpoints write it; 18 digits fit in int64
+_NUMBER = "0|[1-9][0-9]{0,17}"  # an index without leading zeros, as in checkpoints; 18 digits fit in int64
 _NAME = re.compile(
     rf"(?P<experts>.*\bexperts)\.(?:(?P<expert>{_NUMBER})\.(?P<one>{'|'.join(_PROJECTIONS)})\.(?P<of_one>weight|weight_scale_inv|weight_scale|scale)"
     rf"|(?P<fused>{GATE_UP}|{UP}|{DOWN})(?P<of_fused>{SCALE}|_bias)?)"
@@ -78,12 +78,12 @@ class Name(NamedTuple):
 
     @property
     def matrices(self) -> int:
-        """Return how many stacked matrices with blocks of their own the weight has: 2 for gate_up_proj, otherwise 1."""
+        """The number of matrices stacked in the weight, each with separate blocks: 2 for gate_up_proj, otherwise 1."""
         return 2 if self.projection == GATE_UP else 1
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the module names that a pattern may match: the tensor's own and, for experts, that of all experts."""
+        """Return the names that a module pattern may match: the tensor's own module and the module of all experts."""
         own = self.text.removesuffix(".weight")
         return (own, self.module) if self.role == WEIGHT else (own,)
 
@@ -92,9 +92,9 @@ class Location(NamedTuple):
     """Where a model puts a tensor of a checkpoint.
 
     name: the tensor's name in the model; a single expert keeps its index, as in mlp.experts.7.gate_proj.weight.
-    key: the state dict's key of the parameter that the tensor becomes, or becomes a part of. converter, pattern:
-    transformers' WeightConverter, and which of its sources the tensor is; None where it suffices to rename the tensor
-    or to place it in a fused parameter.
+    key: the state-dict key of the parameter that the tensor becomes or becomes a part of. converter: transformers'
+    WeightConverter for the tensor; None if the tensor is only renamed or placed in a fused parameter. pattern: the
+    source pattern of the converter that the tensor's name matches.
     """
 
     name: Name
@@ -141,7 +141,7 @@ def weight_of_codes(text: str, names: Mapping[str, object]) -> str | None:
 def is_scale_beside(text: str, names: Mapping[str, object]) -> bool:
     """Return whether a tensor of this name is the scale of a weight in ``names``.
 
-    Only names of scales that may themselves have an FP8 dtype count.
+    Considers only the suffixes of scales that may have an FP8 dtype themselves.
     """
     of = next((text.removesuffix(suffix) for suffix in (SCALE, CHANNEL_SCALE) if text.endswith(suffix)), None)
     return of is not None and (of in names or f"{of}_packed" in names)
@@ -187,8 +187,8 @@ def from_vllm(text: str) -> str:
 class ExpertNames:
     """How a model's checkpoints name the tensors of experts that are stored one by one.
 
-    projections: checkpoint names of the projections, by our names, where the two differ. w_block: whether checkpoints
-    have `W_BLOCK` where the model has `BLOCK_IN_MODEL`.
+    projections: checkpoint names of projections, by fp8moe's names, where the two differ. w_block: whether names in
+    checkpoints contain `W_BLOCK` where names in the model contain `BLOCK_IN_MODEL`.
     """
 
     projections: Mapping[str, str] = field(default_factory=dict)
@@ -202,7 +202,7 @@ class ExpertNames:
         return name._replace(text=name.text.replace(BLOCK_IN_MODEL, W_BLOCK), module=module)
 
     def of_expert(self, name: Name, expert: int, projection: str) -> Name:
-        """Return the checkpoint's name of one matrix of fused experts."""
+        """Return the checkpoint's name of one projection of one expert. name: the fused weight's name in the model."""
         module = self.stored(name).module
         text = f"{module}.{expert}.{self.projections.get(projection, projection)}.weight"
         return Name(text, module, WEIGHT, projection, expert)

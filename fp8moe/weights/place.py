@@ -1,4 +1,4 @@
-"""Find the place of each weight in a model, sharded or not: check everything first, then copy values piece by piece."""
+"""Match stored weights to a model's tensors, sharded or not: check everything, then copy values piece by piece."""
 
 import re
 import warnings
@@ -36,10 +36,10 @@ TIED = "but the model ties the two"  # ends the problem line of tied tensors tha
 EXTRA = "extra, the model has no such tensor"  # ends the problem line of a tensor without a place in the model
 
 _FORMER_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
-"""Names (regexes) of buffers that old checkpoints store but models compute, by the end of the model's name for them."""
+"""Regexes of buffers that old checkpoints store and models now compute, by the end of the buffer's name in a model."""
 
 Part = tuple[int | None, int | None]
-"""Where a tensor starts in a fused parameter: (expert, row of that expert's matrix); WHOLE if it fills an entry."""
+"""Where a tensor starts in a fused parameter: (expert, row of that expert's matrix), or WHOLE if it is all of one."""
 WHOLE: Part = (None, None)
 
 Box = tuple[range, ...]
@@ -105,7 +105,7 @@ class Ranks:
         return [value] if self._agreement is None else self._agreement.gather(value)
 
     def check_same(self, expected: str, value: Any) -> None:
-        """Raise ValueError on all processes unless all pass the same value. expected: the start of the message."""
+        """Raise ValueError on all processes unless all pass the same value. expected: the start of the error's text."""
         if self._agreement is not None:
             from fp8moe.distributed.agreement import check_same
 
@@ -113,7 +113,7 @@ class Ranks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run the block on every process; if it fails on any of several, raise the same ValueError on all of them."""
+        """Run the body on every process; if it fails on any of several processes, raise the same ValueError on all."""
         if self._agreement is None:
             yield
             return
@@ -126,7 +126,7 @@ class Ranks:
 
 
 class Place(NamedTuple):
-    """Where a tensor goes in a model: all of ``state[key]``, or some rows of one expert in it. shape: of the tensor."""
+    """Where a tensor goes in a model: all of ``state[key]``, or rows of one expert in it. shape: the tensor's shape."""
 
     key: str
     shape: tuple[int, ...]
@@ -141,7 +141,10 @@ class Place(NamedTuple):
         return range(expert, expert + 1), range(row, row + rows), range(columns)
 
     def held_by(self, target: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-        """Return this process's part of the place: a view of ``target`` (``state[key]``), and the slices it covers."""
+        """Return a view of this process's part of the place, and the slices that select that part of the tensor.
+
+        target: ``state[key]``.
+        """
         if not is_sharded(target):  # the fast path: a model may have tens of thousands of expert matrices
             expert, row = self.part
             local = target if self.part == WHOLE else target[expert, row : row + self.shape[0]]
@@ -231,7 +234,7 @@ class Target:
     def missing(self, sources: Mapping[str, Mapping[Part, str]], wrong: Iterable[str] = ()) -> list[str]:
         """Return a line for each tensor of the model that gets no values.
 
-        sources: the names of the tensors that come, by key and part. wrong: keys that have a problem line already.
+        sources: names of the tensors to load, by state-dict key and part. wrong: keys with a problem line already.
         """
         problems = []
         for keys in self.ties:
@@ -268,7 +271,7 @@ Move = tuple[StoredWeight, Place, Place | None]
 
 
 def warn_of_unused(weights: Weights, moves: Iterable[Move]) -> None:
-    """Warn, once per checkpoint, if it holds static scales that the model has no place for."""
+    """Issue one warning if a checkpoint holds static scales that the model has no place for."""
     if weights.unused - {weight.name.text for weight, *_ in moves}:
         text = "has static scales of activations, keys or values, which are not used: all are quantized as they come"
         warnings.warn(printable(f"{weights.checkpoint.directory} {text}"), stacklevel=3)
@@ -277,7 +280,8 @@ def warn_of_unused(weights: Weights, moves: Iterable[Move]) -> None:
 def ignored_names(model: nn.Module, patterns: tuple[str, ...], unused: Collection[str]) -> Callable[[str], bool]:
     """Return a function that tells whether a checkpoint tensor of a given name may stay unused.
 
-    patterns: fnmatch patterns of such names. unused: more of them, the checkpoint's static scales.
+    patterns: fnmatch patterns of names that may stay unused. unused: names of the checkpoint's static scales, which may
+    stay unused, too.
     """
     buffers = [name for name, _ in model.named_buffers()]
     former = [regex for end, regex in _FORMER_BUFFERS.items() if any(name.endswith(end) for name in buffers)]
@@ -322,15 +326,15 @@ def match(
     """Find the place of each weight in a model; return the moves, and a line for each problem.
 
     ignored: tells whether a tensor of a given name may stay unused. located: maps a weight to its name in the model.
-    Once all names, shapes and dtypes fit, two kinds of tensors are read: scales that this process holds a part of, and
-    tensors that the model ties together.
+    Once all names, shapes and dtypes fit, the values of two kinds of tensors are checked: scales that this process
+    holds a part of, and tensors that the model ties together.
     """
     moves, problems, extra = [], [*checkpoint.problems, *unmappable(checkpoint)], []
-    sources: dict[str, dict[Part, str]] = defaultdict(dict)  # key -> part -> name of the tensor for it
-    wrong: set[str] = set()  # keys that a tensor does not fit, and those of their scales
+    sources: dict[str, dict[Part, str]] = defaultdict(dict)  # state-dict key -> part -> tensor name
+    wrong: set[str] = set()  # state-dict keys whose tensor does not fit, and their scales' keys
 
     def claim(place: Place, text: str, spec: TensorSpec) -> bool:
-        """Record the tensor that goes to a place, and its problem if it does not fit; return whether it fits."""
+        """Record which tensor goes to a place, and a problem if it does not fit; return whether it fits."""
         other = sources[place.key].setdefault(place.part, text)
         problem = target.mismatch(spec, place) if other == text else f"the checkpoint has it also as {other}"
         if problem:
@@ -372,7 +376,7 @@ def copy_weights(moves: Iterable[Move], directory: Path, state: Mapping[str, Ten
 
 
 def _scale_to_judge(move: Move, state: Mapping[str, Tensor]) -> TensorInfo | None:
-    """Return the stored scale whose values are to be checked, or None if this process loads no part of a scale."""
+    """Return the stored scale of a move whose values need checking; None if this process loads no part of a scale."""
     weight, place, scale_place = move
     info = weight.scale if scale_place is not None else weight.codes
     scale_place = scale_place or (place if weight.name.role == SCALE_ROLE else None)
@@ -381,7 +385,7 @@ def _scale_to_judge(move: Move, state: Mapping[str, Tensor]) -> TensorInfo | Non
 
 
 def _way_out(key: str) -> str:
-    """Return advice for an error: what to do when an unquantized tensor is for an FP8 module."""
+    """Return advice for an error message about an unquantized tensor for an FP8 module."""
     way_out = "quantize the checkpoint first (fp8moe quantize)"
     module, _, parameter = key.rpartition(".")
     if module and parameter == "weight":
@@ -392,8 +396,8 @@ def _way_out(key: str) -> str:
 def scale_problems(checkpoint: Checkpoint, scales: Iterable[TensorInfo]) -> list[str]:
     """List the stored scales that hold a NaN, an infinity, zero or a negative value.
 
-    scales: of dtypes in `SCALE_DTYPES`, or U8. Even the scale of a block of zeros must be positive. Memory holds one
-    scale at a time: 1/16384 of its weight's elements.
+    scales: tensors of dtypes in `SCALE_DTYPES`, or U8. Even the scale of a block of zeros must be positive. Memory
+    holds one scale tensor at a time, which has 1/16384 as many elements as its weight.
     """
     problems = []
     for info, stored in checkpoint.read_unmapped(dict.fromkeys(scales)):
@@ -455,7 +459,7 @@ def copy_weight(
     scale, scale_part = (None, ()) if scale_place is None else scale_place.held_by(scale_target)
     if not local.numel() and (scale is None or not scale.numel()):
         return
-    if weight.shape != place.shape:  # a scale by itself, whose dimensions of size 1 differ
+    if weight.shape != place.shape:  # ``weight`` is itself a scale, with other dimensions of size 1
         local.copy_(as_float(reader.read(weight.codes)).view(place.shape)[part].to(local.dtype))
         return
     for expert, value in weight.pieces(reader, part):

@@ -67,9 +67,9 @@ def _check_finite(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None
 class OutputPlan:
     """What to write for an unquantized checkpoint.
 
-    quantized: the weights that become FP8: their names in the output, by their names in the source. unconverted:
-    modules to list in modules_to_not_convert besides those whose tensors are unquantized. kept: why weights that the
-    user asked for do not become FP8, by module. notes: other lines for the user.
+    quantized: names in the output of the weights that become FP8, by their names in the source. unconverted: modules to
+    list in modules_to_not_convert besides the modules of unquantized tensors. kept: for each module that was to be
+    quantized but stays unquantized, the reason. notes: other lines for the user.
     """
 
     weights: Weights
@@ -102,7 +102,7 @@ class OutputPlan:
         )
 
     def lines(self) -> list[str]:
-        """Return the notes, and a line for each reason in ``kept``, which names a module once for all layers."""
+        """Return the notes, and a line for each reason in ``kept`` with its modules (layer numbers become *)."""
         lines = list(self.notes)
         for reason in dict.fromkeys(self.kept.values()):
             modules = (re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, why in self.kept.items() if why == reason)
@@ -285,9 +285,9 @@ def _fit(plan: OutputPlan, wanted: dict[str, StoredWeight]) -> None:
 
 
 def _undeclared(config: dict) -> dict:
-    """Return a configuration without the declarations of another quantization, at any level."""
+    """Return a copy of a config without the keys, at any level, that declare the source's quantization."""
     kept = {name: value for name, value in config.items() if name not in DECLARATIONS}
-    if "expert_dtype" in kept:  # DeepSeek-V4 says "fp4"
+    if "expert_dtype" in kept:  # "fp4" in DeepSeek-V4
         kept["expert_dtype"] = "fp8"
     return {name: _undeclared(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
@@ -298,7 +298,7 @@ def _warn(text: str) -> None:
 
 
 def _is_matrix(weight: StoredWeight) -> bool:
-    """Return whether a weight is a matrix, or fused experts with a matrix each."""
+    """Return whether a weight is a matrix, or fused experts with one matrix per expert."""
     return weight.name.role == WEIGHT and len(weight.shape) == (2 if weight.name.text.endswith(".weight") else 3)
 
 
@@ -320,7 +320,7 @@ def _source_problems(weights: Weights, quantized: dict[str, Name]) -> list[str]:
     experts = [weight.name for weight in weights.stored if weight.is_expert and weight.name.text in quantized]
     if refusal is not None and experts:
         return [*problems, f"{experts[0].module}: {refusal}; leave them as they are: skip 'experts'"]
-    states = defaultdict(set)  # module of experts -> whether its weights are to be quantized
+    states = defaultdict(set)  # module of experts -> for each of its weights, whether it is to be quantized
     for weight in weights.stored:
         if weight.is_expert and weight.name.role == WEIGHT:
             states[weight.name.module].add(weight.name.text in quantized)

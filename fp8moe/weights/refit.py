@@ -47,8 +47,8 @@ Source = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | nn.Module | str |
 class RefitReport(NamedTuple):
     """What a refit did. Tensors have the names of the model's state dict; tied tensors are listed by their first name.
 
-    updated: tensors that got new values. left: tensors that did not; if only some experts of a fused tensor did not,
-    the names of these experts' tensors.
+    updated: tensors that got new values. left: tensors that got none; if a fused tensor got values for some experts
+    only, the names of the other experts' tensors.
     """
 
     updated: tuple[str, ...]
@@ -80,7 +80,7 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
     are missing are then an error only at the end of that context.
 
     From the first tensor to the last, running the model or a module in it, `GraphDecoder` or transformers' generate
-    raises RuntimeError; after an error, it does until a refit is complete. fp8moe cannot stop a CUDA graph of your own,
+    raises RuntimeError; after an error, until a refit is complete. fp8moe cannot stop a CUDA graph of your own,
     or a torch.compile module around the model that is given here: do not run them meanwhile.
 
     Memory holds no second copy of the weights: at most one tensor beside those of ``tensors`` (transformers'
@@ -113,8 +113,8 @@ def refitting(model: nn.Module, *, names: Iterable[str] | None = None) -> Iterat
 
     The end of the context raises ValueError unless every tensor of the model has come; then the model stays closed
     until a complete refit.
-    names: of all tensors that will come. Unknown, repeated or missing names raise ValueError when the context begins,
-        with the model unchanged; a tensor that is not among the names raises ValueError in `refit`.
+    names: the names of all tensors that will come. Unknown, repeated or missing names raise ValueError when the context
+        begins, with the model unchanged; a tensor that is not among the names raises ValueError in `refit`.
     """
     _check_module(model)
     inner = _inside(model)
@@ -144,13 +144,13 @@ class _Again(NamedTuple):
 
 
 _again: WeakKeyDictionary[nn.Module, dict[str, _Again]] = WeakKeyDictionary()
-"""For each model, by tensor name: an earlier quantization. Host time counts with tens of thousands of matrices."""
+"""For each model, by tensor name: how an earlier refit quantized it, to save host time (there are many matrices)."""
 
 
 class _Source(NamedTuple):
     """The new weights of a refit. tensors: pairs (name, Tensor), or (name, StoredWeight), which ``reader`` reads.
 
-    names: of all tensors; None if not known in advance. in_turns: whether gate and up of experts may be interleaved.
+    names: the tensors' names; None if not known in advance. in_turns: whether experts may have gate and up interleaved.
     """
 
     tensors: Iterable[tuple[str, Tensor | StoredWeight]]
@@ -203,8 +203,8 @@ class _Refit:
         self._memory: dict[str, tuple] = {}  # state-dict key -> address and layout
         self._parts: dict[str, dict[str, Tensor]] = {}  # tensors that transformers combines, by the result's key
         self._codes: dict[str, Place] = {}  # tensor name -> place, for weights that came in FP8
-        self._scales: set[str] = set()  # keys of scales that came with such weights
-        self._left: list[str] | None = None  # lines for tensors missing at the end
+        self._scales: set[str] = set()  # state-dict keys of scales that came for FP8 weights
+        self._left: list[str] | None = None  # problem lines for the tensors that are missing at the end
         self._differ: dict[str, Tensor] = {}  # tensor name -> whether it differs from the tensor it is tied to
         self._ignored = ignored_names(model, provider().ignored_layers(model), ())
 
@@ -227,7 +227,7 @@ class _Refit:
             except ValueError as error:
                 problems.append(str(error))
         for name, place in self._came.items():
-            scale = self.target.scale_of(place)  # computed from the weight unless it is named
+            scale = self.target.scale_of(place)  # computed from the weight, unless ``names`` has the scale
             if scale is not None and self._claimant(scale) is None:
                 self.sources[scale.key][scale.part] = name
         problems += self._missing() if strict else ()
@@ -338,7 +338,7 @@ class _Refit:
                 if scale is not None and self._claimant(scale) is None
             ]
         increment_version([value for value in map(self.state.get, self.came) if not value.is_inference()])
-        invalidate_masters()  # writing to FSDP2's shards leaves versions of gathered weights unchanged
+        invalidate_masters()  # FSDP2's gathered weights keep their version when shards are written
         problems += self._bad_values() if self._any_bad() else ()
         _raise("the refit failed, and the model does not run before a complete one", problems)
 
@@ -389,7 +389,7 @@ class _Refit:
         return parts.get(place.part) or parts.get(WHOLE)
 
     def _has_twin(self, place: Place) -> bool:
-        """Return whether another tensor came that the model ties to the one at this place."""
+        """Return whether values came for another tensor that the model ties to the tensor at this place."""
         first = self.sources[self._first[place.key]].get(WHOLE)
         return first is not None and self._came[first].key != place.key
 
@@ -402,7 +402,7 @@ class _Refit:
         self._came[name] = place
 
     def _write(self, name: str, place: Place, tensor: Tensor, as_given: str | None = None) -> None:
-        """Write a tensor to its place. as_given: its name if `_write_again` may repeat this at the next refit."""
+        """Write a tensor to its place. as_given: its name if `_write_again` may repeat the write at a later refit."""
         target = self.state[place.key]
         scale = self.target.scale_of(place) if tensor.dtype in FLOATING else None
         if scale is not None:
@@ -435,7 +435,7 @@ class _Refit:
         scale, scale_part = scale_place.held_by(self.state[scale_place.key])
         if not data.numel() and not scale.numel():
             return
-        if tensor.dim() == 3 and part[0] == scale_part[0]:  # only experts of this rank
+        if tensor.dim() == 3 and part[0] == scale_part[0]:  # select this rank's experts
             tensor, part, scale_part = tensor[part[0]], (slice(None), *part[1:]), (slice(None), *scale_part[1:])
         as_given = as_given if tensor.device == data.device else None
         tensor = tensor.to(data.device)
@@ -460,7 +460,7 @@ class _Refit:
         scale.copy_(values.scale.view(*tensor.shape[:-2], *scale_place.shape[-2:])[scale_part])
 
     def _convert(self, name: str, location: Location, tensor: Tensor) -> None:
-        """Write what transformers makes of this tensor and others once all have come; until then, keep the tensor."""
+        """Keep a tensor until all that transformers combines into ``location.key`` have come; then write the result."""
         if tensor.dtype not in FLOATING:
             raise ValueError(
                 f"{name}: dtype {_dtype(tensor)}, but transformers makes {location.key} of it by {location.steps}, "
@@ -511,7 +511,7 @@ class _Refit:
                 continue
             for name in dict.fromkeys(self.sources[key].values()):
                 place = self._came[name]
-                if place.key != key:  # key is of the scale computed from the weight
+                if place.key != key:  # ``key`` is a scale computed from the weight
                     place = self.target.scale_of(place) or Place(key, tuple(self.state[key].shape))
                 values, _ = place.held_by(self.state[key])
                 if values.numel() and self._flag(key, values):
@@ -529,7 +529,7 @@ class _Refit:
 
 
 def _matrices(place: Place) -> int:
-    """Return how many matrices with blocks of their own an expert has at a place: 2 for gate_up_proj, otherwise 1."""
+    """Return the number of matrices with separate blocks that an expert has at a place: 2 for gate_up_proj, else 1."""
     return 2 if len(place.shape) == 3 and place.key.endswith(f".{GATE_UP}") else 1
 
 

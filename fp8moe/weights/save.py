@@ -77,7 +77,7 @@ def save_fp8_checkpoint(
     max_shard_size: the most bytes of a shard, unless a single tensor and its scale are larger.
 
     Every file is written under a temporary name, synced and renamed. The file that makes the directory a checkpoint,
-    the index or model.safetensors, comes last. Beside the model, memory holds one tensor, or one expert of fused ones.
+    the index or model.safetensors, comes last. Beside the model, memory holds one tensor, or one of fused experts.
 
     If the model has sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`), all processes of
     the default group call this, and rank 0 writes what one process with the whole model would. The others send it the
@@ -156,7 +156,7 @@ def save_fp8_checkpoint(
 
 
 class StoredTensor(NamedTuple):
-    """A tensor to write: the box of the model's tensor ``source``, under ``name``, with dtype and shape of ``spec``."""
+    """A tensor to write: the part ``box`` of the model's tensor ``source``, stored as ``name``, in form ``spec``."""
 
     name: Name
     source: str
@@ -276,10 +276,10 @@ def _write_configs(model: nn.Module, directory: Path, tensors: Mapping[str, Tens
 
 
 class Collector:
-    """Gathers the tensors of a model that may be sharded on rank 0, piece by piece.
+    """Gathers a model's tensors, sharded or not, on rank 0, piece by piece.
 
-    All processes must create a Collector, and then collect the same tensors. If several hold the same box, the one with
-    the lowest rank sends it. Tensors that are not sharded are rank 0's own.
+    All processes must create a Collector, and then collect the same tensors. If several processes hold the same box,
+    the lowest of these ranks sends it. Tensors that are not sharded come from rank 0's own model.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], ranks: Ranks):

@@ -43,7 +43,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The supported dtypes of safetensors files, by their names there."""
+"""The supported dtypes, by their names in safetensors files."""
 
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -80,8 +80,9 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 DECLARATIONS = ("quantization_config", "compression_config")
 """Keys, at any level of config.json, of the objects that say how weights are quantized."""
 _SHOWN_PROBLEMS = 100
-_COUNT = re.compile(r"(\w*_)?(num|n)_\w*(layers?|experts)|(en|de)coder_layers|depth")
-_MAX_RANK = 64  # the most dimensions that PyTorch can copy
+_COUNT = re.compile(r"(\w*_)?((num|n)_\w*(layers?|experts|labels)|(en|de)coder_layers|depths?)")
+_MOST_LAYERS, _MOST_OTHERS = 1024, 1 << 20  # far more than any model has, few enough to be made in seconds
+_MAX_RANK = 64  # of tensors that PyTorch can copy
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _IS_POINTER = "is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull"
 
@@ -118,9 +119,9 @@ class TensorInfo(NamedTuple):
 class Checkpoint:
     """A checkpoint directory as its headers and JSON files describe it.
 
-    files: names of the shards that could be read. tensors: by name. declarations: the objects that say how the weights
-    are quantized, by file and place in it. problems: what is wrong with the files themselves. incomplete: whether a
-    shard is missing or damaged, so that ``tensors`` lacks the tensors in it.
+    files: names of the shards that could be read. tensors: header entries, by tensor name. declarations: the JSON
+    objects that say how the weights are quantized, by file and key. problems: what is wrong with the files themselves.
+    incomplete: whether a shard is missing or damaged; ``tensors`` then lacks that shard's tensors.
     """
 
     directory: Path
@@ -139,7 +140,7 @@ class Checkpoint:
         ]
 
     def read_unmapped(self, infos: Iterable[TensorInfo]) -> Iterator[tuple[TensorInfo, Tensor]]:
-        """Yield small tensors, flattened, without mapping their files, as the safetensors library would."""
+        """Yield (info, flattened tensor) of small tensors. Unlike the safetensors library, does not map their files."""
         for file, wanted in groupby(sorted(infos, key=lambda info: (info.file, info.begin)), lambda info: info.file):
             with (self.directory / file).open("rb") as stream:
                 for info in wanted:
@@ -173,7 +174,7 @@ class Reader:
 def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     """Read config.json, the index and the header of each shard.
 
-    directory: of the checkpoint, or its name on the Hugging Face Hub.
+    directory: the checkpoint's directory, or its name on the Hugging Face Hub.
     Raises CheckpointError if there is no checkpoint at all; a missing or damaged file becomes an entry of ``problems``.
     """
     try:
@@ -200,7 +201,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
                 f"{SINGLE}: lies beside {INDEX} of other files, and some libraries read the one, some the other; "
                 "remove what is not wanted"
             )
-            weight_map = None  # transformers reads the single file
+            weight_map = None  # read the single file, as transformers does
     elif SINGLE not in present:
         raise CheckpointError(f"{directory} is not a checkpoint", [f"there is neither {SINGLE} nor {INDEX}"])
 
@@ -249,11 +250,11 @@ def sections(config: dict) -> list[tuple[str, dict]]:
 
 
 def _declarations(config: dict, problems: list[str]) -> dict[str, dict]:
-    """Return the objects in config.json that say how weights are quantized, by place; other values become problems."""
+    """Return the objects under `DECLARATIONS` keys of config.json, by key path; add a problem for any other value."""
     found: dict[str, dict] = {}
     for place, content in sections(config):
         if any(name in place.split(".") for name in DECLARATIONS):
-            continue  # nested in such an object
+            continue  # nested in a declaration that is already listed
         for name in DECLARATIONS:
             value, where = content.get(name), f"{CONFIG}: {place}{'.' * bool(place)}{name}"
             if value and isinstance(value, dict):
@@ -267,21 +268,36 @@ def _declarations(config: dict, problems: list[str]) -> dict[str, dict]:
 
 
 def count_problems(checkpoint: Checkpoint) -> list[str]:
-    """List the numbers of layers and experts in config.json that are too large for these tensors.
-
-    Building a model with so many would exhaust memory.
-    """
+    """Find numbers of layers, experts and labels that these tensors cannot have, or that `config_problems` finds."""
     limit = max(len(checkpoint.tensors), *(size for info in checkpoint.tensors.values() for size in info.shape), 0)
-    problems = []
-    for _, content in sections(checkpoint.config):
+    problems = [
+        f"{CONFIG}: {name} is {shown(value)}, expected at most {limit} for these tensors"
+        for name, value, count in _counts(checkpoint.config)
+        if count > limit
+    ]
+    return problems or config_problems(checkpoint.config)
+
+
+def config_problems(config: dict) -> list[str]:
+    """Find numbers of layers, experts and labels that no model has: to make as many would take all memory."""
+    return [
+        f"{CONFIG}: {name} is {shown(value)}, expected at most {most}"
+        for name, value, count in _counts(config)
+        if count > (most := _MOST_OTHERS if name.endswith(("experts", "labels")) else _MOST_LAYERS)
+    ]
+
+
+def _counts(config: dict) -> Iterator[tuple[str, object, float]]:
+    """Yield the entries that count layers, experts or labels: name, value, and the largest number in the value."""
+    for _, content in sections(config):
         for name, value in content.items():
-            if _COUNT.fullmatch(name) and isinstance(value, int | float) and value > limit:
-                problems.append(f"{CONFIG}: {name} is {shown(value)}, expected at most {limit} for these tensors")
-    return problems
+            if _COUNT.fullmatch(name):
+                values = value if isinstance(value, list) else [value]
+                yield name, value, max((each for each in values if isinstance(each, int | float)), default=0)
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the header of a safetensors file: return its tensors by name, in the order of their bytes.
+    """Return the entries of a safetensors file's header by tensor name, in the order of the tensors' bytes.
 
     Raises CheckpointError for a file that cannot be read, is cut short, is too long, or is not safetensors. The
     safetensors library can open every file that passes, unless it is too large to map.
@@ -317,7 +333,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if size != position:
             state = "is cut short" if size < position else "is too long"
             raise broken(f"{state}: {size} bytes, the header says {position}")
-        with suppress(RuntimeError), safe_open(path, framework="pt"):  # a file too large to map: see unmappable
+        # safe_open raises RuntimeError for a file too large to mmap; `unmappable` lists such files.
+        with suppress(RuntimeError), safe_open(path, framework="pt"):
             pass
     except CheckpointError:
         raise
@@ -373,7 +390,7 @@ def read_json(path: Path, problems: list[str]) -> dict:
 
 
 def _obstacle(path: Path) -> str | None:
-    """Return why a path is no regular file, or None if it is one. Opening a pipe, say, would wait for its writer."""
+    """Return why a path is not a regular file, or None if it is. Opening a named pipe, say, would block."""
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
@@ -384,12 +401,12 @@ def _obstacle(path: Path) -> str | None:
 
 
 MAX_BYTES = 100_000_000
-"""The most bytes of JSON that are read; the safetensors library has the same limit for headers."""
+"""The largest JSON file or header that is read, in bytes; the safetensors library has the same limit for headers."""
 
-_MAX_DEPTH = 64  # transformers' nested configurations have 4; safetensors allows 128
+_MAX_DEPTH = 64  # levels of nested JSON: transformers' configurations have 4, safetensors allows 128
 _TOO_DEEP = f"nested more than {_MAX_DEPTH} deep"
 _MAX_DIGITS = 100
-_MAX_MESSAGE = 2000  # characters
+_MAX_MESSAGE = 2000  # characters of a line in an error message
 
 
 def parse_object(content: bytes) -> dict:

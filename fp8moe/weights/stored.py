@@ -63,11 +63,11 @@ class StoredWeight(NamedTuple):
     """A weight, bias or other tensor as a checkpoint stores it, or as a view from `fp8moe.weights.views` presents it.
 
     name: the weight's name, without a suffix for packed codes. codes, scale: the stored tensors. kind: a key of
-    `KINDS`; None for unquantized values, and for FP8 codes whose scale is missing or unknown. dtype, shape: of the
-    values: a safetensors dtype, and (N, K) or (E, N, K). grid, scale_dtype: shape and dtype of the scale; grid is None
-    without one. coded: whether the weight is stored as FP8 codes or packed integers. transposed: whether fused experts
-    are stored (E, K, N). shared: whether experts stored one by one share one scale, which is then a StoredWeight of its
-    own. make: computes a matrix, a Tensor or an FP8Tensor, from its codes and scale; None to take them as stored.
+    `KINDS`; None for unquantized values, and for FP8 codes whose scale is missing or unknown. dtype, shape: the values'
+    safetensors dtype, and (N, K) or (E, N, K). grid, scale_dtype: shape and dtype of the scale; grid is None without a
+    scale. coded: whether the weight is stored as FP8 codes or packed integers. transposed: whether fused experts are
+    stored (E, K, N). shared: whether experts stored one by one share one scale, which is then a StoredWeight itself.
+    make: computes a matrix, a Tensor or an FP8Tensor, from its codes and scale; None to use the codes as stored.
     """
 
     name: Name
@@ -99,7 +99,7 @@ class StoredWeight(NamedTuple):
 
     @property
     def scale_name(self) -> str:
-        """The name of the scale: as stored, or the one that fp8moe would write."""
+        """The name of the scale: the stored scale's, or the name that fp8moe gives a scale that it computes."""
         return self.name.scale if self.scale is None or self.make is not None else self.scale.name
 
     def specs(self) -> Layout:
@@ -126,7 +126,7 @@ class StoredWeight(NamedTuple):
     ) -> Iterator[tuple[int | None, Tensor | FP8Tensor]]:
         """Yield (index, values) for each expert of fused experts, or once (None, values) for any other weight.
 
-        part: which of the values to read; the scale of an FP8Tensor is always whole. index: of the expert within
+        part: slices of the values to read; the scale of an FP8Tensor is always whole. index: the expert's index within
         ``part``. Fused experts can take gigabytes, so memory holds one expert at a time.
         """
         part = part or tuple(slice(0, size) for size in self.shape)
@@ -165,8 +165,8 @@ class Format(NamedTuple):
     """How the weights of a checkpoint are quantized, as `find_format` returns it.
 
     name: "fp8-block", "fp8-block-ue8m0", "fp8-tensor", "fp8-channel", "fp8-e5m2", "mxfp8", "mxfp4", "nvfp4", "int4",
-        "int8", "w4a8", "bf16" (nothing is quantized) or "unknown". If a checkpoint has several formats, the one of its
-        experts, or else of its linears.
+        "int8", "w4a8", "bf16" (nothing is quantized) or "unknown". If a checkpoint has several formats, this is
+        the format of its experts, or else of its linears.
     bits: bits of each weight; 16 if unquantized.
     scales: which values share a scale: "128x128", "tensor", "channel", "1x32"...; "none" if unquantized.
     exact: whether 128x128 blocks can hold exactly the same values.
@@ -220,7 +220,7 @@ def is_interleaved(config: dict) -> bool:
 def experts_of_their_own(config: dict) -> str | None:
     """Return why fp8moe cannot run the experts of the model with this configuration, or None if it can."""
     kinds = [content.get("model_type") for _, content in sections(config)]
-    name = next((name for kind, name in _OF_THEIR_OWN.items() if kind in kinds), None)  # kinds may be unhashable
+    name = next((name for kind, name in _OF_THEIR_OWN.items() if kind in kinds), None)  # may be unhashable
     if name is None:
         return None
     return f"the experts of {name} scale their input by the router and are stored transposed, which fp8moe does not run"
@@ -229,7 +229,7 @@ def experts_of_their_own(config: dict) -> str | None:
 def find_format(directory: str | os.PathLike) -> Format:
     """Return how the weights of a checkpoint are quantized, and whether it loads.
 
-    directory: of the checkpoint, or its name on the Hugging Face Hub, from where it is downloaded.
+    directory: the checkpoint's directory, or its name on the Hugging Face Hub, from which it is then downloaded.
     Raises CheckpointError if there is no checkpoint in ``directory``.
     """
     return open_weights(directory).format
@@ -315,7 +315,7 @@ def _values_shape(weight: StoredWeight) -> tuple[int, ...]:
 
 
 def _kind(weight: StoredWeight, declaration: Declared | None) -> str | None:
-    """Return the kind of a weight, a key of `KINDS`: among those that fit its scale, a declared one if there is any."""
+    """Return a weight's kind, a key of `KINDS` that fits its scale. If several fit, prefer one that is declared."""
     shape, scale = weight.codes.shape, weight.scale
     if weight.codes.dtype != FP8:
         return _other_kind(weight.codes, scale)
@@ -329,7 +329,7 @@ def _kind(weight: StoredWeight, declaration: Declared | None) -> str | None:
 
 
 def fits(weight: StoredWeight, kind: str) -> bool:
-    """Return whether the scale of FP8 codes has the shape and dtype of this kind. Nothing else compares the two."""
+    """Return whether the scale of FP8 codes has a shape and dtype that this kind allows."""
     scale, matrices = weight.scale, weight.name.matrices if len(weight.codes.shape) == 3 else 1
     *lead, rows, columns = weight.codes.shape
     exponents = scale.dtype in ("U8", "F8_E8M0")
@@ -347,7 +347,7 @@ def fits(weight: StoredWeight, kind: str) -> bool:
 
 
 def _other_kind(codes: TensorInfo, scale: TensorInfo | None) -> str | None:
-    """Return the kind of codes that are not E4M3, or None for packed integers that have no shape of matrices."""
+    """Return the kind of codes that are not E4M3; None if they have the wrong number of dimensions for matrices."""
     if codes.dtype == E5M2:
         return "fp8-e5m2"
     in_groups = codes.name.endswith(GROUPS)
@@ -404,7 +404,7 @@ def _format(checkpoint: Checkpoint, declarations: list[Declared], stored: list[S
 
 
 def _problem(checkpoint: Checkpoint, declarations: list[Declared], weights: list[StoredWeight]) -> str | None:
-    """Return why the format does not load, as far as the configuration and the headers tell, or None."""
+    """Return why the checkpoint's format does not load, judged by the configuration and the headers, or None."""
     for declaration in declarations:
         if declaration.refusal is not None:
             return f"{declaration.where}: {declaration.refusal}"
@@ -460,7 +460,7 @@ def _gate_up_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None
 def _is_concatenated(weight: StoredWeight, checkpoint: Checkpoint) -> bool:
     """Return whether a fused weight is known to have all gate rows before the up rows, as fp8moe writes it.
 
-    Either the configuration says so, or there is none, as when a module that is not a whole model was saved.
+    Either the configuration says so, or there is no configuration: a module that is no transformers model was saved.
     """
     said = any(content.get(GATE_UP_LAYOUT) == CONCATENATED for content in checkpoint.declarations.values())
     return (said or not checkpoint.config) and weight.kind in ("fp8-block", "fp8-channel") and not weight.transposed

@@ -19,16 +19,16 @@ from fp8moe.weights.stored import StoredWeight, Weights
 
 _FP4 = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
 """The values of the 16 E2M1 codes: OCP's microscaling formats 1.0, section 5.3.3."""
-_FP4_SHIFT = 6  # the largest FP4 value, 6, becomes at most 6 * 2^6 in E4M3
-_FP4_SPREAD = 14  # the smallest, 0.5, may become 0.5 * 2^(6 - 14), E4M3's smallest subnormal
-_FP4_LOWEST = 17  # 4 * 2^(6 - 17) is that subnormal, too; further below, no FP4 value is exact
+_FP4_SHIFT = 6  # exponent: the largest FP4 value, 6, becomes at most 6 * 2^6 in E4M3
+_FP4_SPREAD = 14  # exponent difference: the smallest FP4 value, 0.5, becomes 2^-9 = 0.5 * 2^(6 - 14), exact in E4M3
+_FP4_LOWEST = 17  # exponent difference: 4 * 2^(6 - 17) = 2^-9, too; beyond it, no FP4 value is exact in E4M3
 
 
 def in_blocks(weights: Weights) -> list[StoredWeight]:
-    """View every weight of a format that loads as FP8 with float32 scales of 128x128 blocks or of channels.
+    """View weights of any format that fp8moe loads as FP8 weights with float32 scales per 128x128 block or channel.
 
-    Weights without a scale of their own, or with a scale of an unsupported dtype, stay as they are stored: placing them
-    in a model reports what is wrong.
+    Weights without a scale of their own, or with a scale of an unsupported dtype, stay as they are stored; `match`
+    reports what is wrong with them.
     """
     exponents = weights.declared is not None and weights.declared.power_of_two
     in_turns = {weight.name.bias for weight in weights.stored if weight.interleaved}
@@ -80,7 +80,7 @@ def _gate_then_up(in_turns: Tensor) -> Tensor:
 
 
 def as_values(weight: StoredWeight) -> StoredWeight:
-    """View a weight that blocks may not hold exactly, FP8 with per-channel scales or MXFP4, as float32 values."""
+    """View a weight as float32 values. weight: FP8 with per-channel scales, or MXFP4."""
     if weight.kind == "fp8-channel":
         make = partial(_channels, transposed=weight.transposed)
     else:
@@ -109,7 +109,7 @@ def quantized(
 
 
 def inexact(weights: Weights) -> Iterator[StoredWeight]:
-    """Yield the MXFP4 weights that blocks cannot hold exactly. Reads exponents, and codes only if these do not tell."""
+    """Yield the MXFP4 weights that blocks cannot hold exactly. Reads codes only if the exponents do not tell."""
     checkpoint = weights.checkpoint
     of_scale = {weight.scale: weight for weight in weights.stored if weight.kind == "mxfp4"}
     spread = []
@@ -168,7 +168,7 @@ def _rows(codes: Tensor) -> Tensor:
 
 
 def _filled(codes: Tensor, scale: Tensor, matrices: int, grid: tuple[int, int], transposed: bool) -> FP8Tensor:
-    """Repeat a per-tensor scale for all blocks; of two scales, the first for the blocks of gate, the other for up's."""
+    """Repeat a per-tensor scale for all blocks; of two scales, the first is for gate blocks, the second for up's."""
     rows, columns = grid
     each = as_float(scale).reshape(-1, 1, 1).expand(matrices, rows // matrices, columns)
     return FP8Tensor(_rows(codes) if transposed else codes, each.flatten(0, 1).contiguous())
@@ -180,7 +180,7 @@ def _mxfp8(codes: Tensor, exponents: Tensor) -> FP8Tensor:
     A block's largest code is then above 224, and codes below E4M3's smallest subnormal are rounded by up to 2^-10.
     """
     groups = pad(codes.view(torch.uint8) & 127, (0, -codes.shape[1] % MX_BLOCK)).unflatten(1, (-1, MX_BLOCK))
-    largest = groups.amax(-1).view(torch.float8_e4m3fn).double()  # without signs, codes order as their values do
+    largest = groups.amax(-1).view(torch.float8_e4m3fn).double()  # codes without sign bits sort like their values
     power = as_float(exponents).double()
     of_blocks = _of_groups(largest * power, torch.amax, 0.0)
     mantissa, exponent = torch.frexp(of_blocks / FP8_MAX)
@@ -242,17 +242,17 @@ def _is_exact(weight: StoredWeight, codes: Tensor, exponents: Tensor) -> bool:
 
 
 def _of_values(block: Tensor, shape: torch.Size, columns: int = BLOCK) -> Tensor:
-    """Repeat per-block values for each element or group. columns: a block's width: 128 elements, or 4 groups."""
+    """Repeat each block's value for its elements (columns=128) or MX groups (columns=4), up to ``shape``."""
     return block.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
 
 
 def _spread(power: Tensor) -> Tensor:
-    """Return the largest difference between two exponents (N, K/32) of the same block."""
+    """Return the largest difference between exponents within a 128x128 block. power: the exponents, (N, K/32)."""
     return (_of_groups(power, torch.amax, 0) - _of_groups(power, torch.amin, 255)).max()
 
 
 def _of_groups(power: Tensor, reduce: Callable[..., Tensor], filler: float) -> Tensor:
-    """Reduce per-group values (N, K/32) to one value for each block. filler: pads incomplete blocks."""
+    """Reduce one value per MX group (N, K/32) to one value per 128x128 block. filler: pads incomplete blocks."""
     rows, groups = power.shape
     padded = pad(power, (0, -groups % (BLOCK // MX_BLOCK), 0, -rows % BLOCK), value=filler)
     return reduce(padded.unflatten(1, (-1, BLOCK // MX_BLOCK)).unflatten(0, (-1, BLOCK)), dim=(1, 3))

@@ -23,7 +23,8 @@ class ShardWriter:
 
     As a context manager: leaving it normally syncs the file and gives it its final name; an exception deletes it.
 
-    path: the final name. layout: the tensors' dtypes and shapes. source: identifies the source file, in the header.
+    path: the final name. layout: the tensors' dtypes and shapes. source: text for the header that identifies the file
+    which the tensors were made from.
     """
 
     def __init__(self, path: Path, layout: Layout, source: str | None = None):
@@ -88,8 +89,8 @@ def into_directory(
 ) -> None:
     """Write the weights of a checkpoint and its small files into the directory ``target``.
 
-    Each weight goes into a shard named as the one that its codes come from. A shard that exists already is skipped if
-    its header is the one that this run would write, which records size and time of its source.
+    Each weight goes into a shard with the same name as the shard of its codes in the source. An existing shard is
+    skipped if it has the header that this run would write, which records size and time of the source shard.
 
     contents: the small files, by name. Raises CheckpointError for a directory with files that this run would not write,
     unless ``force``, and ValueError while another run writes there.
@@ -123,10 +124,10 @@ def into_directory(
                 f"cannot write to {target}; give another directory, or force=True (--force) to overwrite", foreign
             )
         for path in entries:
-            if final_name(path.name) in ours:  # left by a killed run: no other run holds the lock
+            if final_name(path.name) in ours:  # temporary file of a killed run: no other run holds the lock
                 path.unlink()
         if layouts.keys() - finished:
-            finished.discard(INDEX)  # to delete it: with an index, the directory looks complete to readers
+            finished.discard(INDEX)  # delete it below: with an index, the directory would look complete
         for name in {SINGLE, INDEX} - finished:
             (target / name).unlink(missing_ok=True)
         try:
@@ -189,7 +190,7 @@ def _what(name: str, layouts: Mapping[str, Layout], contents: Mapping[str, bytes
 
 
 def _entries(target: Path, contents: Iterable[str]) -> Iterator[Path]:
-    """Yield the paths in a directory, and in those of its subdirectories that files are to be written to."""
+    """Yield the paths in ``target``, and in its subdirectories where ``contents`` has files."""
     folders = {Path(name).parent for name in contents}
     for path in sorted(target.iterdir()):
         if path.is_dir() and path.relative_to(target) in folders:

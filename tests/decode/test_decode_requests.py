@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MAX_LENGTH = 64
+ENDLESS = {"eos_token_id": ()}
 
 
 @pytest.fixture(scope="module")
@@ -321,6 +322,126 @@ def test_requests_that_join_and_are_cancelled(decoder, readback, monkeypatch):
     assert 2 <= len(seen) <= 5 and torch.equal(seen, expected[1][: len(seen)])
     assert not streamers[7].values and [puts.ended for puts in streamers] == [1] * 8
     assert [size for size, _ in itertools.groupby(replays)] == [1, 5, 2, 1] and replays[:4] == [1] * 4
+
+
+@torch.no_grad()
+def advance(rows, found, times=None):
+    """Advance a scheduler, or until it is idle, and add its news to `found`: lists by key."""
+    for _ in itertools.count() if times is None else range(times):
+        if not rows.busy:
+            break
+        for key, value, _ in rows.advance():
+            found.setdefault(key, []).append(value)
+
+
+def test_a_request_takes_the_only_free_row_soon_however_many_wait():
+    decoder = GraphDecoder(tiny_mixtral(), batch_sizes=(16,), max_length=MAX_LENGTH)
+    new = [50] * 15 + [2] * 3
+    given = [{"input_ids": prompts(1, 5, seed=n)[0], "max_new_tokens": m} | ENDLESS for n, m in enumerate(new)]
+    rows, found = scheduler.Scheduler(decoder), {}
+    for index, request in enumerate(given):
+        rows.add(parse_one(decoder, request, index))
+        if index == 14:
+            advance(rows, found, 3)
+    advance(rows, found, scheduler.MOST_EMPTY_STEPS + 6)
+    assert sorted(found) == [15]
+    advance(rows, found)
+    rows.close()
+    assert sorted(found) == [*range(18)]
+    assert all(torch.equal(found[index][0], alone(decoder, given[index])) for index in (0, 14, 15, 16, 17))
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "JambaForCausalLM"])
+def test_long_prompts_are_read_between_the_steps_of_a_stream(name, chunk, monkeypatch):
+    """A model that reads a prompt in one piece only keeps that."""
+    monkeypatch.setattr(scheduler, "CPU_PIECE_TOKENS", 9)
+    model = linear_attention_models.build(name)
+    decoder = GraphDecoder(model, batch_sizes=(4,), max_length=MAX_LENGTH, prefill_chunk=chunk)
+    given = [
+        {"input_ids": prompts(1, length, seed=length)[0], "max_new_tokens": new} | ENDLESS
+        for length, new in ((3, 25), (40, 5), (30, 4), (50, 9))
+    ]
+    expected = [alone(decoder, request) for request in given]
+    requests = [parse_one(decoder, request, index) for index, request in enumerate(given)]
+    requests[0].stepwise = True
+    forwards, found, rows = [], {}, scheduler.Scheduler(decoder)
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: forwards.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        for index, request in enumerate(requests):
+            rows.add(request)
+            if index == 0:
+                advance(rows, found, 4)
+        while requests[3] in rows.waiting:
+            advance(rows, found, 1)
+        requests[3].cancelled = True  # while its prompt is read
+        advance(rows, found)
+    finally:
+        hook.remove()
+    rows.close()
+    assert sorted(found) == [0, 1, 2]
+    assert torch.equal(torch.cat(found[0][:-1]), expected[0])
+    assert all(torch.equal(found[index][-1], expected[index]) for index in range(3))
+    begun = forwards[4:]
+    if decoder.capabilities.chunked_prefill:
+        assert sum(begun) > 70 and max(begun) == (chunk or 9)
+        assert forwards.count(1) == 24, "no prompt of the others had a last piece of one token, nor a step of its own"
+    assert not any(one > 1 and two > 1 for one, two in itertools.pairwise(begun[: begun.index(1, 20)]))
+
+
+def test_reasons_and_logprobs_of_each_step(decoder, readback):
+    """An end token and a stop string count where they are the last token allowed, too."""
+    tokenizer = byte_level_tokenizer()
+    base = {"input_ids": prompts(1, 9, seed=4)[0], "max_new_tokens": 12, "return_logprobs": True} | ENDLESS
+    tokens, logprobs = alone(decoder, base)
+    end = int(tokens[7])
+    first = tokens.tolist().index(end) + 1
+    stop = {"stop_strings": tokenizer.decode(tokens[4:6]), "tokenizer": tokenizer}
+    stopped = len(alone(decoder, base | stop)[0])
+    cases = [
+        (base, 12, "length"),
+        (base | {"eos_token_id": end}, first, "stop"),
+        (base | {"eos_token_id": end, "max_new_tokens": first}, first, "stop"),
+        (base | {"eos_token_id": end, "max_new_tokens": first - 1}, first - 1, "length"),
+        (base | stop, stopped, "stop"),
+        (base | stop | {"max_new_tokens": stopped}, stopped, "stop"),
+        (base | {"max_new_tokens": 1}, 1, "length"),
+    ]
+    requests, found = {}, {}
+    rows = scheduler.Scheduler(decoder)
+    for index, stepwise in itertools.product(range(len(cases)), (False, True)):
+        request = requests[index, stepwise] = parse_one(decoder, cases[index][0], (index, stepwise))
+        request.stepwise = stepwise
+        rows.add(request)
+    advance(rows, found)
+    rows.close()
+    for (index, stepwise), news in found.items():
+        _, count, reason = cases[index]
+        assert requests[index, stepwise].finish_reasons == [reason], index
+        *steps, last = news
+        assert len(steps) == (count if stepwise else 0)
+        for values in [last] + ([tuple(map(torch.cat, zip(*steps, strict=True)))] if stepwise else []):
+            assert torch.equal(values[0], tokens[:count]) and torch.allclose(values[1], logprobs[:count], atol=1e-5)
+    assert decoder.generate(base["input_ids"][None], max_new_tokens=2).shape == (1, 11)
+
+
+def test_stop_strings_of_a_server_do_not_begin_in_the_prompt(decoder):
+    tokenizer = byte_level_tokenizer()
+    request = {"input_ids": torch.tensor(tokenizer.convert_tokens_to_ids(["x", "st", "o"])), "max_new_tokens": 9}
+    request |= ENDLESS
+    tokens = alone(decoder, request)
+    request |= {"stop_strings": ["sto" + tokenizer.decode(tokens[:1])], "tokenizer": tokenizer}
+    lengths = []
+    for more, strings in (({}, ()), ({"stops_in_answer": True}, ()), ({"stops_in_answer": True}, tokens[1:3])):
+        strings = [*request["stop_strings"], *([tokenizer.decode(strings)] if len(strings) else [])]
+        rows, found = scheduler.Scheduler(decoder), {}
+        rows.add(parse_one(decoder, request | {"stop_strings": strings}, 0, **more))
+        advance(rows, found)
+        lengths.append(len(found[0][0]))
+        assert torch.equal(found[0][0], tokens[: lengths[-1]])
+    assert lengths == [1, 9, 3]
 
 
 def test_progress(decoder, capsys):

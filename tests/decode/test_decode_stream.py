@@ -1,6 +1,9 @@
 """GraphDecoder's tokens as they come: stream, transformers' streamers, stop strings, whose turn it is."""
 
+import contextlib
 import gc
+import itertools
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 from fp8moe.decode import GraphDecoder, NaNLogits, scheduler
+from fp8moe.decode import decoder as decoder_module
 from fp8moe.decode.request import StopStrings, Tail
 from tests.decode_models import (
     END,
@@ -149,6 +153,55 @@ def test_a_thread_cannot_wait_for_its_own_stream(decoder):
         rest = list(steps)
         assert torch.equal(other.result(), expected), "another thread waits for its turn"
     assert torch.equal(torch.stack([first, *rest], 1), expected[:, 9:])
+
+
+def interrupted(call, number, files):
+    """Call with a KeyboardInterrupt at the line that is the n-th to run in these files; return whether there is one."""
+    seen = 0
+
+    def trace(frame, event, argument):
+        nonlocal seen
+        if frame.f_code.co_filename not in files:
+            return None
+        seen += event == "line"
+        if event == "line" and seen == number:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return seen >= number
+
+
+def test_an_interrupt_at_any_line_leaves_no_turn_behind(decoder):
+    """Another thread gets its turn."""
+
+    def turn():
+        with decoder.turn():
+            pass
+
+    def stream():
+        steps = decoder.stream(prompts(1, 3), max_new_tokens=9)
+        next(steps)
+        steps.close()
+
+    with ThreadPoolExecutor(1) as thread:
+        for call, files in (
+            (turn, [decoder_module.__file__, contextlib.__file__]),
+            (stream, [decoder_module.__file__]),
+        ):
+            for number in itertools.count(1):
+                if not interrupted(call, number, files):
+                    break
+                thread.submit(turn).result(timeout=30)
+            assert number > 25
+    assert decoder.generate(prompts(1, 9), max_new_tokens=2).shape == (1, 11)
 
 
 def test_a_stream_can_end_in_another_thread(decoder):

@@ -212,6 +212,9 @@ def test_fp8_weights_that_transformers_would_cast_are_refused(mixtral, monkeypat
         {"rope_parameters": {"rope_type": "no_such_type"}},
         {"dtype": "no_such_dtype"},
         {"quantization_config": "fp8"},
+        {"fusion_config": "x"},
+        {"num_nextn_predict_layers": "x"},
+        {"attn_implementation": "some/kernels"},
     ],
     ids=str,
 )
@@ -298,6 +301,58 @@ def test_models_of_other_tasks(mixtral, tmp_path, task):
     with torch.no_grad():
         expected, actual = source(tokens)[0].float(), loaded(tokens)[0].float()
     assert (actual - expected).norm() < 0.2 * expected.norm()
+
+
+def without(part):
+    return lambda tensors: {name: value for name, value in tensors.items() if part not in name}
+
+
+def other_names(tensors):
+    return {f"x.{name}": value for name, value in tensors.items()}
+
+
+O_PROJ, LAST = "model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("source", ["source", "fp8"])
+@pytest.mark.parametrize(
+    ("changed", "config", "problem"),
+    [
+        (without("o_proj"), {}, f"{O_PROJ}: missing"),
+        (without("layernorm"), {}, "model.layers.0.input_layernorm.weight: missing"),
+        (other_names, {}, r"model.norm.weight: (missing|extra)"),
+        (dict, {"num_hidden_layers": 1}, f"{LAST}: extra"),
+        (dict, {"num_hidden_layers": 3}, "model.layers.2.self_attn.o_proj.weight: missing"),
+        (dict, {"vocab_size": 130}, rf"{EMBEDDING}: shape \(128, 128\), expected \(130, 128\)"),
+        (dict, {"architectures": ["MixtralForSequenceClassification"]}, "score.weight: missing"),
+    ],
+)
+def test_tensors_of_another_model(mixtral, tmp_path, registered, fp8_without_gpu, source, changed, config, problem):
+    """Nothing is made at random, and nothing left out, by whatever way a model for fp8moe is loaded."""
+    source = mixtral.parent / source
+    directory = rewritten(source, tmp_path, changed(tensors_of(source)), **config)
+    kind = getattr(transformers, config.get("architectures", ["MixtralForCausalLM"])[0])
+    for load in (load_model, lambda path: kind.from_pretrained(path, experts_implementation="fp8moe")):
+        with pytest.raises(CheckpointError, match=problem):
+            load(directory)
+
+
+def test_what_may_be_missing_or_left_over(mixtral, tmp_path, registered):
+    """Models that do not run on fp8moe, new heads, sizes that the user knows of, no head, what a class makes itself."""
+    source, kinds = mixtral.parent / "source", transformers
+    theirs = kinds.MixtralForSequenceClassification.from_pretrained(source)
+    theirs.set_experts_implementation("fp8moe")
+    kinds.MixtralForCausalLM.from_pretrained(rewritten(source, tmp_path, without("o_proj")(tensors_of(source))))
+    kinds.AutoModel.from_pretrained(source, experts_implementation="fp8moe")
+    options = {"experts_implementation": "fp8moe", "ignore_mismatched_sizes": True, "vocab_size": 130}
+    assert kinds.MixtralForCausalLM.from_pretrained(source, **options).config.vocab_size == 130
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    bart = kinds.BartForConditionalGeneration(kinds.BartConfig(vocab_size=64, max_position_embeddings=32, **sizes))
+    bart.save_pretrained(tmp_path / "bart")
+    rewritten(tmp_path / "bart", tmp_path / "bart", without("final_logits_bias")(tensors_of(tmp_path / "bart")))
+    with pytest.warns(UserWarning, match="nothing of it runs on fp8moe"):
+        assert not load_model(tmp_path / "bart").final_logits_bias.any()
 
 
 def test_models_of_tasks_that_transformers_does_not_have(mixtral, tmp_path):

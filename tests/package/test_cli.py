@@ -5,6 +5,8 @@ import os
 import pty
 import re
 import select
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -170,3 +172,103 @@ def test_a_terminal_without_columns_gets_lines(columns, bar, monkeypatch):
                 written += os.read(ours, 4096).decode().replace("\r\n", "\n")
     os.close(ours)
     assert written.startswith("\rcounting: " if bar else "counting: 0% 0/2 ") and written.endswith("\n") != bar
+
+
+def test_a_closed_standard_output(without_torch):
+    environment = os.environ | {"PYTHONPATH": f"{without_torch}{os.pathsep}{ROOT}"}
+    command = f"{shlex.quote(sys.executable)} -m fp8moe info >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, env=environment, text=True, timeout=30)
+    said = "fp8moe info: standard output is closed; for no output, redirect it to /dev/null\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+OWN_CODE = """
+from pathlib import Path
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+
+Path(__file__).with_name("ran").touch()
+
+class Config(MixtralConfig):
+    model_type = "own"
+
+class Model(MixtralForCausalLM):
+    config_class = Config
+
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    pytest.importorskip("transformers")
+    from tests.decode_models import tiny_mixtral
+    from tests.tiny_tokenizer import write_tiny_tokenizer
+
+    directory = tmp_path_factory.mktemp("served")
+    tiny_mixtral(vocab_size=97, eos_token_id=1).save_pretrained(directory)
+    write_tiny_tokenizer(directory)
+    return directory
+
+
+def changed(directory, target, file, **changes):
+    """A copy of a checkpoint with code beside it, and changes of one of its JSON files."""
+    shutil.copytree(directory, target)
+    (target / "own.py").write_text(OWN_CODE)
+    (target / file).write_text(json.dumps(json.loads((target / file).read_text()) | changes))
+    return str(target)
+
+
+def test_code_of_a_checkpoint(served, tmp_path, monkeypatch):
+    """It is not run, and nobody is asked, unless the owner says so."""
+    from fp8moe.commands import serve
+
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # transformers adds that folder
+    classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    of_model = changed(served, tmp_path / "model", "config.json", model_type="own", auto_map=classes)
+    tokenizer = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": [None, "own.Tokenizer"]}}
+    of_tokenizer = changed(served, tmp_path / "tokenizer", "tokenizer_config.json", **tokenizer)
+    for directory in (of_model, of_tokenizer):
+        with pytest.raises(ValueError, match="custom code .*; --trust-remote-code runs that code"):
+            serve.load(directory, "cpu")
+    unneeded = changed(served, tmp_path / "unneeded", "config.json", auto_map=classes)
+    assert type(serve.load(unneeded, "cpu")[0]).__module__.startswith("transformers.models.mixtral")
+    assert not [*tmp_path.rglob("ran")]
+    assert type(serve.load(of_tokenizer, "cpu", trust_remote_code=True)[1]).__module__.startswith("transformers_mod")
+    with pytest.raises(ValueError, match="for fp8moe:(.|\n)*experts.down_proj: missing"):  # its names are not converted
+        serve.load(of_model, "cpu", trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--max-length", "1"], "--slots 64, --max-length 1: max_length: expected at least 2, got 1"),
+        (
+            ["--slots", "99999999"],
+            "--slots 99999999, .* the cache of .* sequences of 128 tokens takes .* GB are free",
+        ),
+        (["--device", "cuda:99"], "--device cuda:99, but PyTorch finds .* GPU that it can use"),
+        (["--device", "meta"], "--device meta: expected cpu, cuda or cuda:N"),
+    ],
+)
+def test_what_serve_refuses(served, arguments, said):
+    pytest.importorskip("fastapi", reason="serving needs fp8moe[serve]")
+    with pytest.raises(SystemExit, match=f"fp8moe serve: {said}"):
+        main(["serve", str(served), "--port", "0", "--device", "cpu", "--quiet", *arguments])
+
+
+def test_what_serve_says_of_a_configuration(served, tmp_path):
+    from fp8moe.commands import serve
+
+    for index, (name, value, said) in enumerate(
+        (
+            ("num_hidden_layers", 10**8, "config.json: num_hidden_layers is 100000000, expected at most"),
+            ("architectures", ["AutoTokenizer"], "it has no class 'AutoTokenizer'"),
+            ("attn_implementation", "a/b", "attn_implementation is 'a/b', code of another repository"),
+        )
+    ):
+        directory = changed(served, tmp_path / str(index), "config.json", **{name: value})
+        with pytest.raises(ValueError, match=said):
+            serve.load(directory, "cpu")

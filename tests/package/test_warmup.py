@@ -256,6 +256,7 @@ def test_a_process_that_is_killed(tmp_path, monkeypatch, two_kernels):
         ([], "expected either SRC or --model-type"),
         (["here", "--model-type", "mixtral"], "expected either SRC or --model-type"),
         (["nowhere"], "SRC is 'nowhere'; it must be a directory with a config.json, or such a file"),
+        (["--model-type", "mixtral", "--set", "num_hidden_layers=99999999"], "num_hidden_layers is 99999999, expected"),
     ],
 )
 def test_no_model(arguments, message):
@@ -273,6 +274,8 @@ def test_without_transformers(tmp_path, monkeypatch):
     [
         ("--tokens", "0", "an integer >= 1, got '0'"),
         ("--batch-sizes", "x", "an integer >= 1, got 'x'"),
+        ("--batch-sizes", "65536", "at most 65535, got 65536"),
+        ("--tokens", "9999999", "at most 1048576, got 9999999"),
         ("--set", "hidden_size", "NAME=VALUE, got 'hidden_size'"),
     ],
 )
@@ -287,6 +290,7 @@ def test_wrong_numbers(option, value, expected, capsys):
     [
         ({}, "model_type is None; it must be one that transformers knows"),
         ({"model_type": "no_such"}, "model_type is 'no_such'; it must be one"),
+        ({"model_type": ["mixtral"]}, r"model_type is \['mixtral'\]; it must be one"),
         ({"model_type": "mixtral", "hidden_size": "wide"}, "config.json: transformers cannot"),
         (
             {"model_type": "mixtral", "quantization_config": {"quant_method": "gptq"}},

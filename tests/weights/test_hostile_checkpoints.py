@@ -30,6 +30,7 @@ from fp8moe.weights.source import (
     GENERATION_CONFIG,
     INDEX,
     SINGLE,
+    config_problems,
     count_problems,
     open_checkpoint,
     parse_object,
@@ -392,12 +393,22 @@ def test_configurations(single, text, message, capsys):
 
 
 @pytest.mark.parametrize("value", ["1e5", "100000", "1" + "0" * 40, "Infinity"])
-@pytest.mark.parametrize("name", ["num_hidden_layers", "num_experts", "n_routed_experts", "depth"])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_experts", "n_routed_experts", "depth", "num_labels"])
 def test_counts_that_the_tensors_cannot_have(single, name, value):
     (single / CONFIG).write_text(f'{{"{name}": 1, "text_config": {{"{name}": {value}}}, "max_window_layers": {value}}}')
     (problem,) = count_problems(open_checkpoint(single))
     assert problem.startswith(f"config.json: {name} is 1") or problem.startswith(f"config.json: {name} is inf")
     assert problem.endswith("expected at most 200 for these tensors")
+
+
+def test_counts_that_no_model_has():
+    """Whatever the tensors are: warmup has none."""
+    config = {"num_hidden_layers": 1025, "depths": [2, 10**8], "num_labels": 1 << 21, "num_experts": 2048}
+    assert config_problems(config | {"vision_config": {"num_layers": 1024}}) == [
+        "config.json: num_hidden_layers is 1025, expected at most 1024",
+        "config.json: depths is [2, 100000000], expected at most 1024",
+        "config.json: num_labels is 2097152, expected at most 1048576",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def attend(
 ) -> Tensor:
     """Compute the module's result (B, T, H), including o_proj.
 
-    normed: the module's input as rows (B * T, H), quantized or not. lead: (B, T). Other arguments: as of the module.
+    normed: the module's input as rows (B * T, H), quantized or not. lead: (B, T). Other arguments: as for the module.
     """
     form = form_of(module, known_forwards.ATTENTION)
     size = module.head_dim
@@ -155,7 +155,7 @@ def attend(
             window=attention_mask.window,
             scale=module.scaling,
             quantized=linears.weights(module.o_proj) is not None,
-            early=True,  # safe, as the kernel ahead of it, a projection, writes only q, k and v
+            early=True,  # safe: the preceding kernel, a projection, writes only q, k and v
         )
         if isinstance(output, FP8Tensor):
             return linears.project(output, [module.o_proj], cos.dtype)[0].view(*lead, -1)
@@ -187,7 +187,7 @@ def _has_norms(module: nn.Module, form: known_forwards.Attention) -> bool:
 
 
 def _decoder_layer(past: Any, index: int, k: Tensor, v: Tensor) -> Any:
-    """Return the layer `index` of GraphDecoder's cache, allocated for k and v (B, T, key heads, D); None for others."""
+    """Return the layer `index` of GraphDecoder's cache, allocated for k and v (B, T, key heads, D), else None."""
     layer = next(iter(getattr(past, "layers", ())[index : index + 1]), None)  # some caches create their layers lazily
     if not hasattr(layer, "position"):
         return None

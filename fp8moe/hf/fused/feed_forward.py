@@ -26,7 +26,7 @@ from fp8moe.quant.formats import FP8Tensor
 def prepare(module: nn.Module, dtype: torch.dtype) -> list[str]:
     """Make gate and up weights adjacent in memory; return the names of the parts that run fused afterwards.
 
-    module: a feed-forward module or mixture-of-experts block. dtype: of its input.
+    module: a feed-forward module or mixture-of-experts block. dtype: the input's dtype.
     """
     if not _serves_block(module, dtype):
         return ["feed-forward"] if _prepare_mlp(module) else []
@@ -40,8 +40,8 @@ def forward(
     """Compute the second half of a decoder layer: norm(attended + residual), the module, and the residual add.
 
     module: the feed-forward module. attended: the attention's result, without residual. following: the norm that the
-    next layer begins with. Returns the layer's result and, if it costs no further kernel, the rows that `following`
-    makes of it.
+    next layer begins with. Returns the layer's result and, if that takes no further kernel, the result normalized by
+    `following`.
     """
     if _serves_block(module, residual.dtype):
         shared = _shared(module)
@@ -127,10 +127,10 @@ def _shared(module: nn.Module) -> nn.Module | None:
 
 
 def _mix(module: nn.Module, normed: Normed, logits: Tensor, following: Norm | None) -> tuple[Tensor, Normed | None]:
-    """Run a mixture-of-experts block; return its result plus the residual (M, H), and these rows normalized, or None.
+    """Run a mixture-of-experts block; return its result plus residual (M, H), and this sum normalized, or None.
 
     normed: the block's input after the norm, as values and, if shared experts run in FP8, also quantized; its `sum` is
-    the residual. logits: the router's.
+    the residual. logits: the router logits.
     """
     form = form_of(module, known_forwards.BLOCK)
     x = normed.values
@@ -141,7 +141,7 @@ def _mix(module: nn.Module, normed: Normed, logits: Tensor, following: Norm | No
         inputs = x, routing.index, routing.weights
         if following is None:
             return module.experts(*inputs, residual=normed.sum, **order), None
-        # Experts modules of transformers run `experts_forward` of `register`, which takes `norm` itself.
+        # transformers' experts modules run `experts_forward`, which accepts `norm`; GroupedExperts.forward does not.
         run = module.experts.forward_with_norm if type(module.experts) is GroupedExperts else module.experts
         return run(*inputs, norm=following, residual=normed.sum, **order)
     beside = SecondStream(x.device) if form.shared and x.is_cuda and _waits_for_ranks(module.experts) else None
@@ -179,7 +179,7 @@ def _are_ours(experts: nn.Module) -> bool:
 def forward_router(module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Run a router outside of a fused block; return logits (M, E), weights (M, K) and indices (M, K).
 
-    The router's own forward runs while gradients are enabled, in training mode, and where the kernels do not serve it.
+    The router's own forward runs while gradients are enabled, in training mode, and if the kernels cannot run it.
     """
     if torch.is_grad_enabled() or module.training or not _serves_router(module, hidden_states.dtype):
         return type(module).forward(module, hidden_states)

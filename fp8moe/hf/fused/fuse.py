@@ -113,7 +113,8 @@ def _fused_form(module: nn.Module, neighbours: Neighbours) -> tuple[Callable, st
     return None
 
 
-_ATTENTIONS: dict[ModuleType, dict[str, Any]] = {  # implementation -> the forms it runs; a module has one form at most
+# Attention implementation -> the known forwards that it replaces. A module's forward is in one of these at most.
+_ATTENTIONS: dict[ModuleType, dict[str, Any]] = {
     attention: known_forwards.ATTENTION,
     latent_attention: known_forwards.LATENT_ATTENTION,
 }
@@ -195,7 +196,7 @@ def _attend(
 
 
 def _normed(norm: nn.Module, x: Tensor, before: Handover | None, quantized: bool) -> Normed:
-    """Return the normalized rows of x: those that the layer before has computed already, or compute them."""
+    """Return the normalized rows of x: from the handover of the layer before if it has them, else computed here."""
     handed = None if before is None else before.take(x, norm, quantized=quantized)
     return norms.norm(norm, x, values=not quantized, quantized=quantized) if handed is None else handed
 

@@ -60,7 +60,7 @@ _HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def runs_as_written(module: nn.Module) -> bool:
-    """Return whether the module has no hooks, and its class's forward or one that `optimize` or `unregister` has set.
+    """Return whether the module has no hooks, and its forward is its class's or set by `optimize` or `unregister`.
 
     transformers leaves hooks behind that record outputs; they are ignored unless a call asks for these outputs.
     """
@@ -108,8 +108,8 @@ class Router:
 
     score: the function applied to logits, "softmax" or "sigmoid". normalize: when weights are divided by their sum:
     "always" or "if norm_topk_prob". in_float32: whether logits are float32 rather than of the input's dtype. cast:
-    whether weights are cast to the dtype of the logits. bias: whether a correction bias and expert groups take part in
-    the choice.
+    whether weights are cast to the dtype of the logits. bias: whether experts are chosen with a correction bias and
+    expert groups.
     """
 
     score: str
@@ -123,8 +123,8 @@ class Router:
 class Block:
     """Description of the forward of a mixture-of-experts block.
 
-    shared: the attribute name of its shared experts, None without any. gated: whether a sigmoid gate scales their
-    result.
+    shared: the attribute name of the shared experts, None if there are none. gated: whether a sigmoid gate scales the
+    shared experts' result.
     """
 
     shared: str | None = None
@@ -144,7 +144,7 @@ ATTENTION = {
     "f646f8be1444751f": Attention("never", "config"),  # MixtralAttention
     "bcc7d9a8194d1110": Attention("if use_qk_norm", "nowhere"),  # Glm4MoeAttention
 }
-LATENT_ATTENTION = {"7035ce544a77a2ac": "4cf8bd8cc9c9b3aa"}  # DeepseekV3Attention -> digest of its expand_kv
+LATENT_ATTENTION = {"7035ce544a77a2ac": "4cf8bd8cc9c9b3aa"}  # DeepseekV3Attention: forward -> expand_kv
 ROUTER = {
     "9df852d229406d32": Router("softmax", "if norm_topk_prob"),  # Qwen3MoeTopKRouter
     "7fb11be956c0942d": Router("softmax", "always"),  # Qwen3VLMoeTextTopKRouter

@@ -51,7 +51,7 @@ def attend(
 ) -> Tensor:
     """Compute the module's result (B, T, H), including o_proj.
 
-    normed: the module's input as rows (B * T, H), quantized or not. lead: (B, T). Other arguments: as of the module.
+    normed: the module's input as rows (B * T, H), quantized or not. lead: (B, T). Other arguments: as for the module.
     """
     cos, sin = position_embeddings
     if normed.quantized is None:
@@ -101,7 +101,7 @@ def _queries(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _is_plain(module: nn.Module, mask: Any, length: int, kwargs: dict[str, Any]) -> bool:
-    """Return whether the attention is a plain softmax, with no mask or one of transformers' "sdpa" or "eager"."""
+    """Return whether the attention is a plain softmax, without a mask or with an "sdpa" or "eager" mask."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if attention_interface(module) not in (sdpa_attention_forward, called(module, "eager_attention_forward")):
@@ -132,8 +132,8 @@ def _absorbed(
 ) -> Tensor:
     """Attend over the latents directly, with one new token per row, kv_b_proj absorbed; return (B, heads, D).
 
-    q_pass (B, heads, N), q_rot (B, heads, P), latent (B, L, R), k_rot (B, L, P). weight: of kv_b_proj,
-    (heads * (N + D), R), for each head the rows of its keys, then of its values. mask: (B, 1, L), bool with True where
+    q_pass (B, heads, N), q_rot (B, heads, P), latent (B, L, R), k_rot (B, L, P). weight: kv_b_proj's weight
+    (heads * (N + D), R), with the key rows and then the value rows of each head. mask: (B, 1, L), bool with True where
     visible, or additive.
 
     Scores and their softmax are computed in float32.

@@ -25,7 +25,7 @@ class Weights(NamedTuple):
 
 
 def weights(module: nn.Module) -> Weights | None:
-    """Return the weights of an FP8 linear without hooks that fp8moe's kernels run; None for any other module."""
+    """Return a module's tensors if it is an FP8 linear, without hooks, that fp8moe's kernels can run; else None."""
     if not runs_as_written(module) or getattr(module, "weight_scale_inv", None) is None:
         return None
     parts = Weights(module.weight, module.weight_scale_inv, module.bias)

@@ -37,7 +37,7 @@ class Handover:
     norm: the RMSNorm module that normalizes the result. quantized: whether the follower reads the rows in FP8.
 
     A handover holds one result and its normalized rows, until they are taken or the result is freed. `take` returns
-    the rows only for this very tensor, unchanged since; for any other it returns None, and the caller normalizes. So
+    the rows only for the same tensor object, unmodified; for any other it returns None, and the caller normalizes. So
     hooks may replace or change what a layer returns, layers may be skipped, and several threads may run the model.
     """
 
@@ -57,7 +57,7 @@ class Handover:
         self._held = weakref.ref(result, self._drop), result._version, normed
 
     def take(self, result: Tensor, norm: nn.Module, *, quantized: bool) -> Normed | None:
-        """Return the stored rows if the module `norm` has made them of `result`, in the wanted form; otherwise None."""
+        """Return the stored rows if they are `result` normalized by `norm`, in FP8 or not as asked; otherwise None."""
         held, self._held = self._held, None
         if held is None or norm is not self.norm or quantized is not self.quantized:
             return None

@@ -57,8 +57,8 @@ def decode_attention(
     cache: keys and values in the dtype of q; heads is a multiple of key heads. Sequence b sees the columns begin[b] to
         columns[b], both included.
     new: keys and values of the new tokens, without the dimension T. The kernel then normalizes and rotates q and k, and
-        writes k and v to the cache at columns[b], if that is in [0, L). None: q is normalized and rotated already, and
-        the cache has the new tokens.
+        writes k and v to the cache at columns[b], if columns[b] is in [0, L). None: q is normalized and rotated
+        already, and the cache has the new tokens.
     window: the largest number of keys that a query sees, the most recent ones. None: all.
     scale: factor of the scores; None: 1 / sqrt(D).
     quantized: return the result in FP8, in blocks of 1x128, with the bits of ``quantize_1x128``.
@@ -117,7 +117,7 @@ class AttentionOperands(NamedTuple):
 
 
 class AttentionHeads(NamedTuple):
-    """The head layout of an attention, and the launch sizes that follow from it.
+    """The head layout of an attention layer, and the launch sizes that follow from the layout.
 
     group: query heads per key head. size: values of a head (D). rotated: values of a head that are rotated; None: the
     kernel appends no new tokens. norm: heads are normalized first.
@@ -131,12 +131,12 @@ class AttentionHeads(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """Number of lanes that share a head, a power of two: each holds 8 values of the zero-padded head."""
+        """Number of lanes that share a head, a power of two. Each lane holds 8 values; the last lanes may hold none."""
         return 1 << (2 * ceil_div(self.size, 16) - 1).bit_length()
 
     @property
     def tiles(self) -> int:
-        """Number of clusters over which the query heads of one key head are split."""
+        """Number of clusters that split the query heads of one key head between them."""
         return ceil_div(self.group, _ROWS)
 
     @property
@@ -145,7 +145,7 @@ class AttentionHeads(NamedTuple):
         return align(2 * self.size, 128)
 
     def stages(self, cluster: int) -> int:
-        """Return the number of pipeline stages: tiles that a warp loads ahead."""
+        """Return the number of pipeline stages: the number of tiles that a warp loads ahead of use."""
         fits = (SHARED_LIMIT - self.smem(0, cluster)) // (_WARPS * 2 * _TILE * self.pitch)
         return min(fits, _MAX_STAGES)
 
@@ -157,11 +157,11 @@ class AttentionHeads(NamedTuple):
 
     @property
     def quantizes(self) -> bool:
-        """Whether the kernel can quantize: no block of 128 result columns spans query heads of two key heads."""
+        """Whether the kernel can quantize its result: no block of 128 columns mixes query heads of two key heads."""
         return not self.group * self.size % BLOCK
 
     def cluster(self, batch: int, sms: int) -> int:
-        """Return the cluster size: thread blocks that split the keys of one sequence and key head; a power of two."""
+        """Return the number of thread blocks in a cluster, which split the keys of one sequence and key head."""
         if config.settings.batch_invariant:
             return _INVARIANT_CLUSTER
         fits = sms // (batch * self.key_heads * self.tiles)
@@ -194,7 +194,7 @@ def kernel_spec(dtype: torch.dtype, heads: AttentionHeads, cluster: int) -> Kern
 
 @planned
 def launcher(device_index: int, operands: AttentionOperands) -> PointerLauncher:
-    """Return the launcher for the tensors named by the pointers of `_AttentionArguments`, in that order."""
+    """Return the launcher, to be called with the tensors that the first 14 fields of `_AttentionArguments` name."""
     q, keys, *_, k, v, cos, _, _, _, eps, window, scale, _, early = operands
     batch = q.shape[0]
     heads = operands.heads()

@@ -16,7 +16,8 @@ from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
 from fp8moe.runtime.operator import operator
 
-_MAX_TOKENS, _MAX_BYTES = 2, 16 << 10  # limits of x for one kernel, where every thread block normalizes all of x
+# Most tokens and bytes of x for which one kernel computes norm and logits, as each of its blocks normalizes all of x.
+_MAX_TOKENS, _MAX_BYTES = 2, 16 << 10
 
 
 class NormLogitsOperands(NamedTuple):
@@ -59,7 +60,7 @@ def norm_logits(
 
 
 def by_one_kernel(tokens: int, experts: int, row_bytes: int) -> bool:
-    """Return whether to use one kernel: it is faster if the norm, which every thread block computes, is cheap."""
+    """Return whether one kernel computes norm and logits: it is faster for small x, as every block repeats the norm."""
     few = 0 < tokens <= _MAX_TOKENS and 0 < tokens * row_bytes <= _MAX_BYTES
     return few and experts > 0 and not config.settings.batch_invariant
 
@@ -80,7 +81,7 @@ def kernel_spec(
 def launcher(
     device_index: int, tokens: int, experts: int, hidden: int, eps: float, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> PointerLauncher:
-    """Return the launcher for (x, residual, norm_weight, weight, sum, values, data, scale, logits).
+    """Return the launcher, called with (x, residual, norm_weight, weight, sum, values, data, scale, logits).
 
     dtypes: of x and of the logits. data and scale may be None. All tensors are contiguous, the scale MN-major, and at
     multiples of 16 bytes. `by_one_kernel` must be True for the sizes.

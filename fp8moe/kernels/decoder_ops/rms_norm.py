@@ -19,7 +19,7 @@ from fp8moe.runtime.sm90 import WARP
 MAX_HIDDEN = 32768
 VECTOR_BYTES = 16
 _MIN_THREADS = 128  # threads of a thread block that processes several short rows
-_MAX_THREADS = 256  # threads per row; more for rows of which a thread would then hold more than _MAX_VECTORS vectors
+_MAX_THREADS = 256  # most threads per row, unless each would then hold more than _MAX_VECTORS vectors of the row
 _MAX_VECTORS = 8
 
 
@@ -76,7 +76,7 @@ def check_number(name: str, value: float) -> None:
 
 
 def row_threads(row_bytes: int) -> int:
-    """Return the number of threads that share a row of `row_bytes` bytes: a power of two <= 32, or a multiple of 32."""
+    """Return how many threads share a row of `row_bytes` bytes: a power of two up to 32, or a multiple of 32."""
     vectors = ceil_div(row_bytes, VECTOR_BYTES)
     if vectors <= WARP:
         return 1 << (vectors - 1).bit_length()
@@ -106,7 +106,7 @@ def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
 def launcher(
     device_index: int, rows: int, hidden: int, row_stride: int, eps: float, dtype: torch.dtype
 ) -> PointerLauncher:
-    """Return the launcher for (x, residual, weight, sum, values, data, scale); all but x and weight may be None.
+    """Return the launcher, called with (x, residual, weight, sum, values, data, scale); all but x, weight may be None.
 
     x: (rows, hidden) in `dtype`, rows `row_stride` elements apart; if the size of a row is a multiple of 16 bytes, so
     must be the stride. Other tensors are contiguous, the scale MN-major. All tensors start at multiples of 16 bytes.

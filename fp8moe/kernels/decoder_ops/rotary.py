@@ -1,4 +1,4 @@
-"""``rotary``: RMSNorm and rotary embedding of the heads of new tokens, which are then written to a KV cache."""
+"""``rotary``: RMSNorm and rotary embedding of query and key heads; then keys and values are written to a KV cache."""
 
 import ctypes
 from typing import Annotated, NamedTuple
@@ -26,11 +26,11 @@ from fp8moe.runtime.operator import Written, operator
 from fp8moe.runtime.sm90 import WARP
 
 MAX_HEAD = 256
-MULTIPLE = 16  # of the number of rotated values: each lane holds 8 values of either the first or the second half
+MULTIPLE = 16  # divides the number of rotated values, because a lane holds 8 values of the first or of the second half
 _WARPS = 4  # warps of a thread block
 _VECTOR_BYTES = 16
 _MANY_ROWS = 256
-_AT_ONCE = {False: 1, True: 4}  # heads per lane: 1 for few rows (to fill the GPU), 4 for _MANY_ROWS rows or more
+_AT_ONCE = {False: 1, True: 4}  # heads per lane; key: whether rows >= _MANY_ROWS. With few rows, 1 fills the GPU
 
 
 class NewTokens(NamedTuple):
@@ -94,7 +94,7 @@ class RotaryOperands(NamedTuple):
 
 
 class RotaryHeads(NamedTuple):
-    """Numbers of query heads, key heads, values per head, rotated values per head. norm: heads are normalized first."""
+    """Numbers of query heads, key heads, values per head and rotated values per head; norm: whether to normalize."""
 
     queries: int
     keys: int
@@ -103,7 +103,7 @@ class RotaryHeads(NamedTuple):
     norm: bool
 
     def lanes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the number of lanes that share a head, a power of two, and of 16-byte vectors per lane."""
+        """Return the number of lanes that share a head, a power of two, and the number of 16-byte vectors per lane."""
         nbytes = self.size * dtype.itemsize
         vectors = ceil_div(nbytes, _VECTOR_BYTES * WARP)
         lanes = ceil_div(nbytes, _VECTOR_BYTES * vectors)
@@ -132,11 +132,14 @@ def kernel_spec(dtype: torch.dtype, heads: RotaryHeads, many: bool) -> KernelSpe
 
 @planned
 def launcher(device_index: int, operands: RotaryOperands) -> PointerLauncher:
-    """Return the launcher for (q, k, v, cos, sin, q_weight, k_weight, query, keys, values, columns). query: result."""
+    """Return the launcher, called with (q, k, v, cos, sin, q_weight, k_weight, query, keys, values, columns).
+
+    query: the result, rotated q.
+    """
     q, k, v, cos, _, keys, *_ = operands
     batch, tokens, queries, size = q.shape
     key_heads, length = keys.shape[1:3]
-    row = 1 if tokens > 1 else 0  # the dimension whose stride separates consecutive rows
+    row = 1 if tokens > 1 else 0  # dimension of q, k and v whose stride is the distance between consecutive tokens
     arguments = _RotaryArguments(
         q_stride=q.stride(row),
         k_stride=k.stride(row),
@@ -181,7 +184,7 @@ def _check(operands: RotaryOperands) -> None:
 
 
 def check_tables(cos: Tensor, sin: Tensor, q: Tensor, *tokens: int) -> int:
-    """Check cos and sin of shape (1 or B, *tokens, R) against q (B, ...). Returns R."""
+    """Check that cos and sin have the shape (1 or B, *tokens, R), and dtype and device of q (B, ...). Returns R."""
     batch, rotated = q.shape[0], cos.shape[-1] if cos.dim() == len(tokens) + 2 else 0
     for name, value in (("cos", cos), ("sin", sin)):
         check_dtype(name, value, q.dtype)
@@ -257,7 +260,10 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _write(cache: Tensor, x: Tensor, columns: Tensor | None) -> None:
-    """Write x (B, T, heads, D) to cache (B, heads, L, D), from each sequence's column on (from 0 if None)."""
+    """Write x (B, T, heads, D) to the cache (B, heads, L, D): token t of sequence b to position columns[b] + t.
+
+    columns: None for 0. Positions outside of [0, L) are not written.
+    """
     batch, tokens = x.shape[:2]
     first = torch.zeros(batch, dtype=torch.int64, device=x.device) if columns is None else columns
     places = first[:, None] + torch.arange(tokens, device=x.device)

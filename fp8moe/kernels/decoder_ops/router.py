@@ -24,14 +24,14 @@ MAX_TOP_K = 32
 MAX_GROUPS = 32
 SCORES = ("softmax", "sigmoid")
 MAX_TOKENS = 64  # tokens per thread block of router_logits.cu
-_MAX_BYTES = 256 << 10  # largest x for router_logits.cu, whose thread blocks each read all of x
-_MAX_ROW_BYTES = 32 << 10  # largest row of x: 8 vectors of 16 bytes in each of 256 threads
-_MAX_EXPERTS_AT_ONCE = 8  # experts per thread block: more would cost registers and hide no latency
-_MAX_SUMS = WARP  # sums per thread, one for each of its block's (expert, token) pairs
-_INVARIANT_TOKENS = 8  # tokens processed at a time, whatever their number, if results are batch invariant
+_MAX_BYTES = 256 << 10  # bytes of the largest x for router_logits.cu, whose thread blocks each read all of x
+_MAX_ROW_BYTES = 32 << 10  # bytes of the largest row for router_logits.cu: 8 vectors of 16 bytes in 256 threads each
+_MAX_EXPERTS_AT_ONCE = 8  # most experts per thread block: more would cost registers and hide no latency
+_MAX_SUMS = WARP  # most accumulators per thread, which has one for each (expert, token) pair of its thread block
+_INVARIANT_TOKENS = 8  # tokens that a block processes at a time in batch-invariant mode, for any number of tokens
 _ROUTE_WARPS = 4  # warps of a thread block of route.cu
-MAX_SORTED_TOKENS = 16  # for route_sorted.cu, a single thread block: more tokens are sorted faster by a second kernel
-MAX_SORTED_EXPERTS = 512  # for route_sorted.cu, which keeps the scores of all experts in registers
+MAX_SORTED_TOKENS = 16  # most tokens for route_sorted.cu, a single thread block: for more, two kernels are faster
+MAX_SORTED_EXPERTS = 512  # most experts for route_sorted.cu, which keeps the scores of all experts in registers
 
 
 class ChosenExperts(NamedTuple):
@@ -126,9 +126,10 @@ def by_kernel(tokens: int, row_bytes: int) -> bool:
 
 
 def logits_block(tokens: int, experts: int, sms: int) -> tuple[int, int]:
-    """Return the experts per thread block, for about one block per SM, and the tokens that a block takes at a time.
+    """Return the number of experts per thread block, and the number of tokens that a block processes at a time.
 
-    Both are powers of two and compile-time constants of the kernel; the order of its sums depends on them.
+    The first gives about one thread block per SM. Both numbers are powers of two and compile-time constants of the
+    kernel; they determine the order in which it sums.
     """
     if config.settings.batch_invariant:
         tokens = _INVARIANT_TOKENS
@@ -153,7 +154,7 @@ def logits_spec(
     vector: x and the weight start at multiples of 16 bytes, and their rows are multiples of 16 bytes long.
     """
     block_experts, block_tokens = block
-    rounds = 1 if block_tokens > (8 if dtype is torch.float16 else 16) else 2  # rounds of loads in flight
+    rounds = 1 if block_tokens > (8 if dtype is torch.float16 else 16) else 2  # number of rounds of loads in flight
     sizes = (
         *(("HIDDEN", hidden), ("NUM_EXPERTS", experts), ("EXPERTS", block_experts), ("TOKENS", block_tokens)),
         *(("MAX_TOKENS", MAX_TOKENS), ("ROW_THREADS", logits_threads(hidden, dtype)), ("ROUNDS", rounds)),
@@ -166,7 +167,7 @@ def logits_spec(
 def logits_launcher(
     device_index: int, tokens: int, experts: int, hidden: int, dtypes: tuple[torch.dtype, torch.dtype], vector: bool
 ) -> PointerLauncher:
-    """Return the launcher for (x (tokens, hidden), weight (experts, hidden), logits (tokens, experts)).
+    """Return the launcher, called with (x (tokens, hidden), weight (experts, hidden), logits (tokens, experts)).
 
     dtypes: of x and of the logits. No size is 0, all tensors are contiguous; vector: see `logits_spec`.
     """
@@ -201,7 +202,7 @@ def _check_result(dtype: torch.dtype) -> None:
 def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     (tokens, hidden), experts = x.shape, weight.shape[0]
     if not by_kernel(tokens, hidden * x.itemsize) or not (tokens and experts):
-        if x.dtype is torch.float32 or not x.is_cuda:  # with backend="record", x is on a CPU
+        if x.dtype is torch.float32 or not x.is_cuda:  # x is on a CPU if kernels are only recorded
             return _logits_reference(x, weight, dtype)
         return by_fixed_rows(lambda rows: torch.mm(rows, weight.t(), out_dtype=torch.float32).to(dtype), x)
     logits = _empty_logits(x, weight, dtype)
@@ -274,7 +275,7 @@ def route_spec(experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dt
 def route_launcher(
     device_index: int, tokens: int, experts: int, form: Form, scale: float, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> PointerLauncher:
-    """Return the launcher for (logits (tokens, experts), bias (experts,), index, weights (tokens, top_k)).
+    """Return the launcher, called with (logits (tokens, experts), bias (experts,), index, weights (tokens, top_k)).
 
     dtypes: of logits and weights. tokens is not 0, all tensors are contiguous.
     """
@@ -309,9 +310,10 @@ def sorted_spec(tokens: int, experts: int, form: Form, dtype: torch.dtype, out_d
 def sorted_launcher(
     device_index: int, tokens: int, experts: int, form: Form, scale: float, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> PointerLauncher:
-    """Return the launcher for the tensors of `route_launcher`, then groups (experts + 1,) and rows (tokens, top_k).
+    """Return the launcher of route_sorted.cu.
 
-    tokens may be 0.
+    It is called with the tensors of `route_launcher`, then groups (experts + 1,) and rows (tokens, top_k). tokens may
+    be 0.
     """
     shape = sorted_shape(tokens, experts)
     return PointerLauncher(
@@ -386,9 +388,9 @@ def _empty_sorted(operands: RouteOperands) -> tuple[Tensor, ...]:
 
 def _reference_route(operands: RouteOperands) -> tuple[Tensor, Tensor]:
     form, bias = operands.form(), operands.bias
-    logits = operands.logits.float().contiguous()  # the bits of PyTorch's softmax depend on the layout
+    logits = operands.logits.float().contiguous()  # the bits of PyTorch's softmax depend on its input's memory layout
     scores = logits.sigmoid() if form.sigmoid else logits.softmax(-1)
-    # Choose by the logits if possible: scores increase with logits, but different logits may round to equal scores.
+    # Without bias and groups, compare logits instead of scores: different logits may round to equal scores.
     choice = logits if bias is None and form.num_groups == 1 else scores
     if bias is not None:
         choice = choice + bias
@@ -400,7 +402,7 @@ def _reference_route(operands: RouteOperands) -> tuple[Tensor, Tensor]:
     _, index = _largest(choice, form.top_k)
     weights = scores.gather(-1, index)
     if form.normalize:
-        # 1e-20 as in DeepSeek-V3's modules. Softmax needs none: its largest scores are not all 0.
+        # Add 1e-20 to the sum as DeepSeek-V3's modules do. For softmax add 0: its largest scores are not all 0.
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if form.sigmoid else 0.0))
     return index, (weights * operands.rule.scale).to(operands.dtype)
 
@@ -410,7 +412,7 @@ def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     Of equal values the lowest indices come first, which torch.topk does not guarantee.
     """
-    positive = torch.where(values.isnan(), torch.nan, values)  # a GPU would sort NaN by its sign
+    positive = torch.where(values.isnan(), torch.nan, values)  # clear the sign of NaNs, by which a GPU would sort them
     ordered, places = positive.sort(dim=-1, descending=True, stable=True)
     return ordered[..., :count], places[..., :count].contiguous()
 

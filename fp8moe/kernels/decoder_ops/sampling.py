@@ -212,7 +212,7 @@ def kernel_spec(dtype: torch.dtype, vector: bool) -> KernelSpec:
 
 
 def _number(value: float) -> str:
-    """Return a float as a CUDA float literal, an int as an unsigned one."""
+    """Return the CUDA literal of a number: a float literal for a float, an unsigned literal for an int."""
     return f"{value!r}f" if isinstance(value, float) else f"{value}u"
 
 
@@ -224,10 +224,10 @@ def _array(values: tuple[float, ...]) -> str:
 def launcher(
     device_index: int, rows: int, vocab: int, logits_stride: int, longest: int, dtype: torch.dtype, vector: bool
 ) -> PointerLauncher:
-    """Return the launcher for (logits, *SamplingState, tokens, logprobs, *Sequences).
+    """Return the launcher, to be called with (logits, *SamplingState, tokens, logprobs, *Sequences).
 
-    For `sample` the tensors of Sequences are None, for `sample_next` the two before them. longest: the columns of
-    `generated`. vector: see `kernel_spec`.
+    For `sample`, the tensors of Sequences are None; for `sample_next`, tokens and logprobs are None. longest: number of
+    columns of `generated`. vector: see `kernel_spec`.
     """
     return PointerLauncher(
         load(kernel_spec(dtype, vector)),
@@ -341,13 +341,13 @@ def kept(scaled: Tensor, largest: Tensor, state: SamplingState) -> Tensor:
     scaled: logits over temperature, (B, V) float32. largest: (B, 1), the maximum of each row.
     """
     vocab = scaled.shape[1]
-    # Sorted ascending, with the lower index first among equal values; top_p drops tokens from the beginning.
+    # Sort logits in ascending order, equal logits by index. top_p then drops tokens from the beginning of the order.
     order = scaled.sort(dim=1, stable=True)
     top_k = torch.where(state.top_k > 0, state.top_k, vocab).clamp(max=vocab)
     kept = scaled >= order.values.gather(1, vocab - top_k[:, None].long())
 
     weight = exp(scaled - largest)
-    # Weights are NaN in a row without finite logits; its probability mass becomes 0.
+    # In a row without finite logits, all weights are NaN: count their probability mass as 0.
     mass = torch.where(kept & weight.isfinite(), (weight * 2.0**MASS_BITS).long(), 0)
     mass = mass.gather(1, order.indices)
     above = mass.sum(1, keepdim=True) - mass.cumsum(1)
@@ -370,7 +370,7 @@ def exp(x: Tensor) -> Tensor:
 def log(x: Tensor) -> Tensor:
     """Return the natural logarithm of normal positive float32 x, with the same bits on every device."""
     bits = x.view(torch.int32)
-    exponent = (bits - SQRT_HALF_BITS) >> 23  # leaves a mantissa from sqrt(1/2) to sqrt(2)
+    exponent = (bits - SQRT_HALF_BITS) >> 23  # such that x / 2**exponent is from sqrt(1/2) to sqrt(2)
     return _log_near_1((bits - (exponent << 23)).view(torch.float32) - 1, exponent.float())
 
 

@@ -125,7 +125,7 @@ def experts_rows(
 
 
 def _results(name: str, operands: RowOperands, out: Tensor | None, given: dict[str, Tensor | None]) -> Tensor:
-    """Run the experts on rows and return the result, written to `out` if it is not None.
+    """Run the experts on rows and return the result: `out`, if it is not None, otherwise a new tensor.
 
     name: the public function, for error messages. given: tensors that must not require gradients if `out` is given.
     """
@@ -170,6 +170,6 @@ def experts_masked(
     check_tensor("masked_m", masked_m)
     expected_rows(expected_m)
     if expected_m is None:
-        expected_m = data.shape[1] if data.dim() == 3 else 0  # other ranks are rejected by the checks
+        expected_m = data.shape[1] if data.dim() == 3 else 0  # data that is not 3-D is rejected by checks, later
     operands = RowOperands(data, scale, masked_m, layer, torch.bfloat16, expected_m=expected_m)
     return _results("fp8moe.experts_masked", operands, out, {"out": out})

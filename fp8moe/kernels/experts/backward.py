@@ -56,8 +56,8 @@ def experts_training(
 
     hidden_states: (T, H) bfloat16, float16 or float32; any H. top_k_index: (T, K) int32 or int64.
     top_k_weights: (T, K) float32, bfloat16 or float16.
-    layer: the FP8 weights, without biases. masters: master weights; those that require gradients get them, in their own
-        dtype.
+    layer: the FP8 weights, without biases. masters: master weights; masters that require gradients get gradients of
+        their own dtype.
     shard: the experts held by this rank; assignments to other experts, and assignments beyond shard.num_rows rows, add
         nothing and get no gradient. num_rows, if given, must be at least 1 unless there are no assignments.
     low_rank: LoRA factors, added to weights without masters; multiplied in bfloat16 with sums in float32.
@@ -65,7 +65,7 @@ def experts_training(
     weighted sums are rounded once.
 
     Gradients treat every quantization as the identity (straight through). hidden_states (in its dtype), top_k_weights,
-    the masters and the tensors of low_rank get gradients; those of low_rank are computed from activations and gradients
+    masters and tensors of low_rank get gradients; gradients of low_rank are computed from activations and gradients
     in bfloat16. Equal inputs give equal bits.
 
     Forward, input gradient and weight gradient run in FP8, every tensor quantized once in each direction: DeepSeek-V3,
@@ -91,7 +91,7 @@ def experts_training(
 
 
 def train_rows(operands: RowOperands, masters: Masters) -> Tensor:
-    """Compute the result of `experts_of_rows` for packed operands, with a backward."""
+    """Compute `experts_of_rows` for operands in a `RowOperands`, with a backward."""
     checks.rows(operands)
     checks.masters(operands.layer, masters)
     rows, scale, groups, layer, dtype, whole, _ = operands
@@ -104,8 +104,8 @@ class RowOrder(NamedTuple):
     """The order in which a call processes rows: sorted by expert.
 
     groups: (E + 1,), the offsets of the experts' groups of rows.
-    rows, assignments: (T, K), the row of each assignment, and (R,), the assignment t * K + k of each row; -1 for none.
-        Both None: the call's input is rows that are already sorted by expert.
+    rows: (T, K), the row of each assignment, -1 for none. assignments: (R,), the assignment t * K + k of each row, -1
+        for none. Both are None if the input of the call is rows that are already sorted by expert.
     whole: numbers of rows and groups of the whole layer, if this call computes a part of it; None: it computes all.
     """
 
@@ -116,7 +116,7 @@ class RowOrder(NamedTuple):
 
     @classmethod
     def of_tokens(cls, top_k_index: Tensor, count: int, shard: Shard) -> "RowOrder":
-        """Sort the assignments to the `count` experts of a shard by expert."""
+        """Sort assignments by expert, for a shard with `count` experts, and return the resulting order."""
         groups, rows = sort_by_expert(top_k_index, count, first_expert=shard.first_expert, num_rows=shard.num_rows)
         assignments = assignments_of(rows, rows.numel() if shard.num_rows is None else shard.num_rows)
         return cls(groups, rows, assignments, (rows.numel(), shard.total(count)))
@@ -132,18 +132,18 @@ class RowOrder(NamedTuple):
         return top_k_weights.flatten().index_select(0, self.assignments.clamp(min=0)).float()
 
     def by_assignment(self, values: Tensor) -> Tensor:
-        """Return the value of each assignment's row: (R,) -> (T, K), 0 for assignments without a row."""
+        """Map one value per row to one per assignment: (R,) -> (T, K), 0 for assignments without a row."""
         picked = values.index_select(0, self.rows.flatten().clamp(min=0)).view(self.rows.shape)
         return torch.where(self.rows >= 0, picked, 0)
 
     def gather(
         self, x: Tensor | FP8Tensor, columns: int, row_weights: Tensor | None, transposed: bool
     ) -> tuple[FP8Tensor, FP8Tensor | None, Tensor | None]:
-        """Sort x by expert and quantize its rows and, if transposed, its columns; return (rows, columns, offsets).
+        """Sort x by expert and quantize its rows and, if `transposed`, its columns.
 
-        columns and offsets are those of `quantize_with_transpose`, or None. x: tokens (T, H); or, if the input is rows,
-        (R, H), which may be quantized 1x128. columns: H after padding. row_weights: factors of the rows, applied only
-        before quantizing the columns.
+        x: tokens (T, H); or, if the input is rows, (R, H), which may be quantized 1x128. columns: H after padding.
+        row_weights: factors of the rows, applied only before quantizing the columns. Returns quantized rows, quantized
+        columns and offsets, see `quantize_with_transpose`; the last two are None unless `transposed`.
         """
         if not isinstance(x, Tensor):
             rows = FP8Tensor(pad_columns(x.data, columns), x.scale)
@@ -163,7 +163,7 @@ class RowOrder(NamedTuple):
         return grouped_rows(a, b, self.groups, dtype, whole=self.whole, **options)
 
     def sum(self, y: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return each token's weighted sum of its rows of y: (R, H) -> (T, H); or just y, if the input is rows."""
+        """Return the weighted sum of each token's rows of y: (R, H) -> (T, H). If the input is rows, return y."""
         if self.rows is None:
             return y.to(dtype)
         weights = torch.ones_like(self.rows, dtype=torch.bfloat16) if weights is None else weights
@@ -189,7 +189,7 @@ class TrainingOperands(NamedTuple):
 
     @property
     def beside(self) -> Beside:
-        """The form of the activation's result that the backward or LoRA needs in addition to its quantized rows."""
+        """The form in which backward or LoRA needs the activation's result, besides its quantized rows."""
         if self.low_rank is not None:
             return Beside.VALUES
         return Beside.NOTHING if self.masters.down_master is None else Beside.COLUMNS
@@ -198,8 +198,8 @@ class TrainingOperands(NamedTuple):
 class SavedForBackward(NamedTuple):
     """Tensors that the forward computes for the backward, empty where the backward does not need them.
 
-    projected: the result of GEMM 1, which stays differentiable, so that the gradients depend on the inputs and a double
-        backward raises its error. x_columns, h_columns: quantized transposes of the inputs of GEMM 1 and GEMM 2.
+    projected: the result of GEMM 1. It stays differentiable, so that gradients depend on the inputs and a double
+        backward raises RuntimeError. x_columns, h_columns: quantized transposes of the inputs of GEMM 1 and GEMM 2.
     up_ranks, down_ranks: (R, r), products of these inputs with up_a and down_a. kept: bool (R, I), dropout's mask.
     """
 
@@ -239,7 +239,7 @@ class TrainingBackwardOperands(NamedTuple):
 
 
 def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
-    """Return the weighted sums of tokens (or the results of rows), then the tensors of `SavedForBackward`."""
+    """Return the result (a weighted sum per token, or a result per row), then the tensors of `SavedForBackward`."""
     order, masters, low = operands.order, operands.masters, operands.low_rank
     hidden, size = operands.layer.down.data.shape[1:]
     layer = operands.layer.padded(BLOCK)
@@ -322,7 +322,7 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     if low is not None and low.dropped is not None:
         dx = order.sum(adapter_product(d_ranks, low.up_a, order.groups), None, low.dropped.dtype)
         grads["dropped"] = without_padding(dx, hidden)
-    # The largest gradients are allocated last, when the temporary tensors of the others have been freed.
+    # The largest gradients are allocated last, when temporary tensors for the other gradients have been freed.
     both = 2 if layer.activation.gated else 1
     if masters.up_master is not None and masters.up_master.shape[1] == both * size:
         shape, dtype = (both, size, hidden), masters.up_master.dtype
@@ -347,7 +347,7 @@ def _factor_gradients(
     groups, tokens = order.groups, order.tokens()
     values = low.drop(d.values, saved.kept) if low.dropout else d.values
     d_ranks, down_ranks = (
-        torch.mul(ranks, row_weights[:, None], out=torch.empty_like(ranks))  # in float32, rounded once to bfloat16
+        torch.mul(ranks, row_weights[:, None], out=torch.empty_like(ranks))  # float32 product, rounded to bfloat16 once
         for ranks in (d_ranks, saved.down_ranks)
     )
     d_down_a = lora_gradient(d_ranks, values, groups)
@@ -363,7 +363,7 @@ def activate(projected: Tensor, groups: Tensor, activation: Activation, size: in
     if activation.is_swiglu:
         return swiglu_quantize(projected, groups, activation=activation, beside=beside)
     values = activation(projected.float())
-    values[:, size:] = 0  # padding columns are 0, where not every activation is 0
+    values[:, size:] = 0  # set padding columns to 0: some activations do not map 0 to 0
     if beside is Beside.COLUMNS:
         return Activated(*quantize_with_transpose(values, groups))
     return Activated(quantize_1x128(values), values=values.bfloat16() if beside is Beside.VALUES else None)
@@ -372,10 +372,10 @@ def activate(projected: Tensor, groups: Tensor, activation: Activation, size: in
 def activate_backward(
     projected: Tensor, d_h: Tensor, row_weights: Tensor, groups: Tensor, activation: Activation, beside: Beside
 ) -> ActivationGradient:
-    """Run the backward of `activate`. d_h: (R, I), the gradient of its result before multiplying by row_weights."""
+    """Run the backward of `activate`. d_h: (R, I), the gradient of ``row_weights[:, None] * activation(projected)``."""
     if activation.is_swiglu:
         return swiglu_backward_quantize(projected, d_h, row_weights, groups, activation=activation, beside=beside)
-    # Contiguous, because the order of PyTorch's sums, and so their bits, depends on the layout.
+    # Make `projected` contiguous, because the order of PyTorch's sums, and so their bits, depends on its layout.
     d_projected, values, dots = weighted_backward(projected.contiguous(), d_h, row_weights, activation)
     if beside is Beside.COLUMNS:
         rows, *columns = quantize_with_transpose(d_projected, groups)
@@ -387,7 +387,7 @@ def activate_backward(
 def _weight_gradient(
     grad_columns: FP8Tensor, columns: FP8Tensor, offsets: Tensor, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> Tensor:
-    """Return `weight_gradients` (E, projections * N, K) without padding. shape: (projections, N, K)."""
+    """Compute `weight_gradients` and cut off padding: return (E, projections * N, K). shape: (projections, N, K)."""
     projections, rows, width = shape
     padded = weight_gradients(grad_columns, columns, offsets, dtype)
     return padded.unflatten(1, (projections, -1))[:, :, :rows, :width].flatten(1, 2).contiguous()
@@ -410,10 +410,10 @@ def _save(ctx, inputs, output) -> None:
     x = operands.x if low is not None and low.dropped is None else None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*others)
-    # The FP8 weights are saved too, so that autograd refuses a backward after adapters were merged into them.
+    # Save the FP8 weights too, so that autograd refuses a backward after adapters were merged into the weights.
     ctx.save_for_backward(*routed, *layer.up, *layer.down, x, *factors, projected, *others)
     ctx.whole, ctx.activation, ctx.input_dtype = order.whole, layer.activation, operands.x.dtype
-    # Masters are not saved tensors: autograd's check for in-place changes would not name the parameter.
+    # Masters are not saved tensors, so that `_check_unchanged` names a master that changed; autograd's error would not.
     ctx.masters = operands.masters
     ctx.versions = [None if master is None else master._version for master in operands.masters]
 
@@ -456,7 +456,7 @@ def no_double_backward(ctx, *grads):
     raise RuntimeError("fp8moe.GroupedExperts: there is no double backward; its gradients cannot be differentiated")
 
 
-# Forward and backward call only operators that have fakes, so each serves as its own fake implementation.
+# `_forward` and `_backward` call only operators that have fakes, so each function is also the fake of its operator.
 _TRAINING, _BACKWARD = Signature(TrainingOperands), Signature(TrainingBackwardOperands)
 _training_backward = define(
     "experts_training_backward -> Tensor[]",

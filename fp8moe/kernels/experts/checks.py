@@ -90,7 +90,7 @@ def of_sums(out_dtype: torch.dtype) -> None:
 
 
 def _floating_or_fp8(name: str, x: Tensor, scale: Tensor | None) -> None:
-    """Check the dtype of matrix x; if it has a scale, check that x and scale are a matrix quantized 1x128."""
+    """Check the dtype of x. If a scale is given, check that x (M, H) and scale are a matrix quantized 1x128."""
     if scale is None:
         check_dtype(name, x, *FLOATING)
     elif len(fp8_data(f"{name}.data", x, "(M, H)")) == 2:
@@ -115,7 +115,10 @@ def masters(layer: Layer, given: Masters) -> None:
 
 
 def layer_of(name: str, shape: torch.Size, device: torch.device, layer: Layer) -> int:
-    """Check that weights and biases fit each other and the argument `name`, shape (M, H) on `device`. Returns E."""
+    """Check weights and biases of a layer against each other and an input of this shape (M, H). Returns E.
+
+    name: the input's name, for error messages. device: device of the input.
+    """
     up, down, gated = layer.up.data, layer.down.data, layer.activation.gated
     projections = 2 if gated else 1
     up_name = "gate_up_proj" if gated else "up_proj"
@@ -145,7 +148,7 @@ def layer_of(name: str, shape: torch.Size, device: torch.device, layer: Layer) -
 
 
 def routed_index(index: Tensor, tokens: int, device: torch.device, like: str) -> None:
-    """Check dtype, shape (T, K) and device of top_k_index. like: name of an argument on that device, for messages."""
+    """Check dtype, shape (T, K) and device of top_k_index. like: for errors, the name of an argument on `device`."""
     check_dtype("top_k_index", index, *_INDEX_DTYPES)
     if index.dim() != 2 or index.shape[0] != tokens:
         raise ValueError(f"top_k_index: expected shape ({tokens}, top_k), got {tuple(index.shape)}")
@@ -222,7 +225,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
 
 
 def _weights(name: str, weights: Tensor, like: Tensor, like_name: str, beside: str) -> None:
-    """Check dtype, shape and device of weights; `like`, an argument named like_name, has their shape and device."""
+    """Check the dtype of weights, and that `like`, the argument called like_name, has the same shape and device."""
     check_dtype(name, weights, *FLOATING)
     if weights.shape != like.shape:
         raise ValueError(f"{name}: expected shape {tuple(like.shape)} like {like_name}, got {tuple(weights.shape)}")

@@ -21,7 +21,7 @@ from fp8moe.runtime.sm90 import WARP
 _WARPS = 4  # warps of a thread block
 _BLOCKS_PER_SM = 8  # thread blocks that an SM runs at once
 _MAX_NORM_TOKENS = 64
-_MAX_NORM_BYTES = 32 << 10  # bytes of a row, which a thread block keeps in registers
+_MAX_NORM_BYTES = 32 << 10  # most bytes of a row for combine_norm.cu, whose thread blocks keep a row in registers
 
 
 def combine(
@@ -55,7 +55,7 @@ class _CombineSizes(ctypes.Structure):
 
 
 class Dtypes(NamedTuple):
-    """Dtypes of the operands. index: the dtype of `rows` if they are expert indices, see `launcher`; otherwise None."""
+    """Dtypes of the operands. index: dtype of `rows` if `rows` has expert indices (see `launcher`), otherwise None."""
 
     y: torch.dtype
     weights: torch.dtype
@@ -97,12 +97,13 @@ def launcher(
     sparse: bool = False,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """Return the launcher for (y, rows, weights, residual, known, now, out).
+    """Return the launcher of combine.cu, to be called with (y, rows, weights, residual, known, now, out).
 
     y: (bound, hidden). rows, weights: (tokens, top_k). residual, out: (tokens, hidden). known: bool (tokens,), the
     tokens that have a residual; None: all, or residual is None. now: bool (tokens,), an output: the tokens that have a
-    sum; of out only their rows are written. None: out is written whole. tokens and hidden are not 0; all tensors are
-    contiguous; y, residual and out are at multiples of 16 bytes. sparse: most tokens have no row; affects only speed.
+    sum; only rows of these tokens are written to out. None: all of out is written. tokens and hidden are not 0; all
+    tensors are contiguous; y, residual and out are at multiples of 16 bytes. sparse: most tokens have no row; affects
+    only speed.
 
     If dtypes.index is given, `rows` contains expert indices: assignment t * top_k + k then has row t * top_k + k of y,
     (tokens * top_k, hidden), or no row if its expert is outside [0, bound).
@@ -151,7 +152,7 @@ def norm_launcher(
     *,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """Return the launcher for (y, rows, weights, residual, norm weight (hidden,), out, values, data, scale).
+    """Return the launcher, called with (y, rows, weights, residual, norm weight (hidden,), out, values, data, scale).
 
     y to residual, and out: as for `launcher`. values: (tokens, hidden), the RMSNorm of out in its dtype; data, scale:
     the norm quantized 1x128, scale MN-major; each is None if not wanted. `joins_norm` must be True for the sizes. With

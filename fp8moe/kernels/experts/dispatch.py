@@ -1,4 +1,4 @@
-"""`dispatch`: quantize the tokens of one GPU and store them in the memory of the GPUs that hold their experts."""
+"""`dispatch`: quantize the tokens of one GPU, and store each token in the memory of the GPUs that hold its experts."""
 
 import ctypes
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ _RECEIVED_DTYPES = (torch.float8_e4m3fn, torch.float32, torch.int32)
 
 
 def dispatch(x: Tensor, top_k_index: Tensor, buffers: Sequence[Received], rank: int, num_experts: int) -> None:
-    """Quantize the tokens of `rank` 1x128 and write them, with their expert indices, to its slots in all buffers.
+    """Quantize tokens 1x128; write tokens and expert indices to the slots of rank `rank` in the buffers of all ranks.
 
     x: (N, H) bfloat16, float16 or float32, any strides; H a multiple of 16, N from 0 to T.
     top_k_index: (N, K) int32 or int64; an index that does not fit int32 becomes -1.
@@ -46,7 +46,7 @@ def dispatch(x: Tensor, top_k_index: Tensor, buffers: Sequence[Received], rank: 
     num_experts: experts on all ranks together, a multiple of W: rank r holds the r-th of W equal parts.
 
     Data and scale of a token go to the ranks that hold one of its experts; its indices go to all ranks. Indices of
-    slots without a token become -1. Other data and scales stay unchanged. Data and scales have the bits of
+    slots without a token become -1. Other data and scales stay unchanged. Tokens are quantized bitwise as by
     `quantize_1x128`. There is no derivative.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong rank, size, number, layout or device.
@@ -84,7 +84,7 @@ def _check(x: Tensor, index: Tensor, buffers: Sequence[Received], rank: int, num
 
 
 def _check_target(name: str, value: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Check dtype, shape, layout and address of a tensor that the kernel writes, on any device."""
+    """Check dtype, shape, layout and address of a tensor that the kernel writes. It may be on any device."""
     check_dtype(name, value, dtype)
     if value.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(value.shape)}")
@@ -108,11 +108,12 @@ def kernel_spec(hidden: int, dtype: torch.dtype, index_dtype: torch.dtype, peers
 
 @planned
 def launcher(device_index: int, x: Tensor, index: Tensor, slots: int, peers: int, experts: int) -> PointerLauncher:
-    """Return the launcher for (x, index, data, scale and index of each peer, the addresses of `peer_table.meeting`).
+    """Return the launcher of dispatch.cu.
 
-    x: (tokens, H), rows at multiples of 16 bytes; index: (tokens, K), contiguous; tokens may be 0. Each peer's data,
-    scale and index begin at the first of the `slots` slots that this GPU writes. slots, H and K are not 0. experts:
-    the number of experts on each peer.
+    It is called with x, index, the data, scale and index of each peer's `Received`, and the addresses of
+    `peer_table.meeting`. x: (tokens, H), rows at multiples of 16 bytes; index: (tokens, K), contiguous; tokens may be
+    0. The addresses in a peer's `Received` are the first of the `slots` slots that this GPU writes. slots, H and K are
+    not 0. experts: the number of experts on each peer.
     """
     (tokens, hidden), top_k = x.shape, index.shape[1]
     blocks = ceil_div(slots * ceil_div(hidden, _WARP_COLUMNS), _WARPS)

@@ -1,7 +1,7 @@
 """Products of rows with each expert's LoRA factors, K or N being features and r the LoRA rank.
 
 ``lora_shrink``: (R, K) -> (R, r). ``lora_gradient``: the gradient of a factor. ``adapter_product``: any grouped product
-in bfloat16, such as (R, r) -> (R, N) where no FP8 GEMM adds it.
+in bfloat16, such as (R, r) -> (R, N) if that product is not added within an FP8 GEMM.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from fp8moe.runtime.launch import PointerLauncher, planned
 from fp8moe.runtime.operator import define, operator
 from fp8moe.runtime.sm90 import WARP
 
-_RANKS = 16  # columns of the (R, r) matrix that a thread block processes, in both kernels
+_RANKS = 16  # columns of the (R, r) matrix that a thread block of lora_shrink.cu or lora_gradient.cu processes
 _GRADIENT_COLUMNS, _GRADIENT_WARPS = 256, 4  # columns and warps of a thread block of cuda/ops/lora_gradient.cu
 
 
@@ -33,7 +33,8 @@ class _ShrinkBlock(NamedTuple):
 
 
 _MANY, _FEW = _ShrinkBlock(32, 4, 6), _ShrinkBlock(16, 16, 2)
-_FEW_ROWS = 16  # with fewer rows per group on average, the loop over K dominates, and _FEW splits K over more warps
+# With fewer rows per group on average, use _FEW, in which more warps split K, because the loop over K dominates.
+_FEW_ROWS = 16
 
 
 def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None = None) -> Tensor:
@@ -56,8 +57,8 @@ def lora_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tenso
     """Return ``ranks[rows of e].T @ x[rows of e]`` for every expert e: the gradient of a LoRA factor.
 
     ranks: (R, r) bfloat16, r a multiple of 16. x: (R, N) bfloat16, or with tokens (T, N); N a multiple of 8.
-    Returns (E, r, N) bfloat16, summed in float32; zeros for a group without rows. Other arguments, errors and bits: as
-    for `lora_shrink`.
+    Returns (E, r, N) bfloat16, summed in float32; zeros for a group without rows. Equal inputs give equal bits.
+    group_offsets, tokens and errors: as for `lora_shrink`.
     """
     return _lora_gradient(ranks, x, group_offsets, tokens)
 
@@ -90,13 +91,13 @@ def gradient_spec(rank: int, gathered: bool) -> KernelSpec:
 def shrink_launcher(
     device_index: int, rows: int, rank: int, groups: int, width: int, gathered: bool
 ) -> PointerLauncher:
-    """Return the launcher for (x, factors, group_offsets, tokens, out (R, rank)); see `lora_shrink`.
+    """Return the launcher of `lora_shrink`, to be called with (x, factors, group_offsets, tokens, out (R, rank)).
 
     gathered: x is (T, K), read by `tokens`; otherwise x is (R, K), tokens None. rows, groups, width: R, E, K.
     """
     few = rows < _FEW_ROWS * groups
     block = _FEW if few else _MANY
-    # Thread blocks per tile of rows: as many as the tile has groups if all groups have equally many rows.
+    # Number of thread blocks that share a tile of rows: the number of groups in a tile if all groups are equally large.
     sharing = min(block.rows, ceil_div(block.rows * groups, max(rows, 1)))
     return PointerLauncher(
         load(shrink_spec(rank, gathered, few)),
@@ -108,7 +109,7 @@ def shrink_launcher(
 
 @planned
 def gradient_launcher(device_index: int, rank: int, groups: int, width: int, gathered: bool) -> PointerLauncher:
-    """Return the launcher for (x, ranks, group_offsets, tokens, out (E, rank, N)); see `lora_gradient`.
+    """Return the launcher of `lora_gradient`, to be called with (x, ranks, group_offsets, tokens, out (E, rank, N)).
 
     gathered: x is (T, N), read by `tokens`; otherwise x is (R, N), tokens None. groups, width: E, N.
     """
@@ -139,7 +140,7 @@ def launch_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Ten
 
 
 def _vectors(*operands: Tensor | None) -> list[Tensor | None]:
-    """Return the operands, copying those that the kernels could not read as 16-byte vectors."""
+    """Return the operands, with copies of operands that the kernels could not read as 16-byte vectors."""
     return [None if value is None else aligned(value) for value in operands]
 
 

@@ -1,4 +1,4 @@
-"""Operands of an experts layer: weights, tokens, rows and the shard of a rank; padding to sizes the kernels support."""
+"""Operands of an experts layer (weights, tokens, rows, the shard of a rank), and padding to sizes of the kernels."""
 
 from typing import Annotated, NamedTuple
 
@@ -111,7 +111,7 @@ class LowRank(NamedTuple):
         return pad_columns((hidden_states if self.dropped is None else self.dropped).bfloat16(), self.up_a.shape[2])
 
     def drop(self, values: Tensor, kept: Tensor) -> Tensor:
-        """Apply dropout's mask to values (R, Q): zero those not kept, multiply the others by 1 / (1 - dropout)."""
+        """Apply the mask `kept` of dropout to values (R, Q); values that are kept are divided by 1 - dropout."""
         return torch.ops.aten.native_dropout_backward(values, kept, 1 / (1 - self.dropout))
 
 
@@ -139,7 +139,7 @@ class Shard(NamedTuple):
         return here if self.num_experts is None else self.num_experts
 
     def rows(self, assignments: int) -> int:
-        """Return the number of rows to allocate for `assignments` assignments."""
+        """Return the number of rows to allocate for `assignments` assignments: one each, but at most num_rows."""
         return assignments if self.num_rows is None else min(self.num_rows, assignments)
 
     def dtypes(self, hidden_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
@@ -151,7 +151,7 @@ class Norm(NamedTuple):
     """RMSNorm of a layer's result, returned with the result if one kernel can compute both: see `rms_norm`.
 
     norm_weight: (H,) in the dtype of the result. norm_quantized: return the norm in FP8, in blocks of 1x128, instead of
-    in that dtype.
+    in the dtype of the result.
     """
 
     norm_weight: Tensor
@@ -192,16 +192,16 @@ class TokenOperands(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str]:
-        """Names of hidden_states and residual in error messages: the arguments of a layer or of `experts_partial`."""
+        """Names for hidden_states and residual in error messages: the argument names of the called function."""
         return ("hidden_states", "residual") if self.shard.out_dtype is None else ("x", "partial")
 
     def layouts(self) -> tuple:
-        """Return the key under which launches are cached: the layout of each tensor, and the other fields."""
+        """Return the key under which launchers are cached: the layout of each tensor, and all other fields."""
         layer, norm = self.layer, self.norm
         routed = self.hidden_states, self.hidden_scale, self.top_k_index, self.top_k_weights
         beside = self.residual, self.residual_known, self.groups, self.rows
         tensors = *routed, *layer.up, *layer.down, *layer.biases, *beside, norm and norm.norm_weight
-        # Every call of the layer runs this line, so it is kept fast.
+        # Every call of the layer runs this line, so it must be fast.
         layouts = [None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
         return *layouts, layer.activation.key, self.capacity, self.shard, self.wants_known, norm and norm[1:]
 
@@ -228,13 +228,13 @@ class RowOperands(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """Names of rows, rows_scale and groups in error messages: the arguments of the public function."""
+        """Names for rows, rows_scale and groups in error messages: the argument names of the called function."""
         contiguous = self.expected_m is None
         return ("rows", "rows.scale", "group_offsets") if contiguous else ("x.data", "x.scale", "masked_m")
 
 
 def grouping_of(assignments: int, num_experts: int, capacity: int | None = None) -> Grouping:
-    """Return the `Grouping` from which GEMMs choose tiles, for this many assignments to all `num_experts` experts."""
+    """Return the `Grouping`, by which GEMMs choose tiles, of `assignments` assignments to `num_experts` experts."""
     if capacity is None:
         return Grouping(whole=(assignments, num_experts))
     return Grouping(ceil_div(assignments, num_experts), capacity)

@@ -1,6 +1,6 @@
-"""The forward of an experts layer: operators `experts`, for routed tokens, and `experts_rows`, for rows by expert.
+"""The forward of an experts layer: operator `experts` for routed tokens, `experts_rows` for rows sorted by expert.
 
-Operators `experts_out` and `experts_rows_out` do the same and write the result to a tensor of the caller.
+Operators `experts_out` and `experts_rows_out` compute the same results and write them to a tensor of the caller.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ from fp8moe.runtime.peer_table import Targets
 # ---- routed tokens ----
 
 _TOKENS = Signature(TokenOperands)
-# Signatures of the leading fields up to the named one; later fields keep their defaults. They serve, in this order, a
+# Signatures of `TokenOperands` cut off after one field; later fields keep their defaults. In this order, they serve a
 # layer without a norm, a shard, and partial sums.
 _WHOLE, _SHARD, _PARTIAL = (
     Signature(TokenOperands, TokenOperands._fields[: TokenOperands._fields.index(last) + 1])
@@ -96,8 +96,8 @@ def experts_partial(
     top_k_index: (T, K) int32 or int64, counted over all experts. Experts of other ranks add nothing.
     layer: the experts of this rank. shard: their place among all experts, and row_dtype; out_dtype is float32.
     partial: (T, H) float32 partial sums, to which the sums are added, so that several passes, each over a window of
-        rows, add up; or None. partial_known, wants_known: residual_known (with partial as the residual) and wants_known
-        of `TokenOperands`.
+        rows, add up; or None. partial_known: bool (T,), the tokens that have a partial sum; None: all tokens.
+        wants_known: also return which tokens have a sum, and leave the sums of other tokens undefined.
     Returns (T, H) float32, summed in the order of k, and bool (T,), the tokens that have a sum, or None without
     wants_known. Without wants_known, a token with no expert here gets its `partial`, or zeros. Equal inputs give equal
     bits. There is no backward: calling it raises RuntimeError.
@@ -119,20 +119,20 @@ def experts_partial(
 
 
 def run_shard(operands: TokenOperands, name: str) -> Tensor:
-    """Compute the weighted sums of a shard, without a residual. name: the caller, for the error of the backward."""
+    """Compute the weighted sums of a shard, without a residual. name: caller's name, for the error of the backward."""
     (out,) = autograd.run(_experts, name, *_SHARD.pack(operands))
     return out
 
 
 def write_tokens(operands: TokenOperands, out: Tensor) -> None:
-    """Write the weighted sums to `out`, in the shard's out_dtype; uses only the operands that `TokensOut` lists."""
+    """Write the weighted sums to `out`, in the shard's out_dtype. Only operands that `TokensOut` lists are used."""
     _experts_out(*_TOKENS_OUT.pack(TokensOut(operands, out)))
 
 
 def send_rows(targets: Targets, x: Tensor | FP8Tensor, top_k_index: Tensor, layer: Layer, shard: Shard) -> None:
     """Run the experts of this rank, and write the rows of the down projection, not yet summed, to the peers' memory.
 
-    Takes the assignments that `experts_partial` would sum for the same arguments. The result of assignment t * K + k
+    Computes the assignments that `experts_partial` would sum for these arguments. The result of assignment t * K + k
     goes to its row on the peer that has token t, or on all peers with targets.to_all; other rows are not written. GPUs
     only. The caller has checked the arguments; there is at least one token, and H is a multiple of 16.
     """
@@ -143,7 +143,7 @@ def send_rows(targets: Targets, x: Tensor | FP8Tensor, top_k_index: Tensor, laye
         launch(operands, targets)
         return
     h, groups, rows, num_rows, grouping = _hidden(operands)
-    assignments = assignments_of(rows, num_rows).clamp_(min=0)  # a name keeps the memory alive until the launch
+    assignments = assignments_of(rows, num_rows).clamp_(min=0)  # this variable keeps the memory alive until the launch
     row_dtype, _ = shard.dtypes(data.dtype)
     pointers, epilogue = targets.pointers(assignments.data_ptr()), PeerStore(row_dtype, *targets.form)
     layer = operands.layer
@@ -151,7 +151,10 @@ def send_rows(targets: Targets, x: Tensor | FP8Tensor, top_k_index: Tensor, laye
 
 
 def _padded(operands: TokenOperands, compute: Callable[[TokenOperands], list[Tensor]]) -> list[Tensor]:
-    """Return ``compute(operands)``, padding H and I to multiples of 16; the residual or zeros if there is no work."""
+    """Call ``compute`` on operands with H and I padded to multiples of 16, and remove the padding from the result.
+
+    If there are no assignments or weights, return the residual or zeros.
+    """
     x, layer = operands.hidden_states, operands.layer
     hidden = x.shape[1]
     if not _has_work(operands):
@@ -182,13 +185,13 @@ def _whole_residual(operands: TokenOperands) -> Tensor | None:
 
 
 def _all_known(operands: TokenOperands) -> list[Tensor]:
-    """Return the list [ones (T,) bool], as every token has a sum, if `wants_known`; otherwise []."""
+    """Return [bool (T,), all True] if `wants_known` is set, because every token has a sum; otherwise []."""
     x = operands.hidden_states
     return [x.new_ones(x.shape[0], dtype=torch.bool)] if operands.wants_known else []
 
 
 def _composed(operands: TokenOperands) -> list[Tensor]:
-    """Compute the layer by five separate operators, which run on any backend, instead of by a `Workspace`."""
+    """Compute the layer with five separate operators, on any backend, instead of with a `Workspace`."""
     down = operands.layer.down
     h, groups, rows, num_rows, grouping = _hidden(operands)
     row_dtype, out_dtype = operands.shard.dtypes(operands.hidden_states.dtype)
@@ -199,7 +202,7 @@ def _composed(operands: TokenOperands) -> list[Tensor]:
 
 
 def _hidden(operands: TokenOperands) -> tuple[FP8Tensor, Tensor, Tensor, int, Grouping]:
-    """Return the input of the down projection, `sort_by_expert`'s results, number of rows and `Grouping`."""
+    """Return the input of the down projection, groups and rows of `sort_by_expert`, number of rows and `Grouping`."""
     x, x_scale, index = operands.hidden_states, operands.hidden_scale, operands.top_k_index
     capacity, shard, layer = operands.capacity, operands.shard, operands.layer
     count, assignments = len(layer.up.data), index.numel()
@@ -222,7 +225,7 @@ def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -
         return grouped_gemm_swiglu(a, layer.up, groups, activation=layer.activation, bias=bias, **options)
     width, count = layer.up.data.shape[1], 1
     if layer.activation.gated and width // 2 % BLOCK:
-        count = 2  # One block of 128 rows would mix gate and up rows, which have separate scales.
+        count = 2  # Multiply gate and up one by one: else a block of 128 rows would have rows of both, and two scales.
     projected = torch.empty((a.data.shape[0], width), dtype=torch.float32, device=a.data.device)
     parts = [projected, *layer.up, bias]
     chunks = [[None] * count if part is None else part.chunk(count, dim=1) for part in parts]
@@ -360,7 +363,7 @@ def experts_of_rows(
         ``group_offsets[e+1]``; see `grouped_gemm`.
     layer: weights and activation; training a layer with biases raises ValueError.
     row_dtype, whole: as in `RowOperands`. masters: the master weights of the layer.
-    training: round the up projection to bfloat16, as the forward with gradients does, even if autograd records none.
+    training: round the up projection to bfloat16, as the forward with gradients does, even if autograd is off.
     Returns (R, H) in row_dtype; rows of no expert are zeros. Equal inputs give equal bits.
 
     The masters, and rows if it is a Tensor, get gradients; `experts_training` describes them, and the memory kept for
@@ -378,12 +381,12 @@ def experts_of_rows(
 
 
 def run_rows(operands: RowOperands, name: str) -> Tensor:
-    """Run the experts on rows, without gradients. name: the caller, for the error of the backward."""
+    """Run the experts on rows, without gradients. name: the caller's name, for the error of the backward."""
     return autograd.run(_experts_rows, name, *_ROWS.pack(operands))
 
 
 def write_rows(operands: RowOperands, out: Tensor) -> None:
-    """Run the experts on rows and write the result to `out`, in its row_dtype. Rows of no expert are not written."""
+    """Run the experts on rows, and write the result to `out` in operands.row_dtype, except for rows of no expert."""
     _experts_rows_out(*_ROWS_OUT.pack(RowsOut(operands, out)))
 
 
@@ -407,7 +410,7 @@ def _new_rows(operands: RowOperands) -> Tensor:
 
 
 def _multiply_rows(operands: RowOperands, out: Tensor) -> None:
-    """Run both GEMMs and write to `out`. Weights and `out` are padded already; rows are padded here."""
+    """Run both GEMMs and write to `out`. Weights and `out` must have been padded; this function pads the rows."""
     rows, scale, groups, layer, _, whole, expected_m = operands
     if expected_m is None:
         grouping, data = Grouping(whole=whole), pad_columns(rows, layer.up.data.shape[2])

@@ -1,4 +1,4 @@
-"""Copy tokens to the rows of their experts: `permute_quantize` quantizes them, `permute_fp8` takes quantized ones."""
+"""Copy tokens to their rows in expert order: `permute_quantize` quantizes tokens, `permute_fp8` takes FP8 tokens."""
 
 import ctypes
 
@@ -41,9 +41,10 @@ def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> FP8Tensor:
 
 
 def permute_fp8(x: FP8Tensor, rows: Tensor, num_rows: int) -> FP8Tensor:
-    """Write each token to all of its rows, as `permute_quantize`, for tokens that are already quantized 1x128.
+    """Copy each token to all of its rows, like `permute_quantize`, but for tokens that are already quantized 1x128.
 
-    x: FP8Tensor or (data, scale), data (T, H) and scale (T, ceil(H/128)) of any strides. Raises the same errors.
+    x: FP8Tensor or (data, scale), data (T, H) and scale (T, ceil(H/128)) of any strides. rows, num_rows, result and
+    errors: as for `permute_quantize`.
     """
     data, scale = fp8_operand("x", x)
     check_tensor("rows", rows)
@@ -66,7 +67,7 @@ class _PermuteFP8Sizes(ctypes.Structure):
 
 
 def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
-    """Return the kernel for tokens of `hidden` columns; dtype float8_e4m3fn: tokens are quantized already."""
+    """Return the kernel for tokens of `hidden` columns in `dtype`: float8_e4m3fn for tokens already quantized."""
     fp8 = dtype is torch.float8_e4m3fn
     name = "permute_fp8" if fp8 else "permute_quantize"
     block = (("BLOCK", BLOCK),) if fp8 else quantizer_defines(dtype)
@@ -86,7 +87,7 @@ def launcher(
     sparse: bool = False,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """Return the launcher for (x, its scale if x is FP8, rows, data, scale, assignments).
+    """Return the launcher, to be called with (x, x_scale if x is FP8, rows, data, scale, assignments).
 
     Each warp processes 512 columns of one token. With sparse (most tokens have no row), each warp processes whole
     tokens, and only as many blocks are launched as run at once. Where all tokens have rows, many short blocks are a

@@ -17,7 +17,7 @@ def sort_by_expert(
     first_row: int = 0,
     num_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the groups and rows of `routing.sort_by_expert`, with the same arguments.
+    """Compute `routing.sort_by_expert`, with equal arguments: return groups and rows.
 
     top_k_index (T, K) -> groups int32 (E + 1,), or (E,) with a capacity; rows int32 (T, K).
     """
@@ -28,7 +28,7 @@ def sort_by_expert(
     row = torch.empty_like(order)
     row[order] = torch.arange(order.numel(), device=order.device)
     counts = row.new_zeros(num_experts + 1).index_add_(0, expert, torch.ones_like(expert))
-    offsets = counts.cumsum(0) - counts  # the last one is the number of local assignments
+    offsets = counts.cumsum(0) - counts  # offsets[num_experts] is the number of assignments to experts on this rank
     if capacity is None:
         num_rows = row.numel() if num_rows is None else num_rows
         groups, row = (offsets - first_row).clamp(0, num_rows), row - first_row
@@ -42,7 +42,7 @@ def sort_by_expert(
 
 
 def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Quantize tokens 1x128 and copy each to its rows; a row without an assignment gets an arbitrary token.
+    """Quantize tokens 1x128, and copy each token to its rows; a row without an assignment gets an arbitrary token.
 
     x (T, H), rows (T, K) -> data (num_rows, H), MN-major scale (num_rows, ceil(H/128)).
     """
@@ -80,7 +80,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
 def dispatch(
     x: Tensor, index: Tensor, buffers: Sequence[tuple[Tensor, Tensor, Tensor]], rank: int, num_experts: int
 ) -> None:
-    """Write x (N, H), quantized 1x128, and index (N, K) to the slots of `rank` in every peer's buffers (`Received`)."""
+    """Quantize x (N, H) and write it and index (N, K) to the slots of sender `rank` in every peer's `Received`."""
     slots = buffers[0][0].shape[0] // len(buffers)
     end = rank * slots + x.shape[0]
     own, free = slice(rank * slots, end), slice(end, (rank + 1) * slots)
@@ -103,7 +103,7 @@ def owners(index: Tensor, ranks: int, num_experts: int) -> Tensor:
 
 
 def assignments_of(rows: Tensor, count: int) -> Tensor:
-    """Invert rows (T, K): return the assignment t * K + k of each of `count` rows, int32 (count,), or -1 for none."""
+    """Invert rows (T, K): return int32 (count,), the assignment t * K + k of each row below `count`, or -1."""
     # Assignments without a row all write to an extra row past the end, which is cut off.
     target = torch.where(valid_rows(rows, count), rows, count).flatten().long()
     index = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)

@@ -1,4 +1,4 @@
-"""``sort_by_expert``: give every assignment of a token to an expert a row, the rows of one expert being contiguous."""
+"""``sort_by_expert``: number the (token, expert) assignments so that the assignments of an expert are contiguous."""
 
 import ctypes
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import MAX_BLOCKS_PER_PORTABLE_CLUSTER, WARP
 
 INDEX_TYPES = {torch.int32: "int", torch.int64: "long long"}
-_STEPS = 4  # assignments that each lane keeps in registers
+_STEPS = 4  # number of assignments that each lane keeps in registers
 _MAX_WARPS = 32
 
 
@@ -50,8 +50,8 @@ def sort_by_expert(
         rows e * capacity, e * capacity + 1, ..., and the assignments that do not fit get -1. E * capacity < 2**31.
     first_expert: the index in top_k_index of this rank's first expert, e = 0.
     first_row, num_rows: without a capacity, keep the window [first_row, first_row + num_rows) of the packed rows, up to
-        the last row if num_rows is None. Rows are counted from first_row, and are -1 outside of the window, to which
-        groups are clamped too.
+        the last row if num_rows is None. Results then count rows from first_row: rows outside of the window are -1, and
+        groups are clamped to the window.
     Returns SortedAssignments(groups, rows). Equal inputs give equal results. The host does not wait for the GPU.
 
     Method: counting sort, Knuth, The Art of Computer Programming 3, section 5.2.
@@ -69,7 +69,7 @@ class _SortSizes(ctypes.Structure):
 
 
 class KernelShape(NamedTuple):
-    """Launch shape of the sorting kernel: counters (experts, rounded up), warps per block, blocks of its cluster."""
+    """Launch shape of the sorting kernel: counters (number of experts, rounded up), warps per block, blocks."""
 
     counters: int
     warps: int
@@ -87,7 +87,7 @@ class KernelShape(NamedTuple):
 
     @property
     def pitch(self) -> int:
-        """Counters per warp in shared memory: one more, for non-local experts, rounded up to whole 16-byte vectors."""
+        """Counters per warp in shared memory: `counters`, and one for experts of other ranks, padded to 16 bytes."""
         return align(self.counters + 1, 4)
 
     @property
@@ -119,7 +119,7 @@ def launcher(
     *,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """Return the launcher for (index (T, K), groups, rows), all contiguous; other arguments: see `sort_by_expert`.
+    """Return the launcher, called with contiguous (index (T, K), groups, rows); other arguments: see `sort_by_expert`.
 
     The kernel also writes an int32 0 after the groups: the tile counter of the GEMM that follows.
     """

@@ -1,4 +1,4 @@
-"""SwiGLU between the two GEMMs of trainable experts: forward and backward, each fused with quantizing its result."""
+"""SwiGLU between the two GEMMs of trainable experts: forward and backward, each fused with quantization."""
 
 import ctypes
 import enum
@@ -22,9 +22,9 @@ _FORM = (("limit", ctypes.c_float), ("alpha", ctypes.c_float))
 
 
 class Beside(enum.IntEnum):
-    """What a kernel returns in addition to quantized rows, numbered as in cuda/ops/swiglu_operands.cuh.
+    """The extra result of a SwiGLU kernel, besides its quantized rows; numbered as in cuda/ops/swiglu_operands.cuh.
 
-    COLUMNS: the transpose, quantized, with every group padded. VALUES: unquantized bfloat16 values.
+    COLUMNS: the quantized transpose, with every group padded to a multiple of 128. VALUES: the bfloat16 values.
     """
 
     NOTHING = 0
@@ -52,7 +52,7 @@ class Activated(NamedTuple):
 
 
 class ActivationGradient(NamedTuple):
-    """Gradients of the activation's input and of the row weights.
+    """Gradients of the activation's input and of the row weights, as `swiglu_backward_quantize` computes them.
 
     rows, columns, offsets: the gradient of the input, quantized like the fields of `Activated`. dots: (R,), the
     gradient of the row weights. d_projected: the gradient of the input in bfloat16. values: the activation's result in
@@ -75,8 +75,8 @@ def swiglu_quantize(
     gate_up: (R, 2I) bfloat16, gate then up, any strides; I a multiple of 128.
     group_offsets: (E+1,) int32, as for `quantize_with_transpose`, which also describes rows, columns and offsets.
     activation: a SwiGLU.
-    beside: what to return in addition to the rows, whose bits do not depend on it. COLUMNS: for the weight gradient,
-        DeepSeek-V3, arXiv:2412.19437, section 3.3. VALUES: (R, I) bfloat16, the input of LoRA adapters.
+    beside: what to return besides the quantized rows; it does not change the bits of the rows. COLUMNS: for the weight
+        gradient, DeepSeek-V3, arXiv:2412.19437, section 3.3. VALUES: (R, I) bfloat16, the input of LoRA adapters.
     Returns `Activated`, detached from the autograd graph. Rows of no group are uninitialized.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
@@ -107,8 +107,8 @@ def swiglu_backward_quantize(
     row_weights: (R,) float32.
     group_offsets, activation, beside: as for `swiglu_quantize`. Gate or up values clamped by the limit get no gradient.
         VALUES: the gradient of gate_up (R, 2I) and ``activation(gate_up)`` (R, I), both bfloat16.
-    Returns `ActivationGradient`: the gradient of gate_up (R, 2I), and that of row_weights (R,) float32, which is
-    ``sum over i of activation(gate_up)[r, i] * grad[r, i]``. Rows of no group are uninitialized in both.
+    Returns `ActivationGradient`: the gradient of gate_up (R, 2I), and the gradient of row_weights (R,) float32, which
+    is ``sum over i of activation(gate_up)[r, i] * grad[r, i]``. Rows of no group are uninitialized in both gradients.
     Equal inputs give equal bits. The results are detached from the autograd graph.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
@@ -125,7 +125,7 @@ def swiglu_backward_quantize(
 
 
 class SwigluOperands(NamedTuple):
-    """Arguments of the operator of `swiglu_quantize`."""
+    """Arguments of the operator that computes `swiglu_quantize`."""
 
     gate_up: Tensor
     group_offsets: Tensor
@@ -133,12 +133,12 @@ class SwigluOperands(NamedTuple):
     beside: Annotated[int, "int"] = Beside.COLUMNS
 
     def widths(self) -> tuple[int, ...]:
-        """Return the widths of the unquantized results: only the activation's result, I columns."""
+        """Return the numbers of columns of the results before quantization: I, of the activation's result."""
         return (self.gate_up.shape[1] // 2,)
 
 
 class SwigluBackwardOperands(NamedTuple):
-    """Arguments of the operator of `swiglu_backward_quantize`."""
+    """Arguments of the operator that computes `swiglu_backward_quantize`."""
 
     gate_up: Tensor
     grad: Tensor
@@ -148,7 +148,7 @@ class SwigluBackwardOperands(NamedTuple):
     beside: Annotated[int, "int"] = Beside.COLUMNS
 
     def widths(self) -> tuple[int, ...]:
-        """Return the widths of the unquantized results: gradient of gate_up (2I), activation's result (I)."""
+        """Return the numbers of columns of the gradient of gate_up (2I) and of the activation's result (I)."""
         return self.gate_up.shape[1], self.gate_up.shape[1] // 2
 
 
@@ -174,8 +174,8 @@ class _BackwardSource(ctypes.Structure):
 
 
 def kernel_spec(activation: Activation, backward: bool, beside: Beside) -> KernelSpec:
-    """Return the kernel that computes and quantizes a SwiGLU of bfloat16 rows, or its gradients if `backward`."""
-    # Tiles of gate, up and, in the backward, grad are staged in shared memory; the transposed tile reuses the first.
+    """Return the kernel that computes a SwiGLU of bfloat16 rows, or its gradient if `backward`, and quantizes it."""
+    # Shared memory holds tiles of gate, up and, in the backward, grad; the transposed tile overwrites the first tile.
     operands = 3 if backward else 2
     return tile_spec(
         "swiglu_backward_quantize" if backward else "swiglu_quantize",
@@ -192,7 +192,7 @@ def kernel_spec(activation: Activation, backward: bool, beside: Beside) -> Kerne
 def launcher(
     device_index: int, gate_up: Tensor, grad: Tensor | None, groups: int, activation: Activation, beside: Beside
 ) -> PointerLauncher:
-    """Return the launcher for (*Results, group offsets, the tensors of ``struct Source``); see `tile_launcher`.
+    """Return the `tile_launcher`, called with *Results, the group offsets and the tensors of ``struct Source``.
 
     gate_up: (R, 2I), grad: (R, I) for the backward, None for the forward; both as `row_major` returns them.
     """
@@ -221,9 +221,9 @@ def launch(operands: SwigluOperands, results: Results, values: Tensor | None = N
 def launch_backward(
     operands: SwigluBackwardOperands, results: Results, d_gate_up: Tensor | None = None, values: Tensor | None = None
 ) -> Tensor:
-    """Compute `swiglu_backward_quantize` into `results`; return the dots (R,).
+    """Compute `swiglu_backward_quantize` into `results`; return the gradient of row_weights (R,), the dots.
 
-    d_gate_up (R, 2I) and values (R, I), bfloat16, are given together or not at all, and written too.
+    d_gate_up (R, 2I) and values (R, I), bfloat16, are written if given; give both or neither.
     """
     group_offsets = operands.group_offsets.contiguous()
     rows, size = operands.grad.shape
@@ -240,7 +240,7 @@ def launch_backward(
 
 
 def _nothing(group_offsets: Tensor, results: Results) -> bool:
-    """Return whether there is nothing to quantize; if so, write `results.offsets`, then the only result."""
+    """Return True if the results have no rows or columns; in that case, write `results.offsets`, which is not empty."""
     rows, width = results.rows.shape
     if padded_rows(rows, group_offsets.shape[0] - 1) * width:
         return False
@@ -260,7 +260,10 @@ def swiglu_values(gate_up: Tensor, activation: Activation) -> Tensor:
 def swiglu_gradients(
     gate_up: Tensor, grad: Tensor, row_weights: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of gate_up (R, 2I), `swiglu_values` (R, I), both in gate_up's dtype, and the dots (R,)."""
+    """Return the gradient of gate_up (R, 2I), `swiglu_values` (R, I), and the gradient of row_weights (R,).
+
+    The first two have gate_up's dtype, the third is float32.
+    """
     d_gate_up, h, dots = weighted_backward(gate_up, grad, row_weights, activation)
     return d_gate_up.to(gate_up.dtype), h.to(gate_up.dtype), dots
 
@@ -291,7 +294,7 @@ def _check_backward(operands: SwigluBackwardOperands) -> None:
 
 
 def _empty(operands: _AnyOperands) -> tuple[Results, list[Tensor]]:
-    """Return uninitialized results, and a list of uninitialized values, empty unless `operands.beside` is VALUES."""
+    """Return uninitialized `Results`, and the uninitialized bfloat16 results: a list, empty unless beside is VALUES."""
     like, rows, widths = operands.gate_up, operands.gate_up.shape[0], operands.widths()
     if operands.beside == Beside.COLUMNS:
         return empty_results(like, rows, widths[0], operands.group_offsets.shape[0] - 1), []
@@ -300,7 +303,10 @@ def _empty(operands: _AnyOperands) -> tuple[Results, list[Tensor]]:
 
 
 def _quantized(operands: _AnyOperands, values: Tensor, *beside: Tensor) -> tuple[Results, list[Tensor]]:
-    """Return `values` quantized, by columns too with COLUMNS; and the list [values, *beside] with VALUES, else []."""
+    """Quantize `values` by rows and, if operands.beside is COLUMNS, by columns.
+
+    Also return the list [values, *beside] if operands.beside is VALUES, otherwise [].
+    """
     if operands.beside == Beside.COLUMNS:
         return reference.both_ways(values, values, operands.group_offsets), []
     results = Results(*reference.quantize_1x128(values, False))

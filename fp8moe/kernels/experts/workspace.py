@@ -26,9 +26,9 @@ class Workspace:
     The kernels: sort the assignments by expert, if they are not sorted yet; quantize the tokens 1x128 into that order;
     GEMM 1 with activation and quantization; GEMM 2; each token's weighted sum over its rows. Each kernel is launched
     while the previous one runs (programmatic dependent launch). This is safe because the first kernel is launched the
-    ordinary way, or begins by waiting for all earlier ones, and because every kernel lets the next one start only after
-    it has itself waited for its predecessor: before it waits, a kernel may rely on all but its immediate predecessor.
-    So the GEMMs read the groups and fetch weights at once.
+    ordinary way, or begins by waiting for all earlier ones, and because every kernel lets its successor start only
+    after it has itself waited for its predecessor. So a kernel that has not waited yet may already read the results of
+    all earlier kernels except its predecessor: the GEMMs read groups and weights at once.
 
     operands: in layouts that the kernels read, on the current device. The scratch has room for the rows of their shard.
     form: `Targets.form`, if the rows of GEMM 2 go to peers; None: the results are the weighted sums.
@@ -47,13 +47,13 @@ class Workspace:
         self.pitch = align(num_rows, 4)
         # Bytes of each intermediate result in the scratch tensor, each at a multiple of 256 bytes.
         parts = {
-            "groups": (count + (capacity is None) + 1) * 4,  # with GEMM 1's tile counter at the end
+            "groups": (count + (capacity is None) + 1) * 4,  # the last int32 is the tile counter of GEMM 1
             "rows": tokens * top_k * 4,
             "a": num_rows * hidden,
             "a_scale": self.pitch * ceil_div(hidden, BLOCK) * 4,
             "h": num_rows * size,
             "h_scale": self.pitch * ceil_div(size, BLOCK) * 4,
-            "last": num_rows * (4 if form else hidden * row_dtype.itemsize),  # assignments, or GEMM 2's result
+            "last": num_rows * (4 if form else hidden * row_dtype.itemsize),  # assignments if form, else GEMM 2's rows
         }
         self.offsets, total = {}, 0
         for name, nbytes in parts.items():
@@ -73,7 +73,7 @@ class Workspace:
             scale = matrix(f"{name}_scale", torch.float32, self.pitch).t()[:num_rows]
             return FP8Tensor(matrix(name, torch.float8_e4m3fn, columns), scale)
 
-        # Only uneven routing fills rows past the first window, so most tokens have no row there.
+        # A window that begins past row 0 is filled only if routing is uneven, so most tokens have no row in it.
         launch = {"sparse": shard.first_row > 0, "pdl": True}
         self.permute = permute_launcher(device, x, operands.hidden_scale, top_k, num_rows, **launch)
         grouping = grouping_of(tokens * top_k, shard.total(count), capacity)
@@ -81,7 +81,7 @@ class Workspace:
         up_bias, down_bias = layer.biases
         first, second = GemmOperands(*a, *layer.up, up_bias), GemmOperands(*h, *layer.down, down_bias)
         self.gemm1 = build_gemm(first, SwigluQuantize(layer.activation), grouping, h.data, pdl=True)
-        # GEMM 1 may need a tile counter: a 0 after the groups. Groups from the caller lack it, so sort again then.
+        # If GEMM 1 needs a tile counter (a 0 after the groups), sort again: groups given by the caller lack a counter.
         self.sort = None
         if operands.groups is None or self.gemm1.dynamic:
             window = (shard.first_expert, shard.first_row, num_rows)
@@ -101,7 +101,7 @@ class Workspace:
     def __call__(
         self, operands: TokenOperands, targets: Targets | None = None, out: Tensor | None = None
     ) -> list[Tensor]:
-        """Launch the kernels and return the results of the operator `experts`; [] if rows go to the targets.
+        """Launch the kernels and return the results of the operator `experts`; [] if `targets` (peers) get the rows.
 
         out: if given, the weighted sums are written to it.
         """
@@ -168,7 +168,7 @@ def workspace(device_index: int, form: tuple[int, int, bool] | None, operands: T
 
 
 def find(operands: TokenOperands, targets: Targets | None = None) -> Workspace | None:
-    """Return the `Workspace` built for operands in the same layouts, which were checked then; None if there is none."""
+    """Return the `Workspace` built and checked before for operands in equal layouts, or None if there is none."""
     return workspace.find(operands.hidden_states.get_device(), targets and targets.form, operands)
 
 
@@ -179,7 +179,7 @@ def run(operands: TokenOperands, targets: Targets | None = None, out: Tensor | N
 
 
 def _as_kernels_load(operands: TokenOperands) -> TokenOperands:
-    """Return the operands, copying those in memory layouts that the kernels cannot read."""
+    """Return the operands, with copies of tensors whose memory layouts the kernels cannot read."""
     layer = operands.layer
     added = {"top_k_weights": operands.top_k_weights, "residual": operands.residual}
     norm = operands.norm

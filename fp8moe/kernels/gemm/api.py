@@ -50,7 +50,7 @@ def gemm(
     Returns ``out``, or a new (M, N) tensor. Equal inputs give bitwise equal results.
 
     Operands in another layout (transposed data, rows or base address not at multiples of 16 bytes, row-major activation
-    scales) are copied first on the CUDA backend. The result has no gradient: its backward raises RuntimeError.
+    scales) are copied first on the CUDA backend. Not differentiable: a backward through the result raises RuntimeError.
     Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
@@ -74,7 +74,7 @@ def gemm(
 
 
 def multiply(operands: GemmOperands, out: Tensor, *, pdl: bool = False) -> None:
-    """Write the product of checked operands to ``out``.
+    """Compute `gemm` for checked operands, and write the result to ``out``.
 
     pdl: start before the previous kernel in the stream has ended; that kernel must not write b or bias.
     """
@@ -96,7 +96,10 @@ _DenseOperands = Annotated[GemmOperands, (*GemmOperands._fields[:4], "bias", "c"
 
 
 def product(operands: GemmOperands, float32: bool, *, pdl: bool = False) -> Tensor:
-    """Return the product. Operands with layouts that have run before are not checked again. pdl: see `multiply`."""
+    """Compute `gemm`. Operands are checked unless operands in equal layouts have been checked before.
+
+    float32: return float32 instead of bfloat16. pdl: see `multiply`.
+    """
     found = launch.find(launch.dense, operands, torch.float32 if float32 else torch.bfloat16, pdl)
     if found is not None:
         return launch.run_new(found, operands)
@@ -106,13 +109,13 @@ def product(operands: GemmOperands, float32: bool, *, pdl: bool = False) -> Tens
 
 
 def empty_product(operands: _DenseOperands, float32: bool) -> Tensor:
-    """Check the operands, and return an uninitialized tensor with the shape and dtype of their product."""
+    """Check the operands of `gemm`, and return an uninitialized tensor with the shape and dtype of the result."""
     dtype = torch.float32 if float32 else torch.bfloat16
     return operands.a.new_empty(_shape(operands, dtype), dtype=dtype)
 
 
 def _shape(operands: GemmOperands, dtype: torch.dtype) -> tuple[int, int]:
-    """Check dtypes, shapes and devices of the operands. Returns M and N."""
+    """Check dtypes, shapes and devices of the operands of `gemm`. Returns the shape (M, N) of the result."""
     a, a_scale, b, b_scale, bias, c, _ = operands
     shape = checks.dense(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), bias)
     if c is not None:
@@ -152,7 +155,7 @@ def grouped_gemm(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return ``dequantize(a)[rows of e] @ dequantize(b)[e].T`` for every expert e, whose rows are contiguous in a.
+    """Return ``dequantize(a)[rows of e] @ dequantize(b)[e].T`` for every expert e, whose rows are contiguous in ``a``.
 
     a: activations, FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major as
         `quantize_1x128` writes it. M may be 0; K must be a multiple of 16.
@@ -165,10 +168,10 @@ def grouped_gemm(
     Returns ``out``, or a new (M, N) bfloat16 tensor. Rows outside all groups are never written: they keep the values
     of ``out``, and are uninitialized in a new tensor. Equal inputs give bitwise equal results.
 
-    On the CUDA backend the host does not read or wait for the group sizes, so a call can be captured in a CUDA graph.
-    Operands in another layout (weights that are not contiguous, rows or base address not at multiples of 16 bytes,
-    row-major activation scales) are copied first there. The result has no gradient: its backward raises RuntimeError.
-    Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
+    On the CUDA backend the host does not read or wait for the group sizes, so a call can be captured in a CUDA graph;
+    operands in another layout (weights that are not contiguous, rows or base address not at multiples of 16 bytes,
+    row-major activation scales) are copied first. Not differentiable: a backward through the result raises
+    RuntimeError. Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
     that does not fit or overlaps an operand.
@@ -225,7 +228,7 @@ def grouped_gemm_masked(
     out: (E, max_m, N) bfloat16 or float32, in memory that no operand uses. All rows of all experts have one stride, a
         multiple of 16 bytes.
     Returns ``out``, or a new (E, max_m, N) bfloat16 tensor. Rows not in use are never written. As in `grouped_gemm`,
-    operands in other layouts are copied, and the result has no gradient.
+    operands in other layouts are copied, and a backward through the result raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, a negative
     ``expected_m``, or an ``out`` that does not fit or overlaps an operand.
@@ -278,7 +281,7 @@ def multiply_groups(
     low_rank: tuple[Tensor, Tensor] | None = None,
     bias: Tensor | None = None,
 ) -> None:
-    """Write the grouped GEMM of checked operands to ``out``: (M, N), or (E * max_m, N) in the masked layout."""
+    """Compute a grouped GEMM of checked operands into ``out``: (M, N), or (E * max_m, N) in the masked layout."""
     if out.numel() == 0 or b.data.shape[0] == 0:
         return
     masked = a.data.shape[:2] if a.data.dim() == 3 else None
@@ -295,7 +298,7 @@ def multiply_groups(
     if low_rank is not None:
         ranks, factors = (aligned(part.contiguous()) for part in low_rank)
         epilogue, more = AddLowRank(out.dtype, rank=ranks.shape[1]), (ranks.data_ptr(), factors.data_ptr())
-    if masked:  # with 3-D operands, so that `_masked` finds the launcher in later calls
+    if masked:  # make the operands 3-D again, so that `_masked` finds this launcher in later calls
         a = FP8Tensor(*(part.unflatten(0, masked) for part in a))
     operands = GemmOperands(*a, aligned(b.data), checks.weight_scale(*b), checks.bias_vector(bias), groups=groups)
     like = None if out.is_contiguous() else out
@@ -311,7 +314,7 @@ def multiply_groups_to(
     grouping: Grouping,
     bias: Tensor | None = None,
 ) -> None:
-    """Write a grouped GEMM to the memory of peer GPUs. CUDA backend only.
+    """Compute a grouped GEMM, and write its rows to the memory of peer GPUs. CUDA backend only.
 
     a: 2-D. b: contiguous. pointers: values of the epilogue's address fields.
     """
@@ -329,7 +332,7 @@ def multiply_groups_to(
 
 
 def _zero_groups(groups: Tensor, out: Tensor, max_m: int | None) -> None:
-    """Set all rows that belong to a group to zero, the result for K = 0, without reading the groups on the host."""
+    """Set the rows of all groups in ``out`` to zero, the result for K = 0, without reading the groups on the host."""
     rows = torch.arange(out.shape[0], device=out.device)
     if max_m is None:
         starts, ends = groups.unbind(1) if groups.dim() == 2 else (groups[:-1], groups[1:])
@@ -511,14 +514,15 @@ def grouped_gemm_k(
         ``group_offsets[e]:group_offsets[e+1]``. Offsets must be multiples of 128 (pad each group with zeros), and are
         clamped to [0, K].
     out: (E, M, N) float32 or bfloat16 (sums are rounded once), contiguous, in memory that no operand uses. Or a
-        sequence of tensors (E, M_i, N) for consecutive rows of a, such as gate and up.
+        sequence of tensors (E, M_i, N) for consecutive rows of ``a``, such as gate and up.
     accumulate: add to ``out``, which must be float32; the matrix of a group without columns is left as it is.
     Returns ``out`` (a sequence as a tuple), or a new (E, M, N) float32 tensor. Without accumulate, groups without
     columns give zeros. Equal inputs give bitwise equal results.
 
     On the CUDA backend the host does not read or wait for the group sizes, so a call can be captured in a CUDA graph.
     A group that does not begin and end at multiples of 128 gives NaN on the CUDA backend, ValueError on the reference
-    backend. Operands in another layout are copied first. The result has no gradient: its backward raises RuntimeError.
+    backend. Operands in another layout are copied first. Not differentiable: a backward through the result raises
+    RuntimeError.
     Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2, with one scale per row and 128 columns for both operands.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, ``accumulate``
@@ -544,7 +548,7 @@ def grouped_gemm_k(
 
 
 def _rows_of_outs(a: FP8Tensor, outs: Sequence[Tensor]) -> list[FP8Tensor]:
-    """Split the rows of a (M, K) into parts (M_i, K), one for each result (E, M_i, N)."""
+    """Split the operand ``a`` (M, K) by rows into parts (M_i, K), one for each result (E, M_i, N)."""
     for target in outs:
         check_tensor("out", target)
     sizes = [target.shape[1] if target.dim() == 3 else -1 for target in outs]
@@ -555,7 +559,7 @@ def _rows_of_outs(a: FP8Tensor, outs: Sequence[Tensor]) -> list[FP8Tensor]:
 
 
 def weight_gradients(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the result of `grouped_gemm_k`, (E, M, N), in any floating dtype, rounded once from float32."""
+    """Compute `grouped_gemm_k` with a result (E, M, N) in any floating dtype, rounded once from float32."""
     shape = (group_offsets.shape[0] - 1, a.data.shape[0], b.data.shape[0])
     direct = dtype in (torch.float32, torch.bfloat16)
     out = torch.empty(shape, dtype=dtype if direct else torch.float32, device=a.data.device)

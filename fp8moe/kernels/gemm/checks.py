@@ -43,7 +43,7 @@ def contiguous(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> tuple[int, 
 
 
 def part(whole: tuple[int, int] | None, rows: int, groups: int) -> None:
-    """Raise ValueError if the whole GEMM, `whole` = (rows, groups), is smaller than this part of it."""
+    """Raise ValueError if a GEMM of `whole` = (rows, groups) cannot have a part of `rows` rows and `groups` groups."""
     if whole is not None and (whole[0] < rows or whole[1] < groups):
         raise ValueError(f"whole: expected at least the {rows} rows and {groups} groups that are a part, got {whole}")
 
@@ -73,7 +73,7 @@ def group_bias(bias: Tensor | None, a: Tensor, b: Tensor) -> None:
 
 
 def rows_of_experts(a: FP8Tensor, b: FP8Tensor) -> tuple[int, int]:
-    """Check a and b of a grouped GEMM. Returns M and N."""
+    """Check the activations ``a`` and weights ``b`` of a grouped GEMM. Returns M and N."""
     m, _, n = _operands(a, b)
     return m, n
 
@@ -107,7 +107,7 @@ def along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> tuple[int, int
 
 
 def matrices_along_k(a: FP8Tensor, b: FP8Tensor) -> tuple[int, int]:
-    """Check a and b of ``grouped_gemm_k``. Returns M and N."""
+    """Check the operands ``a`` and ``b`` of ``grouped_gemm_k``. Returns M and N."""
     m, k = fp8_data("a.data", a.data, "(M, K)")
     (n,) = _weights("b.data", b.data, "(N, K)", a.data, multiple=128)
     check_scale("a.scale", a.scale, (m, k // 128), a.data.device)
@@ -127,11 +127,11 @@ def expected_rows(expected_m: int | None) -> None:
 def result(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Check dtype, shape, device and strides of a result (..., M, N) that the caller allocated."""
     check_like("out", out, RESULTS, shape, device, "a.data")
-    # Read the number of elements last, only for wrong strides: in a compiled graph sizes may depend on data.
+    # Ask for out.numel() last, and only if strides are wrong: in a compiled graph sizes may depend on data.
     *_, rows, columns = shape
     *lead, row, column = out.stride()
     if lead and shape[0] > 1 and lead[0] != rows * row and rows == 1:
-        row = lead[0]  # with one row per expert the stride of rows may be anything
+        row = lead[0]  # an expert with a single row: the distance of rows is the stride of experts
     if (column != 1 or row < columns or row * out.itemsize % 16) and out.numel():
         expected = f"(..., s, 1) with s >= {columns} a multiple of {16 // out.itemsize} (16 bytes)"
         raise ValueError(f"out: expected row-major, strides {expected}, got {out.stride()}")
@@ -141,7 +141,7 @@ def result(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
 
 
 def own_memory(out: Tensor, a: FP8Tensor, b: FP8Tensor, **others: Tensor | None) -> None:
-    """Raise unless ``out`` starts at a multiple of 16 bytes and shares no memory with an operand."""
+    """Raise ValueError unless ``out`` starts at a multiple of 16 bytes and shares no memory with an operand."""
     named = {"a.data": a.data, "a.scale": a.scale, "b.data": b.data, "b.scale": b.scale}
     check_own_memory(out, named | others)
 
@@ -177,7 +177,7 @@ def bias_vector(bias: Tensor | None) -> Tensor | None:
 def _operands(
     a: FP8Tensor, b: FP8Tensor, *, rows: str = "(M, K)", weights: str = "(E, N, K)", gated: bool = False
 ) -> tuple[int, ...]:
-    """Check activations a and weights b. gated: b is a gate_up projection. Returns the sizes of both, except K."""
+    """Check activations ``a`` and weights ``b``. gated: b is a gate_up projection. Returns all sizes except K."""
     name = "gate_up" if gated else "b"
     *lead, k = fp8_data("a.data", a.data, rows)
     scale_shape = (*lead, ceil_div(k, 128))
@@ -196,7 +196,7 @@ def _operands(
 
 
 def _are_swapped(a: FP8Tensor, b: FP8Tensor) -> bool:
-    """Return whether a and b seem swapped: a has block or channel scales, as weights do, and b 1x128 scales."""
+    """Return whether the operands seem swapped: ``a`` has block or channel scales, like weights, ``b`` 1x128 scales."""
     if a.data.dim() != b.data.dim():
         return False
     *experts, n, k = a.data.shape

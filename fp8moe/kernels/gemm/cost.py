@@ -1,4 +1,4 @@
-"""The cost model of the GEMMs: expected microseconds of a compiled variant. Its fit: docs/findings/cost-model.md."""
+"""The cost model of the GEMMs: expected microseconds of a tile. docs/findings/cost-model.md says how it was fitted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fp8moe.kernels.gemm.sm90 import TileConfig, tokens_of_tile
 
 _CYCLES = 1755  # clock cycles per microsecond of an H200 under load
 
-# By blocks per cluster: how many clusters run at once on 132 SMs with one block per SM. A cluster stays within a GPC,
-# which has 16 or 18 SMs, so some SMs stay idle. Measured: 40 clusters of three blocks take two waves on every H200.
+# Clusters that run at once on 132 SMs with one block per SM; dict key: blocks per cluster. A cluster stays within a
+# GPC, which has 16 or 18 SMs, so some SMs are idle. Measured: 40 clusters of three blocks take two waves on every H200.
 _RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 16, 7: 15, 8: 15}
 
-# Bytes per microsecond out of L2, by the alignment of the operands' rows in bytes. A sector has 32 bytes.
+# Bytes per microsecond read from L2; dict key: alignment of the operands' rows in bytes. An L2 sector has 32 bytes.
 _L2 = {16: 6.1e6, 32: 12.2e6, 64: 16e6, 128: 16.7e6}
 
 
@@ -34,29 +34,30 @@ def resident_clusters(tile: TileConfig, num_sms: int) -> int:
 class _DenseCosts(NamedTuple):
     """Constants of `dense_time`: microseconds, unless a comment says otherwise."""
 
-    start: float  # launch, first loads from a cold L2, last stores
-    per_stage: float  # between the starts of two consecutive loads, with nothing else running
-    split: float  # added once if K is split
-    per_split: float  # added per block of a split after the first
-    reduction: float  # to sum a split 128 x 128 tile with 256 threads, through distributed shared memory
-    epilogue: float  # of a 128 x 128 tile
-    last_epilogue: float  # of a block's last 128 x 128 tile, when all blocks store at once
-    step: float  # cycles to consume a stage (128 along K), without the product
+    start: float  # time of the launch, the first loads from a cold L2 and the last stores
+    per_stage: float  # time between the starts of two consecutive loads, with nothing else running
+    split: float  # time added once if the blocks of a cluster split K
+    per_split: float  # time added for each block of the cluster after the first, if they split K
+    reduction: float  # time to sum a split 128 x 128 tile with 256 threads, through distributed shared memory
+    epilogue: float  # time of the epilogue of a 128 x 128 tile
+    last_epilogue: float  # time of the epilogue of a block's last 128 x 128 tile, when all blocks store at once
+    step: float  # cycles that a stage (128 along K) takes besides its MMAs
     shared: float  # cycles to move 128 bytes into or out of shared memory
     dram: float  # bytes per microsecond from device memory
-    overlap: float  # exponent of the norm that joins overlapping times: 1 no overlap, infinity full overlap
-    crowded: float = 0  # share of the read time saved per block by which the fullest SM exceeds the average SM
-    # The following apply only to tiles whose 64-row operand is tokens.
-    wait: float = 0  # share of the product's time that a single warpgroup cannot hide
-    mma: float = 0  # cycles of 128 products along K per output element
-    piece: float = 0  # added to mma for each piece of the columns that has its own weight scale
-    per_tile: float = 0  # from one tile to the next, plus the epilogue unless TMA stores the tile
-    overlapped_step: float = 0  # like step, if the next product runs meanwhile
-    overlapped_mma: float = 1  # factor of a product's cycles while another product runs
+    overlap: float  # exponent p of the p-norm that gives the total of overlapping times: 1 no overlap, infinity full
+    crowded: float = 0  # memory time is multiplied by 1 - crowded * (blocks on the fullest SM - mean blocks per SM)
+    # The following constants apply only to tiles whose 64-row operand is tokens.
+    wait: float = 0  # fraction of the MMA time that a single warpgroup cannot hide
+    mma: float = 0  # cycles of MMAs per output element and 128 elements of K
+    piece: float = 0  # cycles added to `mma` for each piece of the columns that has its own weight scale
+    per_tile: float = 0  # time from one tile to the next; unless TMA stores the tile, its epilogue comes on top
+    overlapped_step: float = 0  # like `step`, for a tile whose next MMA runs meanwhile
+    overlapped_mma: float = 1  # factor of the MMA cycles of a tile whose next MMA runs meanwhile
 
 
-_HALF = 0.7  # time of half a tile relative to a whole one; half a tile loads two thirds of the bytes
-# Microseconds to add a further part of K to a 128 x 128 tile, with sums in shared memory and with sums in registers.
+_HALF = 0.7  # time of half a tile over time of a whole tile; half a tile loads two thirds of the bytes
+# Microseconds that a further part of K adds to a 128 x 128 tile, if sums of earlier parts are in shared memory, and if
+# they are in registers.
 _PART, _KEPT_PART = 0.75, 0.1
 
 _SWAPPED = _DenseCosts(
@@ -103,7 +104,7 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
     rounds = waves - (1 - _HALF if tile.half_tiles else 0)
     mean = min(tiles, slots) * tile.split_k / num_sms
     per_sm = max(1, mean)
-    fullest = ceil(per_sm)  # blocks on the SM that has the most
+    fullest = ceil(per_sm)  # number of blocks on the SM that has the most blocks
     rows = tile.block_m if tile.weights_as_rows else tokens_of_tile(tile, m)
     area, used = tile.block_m * tile.block_n, rows * tile.block_n
 
@@ -112,7 +113,7 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
     if tile.overlaps:
         mma *= c.overlapped_mma
         alone = c.overlapped_step
-    # TMA writes both tiles into shared memory; each product reads its 64 rows and its columns.
+    # Traffic of shared memory: TMA writes the tiles of both operands; each MMA reads 64 rows and its columns.
     shared = rows + tile.block_n + area * (1 / 64 + 1 / tile.mma_n)
     loaded = fullest * shared * c.shared
     steps = rounds * ceil(ceil(k / 128) / tile.split_k)
@@ -125,7 +126,7 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
     epilogue = c.epilogue * used / 128**2
     ends = c.last_epilogue * used / 128**2 + (waves - 1) * (c.per_tile + (0 if tile.tma_store else epilogue))
     if tile.split_k > 1:
-        # Each block of a cluster sums one slice of the partial tiles of all its blocks.
+        # Each block of a cluster sums one slice of the partial tiles of all blocks of the cluster.
         summed = used / 128**2 * (1 - 1 / tile.split_k) * 2 / min(tile.warpgroups, 2)
         ends += c.split + c.per_split * (tile.split_k - 1) + c.reduction * fullest * summed
     if tile.k_parts > 1:
@@ -139,31 +140,31 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
 
 # ---- one weight matrix per group: the host knows the expected rows of a group, but not the actual sizes ----
 
-# Microseconds, unless a comment says otherwise.
+# These constants are microseconds, unless a comment says otherwise.
 _GROUPED_START = 3.619
-_GROUPED_STEP = 331.8  # cycles to consume a stage (128 along K) for one slab of a warpgroup, without the product
-_GROUPED_SWAPPED = 3.526  # factor of the product's cycles in a step if weights are the 64-row operand
-_GROUPED_OVERLAPPED = 100  # like _GROUPED_STEP, for tiles whose next product runs meanwhile
-_GROUPED_OVERLAPPED_PRODUCT = 0.6  # factor of the product's cycles in a step of such tiles
-_GROUPED_MMA = 0.03411  # cycles of 128 products along K per output element
-_GROUPED_LOAD = 56.94  # bytes per cycle loaded into one block
-# Bytes per cycle loaded into an SM with several blocks, relative to _GROUPED_LOAD:
-_GROUPED_SM_LOAD = 1.392  # blocks with one math warpgroup
-_GROUPED_SWAPPED_SM_LOAD = 0.6052  # weights are the 64-row operand
-_GROUPED_WIDE_SM_LOAD = 1.03  # weights are the 64-row operand of tiles of 256 features, which only SwiGLU has
+_GROUPED_STEP = 331.8  # cycles that a stage (128 along K) takes for one slab of a warpgroup, besides its MMAs
+_GROUPED_SWAPPED = 3.526  # factor of the MMA cycles of a stage if weights, not tokens, are the 64-row operand
+_GROUPED_OVERLAPPED = 100  # like _GROUPED_STEP, for tiles whose next MMA runs meanwhile
+_GROUPED_OVERLAPPED_PRODUCT = 0.6  # factor of the MMA cycles of a stage, for tiles whose next MMA runs meanwhile
+_GROUPED_MMA = 0.03411  # cycles of MMAs per output element and 128 elements of K
+_GROUPED_LOAD = 56.94  # bytes per cycle that one thread block loads
+# Bytes per cycle that an SM with several blocks loads, as a multiple of _GROUPED_LOAD:
+_GROUPED_SM_LOAD = 1.392  # load rate over _GROUPED_LOAD, for blocks with one math warpgroup
+_GROUPED_SWAPPED_SM_LOAD = 0.6052  # load rate over _GROUPED_LOAD, if weights are the 64-row operand
+_GROUPED_WIDE_SM_LOAD = 1.03  # load rate over _GROUPED_LOAD, if weights are, in tiles of 256 features (SwiGLU only)
 _GROUPED_LATENCY = 1970  # minimum cycles to fill and empty all stages of a ring once
 _GROUPED_DRAM = 5.411e6  # bytes per microsecond from device memory
-_GROUPED_EPILOGUE = 0.7145  # of a 128 x 128 tile
-_GROUPED_STAGED_EPILOGUE = 0.1215  # of a 128 x 128 tile that TMA writes
-_GROUPED_LAST_EPILOGUE = 1.18  # added to a block's last epilogue, when all blocks store at once
-_GROUPED_FULLEST = 0.03384  # weight of the fullest tile in the time of a step; the average tile has the rest
-_GROUPED_SHARED = 0.9521  # factor of a step whose two products share their tokens
-_GROUPED_PER_SPLIT = 0.08294  # added per block of a split after the first
-_GROUPED_REDUCTION = 2.924  # to sum a split 128 x 128 tile, through distributed shared memory
-_GROUPED_OVERLAP = 1.965  # exponent of the norm that joins overlapping times
+_GROUPED_EPILOGUE = 0.7145  # time of the epilogue of a 128 x 128 tile
+_GROUPED_STAGED_EPILOGUE = 0.1215  # time of the epilogue of a 128 x 128 tile that TMA writes
+_GROUPED_LAST_EPILOGUE = 1.18  # time added to a block's last epilogue, when all blocks store at once
+_GROUPED_FULLEST = 0.03384  # weight of the fullest tile in the time of a stage; the average tile has the rest
+_GROUPED_SHARED = 0.9521  # factor of the time of a stage whose two MMAs read the same tokens
+_GROUPED_PER_SPLIT = 0.08294  # time added for each block of a cluster after the first, if they split K
+_GROUPED_REDUCTION = 2.924  # time to sum the parts of a split 128 x 128 tile, through distributed shared memory
+_GROUPED_OVERLAP = 1.965  # exponent p of the p-norm that gives the total of overlapping times
 
-# Ratio of a tile's measured time to the modelled one, by `TileConfig.name`. Tiles that are not listed are within half
-# a percent, were never timed (SwiGLU), or split K.
+# Ratio of a tile's measured time to its modelled time; dict key: `TileConfig.name`. Tiles that are not listed have a
+# ratio within half a percent of 1, were never timed (SwiGLU), or split K.
 _GROUPED_TILES = {
     "8x64*2": 1.035,
     "8x64*4": 0.964,
@@ -190,7 +191,7 @@ _GROUPED_TILES = {
 
 SKEWED = 0.5  # assumed probability that routing is skewed rather than even
 _QUANTILES = 16
-_FEW = 12  # expected rows below which sizes are Poisson distributed
+_FEW = 12  # group sizes below this expectation are modelled as Poisson distributed
 
 
 @lru_cache(maxsize=4096)
@@ -223,11 +224,14 @@ def _not_empty(expected_m: float, skewed: bool) -> float:
 
 
 def _slabs_in_use(tile: TileConfig, rows: int) -> tuple[int, ...]:
-    """Return how many slabs each warpgroup multiplies if ``rows`` rows are in use (``slab_row`` of gemm_layout.cuh)."""
+    """Return the number of slabs (64 x `mma_n`) that each warpgroup multiplies in a tile with ``rows`` rows in use.
+
+    The kernel does the same in ``slab_row`` of gemm_layout.cuh.
+    """
     if tile.weights_as_rows:
         return (tile.slabs,) * tile.warpgroups
     in_use = ceil(rows / 64)
-    if tile.mma_n < tile.block_n or tile.slabs == 1:  # a warpgroup has 64 rows
+    if tile.mma_n < tile.block_n or tile.slabs == 1:  # each warpgroup has 64 rows of the tile
         return tuple(tile.slabs if i < in_use else 0 for i in range(tile.warpgroups))
     return tuple(ceil((in_use - i) / tile.warpgroups) for i in range(tile.warpgroups))
 
@@ -236,7 +240,7 @@ def _slabs_in_use(tile: TileConfig, rows: int) -> tuple[int, ...]:
 def _step_cycles(tile: TileConfig, rows: int) -> float:
     """Return the cycles of one step of 128 along K, for a tile with ``rows`` rows in use that is alone on its SM."""
     height = tile.block_m if tile.weights_as_rows else 64 * ceil(rows / 64)
-    product = 64 * tile.mma_n * _GROUPED_MMA  # cycles of one slab's product
+    product = 64 * tile.mma_n * _GROUPED_MMA  # cycles for the MMAs of one slab (64 rows) over 128 elements of K
     slabs = _slabs_in_use(tile, rows)
     if tile.overlaps:
         alone = _GROUPED_OVERLAPPED + _GROUPED_OVERLAPPED_PRODUCT * product
@@ -248,13 +252,16 @@ def _step_cycles(tile: TileConfig, rows: int) -> float:
 
 @lru_cache(maxsize=256)
 def _tiles_by_height(height: int, swap: bool, expected_m: float, skewed: bool) -> dict[int, float]:
-    """Return the expected number of tiles of a group in one column of tiles, keyed by rows in use rounded up to 64."""
+    """Return how many tiles a group is expected to have in one column of tiles, by the tile's number of rows in use.
+
+    The keys are numbers of rows in use, rounded up to multiples of 64.
+    """
     tiles: dict[int, float] = defaultdict(float)
     for rows, probability in group_sizes(expected_m, skewed):
         whole, rest = divmod(rows, height)
         if swap:
             tiles[height] += probability * (whole + (rest > 0))
-        elif height == 256 and whole and 0 < rest <= 64:  # gemm_schedule.cuh balances the last two tiles
+        elif height == 256 and whole and 0 < rest <= 64:  # the kernel balances the last two tiles (gemm_schedule.cuh)
             tiles[256] += probability * (whole - 1)
             tiles[192] += probability
             tiles[64 * ceil((64 + rest) / 64)] += probability
@@ -278,7 +285,7 @@ def grouped_time(
 def _grouped_time(
     tile: TileConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int, skewed: bool
 ) -> float:
-    """Return the expected microseconds for one kind of routing; a mix of both would blur the number of waves."""
+    """Return the expected microseconds for even or for skewed routing: a mix of both would blur the number of waves."""
     expected_m = max(expected_m, 1 / groups)
     steps, columns, height = ceil(k / 128), ceil(n / tile.block_n), tile.block_m
     by_height = _tiles_by_height(height, tile.weights_as_rows, expected_m, skewed)
@@ -291,7 +298,7 @@ def _grouped_time(
     if tile.half_tiles and tiles <= 16 * slots and (tiles / slots - 0.02) % 1 <= 0.5:
         share -= 1 - _HALF
 
-    # Blocks that share an SM hide each other's waits, not each other's products and loads.
+    # Blocks that share an SM hide each other's waiting times, but not each other's MMAs and loads.
     loaded = (sum(rows * count for rows, count in by_height.items()) / in_column + tile.block_n) * 128
     per_sm = max(1.0, min(tiles, slots) * tile.split_k / num_sms)
     step = fullest + (1 - _GROUPED_FULLEST) * (cycles / tiles - fullest)

@@ -19,7 +19,7 @@ _BIAS_KINDS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
 def _addresses(names: Iterable[str]) -> Fields:
-    """Return 64-bit ctypes fields with these names, for addresses and pitches."""
+    """Return ctypes fields of 64 bits with these names, which hold addresses and pitches."""
     return tuple((name, ctypes.c_int64) for name in names)
 
 
@@ -35,7 +35,7 @@ class Columns(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of scale and bias per output feature."""
+        """Bytes of channel scale and bias per output feature."""
         return 4 * self.channel_scales + (0 if self.bias_dtype is None else self.bias_dtype.itemsize)
 
     @property
@@ -48,8 +48,8 @@ class Epilogue:
 
     out_dtype: dtype of the result. header: file that defines the struct. fields: fields of the struct's ``Output``,
     addresses and pitches first. gated: whether the weights are a gate_up projection. defines: macros.
-    constants: compile-time constants. values: values of the fields that are the same in every call.
-    kind: this epilogue without anything that depends on the number of tokens.
+    constants: compile-time constants. values: values of those fields that are equal in every call.
+    kind: the same epilogue, with fields that depend on the number of tokens set to 0.
     """
 
     out_dtype: torch.dtype
@@ -144,7 +144,7 @@ class PeerStore(Epilogue):
 
     @property
     def fields(self) -> Fields:
-        """Addresses of the rows on each peer, of the rows' assignments, and of the peers' barrier (`meeting`)."""
+        """Fields for the addresses of results on each peer, of assignments, of the peers' barrier, and for `each`."""
         targets = [f"peer_{i}" for i in range(self.peers)]
         meeting = [f"meeting_{i}" for i in range(self.peers + 1)]
         return *_addresses((*targets, "assignments", *meeting)), ("each", ctypes.c_int)

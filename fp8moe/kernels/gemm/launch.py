@@ -41,17 +41,18 @@ class GemmOperands(NamedTuple):
     groups: Tensor | None = None
 
     def layouts(self) -> tuple[tuple | None, ...]:
-        """Return the operands' part of a launch plan's key, a microsecond faster than `planned` would collect it."""
+        """Return the layouts, a part of the key of a cached launcher. Saves `planned` a microsecond to collect them."""
         return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in self])
 
 
 class GemmLauncher:
     """A kernel with its tensor maps and arguments. Build and launch it with its device current.
 
-    maps: tensor maps of the operands and, if TMA stores it, of the result, in the order of the addresses in `launch`.
-    arguments: the kernel's argument structure. pointers: how many of its first fields are addresses and pitches.
-    out: a tensor with the layout of the results, if any; `new_out` allocates such a tensor, `shape` is its shape.
-    dynamic: blocks take tiles from a counter, an int32 after the groups that must be 0 before the launch.
+    maps: tensor maps of the operands and, if TMA stores the result, of the result, in the order of `mapped` in
+    `launch`. arguments: the kernel's argument structure. pointers: number of leading fields of that structure that are
+    addresses and pitches. out: a tensor with the layout of the results, or None; if given, `new_out` allocates results
+    and `shape` is their shape. dynamic: blocks take tiles from a counter, an int32 behind the groups in memory that
+    must be 0 before the launch.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class GemmLauncher:
         maps = tuple(maps)
         self._move = tuple(one.replace_address for one in maps)
         self._arguments = arguments
-        # Setting the pointers through one array takes less time than one by one.
+        # This array shares memory with the first fields: assigning to it sets all of them, faster than one by one.
         self._pointers = (ctypes.c_int64 * pointers).from_buffer(arguments)
-        # The kernel has a parameter for the result's map; if there is none, pass a's map, which is not used.
+        # The kernel has a parameter for the tensor map of the result, unused if the result has none: pass any map.
         unused = maps[:1] if len(maps) == 3 else ()
         parameters = (*maps, *unused, arguments)
         self._launcher = Launcher(load(spec), args=parameters, **configuration)
@@ -112,7 +113,7 @@ def build(
     tile: TileConfig | None = None,
     pdl: bool = False,
 ) -> GemmLauncher:
-    """Build the launcher for operands with these layouts. Their device must be current.
+    """Build the launcher of a dense or row-grouped GEMM of operands with these layouts, whose device must be current.
 
     operands: the rows of a and of b (N, K), and the starts of a_scale, channel scales and bias, at multiples of 16
         bytes; a_scale MN-major; b (E, N, K) contiguous.
@@ -132,7 +133,7 @@ def build(
         problem = grouping.problem(m, groups, n, k, sms, swiglu=epilogue.gated)
     if tile is None:
         if grouping.max_m is None:
-            # A part of a GEMM may have any number of rows, so note the rows of the whole GEMM.
+            # A part of a GEMM may have any number of rows, so record the number of rows of the whole GEMM.
             note(Family(n, k, groups, epilogue.kind, columns), grouping.whole[0] if grouping.whole else m)
         tile = choose(problem, epilogue, grouping.whole)
     tile = with_columns(tile, columns.bytes, k)
@@ -153,7 +154,7 @@ def build(
         tile_m=tile_m,
         tile_rows=tile_rows,
         counter=groups + (grouping.max_m is None),
-        # Stages whose weights are loaded before any tokens: with pdl, tokens must wait for the previous kernel.
+        # Stages whose weights are loaded before any tokens. With pdl, all: tokens must wait for the previous kernel.
         early_stages=tile.stages if pdl else tile.first_stages,
         **epilogue.values,
     )
@@ -175,7 +176,7 @@ def build(
 def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Tensor | None) -> Iterable[TensorMap]:
     a, a_scale, b = operands.a, operands.a_scale, operands.b
     (m, k), n, groups = a.shape, b.shape[-2], tile.groups
-    # A group may end within a tile: if tokens are the 64-row operand, they are loaded 64 at a time.
+    # A group may end within a tile, so if tokens are the 64-row operand, they are loaded 64 rows at a time.
     a_rows = 64 if groups and not tile.weights_as_rows else tokens_of_tile(tile, m)
     # Gate and up, or the halves of a tile, are loaded one after the other.
     b_rows = tile.block_n // 2 if epilogue.gated or tile.half_tiles else tile.block_n
@@ -216,7 +217,9 @@ def grouped(
 
 
 def find(launcher: planned[..., GemmLauncher], operands: GemmOperands, *options: object) -> GemmLauncher | None:
-    """Return the launcher if operands with these layouts have run before, and so need no checks or copies; else None.
+    """Return the cached launcher for operands in these layouts; None if there is none, or operands are not aligned.
+
+    If a launcher is returned, the operands need no checks or copies: operands in equal layouts have passed the checks.
 
     launcher: `dense`, `grouped` or another planned function. options: its arguments after the operands.
     """
@@ -237,7 +240,8 @@ def column_addresses(b_scale: Tensor, bias: Tensor | None) -> int:
 def run(found: GemmLauncher, operands: GemmOperands, out: Tensor, *more: int) -> None:
     """Launch the GEMM on PyTorch's current stream.
 
-    more: values of the epilogue's address and pitch fields after those of the result; c's are filled in here.
+    more: values of the epilogue's address and pitch fields that follow address and pitch of the result. For an operand
+    c, this function fills them in.
     """
     a, a_scale, b, b_scale, bias, c, groups = operands
     index, address = a.get_device(), out.data_ptr()
@@ -297,14 +301,14 @@ def along_k(
             tensor_map(data, shape=data.shape, strides=(data.stride(0), 1), box=(rows, 128), swizzle=128),
             tensor_map(scale, shape=(blocks, len(scale)), strides=(scale.stride(1), 1), box=(1, rows), l2_promotion=0),
         ]
-    columns = 128 // out.element_size()  # columns that TMA writes at once
-    rest = tile.block_n % columns or columns  # columns of a tile's last write
+    columns = 128 // out.element_size()  # number of columns that one TMA store writes
+    rest = tile.block_n % columns or columns  # number of columns that the last TMA store of a tile writes
     for width in (columns, rest):
         swizzle = 128 if width == columns else 0
         maps.append(tensor_map(out, shape=out.shape, strides=out.stride(), box=(1, 16, width), swizzle=swizzle))
     rows = ceil_div(m, tile.block_m)
     grid = min(groups * rows * ceil_div(n, tile.block_n), sms)
-    # If the tiles computed at once form a square, they read the least of both operands.
+    # Tiles that are computed at the same time read the least of both operands if they form a square.
     raster = min(rows, max(1, round((grid * tile.block_n / tile.block_m) ** 0.5)))
     spec = grouped_k_spec(tile, n, out_float32=out.dtype == torch.float32, accumulate=accumulate)
     arguments = GroupedKArguments(groups=groups, m=m, k=k, raster=raster)
@@ -314,7 +318,7 @@ def along_k(
 def run_along_k(
     a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool, tile: GroupedKTile | None = None
 ) -> None:
-    """Launch `along_k` on PyTorch's current stream. group_offsets: (E + 1,) int32, contiguous."""
+    """Compute the GEMM of `along_k` on PyTorch's current stream. group_offsets: (E + 1,) int32, contiguous."""
     index, address = out.get_device(), out.data_ptr()
     found = along_k(index, a, b, out, accumulate, tile)
     mapped = (a.data.data_ptr(), a.scale.data_ptr(), b.data.data_ptr(), b.scale.data_ptr(), address, address)

@@ -27,7 +27,7 @@ _GroupedOperands = Annotated[GemmOperands, (*GemmOperands._fields[:4], "groups")
 
 
 class _Launchers(NamedTuple):
-    """The launchers of one call: `ahead` runs before `gemm` and fills the tensors that the functions `new` allocate."""
+    """The launchers of one call. `ahead` runs before `gemm`; it fills the tensors that the functions `new` allocate."""
 
     ahead: PointerLauncher
     new: tuple[Callable[[], Tensor], ...]
@@ -51,8 +51,8 @@ def grouped_gemm_by_layout(
         next multiple of alignment after the end of the previous group.
     expected_m: the expected number of rows per group; affects the speed only.
 
-    On the CUDA backend the host does not read or wait for the groups. There, a group whose rows are not contiguous may
-    be multiplied with another group's weights; on the reference backend it raises ValueError.
+    On the CUDA backend the host does not read or wait for the groups, and a group whose rows are not contiguous may be
+    multiplied with another group's weights; on the reference backend such a group raises ValueError.
     """
     operands = (*a, *b, layout)
     autograd.check_out("fp8moe.grouped_gemm_by_layout", (*NAMES, "layout", "out"), (*operands, out))
@@ -65,7 +65,7 @@ def ranges_spec(groups: int) -> KernelSpec:
 
 @planned
 def _ranges_launcher(device_index: int, rows: int, groups: int, alignment: int | None) -> PointerLauncher:
-    """Build the launcher of group_ranges.cu for the tensors (layout, ranges), both contiguous."""
+    """Build the launcher of group_ranges.cu, to be called with (layout, ranges), both contiguous."""
     args = ctypes.c_int(rows), ctypes.c_int(alignment or 0)
     return PointerLauncher(load(ranges_spec(groups)), grid=1, block=_RANGES_THREADS, pointers=2, args=args)
 
@@ -84,7 +84,7 @@ def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
 def _layout_launchers(
     device_index: int, operands: GemmOperands, alignment: int | None, expected_m: int, out: Tensor
 ) -> _Launchers:
-    """Build the launchers for operands whose field `groups` holds the layout; `ahead` computes the ranges of rows."""
+    """Build the launchers: `ahead` computes each group's range of rows from the layout, given as operands.groups."""
     groups = operands.b.shape[0]
     new_ranges = partial(torch.empty_strided, (groups, 2), (2, 1), dtype=torch.int32, device=out.device)
     how = PlainStore(out.dtype), Grouping(expected_m), None if out.is_contiguous() else out
@@ -156,8 +156,8 @@ def grouped_gemm_k_by_sizes(
     accumulate: add to ``out``. Otherwise groups without columns give zeros.
 
     On the CUDA backend the host does not read or wait for the sizes, and concatenated groups are first copied to one
-    matrix per operand. There, a group that is no multiple of 128 or ends past K gives uninitialized values or NaN; on
-    the reference backend it raises ValueError.
+    matrix per operand. A group that is no multiple of 128 or ends past K gives uninitialized values or NaN on the CUDA
+    backend, ValueError on the reference backend.
     """
     operands = (*a, *b, sizes)
     autograd.check_out("fp8moe.grouped_gemm_k_by_sizes", (*NAMES, "sizes", "out"), (*operands, out))
@@ -177,9 +177,10 @@ def join_spec(groups: int) -> KernelSpec:
 
 @planned
 def join_launcher(device_index: int, groups: int, m: int, n: int, k: int) -> PointerLauncher:
-    """Build the launcher of join_groups.cu for the tensors (a, b, sizes, joined a, joined b, offsets).
+    """Build the launcher of join_groups.cu, to be called with (a, b, sizes, joined a, joined b, offsets).
 
-    Their shapes: (m * k,), (n * k,), (E,), (m, k), (n, k), (E + 1,). With m = n = 0 the kernel writes only the offsets.
+    Shapes of these tensors: (m * k,), (n * k,), (E,), (m, k), (n, k), (E + 1,). With m = n = 0 the kernel writes only
+    the offsets.
     """
     units = (ceil_div(m, _JOIN_ROWS) + ceil_div(n, _JOIN_ROWS)) * (k // BLOCK)
     return PointerLauncher(
@@ -193,9 +194,9 @@ def join_launcher(device_index: int, groups: int, m: int, n: int, k: int) -> Poi
 
 @planned
 def _sizes_launchers(device_index: int, operands: GemmOperands, accumulate: bool, out: Tensor) -> _Launchers:
-    """Build the launchers for operands whose field `groups` holds the sizes.
+    """Build the launchers: `ahead` computes the groups' offsets from their sizes, given as operands.groups.
 
-    Their `ahead` computes the offsets and, for concatenated operands, the joined matrices.
+    For concatenated operands, `ahead` also joins the groups' matrices into one matrix per operand.
     """
     a, a_scale, b, b_scale, *_ = operands
     (groups, m, n), k = out.shape, a.shape[0]
@@ -245,7 +246,7 @@ def _by_sizes(operands: _GroupedOperands, out: Written, accumulate: bool) -> Non
 
 
 def _as_read(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an operand, or a copy if it does not have the layout that the kernels read."""
+    """Return data and scale of an operand, copied if the kernels cannot read their memory layout."""
     if data.dim() == 1:
         return aligned(data), mn_major(scale, of_more_rows=True)
     return row_major(data.t()).t(), mn_major(scale.t(), of_more_rows=True).t()
@@ -266,7 +267,7 @@ def _by_sizes_fake(operands: GemmOperands, out: Tensor, accumulate: bool) -> Non
 
 
 def _matrix(name: str, data: Tensor, scale: Tensor, rows: int, k: int) -> FP8Tensor:
-    """Return an operand as a view (rows, K). k: the sum of K over all groups, for concatenated groups."""
+    """Return an operand with data viewed as (rows, K). k: the columns of all groups, for concatenated groups."""
     if data.dim() != 1:
         return FP8Tensor(*(part.mT if part.dim() > 1 else part for part in (data, scale)))
     if data.shape[0] != rows * k:

@@ -1,4 +1,4 @@
-"""Reference GEMMs in plain PyTorch, on any device: they define the kernels' results. Groups are read on the host."""
+"""Reference GEMMs in plain PyTorch, on any device: they define the kernels' results. The host reads group sizes."""
 
 import functools
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from fp8moe.quant import reference
 from fp8moe.quant.formats import BLOCK, FP8Tensor, has_channel_scales
 from fp8moe.runtime.fixed_rows import by_fixed_rows
 
-_CHUNK = 1 << 22  # elements of a chunk of weights or results
+_CHUNK = 1 << 22  # largest number of weights converted, or results computed, at a time
 
 
 def gemm_reference(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Compute a dense GEMM, see `_gemm`, with a fixed number of rows at a time in batch-invariant mode."""
+    """Compute the GEMM that `_gemm` describes; in batch-invariant mode, a fixed number of activation rows at a time."""
     return by_fixed_rows(lambda data, scale: _gemm(FP8Tensor(data, scale), b, bias, out_dtype), *a)
 
 
@@ -153,7 +153,7 @@ def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
 
 
 def _part(operand: FP8Tensor, index: int | slice) -> FP8Tensor:
-    """Return a part of data and scale: the rows of a group, or the weights of an expert."""
+    """Return data[index] and scale[index], such as the rows of a group or the weights of an expert."""
     data, scale = operand
     return FP8Tensor(data[index], scale[index])
 
@@ -199,10 +199,10 @@ def offsets_of_sizes(sizes: Tensor, k: int) -> Tensor:
 
 
 def join_groups(a: Tensor, b: Tensor, sizes: Tensor, m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Join concatenated groups a (m * k,) and b (n * k,) along K. Returns a (m, k), b (n, k) and offsets (E + 1,).
+    """Return one matrix (m, k) made of the groups' matrices in a (m * k,), one (n, k) from b, and offsets (E + 1,).
 
-    sizes: (E,), the columns of each group. Columns after the last group are zeros. Raises ValueError if sizes sum to
-    more than k.
+    a and b hold the row-major matrices of all groups, one after the other. sizes: (E,), the number of columns of each
+    group. Columns after the last group are zeros. Raises ValueError if sizes sum to more than k.
     """
     offsets = offsets_of_sizes(sizes, k)
     bounds = offsets.tolist()

@@ -9,11 +9,12 @@ from fp8moe.quant.formats import align
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, SWIZZLE_ALIGNMENT, wgmma_source
 
 PRODUCER_REGISTERS = 24
-BUSY_PRODUCER_REGISTERS = 40  # of a producer with more work (`source.kernel_spec`); math threads then have 8 fewer
+# Registers of a producer thread with extra work (see `source.kernel_spec`); math threads then get 8 registers fewer.
+BUSY_PRODUCER_REGISTERS = 40
 MAX_STAGES = 16
-_TILE_BYTES = 24  # ``struct Tile`` of cuda/sm90/gemm_layout.cuh
-_OTHER_REGISTERS = 28  # of a math thread, besides its sums and products
-_LEAST_OTHER_REGISTERS = 24  # the same, in tiles that keep sums of parts of K in registers
+_TILE_BYTES = 24  # size of ``struct Tile`` of cuda/sm90/gemm_layout.cuh
+_OTHER_REGISTERS = 28  # registers of a math thread for everything but accumulators
+_LEAST_OTHER_REGISTERS = 24  # registers of a math thread for everything but accumulators and sums of parts of K
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,16 @@ class TileConfig:
     block_m: tokens of a tile. block_n: output features of a tile.
     weights_as_rows: weights, not tokens, are the 64-row operand of wgmma.
     warpgroups: math warpgroups that share a tile. stages: depth of the shared-memory ring.
-    split_k: blocks of a cluster, which share one tile and sum a part of K each.
+    split_k: number of blocks in a cluster; they share one tile, and each sums a part of K.
     blocks_per_sm: resident blocks that the registers and the shared memory are sized for.
     tma_store: TMA writes the bfloat16 tile from its own buffer in shared memory while the next tile is multiplied;
         otherwise each warp writes its rows through a small buffer, and the ring is deeper.
     groups: number of weight matrices of a grouped GEMM, which each block keeps in a table; 0 for a dense GEMM.
-    k_parts: parts of K that one block sums one after the other and then adds; results are bitwise those of a split_k
-        of the same number.
+    k_parts: number of parts of K that one block sums one after the other and then adds; split_k with the same number
+        gives bitwise equal results.
     column_bytes: bytes of scale and bias per output feature, kept in shared memory if sums stay in the registers.
-    half_tiles: tiles of 128x256 are halved in a last wave that fills at most half of the blocks, and tiles of groups
-        may be 192x128 (``TileShape`` of cuda/sm90/gemm_layout.cuh).
+    half_tiles: tiles of 128x256 are halved in a last wave that fills at most half of the blocks, and grouped GEMMs may
+        use tiles of 192x128 (``TileShape`` of cuda/sm90/gemm_layout.cuh).
     """
 
     block_m: int
@@ -61,8 +62,8 @@ class TileConfig:
 
     @property
     def mma_n(self) -> int:
-        """Columns of one wgmma. A tile of 256 columns takes two wgmma; so does one of 192 that sums parts of K, to
-        leave registers for the sums."""
+        """Columns of one wgmma. A tile of 256 columns takes two wgmma. With k_parts > 1, so does a tile of 192
+        columns, to leave registers for the sums of parts."""
         if self.weights_as_rows:
             return self.block_m
         halves = self.block_n == 256 or self.block_n == 192 and self.k_parts > 1
@@ -75,12 +76,12 @@ class TileConfig:
 
     @property
     def scale_pieces(self) -> int:
-        """Number of pieces of one wgmma's columns that may have different weight scales (``GRANULE`` of the kernel)."""
+        """Number of pieces of one wgmma's columns that each have one weight scale (``GRANULE`` of the kernel)."""
         return 1 if self.weights_as_rows else ceil(self.mma_n / min(128, self.block_n & -self.block_n))
 
     @property
     def accumulators(self) -> int:
-        """Float32 registers that one slab of 64 rows takes in a math thread."""
+        """Accumulator registers of a math thread for one slab (64 rows x `mma_n` columns)."""
         return self.mma_n // 2
 
     @property
@@ -90,7 +91,7 @@ class TileConfig:
 
     @property
     def math_registers(self) -> int:
-        """Registers of a math thread, set by ``setmaxnreg``; 0: all threads keep equal shares."""
+        """Registers of a math thread, set by ``setmaxnreg``. 0: all threads keep equal numbers of registers."""
         return {2: 240, 3: 160}.get(self.warpgroups, 0) if self.blocks_per_sm == 1 else 0
 
     @property
@@ -100,16 +101,17 @@ class TileConfig:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a warpgroup starts its next product before it adds the last one to the sums; registers hold both.
+        """Whether a warpgroup starts its next MMAs before it adds up the partial sums of the last MMAs.
 
-        With parts of K, registers must also hold the sums of earlier parts: in shared memory these would cost more.
+        It does if registers can hold the partial sums of both. With k_parts > 1, registers must also hold the sums of
+        earlier parts of K: in shared memory these sums would cost more time.
         """
         needed = (3 if self.k_parts == 1 else 4) * self.accumulators + _OTHER_REGISTERS
         return not self.weights_as_rows and self.slabs == 1 and needed <= self.registers
 
     @property
     def part_registers(self) -> int:
-        """Number of sums of earlier parts of K that a thread keeps in registers; the others are in shared memory."""
+        """Registers of a math thread that keep sums of earlier parts of K; shared memory keeps the other sums."""
         values = self.slabs * self.accumulators
         products = 2 if self.overlaps else 1
         room = self.registers - _LEAST_OTHER_REGISTERS - values - products * self.accumulators
@@ -129,34 +131,34 @@ class TileConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of shared memory per stage: both tiles, token scales, two mbarriers and, for groups whose tokens are
-        the 64-row operand, the ``struct Tile`` of the next tile, which may be announced with the stage."""
+        """Bytes of shared memory per stage: both tiles, token scales and two mbarriers; in a grouped GEMM with tokens
+        as the 64-row operand also a ``struct Tile``, with which the producer announces the next tile."""
         scales = self.block_m
         if self.groups:
-            scales = self.block_m * (2 if self.half_tiles else 1) + 4  # 192x128: two loads of 128 scales, and 4 more
+            scales = self.block_m * (2 if self.half_tiles else 1) + 4  # a tile of 192x128 loads 128 scales twice
         following = 0 if self.weights_as_rows or not self.groups else _TILE_BYTES
         return (self.block_m + self.block_n) * 128 + align(scales * 4, 128) + 16 + following
 
     @property
     def first_stages(self) -> int:
-        """Number of stages loaded before the first barrier of a block; with more, products would begin later."""
+        """Number of stages loaded before the first barrier of a block; with more, the first MMA would begin later."""
         return min(2, self.stages)
 
     @property
     def reduces(self) -> bool:
-        """Whether the epilogue passes sums through the reduction buffer in shared memory."""
+        """Whether the epilogue writes sums to the reduction buffer in shared memory before it stores them."""
         return self.weights_as_rows or self.split_k > 1
 
     @property
     def scale_box(self) -> int:
-        """Token scales per TMA load; 4 more for groups, which begin at any row, while loads begin at multiples of 4."""
+        """Token scales per TMA load. Groups begin at any row, but loads at multiples of 4, so groups need 4 more."""
         return self.block_m // ceil(self.block_m / 128) + (4 if self.groups else 0)
 
     def may_be_dynamic(self, k: int) -> bool:
         """Whether blocks may take tiles from a counter in memory (``DYNAMIC`` of cuda/sm90/gemm_layout.cuh).
 
-        Excluded are overlapping products, which would pause when a tile is announced, and a short K, for which the loop
-        would spill registers.
+        They may not if MMAs overlap, which would pause when a tile is announced, nor with a K up to 1024, for which the
+        loop would spill registers.
         """
         tokens_as_rows = self.groups > 0 and not self.weights_as_rows
         return tokens_as_rows and self.math_registers == 240 and not self.overlaps and k > 1024
@@ -168,7 +170,7 @@ class TileConfig:
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes of shared memory for a float32 tile: the reduction buffer, or the partial tile of a split."""
+        """Bytes of shared memory for a float32 tile: the reduction buffer, or a block's partial tile with split_k."""
         slices = self.split_k * ceil(self.block_m / self.split_k)
         return align(slices * (self.block_n + (4 if self.weights_as_rows else 8)) * 4, 128)
 
@@ -183,12 +185,12 @@ class TileConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block in bytes: ``struct Shared`` of gemm_layout.cuh, and room to align it."""
+        """Dynamic shared memory of a block in bytes: ``struct Shared`` of gemm_layout.cuh, and alignment padding."""
         return self.stages * self.stage_bytes + self.epilogue_bytes + self.tail_bytes + SWIZZLE_ALIGNMENT
 
     @property
     def tail_bytes(self) -> int:
-        """Bytes of shared memory for the barrier of sums and the table of groups."""
+        """Bytes of shared memory for the barrier ``sums`` and the table of groups (``GroupTable``)."""
         table = 1  # an empty struct takes a byte
         if self.groups:
             table = align((3 * self.groups + 1) * 4, 8) + (_TILE_BYTES if self.weights_as_rows else 0)
@@ -198,7 +200,7 @@ class TileConfig:
 def with_stages(tile: TileConfig, k: int) -> TileConfig:
     """Return ``tile`` with as many stages as fit its share of an SM's shared memory, but no more than K needs.
 
-    With split_k there are enough stages to hold the partial tile, which is written over them.
+    With split_k, a block finally writes its partial tile over the stages, so these are enough to hold the tile.
     """
     budget = min(SHARED_LIMIT, SHARED_PER_SM // tile.blocks_per_sm - 1024)
     fit = (budget - SWIZZLE_ALIGNMENT - tile.tail_bytes - tile.epilogue_bytes) // tile.stage_bytes
@@ -209,19 +211,19 @@ def with_stages(tile: TileConfig, k: int) -> TileConfig:
 
 
 def with_columns(tile: TileConfig, column_bytes: int, k: int) -> TileConfig:
-    """Return ``tile`` with room for scales and biases of its output features, and perhaps fewer stages."""
+    """Return ``tile`` with shared memory for scales and biases of its output features, and so perhaps fewer stages."""
     return with_stages(replace(tile, column_bytes=column_bytes), k) if column_bytes and not tile.reduces else tile
 
 
 def without_tma_store(tile: TileConfig, k: int) -> TileConfig:
-    """Return ``tile`` with a deeper ring instead of `tma_store`."""
+    """Return ``tile`` without `tma_store`, and with as many more stages as the freed shared memory allows."""
     return with_stages(replace(tile, tma_store=False), k)
 
 
 def fits(tile: TileConfig, k: int) -> bool:
     """Return whether registers and shared memory suffice for two stages, or for three if K is summed in parts.
 
-    With only two stages, tiles that sum parts of K would take half as long again.
+    With only two stages, tiles that sum parts of K would take 1.5 times as long.
     """
     blocks = ceil(k / 128)
     others = _OTHER_REGISTERS + (8 if tile.groups and not tile.weights_as_rows else 0)
@@ -245,14 +247,17 @@ def tokens_of_tile(tile: TileConfig, m: int) -> int:
 
 @dataclass(frozen=True)
 class GroupedKTile:
-    """The tile configuration of ``cuda/sm90/gemm_k.cu``: block_m rows of a by block_n rows of b; a ring of 190 KB."""
+    """The tile configuration of ``cuda/sm90/gemm_k.cu``: block_m rows of ``a`` by block_n rows of ``b``.
+
+    All stages together take about 190 KB of shared memory.
+    """
 
     block_m: int
     block_n: int
     stages: int
 
     warpgroups = 2
-    threads = 384  # two math warpgroups and the producer's
+    threads = 384  # two math warpgroups and a producer warpgroup
     math_registers = 240
 
     @property
@@ -263,7 +268,7 @@ class GroupedKTile:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block in bytes: per stage both tiles, their scales and two mbarriers; per math
-        warp two pieces of the result; and room to align them."""
+        warp two pieces of the result; and padding for alignment."""
         rows = self.block_m + self.block_n
         pieces = 4 * self.warpgroups * 2 * 16 * 128
         return self.stages * (rows * 128 + align(rows * 4, 128) + 16) + pieces + SWIZZLE_ALIGNMENT

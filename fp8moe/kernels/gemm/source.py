@@ -1,4 +1,4 @@
-"""Kernel specs of ``cuda/sm90/gemm.cu`` and ``gemm_k.cu``: generated constants precede the source."""
+"""Kernel specs of ``cuda/sm90/gemm.cu`` and ``gemm_k.cu``: source files with a prelude of generated constants."""
 
 import ctypes
 
@@ -8,7 +8,10 @@ from fp8moe.runtime.jit import KernelSpec, constants
 
 
 def is_dynamic(tile: TileConfig, k: int, epilogue: Epilogue) -> bool:
-    """Return whether blocks take tiles from a counter: for gated epilogues, as the kernel before them ends unevenly."""
+    """Return whether thread blocks take tiles from a counter in memory.
+
+    They do so for gated epilogues, because blocks of the kernel that precedes such a GEMM end at different times.
+    """
     return epilogue.gated and tile.may_be_dynamic(k)
 
 
@@ -19,7 +22,7 @@ def kernel_spec(
     epilogue: Epilogue,
     columns: Columns = Columns(),  # noqa: B008 (immutable)
 ) -> KernelSpec:
-    """Return the kernel spec for weights (n, k). All arguments are compile-time constants; M is given at launch."""
+    """Return the kernel spec for weights (n, k). All arguments become compile-time constants; M is given at launch."""
     dynamic = is_dynamic(tile, k, epilogue)
     values = _common(tile, n, arguments_type(epilogue)) | {
         "K": k,

@@ -1,4 +1,4 @@
-"""The choice of tiles: candidates for a problem, and the one expected to be fastest."""
+"""Choose the tile of a GEMM: list candidates, and take the candidate with the least expected time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _TOKENS_IN_L2 = 6.5e6  # bytes of tokens that stay in L2 while weights stream th
 
 
 def raster_group(tile: TileConfig, m: int, k: int, concurrent: int) -> int:
-    """Return the height in tiles of the bands of the result that blocks compute column by column.
+    """Return the height, in tiles, of the horizontal bands of the result that blocks compute one after the other.
 
-    concurrent: number of tiles computed at once. If all tokens stay in L2, one band has all rows, so that weights are
-    read once. Otherwise bands are equally high, and such that the tiles computed at once are close to a square, which
-    reads the least of both operands.
+    Blocks compute a band column by column. concurrent: number of tiles computed at once. If all tokens stay in L2, one
+    band has all rows, so that weights are read once. Otherwise bands are equally high; with the height returned, the
+    tiles computed at once are close to a square, which reads the least of both operands.
     """
     rows = ceil(m / tile.block_m)
     if m * k <= _TOKENS_IN_L2:
@@ -56,7 +56,7 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
     parts: if given, the number of parts in which K is summed: by that many blocks (split_k) or, if tokens are the
     64-row operand, by one block part by part (k_parts). Splits with weights as rows may then take several waves.
     """
-    # Up to 64 tokens, tiles have one warpgroup; up to 512 tokens, they may.
+    # Up to 64 tokens, all tiles have one math warpgroup; up to 512 tokens, some have.
     narrow = [TileConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
     if m <= 32:
         tokens = max(8, 1 << (m - 1).bit_length())
@@ -77,8 +77,8 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
     found = []
     for shape in tiles:
         count = ceil(m / shape.block_m) * ceil(n / shape.block_n)
-        most = 4 if m <= 64 else 2 if shape.block_m == 64 else 1  # blocks per SM
-        filled = 0.7 if shape.weights_as_rows else 1  # share of the SMs to fill before blocks share an SM
+        most = 4 if m <= 64 else 2 if shape.block_m == 64 else 1  # largest number of blocks per SM to try
+        filled = 0.7 if shape.weights_as_rows else 1  # fraction of the SMs to fill before several blocks share an SM
         for split_k in _splits(shape, k, parts):
             for blocks_per_sm in range(1, most + 1):
                 alone = parts if parts and split_k == 1 else 1
@@ -88,7 +88,7 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
                     continue
                 one_wave = count <= resident_clusters(tile, num_sms)
                 crowded = blocks_per_sm == 1 or count * split_k > filled * num_sms * (blocks_per_sm - 1)
-                useful = not tile.tma_store or not one_wave  # TMA stores a tile while the next one is multiplied
+                useful = not tile.tma_store or not one_wave  # a TMA store pays only while a next tile is multiplied
                 if (one_wave or split_k == 1 or shape.weights_as_rows and split_k == parts) and crowded and useful:
                     found.append(tile)
     return found
@@ -98,7 +98,7 @@ def _splits(shape: TileConfig, k: int, parts: int | None) -> Iterable[int]:
     """Return the values of split_k to try for a tile shape. parts: see `dense_candidates`."""
     if parts is None:
         return range(1, 2 if shape.tma_store else min(8, ceil(k / 128)) + 1)
-    if shape.weights_as_rows or parts == 1:  # a block with weights as rows does not sum parts
+    if shape.weights_as_rows or parts == 1:  # with weights as rows, a block cannot sum K in parts (k_parts)
         return (parts,)
     if shape.tma_store:  # shared memory holds the bfloat16 tile: registers must hold all sums of parts
         return (1,) if replace(shape, k_parts=parts).keeps_parts else ()
@@ -112,18 +112,21 @@ def choose_dense(m: int, n: int, k: int, num_sms: int, parts: int | None = None)
     return min(found, key=lambda tile: dense_time(tile, m, n, k, num_sms))
 
 
-_DECODED = (1, 8, 16, 32, 64)  # tokens of decode steps
-_INVARIANT_COST = 1.19  # accepted factor of time; for one part the cost model expects up to 0.17 more than is measured
+_DECODED = (1, 8, 16, 32, 64)  # batch sizes of the decode steps that `invariant_parts` compares
+# Accepted ratio of a decode step's time to its time with the best split. For one part, the cost model's ratio is up to
+# 0.17 larger than the measured ratio.
+_INVARIANT_COST = 1.19
 
 
 @lru_cache(maxsize=4096)
 def invariant_parts(n: int, k: int) -> int:
     """Return the number of parts in which K is summed in batch-invariant mode, whatever the number of tokens.
 
-    The number depends on the shape of the weights only. With it, decode steps take at most `_INVARIANT_COST` times as
-    long as with their best split, on the 132 SMs of an H100 or H200. Of such numbers, the smallest is taken that gives
-    equal parts with an even number of 128-blocks, as products of small tiles alternate between two sets of registers;
-    if there is none, the smallest that gives equal parts; then the smallest.
+    The number depends on the shape of the weights only. Candidates are the numbers with which decode steps take at most
+    `_INVARIANT_COST` times as long as with their best split, on the 132 SMs of an H100 or H200. Preferred is the
+    smallest candidate that gives equal parts with an even number of 128-blocks, because the MMAs of small tiles
+    alternate between two sets of registers; next the smallest that gives equal parts; next the smallest. Without
+    candidates, it is the number with the least time.
     """
     sms = 132
 
@@ -148,12 +151,16 @@ def describe_dense(m: int, n: int, k: int, num_sms: int = 132) -> str:
 
 # ---- one weight matrix per group ----
 
-# Weights are tried as the 64-row operand up to this many expected rows of a group; tokens from this many on.
+# Limits on the expected rows of a group: weights are tried as the 64-row operand up to the first limit, tokens from the
+# second limit on.
 _MOST_AS_COLUMNS, _FEWEST_AS_ROWS = 24, 6
 
 
 def row_tiles_bound(block_m: int, rows: int, groups: int, max_m: int | None) -> int:
-    """Return the most tiles along M that groups of any sizes take: ``rows`` rows in all, or up to ``max_m`` each."""
+    """Return the largest number of tiles along M that the groups can take, whatever their sizes.
+
+    They have ``rows`` rows in all or, with ``max_m``, up to ``max_m`` rows each.
+    """
     if max_m is not None:
         return groups * ceil(max_m / block_m)
     return (rows + min(groups, rows) * (block_m - 1)) // block_m
@@ -162,7 +169,8 @@ def row_tiles_bound(block_m: int, rows: int, groups: int, max_m: int | None) -> 
 class GroupedProblem(NamedTuple):
     """A grouped GEMM: `rows` rows in all, `expected_m` expected rows per group, and weights (n, k) for each group.
 
-    max_m: as in `Grouping`. swiglu: a tile has 128 columns of gate and 128 of up, for one quantization block.
+    max_m: as in `Grouping`. swiglu: the weights are a gate_up projection; a tile has 128 columns of gate and 128 of up,
+    which give one quantization block.
     """
 
     rows: int
@@ -187,7 +195,7 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
     if expected_m >= _FEWEST_AS_ROWS:
         straight = [TileConfig(128, 256)]
         if not swiglu:
-            # Of equally fast tiles the first is chosen: put high tiles first, which read a group's weights once.
+            # Of equally fast tiles the first is chosen. So put high tiles first: they read a group's weights once.
             wide = TileConfig(128, 256, half_tiles=True)
             straight = [TileConfig(256, 128), wide, TileConfig(128, 192), TileConfig(128, 128)]
             straight += [replace(shape, tma_store=True) for shape in straight]
@@ -199,14 +207,14 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
     for shape in tiles:
         bound = row_tiles_bound(shape.block_m, rows, groups, max_m) * ceil(n / shape.block_n)
         for split_k in range(1, min(8, ceil(k / 128)) + 1 if shape.weights_as_rows else 2):
-            # More blocks per SM would leave each too few registers.
+            # Largest number of blocks per SM to try; more blocks would leave each too few registers.
             most = (3 if shape.block_n == 256 else 4) if shape.weights_as_rows else 3 if shape.warpgroups == 1 else 1
             for blocks_per_sm in range(1, most + 1):
                 tile = _fitting(shape, split_k, blocks_per_sm, groups, 1, k)
                 if tile is None:
                     continue
                 slots = resident_clusters(tile, num_sms)
-                # tma_store pays only if blocks have a next tile to multiply while TMA stores one.
+                # tma_store pays only if blocks have a next tile to multiply while TMA stores the last tile.
                 tiles_expected = groups * ceil(expected_m / shape.block_m) * ceil(n / shape.block_n)
                 useful = not tile.tma_store or tiles_expected > slots
                 if (split_k == 1 or bound <= slots) and useful:
@@ -220,7 +228,7 @@ def choose_grouped(
 ) -> TileConfig:
     """Return the grouped candidate with the least expected time.
 
-    whole: as in `Grouping`; K is split as in the whole GEMM, for equal results. unsplit: never split K.
+    whole: as in `Grouping`; K is split as in the whole GEMM, so that results are equal. unsplit: never split K.
     """
     found = grouped_candidates(problem)
     if unsplit:
@@ -258,7 +266,7 @@ class Grouping(NamedTuple):
     expected_m: expected rows of a group; None: all rows divided by the number of groups.
     max_m: in the masked layout, the number of rows that each group has room for.
     whole: in the contiguous layout, (rows, groups) of the whole GEMM if this is a part of it; the expected rows of a
-        group and the order of sums over K are then those of the whole GEMM.
+        group and the order of sums over K are then equal to the whole GEMM's.
     """
 
     expected_m: float | None = None
@@ -266,11 +274,11 @@ class Grouping(NamedTuple):
     whole: tuple[int, int] | None = None
 
     def layouts(self) -> Grouping:
-        """Return the key of these options for launch plans."""
+        """Return this tuple, which serves as a part of the key under which `planned` caches launchers."""
         return self
 
     def problem(self, rows: int, groups: int, n: int, k: int, num_sms: int, *, swiglu: bool) -> GroupedProblem:
-        """Return the grouped problem with these options, for `rows` rows and `groups` groups."""
+        """Return the `GroupedProblem` for `rows` rows, `groups` groups, weights (n, k) and these options."""
         expected_m = self.expected_m
         if expected_m is None:
             of_all, among = self.whole or (rows, groups)
@@ -293,11 +301,14 @@ def choose(
 # ---- groups along K ----
 
 GROUPED_K_TILES = (GroupedKTile(256, 96, 4), GroupedKTile(256, 112, 4), GroupedKTile(128, 96, 6))
-_LOW_TILE = 1.2  # factor of the time per row in a tile of 128 rows, because fewer rows share a load of b
+_LOW_TILE = 1.2  # time per row, tiles of 128 over tiles of 256 rows: fewer rows share each load of weights
 
 
 def choose_grouped_k(groups: int, m: int, n: int, num_sms: int) -> GroupedKTile:
-    """Return the tile whose waves cover the least area. Low tiles need more loads, but fill the last wave better."""
+    """Return the tile with the least number of waves times area; tiles of 128 rows count `_LOW_TILE` times their area.
+
+    Low tiles need more loads, but fill the last wave better.
+    """
 
     def cost(tile: GroupedKTile) -> float:
         waves = ceil(groups * ceil(m / tile.block_m) * ceil(n / tile.block_n) / num_sms)

@@ -1,4 +1,4 @@
-"""Find the kernels that calls need: the ones they launch, and GEMM variants chosen for other numbers of rows."""
+"""Find the kernels to compile before use: kernels that given calls launch, and GEMM variants for other row counts."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -14,13 +14,18 @@ from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose
 from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.record import Recorder
 
-_LADDER = 1.07  # ratio of consecutive numbers of rows that are tried
-_FEW, _MANY = 128, 8192  # rows between which each change of tokens per tile, or of the number of tiles, is tried
-_HEIGHTS, _NARROW = (64, 128, 192, 256), 512  # tile heights for more than _FEW rows; 64 only up to _NARROW rows
+_LADDER = 1.07  # ratio of consecutive numbers of rows for which tiles are chosen
+# Limits on numbers of rows: between them, every number at which the count or height of tiles changes is tried.
+_FEW, _MANY = 128, 8192
+_HEIGHTS, _NARROW = (64, 128, 192, 256), 512  # tile heights for over _FEW rows; height 64 only up to _NARROW rows
 
 
 class Family(NamedTuple):
-    """GEMMs with equal shape (n, k) of weights, number of groups (0: dense), epilogue, and kind of scales and bias."""
+    """GEMMs that differ in their number of rows only.
+
+    n, k: shape of the weights. groups: number of weight matrices, 0 for a dense GEMM. columns: kind of weight scales
+    and dtype of the bias.
+    """
 
     n: int
     k: int
@@ -29,16 +34,19 @@ class Family(NamedTuple):
     columns: Columns = Columns()
 
     def variants(self, rows: int, num_sms: int) -> set[KernelSpec]:
-        """Return the kernels for 1 to `rows` rows in a fraction of a second; may miss a few that are nearly tied."""
+        """Return the kernels chosen for 1 to `rows` rows, in a fraction of a second.
+
+        Only some numbers of rows are tried, so kernels that are nearly as fast as others may be missed.
+        """
         sizes = _ladder(1, rows)
         if not self.groups:
             ends = _full_tiles(_MANY)
-            first = (end + 1 for end in ends)  # first row of the next interval
+            first = (end + 1 for end in ends)  # the smallest number of rows in each interval
             sizes = (min(size, rows) for size in (*range(1, _FEW), *ends, *first, *_ladder(_MANY, rows)))
         return self._kernels(map(self._choice(num_sms), sizes))
 
     def all_variants(self, step: int, rows: int, num_sms: int) -> set[KernelSpec]:
-        """Return every kernel for 1 to `rows` rows; for groups, for multiples of `step` rows only. Takes seconds."""
+        """Return every kernel chosen for 1 to `rows` rows; if grouped, for multiples of `step` rows. Takes seconds."""
         chosen = self._choice(num_sms)
         if self.groups:
             return self._kernels(map(chosen, range(step, rows + 1, step)))
@@ -57,20 +65,20 @@ class Family(NamedTuple):
 
 
 families: dict[Family, int] = {}
-"""The GEMM families that this process has launched (not in the masked layout), each with its rows per token.
+"""The GEMM families that this process has launched (not in the masked layout), each with its number of rows per token.
 
-For groups, the rows per token are the greatest common divisor of the rows of all plans, which is right unless all
-numbers of tokens have a common divisor. A dense GEMM has one row per token or sequence.
+For a grouped GEMM, the rows per token are taken to be the greatest common divisor of the row counts of all launches,
+which is right unless all numbers of tokens have a common divisor. A dense GEMM has one row per token or sequence.
 """
 
 
 def note(family: Family, rows: int) -> None:
-    """Add the family of a launch plan to `families`. rows: of the GEMM, or of the whole GEMM if it is a part."""
+    """Add a family to `families`. rows: number of rows of the GEMM; for a part of a GEMM, of the whole GEMM."""
     families[family] = gcd(rows, families.get(family, 0)) if family.groups else 1
 
 
 class RequiredKernels(NamedTuple):
-    """Launched kernels, and GEMM families with their rows per token."""
+    """The kernels that calls launched, and the GEMM families among them with their numbers of rows per token."""
 
     kernels: set[KernelSpec]
     families: dict[Family, int]
@@ -79,7 +87,7 @@ class RequiredKernels(NamedTuple):
 def required_by(calls: Iterable[Callable[[], object]], num_sms: int) -> RequiredKernels:
     """Run calls without gradients, and return the kernels they would need on a GPU of `num_sms` SMs.
 
-    Makes a `Recorder`, which leaves this process unfit for other use.
+    Creates a `Recorder`, after which this process must not be used for anything else.
     """
     torch.set_num_threads(1)
     recorder = Recorder(num_sms)
@@ -103,10 +111,10 @@ def _ladder(least: int, most: int) -> Iterator[int]:
 
 
 def _full_tiles(most: int) -> list[int]:
-    """Return the numbers of rows, from _FEW on, after which one more row changes how some tile height divides them.
+    """Return the numbers of rows from _FEW to `most` - 1 after which one more row changes the tiling.
 
-    The number of tiles or the tokens per tile then grow: tiles share the rows evenly, in multiples of 8
-    (`sm90.tokens_of_tile`).
+    That is, for some tile height, one more row means one more tile or more tokens per tile: tiles share the rows
+    evenly, in multiples of 8 (`sm90.tokens_of_tile`).
     """
     found = set()
     for height in _HEIGHTS:
@@ -118,10 +126,10 @@ def _full_tiles(most: int) -> list[int]:
 
 
 def _of_each_interval(chosen_for: Callable[[int], TileConfig], ends: list[int], most: int) -> set[TileConfig]:
-    """Return the tiles chosen for 1 to `most` rows. ends: the last rows of intervals, from _FEW on.
+    """Return the tiles chosen for 1 to `most` rows. ends: the largest numbers of rows in intervals, from _FEW on.
 
     Within an interval the tokens per tile are constant, and the difference of two candidates' times is monotonic: a
-    tile that is chosen at both ends is chosen everywhere between them.
+    tile that is chosen at both ends of an interval is chosen everywhere between the ends.
     """
     chosen = {chosen_for(rows) for rows in range(1, min(_FEW, most) + 1)}
     for last, end in pairwise((*ends, most)):

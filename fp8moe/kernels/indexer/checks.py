@@ -1,4 +1,7 @@
-"""Operands of the indexer and their checks. Values inside tensors, such as ranges and slots, are clamped by kernels."""
+"""Operands of the sparse-attention indexer, and checks of their dtypes, shapes and devices.
+
+The values in tensors, such as key ranges and cache slots, are not checked: kernels clamp them.
+"""
 
 from typing import NamedTuple
 
@@ -16,7 +19,7 @@ HEAD_DIMS = (32, 64, 128)
 """Head dimensions D (values of a key) that the kernels support."""
 
 BLOCK_TOKENS = 64
-"""Tokens in a block of the paged cache."""
+"""Keys (one per token) in a block of the paged cache."""
 
 SCALE_BYTES = 4
 
@@ -24,8 +27,8 @@ SCALE_BYTES = 4
 class Prefill(NamedTuple):
     """Operands of ``mqa_logits``; S queries, T keys.
 
-    columns: number of columns of the result; None: T. from_starts: column 0 of row s is key starts[s], not key 0; only
-    then may columns be less than T.
+    from_starts: column i of row s has the score of key starts[s] + i, instead of key i. columns: number of columns of
+    the result; None means T. Without from_starts, columns must not be less than T.
     """
 
     q: Tensor
@@ -52,7 +55,7 @@ class Paged(NamedTuple):
 
 
 def prefill(operands: Prefill) -> tuple[int, int]:
-    """Check dtypes, shapes and devices of the operands of ``mqa_logits``. Returns S and T."""
+    """Check dtypes, shapes and devices of the operands of ``mqa_logits``; return the numbers of queries and keys."""
     q, kv, kv_scale, weights, starts, ends, *_ = operands
     tokens, heads, head_dim = _queries(q, "(S, H, D)")
     check_dtype("kv.data", kv, torch.float8_e4m3fn)
@@ -86,14 +89,14 @@ def paged(operands: Paged) -> None:
 
 
 def row_length(name: str, value: int) -> None:
-    """Check `value`, the argument `name`, which is a number of columns of a result: 0 to 2**31 - 1."""
+    """Raise unless `value`, a number of result columns, is an int from 0 to 2**31 - 1. name: its name in errors."""
     check_int(name, value)
     if not 0 <= value < 1 << 31:
         raise ValueError(f"{name}: expected 0 to 2**31 - 1 tokens, got {value}")
 
 
 def cache(kv_cache: Tensor) -> tuple[int, int]:
-    """Check dtype, shape and strides of a paged cache. Returns its number of blocks and D."""
+    """Check dtype, shape and strides of a paged cache; return (number of blocks, head dimension)."""
     check_dtype("kv_cache", kv_cache, torch.uint8)
     shape = kv_cache.shape
     if len(shape) != 4 or shape[1] != BLOCK_TOKENS or shape[2] != 1 or shape[3] - SCALE_BYTES not in HEAD_DIMS:
@@ -104,7 +107,7 @@ def cache(kv_cache: Tensor) -> tuple[int, int]:
 
 
 def append(kv_cache: Written, k: Tensor, slots: Tensor, scale_format: str) -> None:
-    """Check the operands of ``append_kv``; the alignment of the cache is checked at the launch."""
+    """Check dtypes, shapes and devices of the operands of ``append_kv``, but not the alignment of the cache."""
     _, head_dim = cache(kv_cache)
     check_dtype("k", k, *FLOATING)
     if k.dim() != 2 or k.shape[1] != head_dim:

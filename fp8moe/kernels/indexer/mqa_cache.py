@@ -41,8 +41,8 @@ def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, *, scale_format: str =
     """Quantize keys, with one scale per key, and write them to their slots of the cache, in place.
 
     kv_cache: (num_blocks, 64, 1, D + 4) uint8, contiguous, at a multiple of 16 bytes; D is 32, 64 or 128.
-    k: (T, D) bfloat16, float16 or float32, any strides. Values and scales have the bits of `quantize_1x128`.
-        Quantization has no derivative: nothing is recorded for the autograd graph of k.
+    k: (T, D) bfloat16, float16 or float32, any strides. Quantized bitwise as by `quantize_1x128`, which has no
+        derivative: nothing is recorded for the autograd graph of k.
     slots: (T,) int32. A key whose slot is outside [0, num_blocks * 64) is not written. If several keys have the same
         slot, the contents of that slot alone are unspecified.
     scale_format: "float32", or "ue8m0" for scales rounded up to powers of two.
@@ -72,7 +72,7 @@ def read_kv(kv_cache: Tensor, slots: Tensor) -> FP8Tensor:
 
 
 def kernel_spec(head_dim: int, dtype: torch.dtype, ue8m0: bool) -> KernelSpec:
-    """Return the kernel that appends keys of `head_dim` columns in `dtype`."""
+    """Return the kernel that quantizes keys of `head_dim` values in `dtype` and writes them to the cache."""
     constants = {
         "HEAD_DIM": head_dim,
         "BLOCK_TOKENS": BLOCK_TOKENS,
@@ -88,7 +88,10 @@ def _tokens_per_block(head_dim: int, dtype: torch.dtype) -> int:
 
 @planned
 def launcher(device_index: int, kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> PointerLauncher:
-    """Return the launcher for (k, slots, kv_cache). Rows of k (T, D) are at multiples of 16 bytes, slots contiguous."""
+    """Return the launcher of append_kv.cu, to be called with (k, slots, kv_cache).
+
+    k (T, D) must have its rows at multiples of 16 bytes; slots must be contiguous.
+    """
     tokens, head_dim = k.shape
     return PointerLauncher(
         load(kernel_spec(head_dim, k.dtype, scale_format == "ue8m0")),
@@ -100,7 +103,7 @@ def launcher(device_index: int, kv_cache: Tensor, k: Tensor, slots: Tensor, scal
 
 
 def _ready(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> Callable[..., None] | None:
-    """Return a function that launches without checks if operands in these layouts were checked before, or None."""
+    """Return a function that launches without checks; None if operands in these layouts were not checked before."""
     launch = launcher.find(k.get_device(), kv_cache, k, slots, scale_format)
     if launch is None or (kv_cache.data_ptr() | k.data_ptr()) % 16:
         return None

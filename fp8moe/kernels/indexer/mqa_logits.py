@@ -29,7 +29,9 @@ def mqa_logits(
     fill_masked: bool = True,
     max_range: int | None = None,
 ) -> Tensor:
-    """Return ``out[s, t] = kv.scale[t] * sum over h of weights[s, h] * relu(q[s, h] . kv.data[t])``, t in s's range.
+    """Return the index scores of sparse attention: the score of each key for each query that has it in its range.
+
+    ``out[s, t] = kv.scale[t] * sum over h of weights[s, h] * relu(q[s, h] . kv.data[t])``
 
     q: (S, H, D) float8_e4m3fn, H 32 or 64, D 32, 64 or 128. The caller must multiply the scales of q into ``weights``.
     kv: keys, shared by all heads: FP8Tensor or (data, scale), data (T, D) float8_e4m3fn, scale (T,) float32; T < 2**31.
@@ -59,7 +61,7 @@ def mqa_logits(
 
 
 def scores(operands: Prefill) -> Tensor:
-    """Compute `mqa_logits` for packed operands; the number of columns is free, see `Prefill`."""
+    """Compute `mqa_logits` for operands in a `Prefill`, which may ask for any number of columns."""
     return autograd.run(_mqa_logits, "fp8moe.mqa_logits", *operands)
 
 
@@ -107,7 +109,7 @@ def paged_mqa_logits(
 
 
 class _Kernel(NamedTuple):
-    """A kernel's launcher, and what every call changes: the tensor maps of q, keys and key scales; the arguments."""
+    """A kernel's launcher, with the tensor maps (q, keys, key scales) and arguments whose addresses each call sets."""
 
     launcher: Launcher
     maps: tuple[TensorMap, TensorMap, TensorMap]
@@ -232,7 +234,7 @@ def _scores(operands: Prefill, write: Callable[[Prefill, Tensor], None]) -> Tens
 
 
 def _ready(operands: Prefill) -> Callable[[Prefill], Tensor] | None:
-    """Return a function that launches without checks if operands in these layouts were checked before, or None."""
+    """Return a function that launches without checks; None if operands in these layouts were not checked before."""
     q, kv, kv_scale, weights, *_ = operands
     kernel = _prefill_kernel.find(q.get_device(), operands)
     if kernel is None or (q.data_ptr() | kv.data_ptr() | kv_scale.data_ptr() | weights.data_ptr()) % 16:
@@ -254,7 +256,7 @@ def _paged_scores(operands: Paged, write: Callable[[Paged, Tensor], None]) -> Te
 
 
 def _ready_paged(operands: Paged) -> Callable[[Paged], Tensor] | None:
-    """Return a function that launches without checks if operands in these layouts were checked before, or None."""
+    """Return a function that launches without checks; None if operands in these layouts were not checked before."""
     q, kv_cache, weights, *_ = operands
     kernel = _paged_kernel.find(q.get_device(), operands)
     if kernel is None or (q.data_ptr() | kv_cache.data_ptr() | weights.data_ptr()) % 16:

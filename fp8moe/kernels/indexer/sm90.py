@@ -9,15 +9,16 @@ from fp8moe.runtime.jit import KernelSpec, constants
 from fp8moe.runtime.sm90 import SHARED_LIMIT, SWIZZLE_ALIGNMENT, WARP, WARPGROUP, wgmma_source
 
 TILE = BLOCK_TOKENS
-"""kv tokens (keys) in a tile. If kv is paged, a tile is one block of the cache."""
+"""Keys in a tile. With a paged cache, a tile is one block of the cache."""
 
 _Q_SLOTS = 2  # buffers for queries in shared memory
-# Bytes of the ring buffer of kv tiles, by `paged`. 80 KB reach the full bandwidth; if paged, 190 KB were 5% slower.
+# Bytes of the shared-memory ring buffer of key tiles; dict key: whether the cache is paged. 80 KB suffice for full
+# bandwidth; with a paged cache, 190 KB were 5% slower.
 _RING_BYTES = {False: 160 << 10, True: 88 << 10}
-# Registers per math thread and per producer thread, by the number of math warpgroups. The total of a thread block is
-# the same as at launch, when all threads have equally many.
+# Registers per (math thread, producer thread); dict key: number of math warpgroups. The sum over a thread block is the
+# same as at launch, when all threads have equally many registers.
 _REGISTERS = {2: (232, 40), 3: (152, 56), 4: (112, 32)}
-_BARRIERS_BYTES = 16  # bytes of the two barriers, full and empty, of a kv stage or query slot
+_BARRIERS_BYTES = 16  # bytes of the two mbarriers, full and empty, of a pipeline stage or a query buffer
 
 
 class Arguments(ctypes.Structure):
@@ -37,9 +38,10 @@ class Arguments(ctypes.Structure):
 class MqaConfig:
     """A compiled variant of the kernel.
 
-    heads, head_dim: H and D of the queries. queries: number of queries that share a kv tile; `next_n` if kv is paged.
-    column_groups, row_groups: their product is the number of math warpgroups. Column groups split the queries; row
-    groups take turns with the tiles. paged: kv tiles are blocks of a paged cache.
+    heads, head_dim: H and D of the queries. queries: number of queries scored against each key tile while it is in
+    shared memory; `next_n` with a paged cache. paged: key tiles are blocks of a paged cache.
+    row_groups: number of groups of math warpgroups; the groups process tiles in turn. column_groups: number of math
+    warpgroups in such a group, which split the queries between them.
     """
 
     heads: int
@@ -59,17 +61,17 @@ class MqaConfig:
 
     @property
     def columns(self) -> int:
-        """Columns of one wgmma: the heads of a warpgroup's queries."""
+        """Columns (N) of one wgmma: one for each head of each query of a warpgroup."""
         return self.queries // self.column_groups * self.heads
 
     @property
     def tile_rows(self) -> int:
-        """Rows of head_dim bytes that a tile has in kv's tensor map: the keys and, if paged, the scales after them."""
+        """Rows of head_dim bytes per tile in the keys' tensor map: one per key, and rows for scales if paged."""
         return TILE + 4 * TILE // self.head_dim if self.paged else TILE
 
     @property
     def _fixed_bytes(self) -> int:
-        """Bytes of shared memory for everything but the ring of kv tiles, with room for alignment."""
+        """Bytes of shared memory for everything but the ring of key tiles, alignment padding included."""
         rows = self.queries * self.heads
         slot = rows * (self.head_dim + 4) + 4 * (3 + 2 * self.queries) + _BARRIERS_BYTES
         return SWIZZLE_ALIGNMENT + _Q_SLOTS * slot + 4 * (self.threads + self.threads // WARP)
@@ -101,7 +103,10 @@ def prefill_config(heads: int, head_dim: int) -> MqaConfig:
 
 
 def paged_config(heads: int, head_dim: int, next_n: int) -> MqaConfig:
-    """Return the variant for ``paged_mqa_logits``: up to 128 columns per warpgroup, a whole number of queries."""
+    """Return the variant for ``paged_mqa_logits``.
+
+    Each warpgroup gets a whole number of queries, whose heads fill up to 128 wgmma columns.
+    """
     if next_n * heads <= 128:
         return MqaConfig(heads, head_dim, next_n, column_groups=1, row_groups=3, paged=True)
     if next_n % 2:
@@ -110,7 +115,7 @@ def paged_config(heads: int, head_dim: int, next_n: int) -> MqaConfig:
 
 
 def kernel_spec(cfg: MqaConfig) -> KernelSpec:
-    """Return the kernel compiled for a variant."""
+    """Return the spec of the kernel compiled for a variant."""
     math_registers, producer_registers = _REGISTERS[cfg.warpgroups]
     values = {
         "HEADS": cfg.heads,

@@ -1,6 +1,6 @@
 """FP8 linear layer as one operator, ``fp8moe::linear``: quantize the input 1x128, multiply by the FP8 weight.
 
-`projection` is the layer for an input that is quantized already.
+`projection` computes the layer for an input that is quantized already.
 """
 
 import functools
@@ -65,7 +65,9 @@ def apply(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | No
 
 
 class _LinearLauncher:
-    """Runs the layer on operands in the layouts given here. x_aligned: x starts at a multiple of 16 bytes.
+    """Runs the layer on operands in the layouts of the constructor's arguments.
+
+    x_aligned: x starts at a multiple of 16 bytes.
 
     The GEMM is launched while the quantizer runs (programmatic dependent launch) and fetches weights meanwhile. This is
     safe because the quantizer is launched the ordinary way: it starts after all earlier kernels have ended, such as one
@@ -82,7 +84,7 @@ class _LinearLauncher:
         x_aligned: bool,
     ):
         n, k = weight.shape
-        rows = x.reshape(-1, k)  # a view
+        rows = x.reshape(-1, k)  # a view of x, not a copy
         m = rows.shape[0]
         pitch, k_blocks = align(m, 4), ceil_div(k, 128)
         self._index = device_index
@@ -124,7 +126,7 @@ _launcher = planned(_LinearLauncher)
 
 
 def _launch(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-    """Run the kernels on checked and padded operands; copy those in layouts that the kernels cannot read."""
+    """Run the kernels on checked and padded operands, after copying operands whose layout the kernels cannot read."""
     rows = unit_stride(x.reshape(-1, x.shape[-1]))
     if rows.data_ptr() != x.data_ptr():
         x = rows.view(x.shape)
@@ -133,7 +135,7 @@ def _launch(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
 
 
 def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-    # The layouts are listed here because `_launcher` would take longer to collect them.
+    # This call lists the operands' layouts itself because `_launcher` would take longer to collect them.
     found = _launcher.look_up(
         index := x.get_device(),
         (x.shape, x.stride(), x.dtype, index),
@@ -143,12 +145,12 @@ def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
         x.data_ptr() & 15 == 0,
     )
     if found is not None and not (weight.data_ptr() | launch.column_addresses(weight_scale_inv, bias)) & 15:
-        return found(x, weight, weight_scale_inv, bias)  # operands in these layouts have passed the checks before
+        return found(x, weight, weight_scale_inv, bias)  # no checks: operands in equal layouts have passed them before
     check(x, weight, weight_scale_inv, bias)
     n, k = weight.shape
     pad_n, pad_k = -n % 8, -k % 16
     if pad_n or pad_k:
-        # The padding stays inside existing blocks, so block scales do not change.
+        # Padding adds no quantization blocks, so block scales do not change.
         x = F.pad(x, (0, pad_k))
         weight = F.pad(weight.view(torch.uint8), (0, pad_k, 0, pad_n)).view(weight.dtype)
         if has_channel_scales(weight[:n], weight_scale_inv):
@@ -164,7 +166,7 @@ def _composed(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor 
     lead = x.shape[:-1]
     data, scale = reference.quantize_1x128(x.reshape(lead.numel(), x.shape[-1]), False)
     dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
-    out = torch.empty((*lead, weight.shape[0]), dtype=dtype, device=x.device)  # a view could not be changed in place
+    out = torch.empty((*lead, weight.shape[0]), dtype=dtype, device=x.device)  # no view, so that it can change in place
     multiply(GemmOperands(data, scale, weight, weight_scale_inv, bias), out.view(lead.numel(), weight.shape[0]))
     return out.to(x.dtype)
 
@@ -174,7 +176,7 @@ def _linear_fake(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tens
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_linear_op = define("linear -> Tensor", _linear, _linear_fake, forward_only=True)  # `linear_training` has the backward
+_linear_op = define("linear -> Tensor", _linear, _linear_fake, forward_only=True)  # the backward: `linear_training`
 
 
 # ---- an input that is quantized already ----

@@ -15,7 +15,7 @@ from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
 from fp8moe.runtime.operator import define
 
-_MULTIPLE = 16  # N and K are padded to multiples of this: each is the inner size of one of the three GEMMs
+_MULTIPLE = 16  # N and K are padded to multiples of 16, as either is the inner dimension of one of the three GEMMs
 
 
 def linear_training(
@@ -67,7 +67,7 @@ def _check(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | N
 def _forward(
     x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None, master: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result, and data and scale of the quantized transpose of x, which are empty without a master."""
+    """Return the result, and the quantized transpose of x (data and scale), which is empty without a master."""
     if master is None:
         out = torch.ops.fp8moe.linear.default(x, weight, weight_scale_inv, bias)
         return out, x.new_empty(0), x.new_empty(0)
@@ -146,7 +146,7 @@ def _padded_columns(x: Tensor, features: int) -> Tensor:
 
 
 def _padded(weight: Tensor, scale: Tensor) -> FP8Tensor:
-    """Pad N and K of a weight with zeros to multiples of 16. Padding stays inside existing blocks: scales are kept."""
+    """Pad N and K of a weight with zeros to multiples of 16. Padding adds no quantization blocks: scales stay equal."""
     pad_n, pad_k = (-size % _MULTIPLE for size in weight.shape)
     if pad_n or pad_k:
         weight = F.pad(weight.view(torch.uint8), (0, pad_k, 0, pad_n)).view(weight.dtype)
@@ -156,7 +156,7 @@ def _padded(weight: Tensor, scale: Tensor) -> FP8Tensor:
 def _product(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return ``a @ b.T + bias`` with padding columns dropped, in ``shape``, rounded once to ``dtype``."""
     out = torch.empty(shape, dtype=dtype, device=a.data.device)
-    rows = out.view(a.data.shape[0], shape[-1])  # `out` itself is no view, so FSDP2 may change it in place
+    rows = out.view(a.data.shape[0], shape[-1])  # `out` must not be a view itself, because FSDP2 changes it in place
     if dtype is not torch.float16 and b.data.shape[0] == shape[-1]:
         gemm(a, b, bias=bias, out=rows)
     else:

@@ -1,0 +1,351 @@
+"""The fields of requests. Each is applied, or may only have the value that changes no answer; others are refused.
+
+They are OpenAI's, and those that clients of vLLM and SGLang send.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
+
+NEW_TOKENS = 1024
+"""Most tokens of an answer to a request that does not say; fewer where no more fit."""
+MOST_BODY = 32 << 20  # bytes
+MOST_PROMPTS = 128  # of a request
+
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)] | None
+Flag = bool | None
+Off = Literal[False] | None
+On = Literal[True] | None
+Zero = Annotated[float, Field(ge=0, le=0)] | None
+One = Annotated[float, Field(ge=1, le=1)] | None
+Nothing = Annotated[dict | list, Field(max_length=0)] | None
+Label = Any  # says something about a request and changes no answer
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class _Checked(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _StreamOptions(_Checked):
+    include_usage: Flag = None
+    include_obfuscation: Off = None
+
+
+class _Request(_Checked):
+    """What both requests may have."""
+
+    model: str | None = None
+    max_tokens: Integer = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Integer = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    presence_penalty: float | None = None
+    seed: Integer = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Integer], Field(max_length=128)] | None = None
+    ignore_eos: Flag = None
+    skip_special_tokens: Flag = None
+    stream: Flag = None
+    stream_options: _StreamOptions | None = None
+    generation_config: Json[dict] | None = None
+
+    frequency_penalty: Zero = None
+    min_tokens: Zero = None
+    n: One = None
+    length_penalty: One = None
+    use_beam_search: Off = None
+    include_stop_str_in_output: Off = None
+    spaces_between_special_tokens: On = None
+    logit_bias: Nothing = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    user: Label = None
+    request_id: Label = None
+    priority: Label = None
+
+
+class _Completion(_Request):
+    prompt: Any = None
+    add_special_tokens: Flag = None
+    logprobs: Zero = None
+    best_of: One = None
+    echo: Off = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
+
+
+class _Text(_Checked):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class _Function(_Checked):
+    name: str
+    arguments: Json[dict] | dict = {}
+
+
+class _ToolCall(_Checked):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: Integer = None
+    function: _Function
+
+
+class _Message(_Checked):
+    role: str
+    content: str | list[_Text] | None = None
+    name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: Literal[""] | None = None
+    audio: Nothing = None
+    function_call: Nothing = None
+    annotations: Nothing = None
+
+
+class _Chat(_Request):
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    max_completion_tokens: Integer = None
+    logprobs: Flag = None
+    tools: list[dict] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    documents: list[dict] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: Flag = None
+    continue_final_message: Flag = None
+    chat_template_kwargs: dict | None = None
+
+    top_logprobs: Zero = None
+    parallel_tool_calls: On = None
+    store: Off = None
+    modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    audio: Nothing = None
+    functions: Nothing = None
+    function_call: Literal["auto", "none"] | None = None
+    metadata: Label = None
+    safety_identifier: Label = None
+    prompt_cache_key: Label = None
+    prompt_cache_options: Label = None
+    prompt_cache_retention: Label = None
+
+
+SAMPLING: dict[str, tuple] = {"temperature": (), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+"""Settings that change sampled answers alone, each with the values that turn it off."""
+_CONFIG = (*SAMPLING, "max_new_tokens", "do_sample", "repetition_penalty", "eos_token_id", "stop_strings")
+"""Settings that a request's generation_config may have beside those that are as the model's."""
+_SAMPLER = (*SAMPLING, "repetition_penalty", "presence_penalty", "seed", "stop", "stop_token_ids", "ignore_eos")
+_SAMPLER += ("generation_config", "logprobs")
+"""Fields that transformers' continuous batching does not take from a request."""
+
+
+class UnknownModel(LookupError):
+    """A request names a model that is not served."""
+
+
+@dataclass
+class Asked:
+    """A request that has been read.
+
+    prompts: the tokens of each. options, config: what `parse_one` takes for each prompt. stops: strings. text: a chat
+    as its template wrote it, None for completions. usage: a stream ends with it.
+    """
+
+    prompts: list[list[int]]
+    options: dict[str, Any]
+    config: Any
+    stops: list[str]
+    text: str | None
+    tools: list[dict] | None
+    stream: bool
+    usage: bool
+    skip_special_tokens: bool
+
+    def new_tokens(self, max_length: int, prompt: int) -> int:
+        """Return the most tokens of an answer to a prompt of so many."""
+        most = self.options["max_new_tokens"]
+        return max(1, min(NEW_TOKENS, max_length - prompt)) if most is None else most
+
+
+class Reader:
+    """Reads the bodies of requests to one model.
+
+    max_length: most tokens of a prompt and its answer. own_settings: whether requests have settings of their own.
+    most_bytes: of a body.
+    """
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, max_length: int, own_settings: bool):
+        self.name = name
+        self._model, self._tokenizer, self._max_length = model, tokenizer, max_length
+        self._most = max_length * max(map(len, tokenizer.get_vocab()))  # characters of so many tokens
+        self.most_bytes = min(MOST_BODY, (1 << 20) + 12 * self._most)  # a character can take two escapes
+        self._own_settings = own_settings
+        self._arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"kwargs"}
+
+    def read(self, body: bytes, chat: bool) -> Asked:
+        """Read a body. Raises ValueError for what is wrong, with the name of the field, and UnknownModel."""
+        try:
+            given: Any = (_Chat if chat else _Completion).model_validate_json(body)
+        except ValidationError as error:
+            raise ValueError(_told(error)) from None
+        if given.model not in (None, self.name):
+            raise UnknownModel(f"model: {_shown(given.model)} is not served here; the model is {self.name!r}")
+        if given.stream_options is not None and not given.stream:
+            raise ValueError("stream_options: only a stream has them")
+        for name in () if self._own_settings else _SAMPLER:
+            if getattr(given, name):
+                raise ValueError(f"{name}: this model is served with the settings of its generation_config only")
+        options, config = self._options(given)
+        stops = options["stop_strings"] or getattr(config, "stop_strings", None) or []
+        tools = None if not chat or given.tool_choice == "none" else given.tools
+        text = self._chat(given, tools) if chat else None
+        return Asked(
+            prompts=self._prompts(given) if text is None else [self._encode("messages", text, False)],
+            options=options,
+            config=config,
+            stops=[stops] if isinstance(stops, str) else [*stops],
+            text=text,
+            tools=tools,
+            stream=bool(given.stream),
+            usage=bool(given.stream_options and given.stream_options.include_usage),
+            skip_special_tokens=given.skip_special_tokens is not False,
+        )
+
+    def _options(self, given: Any) -> tuple[dict[str, Any], Any]:
+        """Return the options of `parse_one`, and a generation config with what they leave out."""
+        config = copy.copy(self._model.generation_config)
+        config.pad_token_id = None  # in a prompt it is a token like others
+        own = self._of_config(given.generation_config or {}, config)
+        limit = getattr(given, "max_completion_tokens", None)
+        limit = given.max_tokens if limit is None else limit
+        options = {"max_new_tokens": own.pop("max_new_tokens", None) if limit is None else limit}
+        sampling = {name: getattr(given, name) for name in SAMPLING if getattr(given, name) is not None}
+        sampled = own.pop("do_sample", config.do_sample)
+        if "temperature" in sampling:
+            sampled = sampling["temperature"] > 0
+        elif any(value not in SAMPLING[name] for name, value in sampling.items()):
+            sampled = True  # at a temperature of 1, as without a temperature OpenAI's models answer
+        options["do_sample"] = bool(sampled)
+        for name, off in SAMPLING.items():
+            value = sampling.get(name, own.pop(name, None))
+            if value in off:
+                setattr(config, name, None)
+            elif value is not None and sampled:
+                options[name] = value
+        ends = own.pop("eos_token_id", config.eos_token_id)
+        ends = [] if ends is None or given.ignore_eos else ends if isinstance(ends, list) else [ends]
+        options["eos_token_id"] = [*ends, *(given.stop_token_ids or ())]
+        options["stop_strings"] = own.pop("stop_strings", None)
+        if given.stop:
+            options["stop_strings"] = given.stop
+        options["return_logprobs"] = given.logprobs is not None and given.logprobs is not False
+        options |= own  # the repetition penalty
+        for name in ("repetition_penalty", "presence_penalty", "seed"):
+            if getattr(given, name) is not None:
+                options[name] = getattr(given, name)
+        return options, config
+
+    def _of_config(self, given: Mapping[str, Any], config: Any) -> dict[str, Any]:
+        """Return the settings of a request's generation_config that it applies."""
+        plain, applied = type(config)(), {}
+        for name, value in given.items():
+            if name in _CONFIG and value is not None:
+                applied[name] = value
+            elif value not in (None, getattr(config, name, None), getattr(plain, name, None)):
+                raise ValueError(f"generation_config.{name[:80]}: {_shown(value)} is not served")
+        return applied
+
+    def _prompts(self, given: Any) -> list[list[int]]:
+        """Return the tokens of a prompt or several, each a text or a list of tokens."""
+        prompt = given.prompt
+        several = prompt if isinstance(prompt, list) else [prompt]
+        if isinstance(prompt, list) and all(isinstance(one, int) for one in prompt):
+            several = [prompt]
+        if not several or not all(isinstance(one, str | list) for one in several):
+            raise ValueError(f"prompt: expected a string, a list of tokens, or a list of these, got {_shown(prompt)}")
+        if len(several) > MOST_PROMPTS:
+            raise ValueError(f"prompt: {len(several)} prompts are more than {MOST_PROMPTS}, the most of a request")
+        return [self._encode("prompt", one, given.add_special_tokens is not False) for one in several]
+
+    def _encode(self, name: str, prompt: str | list, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a prompt that is not longer than any may be. ValueError for others, and for none."""
+        if len(prompt) > (self._most if isinstance(prompt, str) else self._max_length):
+            raise ValueError(f"{name}: longer than {self._max_length} tokens, the most of a prompt and its answer")
+        if isinstance(prompt, str):
+            try:
+                prompt = self._tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
+            except (TypeError, UnicodeError) as error:  # half of a pair of surrogates
+                raise ValueError(f"{name}: it is not Unicode ({error})") from error
+        if not prompt or any(isinstance(token, bool) or not isinstance(token, int) for token in prompt):
+            raise ValueError(f"{name}: expected one or more tokens, got {_shown(prompt)}")
+        return prompt
+
+    def _chat(self, given: Any, tools: list[dict] | None) -> str:
+        """Return the chat as the model's template writes it."""
+        from jinja2 import TemplateError
+
+        chat = [_message(one) for one in given.messages]
+        variables = dict(given.chat_template_kwargs or {})
+        if _size((chat, tools, variables, given.documents)) > self._most:
+            raise ValueError(f"messages: longer than {self._max_length} tokens, the most of a prompt and its answer")
+        for name in variables.keys() & self._arguments:
+            raise ValueError(f"chat_template_kwargs.{name}: not a variable of the chat template, but of the tokenizer")
+        if given.reasoning_effort is not None:
+            if "reasoning_effort" not in str(self._tokenizer.chat_template):
+                raise ValueError("reasoning_effort: the chat template of this model does not know it")
+            variables["reasoning_effort"] = given.reasoning_effort
+        goes_on = bool(given.continue_final_message)
+        begins = not goes_on if given.add_generation_prompt is None else given.add_generation_prompt
+        variables |= {"documents": given.documents, "continue_final_message": goes_on, "add_generation_prompt": begins}
+        try:
+            text = self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **variables)
+            left_out = tools and text == self._tokenizer.apply_chat_template(chat, tokenize=False, **variables)
+        except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"messages: the chat template cannot take them ({error})") from error
+        if left_out:
+            raise ValueError("tools: the chat template of this model leaves them out")
+        return text
+
+
+def _message(message: _Message) -> dict[str, Any]:
+    """Return a message as chat templates take it, its content as one text."""
+    said = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        said["content"] = " ".join(part.text for part in message.content)
+    return {"content": ""} | said
+
+
+def _size(value: Any) -> int:
+    """Return the characters of all strings in JSON, where anything else counts as one."""
+    if isinstance(value, dict):
+        return sum(len(key) + _size(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return 1 + sum(map(_size, value))
+    return len(value) if isinstance(value, str) else 1
+
+
+def _told(error: ValidationError) -> str:
+    """Say what is wrong with a body, of the field that the longest path leads to."""
+    found: Mapping[str, Any] = max(reversed(error.errors()), key=lambda one: len(one["loc"]))
+    if found["type"] == "extra_forbidden":
+        return f"{_path(found['loc'])}: not a field that is served"
+    said = found["msg"].replace("Input should", "it should")
+    return f"{_path(found['loc']) or 'body'}: {said}, got {_shown(found['input'])}"
+
+
+def _path(place: Iterable[Any]) -> str:
+    """Return where a field is, without the names of the types that were tried for it."""
+    return ".".join(str(one)[:80] for one in place if isinstance(one, int) or one.isidentifier() and one != "str")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value.decode(errors="replace") if isinstance(value, bytes) else value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,278 @@
+"""Two engines behind one method: the rows of a GraphDecoder, or transformers' continuous batching."""
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8moe.decode import GraphDecoder
+from fp8moe.decode.request import Request, parse_one
+from fp8moe.decode.scheduler import Scheduler
+from fp8moe.serving.fields import Asked
+
+
+class Piece(NamedTuple):
+    """Tokens of an answer, and the logarithms of their probabilities if they were asked for.
+
+    reason: of the last piece, why the answer ends: "stop" or "length"; None before.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    reason: str | None
+
+
+class Answer:
+    """An answer that has been accepted. It begins when its pieces are first asked for.
+
+    began, first: time.monotonic() then, and at the first tokens.
+    """
+
+    def __init__(self, begin: Callable[["Answer"], None], cancel: Callable[["Answer"], None], prompt: int):
+        self._begin, self._cancel = begin, cancel
+        self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self.prompt_tokens = prompt
+        self.tokens = 0
+        self.began = self.first = 0.0
+        self.request: Any = None
+        self.told = 0  # tokens that the engine has passed on
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield the pieces. RuntimeError for logits that became NaN, an engine that failed or was stopped.
+
+        Leaving the loop and closing the iterator frees the row.
+        """
+        self.began = time.monotonic()
+        self._begin(self)
+        try:
+            while True:
+                piece = await self._queue.get()
+                self.first = self.first or time.monotonic()
+                if isinstance(piece, Exception):
+                    raise RuntimeError(str(piece)) from piece
+                yield piece
+                if piece.reason is not None:
+                    return
+        finally:
+            self._cancel(self)
+
+    def put(self, piece: Piece | Exception) -> None:
+        if isinstance(piece, Piece):
+            self.tokens += len(piece.tokens)
+        self._queue.put_nowait(piece)
+
+
+class Manager:
+    """What both engines have. The methods are called on one event loop, which gets the tokens.
+
+    max_length: most tokens of a prompt and its answer. error: what ended the engine, None while it is well.
+    own_settings: requests have settings of their own. steps: forwards so far.
+    """
+
+    max_length: int
+    own_settings = True
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.open: set[Answer] = set()
+        self.steps = 0
+        self._stopping = False
+
+    def start(self, tokens: list[int], asked: Asked, tokenizer: Any) -> Answer:
+        """Accept a prompt. Raises ValueError for one that cannot be served."""
+        raise NotImplementedError
+
+    @property
+    def ending(self) -> bool:
+        """Return whether no more answers come, as the engine has failed or was stopped."""
+        return self._stopping or self.error is not None
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of answers that have no row yet."""
+        return 0
+
+    def fail(self) -> None:
+        """End what runs, and all that comes, with an error."""
+        self._stopping = True
+        reason = f"the decoder has failed: {self.error}" if self.error else "the server is shutting down"
+        for answer in self.open:
+            answer.put(RuntimeError(reason))
+        self.open.clear()
+
+    def stop(self) -> None:
+        """Cancel what runs, whose clients get an error, and end the engine."""
+        self.fail()
+
+
+class DecoderManager(Manager):
+    """Generates for many clients over the rows of a decoder: requests join and leave between two steps.
+
+    A thread of its own runs the decoder, and holds its turn while there are requests.
+    """
+
+    def __init__(self, decoder: GraphDecoder):
+        super().__init__()
+        self.decoder = decoder
+        self.max_length = decoder.max_length
+        self._scheduler: Scheduler | None = None
+        self._inbox: SimpleQueue[Request | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="fp8moe serve", daemon=True)
+        self._thread.start()
+
+    def start(self, tokens: list[int], asked: Asked, tokenizer: Any) -> Answer:
+        answer = Answer(self._submit, self._cancel, len(tokens))
+        arguments = asked.options | {
+            "input_ids": torch.tensor(tokens, dtype=torch.int64, device="cpu"),
+            "max_new_tokens": asked.new_tokens(self.max_length, len(tokens)),
+            "tokenizer": tokenizer,
+        }
+        try:
+            answer.request = parse_one(self.decoder, arguments, answer, asked.config, stops_in_answer=True)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        answer.request.stepwise = asked.stream
+        return answer
+
+    @property
+    def waiting(self) -> int:
+        scheduler = self._scheduler
+        return self._inbox.qsize() + (0 if scheduler is None else len(scheduler.waiting))
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._inbox.put(None)
+        self._thread.join()
+        self.fail()
+
+    def _submit(self, answer: Answer) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.open.add(answer)
+        if self.ending:
+            self.fail()
+        else:
+            self._inbox.put(answer.request)
+
+    def _cancel(self, answer: Answer) -> None:
+        answer.request.cancelled = True
+        self.open.discard(answer)
+
+    def _work(self) -> None:
+        try:
+            while (request := self._inbox.get()) is not None:
+                self._serve(request)
+        except Exception as error:
+            logging.getLogger(__name__).exception("the decoder has failed")
+            self.error = error
+            self._loop.call_soon_threadsafe(self.fail)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _serve(self, first: Request) -> None:
+        """Decode until no request is left."""
+        with self.decoder.turn(), self.decoder.on_device():
+            scheduler = self._scheduler = Scheduler(self.decoder)
+            scheduler.add(first)
+            try:
+                while scheduler.busy and not self._stopping:
+                    while not self._inbox.empty():
+                        if (request := self._inbox.get()) is not None:
+                            scheduler.add(request)
+                    self.steps += 1
+                    if news := scheduler.advance():
+                        told = [(answer, _piece(answer, value, last)) for answer, value, last in news]
+                        self._loop.call_soon_threadsafe(self._tell, told)
+            finally:
+                self._scheduler = None
+                scheduler.close()
+
+    def _tell(self, told: list[tuple[Answer, Piece | Exception]]) -> None:
+        for answer, piece in told:
+            if answer in self.open:
+                answer.put(piece)
+
+
+def _piece(answer: Answer, value: Any, last: bool) -> Piece | Exception:
+    """Return the piece of some news of the scheduler: the tokens of a step, or the whole result."""
+    if isinstance(value, Exception):
+        return value
+    tokens, logprobs = value if isinstance(value, tuple) else (value, torch.empty(0, dtype=torch.float32, device="cpu"))
+    told = answer.told if last else 0
+    answer.told += len(tokens)
+    reason = answer.request.finish_reasons[0] if last else None
+    return Piece(tokens[told:].tolist(), logprobs[told:].tolist(), reason)
+
+
+class BatchingManager(Manager):
+    """Transformers' continuous batching, for models that GraphDecoder does not serve."""
+
+    own_settings = False
+
+    def __init__(self, model: Any, max_length: int):
+        super().__init__()
+        self.max_length = max_length
+        self._model, self._numbers = model, itertools.count()
+        self._engine: Any = None
+
+    def start(self, tokens: list[int], asked: Asked, tokenizer: Any) -> Answer:
+        size = self._model.config.get_text_config(decoder=True).vocab_size
+        new = asked.new_tokens(self.max_length, len(tokens))
+        if not all(0 <= token < size for token in tokens):
+            raise ValueError(f"input_ids: expected tokens between 0 and {size - 1}")
+        if new < 1:
+            raise ValueError(f"max_new_tokens: expected at least 1, got {new}")
+        if len(tokens) + new > self.max_length:
+            raise ValueError(
+                f"max_new_tokens: {len(tokens)} tokens of prompt and {new} new ones are more than max_length, "
+                f"{self.max_length}"
+            )
+        answer = Answer(self._submit, self._cancel, len(tokens))
+        answer.request = {"input_ids": tokens, "max_new_tokens": new, "request_id": f"request {next(self._numbers)}"}
+        answer.request |= {"eos_token_id": asked.options["eos_token_id"] or -1, "streaming": asked.stream}
+        return answer
+
+    def _submit(self, answer: Answer) -> None:
+        self.open.add(answer)
+        if self.ending:
+            self.fail()
+            return
+        if self._engine is None:
+            config = self._model.generation_config
+            self._engine = self._model.init_continuous_batching(generation_config=config)
+            self._engine.start()
+        request, ends = answer.request, answer.request["eos_token_id"]
+        told = 0
+
+        def tell(output: Any) -> None:
+            nonlocal told
+            if answer not in self.open:
+                return
+            if output.error is not None:
+                status = getattr(self._engine, "background_thread_status", self._engine)
+                self.error = getattr(status, "fatal_error", None)
+                answer.put(RuntimeError(output.error))
+                return
+            tokens = output.generated_tokens
+            ended = bool(tokens) and tokens[-1] in (ends if isinstance(ends, list) else [ends])
+            reason = None if not output.is_finished() else "stop" if ended else "length"
+            answer.put(Piece(tokens[told:], [], reason))
+            told = len(tokens)
+
+        self._engine.register_result_handler(request["request_id"], tell)
+        self._engine.add_request(**request)
+
+    def _cancel(self, answer: Answer) -> None:
+        if answer in self.open:
+            self.open.discard(answer)
+            self._engine.cancel_request(answer.request["request_id"])
+
+    def stop(self) -> None:
+        super().stop()
+        if self._engine is not None:
+            self._engine.stop(block=True, timeout=2)
