@@ -273,9 +273,9 @@ def _padded(rows: Tensor, count: int) -> Tensor:
 
 
 def _rows_by_rank(ranks: int, size: int, tokens: int, device: torch.device) -> Tensor:
-    """Return int32 (tokens, ranks): entry [t, r] is the index of rank r's row for token t.
+    """Return an int32 tensor (tokens, ranks): entry [t, r] is the index of rank r's row for token t.
 
-    The index counts the concatenated rows of all ranks, `size` rows of each.
+    The index is one into the concatenation of `size` rows from each rank.
     """
     return torch.arange(ranks * size, dtype=torch.int32, device=device).view(ranks, size).t()[:tokens]
 
@@ -416,7 +416,7 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _pack(tokens: Tokens, rows: int) -> Tensor:
-    """Pack tokens into `rows` rows of raw bytes; return them as int64. Indices become int32, -1 in padding rows."""
+    """Pack tokens into `rows` rows of bytes, viewed as int64. Top-k indices become int32; padding rows have -1."""
     x, index, weights = tokens
     if index.dtype is torch.int64:
         # clamping keeps indices of no expert outside of the experts

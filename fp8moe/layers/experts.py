@@ -89,8 +89,9 @@ class GroupedExperts(MasterModule):
             gated silu run as PyTorch operations between the GEMMs.
         gated: whether there is a gate; otherwise an expert computes ``down_e @ f(up_e @ x)``.
         swiglu_limit: for gated experts: before the activation, ``gate = min(gate, limit)`` and ``up = clamp(up, -limit,
-        limit)``. swiglu_alpha: for a swiglu_limit and activation "silu": ``gate * sigmoid(alpha * gate) * (up + 1)``
-        after clamping, in place of ``silu(gate) * up``.
+            limit)``.
+        swiglu_alpha: with a swiglu_limit and activation "silu": ``gate * sigmoid(alpha * gate) * (up + 1)`` of the
+            clamped values, in place of ``silu(gate) * up``.
         decode_capacity: calls with at most this many tokens use the masked layout, where every expert has room for
             that many rows. Larger calls, and all calls by default, pack the rows expert after expert. The results are
             the same as long as the experts of each token are distinct.

@@ -103,7 +103,7 @@ class ExpertsSource:
     """What `read` found in an experts module.
 
     up: the first projection (gate and up where gated). down: the second projection.
-    biases: DTensors where the weights are.
+    biases: of both projections; DTensors if the weights are DTensors.
     reordered: whether the module stores transposed weights, or interleaved rows of gate and up.
     """
 
@@ -231,7 +231,7 @@ def _check_whole_experts(name: str, weight: Tensor, down: Tensor) -> None:
 
 
 def _check_fused(module: nn.Module, up_name: str) -> None:
-    """Raise ValueError for fused experts with a norm, static activation scales, other block sizes or extra weights."""
+    """Raise ValueError for fused experts with a norm, static activation scales, other blocks or extra parameters."""
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError("module: expected no norm after each expert")
     if getattr(module, "activation_scheme", "dynamic") != "dynamic":

@@ -39,7 +39,8 @@ class _Copies:
     """The FP8 copies of the weights in one storage.
 
     by_layout: maps (offset, shape, strides, dtype) of a weight, or of the two weights that share a copy, to the copy
-    and the state in which it was made: version counters, the `_Copies` of the second weight, and `_master_generation`.
+        and the state in which it was made: version counters, the `_Copies` of the second weight, and
+        `_master_generation`.
     captured: whether a CUDA graph quantizes or changes one of the weights; its replays change no version counter.
     """
 

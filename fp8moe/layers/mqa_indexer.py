@@ -330,7 +330,7 @@ def _slots(seen: Tensor, block_table: Tensor, num_blocks: int) -> Tensor:
 def _check(
     name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], like: Tensor
 ) -> None:
-    """Check type, dtype, shape and device of a tensor; None as the first size of `shape` allows any."""
+    """Check type, dtype, shape and device of a tensor. If the first size in `shape` is None, any is allowed."""
     check_tensor(name, value)
     check_dtype(name, value, *dtypes)
     first = 1 if shape[0] is None else 0

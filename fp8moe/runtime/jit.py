@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _CUDA = Path(__file__).resolve().parent.parent / "cuda"
 
-# Architecture's folder -> directories in which the sources of its kernels are searched.
+# Name of an architecture's folder -> directories to search for the sources of its kernels.
 SOURCE_DIRS = {name: tuple(_CUDA / folder for folder in (*SHARED_FOLDERS, name)) for name, *_ in ARCHITECTURES}
 
 # Increase this when the meaning of a cache key or of a cache entry changes.

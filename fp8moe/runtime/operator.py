@@ -173,8 +173,9 @@ def operator(
     cuda: launches the kernels. reference: computes the result in plain PyTorch. Both return the results of the schema.
     fake: returns uninitialized results, for fake tensors too.
     quick: returns a function to call in place of check, cuda and reference if arguments of this layout have run before,
-        otherwise None. forward_only: autograd skips the operator; only `runtime.autograd.run`, or an operator that has
-        a backward, calls it.
+        otherwise None.
+    forward_only: autograd skips the operator; only `runtime.autograd.run`, or an operator that has a backward, calls
+        it.
     signature: the arguments, for a schema ``name -> ...``; None: the parameters of `check`.
     """
 

@@ -29,7 +29,7 @@ class Targets(NamedTuple):
         return self.peers, self.each, self.to_all
 
     def pointers(self, assignments: int) -> tuple[int, ...]:
-        """Return the address fields of `PeerStore`. assignments: address of an array, each GEMM row's assignment."""
+        """Return the address fields of `PeerStore`. assignments: address of an array, one assignment per GEMM row."""
         return *self.addresses[: self.peers], assignments, *self.addresses[self.peers :]
 
 

@@ -88,7 +88,7 @@ class Fp8moeExperts(_Experts):
     Expert ids index the experts of all ranks; -1 and the ids of other ranks' experts add nothing.
     """
 
-    expects_unquantized_inputs = True  # quantized by the first kernel of fp8moe.experts
+    expects_unquantized_inputs = True  # as the first kernel of fp8moe.experts quantizes its inputs
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:

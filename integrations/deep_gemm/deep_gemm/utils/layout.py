@@ -78,9 +78,9 @@ def transform_sf_into_required_layout(
     """Return scales in the layout that the kernels load without a copy; sf itself if it has this layout.
 
     sf: float32 ((num_groups,) ceil(mn / rows of a block), ceil(k / 128)), or packed int32 with four exponents each.
-    recipe: (block rows of a, block rows of b, 128), of which is_sfa (whether sf is the scale of a) selects one; or
-    (block rows, 128). 1x128 scales become MN-major, see `get_mn_major_tma_aligned_tensor`; 128x128 scales become
-    contiguous. disable_ue8m0_cast: no effect: scales are never cast on Hopper.
+    recipe: (block rows of a, block rows of b, 128), with is_sfa, whether sf is the scale of a; or (block rows, 128).
+        1x128 scales become MN-major, see `get_mn_major_tma_aligned_tensor`; 128x128 scales become contiguous.
+    disable_ue8m0_cast: no effect: scales are never cast on Hopper.
 
     Raises NotImplementedError for blocks that Hopper has no kernels for, ValueError for another shape.
     """
