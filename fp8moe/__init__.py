@@ -3,8 +3,8 @@
 Importing fp8moe needs only PyTorch; CUDA libraries are loaded when the first kernel runs.
 
 Letters in the shapes of all docstrings: T tokens, K experts per token (top-k) or the inner dimension of a GEMM,
-E experts, H hidden size, I intermediate size, M and N rows and columns of a result, R rows sorted by expert; B sequences,
-D head dimension, L columns of a static KV cache, V vocabulary size, W ranks of a process group.
+E experts, H hidden size, I intermediate size, M and N rows and columns of a result, R rows sorted by expert;
+B sequences, D head dimension, L columns of a static KV cache, V vocabulary size, W ranks of a process group.
 """
 
 import sys

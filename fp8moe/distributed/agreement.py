@@ -19,7 +19,8 @@ class CallSummary(NamedTuple):
     """A summary of one rank's call of a layer, as integers to send to all ranks.
 
     All fields but `tokens` must be equal on all ranks. wrong: 1 if the arguments fail a check. layer: number of the
-    layer, see `Agreement.new_layer`. dtype: index of the dtype of hidden_states in `runtime.checks.FLOATING`. gradients: a bit for each of `GRADIENTS`.
+    layer, see `Agreement.new_layer`. dtype: index of the dtype of hidden_states in `runtime.checks.FLOATING`.
+    gradients: a bit for each of `GRADIENTS`.
     """
 
     tokens: int = 0

@@ -27,9 +27,10 @@ _ALIGNMENT = 16  # bytes; each part of a packed row begins at a multiple of this
 # collective.
 _SLICED_FROM = 4 << 20
 
-# Time in microseconds that all_to_all saves for each token not sent to a rank, and costs for each call. Measured on two
-# H200s over NVLink with DeepSeek-V3's layer: NCCL moves 200 GB/s; gather sends 7392 bytes per token to each other rank
-# and gets 28672 back. Eager all_to_all of few tokens takes 1.5 ms more, as the CPU waits for sizes.
+# Microseconds that all_to_all saves per token that a rank does not need, and extra microseconds that each all_to_all
+# call takes. Measured on two H200s over NVLink with DeepSeek-V3's layer: NCCL moves 200 GB/s; gather sends 7392 bytes
+# per token to each other rank and gets 28672 back. Eager all_to_all of few tokens takes 1.5 ms more, as the CPU waits
+# for sizes.
 _MICROSECONDS_A_ROW = 0.18
 _MICROSECONDS_A_CALL = 1500
 
@@ -223,7 +224,7 @@ class ExactGather(ExactTransport):
 def choose_method(tokens: int, top_k: int, world: int) -> str:
     """Return the faster method over NCCL, "gather" or "all_to_all", estimated from the rows that each sends.
 
-    tokens: the largest number of any rank, so that all ranks choose the same method.
+    tokens: the largest token count of any rank, so that all ranks choose the same method.
     """
     spared = (1 - 1 / world) ** top_k  # the fraction of ranks that have no expert of a given token
     saved = _MICROSECONDS_A_ROW * tokens * (world - 1) * spared

@@ -135,7 +135,10 @@ def check_not_around(argument: str, model: nn.Module) -> None:
 
 
 def _walk(model: nn.Module, name: str) -> tuple[str | None, nn.Module | None]:
-    """Return (name without wrappers, None) for the model's own tensor or module, (None, wrapper) for an adapter's."""
+    """Follow a qualified name through wrappers.
+
+    Returns (name without wrappers, None) or, for a tensor or module of an adapter, (None, the adapter's wrapper).
+    """
     module, kept = model, []
     for part in name.split("."):
         # The names in state dicts lack the name of CheckpointWrapper's child: descend to the child all the same.
