@@ -2,9 +2,9 @@
 
 Importing fp8moe needs only PyTorch; CUDA libraries are loaded when the first kernel runs.
 
-Letters of shapes in all docstrings: T tokens, K experts per token (top-k) or the inner dimension of a GEMM, E experts,
-H hidden size, I intermediate size, M and N rows and columns of a result, R rows sorted by expert; B sequences,
-D head dimension, L columns of a static KV cache, V vocabulary size, W ranks of a process group.
+Letters in the shapes of all docstrings: T tokens, K experts per token (top-k) or the inner dimension of a GEMM,
+E experts, H hidden size, I intermediate size, M and N rows and columns of a result, R rows sorted by expert;
+B sequences, D head dimension, L columns of a static KV cache, V vocabulary size, W ranks of a process group.
 """
 
 import sys
@@ -72,10 +72,11 @@ else:
     def __dir__():
         return sorted({*globals(), *__all__})
 
-    # `import fp8moe` registers all operators, because torch.export.load() looks them up by name. That imports PyTorch,
-    # which takes two seconds. The commands `fp8moe` and `python -m fp8moe` (whose sys.argv[0] is "-m" at this point)
-    # postpone it, so that `fp8moe --help` answers at once.
+    # `import fp8moe` registers all operators, because torch.export.load() looks them up by name. Registering them
+    # imports PyTorch, which takes two seconds. The commands `fp8moe` and `python -m fp8moe` (whose sys.argv[0] is "-m"
+    # at this point) postpone this import, so that `fp8moe --help` answers at once.
     if Path(*sys.argv[:1]).name not in ("fp8moe", "-m"):
         for _name in __all__:
-            if _name not in ("RefitReport", "refit", "refitting"):  # these have no operators, but slow imports
+            # these names define no operators, and importing them is slow
+            if _name not in ("RefitReport", "refit", "refitting"):
                 __getattr__(_name)

@@ -1,4 +1,4 @@
-"""`python -m fp8moe`: the command `fp8moe`."""
+"""Run the command `fp8moe` as `python -m fp8moe`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command line of `fp8moe`. Parsing it needs no PyTorch: only the modules of fp8moe.commands import that."""
+"""The command line of `fp8moe`. Parsing arguments needs no PyTorch: only modules of fp8moe.commands import PyTorch."""
 
 import argparse
 import json
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{options.prog}: interrupted{options.after_interrupt}", file=sys.stderr)
             return INTERRUPTED
         except BrokenPipeError:
-            # The reader has closed the pipe, as `head` does. Redirect, so that flushing at exit does not fail too.
+            # The reader of the pipe has closed it, as `head` does. Redirect stdout, so that flushing at exit does not
+            # fail too.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except (ValueError, OSError, RuntimeError, SafetensorError) as error:
@@ -54,7 +55,7 @@ def _ctrl_c_ends() -> Iterator[None]:
     """Raise KeyboardInterrupt if Ctrl-C is pressed within the block, even if code in the block swallows the exception.
 
     PyTorch turns a KeyboardInterrupt raised while it checks an element of an argument into a ValueError, and its import
-    ignores one raised while it looks for an optional package.
+    ignores a KeyboardInterrupt raised while it looks for an optional package.
     """
     before, pressed = signal.getsignal(signal.SIGINT), False
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
@@ -209,7 +210,10 @@ def _add_info(commands: Any) -> argparse.ArgumentParser:
 
 
 def _add_writing(parser: argparse.ArgumentParser, source: str) -> None:
-    """Add the arguments of a command that reads one checkpoint and writes another. source: help text for the input."""
+    """Add the arguments of a command that reads one checkpoint and writes another.
+
+    source: beginning of the help text for the argument SRC, the checkpoint to read.
+    """
     parser.set_defaults(after_interrupt="; the same command goes on behind the last finished shard")
     add = parser.add_argument
     add("source", metavar="SRC", help=f"{source}: {_PLACE}")

@@ -21,7 +21,7 @@ _MOVED = {
 
 
 def _hand_on(old: str, new: str) -> Callable[[str], object]:
-    """Return a `__getattr__` for the module `old` that reads every name from the module `new`, with a warning.
+    """Return a module-level `__getattr__` for the module `old`: it reads every name from the module `new`, and warns.
 
     The `__getattr__` raises ImportError if `new` is not installed, or if another project's module has that name.
     """
@@ -44,7 +44,7 @@ def _check_installed(old: str, package: str) -> None:
     install = f"`pip install ./integrations/{package}` in a clone of fp8moe"
     try:
         found: ModuleType = import_module(package)
-    except Exception as error:  # another project's module may raise anything
+    except Exception as error:  # importing another project's module may raise anything
         raise ImportError(f"{old} is {package} now, which {install} installs; importing it: {error}") from error
     if "+fp8moe" not in getattr(found, "__version__", ""):
         raise ImportError(f"{old} is {package} now, but {found} is not fp8moe's; {install} replaces it")
@@ -52,6 +52,6 @@ def _check_installed(old: str, package: str) -> None:
 
 for _name, _new in _MOVED.items():
     _old = f"{__name__}.{_name}"
-    _module = sys.modules[_old] = module_from_spec(ModuleSpec(_old, None))  # so that `import` finds it
+    _module = sys.modules[_old] = module_from_spec(ModuleSpec(_old, None))  # so that `import` finds the old name
     _module.__getattr__ = _hand_on(_old, _new)  # type: ignore[method-assign]
     globals()[_name] = _module

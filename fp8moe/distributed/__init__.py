@@ -1,4 +1,4 @@
-"""ExpertParallel: spreads experts over the GPUs of a mesh, as a style of `torch.distributed.tensor.parallel`."""
+"""ExpertParallel: a style for PyTorch's `parallelize_module` that spreads experts over the GPUs of a mesh."""
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,17 @@ class ExpertParallel(ParallelStyle):
 
     It applies to `GroupedExperts`, frozen or trained, and to transformers' experts modules that run on fp8moe. Rank r
     then has experts [r * E/W, (r + 1) * E/W): parameters become DTensors, Shard(0), on the 1-D mesh; parameters that
-    are sharded like this already are left alone. As with PyTorch's own styles, the values come from rank 0 or, with
+    are already sharded in this way are left alone. As with PyTorch's own styles, the values come from rank 0 or, with
     ``src_data_rank=None``, from each rank itself. `num_experts` stays E, and top_k_index has indices of all experts.
 
     The layer's forward takes (T_r, H) tokens on rank r, any number, also 0. All ranks must call forward and backward
     together, with the same dtype and the same top_k, and either all or none of them with a residual. With `exact`, the
-    result has the same bits as on one GPU. Without it this holds where no gradients are recorded and the GPUs of a node
-    can write to each other's memory; otherwise float32 partial sums are added in the order of ranks and rounded once.
-    Equal inputs give equal bits, in results and gradients. Before each call the ranks exchange, over gloo on the CPU,
-    T_r and the properties that must agree: wrong arguments on one rank raise the same ValueError on all. In a CUDA
-    graph nothing is exchanged: all ranks must have the same number of tokens, and capture and replay together. Under
-    torch.compile the layer is a graph break.
+    result has the same bits as on one GPU. Without `exact`, the bits are the same only where no gradients are recorded
+    and the GPUs of a node can write to each other's memory; otherwise float32 partial sums are added in the order of
+    ranks and rounded once. Equal inputs give equal bits, in results and gradients. Before each call the ranks exchange
+    T_r and the properties that must agree, over gloo on the CPU: wrong arguments on one rank raise the same ValueError
+    on all. In a CUDA graph nothing is exchanged: all ranks must have the same number of tokens, and capture and replay
+    together. Under torch.compile the layer is a graph break.
 
     Args:
         method: "gather": every rank gets all tokens. "all_to_all": a token goes to the ranks that have its experts;
@@ -83,7 +83,10 @@ class ExpertParallel(ParallelStyle):
 
 
 def _describe(module: nn.Module, mesh: DeviceMesh) -> str:
-    """Return one line about the experts, to compare across ranks. Raises TypeError or ValueError for other modules."""
+    """Describe an experts module in one line, to compare modules across ranks.
+
+    Raises TypeError for a module that is not fused experts, ValueError for one that cannot be spread over this mesh.
+    """
     count = getattr(module, "num_experts", None)
     parameters = {name: value for name, value in module._parameters.items() if value is not None}
     fused = all(value.dim() and len(value) == count for value in parameters.values())
@@ -106,7 +109,7 @@ def _describe(module: nn.Module, mesh: DeviceMesh) -> str:
 
 
 def _shard(value: nn.Parameter, mesh: DeviceMesh, source: int | None) -> nn.Parameter:
-    """Return a parameter as a Shard(0) DTensor with a copy of this rank's experts."""
+    """Return a parameter as a Shard(0) DTensor that holds a copy of this rank's experts. source: `src_data_rank`."""
     values = value.detach()
     if values.is_meta:
         part = values[: len(values) // mesh.size()]

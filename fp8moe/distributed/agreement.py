@@ -10,16 +10,17 @@ from torch.distributed import ProcessGroup
 
 from fp8moe.runtime.checks import FLOATING
 
-# Names of the bits of `CallSummary.gradients`. "training": the call may have a backward. The others are operands that
-# need a gradient.
+# Names of the bits of `CallSummary.gradients`. "training": the call may have a backward. Every other bit: the operand
+# of that name needs a gradient.
 GRADIENTS = ("training", "hidden_states", "top_k_weights", "parameters")
 
 
 class CallSummary(NamedTuple):
-    """A summary of one rank's call of a layer, as integers to exchange. All but `tokens` must be equal on all ranks.
+    """A summary of one rank's call of a layer, as integers to send to all ranks.
 
-    wrong: 1 if the arguments fail a check. layer: number of the layer, see `Agreement.new_layer`. dtype: index of the
-    dtype of hidden_states in `runtime.checks.FLOATING`. gradients: a bit for each of `GRADIENTS`.
+    All fields but `tokens` must be equal on all ranks. wrong: 1 if the arguments fail a check. layer: number of the
+    layer, see `Agreement.new_layer`. dtype: index of the dtype of hidden_states in `runtime.checks.FLOATING`.
+    gradients: a bit for each of `GRADIENTS`.
     """
 
     tokens: int = 0
@@ -34,7 +35,8 @@ def _gradients(bits: int) -> str:
     return " and ".join(name for bit, name in enumerate(GRADIENTS) if bits >> bit & 1) or "none"
 
 
-_SAME = {  # field that must be equal -> (beginning of the error message, function that formats the field's value)
+# field that must be equal on all ranks -> (beginning of the error message, function that formats the field's value)
+_SAME = {
     "layer": ("expected all ranks to call the same layer", "the {}. of those made parallel".format),
     "dtype": ("hidden_states: expected the same dtype on all ranks", FLOATING.__getitem__),
     "top_k": ("top_k_index: expected the same number of experts a token on all ranks", str),
@@ -45,7 +47,7 @@ _SAME = {  # field that must be equal -> (beginning of the error message, functi
 class Agreement:
     """Exchanges summaries of calls between the ranks of a process group. Get it from `Agreement.of(group)`.
 
-    Its attribute `group` is the given group if that has a gloo backend for the CPU, otherwise a new gloo group of the
+    Its attribute `group` is the given group if it has a gloo backend for the CPU, otherwise a new gloo group of the
     same ranks.
     """
 
@@ -75,7 +77,7 @@ class Agreement:
         """Exchange the ranks' summaries of a call; return the number of tokens of every rank.
 
         error: the error that the check of this rank's arguments raised, or None.
-        Raises the same ValueError on all ranks if the call of any rank is wrong or the calls differ.
+        Raises the same ValueError on all ranks if any rank passes an error or the ranks' calls differ.
         """
         # Over gloo, an all-to-all that sends the same row to every rank takes a third less time than an all-gather.
         self._mine.copy_(torch.tensor(call._replace(wrong=int(error is not None)), dtype=torch.int64, device="cpu"))
@@ -100,7 +102,7 @@ class Agreement:
         raise ValueError("; ".join(f"{ranks}: {text}" for text, ranks in _by_value(sentences) if text)) from error
 
     def gather(self, value: object) -> list:
-        """Return the values of all ranks, in the order of ranks."""
+        """Exchange one picklable value per rank over gloo; return the values of all ranks, in the order of ranks."""
         values = [None] * self.world
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -110,7 +112,10 @@ _agreements: WeakKeyDictionary[ProcessGroup, Agreement] = WeakKeyDictionary()
 
 
 def check_same(expected: str, values: list) -> None:
-    """Raise ValueError, with `expected` and the values by rank, unless the values of all ranks are equal."""
+    """Raise ValueError unless all values are equal. values: one of each rank.
+
+    expected: beginning of the message, which then lists the values by rank.
+    """
     different = _by_value(values)
     if len(different) > 1:
         raise ValueError(f"{expected}, got {'; '.join(f'{value} on {ranks}' for value, ranks in different)}")
@@ -127,5 +132,5 @@ def _by_value(values: Iterable) -> list[tuple[object, str]]:
 def _cpu_group(group: ProcessGroup) -> ProcessGroup:
     if "cpu:gloo" in dist.get_backend_config(group).split(","):
         return group
-    # use_local_synchronization: only the group's own ranks take part, so every slice of a mesh can make a group.
+    # use_local_synchronization: only the group's own ranks take part, so each slice of a mesh can make its own group.
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)

@@ -47,7 +47,10 @@ class Options(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arguments of a call, flattened and checked. trains: whether the call may have a backward."""
+    """The arguments of one forward call, checked, with leading dimensions flattened.
+
+    trains: whether the call may have a backward.
+    """
 
     tokens: Tokens
     residual: Tensor | None
@@ -62,7 +65,7 @@ class Inputs(NamedTuple):
 
 
 class Dispatcher:
-    """Runs the forward of one layer, which holds it as an attribute.
+    """Runs the forward of one expert-parallel layer; each such layer has its own Dispatcher, as an attribute.
 
     Ranks must call `forward` together, all or none with a residual.
 
@@ -116,7 +119,7 @@ class Dispatcher:
     def _counts(self, inputs: Inputs | None, error: Exception | None) -> list[int]:
         """Return the number of tokens of each rank.
 
-        Raises the same ValueError on all ranks if any rank has an error or their calls differ.
+        Raises the same ValueError on all ranks if any rank passes an error or the ranks' calls differ.
         """
         counts = self.agreement.calls(CallSummary() if error else inputs.summary(self.layer), error)
         if self.options.method == "replicated" and len(set(counts)) > 1:
@@ -168,15 +171,15 @@ class Dispatcher:
         return peers.gather(local, inputs.tokens, max(counts), expected_rows, residual)
 
     def _quantized(self, tokens: Tokens) -> Tokens:
-        """Return tokens in the format (`Options.payload`) in which inference sends them."""
+        """Return the tokens in the format in which inference sends them, FP8 or unchanged (`Options.payload`)."""
         if self.options.payload == "bf16":
             return tokens
         return tokens._replace(hidden_states=quantize_1x128(tokens.hidden_states))
 
     def _peers(self, x: Tensor) -> Peers | None:
-        """Return the `Peers` of the group if they support this call, or None if it must go over collectives.
+        """Return the `Peers` of the group if they support this call, or None if the call needs collectives.
 
-        `Peers.gather` sends a token only to ranks that have one of its experts, so "auto" needs no all_to_all there.
+        With `Peers`, the method "auto" always gathers: `Peers.gather` sends a token only to ranks that have its experts.
         """
         method, payload = self.options.method, self.options.payload
         supported = method == "replicated" or (method != "all_to_all" and payload == "fp8")

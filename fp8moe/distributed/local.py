@@ -14,15 +14,16 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.layers.experts import Weights
 from fp8moe.quant.formats import FP8Tensor, align
 
-# One pass has room for _SLACK times the rows that even routing would give, and at least for all rows of _ALWAYS tokens.
+# A pass runs the experts on part of the rows that a rank has received. It has room for _SLACK times the rows that the
+# rank would get if routing were even, and at least for all rows of _ALWAYS tokens.
 _SLACK, _ALWAYS = 1.25, 256
 
 
 class LocalExperts(NamedTuple):
     """The experts of one rank in one call.
 
-    first: index of the rank's first expert. total: E, the experts of all ranks. dtype: of the tokens before
-    quantization.
+    first: index of the rank's first expert. total: E, the number of experts on all ranks. dtype: dtype of the tokens
+    before quantization.
     """
 
     weights: Weights
@@ -35,7 +36,7 @@ class LocalExperts(NamedTuple):
         return len(self.weights.layer.down.data)
 
     def partial_sums(self, tokens: Tokens, expected_rows: int, num_rows: int | None) -> Tensor:
-        """Return each token's weighted sum over this rank's experts, (N, H) float32, computed in several `passes`."""
+        """Return each token's weighted sum over this rank's experts, (N, H) float32, computed in `passes`."""
         sums = known = None
         passes = self.passes(tokens.top_k_index, expected_rows, num_rows)
         for shard in passes:
@@ -47,10 +48,10 @@ class LocalExperts(NamedTuple):
     def passes(self, top_k_index: Tensor, expected_rows: int, num_rows: int | None = None) -> list[Shard]:
         """Split the rows of this rank into passes that fit into the buffers; return a Shard for each pass.
 
-        expected_rows: (token, expert) assignments to this rank if routing is even.
-        num_rows: actual assignments to this rank. None: if one pass may not suffice, read the number from the GPU; in a
-            CUDA graph, which cannot read it, assume as many as possible.
-        The pass over the first rows comes last: passes over rows that do not exist cost little.
+        expected_rows: number of (token, expert) assignments to this rank if routing is even.
+        num_rows: actual assignments to this rank; None if unknown. If one pass may then not suffice, the number is read
+            from the GPU, or in a CUDA graph, where the CPU cannot read it, assumed to be the largest possible.
+        The list goes from the last rows to the first. Passes over rows that turn out not to exist cost little.
         """
         room = max(int(expected_rows * _SLACK), _ALWAYS * max(top_k_index.shape[1], 1))
         most = top_k_index.numel()
@@ -75,13 +76,13 @@ class LocalExperts(NamedTuple):
     def sort(self, tokens: Tokens, num_rows: int | None) -> tuple[Tensor, Tensor, int]:
         """Sort the assignments to this rank's experts: return `sort_by_expert`'s groups and rows, and the row count.
 
-        num_rows: the number of assignments; None reserves rows for the most that are possible.
+        num_rows: the number of assignments; None: reserve rows for the largest possible number.
         """
         count = tokens.top_k_index.numel() if num_rows is None else num_rows
         return *sort_by_expert(tokens.top_k_index, self.count, first_expert=self.first, num_rows=count), count
 
     def quantized_rows(self, tokens: Tokens, rows: Tensor, count: int) -> FP8Tensor:
-        """Return the tokens as `count` quantized rows sorted by expert. rows: from `sort`."""
+        """Return the tokens as `count` quantized rows sorted by expert. rows: second result of `sort`."""
         x = tokens.hidden_states
         data, scale = x if isinstance(x, FP8Tensor) else (x, None)
         hidden = data.shape[1]
@@ -90,7 +91,10 @@ class LocalExperts(NamedTuple):
         return FP8Tensor(a.data[:, :hidden], a.scale)
 
     def results(self, x: Tensor | FP8Tensor, groups: Tensor, assignments: int, training: bool) -> Tensor:
-        """Return the experts' results (R, H) for rows x sorted by expert. assignments: the total over all ranks."""
+        """Return the experts' results (R, H) for rows x (R, H) sorted by expert.
+
+        groups: first result of `sort`. assignments: number of (token, expert) assignments on all ranks.
+        """
         options = {"row_dtype": row_dtype(self.dtype), "whole": (assignments, self.total), "training": training}
         return experts_of_rows(x, groups, self.weights.layer, masters=self.weights.masters, **options)
 

@@ -23,9 +23,10 @@ from fp8moe.runtime.peer_table import MAX_PEERS, SIGNALS_BYTES, Targets, meeting
 
 
 class _PeerBuffer:
-    """Symmetric memory: a zeroed buffer of `nbytes` on each rank of a group; `addresses` has the buffer of every rank.
+    """A zeroed buffer of `nbytes` bytes in the symmetric memory of every rank of a group.
 
-    All ranks must make it together. Raises ValueError in the capture of a CUDA graph.
+    addresses: the address of each rank's buffer, valid on this rank's GPU.
+    All ranks must construct it together. Raises ValueError during CUDA graph capture.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int):
@@ -40,26 +41,27 @@ class _PeerBuffer:
         self._handle = symmetric_memory.rendezvous(self.memory, group.group_name)
         ranks = range(dist.get_world_size(group))
         self.addresses = [self._handle.get_buffer(rank, (nbytes,), torch.uint8).data_ptr() for rank in ranks]
-        # No rank may write until all have got here: another rank may still be reading an old buffer in this memory.
+        # Wait until all ranks get here before any of them writes: a rank may still be reading an old buffer in this
+        # memory.
         torch.cuda.synchronize(device)
         Agreement.of(group).gather(None)
 
     def barrier(self) -> None:
-        """Wait, on the current stream, until all ranks get here; what they wrote before is then visible to all."""
+        """Wait, on the current stream, until all ranks get here. Each rank then sees the others' earlier writes."""
         self._handle.barrier(channel=0)
 
 
 class _ReceiveBuffer(_PeerBuffer):
-    """A buffer for the tokens that all ranks send to this one (`Received`)."""
+    """A buffer for the tokens that all ranks send to this rank, with the fields of `Received`."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int):
         super().__init__(group, device, nbytes)
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def parts(self, room: int, hidden: int, top_k: int) -> tuple[Received, list[int]]:
-        """Return `Received`, with slots for `room` tokens from each rank, and where this rank writes on all peers.
+        """Return this rank's `Received`, with slots for `room` tokens of each rank, and where to write on all peers.
 
-        The addresses are in the order of ranks, and for each rank in the order of the fields of `Received`.
+        The addresses to write to are in the order of ranks, and for each rank in the order of the fields of `Received`.
         """
         slots, begin, parts, offsets = self.world * room, 0, [], []
         for dtype, columns in received_columns(hidden, top_k):
@@ -90,7 +92,8 @@ class Peers:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._signals = _PeerBuffer(group, device, SIGNALS_BYTES)
         self._buffers: dict[type[_PeerBuffer], _PeerBuffer] = {}
-        self._outgrown: list[_PeerBuffer] = []  # too small now, but CUDA graphs may hold their addresses
+        # replaced by larger buffers, but kept because CUDA graphs may hold their addresses
+        self._outgrown: list[_PeerBuffer] = []
         self._captured = False
 
     @classmethod
@@ -119,9 +122,9 @@ class Peers:
     ) -> Tensor:
         """Send tokens to their experts; return the weighted sums for this rank's tokens, (T, H), plus the residual.
 
-        tokens: of this rank, not quantized; H a multiple of 16. room: the largest number of tokens of any rank.
-        expected_rows: see `LocalExperts.passes`. room and expected_rows must be equal on all ranks. The result has the
-        dtype of the tokens. The CPU waits for the GPU only in `LocalExperts.passes`, if at all.
+        tokens: the tokens of this rank, not quantized; H a multiple of 16. room: the largest number of tokens of any
+        rank. expected_rows: see `LocalExperts.passes`. room and expected_rows must be equal on all ranks. The result
+        has the dtype of the tokens. The CPU waits for the GPU only in `LocalExperts.passes`, if at all.
 
         Raises ValueError in a CUDA graph for more tokens than in any call before its capture.
         """
@@ -143,7 +146,7 @@ class Peers:
     def replicated(
         self, local: LocalExperts, tokens: Tokens, expected_rows: int, residual: Tensor | None = None
     ) -> Tensor:
-        """Return the same sums as `gather`, (T, H), for tokens that all ranks already have, equal on all ranks."""
+        """Compute the sums of `gather`, (T, H), for tokens that are the same on all ranks, so that none are sent."""
         x, index = tokens.hidden_states, tokens.top_k_index.contiguous()
         if not len(x):
             return _nothing(tokens, residual)
@@ -165,8 +168,8 @@ class Peers:
     ) -> None:
         """Run this rank's experts, send result rows to the tokens' ranks or to all ranks, and wait for all ranks.
 
-        x, index: tokens of all ranks and their top-k experts. rows: the buffer of result rows. each: assignments per
-        rank in it.
+        x, index: tokens of all ranks and their top-k experts. rows: the buffer of result rows. each: number of
+        assignments for which each rank's buffer has rows.
         """
         passes = local.passes(index, expected_rows)
         for shard in passes:
@@ -175,7 +178,7 @@ class Peers:
             send_rows(targets, x, index, local.weights.layer, shard)
 
     def _combine(self, rows: _PeerBuffer, local: LocalExperts, tokens: Tokens, residual: Tensor | None) -> Tensor:
-        """Return the weighted sums (T, H) of the rows received for these tokens."""
+        """Return the weighted sums (T, H) of the result rows received for this rank's tokens, plus the residual."""
         x, index, weights = tokens
         (count, hidden), top_k = x.shape, index.shape[1]
         out = torch.empty((count, hidden), dtype=x.dtype, device=self.device)
@@ -191,7 +194,7 @@ class Peers:
         return meeting(self._signals.addresses, self.rank)
 
     def _buffer(self, kind: type[_PeerBuffer], nbytes: int) -> Any:
-        """Return the buffer of this class, making a new one if there is none of at least `nbytes`."""
+        """Return the buffer of class `kind`; make a new one if there is none or it has fewer than `nbytes` bytes."""
         self._captured |= torch.cuda.is_current_stream_capturing()
         buffer = self._buffers.get(kind)
         if buffer is None or buffer.memory.numel() < nbytes:
@@ -215,7 +218,7 @@ def received_bytes(slots: int, hidden: int, top_k: int) -> int:
 
 
 def _nothing(tokens: Tokens, residual: Tensor | None) -> Tensor:
-    """Return the result of a call in which no rank has tokens."""
+    """Return the empty result of a call in which no rank has tokens."""
     return torch.zeros_like(tokens.hidden_states) if residual is None else residual.clone()
 
 

@@ -1,4 +1,4 @@
-"""Collectives that send tokens to the ranks of their experts and results back."""
+"""Transports: collectives that send tokens to the ranks of their experts, and results back."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -17,17 +17,20 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import FP8Tensor, align, ceil_div
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 
-# PyTorch 2.13 has renamed all_gather_into_tensor to all_gather_single.
+# PyTorch 2.13 renamed all_gather_into_tensor to all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_ALIGNMENT = 16  # bytes; kernels load the parts of a packed row, which must be aligned to this
+_ALIGNMENT = 16  # bytes; each part of a packed row begins at a multiple of this, as kernels require
 
-# From this size in bytes of one rank's partial sums, two collectives that move fewer bytes are faster than one: at
-# NCCL's 200 GB/s on a node 4 MB take 20 us, the cost of starting another collective.
+# If one rank's partial sums have at least this many bytes, `Replicated` adds them up in slices, with two collectives
+# instead of one: these move fewer bytes. At NCCL's 200 GB/s on a node 4 MB take 20 us, the cost of starting another
+# collective.
 _SLICED_FROM = 4 << 20
 
-# Measured on two H200s over NVLink with DeepSeek-V3's layer: NCCL moves 200 GB/s; gather sends 7392 bytes per token to
-# each other rank and gets 28672 back. Eager all_to_all of few tokens takes 1.5 ms more, as the CPU waits for sizes.
+# Microseconds that all_to_all saves per token that a rank does not need, and extra microseconds that each all_to_all
+# call takes. Measured on two H200s over NVLink with DeepSeek-V3's layer: NCCL moves 200 GB/s; gather sends 7392 bytes
+# per token to each other rank and gets 28672 back. Eager all_to_all of few tokens takes 1.5 ms more, as the CPU waits
+# for sizes.
 _MICROSECONDS_A_ROW = 0.18
 _MICROSECONDS_A_CALL = 1500
 
@@ -46,7 +49,7 @@ class Tokens(NamedTuple):
 class Transport(ABC):
     """Sends the tokens of one call to the ranks of their experts, and partial sums back.
 
-    room: number of rows to pack tokens into for `out`, at least the number of tokens of this rank.
+    room: number of rows that `send` packs the tokens of this rank into; rows beyond its tokens are padding.
     num_rows: number of (token, expert) assignments to this rank's experts, or None if the CPU does not know it.
     """
 
@@ -59,10 +62,10 @@ class Transport(ABC):
 
     @abstractmethod
     def back(self, rows: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-        """Send one row per received token, (N, C), back to its rank, and add them up there: the adjoint of `out`.
+        """Send one row per received token, (N, C), back to the token's rank, which adds up the rows of each token.
 
         Returns each token's sum (T, C), added in float32 in the order of ranks, rounded once to `dtype`.
-        residual: (T, C) of `dtype`, added to the result, or None.
+        residual: (T, C) of `dtype`, added to the result, or None. Without a residual this is the adjoint of `out`.
         """
 
     def send(self, tokens: Tokens) -> Tokens:
@@ -92,11 +95,12 @@ class Gather(Transport):
 class AllToAll(Transport):
     """Sends each token once to every rank that has one of its experts. Not for CUDA graphs, as the CPU reads sizes.
 
-    One collective exchanges sizes; two more move one row per (token, rank) pair, there and back.
+    One collective exchanges sizes; one sends one row per (token, rank) pair, and one returns one row per pair.
 
     sent, received: numbers of tokens to and from each rank. assignments_sent, assignments_received: numbers of
-    (token, expert) assignments to and from each rank. token_rows (T, W) and assignment_rows (T, K), int32: positions
-    among all tokens and assignments to send, which are sorted by rank.
+    (token, expert) assignments to and from each rank. token_rows (T, W) int32: entry [t, r] is the position of token t
+    for rank r among the rows to send, sorted by rank. assignment_rows (T, K) int32: the position of each assignment
+    among all assignments, sorted by rank.
     """
 
     def __init__(self, group: ProcessGroup, top_k_index: Tensor, num_experts: int):
@@ -126,7 +130,8 @@ class AllToAll(Transport):
 class Replicated(Transport):
     """Sends partial sums to all ranks; tokens need not be sent, as all ranks have them.
 
-    Every rank adds up all ranks' partial sums: for all tokens or, if there are many, for a slice that it then shares.
+    Every rank adds up the partial sums of all ranks. If there are many tokens, each rank does so for a slice of them
+    only, and a second collective shares the sums.
     """
 
     def __init__(self, group: ProcessGroup, tokens: list[int]):
@@ -152,10 +157,10 @@ class Replicated(Transport):
 
 
 class ExactTransport(ABC):
-    """Sends a result row for each assignment back to its token's rank, which adds them up as one GPU would.
+    """Sends one result row per assignment back to the token's rank, which adds up the rows as one GPU would.
 
-    transport: the Transport that sends the tokens. row_index: (T, K) int32, the row of each assignment of this rank's
-    tokens in the result of `back`.
+    An assignment is a (token, expert) pair. transport: the Transport that sends the tokens. row_index: (T, K) int32,
+    the row of each assignment of this rank's tokens in the result of `back`.
     """
 
     transport: Transport
@@ -163,18 +168,21 @@ class ExactTransport(ABC):
 
     @abstractmethod
     def back(self, y: Tensor, rows: Tensor) -> Tensor:
-        """Send result rows y (R, H) to the tokens' ranks; return the received rows (P, H).
+        """Send result rows y (R, H) to the tokens' ranks; return the rows that this rank receives, (P, H).
 
         rows: (N, K), the row in y of each assignment of the N received tokens; -1 for experts of other ranks.
         """
 
     @abstractmethod
     def out(self, grad: Tensor, rows: Tensor, count: int) -> Tensor:
-        """Apply the adjoint of `back` to grad (P, H); return (count, H), arbitrary in rows without assignment."""
+        """Apply the adjoint of `back`: send a gradient (P, H) of its result to the experts' ranks.
+
+        Returns the gradient (count, H) of y. Rows of y without an assignment get arbitrary values.
+        """
 
 
 class ExactAllToAll(ExactTransport):
-    """Exchanges exactly one row per assignment. For eager calls, as the CPU must know the sizes."""
+    """Exchanges exactly one row per assignment. Not for CUDA graphs, as the CPU must know the numbers of rows."""
 
     def __init__(self, group: ProcessGroup, top_k_index: Tensor, num_experts: int):
         self.transport = AllToAll(group, top_k_index, num_experts)
@@ -191,7 +199,7 @@ class ExactAllToAll(ExactTransport):
         return received.index_select(0, _inverse(self._rows_here(rows), count))
 
     def _rows_here(self, rows: Tensor) -> Tensor:
-        """Return the rows of all assignments to this rank, flattened, in the order of tokens."""
+        """Return the row of each assignment to this rank, 1-D, in the order of tokens. rows: as for `back`."""
         here = sort_by_expert(torch.where(rows >= 0, 0, -1), 1).rows
         return rows.flatten().index_select(0, _inverse(here, self.transport.num_rows))
 
@@ -216,7 +224,7 @@ class ExactGather(ExactTransport):
 def choose_method(tokens: int, top_k: int, world: int) -> str:
     """Return the faster method over NCCL, "gather" or "all_to_all", estimated from the rows that each sends.
 
-    tokens: the largest number of any rank, so that all ranks choose the same method.
+    tokens: the largest token count of any rank, so that all ranks choose the same method.
     """
     spared = (1 - 1 / world) ** top_k  # the fraction of ranks that have no expert of a given token
     saved = _MICROSECONDS_A_ROW * tokens * (world - 1) * spared
@@ -224,14 +232,14 @@ def choose_method(tokens: int, top_k: int, world: int) -> str:
 
 
 def _owners(top_k_index: Tensor, num_experts: int, world: int) -> Tensor:
-    """Return the rank that has the expert of each assignment, (T, K) int64; -1 for none."""
+    """Return the rank that has the expert of each assignment, (T, K) int64; -1 for an index of no expert."""
     index = top_k_index.long()
     inside = (index >= 0) & (index < num_experts)
     return torch.where(inside, index.div(num_experts // world, rounding_mode="floor"), -1)
 
 
 def _inverse(row_index: Tensor, count: int) -> Tensor:
-    """Return for each of `count` rows its flat position in row_index, (count,) int64; 0 for rows that do not occur."""
+    """Return where each row number below `count` occurs in the flat row_index, (count,) int64; 0 if nowhere."""
     flat = torch.where(row_index >= 0, row_index, count).flatten().long()
     order = torch.arange(flat.numel(), device=flat.device)
     return order.new_zeros(count + 1).scatter_(0, flat, order)[:count]
@@ -266,12 +274,18 @@ def _padded(rows: Tensor, count: int) -> Tensor:
 
 
 def _rows_by_rank(ranks: int, size: int, tokens: int, device: torch.device) -> Tensor:
-    """Return the row indices (tokens, ranks) int32 of each token, in a concatenation of `size` rows from each rank."""
+    """Return an int32 tensor (tokens, ranks): entry [t, r] is the index of rank r's row for token t.
+
+    The index is one into the concatenation of `size` rows from each rank.
+    """
     return torch.arange(ranks * size, dtype=torch.int32, device=device).view(ranks, size).t()[:tokens]
 
 
 def _ordered_sum(rows: Tensor, row_index: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-    """Add up each token's rows in the order of row_index (T, W) int32; return sums (T, C), rounded once to `dtype`."""
+    """Return the sum (T, C) of each token's rows, listed by row_index (T, W) int32 and added in that order.
+
+    Sums are rounded once to `dtype`.
+    """
     ones = torch.ones(row_index.shape, dtype=torch.float32, device=row_index.device)
     return weighted_sum(rows, row_index, ones, dtype, residual)
 
@@ -279,7 +293,7 @@ def _ordered_sum(rows: Tensor, row_index: Tensor, dtype: torch.dtype, residual: 
 def weighted_sum(
     rows: Tensor, row_index: Tensor, weights: Tensor, dtype: torch.dtype, residual: Tensor | None = None
 ) -> Tensor:
-    """Call the kernel `combine`, also for columns that are not a multiple of 8 and for float16 rows, by conversion."""
+    """Run the kernel `combine` for any number of columns, by padding, and for float16 rows, by conversion."""
     rows, columns = rows.float() if rows.dtype is torch.float16 else rows, rows.shape[1]
     if columns % 8 == 0:
         return combine(rows, row_index, weights, dtype, residual=residual)
@@ -293,7 +307,7 @@ def _bytes(value: Tensor) -> Tensor:
 
 
 def send(transport: Transport, tokens: Tokens) -> Tokens:
-    """Call `Transport.send` with gradients for top_k_weights and hidden_states, which must not be quantized."""
+    """Call `Transport.send` differentiably: top_k_weights and hidden_states (not quantized) get gradients."""
     return Tokens(*_Send.apply(transport, *tokens))
 
 
@@ -312,7 +326,7 @@ def permute(x: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def combine_exact(exact: ExactTransport, y: Tensor, rows: Tensor, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Send result rows y (R, H) back; return the weighted sums (T, H) of this rank's tokens, differentiably.
+    """Send result rows y (R, H) to their ranks; return the weighted sums (T, H) of this rank's tokens, differentiably.
 
     rows: as for `ExactTransport.back`. y and top_k_weights get gradients.
     """
@@ -389,7 +403,7 @@ class _WeightedSum(torch.autograd.Function):
     @_differentiated_once
     def backward(ctx, grad):
         y, row_index, weights = ctx.saved_tensors
-        d_y = y.new_zeros(len(y) + 1, y.shape[1])  # the last row takes the writes of assignments to no expert
+        d_y = y.new_zeros(len(y) + 1, y.shape[1])  # an extra last row receives the writes for assignments to no expert
         d_weights = torch.zeros_like(weights)
         # As on one GPU, the gradient of the routing weights is computed from the quantized gradient of the result.
         quantized, grad = dequantize(quantize_1x128(grad)), grad.float()
@@ -403,10 +417,11 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _pack(tokens: Tokens, rows: int) -> Tensor:
-    """Pack tokens into `rows` rows of raw bytes, as int64. Indices become int32; in padding rows they are -1."""
+    """Pack tokens into `rows` rows of bytes, viewed as int64. Top-k indices become int32; padding rows have -1."""
     x, index, weights = tokens
     if index.dtype is torch.int64:
-        index = index.clamp(-1, torch.iinfo(torch.int32).max)  # a clamped index is still no expert
+        # clamping keeps indices of no expert outside of the experts
+        index = index.clamp(-1, torch.iinfo(torch.int32).max)
     parts = [*(x if isinstance(x, FP8Tensor) else (x,)), index, weights]
     columns = _columns(tokens)
     width = sum(align(count * dtype.itemsize, _ALIGNMENT) for dtype, count in columns)
@@ -421,7 +436,7 @@ def _pack(tokens: Tokens, rows: int) -> Tensor:
 
 
 def _unpack(rows: Tensor, like: Tokens) -> Tokens:
-    """Return views of the tokens in packed rows. like: tokens with the same dtypes and columns."""
+    """Return the tokens in packed rows, as views. like: tokens with the same dtypes and columns."""
     *x, index, weights = _views(rows, _columns(like))
     return Tokens(x[0] if len(x) == 1 else FP8Tensor(*x), index, weights)
 

@@ -31,7 +31,7 @@ class Weights(NamedTuple):
     masters: Masters = Masters()
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors that could get gradients: the masters or, if there are none, FP8 weights and biases."""
+        """Return the tensors that could get gradients: the masters, or without masters all FP8 tensors and biases."""
         layer = self.layer
         return self.masters[:2] if self.masters.up_master is not None else (*layer.up, *layer.down, *layer.biases)
 
@@ -88,15 +88,17 @@ class GroupedExperts(MasterModule):
         activation: f in ``f(gate) * up``, by its name in transformers ("silu", "gelu", "relu", "relu2"...). All but
             gated silu run as PyTorch operations between the GEMMs.
         gated: whether there is a gate; otherwise an expert computes ``down_e @ f(up_e @ x)``.
-        swiglu_limit: for gated experts: first ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
-        swiglu_alpha: with a limit and "silu": then ``gate * sigmoid(alpha * gate) * (up + 1)``.
+        swiglu_limit: for gated experts: before the activation, ``gate = min(gate, limit)`` and ``up = clamp(up, -limit,
+            limit)``.
+        swiglu_alpha: with a swiglu_limit and activation "silu": ``gate * sigmoid(alpha * gate) * (up + 1)`` of the
+            clamped values, in place of ``silu(gate) * up``.
         decode_capacity: calls with at most this many tokens use the masked layout, where every expert has room for
             that many rows. Larger calls, and all calls by default, pack the rows expert after expert. The results are
             the same as long as the experts of each token are distinct.
         weight_scales: "block", or "channel" for one scale per output channel, (E, 2I, 1) and (E, H, 1), as in FP8
             checkpoints of compressed-tensors: the accumulators of both GEMMs are multiplied by these scales. For
             inference only: ValueError with a master_dtype, RuntimeError in the backward.
-        bias: whether both projections have biases. For inference only, likewise.
+        bias: whether both projections have biases. For inference only, like "channel".
 
     Raises TypeError for a size that is not an int, ValueError for a size or decode_capacity below one, more than 1024
     experts, an unknown activation, or activation arguments that exclude each other.
@@ -178,7 +180,7 @@ class GroupedExperts(MasterModule):
         decode_capacity: int | None = None,
         master_dtype: torch.dtype | None = None,
     ) -> "GroupedExperts":
-        """Make FP8 experts that compute the same function as ``module``, an experts module of transformers or fp8moe.
+        """Make FP8 experts that compute the same function as ``module``, experts of transformers or fp8moe.
 
         module: one of
             - fused experts in bfloat16, float16 or float32: gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj
@@ -200,9 +202,9 @@ class GroupedExperts(MasterModule):
         decode_capacity: see `GroupedExperts`.
         master_dtype: see `GroupedExperts`. Fused weights that already have this dtype become the masters: the same
             Parameters, so that existing optimizers keep working. Other weights are converted, FP8 weights dequantized.
-            A master requires a gradient if its source does or is FP8.
+            A master requires a gradient if the source weight requires one or is FP8.
 
-        Raises TypeError for a module or weights of another kind, ValueError for what these experts cannot express:
+        Raises TypeError for a module or weights of another kind, ValueError for what GroupedExperts cannot express:
         biases of one projection only or with a master_dtype, transposed or interleaved weights in FP8 or with a
         master_dtype, another activation, other block sizes, static activation scales, single experts split over
         several ranks, and hooks, replaced forwards, adapters and parametrizations, which would not run any more.
@@ -225,7 +227,7 @@ class GroupedExperts(MasterModule):
         decode_capacity: int | None = None,
         master_dtype: torch.dtype | None = None,
     ) -> "GroupedExperts":
-        """Make the layer from what `experts_source.read` returned. The module that was read may stay in use.
+        """Make the layer from a result of `experts_source.read`. The module that was read may stay in use.
 
         Arguments and errors: as for `from_experts`, except that hooks of the module itself are not checked.
         """
@@ -267,7 +269,7 @@ class GroupedExperts(MasterModule):
 
     @property
     def up_name(self) -> str:
-        """The parameter name of the first projection."""
+        """The parameter name of the first projection, "gate_up_proj" or "up_proj"."""
         return "gate_up_proj" if self.activation.gated else "up_proj"
 
     @property
@@ -507,9 +509,10 @@ def experts_rows_training(
 def flattened(
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the arguments of `GroupedExperts.forward` with leading dimensions flattened: (T, H), (T, K) twice, (T, H).
+    """Check the arguments of `GroupedExperts.forward` and flatten their leading dimensions.
 
-    Raises TypeError or ValueError for arguments that do not fit together.
+    Returns hidden_states (T, H), top_k_index (T, K), top_k_weights (T, K), and residual (T, H) or None. Raises
+    TypeError or ValueError for arguments that do not fit together.
     """
     inputs = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
     for name, value in inputs.items():

@@ -24,9 +24,11 @@ from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.runtime.checks import FLOATING, describe
 
 _SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
-_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of the linears of one expert
-_PROBES = 4096  # number of values to compare per expert
-_LARGEST = 42  # probe values reach sinh(42) = 9e17, so that their products are in the range of bfloat16
+# names of one expert's linears: gate (if any), up and down
+_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_PROBES = 4096  # number of values per expert on which activations are compared
+# probe values are sinh(u) with |u| <= 42: up to 9e17, so that their products are in the range of bfloat16
+_LARGEST = 42
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Weight:
     fused: Tensor | FP8Tensor | None = None
 
     def quantize(self, scale_format: str) -> FP8Tensor:
-        """Return data (E, matrices * rows, columns) and scale, with separate blocks for every matrix.
+        """Return FP8 data (E, matrices * rows, columns) and scale; no scale block spans two matrices.
 
         Quantizes one expert at a time, to save memory. Raises ValueError if block and channel scales are mixed.
         """
@@ -101,7 +103,7 @@ class ExpertsSource:
     """What `read` found in an experts module.
 
     up: the first projection (gate and up where gated). down: the second projection.
-    biases: DTensors where the weights are.
+    biases: of both projections; DTensors if the weights are DTensors.
     reordered: whether the module stores transposed weights, or interleaved rows of gate and up.
     """
 
@@ -188,7 +190,8 @@ def _read_fused(module: nn.Module) -> ExpertsSource:
     for name, child in module.named_children():
         check_no_hooks(f"module.{name}", child)
     activation = getattr(module, "activation", None)
-    if not isinstance(activation, Activation):  # a GroupedExperts has an Activation; other modules are examined
+    # a GroupedExperts stores an Activation; for other modules it is derived from their attributes
+    if not isinstance(activation, Activation):
         activation = _activation_of(module, gated)
         _verify_fused(module, activation, size, interleaved)
     return ExpertsSource(count, hidden, size, activation, *weights, biases, transposed or interleaved)
@@ -280,7 +283,10 @@ def _weight_of_list(parts: list[list[Tensor | FP8Tensor]]) -> Weight:
 
 
 def _linear(name: str, linear: nn.Module | None) -> Tensor | FP8Tensor:
-    """Return the weight of a linear layer, an FP8Tensor if quantized. Raises TypeError or ValueError for any other."""
+    """Return the weight of a linear layer, an FP8Tensor if quantized.
+
+    Raises TypeError or ValueError for any other module.
+    """
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise TypeError(f"{name}: expected a linear layer, got {type(linear).__name__}")
@@ -303,7 +309,7 @@ def _check_dtype(name: str, weight: Tensor) -> None:
 
 
 def _quantized(name: str, weight: Tensor, scale: Tensor | None, matrices: int) -> FP8Tensor:
-    """Return the FP8Tensor of weights (..., matrices * rows, columns), with float32 scales, after checks of both."""
+    """Check FP8 weights (..., matrices * rows, columns) and their scale; return both, with a float32 scale."""
     if weight.dtype != torch.float8_e4m3fn:
         raise TypeError(f"{name}: expected float8_e4m3fn like the other projection, got {weight.dtype}")
     if not isinstance(scale, Tensor) or scale.dtype not in _SCALE_DTYPES:
@@ -337,7 +343,8 @@ def _activation_of(module: nn.Module, gated: bool) -> Activation:
 def _verify_fused(module: nn.Module, activation: Activation, size: int, interleaved: bool) -> None:
     """Raise ValueError unless fused experts of transformers apply this activation to gate and up.
 
-    size: columns of gate, and of up. interleaved: whether the module's function expects their columns alternating.
+    size: number of columns of gate, and also of up. interleaved: whether the module's function expects their columns
+    alternating.
     """
     apply = getattr(module, "_apply_gate", None) if activation.gated else None
     if apply is None:
@@ -355,9 +362,9 @@ def _verify_fused(module: nn.Module, activation: Activation, size: int, interlea
 def _verify_mlp(name: str, expert: nn.Module, names: tuple[str, ...], activation: Activation) -> None:
     """Raise ValueError unless an expert computes ``down(activation(gate(x), up(x)))``.
 
-    names: of the expert's linears. A copy of the expert runs with these linears replaced by stand-ins that return
-    values of all magnitudes. So the check takes little time, finds every limit whatever the weights, and needs no GPU
-    for FP8 weights.
+    names: the names of the expert's linears, down last. A copy of the expert runs with these linears replaced by
+    stand-ins that return values of all magnitudes. So the check takes little time, finds every limit for any weights,
+    and needs no GPU for FP8 weights.
     """
     size, hidden = getattr(expert, names[0]).weight.shape
     device = getattr(expert, names[0]).weight.device
@@ -414,7 +421,7 @@ def _function_name(act_fn: Callable[[Tensor], Tensor]) -> str:
 def _run(name: str, function: Callable[[Tensor], object], x: Tensor) -> object:
     try:
         return function(x)
-    except Exception as error:  # foreign code may raise anything
+    except Exception as error:  # the module's own code may raise anything
         raise ValueError(f"{name}: cannot tell its activation, its function fails: {error!r}") from error
 
 

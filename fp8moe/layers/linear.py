@@ -96,7 +96,7 @@ class FP8Linear(MasterModule):
     def from_linear(
         cls, linear: nn.Module, *, scale_format: str = "float32", master_dtype: torch.dtype | None = None
     ) -> "FP8Linear":
-        """Make the FP8 layer of ``linear``: the weight is quantized, or kept as the master; the bias is shared.
+        """Make an FP8Linear from ``linear``: the weight is quantized, or kept as the master; the bias is shared.
 
         linear: nn.Linear with a bfloat16, float16 or float32 weight, on any device, or an FP8Linear with a
             master_dtype. Raises TypeError for others, such as a subclass with its own forward; ValueError for hooks, a
@@ -117,7 +117,7 @@ class FP8Linear(MasterModule):
         new = cls(linear.in_features, linear.out_features, bias=False, device="meta", master_dtype=master_dtype)
         check_not_sharded("linear.weight", weight)
         if master_dtype is None and weight.is_meta:
-            check_scale_format(scale_format)  # `new` already has meta tensors of the right shapes
+            check_scale_format(scale_format)  # quantize nothing: `new` already has meta tensors of the right shapes
         elif master_dtype is None:
             data, scale = quantize_128x128(weight.detach(), scale_format=scale_format)
             new.weight, new.weight_scale_inv = frozen(data), frozen(scale)

@@ -1,13 +1,14 @@
 """Master weights: trainable parameters in bfloat16 or float32, and their FP8 copies, made once per optimizer step.
 
-An FP8 copy is an attribute of its master's storage. So it lives as long as that memory does, is found through every
-alias of the weight (detached, or as a compiled graph sees it), and is not saved, moved or copied with the weight. It is
-valid until the weight's version counter changes, any optimizer makes a step (some optimizers write through ``.data``),
-or `invalidate` is called. It is dropped when another Parameter takes the master's place in its module. FSDP2 does this
-when it frees gathered weights; it later gathers new values into the same memory without changing the version.
+An FP8 copy is an attribute of its master's storage. So the copy lives as long as the master's memory, is found through
+every alias of the weight (detached, or as a compiled graph sees it), and is not saved, moved or copied with the weight.
+The copy is valid until the weight's version counter changes, any optimizer makes a step (some optimizers write through
+``.data``), or `invalidate` is called. The copy is dropped when another Parameter takes the master's place in its
+module. FSDP2 does this when it frees gathered weights; it later gathers new values into the same memory without
+changing the version.
 
 A compiled graph keeps copies only for Parameters of modules, not for weights that it computes: it may reuse one storage
-for several of those.
+for several weights that it computes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -38,7 +39,8 @@ class _Copies:
     """The FP8 copies of the weights in one storage.
 
     by_layout: maps (offset, shape, strides, dtype) of a weight, or of the two weights that share a copy, to the copy
-        and the state in which it was made: version counters, the `_Copies` of the second weight, and generation.
+        and the state in which it was made: version counters, the `_Copies` of the second weight, and
+        `_master_generation`.
     captured: whether a CUDA graph quantizes or changes one of the weights; its replays change no version counter.
     """
 
@@ -51,13 +53,14 @@ def quantized(weight: Tensor, *, parameter: Tensor | None = None) -> FP8Tensor:
     """Return ``quantize_128x128(weight)``, cached from the last call if the weight has not changed since.
 
     weight: a master, or a view of one, (..., N, K) bfloat16, float16 or float32.
-    parameter: the DTensor or tensor that `weight` is this rank's shard of; changes of a DTensor show only in its own
-        version counter, not in its shard's.
-    Returns data (..., N, K) and scale (..., ceil(N/128), ceil(K/128)), detached. They must not be written to.
+    parameter: the tensor, possibly a DTensor, of which `weight` is this rank's shard; changes of a DTensor show only in
+        its own version counter, not in its shard's.
+    Returns data (..., N, K) and scale (..., ceil(N/128), ceil(K/128)), detached. The results must not be written to.
 
     A weight counts as changed if its version counter has changed or if any optimizer has made a step. For changes that
-    show in neither (see docs/training.md), call `invalidate`. A call under CUDA graph capture always quantizes, so that
-    replays do too. A compiled graph gets a clone, since it may reuse the memory of whatever its operators return.
+    neither condition detects (see docs/training.md), call `invalidate`. A call under CUDA graph capture always
+    quantizes, so that replays do too. A compiled graph gets a clone, since it may reuse the memory of whatever its
+    operators return.
     """
     if torch.compiler.is_compiling():
         return FP8Tensor(*torch.ops.fp8moe.quantized_master(weight.detach()))
@@ -67,7 +70,7 @@ def quantized(weight: Tensor, *, parameter: Tensor | None = None) -> FP8Tensor:
 def quantized_gate_up(gate: Tensor, up: Tensor, *, parameters: tuple[Tensor, Tensor]) -> FP8Tensor:
     """Quantize gate and up, masters (E, I, H), into one (E, 2I, H), cached while neither has changed; see `quantized`.
 
-    parameters: the tensors that gate and up are this rank's shards of.
+    parameters: the tensors, possibly DTensors, of which gate and up are this rank's shards.
     Returns data and scales (E, 2 * ceil(I/128), ceil(H/128)).
     """
     if torch.compiler.is_compiling():
@@ -78,16 +81,18 @@ def quantized_gate_up(gate: Tensor, up: Tensor, *, parameters: tuple[Tensor, Ten
 def part_of(name: str, weight: nn.Parameter) -> Tensor:
     """Return a master itself or, if it is a DTensor, this rank's shard, differentiably.
 
-    The backward raises RuntimeError if the DTensor, which the error calls `name`, has been changed in place since.
+    The backward raises RuntimeError if the DTensor, which the error calls `name`, has been changed in place since the
+    forward.
     """
     part = local(weight)
     return part if part is weight or not recorded(part) else _Part.apply(part, (name, weight))
 
 
 def invalidate() -> None:
-    """Discard all FP8 copies, of masters and of transformers' experts (`fp8moe.hf.register`): the next use quantizes.
+    """Discard the FP8 copies of all masters and of transformers' experts (`fp8moe.hf.register`).
 
-    Call this after changes of weights that their version counters do not show.
+    The next use of a weight quantizes it again. Call this after changes of weights that their version counters do not
+    show.
     """
     global _generation
     _generation += 1
@@ -95,7 +100,7 @@ def invalidate() -> None:
 
 
 def invalidate_masters() -> None:
-    """Discard the FP8 copies of masters only, after events that change no other weights."""
+    """Discard the FP8 copies of masters only, not of transformers' experts. For changes that affect only masters."""
     global _master_generation
     _master_generation += 1
 
@@ -133,7 +138,8 @@ class MasterModule(nn.Module):
     _ways_out: tuple[str, str]
 
     def train(self, mode: bool = True) -> Self:
-        # Callers may swap weights through .data for an evaluation, such as for averaged weights.
+        # Callers may swap in other weights through .data for an evaluation, such as averaged weights; copies are then
+        # outdated.
         if self.trainable and mode != self.training:
             invalidate_masters()
         return super().train(mode)
@@ -144,7 +150,8 @@ class MasterModule(nn.Module):
             storage = local(old).untyped_storage()
             if hasattr(storage, _ATTRIBUTE):
                 delattr(storage, _ATTRIBUTE)
-        super().__setattr__(name, value)  # calls register_parameter, which marks the new one's storage, maybe the same
+        # calls register_parameter, which marks the storage of the new parameter, possibly the same storage
+        super().__setattr__(name, value)
 
     def _register_weight(
         self,
@@ -235,7 +242,7 @@ class MasterModule(nn.Module):
 
 
 def check_master_dtype(dtype: torch.dtype | None) -> None:
-    """Raise TypeError unless `dtype` can be that of master weights, or is None: no masters."""
+    """Raise TypeError unless `dtype` is an allowed dtype of master weights, or None, which means no masters."""
     if dtype is not None and dtype not in MASTER_DTYPES:
         raise TypeError(f"master_dtype: expected torch.bfloat16, torch.float32 or None, got {dtype}")
 
@@ -268,12 +275,13 @@ class _Part(torch.autograd.Function):
 def _quantized(weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...]) -> FP8Tensor:
     try:
         copies, *others = [_copies(weight.untyped_storage()) for weight in weights]
-    except NotImplementedError:  # under torch.func.vmap
+    except NotImplementedError:  # torch.func.vmap's tensors have no storage
         return _quantize(*weights)
     if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
         for each in (copies, *others):
             each.captured = True
-    # Inference tensors have no version counter.
+    # Keep no copy where changes do not show: replays of CUDA graphs change no version counter, inference tensors have
+    # none.
     if any(each.captured for each in (copies, *others)) or any(weight.is_inference() for weight in weights):
         copies.by_layout.clear()
         return _quantize(*weights)
@@ -290,7 +298,7 @@ def _quantized(weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...
 
 
 def _quantize(*weights: Tensor) -> FP8Tensor:
-    with torch.inference_mode(False):  # a later call may save the copy for its backward
+    with torch.inference_mode(False):  # make no inference tensors: a later call may save the copy for its backward
         if len(weights) == 1:
             return quantize_128x128(*weights)
         data, scale = _empty_gate_up(*weights)
@@ -308,9 +316,11 @@ def _empty_gate_up(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantized_op(*weights: Tensor) -> tuple[Tensor, Tensor]:
-    if not all(hasattr(weight.untyped_storage(), _ATTRIBUTE) for weight in weights):  # computed by the compiled graph
+    # weights that a compiled graph computes: keep no copy
+    if not all(hasattr(weight.untyped_storage(), _ATTRIBUTE) for weight in weights):
         return tuple(_quantize(*weights))
-    data, scale = _quantized(weights, (None,) * len(weights))  # Parameters: cached as in eager code
+    # weights that are Parameters: keep the copy, as in eager code
+    data, scale = _quantized(weights, (None,) * len(weights))
     return data.clone(), scale.clone()
 
 
@@ -329,7 +339,8 @@ getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set()).update(
 class Fingerprint:
     """A snapshot of tensors' addresses and version counters, to tell later whether they have changed.
 
-    The values are not read. After `invalidate`, called for writes that change no version counter, nothing matches.
+    The values are not read. After `invalidate`, called for writes that change no version counter, no earlier snapshot
+    matches.
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
@@ -349,12 +360,15 @@ _PLAIN = (nn.Parameter, Tensor)
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor and, of a wrapper such as a DTensor, the tensors inside. Each has a version counter of its own."""
+    """Yield a tensor and, if it is a wrapper such as a DTensor, the tensors inside.
+
+    Each of these tensors has a version counter of its own.
+    """
     yield tensor
     if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for part in (getattr(tensor, name) for name in names):
-            if isinstance(part, Tensor):  # not a DTensor's mesh
+            if isinstance(part, Tensor):  # skips a DTensor's mesh
                 yield from _parts(part)
 
 

@@ -1,4 +1,4 @@
-"""FP8MQAIndexer, the lightning indexer: selects the cached tokens that each query attends to, by scores from FP8."""
+"""FP8MQAIndexer, the lightning indexer: scores cached tokens in FP8, and selects those that each query attends to."""
 
 import inspect
 
@@ -17,7 +17,7 @@ from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_floating, check_int, check_tensor, describe
 
 LOGITS_AT_A_TIME = 1 << 28
-"""Most logits that a long prefill holds in memory at a time: 1 GiB of float32."""
+"""The largest number of logits that a prefill holds in memory at a time: 1 GiB of float32."""
 
 TRANSFORMERS_CLASSES = ("DeepseekV32Indexer", "GlmMoeDsaIndexer")
 """Class names of the indexers in transformers that FP8MQAIndexer can replace."""
@@ -179,7 +179,7 @@ class FP8MQAIndexer(nn.Module):
             kv = read_kv(kv_cache, kv_slots)
         queries = (q, weights, starts, ends)
         chunk = max(1, LOGITS_AT_A_TIME // max(1, kv.data.shape[0]))
-        if tokens <= chunk:  # one call, no loop: a graph compiled with a loop would serve only one number of tokens
+        if tokens <= chunk:  # avoid the loop below: a compiled graph with a loop would serve only one number of tokens
             return self._selected(kv, *queries)
         parts = zip(*(value.split(chunk) for value in queries), strict=True)
         return torch.cat([self._selected(kv, *part) for part in parts])
@@ -246,7 +246,7 @@ class FP8MQAIndexer(nn.Module):
         return _select(mqa_logits(q, kv, weights, starts, ends), self.top_k, starts.clamp(min=0)[:, None])
 
     def _check_tokens(self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> int:
-        """Check types, dtypes, shapes and devices of these arguments; return the number of tokens."""
+        """Check types, dtypes, shapes and devices of the inputs to `forward` or `decode`; return the token count."""
         _check("hidden_states", hidden_states, FLOATING, (None, self.hidden_size), hidden_states)
         tokens = hidden_states.shape[0]
         _check("q_resid", q_resid, FLOATING, (tokens, self.q_lora_rank), hidden_states)
@@ -306,7 +306,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _select(logits: Tensor, top_k: int, starts: Tensor | int = 0) -> Tensor:
-    """Return the columns of the top_k logits of each row, minus `starts`; -1 for masked or missing ones; int32."""
+    """Return the columns of each row's top_k logits, minus `starts`, as int32; -1 for masked or missing logits."""
     values, columns = logits.topk(min(top_k, logits.shape[1]), dim=-1)
     columns = torch.where(values == -torch.inf, -1, columns - starts).int()
     return F.pad(columns, (0, top_k - columns.shape[1]), value=-1)
@@ -330,7 +330,7 @@ def _slots(seen: Tensor, block_table: Tensor, num_blocks: int) -> Tensor:
 def _check(
     name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], like: Tensor
 ) -> None:
-    """Check type, dtype, shape and device of a tensor; None as the first size of `shape` allows any."""
+    """Check type, dtype, shape and device of a tensor. If the first size in `shape` is None, any is allowed."""
     check_tensor(name, value)
     check_dtype(name, value, *dtypes)
     first = 1 if shape[0] is None else 0

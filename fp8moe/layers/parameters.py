@@ -21,7 +21,10 @@ def is_sharded(value: Tensor) -> bool:
 
 
 def check_not_parametrized(name: str, module: nn.Module) -> None:
-    """Raise RuntimeError if the module is parametrized, as by peft: adding to FP8 weights would give wrong results."""
+    """Raise RuntimeError if the module has parametrizations, as peft adds.
+
+    A parametrization that adds something to FP8 weights would give wrong results.
+    """
     if "parametrizations" in module._modules:
         raise RuntimeError(
             f"{name}: a parametrization cannot change FP8 weights; for adapters of peft, call "

@@ -12,7 +12,7 @@ DEFAULT_SKIP = (
     *("lm_head", "head", "output_layer", "score", "classifier"),
     *("*embed*", "wte", "wpe", "shared", "*norm"),
     *("gate", "*.gate.*", "router", "*.router.*", "router_gate", "shared_expert_gate"),
-    *("weights_proj", "eh_proj"),  # DeepSeek's indexer and multi-token prediction
+    *("weights_proj", "eh_proj"),  # linears in DeepSeek's indexer and in its multi-token prediction
     *("in_proj_a", "in_proj_b", "in_proj_ba"),  # gates of Qwen's linear attention, with one row per head
     "dt_proj",  # Mamba's forward reads this weight without calling the module
 )
@@ -49,7 +49,7 @@ def check_skip(model: str, names: Collection[str], skip: Iterable[str]) -> None:
 
 
 def casts_to_weight(model: nn.Module, name: str) -> str | None:
-    """Return the class name of an enclosing module that casts to this module's weight dtype, as in T5, or None."""
+    """Return the class name of an enclosing module that casts to this module's weight dtype (as in T5), or None."""
     parts = name.split(".")
     for depth in range(len(parts)):
         kind = type(model.get_submodule(".".join(parts[:depth])))
@@ -68,7 +68,8 @@ def _read_dtypes(kind: type[nn.Module]) -> frozenset[str]:
         except (AttributeError, OSError, TypeError):
             continue
         paths = re.findall(r"self\.([\w.[\]]+)\.weight\.dtype", source)
-        found |= {re.sub(r"\[(\d+)\]", r".\1", path) for path in paths}  # blocks[0].fc is called blocks.0.fc
+        # `self.blocks[0].fc` is the submodule blocks.0.fc
+        found |= {re.sub(r"\[(\d+)\]", r".\1", path) for path in paths}
         methods += dict.fromkeys(called for called in re.findall(r"self\.(\w+)\(", source) if called not in methods)
     return frozenset(found)
 

@@ -24,7 +24,7 @@ from fp8moe.runtime.sm90 import USUAL_SMS
 
 
 class _Options(NamedTuple):
-    """The arguments of `warm` that apply to every module."""
+    """The arguments of `warm` that apply to every shape."""
 
     activation: Activation
     bias: bool
@@ -100,14 +100,14 @@ def _record(shapes: Iterable[tuple[int, ...]], tokens: int, options: _Options, s
 def _calls(
     shapes: Iterable[tuple[int, ...]], counts: Iterable[int], options: _Options
 ) -> Iterator[Callable[[], object]]:
-    """Yield a function for each shape and number of tokens that calls a module of this shape with so many tokens."""
+    """Yield, for each pair of a shape and a token count, a function that calls a module of this shape once."""
     for shape in shapes:
         module = _module(shape, options)
         yield from (partial(_call, module, shape, count, options) for count in counts)
 
 
 def _module(shape: tuple[int, ...], options: _Options) -> nn.Module:
-    """Make the module of a shape, with reserved memory (`reserve_memory`) for weights."""
+    """Make the linear or experts of a given shape, with weights in reserved memory (`reserve_memory`)."""
     activation, bias, weight_scales, dtype = options
     own = {"bias": bias, "weight_scales": weight_scales, "dtype": dtype, "device": "meta"}
     if len(shape) == 2:
@@ -129,7 +129,7 @@ def _module(shape: tuple[int, ...], options: _Options) -> nn.Module:
 
 
 def _call(module: nn.Module, shape: tuple[int, ...], tokens: int, options: _Options) -> None:
-    """Call a linear once, or experts with every dtype of the routing and also with quantized tokens."""
+    """Call a linear once; call experts with each dtype of the routing, and also with quantized tokens."""
     if len(shape) == 2:
         module(reserved((tokens, shape[1]), options.dtype))
         return

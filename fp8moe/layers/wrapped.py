@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 _INSIDE = {
-    "OptimizedModule": "_orig_mod",  # of torch.compile
+    "OptimizedModule": "_orig_mod",  # the wrapper of torch.compile
     "DistributedDataParallel": "module",
     "DataParallel": "module",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
@@ -18,15 +18,18 @@ _INSIDE = {
     "PeftMixedModel": "base_model",
     "BaseTuner": "model",
     "BaseTunerLayer": "base_layer",
-    "AuxiliaryTrainingWrapper": "original_module",  # peft's modules_to_save and trainable tokens
+    "AuxiliaryTrainingWrapper": "original_module",  # of peft, for modules_to_save and trainable tokens
 }
-"""Wrapper class -> its child that holds the wrapped module. Other children of a wrapper are adapters."""
+"""Class name of a wrapper -> name of its child that is the wrapped module. A wrapper's other children are adapters."""
 
 _REFUSED = ("FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 class Adapter(NamedTuple):
-    """A tensor of a peft adapter. merged: whether the layer's adapters are added to its weights at present."""
+    """A tensor of a peft adapter.
+
+    name: qualified name of the tensor. merged: whether the adapter is currently added to the layer's weights.
+    """
 
     name: str
     merged: bool
@@ -43,7 +46,7 @@ def _refused(kind: type[nn.Module]) -> str | None:
 
 
 def _inside(module: nn.Module | None) -> str | None:
-    """Return the name of the child that this module wraps, or None if it is not a wrapper."""
+    """Return the name of the child module that `module` wraps, or None if `module` is not a wrapper."""
     name = _child(type(module))
     return name if name is not None and name in module._modules else None
 
@@ -69,9 +72,9 @@ def unwrapped(argument: str, model: nn.Module) -> nn.Module:
 
 
 def names_inside(model: nn.Module, names: Iterable[str]) -> dict[str, str | None]:
-    """Map qualified names of tensors or modules to names without the wrappers' parts; to None for adapters.
+    """Map each name of a tensor or module to the name without wrappers; an adapter's name to None.
 
-    model: the root of the names, wrapped or not.
+    model: the root of the qualified names, wrapped or not.
     """
     if not any(_inside(module) for module in model.modules()):
         return {name: name for name in names}
@@ -132,10 +135,13 @@ def check_not_around(argument: str, model: nn.Module) -> None:
 
 
 def _walk(model: nn.Module, name: str) -> tuple[str | None, nn.Module | None]:
-    """Return (name without wrappers, None) for a tensor or module, and (None, its wrapper) for an adapter."""
+    """Follow a qualified name through wrappers.
+
+    Returns (name without wrappers, None) or, for a tensor or module of an adapter, (None, the adapter's wrapper).
+    """
     module, kept = model, []
     for part in name.split("."):
-        # CheckpointWrapper leaves its own child out of the names in state dicts.
+        # The names in state dicts lack the name of CheckpointWrapper's child: descend to the child all the same.
         while (inside := _inside(module)) == _INSIDE["CheckpointWrapper"] != part:
             module = module._modules[inside]
         if inside is None:

@@ -51,7 +51,7 @@ def register(config: Any, model: nn.Module) -> Any:
     for name, module in model.named_modules(remove_duplicate=False):
         if (layer := _adapter_of(module)) is not None:
             kinds[type(module)] = layer
-            modules[name.replace(".base_layer", "")] = module, layer  # base_layer: the model is already adapted
+            modules[name.replace(".base_layer", "")] = module, layer  # an adapted model has base_layer in its names
     if not kinds:
         raise ValueError(
             f"model: expected FP8Linear or GroupedExperts, or transformers' FP8 linears or experts on {NAME!r}, found "
@@ -80,7 +80,7 @@ def merge_and_unload(
     from fp8moe.peft.layer import FP8LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, FP8LoraLayer)]
-    for layer in layers if safe_merge else ():  # check all before any is merged
+    for layer in layers if safe_merge else ():  # check all layers before any is merged
         layer.check_finite(adapter_names)
     merged = model.merge_and_unload(safe_merge=safe_merge, adapter_names=adapter_names)
     return merged, {layer.name: layer.merge_error for layer in layers if layer.merge_error is not None}

@@ -165,7 +165,10 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return [Stored(weight.detach(), scale if scale is None else scale.detach(), matrices, added)]
 
     def factors_of(self, adapter_name: str) -> tuple[Tensor, Tensor]:
-        """Return A (E, r, in) and B (E, out, r) of an adapter. Raises ValueError if hotswap_adapter has broken them."""
+        """Return the factors A (E, r, in) and B (E, out, r) of an adapter.
+
+        Raises ValueError if hotswap_adapter has put in factors of another rank, or without gradients in training.
+        """
         a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].by_expert
         a = a.unflatten(0, (len(b), -1))
         if a.shape[1] != b.shape[2]:
@@ -183,13 +186,13 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
     def _layer(self) -> Layer:
         """Return the FP8 weights of the base layer, or of its FP8 copy if it is unquantized."""
         base = self.get_base_layer()
-        check_base(self.name, base)  # again: it may have been spread over ranks since it was adapted
+        check_base(self.name, base)  # check again: the base layer may have been spread over ranks since it was adapted
         return (base if isinstance(base, GroupedExperts) else cached_layer(base)).whole_weights().layer
 
     def _low_rank(self, added: dict[str, tuple["LoraExperts", list[str]]]) -> LowRank:
         """Concatenate the factors of all adapters along the rank, zero-padded to the sizes that the kernels need.
 
-        added: for each projection with active adapters, its layer and their names.
+        added: maps a projection's name to its LoRA layer and the names of its active adapters.
         """
         base = self.get_base_layer()
         hidden, size = base.down_proj.shape[1:]
@@ -211,7 +214,10 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return _pad(a, (0, 0, 0, more)), _pad(b, (0, more))
 
     def _dropout(self, added: Iterable[tuple["LoraExperts", list[str]]]) -> float:
-        """Return the dropout of the active adapters, 0 in eval mode. Raises ValueError if they differ."""
+        """Return the dropout probability of the active adapters, 0 in eval mode.
+
+        Raises ValueError unless all active adapters have the same.
+        """
         values = {layer.lora_dropout[name].p for layer, names in added for name in names if layer.training}
         if len(values) > 1:
             raise ValueError(

@@ -88,8 +88,8 @@ class Stored:
 class FP8LoraLayer(LoraLayer):
     """Base class of peft LoRA layers around a layer that stores FP8 block weights, or quantizes its weights to run.
 
-    by_parameter: whether configs target it in target_parameters, as experts, rather than in target_modules.
-    name: of the target module or parameter.
+    by_parameter: whether a LoraConfig lists the target in target_parameters, as for experts, or in target_modules.
+    name: name of the target module or parameter.
     merge_error: the error of the last merge, None before the first.
     """
 
@@ -108,7 +108,7 @@ class FP8LoraLayer(LoraLayer):
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add BA of all these adapters to the weights W of the base layer, with one rounding.
+        """Add BA of all given adapters (None: the active ones) to the base layer's weights W, with one rounding.
 
         The old weights are kept, so that `unmerge` can restore them bit for bit. With safe_merge, raises ValueError
         before anything is written if a sum is not finite.
@@ -131,7 +131,10 @@ class FP8LoraLayer(LoraLayer):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """Return the base layer, merged or not, for peft's `merge_and_unload`. Old weights are not kept."""
+        """Return the base layer, for peft's `merge_and_unload`. Keeps no old weights.
+
+        merge: whether to merge the adapters into the base layer first.
+        """
         adapters = self.unmerged(adapter_names) if merge else []
         if adapters:
             self._merge(safe_merge, adapters)
@@ -174,7 +177,8 @@ class FP8LoraLayer(LoraLayer):
     @torch.no_grad()
     def _merge(self, safe_merge: bool, adapters: list[str]) -> None:
         """Overwrite W with W + BA, one expert at a time; every FP8 block gets a new scale."""
-        check_base(self.name, self.get_base_layer())  # again: it may have been spread over ranks since it was adapted
+        # check again: the base layer may have been spread over ranks since it was adapted
+        check_base(self.name, self.get_base_layer())
         if safe_merge:
             self.check_finite(adapters)
         weights = self.stored(adapters)
@@ -195,7 +199,7 @@ class FP8LoraLayer(LoraLayer):
         )
 
     def _start(self, base_layer: nn.Module, adapter_name: str, config, kwargs: dict) -> None:
-        """Set `name`; raise ValueError for targets and options that do not work, before peft changes the layer."""
+        """Set `name`; raise ValueError for unsupported targets and options, before peft changes the layer."""
         self.name = kwargs.get("target_name") or type(base_layer).__name__
         check_target(self.name, type(self), kwargs.get("parameter_name"))
         check_config(self.name, config)
@@ -242,7 +246,7 @@ Modules = Mapping[str, tuple[nn.Module, type[FP8LoraLayer]]]
 
 
 def with_projections(config: Any, modules: Modules) -> Any:
-    """Return a LoraConfig with experts modules moved from target_modules to target_parameters, as their projections.
+    """Return a LoraConfig in which projections in target_parameters replace experts modules in target_modules.
 
     A config is returned unchanged if its target_modules is a regular expression, or if it has layers_to_transform or
     exclude_modules, which peft does not apply to parameters.
@@ -286,7 +290,8 @@ def check_targets(config: Any, modules: Modules) -> None:
             weight.dtype == torch.float8_e4m3fn for weight in module.parameters(recurse=False)
         ):
             raise ValueError(f"modules_to_save: {name} is in FP8, which is not trained")
-        # Without target_modules peft uses its own defaults for the model, which are checked when they are adapted.
+        # Without target_modules peft uses its own defaults for the model, which are checked when peft adapts the
+        # layers.
         targeted = config.target_modules is not None and check_target_module_exists(config, name)
         if not targeted and not parameters:
             continue
@@ -387,12 +392,12 @@ def check_loaded(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str
 
 
 def _adapter(key: str) -> str:
-    """Return the adapter's name, "name" in the key of a factor ``layer.lora_A.name.weight``."""
+    """Return the adapter's name from the key of a LoRA factor: "name" in ``layer.lora_A.name.weight``."""
     return key.rpartition(".lora_")[2].split(".")[1]
 
 
 def _named(model: nn.Module, key: str) -> str:
-    """Describe a factor for an error: its layer's name in peft configs, A or B, and for experts count and rank."""
+    """Describe a LoRA factor for an error message: its layer, whether A or B, and for experts their number and rank."""
     path, _, factor = key.rpartition(".lora_")
     layer = model.get_submodule(path)
     if not isinstance(layer, FP8LoraLayer):

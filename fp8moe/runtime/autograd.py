@@ -31,7 +31,7 @@ def recorded(*values: object) -> bool:
 
 
 def detached(value: Tensor) -> Tensor:
-    """Return a tensor, detached if autograd records it, as the input of an operation without a derivative."""
+    """Return `value`, detached if autograd records it, as the input of an operation without a derivative."""
     return value.detach() if recorded(value) else value
 
 
@@ -67,7 +67,7 @@ def _wrapped(value: Tensor) -> bool:
 
 
 def _may_have_tangent(value: Tensor) -> bool:
-    # Of nested jvp calls only the innermost can be asked for tangents; tensors of the outer ones are wrapped.
+    # unpack_dual sees only tangents of the innermost jvp call; tensors of the outer calls are wrapped.
     return _wrapped(value) or forward_ad.unpack_dual(value).tangent is not None
 
 
@@ -91,7 +91,7 @@ class _ForwardOnly(torch.autograd.Function):
         ctx.name = name
         ctx.save_for_backward(*(arg if isinstance(arg, Tensor) else None for arg in args))
         results = op(*args)
-        return tuple(results) if isinstance(results, list) else results  # autograd finds no tensors in a list
+        return tuple(results) if isinstance(results, list) else results  # autograd.Function finds no tensors in a list
 
     @staticmethod
     def backward(ctx, grad, *_):

@@ -7,7 +7,8 @@ import torch
 from fp8moe.runtime import config
 from fp8moe.runtime.architectures import ARCHITECTURES
 
-# (settings.backend, device index) -> whether the CUDA kernels run there. Errors are raised, not stored.
+# (settings.backend, device index) -> whether the CUDA kernels run there. If the kernels should run there but cannot, an
+# error is raised and nothing stored.
 _decisions: dict[tuple[str, int], bool] = {}
 
 _WAY_OUT = "set FP8MOE_BACKEND=auto or reference"
@@ -49,7 +50,7 @@ def _no_cuda_tensor(tensor: torch.Tensor) -> str:
 
 
 def _decide(backend: str, index: int) -> bool:
-    # PyTorch for ROCm also says "cuda", and reports the same capability for some AMD GPUs.
+    # PyTorch for ROCm also calls its devices "cuda", and reports the same capability for some AMD GPUs.
     capability = torch.cuda.get_device_capability(index) if torch.version.cuda else None
     if capability not in [known.capability for known in ARCHITECTURES]:
         if backend == "cuda":

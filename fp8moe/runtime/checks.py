@@ -34,7 +34,7 @@ def check_dtype(name: str, value: Tensor, *dtypes: torch.dtype) -> None:
 
 
 def check_device(name: str, value: Tensor, device: torch.device, like: str) -> None:
-    """Raise unless `value` is on `device`, the device of the argument named `like`."""
+    """Raise ValueError unless `value` is on `device`, the device of the argument named `like`."""
     if value.device != device:
         raise ValueError(f"{name}: expected on {device} like {like}, got {value.device}")
 
@@ -42,7 +42,7 @@ def check_device(name: str, value: Tensor, device: torch.device, like: str) -> N
 def check_like(
     name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device, like: str
 ) -> None:
-    """Check dtype, shape and device of a tensor; `like` names an argument on that device."""
+    """Check dtype, shape and device of `value`. like: the name of an argument on that device, for the error."""
     check_dtype(name, value, *dtypes)
     if value.shape != shape:
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(value.shape)}")

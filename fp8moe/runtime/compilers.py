@@ -99,7 +99,7 @@ def _ptx_nvrtc(text: str, name: str, arch: str) -> bytes:
     try:
         check(*nvrtc.nvrtcCompileProgram(program, 2, [f"-arch={arch}".encode(), f"-std={STD}".encode()]))
         ptx = b" " * check(*nvrtc.nvrtcGetPTXSize(program))
-        check(*nvrtc.nvrtcGetPTX(program, ptx))  # writes into the bytes object
+        check(*nvrtc.nvrtcGetPTX(program, ptx))  # fills `ptx`
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     return ptx.rstrip(b"\0")

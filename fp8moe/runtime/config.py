@@ -138,7 +138,7 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
 
     See docs/batch-invariance.md. enabled: False restores the usual choice of tiles under FP8MOE_BATCH_INVARIANT=1.
     The mode belongs to the process, not the thread: with blocks open in several threads, the last one entered decides.
-    CUDA graphs and `GraphDecoder`s keep the mode of their capture.
+    CUDA graphs and `GraphDecoder`s keep the mode in which they were captured.
 
     Raises TypeError if `enabled` is not a bool, RuntimeError while torch.export traces.
     """

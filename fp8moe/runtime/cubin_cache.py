@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _MAGIC = b"fp8moe-cubin-1\n"
 _HEADER = len(_MAGIC) + hashlib.sha256().digest_size
-_MAX_BYTES = 256 << 20  # beyond it, the least recently read entries are deleted
+_MAX_BYTES = 256 << 20  # size limit of the cache; beyond it, the least recently read entries are deleted
 
 
 class CubinCache:

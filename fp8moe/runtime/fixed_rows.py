@@ -1,5 +1,7 @@
-"""Batch invariance of library functions: libraries choose the order of sums by the number of rows, so they are always
-called with the same number of rows."""
+"""Batch invariance of functions of other libraries, such as F.linear: always call them with the same number of rows.
+
+With other numbers of rows the libraries may choose another order of sums.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 _CUDA = Path(__file__).resolve().parent.parent / "cuda"
 
-# By an architecture's folder: the directories that are searched for its sources.
+# Name of an architecture's folder -> directories to search for the sources of its kernels.
 SOURCE_DIRS = {name: tuple(_CUDA / folder for folder in (*SHARED_FOLDERS, name)) for name, *_ in ARCHITECTURES}
 
-# Increase this when the meaning of a key or of an entry changes.
+# Increase this when the meaning of a cache key or of a cache entry changes.
 _KEY_VERSION = b"1"
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>).*$', re.MULTILINE)
@@ -37,7 +37,7 @@ class KernelSpec:
 
     source: the name of a file in the architecture's SOURCE_DIRS, such as "gemm.cu". name: the extern "C" name of the
     kernel in that file.
-    defines: macros set before the source, such as (("BLOCK_N", 128),).
+    defines: macros defined before the source, such as (("BLOCK_N", 128),).
     prelude: CUDA text placed between the macros and the source; it may include files of SOURCE_DIRS.
     """
 
@@ -126,7 +126,7 @@ def _unit_name(spec: KernelSpec) -> str:
 
 
 def cache_key(spec: KernelSpec) -> bytes:
-    """Return a digest of all that decides the cubin: the whole source text, the options, the compiler, cuda.core."""
+    """Return a digest of everything that determines the cubin: the whole source text, options, compiler, cuda.core."""
     compiler = config.settings.compiler
     options = f"{spec.architecture.flag} {compilers.STD} {compilers.PTXAS_OPTIONS}"
     parts = (compilers.identity(compiler), cuda_core().__version__, options, spec.name, full_source(spec))
@@ -204,14 +204,14 @@ def is_cached(spec: KernelSpec) -> bool:
 
 
 def compile_all(specs: Iterable[KernelSpec]) -> dict[KernelSpec, bytes]:
-    """Return the cubin of every kernel; several are compiled at a time."""
+    """Return the cubin of every kernel, compiling several in parallel."""
     specs = list(specs)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return dict(zip(specs, pool.map(cubin, specs), strict=True))
 
 
 def load_all(specs: Iterable[KernelSpec]) -> None:
-    """Load every kernel that is not loaded yet; several are compiled at a time."""
+    """Load every kernel that is not loaded yet, compiling several in parallel."""
     for spec, code in compile_all(spec for spec in specs if spec not in _kernels).items():
         with _lock:
             if spec not in _kernels:

@@ -25,7 +25,7 @@ Dim3 = int | tuple[int, ...]
 
 _DEFAULT_SMEM = 48 << 10
 
-_TMA_TYPES = {  # dtypes of more than one byte
+_TMA_TYPES = {  # dtypes of more than one byte -> the driver's name
     torch.bfloat16: "BFLOAT16",
     torch.float16: "FLOAT16",
     torch.float32: "FLOAT32",
@@ -116,7 +116,10 @@ def tensor_map(
 
 
 def _map_strides(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return strides that TMA accepts, also in dimensions of size 1. Raises ValueError if TMA cannot map the layout."""
+    """Return strides that TMA accepts: those given, except in dimensions of size 1, where any are valid.
+
+    Raises ValueError if TMA cannot map the layout.
+    """
     if not 1 <= len(shape) <= 5 or len(strides) != len(shape):
         raise ValueError(f"shape {shape} and strides {strides} must have the same 1 to 5 dimensions")
     if min(shape) < 1 or max(shape) > 1 << 32:
@@ -246,12 +249,12 @@ class PointerLauncher:
 
     kernel, options: as for `Launcher`.
     pointers: number of leading kernel parameters that are pointers.
-    args: the remaining parameters. All elements of a c_int64 array are pointers too, and so are the first fields of a
-        structure whose class has an attribute ``_pointers_``, their number.
+    args: the remaining parameters. All elements of a c_int64 array are pointers too, and so are the first
+        ``_pointers_`` fields of a structure whose class has that attribute.
     """
 
     def __init__(self, kernel: "Kernel", *, pointers: int = 0, args: Sequence[Any] = (), **options: Any):
-        # Setting the pointers through one array takes less time than one by one.
+        # Setting all pointers through one array takes less time than setting them one by one.
         first = (ctypes.c_int64 * pointers)()
         parameters = [ctypes.c_int64.from_buffer(first, 8 * i) for i in range(pointers)]
         counted = [(arg, _pointers_in(arg)) for arg in args]
@@ -359,7 +362,7 @@ def _prepare(kernel: "Kernel", smem: int, cluster_blocks: int) -> None:
 
 # ---- the cache of launch plans ----
 
-_MAX_PLANS = 4096  # many: almost every prefill step has a new number of tokens
+_MAX_PLANS = 4096  # maximum number of kept plans; large, because almost every prefill step has a new number of tokens
 _PLAIN = frozenset((int, bool, float, str, type(None), tuple, torch.Size, torch.dtype))
 
 _plans: dict[Hashable, Any] = {}

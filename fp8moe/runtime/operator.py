@@ -48,7 +48,7 @@ class Signature(Generic[Operands]):
     unpack: Callable[..., Operands]
 
     def __init__(self, kind: type[Operands] | Callable[..., Any], fields: Collection[str] | None = None):
-        self._named: dict[str, Any] = {"tuple": tuple}  # the globals of the expressions
+        self._named: dict[str, Any] = {"tuple": tuple}  # globals for evaluating the expressions
         arguments, self._given = _arguments(kind, self._named, fields)
         self.names = tuple(argument.name for argument in arguments)
         last = len(list(takewhile(lambda argument: argument.default, reversed(arguments))))
@@ -88,9 +88,9 @@ class _Argument(NamedTuple):
     owner: str = ""
 
     def inside(self, name: str, optional: str, given: bool) -> "_Argument":
-        """Return this argument as part of an outer NamedTuple, whose attribute `name` is this argument's NamedTuple.
+        """Return this argument as part of an outer NamedTuple, in which this argument's NamedTuple is the field `name`.
 
-        optional: "?" if the attribute `name` may be None. given: whether the attribute has no default.
+        optional: "?" if the field `name` may be None. given: whether the field has no default.
         """
         owner = name if optional else self.owner and f"{name}.{self.owner}"
         default = "" if given else "None" if optional else self.default
@@ -106,7 +106,7 @@ class _Argument(NamedTuple):
 def _arguments(
     kind: type | Callable[..., Any], named: dict[str, Any], fields: Collection[str] | None = None, pair: str = ""
 ) -> tuple[list[_Argument], str]:
-    """Return an operator's arguments, and the expression that makes the values of `kind`'s fields from them.
+    """Return an operator's arguments, and an expression that rebuilds the values of `kind`'s fields from them.
 
     kind: a NamedTuple, or a function, whose parameters count as fields. named: collects the expression's globals.
     fields: names of the fields to take; the others have their defaults. pair: the field's name, if `kind` is the type
@@ -172,7 +172,8 @@ def operator(
     check: raises for wrong arguments. It does not read addresses, as fake tensors have none.
     cuda: launches the kernels. reference: computes the result in plain PyTorch. Both return the results of the schema.
     fake: returns uninitialized results, for fake tensors too.
-    quick: returns a function to call instead of all these if arguments of this layout have run before, otherwise None.
+    quick: returns a function to call in place of check, cuda and reference if arguments of this layout have run before,
+        otherwise None.
     forward_only: autograd skips the operator; only `runtime.autograd.run`, or an operator that has a backward, calls
         it.
     signature: the arguments, for a schema ``name -> ...``; None: the parameters of `check`.

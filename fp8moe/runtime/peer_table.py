@@ -6,11 +6,11 @@ MAX_PEERS = 8
 SIGNALS_BYTES = 4 * (MAX_PEERS + 2)
 """Size of ``struct Signals`` in bytes. Each GPU has one, initialized to zeros."""
 
-_ARRIVED_BYTES = 4  # size of a word of Signals.arrived
+_ARRIVED_BYTES = 4  # size of an element of the array Signals.arrived
 
 
 class Targets(NamedTuple):
-    """The destinations of a layer's rows: each row goes to the peer that has its token, or with to_all to every peer.
+    """Where a kernel stores result rows: each on the peer that has the row's token, or with to_all on every peer.
 
     peers: number of GPUs. each: number of assignments (pairs of a token and one of its experts) for the tokens of one
     peer; with to_all, for all tokens.
@@ -25,11 +25,11 @@ class Targets(NamedTuple):
 
     @property
     def form(self) -> tuple[int, int, bool]:
-        """The fields other than addresses, which decide the kernel and its launch plan."""
+        """The fields other than addresses. A kernel and its launch plan depend only on them."""
         return self.peers, self.each, self.to_all
 
     def pointers(self, assignments: int) -> tuple[int, ...]:
-        """Return the address fields of `PeerStore`. assignments: address of the assignments of the GEMM's rows."""
+        """Return the address fields of `PeerStore`. assignments: address of an array, one assignment per GEMM row."""
         return *self.addresses[: self.peers], assignments, *self.addresses[self.peers :]
 
 
@@ -41,8 +41,8 @@ def peer_defines(peers: int) -> tuple[tuple[str, int], ...]:
 def meeting(signals: list[int], rank: int) -> tuple[int, ...]:
     """Return ``struct Meeting``, the barrier at which a kernel waits for its peers before it ends.
 
-    It holds the address of this rank's word in each peer's signals, and the address of its own signals. signals: the
-    address of ``struct Signals`` of each peer.
+    The struct holds the address of this rank's element in each peer's `Signals.arrived`, then the address of this
+    rank's own signals. signals: the address of ``struct Signals`` of each peer.
     """
     return *(address + rank * _ARRIVED_BYTES for address in signals), signals[rank]
 

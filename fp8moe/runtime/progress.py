@@ -19,7 +19,7 @@ class _Lines(tqdm):
     """A tqdm for streams without a cursor: each update is a new line."""
 
     def display(self, msg=None, pos=None):
-        if msg is None or self.n > self.last_print_n:  # close() passes an empty message to erase the bar
+        if msg is None or self.n > self.last_print_n:  # skip the empty message with which close() erases a bar
             self.fp.write(f"{self}\n")
             self.fp.flush()
         return False

@@ -22,8 +22,8 @@ from fp8moe.runtime import config, jit, launch
 if TYPE_CHECKING:
     from cuda.bindings.driver import CUlaunchConfig
 
-_MAP_NORESERVE = 0x4000  # on Linux; the module mmap has the name from Python 3.13 on
-_SMALL = 1 << 16  # bytes; larger tensors get reserved memory
+_MAP_NORESERVE = 0x4000  # value of MAP_NORESERVE on Linux; the module mmap defines it from Python 3.13 on
+_SMALL = 1 << 16  # bytes; tensors above this size get reserved memory
 _ATTRIBUTE_BYTES = 72  # size of CUlaunchAttribute
 
 
@@ -64,7 +64,8 @@ def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "FP8MOE_BATCH_INVARIANT": str(int(config.settings.batch_invariant)),
     }
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the new process inherits the mask
+    # the new process inherits this mask, so Ctrl-C does not interrupt it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
@@ -85,7 +86,7 @@ def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _answer() -> None:
-    """Read a pickled call from standard input, make it, and write only its result or error to standard output."""
+    """Read a pickled function call from standard input, run it, and write only its result or error to stdout."""
     output = os.dup(1)
     os.dup2(2, 1)
     function, arguments = pickle.load(sys.stdin.buffer)
@@ -114,7 +115,8 @@ class Recorder:
 
         self.kernels: dict[jit.KernelSpec, int] = {}
         self.launches: list[dict] = []
-        self._maps: dict[int, tuple[list, object]] = {}  # by the address of the descriptor, which is kept alive here
+        # address of a descriptor -> (its recorded values, the descriptor itself, to keep it alive)
+        self._maps: dict[int, tuple[list, object]] = {}
         config.settings = replace(config.settings, backend="record")
         jit.cubin = lambda spec: spec
         jit._load_cubin = self._load
@@ -131,7 +133,7 @@ class Recorder:
             setattr(owner, name, _zeroed(getattr(owner, name)))
 
     def record(self, call: Callable[[], object]) -> list[dict]:
-        """Make a call, and return the launches that it makes."""
+        """Run a call; return the kernel launches that it makes."""
         before = len(self.launches)
         call()
         return self.launches[before:]
@@ -144,7 +146,7 @@ class Recorder:
 
         def built(launcher: launch.Launcher, kernel: Any, *, args: tuple = (), **options: Any) -> None:
             build(launcher, kernel, args=args, **options)
-            # Arguments can be recorded now, because later calls change only addresses.
+            # Record arguments when a launcher is built: later calls change only addresses, which are not recorded.
             configuration = _described(launcher._config)
             noted = {"kernel": kernel.handle, **configuration, "arguments": [*map(self._argument, args)]}
             launcher._launch = lambda *_: (self.launches.append(noted),)
@@ -166,7 +168,7 @@ class Recorder:
 
 
 def _layout(kind: type) -> str | list:
-    """Describe a ctypes type by letter and size; an array by length and elements, a structure by size and fields."""
+    """Describe a ctypes type: scalars by letter and size, arrays by length and elements, structures by size and fields."""
     if issubclass(kind, ctypes.Array):
         return [kind._length_, _layout(kind._type_)]
     if not issubclass(kind, ctypes.Structure):

@@ -1,6 +1,6 @@
 """Limits of Hopper GPUs (compute capability 9.0), and their tensor core instruction wgmma."""
 
-USUAL_SMS = 132  # SMs of H100 and H200 SXM
+USUAL_SMS = 132  # number of SMs of H100 and H200 SXM
 WARP = 32
 WARPGROUP = 128
 # CUDA C++ Programming Guide, "Compute Capabilities", table of technical specifications.

@@ -1,4 +1,4 @@
-"""DeepGEMM's bfloat16 and cuBLASLt GEMMs, computed by PyTorch, for programs that call DeepGEMM for these too."""
+"""DeepGEMM's bfloat16 and cuBLASLt GEMMs, computed by PyTorch, for programs that use them beside the FP8 GEMMs."""
 
 import functools
 
@@ -195,7 +195,7 @@ def _multiply_fp8(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> N
 
 
 def _group_of_rows(layout: Tensor, rows: int, groups: int, psum: bool) -> Tensor:
-    """Return the group of each row, (rows,) int64; `groups` (one past the last) for rows without a group."""
+    """Return the group of each row, (rows,) int64; the number `groups` for rows without a group."""
     if not psum:
         check_vector("grouped_layout", layout, torch.int32, rows, layout.device)
         return torch.where((layout >= 0) & (layout < groups), layout, groups).long()

@@ -50,9 +50,9 @@ _FP4 = (torch.int8, torch.uint8)
 
 
 def named(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a decorator that renames arguments in errors: fp8moe's name, before the colon, becomes DeepGEMM's.
+    """Make a decorator that turns fp8moe's argument name at the beginning of an error (before ":") into DeepGEMM's.
 
-    names: fp8moe's name of an argument = DeepGEMM's name of it.
+    names: keyword arguments, fp8moe's name of an argument = DeepGEMM's name.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -102,7 +102,7 @@ def fp8_gemm_nt(
         if d.dim() != 2:
             raise ValueError(f"d: expected shape (M, N), got {tuple(d.shape)}")
         k = max(a.data.shape[-1], 1)
-        whole = torch.arange(0, k + 1, k, dtype=torch.int32, device=d.device)  # all of K in one group
+        whole = torch.arange(0, k + 1, k, dtype=torch.int32, device=d.device)  # offsets along K of a single group
         _write_sum(lambda out, add: grouped_gemm_k(a, b, whole, out=out.unsqueeze(0), accumulate=add), c, d)
     else:
         gemm(a, b, c=c, out=d)
@@ -156,7 +156,7 @@ def fp8_gemm_nt_skip_head_mid(
 
 
 def gemm_fp8_fp8_bf16_nt(lhs: Operand, rhs: Operand, out: Tensor) -> None:
-    """Compute `fp8_gemm_nt`; this is its name in DeepGEMM of 2025."""
+    """Compute `fp8_gemm_nt`, under an older name, from DeepGEMM of 2025."""
     fp8_gemm_nt(lhs, rhs, out)
 
 
@@ -201,7 +201,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     expected_m = expected_m_for_psum_layout
     if expected_m is None:
         rows, groups = a.data.shape[0], b.data.shape[0]
-        # Subtract the most padding that groups can have.
+        # Leave out the largest number of padding rows that groups can have.
         expected_m = max(rows - groups * (alignment - 1), ceil_div(rows, alignment), groups) // max(groups, 1)
     if ensure_zero_padding:
         check_tensor("d", d)
@@ -241,14 +241,14 @@ def m_grouped_fp8_gemm_nt_masked(
 
 
 def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(lhs: Operand, rhs: Operand, out: Tensor, m_indices: Tensor) -> None:
-    """Compute `m_grouped_fp8_gemm_nt_contiguous`; this is its name in DeepGEMM of 2025."""
+    """Compute `m_grouped_fp8_gemm_nt_contiguous`, under an older name, from DeepGEMM of 2025."""
     m_grouped_fp8_gemm_nt_contiguous(lhs, rhs, out, m_indices)
 
 
 def m_grouped_gemm_fp8_fp8_bf16_nt_masked(
     lhs: Operand, rhs: Operand, out: Tensor, masked_m: Tensor, expected_m: int
 ) -> None:
-    """Compute `m_grouped_fp8_gemm_nt_masked`; this is its name in DeepGEMM of 2025."""
+    """Compute `m_grouped_fp8_gemm_nt_masked`, under an older name, from DeepGEMM of 2025."""
     m_grouped_fp8_gemm_nt_masked(lhs, rhs, out, masked_m, expected_m)
 
 
@@ -297,7 +297,7 @@ def k_grouped_fp8_gemm_tn_contiguous(
     compiled_dims: str = "mn",
     use_psum_layout: bool = False,
 ) -> None:
-    """Compute `k_grouped_fp8_gemm_nt_contiguous` for operands from `per_channel_cast_to_fp8`, each one matrix.
+    """Compute `k_grouped_fp8_gemm_nt_contiguous` for operands as `per_channel_cast_to_fp8` returns them.
 
     a: data (K, M), scale (K/128, M). b: data (K, N), scale (K/128, N). The data must be K-major: transposed views.
     """
@@ -315,7 +315,7 @@ fp8_fp4_gemm_tt = fp8_gemm_tt
 m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
 m_grouped_fp8_fp4_gemm_nn_contiguous = m_grouped_fp8_gemm_nn_contiguous
 m_grouped_fp8_fp4_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
-fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked  # an older name
+fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked  # an older name of the same function
 
 
 def _check_groups(d: Tensor, ks_tensor: Tensor, recipe: Recipe) -> None:
@@ -329,7 +329,7 @@ def _check_groups(d: Tensor, ks_tensor: Tensor, recipe: Recipe) -> None:
 
 
 def _with_rows(name: str, operand: Operand, rows: int) -> FP8Tensor:
-    """Return the operand, data (rows * K,), with its scale in the shape (rows, K blocks), transposed if needed."""
+    """Return an operand with data (rows * K,) as an FP8Tensor, its scale transposed to (rows, K blocks) if needed."""
     data, scale = _fp8(name, operand)
     fp8_data(f"{name}.data", data, "(rows * K)")
     turned = scale.dim() == 2 and scale.shape[1] == rows and (scale.shape[0] != rows or scale.stride(1) == 1)

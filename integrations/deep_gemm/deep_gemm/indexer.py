@@ -21,7 +21,7 @@ __all__ = [
 
 Query = tuple[Tensor, Tensor | None]
 
-_PITCH_BYTES = 1024  # rows of scores begin at multiples of this, as in DeepGEMM; top-k kernels rely on it
+_PITCH_BYTES = 1024  # rows of scores begin at multiples of this number, as in DeepGEMM; top-k kernels rely on it
 
 
 @named(starts="cu_seq_len_k_start", ends="cu_seq_len_k_end")
@@ -124,7 +124,10 @@ def _values(q: Query) -> Tensor:
 
 
 def _pitch(logits_dtype: torch.dtype) -> int:
-    """Return the number of columns to whose multiples rows of scores are padded. Checks logits_dtype."""
+    """Return the number of columns to a multiple of which rows of scores are padded: `_PITCH_BYTES` in logits_dtype.
+
+    Raises NotImplementedError for a dtype other than float32 and bfloat16.
+    """
     if logits_dtype not in (torch.float32, torch.bfloat16):
         raise NotImplementedError(f"logits_dtype: expected float32 or bfloat16, got {logits_dtype}")
     return _PITCH_BYTES // logits_dtype.itemsize

@@ -1,4 +1,4 @@
-"""DeepGEMM's settings. SMs, determinism and alignment take effect; other values are only stored or ignored."""
+"""DeepGEMM's settings. SM count, determinism and alignment take effect; other values are only stored or ignored."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -111,7 +111,10 @@ def get_tc_util() -> int:
 
 
 def set_pdl(enable_pdl: bool) -> None:
-    """Store the value, without other effect: with PDL, a GEMM could read weights that the last kernel still writes."""
+    """Store the value, without other effect.
+
+    With PDL, a GEMM could read weights that the previous kernel still writes.
+    """
     _values.pdl = bool(enable_pdl)
 
 
@@ -121,7 +124,7 @@ def get_pdl() -> bool:
 
 
 def set_compile_mode(compile_mode: int) -> None:
-    """Store the value, without other effect: calls compile missing kernels, and run."""
+    """Store the value, without other effect: every call compiles missing kernels and runs."""
     check_int("compile_mode", compile_mode)
     _values.compile_mode = compile_mode
 

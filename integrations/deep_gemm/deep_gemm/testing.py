@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 P = ParamSpec("P")
 
-_L2_BYTES = 256 << 20  # more than any L2 holds
+_L2_BYTES = 256 << 20  # bytes written to flush the L2 cache; no GPU's L2 is larger
 
 
 def calc_diff(x: Tensor, y: Tensor) -> float:
@@ -90,10 +90,11 @@ def bench_kineto(
 ) -> float | tuple[float, ...]:
     """Return the mean seconds per run of each kernel (without a GPU: operator) whose name contains a given string.
 
-    fn: called once to compile its kernels, then num_tests times under PyTorch's profiler. kernel_names: a string, for
-    one number, or several, for a tuple; 0 for a kernel that did not run. flush_l2: whether to write 256 MB before each
-    call. trace_path: where to write a trace. with_multiple_kernels: whether a string may match several kernels, whose
-    times are averaged; ValueError otherwise. suppress_kineto_output: no effect, nothing is printed.
+    fn: called once to compile its kernels, then num_tests times under PyTorch's profiler. kernel_names: one string (the
+    result is a number) or several (the result is a tuple); 0 for a kernel that did not run. flush_l2: whether to write
+    256 MB before each call. trace_path: where to write a trace. with_multiple_kernels: whether a string may match
+    several kernels, whose times are averaged; ValueError otherwise. suppress_kineto_output: no effect, nothing is
+    printed.
     """
     cuda = torch.cuda.is_available()
     fn()

@@ -1,7 +1,7 @@
-"""Functions that SGLang calls in place of its Triton experts and of the FP8 GEMM that it would choose.
+"""Hooks: functions that SGLang calls in place of its Triton experts and of its FP8 GEMM.
 
 Both hooks get SGLang's own function, and call it where fp8moe does not support a call. The weights are still in the
-format that it expects: SGLang rewrites scales only for its own DeepGEMM functions.
+format that SGLang's function expects: SGLang rewrites scales only for its own DeepGEMM functions.
 """
 
 import functools
@@ -47,12 +47,12 @@ def experts(theirs: Callable, dispatched: Any, quant_info: Any, config: Any) -> 
     if scaling not in (None, 1.0):
         weights = weights * scaling
     up, down = (quant_info.w13_weight, quant_info.w13_scale), (quant_info.w2_weight, quant_info.w2_scale)
-    everywhere = config.num_experts  # the experts of all ranks; they affect the choice of tile sizes
+    everywhere = config.num_experts  # number of experts on all ranks; it affects the choice of tile sizes
     return StandardCombineInput(fp8moe.experts(x, routing.topk_ids, weights, up, down, num_experts=everywhere))
 
 
 def experts_refusal(dispatched: Any, quant_info: Any, config: Any) -> str | None:
-    """Return why fp8moe does not run these experts; None if it does. Some attributes exist in later versions only."""
+    """Return why fp8moe does not run these experts; None if it does. Early versions of SGLang lack some attributes."""
     if why := _not_here(dispatched.hidden_states):
         return why
     if not quant_info.use_fp8_w8a8 or list(quant_info.block_shape or ()) != BLOCK or quant_info.per_channel_quant:
@@ -114,7 +114,7 @@ def linear(
 def linear_refusal(
     input: Tensor, weight: Tensor, block_size: list[int], weight_scale: Tensor, input_scale: Tensor | None
 ) -> str | None:
-    """Return why fp8moe does not multiply these operands; None if it does."""
+    """Return why fp8moe does not run a linear with these operands; None if it does."""
     if why := _not_here(input):
         return why
     if list(block_size) != BLOCK:
@@ -129,7 +129,7 @@ def linear_refusal(
     return None
 
 
-# ---- both ----
+# ---- experts and linears ----
 
 
 def _not_here(x: Tensor) -> str | None:
@@ -166,7 +166,7 @@ def _taken(layer: str, shape: tuple[int, ...], x: Tensor) -> None:
 
 @functools.cache
 def _follow_batch_invariance() -> None:
-    """Make fp8moe batch-invariant for the rest of the process if SGLang has --enable-deterministic-inference."""
+    """Make fp8moe batch-invariant for the rest of the process if SGLang runs with --enable-deterministic-inference."""
     from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 
     if is_batch_invariant_mode_enabled():
@@ -184,7 +184,7 @@ def _warm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def _max_tokens() -> int:
-    """Return the most tokens of a forward pass: a prefill chunk or, without chunking, the most prefill tokens."""
+    """Return the most tokens that a forward pass can have: a prefill chunk or, without chunking, max_prefill_tokens."""
     try:
         from sglang.srt.runtime_context import get_schedule as settings
     except ImportError:  # SGLang before 0.5.23

@@ -19,7 +19,7 @@ if tuple(map(int, version("torchtitan").split(".")[:2])) >= (0, 3):
 
     @override(target=GroupedExperts.Config, exact=True, description="experts in FP8 (fp8moe)")
     def experts(config: GroupedExperts.Config) -> FP8GroupedExperts.Config:
-        """Build experts in FP8. Parameters do not change, so that checkpoints, shardings and initializers still fit."""
+        """Return a config of FP8 experts. Parameters do not change: checkpoints, shardings, initializers still fit."""
         return derive(config, FP8GroupedExperts.Config)
 
     @override(
@@ -29,12 +29,12 @@ if tuple(map(int, version("torchtitan").split(".")[:2])) >= (0, 3):
         description="linears in FP8 (fp8moe)",
     )
     def linears(config: Linear.Config) -> FP8TitanLinear.Config:
-        """Build FP8 linears in attention, dense MLPs and shared experts, but not for routers and the output layer."""
+        """Return a config of FP8 linears. It is applied in attention, dense MLPs and shared experts only."""
         return derive(config, FP8TitanLinear.Config)
 
 
 def converted(model: Module) -> dict[str, str]:
-    """Return name -> class name of the modules of a model that compute in FP8 on fp8moe."""
+    """Return {qualified name: class name} for the modules of a model that compute in FP8 on fp8moe."""
     from fp8moe_torchtitan.modules import Experts
     from fp8moe_torchtitan.modules import Linear as FP8
 

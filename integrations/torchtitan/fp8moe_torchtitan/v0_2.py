@@ -16,7 +16,7 @@ HIGH_PRECISION = ("output", "router.gate")  # linears whose names end with these
 
 
 class FP8GroupedExperts(GroupedExperts, Experts):
-    """torchtitan's GroupedExperts in FP8, with the same parameters and arguments. Groups need no padding."""
+    """torchtitan's GroupedExperts in FP8, with the same parameters and arguments. An expert's rows need no padding."""
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         return self.compute(x, num_tokens_per_expert, self.w1, self.w2, self.w3)
@@ -46,7 +46,7 @@ class Converter:
         logging.getLogger(__name__).info("fp8moe: in FP8 %s", ", ".join([*experts, *names]))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Do nothing: the first call after an optimizer's step makes new FP8 copies."""
+        """Do nothing: the first forward after an optimizer's step makes new FP8 copies."""
 
 
 register_model_converter(Converter, "fp8moe")

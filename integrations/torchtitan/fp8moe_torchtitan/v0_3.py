@@ -14,8 +14,8 @@ from fp8moe_torchtitan.modules import Experts, Linear, check_tensor_parallel
 class FP8GroupedExperts(GroupedExperts, Experts):
     """torchtitan's GroupedExperts in FP8, with the same parameters, configuration and arguments.
 
-    Under expert parallelism, groups need no padding. Under tensor parallelism, each rank has a shard of the
-    intermediate dimension F.
+    Under expert parallelism, the rows of an expert need no padding. Under tensor parallelism, each rank has a shard of
+    the intermediate dimension F.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -20,7 +20,10 @@ from fp8moe_vllm.layers import LayersConfig
 from fp8moe_vllm.versions import not_here
 
 ALL2ALL_BACKEND = "allgather_reducescatter"
-"""The supported token exchange for data parallel attention: all rows go to all ranks, and partial sums come back."""
+"""The supported all-to-all backend of vLLM, for data-parallel attention.
+
+It sends all rows to all ranks, and partial sums back.
+"""
 
 
 def refusal(moe: FusedMoEConfig) -> str | None:
@@ -72,7 +75,7 @@ class _Experts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
-        return True  # `refusal` has already checked it
+        return True  # `refusal` has already checked the parallel config
 
     @staticmethod
     def _supports_shape(hidden_dim: int) -> bool:
@@ -80,9 +83,12 @@ class _Experts(mk.FusedMoEExpertsModular):
 
 
 class Fp8moeExperts(_Experts):
-    """Runs `fp8moe.experts`: tokens in any order, ids of experts on all ranks; -1 and experts elsewhere add nothing."""
+    """Runs `fp8moe.experts` on tokens in any order.
 
-    expects_unquantized_inputs = True  # the first kernel of fp8moe.experts quantizes
+    Expert ids index the experts of all ranks; -1 and the ids of other ranks' experts add nothing.
+    """
+
+    expects_unquantized_inputs = True  # as the first kernel of fp8moe.experts quantizes its inputs
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -99,7 +105,7 @@ class Fp8moeExperts(_Experts):
         return TopKWeightAndReduceNoOP()
 
     first_expert: tuple[Tensor, int] | None = None
-    """(expert_map, first expert here) if this rank's experts are a contiguous range, which needs fewer kernels."""
+    """(expert_map, id of this rank's first expert) if its expert ids are contiguous, which saves kernels; else None."""
 
     def look_at(self, expert_map: Tensor | None, count: int) -> None:
         """Set `first_expert` if the `count` experts on this rank are a contiguous range. Called once, after loading."""
@@ -141,7 +147,7 @@ class Fp8moeExperts(_Experts):
         expert_tokens_meta: mk.ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        if apply_router_weight_on_input:  # vLLM has already multiplied the inputs by the weights
+        if apply_router_weight_on_input:  # vLLM has already multiplied the inputs by the routing weights
             topk_weights = torch.ones_like(topk_weights)
         self.run(hidden_states, w1, w2, topk_weights, topk_ids, expert_map, output)
 
@@ -185,12 +191,13 @@ class Fp8moeMoEMethod(Fp8MoEMethod):
     """The quantization method for experts on fp8moe. vLLM creates and loads the weights, which never change later."""
 
     def __init__(self, quant_config: LayersConfig, layer: RoutedExperts):
-        FusedMoEMethodBase.__init__(self, layer.moe_config)  # Fp8MoEMethod.__init__ would choose a kernel of vLLM
+        # skips Fp8MoEMethod.__init__, which would choose a vLLM kernel
+        FusedMoEMethodBase.__init__(self, layer.moe_config)
         self.quant_config = quant_config
         self.weight_block_size = self.moe_block_shape = quant_config.weight_block_size
         self.block_quant, self.per_act_token_quant, self.weight_scale_refine = True, False, None
         self.weight_scale_name = "weight_scale_inv"
-        self.fp8_backend = Fp8MoeBackend.TRITON  # under this name vLLM leaves weights and scales untouched
+        self.fp8_backend = Fp8MoeBackend.TRITON  # with this backend vLLM leaves weights and scales untouched
         self.experts_cls = experts_class(self.moe.moe_parallel_config)
 
     def create_weights(self, layer: RoutedExperts, num_experts: int, hidden_size: int, *args, **more) -> None:

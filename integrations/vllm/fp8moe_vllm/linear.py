@@ -85,7 +85,7 @@ class Fp8moeLinearMethod(Fp8LinearMethod):
                 super().create_weights(layer, *sizes, params_dtype, weight_loader=weight_loader, **more)
                 return
 
-        # The rest does the same as Fp8LinearMethod.create_weights, except that the kernel is fp8moe's.
+        # The lines below do the same as Fp8LinearMethod.create_weights, except that the kernel is fp8moe's.
         block = self.weight_block_size
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition, layer.output_size_per_partition = k, n

@@ -22,13 +22,13 @@ __all__ = [
     "transform_sf_into_required_layout",
 ]
 
-_PER_WORD = 4  # exponents per int32 of packed scales
+_PER_WORD = 4  # number of exponents in an int32 of packed scales
 
 _E8M0 = torch.float8_e8m0fnu
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """Return x rounded up so that so many elements, of element_size bytes each, fill a multiple of 16 bytes."""
+    """Round a number of elements, x, up until they fill a multiple of 16 bytes. element_size: bytes per element."""
     return align(x, 16 // element_size)
 
 
@@ -78,7 +78,7 @@ def transform_sf_into_required_layout(
     """Return scales in the layout that the kernels load without a copy; sf itself if it has this layout.
 
     sf: float32 ((num_groups,) ceil(mn / rows of a block), ceil(k / 128)), or packed int32 with four exponents each.
-    recipe: (block rows of a, block rows of b, 128), from which is_sfa picks those of a or b; or (block rows, 128).
+    recipe: (block rows of a, block rows of b, 128), with is_sfa, whether sf is the scale of a; or (block rows, 128).
         1x128 scales become MN-major, see `get_mn_major_tma_aligned_tensor`; 128x128 scales become contiguous.
     disable_ue8m0_cast: no effect: scales are never cast on Hopper.
 
