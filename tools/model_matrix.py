@@ -205,7 +205,7 @@ class Trial:
             yield directory, logits_of(source.write(layout, directory, wanted.__contains__), self.tokens)
 
     def _how_published(self) -> str | None:
-        """Return the note next to "yes": layouts other than blocks, or that the experts are not in FP8."""
+        """Return the note beside "yes": layouts other than "block", or that experts are not in FP8; None: no note."""
         if self.layouts != ("block",):
             return " and ".join(self.layouts)
         return None if _has_fp8_experts(self.unquantized.with_name("block")) else "its experts are not in FP8 there"

@@ -84,7 +84,7 @@ class Hang(BaseException):
 
 @dataclass(frozen=True)
 class Case:
-    """A case: its number, which seeds the mutation; the name of the valid checkpoint; a key of `MUTATIONS`."""
+    """A case. number: seed of the mutation. base: name of the checkpoint to mutate. mutation: a key of `MUTATIONS`."""
 
     number: int
     base: str
