@@ -161,8 +161,7 @@ def _add_serve(commands: Any) -> argparse.ArgumentParser:
     add("--max-length", type=_count, metavar="L", help=most)
     add("--device", metavar="D", help="such as cuda:1 or cpu; default: a GPU if there is one")
     add("--served-model-name", metavar="NAME", help="what clients call the model; default: MODEL")
-    key = "what clients must bring as their bearer token; default: the environment's FP8MOE_API_KEY, else none"
-    add("--api-key", metavar="KEY", default=os.environ.get("FP8MOE_API_KEY"), help=key)
+    add("--api-key", metavar="KEY", help="what clients must bring as their bearer token; default: none is asked for")
     code = "run code of its own that the checkpoint has (auto_map in its files); default: refuse what needs it"
     add("--trust-remote-code", action="store_true", help=code)
     _add_json(parser, "when clients can come, ")

@@ -1,132 +1,204 @@
-"""`python -m tools.serve_clients`: many clients of `fp8moe serve` at once; the result is validation/serve.json.
+"""`python -m tools.serve_clients`: 256 clients make 3000 requests to `fp8moe serve`; writes validation/serve.json.
 
-Serves a tiny Mixtral with random weights over HTTP on the CPU, with 64 slots. Each client asks for 16 to 512 tokens,
-greedily; three of four clients stream. Every tenth client leaves before its answer is complete. The texts that clients
-receive are compared with the texts that `generate` gives, one prompt at a time. When all clients have gone, memory and
-open requests are counted.
+A process serves a tiny Mixtral with random float32 weights on the CPU, with 64 slots. Each request is drawn from KINDS.
+Texts are compared with those of `generate` for one prompt at a time, statuses with those of the API. `growth` is the
+memory of the server after all requests over that after the first SETTLED. `longest_halt_ms` is the longest time between
+two parts of a stream whose client reads at once, beside that of the longest forward of the decoder: a step, or a piece
+of prompts.
 
-The model is entirely in float32. GraphDecoder is batch invariant only on a GPU, and with FP8 experts rounding would
-occasionally decide between two tokens. `python -m benchmarks serve_gpu` makes the same comparison for an FP8 model, on
-a GPU.
+The experts are in float32, too: on a CPU GraphDecoder is not batch invariant, and FP8 rounding could change a token.
+`python -m benchmarks serve_gpu` compares a model in FP8 on a GPU.
 """
 
 import asyncio
-import gc
 import json
+import multiprocessing
 import random
-import socket
-import threading
+import re
 import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
-from openai import AsyncOpenAI
-
-from fp8moe.commands.serve import make_decoder
-from fp8moe.serving import DecoderManager, make_app
-from tests.decode_models import tiny_mixtral
-from tests.tiny_tokenizer import tiny_tokenizer
 
 FILE = Path(__file__).resolve().parent.parent / "validation" / "serve.json"
-PACKAGES = ("fp8moe", "torch", "transformers", "fastapi", "uvicorn", "openai")
-CLIENTS, GOES_EVERY, SLOTS, MAX_LENGTH = 64, 10, 64, 1024
-PROMPTS, ANSWERS = (4, 400), (16, 512)  # (shortest, longest) prompt and answer, in tokens
+PACKAGES = ("fp8moe", "torch", "transformers", "fastapi", "uvicorn")
+CLIENTS, REQUESTS, SETTLED, SLOTS, MAX_LENGTH = 256, 3000, 500, 64, 256
+PROMPTS, ANSWERS, TEXTS = (4, 150), (2, 60), 60  # shortest and longest; different prompts
+KINDS = {"whole": 6, "stream": 6, "slow": 1, "closed": 2, "stop": 2, "one": 2, "large": 1, "malformed": 1, "unknown": 1}
+"""Kinds of requests, and how often each is drawn compared with the others."""
 NAME = "tiny"
 
 
-def requests() -> list[tuple[str, int]]:
-    """Draw the requests: (prompt, number of tokens to ask for)."""
+def prompts() -> list[tuple[str, int]]:
+    """Draw prompts, and the number of new tokens for each."""
     draw = random.Random(0)
     letters = [chr(code) for code in range(33, 127)]
-    return [("".join(draw.choices(letters, k=draw.randint(*PROMPTS))), draw.randint(*ANSWERS)) for _ in range(CLIENTS)]
+    return [("".join(draw.choices(letters, k=draw.randint(*PROMPTS))), draw.randint(*ANSWERS)) for _ in range(TEXTS)]
 
 
-def goes(index: int) -> bool:
-    """Return whether the client number `index` leaves before its answer is complete."""
-    return index % GOES_EVERY == GOES_EVERY - 1
+def serve(pipe: Any) -> None:
+    """Send the expected texts and the port, serve until SIGTERM, then send the time of the longest forward."""
+    import socket
+
+    from fp8moe.commands.serve import make_decoder
+    from fp8moe.decode.scheduler import Scheduler
+    from fp8moe.serving import DecoderManager, make_app
+    from fp8moe.serving.server import serve as run
+    from tests.decode_models import tiny_mixtral
+    from tests.tiny_tokenizer import tiny_tokenizer
+
+    torch.set_num_threads(1)
+    tokenizer = tiny_tokenizer()  # one token per letter
+    model = tiny_mixtral(vocab_size=len(tokenizer), max_position_embeddings=MAX_LENGTH)  # without an end token
+    decoder = make_decoder(model, SLOTS, MAX_LENGTH)
+    expected = []
+    for prompt, new in prompts():
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        tokens = decoder.generate(ids, max_new_tokens=new)[0, ids.shape[1] :]
+        expected.append([tokenizer.decode(some, skip_special_tokens=True) for some in (tokens, tokens[:1])])
+    for size in decoder.batch_sizes:  # allocates their caches
+        list(decoder.run([{"input_ids": torch.tensor([5]), "max_new_tokens": 2}] * size))
+    listener = socket.create_server(("127.0.0.1", 0), backlog=CLIENTS)
+    manager = DecoderManager(decoder)
+    pipe.send((expected, listener.getsockname()[1]))
+    advance, longest = Scheduler.advance, 0.0
+
+    def timed(scheduler: Scheduler) -> list:
+        nonlocal longest
+        begin = time.perf_counter()
+        news = advance(scheduler)
+        longest = max(longest, time.perf_counter() - begin)
+        return news
+
+    Scheduler.advance = timed  # type: ignore[method-assign]
+    run(make_app(NAME, model, tokenizer, manager), manager, listener)
+    pipe.send(longest)
 
 
-async def ask(client: AsyncOpenAI, index: int, prompt: str, new: int) -> str | None:
-    """Send a client's request; return the text received. None if the client left while waiting for a whole answer."""
-    how: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": new}
-    if index % 2 and index % 4 == 1:
-        call = asyncio.create_task(client.completions.create(**how))
-        if goes(index):
-            await asyncio.sleep(0.5)
-            call.cancel()
-            return None
-        return (await call).choices[0].text
-    text, parts = "", await client.completions.create(**how, stream=True)
-    async for part in parts:
-        text += part.choices[0].text
-        if goes(index) and len(text) >= new:  # after half of the tokens: the text has a space between two tokens
-            await parts.close()
-            break
-    return text
+class Clients:
+    """The clients, and what they got: wrong answers by kind, halts of streams."""
 
+    def __init__(self, expected: list[list[str]], port: int, pid: int):
+        self.expected, self.port, self.pid = expected, port, pid
+        self.wrong: list[str] = []
+        self.halts: list[float] = []
+        self.counts = dict.fromkeys(KINDS, 0)
+        self.sizes: list[int] = []
+        self.left = REQUESTS
 
-async def ask_all(url: str) -> list[str | None]:
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
-        return await asyncio.gather(*(ask(client, index, *request) for index, request in enumerate(requests())))
+    async def run(self) -> None:
+        draw = random.Random(1)
+        await asyncio.gather(*(self.client(random.Random(draw.random())) for _ in range(CLIENTS)))
 
+    async def client(self, draw: random.Random) -> None:
+        while self.left > 0:
+            self.left -= 1
+            kind = draw.choices([*KINDS], [*KINDS.values()])[0]
+            index = draw.randrange(TEXTS)
+            try:
+                await asyncio.wait_for(self.ask(kind, index, draw), 300)
+            except Exception as error:
+                self.wrong.append(f"{kind}: {type(error).__name__}: {error}")
+            self.counts[kind] += 1
+            self.sizes.append(int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * 4096)
 
-def tensor_bytes() -> int:
-    gc.collect()
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
-    return sum({found.untyped_storage().data_ptr(): found.untyped_storage().nbytes() for found in tensors}.values())
+    async def ask(self, kind: str, index: int, draw: random.Random) -> None:
+        (prompt, new), (expected, first) = prompts()[index], self.expected[index]
+        body: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": new}
+        if kind == "large":
+            body["prompt"] = prompt * (4 * 2**20 // len(prompt))
+        if kind == "unknown":
+            body["beams"] = 3
+        if kind == "one":
+            body["max_tokens"], expected = 1, first
+        if kind == "stop":
+            body["stop"] = expected[len(expected) // 2 : len(expected) // 2 + 3]
+            expected = expected[: expected.find(body["stop"])]
+        body["stream"] = stream = kind in ("stream", "slow", "closed") or (
+            kind in ("one", "stop") and draw.random() < 0.5
+        )
+        data = b"{" if kind == "malformed" else json.dumps(body).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)
+        try:
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+            )
+            writer.write(head.encode() + data)
+            await writer.drain()
+            status = int((await reader.readline()).split()[1])
+            wanted = {"large": 413, "malformed": 400, "unknown": 400}.get(kind, 200)
+            if status != wanted:
+                raise ValueError(f"status {status}")
+            if wanted != 200 or not stream:
+                answer = json.loads((await reader.read()).split(b"\r\n\r\n", 1)[1])
+                text = "" if wanted != 200 else answer["choices"][0]["text"]
+                if text != ("" if wanted != 200 else expected):
+                    raise ValueError("another text")
+                return
+            text, last, leaves = "", None, draw.randint(1, 20)
+            async for line in reader:
+                if line.startswith(b"data: [DONE]"):
+                    break
+                if not line.startswith(b"data: "):
+                    continue
+                text += json.loads(line[6:])["choices"][0]["text"]
+                now = time.monotonic()
+                if last is not None and kind == "stream":
+                    self.halts.append(now - last)
+                last = now
+                if kind == "closed" and len(text) >= leaves:
+                    expected = expected[: len(text)]
+                    break
+                if kind == "slow":
+                    await asyncio.sleep(0.05)
+            if text != expected:
+                raise ValueError("another text")
+        finally:
+            writer.close()
 
 
 def run() -> dict[str, Any]:
     """Serve a model to all clients; return the content of validation/serve.json."""
-    tokenizer = tiny_tokenizer()  # makes one token of each letter
-    model = tiny_mixtral(vocab_size=len(tokenizer), max_position_embeddings=MAX_LENGTH)  # the model has no end token
-    decoder = make_decoder(model, SLOTS, MAX_LENGTH)
-    expected = []
-    for prompt, new in requests():
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        tokens = decoder.generate(ids, max_new_tokens=new)[0, ids.shape[1] :]
-        expected.append(tokenizer.decode(tokens, skip_special_tokens=True))
-    for size in decoder.batch_sizes:  # allocate the caches of all batch sizes
-        list(decoder.run([{"input_ids": torch.tensor([5]), "max_new_tokens": 2}] * size))
-    manager = DecoderManager(decoder)
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(NAME, model, tokenizer, manager), log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    before, calls = tensor_bytes(), decoder.stats()
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    server = context.Process(target=serve, args=(there,), daemon=True)
+    server.start()
+    expected, port = here.recv()
+    clients = Clients(expected, port, server.pid)
     begin = time.monotonic()
-    texts = asyncio.run(ask_all(f"http://127.0.0.1:{listener.getsockname()[1]}/v1"))
+    asyncio.run(clients.run())
     seconds = time.monotonic() - begin
-    with decoder.turn():  # entering waits until the last cancelled request has ended
-        left, after = len(manager._open), tensor_bytes()
-    new = decoder.stats().new_tokens - calls.new_tokens
-    server.should_exit = True
-    thread.join()
-    gone = [index for index in range(CLIENTS) if goes(index)]
-    pairs = [*zip(texts, expected, strict=True)]
+    metrics = asyncio.run(get(port, "/metrics"))
+
+    def metric(name: str) -> float:
+        return float(re.search(rf"^fp8moe_{name} (\S+)", metrics, re.MULTILINE)[1])
+
+    alive = server.is_alive()
+    server.terminate()
+    longest = here.recv()
+    server.join()
     return {
-        "clients": CLIENTS,
-        "streams": sum(index % 4 != 1 for index in range(CLIENTS)),
-        "tokens_asked": sum(most for _, most in requests()),
-        "tokens_generated": new,
-        "seconds": round(seconds, 1),
-        "equal": sum(text == whole for index, (text, whole) in enumerate(pairs) if index not in gone),
-        "gone": len(gone),
-        "beginnings": sum(
-            pairs[i][0] is None or len(pairs[i][0]) > 0 and pairs[i][1].startswith(pairs[i][0]) for i in gone
-        ),
-        "requests_left": left,
-        "threads_left": int(manager._thread.is_alive()),
-        "tensor_bytes": [before, after],
+        **{"clients": CLIENTS, "requests": REQUESTS, "kinds": clients.counts, "seconds": round(seconds, 1)},
+        **{"wrong": clients.wrong[:20], "wrong_count": len(clients.wrong), "alive": alive},
+        "answers_left": metric("answers_running") + metric("answers_waiting"),
+        "growth": round(clients.sizes[-1] / clients.sizes[SETTLED] - 1, 4),
+        "longest_halt_ms": round(1e3 * max(clients.halts)),
+        "longest_forward_ms": round(1e3 * longest),
     }
 
 
+async def get(port: int, path: str) -> str:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    text = (await reader.read()).decode()
+    writer.close()
+    return text
+
+
 def main() -> None:
-    """Serve the clients and write validation/serve.json."""
-    torch.set_num_threads(1)
+    """Write validation/serve.json."""
     found = run()
     versions = {name: metadata.version(name) for name in PACKAGES}
     FILE.write_text(json.dumps({"versions": versions, **found}, indent=1) + "\n")

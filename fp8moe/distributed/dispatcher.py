@@ -179,7 +179,7 @@ class Dispatcher:
     def _peers(self, x: Tensor) -> Peers | None:
         """Return the `Peers` of the group if they support this call, or None if the call needs collectives.
 
-        With `Peers`, the method "auto" always gathers: `Peers.gather` sends a token only to ranks that have its experts.
+        With `Peers`, "auto" always gathers: `Peers.gather` sends a token only to ranks that have its experts.
         """
         method, payload = self.options.method, self.options.payload
         supported = method == "replicated" or (method != "all_to_all" and payload == "fp8")

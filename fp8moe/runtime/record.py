@@ -168,7 +168,7 @@ class Recorder:
 
 
 def _layout(kind: type) -> str | list:
-    """Describe a ctypes type: scalars by letter and size, arrays by length and elements, structures by size and fields."""
+    """Describe a ctypes type: scalars by letter and size, arrays by length and item, structures by size and fields."""
     if issubclass(kind, ctypes.Array):
         return [kind._length_, _layout(kind._type_)]
     if not issubclass(kind, ctypes.Structure):

@@ -38,8 +38,8 @@ def make_app(
     that the Host header may have; None: any.
     """
     from fastapi import FastAPI, HTTPException, Request
+    from fastapi.exceptions import StarletteHTTPException
     from fastapi.responses import JSONResponse, Response, StreamingResponse
-    from starlette.exceptions import HTTPException as AnyHTTPException
 
     manager = manager or BatchingManager(model, max_length)
     reader = Reader(name, model, tokenizer, manager.max_length, manager.own_settings)
@@ -128,7 +128,7 @@ def make_app(
     handlers: dict[Any, Callable[[Any, Any], JSONResponse]] = {
         UnknownModel: lambda _, error: refuse(404, str(error)),
         ValueError: lambda _, error: refuse(400, str(error)),
-        AnyHTTPException: lambda _, error: refuse(error.status_code, str(error.detail)),
+        StarletteHTTPException: lambda _, error: refuse(error.status_code, str(error.detail)),
         RuntimeError: lambda _, error: refuse(503 if manager.ending else 500, str(error)),
         Exception: lambda _, error: refuse(500, f"{type(error).__name__}: {error}"),
     }

@@ -143,7 +143,7 @@ def _decode(model) -> dict:
     found["key heads"] = [decoder.ranks.key_heads, decoder.steps[2].metadata.ranks]
     found["unfused"] = decoder.capabilities.fused is None
     columns, step.columns_at_a_time = step.columns_at_a_time, lambda *_, **how: 4 + 2 * rank
-    found["chunk"] = decoder.steps[2]._chunk(24)
+    found["chunk"] = decoder.steps[2]._chunk(24, None)
     step.columns_at_a_time = columns
     return found
 

@@ -14,11 +14,11 @@ import torch
 from benchmarks import roofline
 from benchmarks.tables import with_tables
 from fp8moe import dequantize, quantize_128x128
-from fp8moe.commands import serve
 from fp8moe.decode import sampling
 from fp8moe.distributed import local, transport
 from fp8moe.layers import mqa_indexer
 from fp8moe.runtime import cubin_cache
+from fp8moe.serving.server import SECONDS_TO_FINISH
 from fp8moe.weights import source
 from tests.docs_blocks import PAGES, ROOT
 from tools import commands, format_matrix, model_matrix, model_sizes
@@ -90,7 +90,7 @@ def stated():
             *(f"{model_matrix.LEAST_COSINE['logits']}", f"{model_matrix.LARGEST_DIFFERENCE:.0e}".replace("e-0", "e-"))
         ],
         "rl.md": [*rewards()],
-        "serving.md": [f"{serve.SECONDS_TO_FINISH} s"],
+        "serving.md": [f"{SECONDS_TO_FINISH} s"],
         "training.md": [f"{kept / 1024:.0f} KiB", f"{error:.1%}", f"{error * 2**0.5:.0%}"],
         "transformers.md": [f"{4 * mqa_indexer.LOGITS_AT_A_TIME >> 30} GiB"],
         "troubleshooting.md": [f"{error:.1%}"],

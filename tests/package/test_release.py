@@ -21,7 +21,10 @@ from tools import matrix, release
 
 ROOT = Path(__file__).parents[2]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-IMPORTED_AS = {"cuda": "cuda-python"}  # others have the name of their distribution
+IMPORTED_AS = {
+    "cuda": "cuda-python",
+    "prometheus_client": "prometheus-client",
+}  # others have the name of their distribution
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from fp8moe.weights import names, quantize_checkpoint  # noqa: E402
 from tests.tiny_moe_models import MODELS  # noqa: E402
 
 PACKAGE = str(Path(fp8moe.__file__).parent)
-LIMITS = {"quantize": (27, 133), "load_model": (28, 177), "refit": (18, 132)}  # files, functions
+LIMITS = {"quantize": (27, 137), "load_model": (28, 181), "refit": (18, 132)}  # files, functions
 PARSES = 3  # for each tensor
 
 
