@@ -38,8 +38,8 @@ def prompts() -> list[tuple[str, int]]:
     return [("".join(draw.choices(letters, k=draw.randint(*PROMPTS))), draw.randint(*ANSWERS)) for _ in range(TEXTS)]
 
 
-def serve(pipe: Any) -> None:
-    """Send the expected texts and the port, serve until SIGTERM, then send the time of the longest forward."""
+def serve(pipe: Any, longest: Any) -> None:
+    """Send the expected texts and the port, then serve until SIGTERM. longest: gets the time of the longest forward."""
     import socket
 
     from fp8moe.commands.serve import make_decoder
@@ -63,18 +63,16 @@ def serve(pipe: Any) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=CLIENTS)
     manager = DecoderManager(decoder)
     pipe.send((expected, listener.getsockname()[1]))
-    advance, longest = Scheduler.advance, 0.0
+    advance = Scheduler.advance
 
     def timed(scheduler: Scheduler) -> list:
-        nonlocal longest
         begin = time.perf_counter()
         news = advance(scheduler)
-        longest = max(longest, time.perf_counter() - begin)
+        longest.value = max(longest.value, time.perf_counter() - begin)
         return news
 
     Scheduler.advance = timed  # type: ignore[method-assign]
     run(make_app(NAME, model, tokenizer, manager), manager, listener)
-    pipe.send(longest)
 
 
 class Clients:
@@ -162,8 +160,8 @@ class Clients:
 def run() -> dict[str, Any]:
     """Serve a model to all clients; return the content of validation/serve.json."""
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    server = context.Process(target=serve, args=(there,), daemon=True)
+    (here, there), longest = context.Pipe(), context.Value("d", 0.0)
+    server = context.Process(target=serve, args=(there, longest), daemon=True)
     server.start()
     expected, port = here.recv()
     clients = Clients(expected, port, server.pid)
@@ -177,7 +175,6 @@ def run() -> dict[str, Any]:
 
     alive = server.is_alive()
     server.terminate()
-    longest = here.recv()
     server.join()
     return {
         **{"clients": CLIENTS, "requests": REQUESTS, "kinds": clients.counts, "seconds": round(seconds, 1)},
@@ -185,7 +182,7 @@ def run() -> dict[str, Any]:
         "answers_left": metric("answers_running") + metric("answers_waiting"),
         "growth": round(clients.sizes[-1] / clients.sizes[SETTLED] - 1, 4),
         "longest_halt_ms": round(1e3 * max(clients.halts)),
-        "longest_forward_ms": round(1e3 * longest),
+        "longest_forward_ms": round(1e3 * longest.value),
     }
 
 

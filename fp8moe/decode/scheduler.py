@@ -410,8 +410,9 @@ class Scheduler:
                         values[0, index] = request.pad or 0
                     if index not in got and request.return_logprobs:
                         values[1, index] = 0
-                new, *logprobs = values.to(home)
-                value = (new, _floats(logprobs[0])) if request.return_logprobs else new
+                value: Any = values[0].to(home)
+                if request.return_logprobs:
+                    value = value, _floats(values[1].to(home))
                 self._news.append(News(request.key, value, last=False))
         return all(ended)
 

@@ -199,14 +199,12 @@ class DecoderManager(Manager):
 
 
 def _piece(answer: Answer, value: Any, last: bool) -> Piece | Exception:
-    """Return the piece of some news of the scheduler: the tokens of a step, or the whole result."""
+    """Return the piece of some news of the scheduler: the tokens of a step, or what is left of the whole result."""
     if isinstance(value, Exception):
         return value
-    tokens, logprobs = value if isinstance(value, tuple) else (value, torch.empty(0, dtype=torch.float32, device="cpu"))
-    told = answer.told if last else 0
-    answer.told += len(tokens)
-    reason = answer.request.finish_reasons[0] if last else None
-    return Piece(tokens[told:].tolist(), logprobs[told:].tolist(), reason)
+    tokens, logprobs = (part.tolist() for part in value) if isinstance(value, tuple) else (value.tolist(), [])
+    told, answer.told = answer.told if last else 0, answer.told + len(tokens)
+    return Piece(tokens[told:], logprobs[told:], answer.request.finish_reasons[0] if last else None)
 
 
 class BatchingManager(Manager):
