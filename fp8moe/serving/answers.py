@@ -56,7 +56,8 @@ class Text:
         text = "".join(step for step in steps if step)
         self._length += len(text)
         if last:
-            rest = self._tokenizer.decode(self._tokens, skip_special_tokens=self._skip)[self._length :]
+            how = {"skip_special_tokens": self._skip, "clean_up_tokenization_spaces": False}  # as the stream decodes
+            rest = self._tokenizer.decode(self._tokens, **how)[self._length :]
             text, self._length = text + rest, self._length + len(rest)
         return text
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
 
+from fp8moe.weights.source import shown
+
 NEW_TOKENS = 1024
 """Most tokens of an answer to a request that does not say; fewer where no more fit."""
 MOST_BODY = 32 << 20  # bytes
@@ -197,7 +199,7 @@ class Reader:
         except ValidationError as error:
             raise ValueError(_told(error)) from None
         if given.model not in (None, self.name):
-            raise UnknownModel(f"model: {_shown(given.model)} is not served here; the model is {self.name!r}")
+            raise UnknownModel(f"model: {shown(given.model)} is not served here; the model is {self.name!r}")
         if given.stream_options is not None and not given.stream:
             raise ValueError("stream_options: only a stream has them")
         for name in () if self._own_settings else _SAMPLER:
@@ -260,7 +262,7 @@ class Reader:
             if name in _CONFIG and value is not None:
                 applied[name] = value
             elif value not in (None, getattr(config, name, None), getattr(plain, name, None)):
-                raise ValueError(f"generation_config.{name[:80]}: {_shown(value)} is not served")
+                raise ValueError(f"generation_config.{name[:80]}: {shown(value)} is not served")
         return applied
 
     def _prompts(self, given: Any) -> list[list[int]]:
@@ -270,7 +272,7 @@ class Reader:
         if isinstance(prompt, list) and all(isinstance(one, int) for one in prompt):
             several = [prompt]
         if not several or not all(isinstance(one, str | list) for one in several):
-            raise ValueError(f"prompt: expected a string, a list of tokens, or a list of these, got {_shown(prompt)}")
+            raise ValueError(f"prompt: expected a string, a list of tokens, or a list of these, got {shown(prompt)}")
         if len(several) > MOST_PROMPTS:
             raise ValueError(f"prompt: {len(several)} prompts are more than {MOST_PROMPTS}, the most of a request")
         return [self._encode("prompt", one, given.add_special_tokens is not False) for one in several]
@@ -285,7 +287,7 @@ class Reader:
             except (TypeError, UnicodeError) as error:  # half of a pair of surrogates
                 raise ValueError(f"{name}: it is not Unicode ({error})") from error
         if not prompt or any(isinstance(token, bool) or not isinstance(token, int) for token in prompt):
-            raise ValueError(f"{name}: expected one or more tokens, got {_shown(prompt)}")
+            raise ValueError(f"{name}: expected one or more tokens, got {shown(prompt)}")
         return prompt
 
     def _chat(self, given: Any, tools: list[dict] | None) -> str:
@@ -338,14 +340,9 @@ def _told(error: ValidationError) -> str:
     if found["type"] == "extra_forbidden":
         return f"{_path(found['loc'])}: not a field that is served"
     said = found["msg"].replace("Input should", "it should")
-    return f"{_path(found['loc']) or 'body'}: {said}, got {_shown(found['input'])}"
+    return f"{_path(found['loc']) or 'body'}: {said}, got {shown(found['input'])}"
 
 
 def _path(place: Iterable[Any]) -> str:
     """Return where a field is, without the names of the types that were tried for it."""
     return ".".join(str(one)[:80] for one in place if isinstance(one, int) or one.isidentifier() and one != "str")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value.decode(errors="replace") if isinstance(value, bytes) else value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -56,14 +57,14 @@ async def _together(generators: list[AsyncIterator]) -> AsyncIterator[tuple[int,
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Form:
+class Form(ABC):
     """The form of answers to one request: `whole`, or `first` and `chunk` of a stream."""
 
     whole_kind = chunk_kind = ""
 
-    def __init__(self, name: str, asked: Asked, tokenizer: Any):
+    def __init__(self, name: str, tokenizer: Any):
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
-        self._asked, self._tokenizer = asked, tokenizer
+        self._tokenizer = tokenizer
         self._offsets: dict[int, int] = {}
 
     async def whole(self, texts: Texts, ended: Ended) -> dict[str, Any]:
@@ -78,11 +79,13 @@ class Form:
     def chunk(self, choices: list[dict], **more: Any) -> str:
         return f"data: {json.dumps(self._head | {'object': self.chunk_kind, 'choices': choices} | more)}\n\n"
 
+    @abstractmethod
     def choice(self, index: int, parts: list[Part], tokens: list[int], logprobs: list[float], reason: str) -> dict:
-        raise NotImplementedError
+        """Return a whole answer to one prompt."""
 
+    @abstractmethod
     def change(self, index: int, parts: list[Part], piece: Piece, reason: str | None) -> dict:
-        raise NotImplementedError
+        """Return what a piece adds to the answer to one prompt."""
 
     def first(self, index: int) -> str:
         return ""

@@ -5,6 +5,7 @@ import itertools
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -68,7 +69,7 @@ class Answer:
         self._queue.put_nowait(piece)
 
 
-class Manager:
+class Manager(ABC):
     """What both engines have. The methods are called on one event loop, which gets the tokens.
 
     max_length: most tokens of a prompt and its answer. error: what ended the engine, None while it is well.
@@ -84,9 +85,9 @@ class Manager:
         self.steps = 0
         self._stopping = False
 
+    @abstractmethod
     def start(self, tokens: list[int], asked: Asked, tokenizer: Any) -> Answer:
         """Accept a prompt. Raises ValueError for one that cannot be served."""
-        raise NotImplementedError
 
     @property
     def ending(self) -> bool:
