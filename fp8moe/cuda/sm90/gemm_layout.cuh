@@ -7,6 +7,7 @@
 //   FIRST_STAGES               stages that are loaded before everything else
 //   GATED                      the weights are the gate projection followed by the up projection
 //   DYNAMIC                    blocks take their tiles from a counter, see below
+//   PACKED                     the weights are MXFP4 (gemm_packed.cuh); only with SWAP
 //   CHANNEL, BIAS              a weight scale, a bias for each output feature; BIAS = 0: none, 1: bfloat16, 2: float32
 //   OUT_FLOAT32, SWIGLU_FORM   properties of the epilogue
 #pragma once
@@ -14,6 +15,7 @@
 #include "gemm_block.cuh"
 
 constexpr int K_BLOCKS = ceil_div(K, BLOCK_K);
+constexpr int WEIGHT_BYTES = PACKED ? BLOCK_K / 2 : BLOCK_K;  // of one output feature in one stage
 
 constexpr int ROWS = SWAP ? BLOCK_N : BLOCK_M;  // the side of wgmma that is a multiple of 64 rows
 constexpr int COLUMN_SLABS = SWAP ? 1 : BLOCK_N / COLUMNS;
@@ -52,7 +54,7 @@ constexpr int TILE_SCALE_ROWS = (128 - GRANULE + BLOCK_N - 1) / 128 + 1;  // row
 constexpr bool REDUCES = SWAP || SPLIT_K > 1;  // sums reach the epilogue through shared memory
 
 constexpr int A_BYTES = BLOCK_M * BLOCK_K;
-constexpr int B_BYTES = BLOCK_N * BLOCK_K;
+constexpr int B_BYTES = BLOCK_N * WEIGHT_BYTES;
 constexpr int A_SCALE_LOADS = ceil_div(BLOCK_M, 128), A_SCALE_STEP = BLOCK_M / A_SCALE_LOADS;
 constexpr int A_SCALE_BYTES = A_SCALE_LOADS * A_SCALE_BOX * 4;  // bytes per stage; an upright tile loads twice as many
 constexpr int A_SCALE_PITCH = round_up(((UPRIGHTS ? 2 * BLOCK_M : BLOCK_M) + (GROUPS ? 4 : 0)) * 4, 128) / 4;
@@ -121,7 +123,15 @@ struct GroupTable<0> {
   __device__ Tile& next(u32) { __builtin_unreachable(); }
 };
 
-struct Shared {
+// PACKED: the eight magnitudes of E2M1 in E4M3, times 2^(6 - i) at index i; one byte each.
+template <bool Packed>
+struct Magnitudes {
+  u64 scaled[256];
+};
+template <>
+struct Magnitudes<false> {};
+
+struct Shared : Magnitudes<PACKED> {
   u8 a[STAGES][A_BYTES];
   u8 b[STAGES][B_BYTES];
   u8 epilogue[EPILOGUE_BYTES];  // staging tiles, sums of parts, Columns; or the tile's own or received sums
@@ -142,6 +152,7 @@ static_assert(COLUMN_SLABS == 1 || COLUMN_SLABS == SLABS);
 static_assert(!STAGED || (!REDUCES && COLUMNS % STORE_COLUMNS == 0));
 static_assert(!DYNAMIC || (PARTIAL && K_BLOCKS > 8));
 static_assert(COLUMN_BYTES == 0 || STAGES <= K_BLOCKS, "a stage of the tile before has been handed back");
+static_assert(!PACKED || (SWAP && !CHANNEL && K % 32 == 0));
 static_assert(PARTS == 1 || (!REDUCES && GROUPS == 0 && PARTS <= K_BLOCKS && PART_REGISTERS % 4 == 0));
 static_assert(!GATED || (BLOCK_N == 256 && GROUPS > 0 && (SWAP || SPLIT_K == 1)));
 static_assert(!HALVES || (BLOCK_M == 128 && BLOCK_N == 256 && WARPGROUPS == 2 && !REDUCES && !GATED && PARTS == 1));

@@ -32,12 +32,12 @@ struct Loader {
 
   __device__ __forceinline__ void load_weights(const Tile& tile, int k_block, u32 stage) const {
     Barrier& full = s.ring.full[stage];
-    full.expect(tile.columns() * BLOCK_K + (tile.upright() ? 2 : 1) * A_SCALE_BYTES +
+    full.expect(tile.columns() * WEIGHT_BYTES + (tile.upright() ? 2 : 1) * A_SCALE_BYTES +
                 (PARTIAL ? pieces(tile) * A_PIECE_BYTES : tile_m * BLOCK_K));
     const u32 target = shared_address(s.b[stage]);
     const int row = tile.group * N + (GATED ? tile.n / 2 : tile.n);
-    tma_load(target, b, full.address(), k_block * BLOCK_K, row);
-    if constexpr (GATED) tma_load(target + B_BYTES / 2, b, full.address(), k_block * BLOCK_K, row + INTERMEDIATE);
+    tma_load(target, b, full.address(), k_block * WEIGHT_BYTES, row);
+    if constexpr (GATED) tma_load(target + B_BYTES / 2, b, full.address(), k_block * WEIGHT_BYTES, row + INTERMEDIATE);
     if constexpr (HALVES) {
       if (tile.shape == WHOLE) tma_load(target + B_BYTES / 2, b, full.address(), k_block * BLOCK_K, row + HALF_N);
     }

@@ -344,6 +344,18 @@ __device__ __forceinline__ void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u3
                : "memory");
 }
 
+__device__ __forceinline__ u32 load_shared_2(u32 address) {
+  u16 v;
+  asm volatile("ld.shared::cta.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float load_shared_float(const float* p) {
+  float v;
+  asm volatile("ld.shared::cta.f32 %0, [%1];" : "=f"(v) : "r"(shared_address(p)) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ uint4 load_shared_16(u32 address) {
   uint4 v;
   asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];"

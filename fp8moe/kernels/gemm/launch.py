@@ -184,7 +184,13 @@ def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Ten
     yield tensor_map(a, shape=(m, k), strides=(a.stride(0), 1), box=(a_rows, 128), swizzle=128)
     scales = {"shape": (blocks, m), "strides": (a_scale.stride(1), 1)}
     yield tensor_map(a_scale, **scales, box=(1, tile.scale_box), l2_promotion=0)
-    yield tensor_map(b, shape=(max(groups, 1) * n, k), strides=(b.stride(-2), 1), box=(b_rows, 128), swizzle=128)
+    yield tensor_map(
+        b,
+        shape=(max(groups, 1) * n, b.shape[-1]),
+        strides=(b.stride(-2), 1),
+        box=(b_rows, tile.weight_bytes),
+        swizzle=tile.weight_bytes,
+    )
     # TMA writes contiguous results only.
     if tile.tma_store and out is not None and out.dtype == torch.bfloat16 and out.stride(0) == n:
         yield tensor_map(out, shape=tuple(out.shape), strides=(n, 1), box=(64, 64), swizzle=128)

@@ -47,6 +47,8 @@ class TileConfig:
     groups: int = 0
     k_parts: int = 1
     half_tiles: bool = False
+    packed: bool = False
+    arranged: bool = False
     column_bytes: int = 0
 
     @property
@@ -72,7 +74,8 @@ class TileConfig:
     @property
     def mma_source(self) -> str:
         """CUDA source of the function ``wgmma`` with `mma_n` columns."""
-        return wgmma_source(self.mma_n)
+        more = wgmma_source(self.mma_n, rows_in_registers=True) if self.packed else ""
+        return wgmma_source(self.mma_n) + more
 
     @property
     def scale_pieces(self) -> int:
@@ -137,7 +140,12 @@ class TileConfig:
         if self.groups:
             scales = self.block_m * (2 if self.half_tiles else 1) + 4  # a tile of 192x128 loads 128 scales twice
         following = 0 if self.weights_as_rows or not self.groups else _TILE_BYTES
-        return (self.block_m + self.block_n) * 128 + align(scales * 4, 128) + 16 + following
+        return self.block_m * 128 + self.block_n * self.weight_bytes + align(scales * 4, 128) + 16 + following
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of shared memory of an output feature's weights in a stage."""
+        return 64 if self.packed else 128
 
     @property
     def first_stages(self) -> int:
@@ -186,7 +194,7 @@ class TileConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block in bytes: ``struct Shared`` of gemm_layout.cuh, and alignment padding."""
-        return self.stages * self.stage_bytes + self.epilogue_bytes + self.tail_bytes + SWIZZLE_ALIGNMENT
+        return self.stages * self.stage_bytes + self.epilogue_bytes + self.tail_bytes + SWIZZLE_ALIGNMENT + 2048 * self.packed
 
     @property
     def tail_bytes(self) -> int:
@@ -203,10 +211,10 @@ def with_stages(tile: TileConfig, k: int) -> TileConfig:
     With split_k, a block finally writes its partial tile over the stages, so these are enough to hold the tile.
     """
     budget = min(SHARED_LIMIT, SHARED_PER_SM // tile.blocks_per_sm - 1024)
-    fit = (budget - SWIZZLE_ALIGNMENT - tile.tail_bytes - tile.epilogue_bytes) // tile.stage_bytes
+    fit = (budget - SWIZZLE_ALIGNMENT - 2048 * tile.packed - tile.tail_bytes - tile.epilogue_bytes) // tile.stage_bytes
     most = ceil(ceil(k / 128) / tile.split_k) if tile.single_tile or tile.column_bytes else MAX_STAGES
     if tile.split_k > 1:
-        most = max(most, ceil(tile.partial_bytes / ((tile.block_m + tile.block_n) * 128)))
+        most = max(most, ceil(tile.partial_bytes / (tile.block_m * 128 + tile.block_n * tile.weight_bytes)))
     return replace(tile, stages=max(1, min(fit, most, MAX_STAGES)))
 
 
@@ -234,7 +242,7 @@ def fits(tile: TileConfig, k: int) -> bool:
         and shared <= SHARED_LIMIT
         and (shared + 1024) * tile.blocks_per_sm <= SHARED_PER_SM
         and tile.stages >= min(2 if tile.k_parts == 1 else 3, ceil(blocks / tile.split_k))
-        and (tile.split_k == 1 or tile.stages * (tile.block_m + tile.block_n) * 128 >= tile.partial_bytes)
+        and (tile.split_k == 1 or tile.stages * (tile.block_m * 128 + tile.block_n * tile.weight_bytes) >= tile.partial_bytes)
     )
 
 

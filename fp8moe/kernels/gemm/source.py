@@ -27,6 +27,8 @@ def kernel_spec(
     values = _common(tile, n, arguments_type(epilogue)) | {
         "K": k,
         "SWAP": int(tile.weights_as_rows),
+        "PACKED": int(tile.packed),
+        "ARRANGED": int(tile.arranged),
         "COLUMNS": tile.mma_n,
         "OVERLAPS": int(tile.overlaps),
         "A_SCALE_BOX": tile.scale_box,
@@ -45,8 +47,9 @@ def kernel_spec(
     if tile.math_registers and busy:
         values |= {"MATH_REGISTERS": tile.math_registers - 8, "PRODUCER_REGISTERS": BUSY_PRODUCER_REGISTERS}
     values |= columns.constants | epilogue.constants
-    prelude = f'{constants(values)}{tile.mma_source}\n#include "{epilogue.header}"\n'
-    prelude += f"using Epilogue = {type(epilogue).__name__};\n"
+    header, math = ("gemm_packed.cuh", "PackedMathWarp") if tile.packed else ("gemm_math.cuh", "MathWarp")
+    prelude = f'{constants(values)}{tile.mma_source}\n#include "{header}"\n#include "{epilogue.header}"\n'
+    prelude += f"using Math = {math};\nusing Epilogue = {type(epilogue).__name__};\n"
     return KernelSpec("gemm.cu", "gemm", epilogue.defines, prelude)
 
 
