@@ -95,7 +95,7 @@ for name in which:
             cand = [t for t in tiles(E, n, k, gated, True, ms) if t.split_k == 1 or tokens <= 8]
             if len(sys.argv) > 3: cand = [t for t in cand if t.name + ('a' if t.arranged else '') == sys.argv[3]]
             with ThreadPoolExecutor(14) as pool: list(pool.map(lambda t: launch.kernel_spec(t, n, k, ep) and __import__("fp8moe.runtime.jit", fromlist=["x"]).cubin(kernel_spec(t, n, k, ep)), cand))
-            want = {}
+            want = {}; wrong = 0
             res = []
             for t in cand:
                 sw = with_stages(TileConfig(t.block_m, t.block_n, weights_as_rows=True, warpgroups=t.warpgroups, groups=E, split_k=t.split_k), k)
@@ -104,9 +104,15 @@ for name in which:
                 out.view(torch.uint8).fill_(0x7f)
                 out.fill_(0); call = run(pa if t.arranged else po, t); call(); torch.cuda.synchronize()
                 same = torch.equal(out.view(torch.uint8), want[t.split_k][0].view(torch.uint8)) and (sc is None or torch.equal(sc, want[t.split_k][1]))
-                for _ in range(10):
+                for rep in range(10 if t.block_m > 8 else 40):
                     out.fill_(0); call(); torch.cuda.synchronize()
-                    same = same and torch.equal(out.view(torch.uint8), want[t.split_k][0].view(torch.uint8))
+                    diff = out.view(torch.uint8) != want[t.split_k][0].view(torch.uint8)
+                    if diff.any():
+                        same = False
+                        r, c = diff.nonzero().T
+                        b = torch.bucketize(r, offs[1:].long(), right=True)
+                        if wrong < 6: print("   WRONG", t.name, t.arranged, "rep", rep, "elements", len(r), "rows", r.unique().tolist()[:12], "groups", b.unique().tolist()[:6], "row in group", (r - offs.long()[b]).unique().tolist()[:10], "col/128", (c // (128 if gated else 64)).unique().tolist()[:8], "cols", c.unique().tolist()[:6], len(c.unique()), "group sizes", counts[b.unique().cpu()].tolist()[:6], "zeros", int((out.view(torch.uint8)[diff] == 0).sum()), flush=True)
+                        wrong += 1
                 res.append((timed(call, 8), t.name + ('a' if t.arranged else ''), t.stages, same))
             if len(sys.argv) > 3: continue
             res.sort()

@@ -14,8 +14,9 @@
 
 #include "gemm_block.cuh"
 
-constexpr int K_BLOCKS = ceil_div(K, BLOCK_K);
-constexpr int WEIGHT_BYTES = PACKED ? BLOCK_K / 2 : BLOCK_K;  // of one output feature in one stage
+constexpr int DEPTH = PACKED ? 2 : 1;  // blocks of K in a stage: the rows of a tile of weights then have 128 bytes
+constexpr int K_BLOCKS = ceil_div(K, DEPTH * BLOCK_K);
+constexpr int WEIGHT_BYTES = 128;  // of an output feature in a stage
 
 constexpr int ROWS = SWAP ? BLOCK_N : BLOCK_M;  // the side of wgmma that is a multiple of 64 rows
 constexpr int COLUMN_SLABS = SWAP ? 1 : BLOCK_N / COLUMNS;
@@ -53,7 +54,7 @@ constexpr int TILE_SCALE_ROWS = (128 - GRANULE + BLOCK_N - 1) / 128 + 1;  // row
 
 constexpr bool REDUCES = SWAP || SPLIT_K > 1;  // sums reach the epilogue through shared memory
 
-constexpr int A_BYTES = BLOCK_M * BLOCK_K;
+constexpr int A_BLOCK_BYTES = BLOCK_M * BLOCK_K, A_BYTES = DEPTH * A_BLOCK_BYTES;
 constexpr int B_BYTES = BLOCK_N * WEIGHT_BYTES;
 constexpr int A_SCALE_LOADS = ceil_div(BLOCK_M, 128), A_SCALE_STEP = BLOCK_M / A_SCALE_LOADS;
 constexpr int A_SCALE_BYTES = A_SCALE_LOADS * A_SCALE_BOX * 4;  // bytes per stage; an upright tile loads twice as many
@@ -135,7 +136,7 @@ struct Shared : Magnitudes<PACKED> {
   u8 a[STAGES][A_BYTES];
   u8 b[STAGES][B_BYTES];
   u8 epilogue[EPILOGUE_BYTES];  // staging tiles, sums of parts, Columns; or the tile's own or received sums
-  float a_scale[STAGES][A_SCALE_PITCH];
+  float a_scale[STAGES][DEPTH * A_SCALE_PITCH];
   Ring<STAGES> ring;
   Barrier sums;
   GroupTable<GROUPS> groups;

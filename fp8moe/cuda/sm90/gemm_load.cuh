@@ -32,8 +32,8 @@ struct Loader {
 
   __device__ __forceinline__ void load_weights(const Tile& tile, int k_block, u32 stage) const {
     Barrier& full = s.ring.full[stage];
-    full.expect(tile.columns() * WEIGHT_BYTES + (tile.upright() ? 2 : 1) * A_SCALE_BYTES +
-                (PARTIAL ? pieces(tile) * A_PIECE_BYTES : tile_m * BLOCK_K));
+    full.expect(tile.columns() * WEIGHT_BYTES + (tile.upright() ? 2 : DEPTH) * A_SCALE_BYTES +
+                (PARTIAL ? pieces(tile) * A_PIECE_BYTES : DEPTH * tile_m * BLOCK_K));
     const u32 target = shared_address(s.b[stage]);
     const int row = tile.group * N + (GATED ? tile.n / 2 : tile.n);
     tma_load(target, b, full.address(), k_block * WEIGHT_BYTES, row);
@@ -53,12 +53,16 @@ struct Loader {
         if (i < count) tma_load(target + i * A_PIECE_BYTES, a, full, k_block * BLOCK_K, tile.m + i * 64);
       }
     } else {
-      tma_load(target, a, full, k_block * BLOCK_K, tile.m);
+#pragma unroll
+      for (int d = 0; d < DEPTH; ++d) {
+        tma_load(target + d * A_BLOCK_BYTES, a, full, (k_block * DEPTH + d) * BLOCK_K, tile.m);
+      }
     }
 #pragma unroll
-    for (int i = 0; i < A_SCALE_LOADS; ++i) {
-      tma_load(shared_address(s.a_scale[stage] + i * A_SCALE_STEP), a_scale, full,
-               (GROUPS ? tile.m & ~3 : tile.m) + i * A_SCALE_STEP, k_block);
+    for (int i = 0; i < DEPTH * A_SCALE_LOADS; ++i) {
+      const int d = i / A_SCALE_LOADS, row = i % A_SCALE_LOADS * A_SCALE_STEP;
+      tma_load(shared_address(s.a_scale[stage] + d * A_SCALE_PITCH + row), a_scale, full,
+               (GROUPS ? tile.m & ~3 : tile.m) + row, k_block * DEPTH + d);
     }
     if (tile.upright()) {
       const int row = tile.m + BLOCK_M;

@@ -26,8 +26,8 @@ struct MathWarp {
   WeightScales weights;
   int warpgroup;
 
-  __device__ __forceinline__ MathWarp(Shared& s, const float* b_scale, int, int warpgroup)
-      : s(s), pipeline(s.ring), weights(b_scale), warpgroup(warpgroup) {
+  __device__ __forceinline__ MathWarp(Shared& s, const float* b_scale, int k_first, int warpgroup)
+      : s(s), pipeline(s.ring), weights(b_scale + k_first), warpgroup(warpgroup) {
     find_tiles();
   }
 

@@ -33,34 +33,31 @@ struct Exponents {
 // The exponents of a warp's rows. Each lane holds those of its two rows of each slab for one of four K blocks; the next
 // four are fetched one turn ahead.
 struct PackedWeights {
-  const u8* exponents;  // of the first K block of this thread block
-  int first_block;      // that K block
+  const u8* exponents;
+  int k_first;  // the first stage of this thread block along K
   u32 next[SLABS][2];
   Exponents held[SLABS];
 
-  __device__ __forceinline__ PackedWeights(const float* b_scale, int k_block)
-      : exponents(reinterpret_cast<const u8*>(b_scale)), first_block(k_block) {}
+  __device__ __forceinline__ PackedWeights(const float* b_scale, int k_first)
+      : exponents(reinterpret_cast<const u8*>(b_scale)), k_first(k_first) {}
 
-  __device__ __forceinline__ void fetch(const Tile& tile, int first, int count) {
-    const int block = min(first + static_cast<int>(lane_id() % 4), count - 1);
-    const int warp = threadIdx.x / WARP;
+  // Fetches the exponents of stages `first` and `first` + 1. Past the end of K exponents are 0, the least.
+  __device__ __forceinline__ void fetch(const Tile& tile, int first, int) {
+    const int group = 4 * (DEPTH * (k_first + first) + static_cast<int>(lane_id() % 4)), warp = threadIdx.x / WARP;
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = slab_row(warp / 4, slab) + warp % 4 * 16 + lane_id() / 4 + 8 * i;
-        const int feature =
-            GATED ? min(tile.n / 2 + row % 128, INTERMEDIATE - 1) + (row < 128 ? 0 : INTERMEDIATE) : min(tile.n + row, N - 1);
-        const u8* there = exponents + (static_cast<long long>(tile.group) * N + feature) * K_GROUPS + 4 * block;
-        if constexpr (K % 128 == 0) {
-          next[slab][i] = *reinterpret_cast<const u32*>(there);
+        const int feature = GATED ? min(tile.n / 2 + row % 128, INTERMEDIATE - 1) + (row < 128 ? 0 : INTERMEDIATE)
+                                  : min(tile.n + row, N - 1);
+        const u8* there = exponents + (static_cast<long long>(tile.group) * N + feature) * K_GROUPS + group;
+        next[slab][i] = 0;
+        if constexpr (K_GROUPS % 4 == 0) {
+          if (group < K_GROUPS) next[slab][i] = *reinterpret_cast<const u32*>(there);
         } else {
-          // Past the last group of K the exponent is 0, the least.
-          const int groups = K_GROUPS - 4 * (first_block + block);
-          u32 word = 0;
 #pragma unroll
-          for (int j = 0; j < 4; ++j) word |= j < groups ? u32{there[j]} << 8 * j : 0;
-          next[slab][i] = word;
+          for (int j = 0; j < 4; ++j) next[slab][i] |= group + j < K_GROUPS ? u32{there[j]} << 8 * j : 0;
         }
       }
     }
@@ -71,7 +68,7 @@ struct PackedWeights {
     for (int slab = 0; slab < SLABS; ++slab) held[slab] = Exponents(next[slab]);
   }
 
-  // The exponents of K block `source` of this turn.
+  // The exponents of K block `source` of this turn, of four.
   __device__ __forceinline__ Exponents at(int slab, int source) const {
     Exponents there;
 #pragma unroll
@@ -88,16 +85,16 @@ struct PackedWeights {
 struct Fragments {
   u32 values[4][4];
 
-  // codes: the address of the slab in a stage, with a 64-byte swizzle.
-  __device__ __forceinline__ void unpack(const u64* scaled, u32 codes, const Exponents& exponents) {
+  // codes: the address of the slab in a stage. block: 0 or 1, the K block within the stage.
+  __device__ __forceinline__ void unpack(const u64* scaled, u32 codes, int block, const Exponents& exponents) {
     const int lane = lane_id(), first = threadIdx.x / WARP % 4 * 16;
     if constexpr (ARRANGED) {
       const int row = lane % 16;
-      const u32 mine = codes + (first + row) * WEIGHT_BYTES + (lane / 16 ^ row / 2 % 4) * 16;
+      const u32 mine = codes + (first + row) * WEIGHT_BYTES + (lane / 16 ^ row % 8) * 16;
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         u32 words[4];
-        load_matrices(mine ^ pair * 32, words);
+        load_matrices(mine ^ (4 * block + 2 * pair) * 16, words);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int i = j % 2, k = 2 * pair + j / 2;
@@ -110,10 +107,10 @@ struct Fragments {
       }
       return;
     }
-    const u32 mine = codes + (first + lane / 4) * WEIGHT_BYTES + (lane / 8 % 4) * 16 + lane % 4 * 2;
+    const u32 mine = codes + (first + lane / 4) * WEIGHT_BYTES + lane / 4 * 16 + lane % 4 * 2;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const u32 at = mine ^ k * 16;
+      const u32 at = mine ^ (4 * block + k) * 16;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const u64 table = scaled[exponents.relative[i] >> 8 * k & 0xFF];
@@ -152,7 +149,7 @@ __device__ __forceinline__ void promote_packed(float (&sum)[ACCUMULATORS], const
 }
 
 struct PackedMathWarp : MathWarp {
-  static constexpr int TURN = 4;
+  static constexpr int TURN = 2;
 
   PackedWeights weights;
 
@@ -178,31 +175,42 @@ struct PackedMathWarp : MathWarp {
     const u32 codes = shared_address(s.b[pipeline.stage]);
     const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0) + 2 * (lane % 4);
 #pragma unroll
-    for (int slab = 0; slab < Used; ++slab) {
-      const Exponents exponents = weights.at(slab, source);
-      Fragments unpacked;
-      unpacked.unpack(s.scaled, codes + slab_row(warpgroup, slab) * WEIGHT_BYTES, exponents);
-      // Loaded before the product: handing a stage back does not wait for loads in flight.
-      float tokens[ACCUMULATORS / 2];
+    for (int block = 0; block < DEPTH; ++block) {
 #pragma unroll
-      for (int j = 0; j < ACCUMULATORS / 2; ++j) tokens[j] = load_shared_float(a_scale + 8 * (j / 2) + j % 2);
-      float partial[ACCUMULATORS];
-      wgmma_fence();
+      for (int slab = 0; slab < Used; ++slab) {
+        const Exponents exponents = weights.at(slab, DEPTH * source + block);
+        Fragments unpacked;
+        unpacked.unpack(s.scaled, codes + slab_row(warpgroup, slab) * WEIGHT_BYTES, block, exponents);
+        // Loaded before the product: handing a stage back does not wait for loads in flight.
+        float tokens[ACCUMULATORS / 2];
 #pragma unroll
-      for (int k = 0; k < BLOCK_K / 32; ++k) wgmma(partial, unpacked.values[k], columns + 2 * k, k > 0);
-      wgmma_commit();
-      if (slab == 0) meanwhile();
-      if (slab == Used - 1) {
-        const Released stage(pipeline);
-        pipeline.advance();
-        wgmma_wait();
-        unpacked.keep();
-        stage.arrive();
-      } else {
-        wgmma_wait();
-        unpacked.keep();
+        for (int j = 0; j < ACCUMULATORS / 2; ++j) {
+          tokens[j] = load_shared_float(a_scale + block * A_SCALE_PITCH + 8 * (j / 2) + j % 2);
+        }
+        float partial[ACCUMULATORS];
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BLOCK_K / 32; ++k) {
+          wgmma(partial, unpacked.values[k], columns + (block * BLOCK_M * ROW_STEP + 2 * k), k > 0);
+        }
+        wgmma_commit();
+        if (block == 0 && slab == 0) meanwhile();
+        if (block == DEPTH - 1 && slab == Used - 1) {
+          const Released stage(pipeline);
+          pipeline.advance();
+          wgmma_wait();
+          unpacked.keep();
+          stage.arrive();
+        } else {
+          wgmma_wait();
+          unpacked.keep();
+        }
+        if (First && block == 0) {
+          promote_packed<true>(sum[slab], partial, tokens, exponents);
+        } else {
+          promote_packed<false>(sum[slab], partial, tokens, exponents);
+        }
       }
-      promote_packed<First>(sum[slab], partial, tokens, exponents);
     }
   }
 

@@ -188,8 +188,8 @@ def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Ten
         b,
         shape=(max(groups, 1) * n, b.shape[-1]),
         strides=(b.stride(-2), 1),
-        box=(b_rows, tile.weight_bytes),
-        swizzle=tile.weight_bytes,
+        box=(b_rows, 128),
+        swizzle=128,
     )
     # TMA writes contiguous results only.
     if tile.tma_store and out is not None and out.dtype == torch.bfloat16 and out.stride(0) == n:

@@ -140,12 +140,12 @@ class TileConfig:
         if self.groups:
             scales = self.block_m * (2 if self.half_tiles else 1) + 4  # a tile of 192x128 loads 128 scales twice
         following = 0 if self.weights_as_rows or not self.groups else _TILE_BYTES
-        return self.block_m * 128 + self.block_n * self.weight_bytes + align(scales * 4, 128) + 16 + following
+        return self.depth * (self.block_m * 128 + align(scales * 4, 128)) + self.block_n * 128 + 16 + following
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of shared memory of an output feature's weights in a stage."""
-        return 64 if self.packed else 128
+    def depth(self) -> int:
+        """Number of blocks of 128 along K in a stage."""
+        return 2 if self.packed else 1
 
     @property
     def first_stages(self) -> int:
@@ -212,9 +212,9 @@ def with_stages(tile: TileConfig, k: int) -> TileConfig:
     """
     budget = min(SHARED_LIMIT, SHARED_PER_SM // tile.blocks_per_sm - 1024)
     fit = (budget - SWIZZLE_ALIGNMENT - 2048 * tile.packed - tile.tail_bytes - tile.epilogue_bytes) // tile.stage_bytes
-    most = ceil(ceil(k / 128) / tile.split_k) if tile.single_tile or tile.column_bytes else MAX_STAGES
+    most = ceil(ceil(k / (128 * tile.depth)) / tile.split_k) if tile.single_tile or tile.column_bytes else MAX_STAGES
     if tile.split_k > 1:
-        most = max(most, ceil(tile.partial_bytes / (tile.block_m * 128 + tile.block_n * tile.weight_bytes)))
+        most = max(most, ceil(tile.partial_bytes / (tile.depth * tile.block_m * 128 + tile.block_n * 128)))
     return replace(tile, stages=max(1, min(fit, most, MAX_STAGES)))
 
 
@@ -242,7 +242,7 @@ def fits(tile: TileConfig, k: int) -> bool:
         and shared <= SHARED_LIMIT
         and (shared + 1024) * tile.blocks_per_sm <= SHARED_PER_SM
         and tile.stages >= min(2 if tile.k_parts == 1 else 3, ceil(blocks / tile.split_k))
-        and (tile.split_k == 1 or tile.stages * (tile.block_m * 128 + tile.block_n * tile.weight_bytes) >= tile.partial_bytes)
+        and (tile.split_k == 1 or tile.stages * (tile.depth * tile.block_m * 128 + tile.block_n * 128) >= tile.partial_bytes)
     )
 
 
