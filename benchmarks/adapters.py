@@ -64,7 +64,7 @@ def _version(module: ModuleType | Exception) -> str:
 
 @functools.cache
 def _deep_gemm_modules() -> dict[str, ModuleType | Exception]:
-    """Map the names of installed DEEP_GEMMS to modules or import errors, without fp8moe's drop-in named deep_gemm."""
+    """Map each installed name in DEEP_GEMMS to its module or import error; leave out fp8moe's drop-in `deep_gemm`."""
     found: dict[str, ModuleType | Exception] = {}
     for name in filter(installed, DEEP_GEMMS):
         try:

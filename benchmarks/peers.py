@@ -62,7 +62,7 @@ HOST_BATCHES = 10
 PROCESSES = {"gemm": 5, "contiguous": 3, "masked": 3}
 SAMPLED_ROWS = 1024  # rows that are compared in the result of each of a layer's GEMMs
 MAX_DIFFERENCE = 1e-2  # limit of the relative Frobenius norm of the difference from our result
-# Limit for layers, in which other libraries round activations between the GEMMs differently or not at all
+# The same limit for layers, in which other libraries round activations between the GEMMs differently or not at all
 MAX_LAYER_DIFFERENCE = 0.1
 TOKENS = (1, 8, 64, 512, 2048, 8192)
 GROUPED = ((4096, 7168), (7168, 2048))  # (n, k) of grouped GEMMs; few, because DeepGEMM takes seconds to compile each
@@ -523,7 +523,7 @@ def clocks() -> dict[str, str]:
 
 
 def wanted(names: Sequence[str], pattern: str | None, there: Mapping[str, dict]) -> Iterator[str]:
-    """Yield names of cases that match the pattern; without a pattern, those that `there` lacks or has as failed."""
+    """Yield names of cases that match the pattern; without a pattern, of cases missing or failed in `there`."""
     for name in names:
         if (
             re.search(pattern, name)

@@ -81,7 +81,7 @@ def run_alone(root: Path, beside_others: dict) -> dict:
     Tests that pass this time do not count as failures; they are listed under "passed_alone".
     """
     failed = beside_others["failures"]
-    # Without a module: a test file could not be collected
+    # A name without a module means that a test file could not be collected.
     if not failed or any(name.startswith("::") for name in failed):
         return beside_others
     modules = [name.split("::", 1) for name in failed]

@@ -20,7 +20,7 @@ COUNT, CLIENTS = 1000, 64
 GOES_EVERY = 10  # one of this many clients leaves early
 SLOTS = 64
 SIZES = (4, 16, SLOTS)  # the smaller batch sizes serve the last requests
-PROMPTS, ANSWERS = (16, 2048), (16, 512)  # shortest and longest
+PROMPTS, ANSWERS = (16, 2048), (16, 512)  # shortest and longest length in tokens
 STEADY_PROMPT = 512
 MODEL = Option(next(iter(CONFIGS)), tuple(CONFIGS))
 
@@ -63,7 +63,7 @@ def clocked(call: Callable[[], list], asked: int) -> tuple[float, int]:
 
 
 def measure_requests(model: str = MODEL.default, requests: int = COUNT) -> Iterator[dict]:
-    """Measure new tokens/s, with prompts read in between. `of_steady`: over the rate of decode in full batches."""
+    """Measure new tokens/s, prefill included. `of_steady`: ratio to the rate of decode with full batches."""
     built = build(model)
     decoder = make_decoder(built)
     steady = SLOTS / step_seconds(decoder, random_prompts(built, SLOTS, STEADY_PROMPT))
@@ -143,7 +143,7 @@ def measure_serving(model: Any, count: int) -> Iterator[dict]:
 
 @fp8moe.batch_invariant()
 def check_clients(model: Any, count: int) -> dict:
-    """Count open requests, and clients that got the tokens of `generate` (its first tokens, if they left)."""
+    """Count clients that got the same tokens as from `generate` (if they left, its first ones), and open requests."""
     decoder = make_decoder(model)
     prompts = [random_prompts(model, 1, 8 + 7 * index % 400)[0] for index in range(count)]
     answers = [answer for _, answer in lengths(count)]

@@ -43,7 +43,7 @@ EACH = 30  # number of dense problems, and number of grouped problems
 LIKELY, MOST = 1.5, 16  # candidates: tiles with at most LIKELY times the least expected time, and at most MOST tiles
 OTHERS, ROUNDS = 3, 5  # how many tiles besides the chosen one are timed again, and how often
 MOST_ROWS, MOST_BYTES = 20000, 4 << 30
-LONG_US = 100  # before kernels that take longer the GPU rests, as it lowers its clocks when it is busy for long
+LONG_US = 100  # the GPU rests before kernels that take longer than this: when busy for long, it lowers its clocks
 SEED, FITTED_SEEDS = 60, range(61, 70)
 SMS = 132  # streaming multiprocessors of an H100 or H200
 # LINEAR, EXPERTS: (n, k) of linear layers and of experts in DeepSeek-V3, Kimi-K2, Qwen3 and Mixtral.

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_source(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what config.json holds, or would hold. Raises ValueError where there is none, or none of a model."""
+    """Return the configuration of SRC or of --model-type, with the values of --set. Raises ValueError if invalid."""
     if (options.source is None) == (options.model_type is None):
         raise ValueError("expected either SRC or --model-type")
     problems: list[str] = []
@@ -146,7 +146,7 @@ def _missing(pool: ProcessPoolExecutor, kernels: list[KernelSpec]) -> list[Kerne
 def _raise_error(spec: KernelSpec, error: BaseException | None) -> None:
     """Raise the error of a compilation, if there is one, with the kernel's name in the message."""
     if isinstance(error, BrokenProcessPool):
-        raise error  # concerns all kernels not yet compiled, not this one
+        raise error  # the processes have died: this concerns all kernels not yet compiled, so name none
     if error is not None:
         raise RuntimeError(f"{_described(spec)}: {error}") from error
 

@@ -131,7 +131,7 @@ def has_states(cache: Any) -> bool:
 
 
 def bytes_of_a_row(cache: Any, max_length: int) -> int:
-    """Return the bytes that a row of so many columns takes in a cache like this one; what layers share counts once."""
+    """Return the bytes that a row of ``max_length`` columns takes in such a cache; shared tensors count once."""
     sizes: dict[int, int] = {}
     for name, value in (item for layer in cache.layers for item in vars(layer).items()):
         for tensor in (each for each in tree_leaves(value) if isinstance(each, Tensor) and each.dim() > 1):

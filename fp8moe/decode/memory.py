@@ -13,7 +13,7 @@ MOST_TOKENS = 8192
 LEAST_COLUMNS = 64
 FREE_MEMORY_FRACTION = 0.5
 """The fraction of the free memory that one prefill chunk may take."""
-_RECEIVED, _SUM = 1.1, 4  # bytes per hidden value: of a received FP8 token with scales, and of a partial sum
+_RECEIVED, _SUM = 1.1, 4  # bytes per hidden value in a received FP8 token (with scales) and in a partial sum
 
 
 def columns_at_a_time(model: Any, batch: int, end: int, device: torch.device, *, masked: bool, ranks: int = 1) -> int:

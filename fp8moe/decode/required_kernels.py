@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: int, num_sms: int) -> RequiredKernels:
     """Find the kernel launches of models with these transformers configurations. Call it in a process of its own.
 
-    batch_sizes: those of decode steps. tokens: the most tokens to prefill at once. num_sms: the GPU's number of SMs.
+    batch_sizes: sizes of decode steps. tokens: the most tokens to prefill at once. num_sms: the GPU's number of SMs.
 
     The process is unfit for other use afterwards (`runtime.record`). Prompts of 1, 2, 4... tokens are prefilled: each
     kernel other than a GEMM is used for at least one of these lengths.

@@ -23,13 +23,13 @@ STEPS_PER_ROW_CHECK = 2
 STEPS_PER_END_CHECK = 8
 """Decode steps between two checks if there is only one request: no other request waits for rows that it would free."""
 ROWS_PER_NEWCOMER = 8
-"""Prompts are read when one row in this many is free: reading several at once costs little more than reading one."""
+"""Waiting prompts are prefilled once one row in this many is free: prefill of several costs little more than of one."""
 MOST_EMPTY_STEPS = 16
-"""Prompts are also read when a row was free for this many steps while they waited."""
+"""Waiting prompts are also prefilled once a row has been free for this many steps."""
 PIECE_TOKENS = MOST_GRAPH_TOKENS
-"""Most tokens of prompts that are read between two steps of a stream, unless the decoder has a prefill_chunk.
+"""Most prompt tokens to prefill between two steps of a stream, unless the decoder has a prefill_chunk.
 
-With fewer a GPU would wait for the host, which launches the kernels.
+With fewer tokens a GPU would wait for the host, which launches the kernels.
 """
 CPU_PIECE_TOKENS = 256
 FEW_TOKENS = 2048
@@ -130,9 +130,9 @@ def _counted(progress: Any, requests: Iterable) -> Iterator[Callable[[], None]]:
 
 
 class _Report(NamedTuple):
-    """A step's count, finished and tokens, as lists, and stacked (3, size) on its device and on the host.
+    """A step's count, finished and tokens: as lists, and stacked (3, size) on the step's device and on the host.
 
-    There (4, size) if a request wants them with the logprobs of its tokens, which come last: see `_bits`.
+    The stacked tensors are (4, size) if a request wants logprobs with each step's tokens; logprobs (`_bits`) are last.
     """
 
     count: list[int]
@@ -143,7 +143,7 @@ class _Report(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Requests whose prompts `step` is reading, up to the column `length`. pieces: what `Step.pieces` yields."""
+    """Requests whose prompts `step` is prefilling, up to the column `length`. pieces: the iterator `Step.pieces`."""
 
     requests: list[Request]
     step: Step
@@ -174,7 +174,7 @@ class Scheduler:
         if not self._reports.lag:
             self._steps_per_check = 1
         self._forwards = self._newcomers = 0  # newcomers: sequences that began after the last decode step
-        self._empty_steps, self._has_read = 0, False  # has_read: the last forward was of prompts
+        self._empty_steps, self._has_read = 0, False  # has_read: the last forward was a prefill
         self._piece = PIECE_TOKENS if decoder.device.type == "cuda" else CPU_PIECE_TOKENS
         self._record, self._lengths = Record(decoder.device), list[int]()
         self._reader = None if self._alone else decoder.reader()
@@ -188,10 +188,10 @@ class Scheduler:
         return bool(self.waiting or self._reading or self._alive or self._left)
 
     def advance(self) -> list[News]:
-        """Run one forward: of waiting prompts if that pays, otherwise a decode step of all rows. Return the news.
+        """Run one forward: prefill waiting prompts if that pays, otherwise decode one token per row. Return the news.
 
-        While tokens are followed, every second forward is a decode step, and the others read prompts in pieces. It
-        calls the streamers of requests.
+        While new tokens of a request are looked at one by one (`Request.is_followed`), at least every second forward is
+        a decode step, and prompts are prefilled in pieces. This method also calls the streamers of requests.
         """
         self._drop_cancelled()
         self._resize()
@@ -257,9 +257,9 @@ class Scheduler:
             self._move(self._alive, source, chosen, max(request.end for request in self._alive))
 
     def _group(self, followed: bool) -> list[Request]:
-        """Pick prompts to read together, the oldest and others of similar length; [] if reading does not pay now.
+        """Pick prompts to prefill together, the oldest and others of similar length; [] if prefill does not pay now.
 
-        followed: reading them delays a stream, so several are read together only if one piece holds them.
+        followed: prefill delays a stream, so several prompts are prefilled together only if one piece holds them.
         """
         if not (self.waiting and self._free) or (self._alive and self._newcomers >= self._step.size):
             return []
@@ -290,7 +290,7 @@ class Scheduler:
         return reader is not None and rows >= reader.size and columns <= reader.short_prompts.most
 
     def _begin(self, group: list[Request], followed: bool) -> _Reading:
-        """Begin to read the prompts of these requests. followed: in pieces, as reading them delays a stream."""
+        """Begin to prefill the prompts of these requests. followed: prefill in pieces, because it delays a stream."""
         for request in group:
             if request.streamer is not None:
                 request.streamer.put(request.given.cpu())
@@ -316,7 +316,7 @@ class Scheduler:
         return _Reading(group, step, pieces, length)
 
     def _read(self) -> None:
-        """Read the next piece of prompts; after the last one choose the first tokens and give the requests rows."""
+        """Prefill the next piece of prompts; after the last piece choose first tokens and give the requests rows."""
         requests, step, pieces, length = self._reading
         self._forwards += 1
         logits = next(pieces)
@@ -363,7 +363,7 @@ class Scheduler:
         self._step.adopt(rows, source, chosen, length)
 
     def _check_rows(self) -> None:
-        """Find requests that have ended, and pass on new tokens. On a GPU, this is the state at the previous check."""
+        """Find requests that have ended, and pass on new tokens. On a GPU, uses the state at the previous check."""
         step = self._step
         parts = [step.count, step.finished, step.tokens[:, 0]]
         if any(request.stepwise and request.return_logprobs for request in self._alive):
@@ -403,7 +403,7 @@ class Scheduler:
                 request.streamer.put(torch.tensor(several, dtype=torch.int64, device="cpu"))
             if request.stepwise:
                 home = request.given.device
-                # The report on the GPU is ready on every stream.
+                # The host has waited for this report, so its copy on the GPU can be read on any stream.
                 values = (host if home.type == "cpu" else device)[2:, rows[0] : rows[0] + len(rows)]
                 for index, row in enumerate(rows):
                     if index not in got and tokens[row] != (request.pad or 0):
@@ -474,7 +474,7 @@ def _follow_together(one: Request, other: Request) -> bool:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Return floats as int64 to be copied beside integers, for `_floats`."""
+    """Return the bits of floats as int64, to copy them together with integers; `_floats` converts them back."""
     return values.double().view(torch.int64)
 
 

@@ -159,9 +159,10 @@ class Step:
     def pieces(
         self, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None = None, most: int | None = None
     ) -> Iterator[Tensor | None]:
-        """Read prompts as `prefill` does, in pieces. Yield the logits after the last one, None after the others.
+        """Prefill prompts in pieces: yield None after each piece but the last, and the logits after the last piece.
 
-        Other steps may run in between. most: columns of a piece if `prefill_chunk` is None; None: as the memory allows.
+        Other steps may run between pieces. most: limit for a piece's columns if `prefill_chunk` is None; None: no limit
+        but the free memory. Arguments and errors are otherwise those of `prefill`.
         """
         self.check_weights()
         tokens = self.rows(tokens)
@@ -185,7 +186,7 @@ class Step:
             yield logits if first + at_a_time >= count else None
 
     def _chunk(self, end: int, most: int | None) -> int:
-        """Return how many columns to read at a time, of prompts that end at this column; `most` as of `pieces`."""
+        """Return how many columns to prefill at a time. end: the column where the prompts end. most: see `pieces`."""
         if not self.capabilities.chunked_prefill:
             return end
         columns = self.prefill_chunk

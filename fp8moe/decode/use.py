@@ -110,7 +110,7 @@ def check_eval(model: nn.Module) -> None:
 
 
 def _weights(model: nn.Module) -> Iterator[Tensor]:
-    """Yield parameters and buffers. Buffers matter: in many models the bias of router scores is one."""
+    """Yield all parameters and buffers. Buffers matter too: many models keep the bias of router scores in a buffer."""
     for module in modules_of(model):
         for tensors in (module._parameters, module._buffers):
             yield from [tensor for tensor in tensors.values() if tensor is not None]

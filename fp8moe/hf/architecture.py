@@ -68,10 +68,10 @@ def read_generation_config(checkpoint: Checkpoint) -> Any:
 def empty_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Make transformers' model for a configuration, in this dtype, on the meta device.
 
-    Its class is the one that ``architectures`` names, of whatever task; without a name, or with that of a language
-    model that transformers does not have, it is that of AutoModelForCausalLM or AutoModelForImageTextToText. Raises
-    ValueError, with transformers' reason, if it cannot make one, for the name of another kind of model that
-    transformers does not have, and for attention whose code transformers would download.
+    ``architectures`` names the model's class, for any task. If it names none, or a language model that transformers
+    does not have, AutoModelForCausalLM or AutoModelForImageTextToText chooses the class. Raises ValueError, with
+    transformers' reason, if the model cannot be made, if ``architectures`` names a model of another kind that
+    transformers does not have, and if transformers would download code for the attention.
     """
     import transformers
 
@@ -142,7 +142,7 @@ def locate(model: Any, names: Iterable[Name]) -> dict[str, Location]:
     from transformers.core_model_loading import dot_natural_key
 
     located, names = locator(model), sorted(names, key=lambda name: dot_natural_key(name.text))
-    return {name.text: located(name) for name in names}  # sorted: some locations depend on earlier ones
+    return {name.text: located(name) for name in names}  # in sorted order: some depend on earlier ones
 
 
 def _stacked(converter: Any) -> str | None:
@@ -214,9 +214,9 @@ def ignored_layers(model: nn.Module) -> tuple[str, ...]:
 
 
 def predicted_layers(config: Any) -> tuple[str, ...]:
-    """Return patterns of the layers for multi-token prediction that a configuration has behind the others.
+    """Return name patterns of the multi-token prediction layers, whose numbers follow those of all other layers.
 
-    Raises ValueError for a number of them that is none.
+    Raises ValueError if the configuration's number of these layers is not an integer.
     """
     config = config.get_text_config(decoder=True)
     count, first = getattr(config, "num_nextn_predict_layers", None) or 0, getattr(config, "num_hidden_layers", 0)

@@ -14,8 +14,8 @@ from fp8moe.weights.place import EXTRA
 from fp8moe.weights.source import CheckpointError, printable
 from fp8moe.weights.stored import StoredWeight, open_weights
 
-_DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # not NVFP4: it loses a scale
-"""Quantization method -> kinds of weights that transformers dequantizes correctly if every expert has own linears.
+_DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # NVFP4 loses a scale
+"""Quantization method -> kinds of weights that transformers dequantizes correctly if experts are separate linears.
 
 fp8moe then runs the experts on an FP8 copy.
 """
@@ -62,13 +62,13 @@ def check_quantized(preprocess):
 
 
 def check_loaded(finalize):
-    """Wrap the end of loading: it refuses a model for fp8moe that has not got all tensors of the checkpoint."""
+    """Wrap the end of loading: refuse a model for fp8moe if its tensors and the checkpoint's do not match."""
 
     @functools.wraps(finalize)
     def _finalize_model_loading(model, load_config, loading_info, *args, **kwargs):
         try:
             finalize(model, load_config, loading_info, *args, **kwargs)
-        except RuntimeError:  # it names no tensors: of shapes, or of FP8 weights that cannot be made anew
+        except RuntimeError:  # for wrong shapes or FP8 weights that cannot be initialized: it names no tensors
             loading_info.missing_keys -= getattr(model, "all_tied_weights_keys", {}).keys()
             model._adjust_missing_and_unexpected_keys(loading_info)
             _check_loaded(model, load_config, loading_info)
@@ -119,18 +119,18 @@ def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
 
 
 def _check_loaded(model: Any, load_config: Any, report: Any) -> None:
-    """CheckpointError, with the names, for what transformers makes anew, leaves out or has in another shape.
+    """Raise CheckpointError, naming the tensors, for tensors that are missing, extra or have another shape.
 
-    Without fp8moe's experts only FP8 modules count, whose linears run on fp8moe: there it makes nothing, and what is
-    missing stays as the memory was.
+    If the experts do not run on fp8moe, only transformers' FP8 modules are checked, as their linears run on fp8moe.
+    transformers does not initialize missing tensors of FP8 modules: they would have arbitrary values.
     """
     from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     quantizer = load_config.hf_quantizer
-    if isinstance(quantizer, Rehearsal):  # its report is for its caller
+    if isinstance(quantizer, Rehearsal):  # the caller of the rehearsal checks the report
         return
-    # Of a checkpoint that transformers quantizes now the report calls scales missing that it has made itself.
+    # If transformers quantizes the weights now, its report calls the scales that it makes "missing".
     made = quantizer is not None and not quantizer.pre_quantized
     missing = {name for name in report.missing_keys if not (made and name.endswith(SCALE))}
     if not _runs_experts(model.config):
@@ -145,9 +145,9 @@ def _check_loaded(model: Any, load_config: Any, report: Any) -> None:
 
 
 def _problems(model: Any, load_config: Any, report: Any, missing: set[str]) -> Iterator[str]:
-    """Yield a line for each tensor that the checkpoint lacks, has besides, or has in another shape.
+    """Yield a line for each tensor that is missing or extra in the checkpoint, or has another shape there.
 
-    A model without a head leaves out the one of the checkpoint.
+    For a model without a head, the head's tensors in the checkpoint do not count as extra.
     """
     left_out, prefix = predicted_layers(model.config), f"{model.base_model_prefix}."
     headless = model.base_model is model
@@ -164,7 +164,7 @@ def _problems(model: Any, load_config: Any, report: Any, missing: set[str]) -> I
 
 
 def _check_scales(model: Any, missing: set[str], unexpected: set[str]) -> None:
-    """ValueError where FP8 modules of transformers have got weights without scales, or experts lack what they need."""
+    """Raise ValueError if FP8 weights were loaded without their scales, or if FP8 experts did not get all tensors."""
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
     scales = [name for name in missing if name.endswith(SCALE) and name.removesuffix(SCALE) not in missing]

@@ -63,22 +63,22 @@ def load_model(
     rest of the model, and the checkpoint may have any names and layouts that it converts. Nothing is allocated twice:
     parameters get memory when their tensors are read.
 
-    directory: config.json and safetensors files, in any format that `find_format` says loads, or a model's name on the
-        Hugging Face Hub. Weights in other formats than 128x128 blocks are converted to these while they are read if
-        that is exact, and otherwise refused. Some linears are loaded in bfloat16: those of a class of their own
-        (DeepSeek-V4's wo_a); those for which the model casts the input to the weight's dtype (Switch's wo); those whose
-        weight transformers joins from several (MiniMax-M3's shared experts) or cuts from a larger one.
-    dtype: of everything that is not FP8, and of the activations; "auto" or None for the dtype in config.json or, if
-        that has none, of the first unquantized tensor.
+    directory: has config.json and safetensors files, in any format that `find_format` says loads; or a model's name on
+        the Hugging Face Hub. Weights in other formats are converted to 128x128 blocks while they are read, if that is
+        exact; otherwise they are refused. Some linears are loaded in bfloat16: linears of a special class (wo_a of
+        DeepSeek-V4); linears whose input the model casts to the weight's dtype (wo of Switch); and linears whose weight
+        transformers joins from several (MiniMax-M3's shared experts) or cuts from a larger one.
+    dtype: the dtype of activations and of everything that is not FP8. "auto" or None: the dtype in config.json or, if
+        it has none, the dtype of the first unquantized tensor.
     device: the model's device.
     ignore: fnmatch patterns of tensors in the checkpoint to leave out.
-    Returns the model in eval mode. Its quantization_config, and that which save_pretrained writes, describes the FP8
-    weights; if there is a scale for each output channel, save_pretrained raises ValueError, and save_fp8_checkpoint
-    stores the model. Warns (UserWarning) if nothing in the model is FP8. transformers' Trainer raises ValueError for
-    the model unless it gets adapters or masters.
+    Returns the model in eval mode. Its quantization_config describes the FP8 weights, and save_pretrained writes it.
+    save_pretrained raises ValueError for a model with a scale for each output channel; save_fp8_checkpoint stores such
+    a model. Warns (UserWarning) if nothing in the model is FP8. transformers' Trainer raises ValueError for the model
+    unless it gets adapters or masters.
 
-    While it makes the model, transformers changes, for all threads, PyTorch's default dtype and how its own models tie
-    weights. Modules that other threads make at that time are not affected otherwise.
+    During the call, transformers changes PyTorch's default dtype and how its own models tie weights, for all threads.
+    Modules that other threads make meanwhile are not affected in any other way.
 
     Raises CheckpointError (a ValueError), before any weight is read, listing what is missing, extra or misshapen, or
     why transformers cannot make a model from config.json; ImportError without transformers.
@@ -135,7 +135,7 @@ def load_model(
         as_stored = quantization is not None and all(map(_is_as_in_the_model, weights.quantized))
         model.config.quantization_config = quantization if as_stored else _quantization_of(model, channels)
         for part in parts_of(model.config):
-            if hasattr(part, "expert_dtype"):  # of DeepSeek-V4: "fp4"
+            if hasattr(part, "expert_dtype"):  # "fp4" in DeepSeek-V4
                 part.expert_dtype = "fp8"
     if generation_config is not None:
         model.generation_config = generation_config
@@ -144,7 +144,7 @@ def load_model(
 
 
 def _is_as_in_the_model(weight: StoredWeight) -> bool:
-    """Return whether a weight is stored as in FP8 models of transformers: in blocks, not transposed, with its names."""
+    """Return whether a weight is stored as transformers' FP8 models store it: in blocks, not transposed, same names."""
     return weight.kind == "fp8-block" and not weight.transposed and not weight.scale.name.endswith(CHANNEL_SCALE)
 
 
@@ -177,7 +177,7 @@ def _dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Checkpoint)
 
 
 def _without_quantization(config: Any) -> Any:
-    """Take quantization_config from a configuration and its parts. Returns the first."""
+    """Remove quantization_config from a configuration and its parts; return the first one found, or None."""
     taken = [vars(part).pop("quantization_config", None) for part in parts_of(config)]
     return next((quantization for quantization in taken if quantization is not None), None)
 
@@ -270,8 +270,8 @@ def _match(
     """Put fp8moe's modules into a meta model where the checkpoint has FP8 weights, and match their tensors.
 
     ignore: name patterns of tensors that may be left over.
-    Returns the names of fp8moe's modules; the names of those with a scale for each output channel; the moves of weights
-    that are copied into the model; the conversions that transformers makes; and an error line for each misfit.
+    Returns the names of fp8moe's modules; the names of the modules with a scale for each output channel; a `Move` for
+    each weight to copy into the model; the conversions that transformers makes; and an error line for each misfit.
     """
     from fp8moe.hf.quantizer import replace_modules
 
@@ -326,7 +326,7 @@ def _match(
         problems += wrong
         conversions.append((of_sources, sources, keys))
         converted |= {*keys}
-    # What a model makes itself where a checkpoint lacks it, as its class says.
+    # Names of tensors that the model computes itself if a checkpoint lacks them, as its class declares.
     made = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["(?!)"])).search
     stored = {location.key for location in locations.values()}
     moves, unfit = match(

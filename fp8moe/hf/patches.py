@@ -138,11 +138,11 @@ def register() -> None:
 
     - Trainer raises ValueError for a model with frozen FP8 weights that has neither adapters nor masters.
     - from_pretrained raises ValueError for a checkpoint in a format whose scales transformers would lose on the way to
-      fp8moe: ModelOpt's, AutoFP8's with a scale for each tensor, and FP8 codes without a quantization_config; and where
-      it has loaded FP8 modules without scales, as the configuration names others than those in the checkpoint.
+      fp8moe: ModelOpt's, AutoFP8's with a scale for each tensor, and FP8 codes without a quantization_config; also if
+      it has loaded FP8 modules without scales, as config.json declares other FP8 modules than the checkpoint has.
     - from_pretrained with ``experts_implementation="fp8moe"`` raises CheckpointError, with the names, for tensors that
-      the checkpoint lacks, that have no place in the model, or that have another shape. To take what transformers makes
-      in their place, as a new head, call ``model.set_experts_implementation("fp8moe")`` after from_pretrained.
+      the checkpoint lacks, that have no place in the model, or that have another shape. To accept what transformers
+      initializes instead, such as a new head, call ``model.set_experts_implementation("fp8moe")`` after the load.
 
     Raises ImportError if transformers is missing.
     """

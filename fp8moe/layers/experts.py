@@ -80,7 +80,7 @@ class GroupedExperts(MasterModule):
 
     Args:
         num_experts, hidden_size, intermediate_size: E, H and I.
-        device: of the parameters.
+        device: the device of the parameters.
         dtype: bfloat16, float16 or float32 (TypeError for another): the dtype of the biases, and of the initial
             weights before they are quantized. Inputs may have any of the three.
         master_dtype: bfloat16 or float32, the dtype of weights to train; None for frozen FP8 weights; TypeError for
@@ -198,7 +198,7 @@ class GroupedExperts(MasterModule):
             tokens between the ranks as ``module`` does.
             The activation with its limit and alpha is recognised by comparing results, for values up to 9e17, with
             the module's own activation function or, in an nn.ModuleList, with the forward of each MLP.
-        scale_format: of the scales made here, "float32" or "ue8m0" (powers of two).
+        scale_format: format of the scales made here, "float32" or "ue8m0" (powers of two).
         decode_capacity: see `GroupedExperts`.
         master_dtype: see `GroupedExperts`. Fused weights that already have this dtype become the masters: the same
             Parameters, so that existing optimizers keep working. Other weights are converted, FP8 weights dequantized.

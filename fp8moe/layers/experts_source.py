@@ -103,7 +103,7 @@ class ExpertsSource:
     """What `read` found in an experts module.
 
     up: the first projection (gate and up where gated). down: the second projection.
-    biases: of both projections; DTensors if the weights are DTensors.
+    biases: the biases of both projections; DTensors if the weights are DTensors.
     reordered: whether the module stores transposed weights, or interleaved rows of gate and up.
     """
 

@@ -48,7 +48,7 @@ class FP8Linear(MasterModule):
     Args:
         in_features, out_features, bias, device: as in ``nn.Linear``, as is the initialization. Raises TypeError for a
             size that is not an int, ValueError for a negative one.
-        dtype: of the bias, bfloat16, float16 or float32; TypeError for others.
+        dtype: the dtype of the bias, bfloat16, float16 or float32; TypeError for others.
         master_dtype: bfloat16 or float32 for a weight to train, None for a frozen FP8 weight; TypeError for others.
         weight_scales: "block", or "channel" for a weight_scale_inv (out_features, 1), as in FP8 checkpoints of
             compressed-tensors, that multiplies the accumulators. For inference only: ValueError with a master_dtype,
@@ -101,8 +101,8 @@ class FP8Linear(MasterModule):
         linear: nn.Linear with a bfloat16, float16 or float32 weight, on any device, or an FP8Linear with a
             master_dtype. Raises TypeError for others, such as a subclass with its own forward; ValueError for hooks, a
             replaced forward, adapters, parametrizations and DTensors.
-        scale_format: of frozen weight scales, "float32" or "ue8m0" (powers of two). ValueError for others, and for
-            "ue8m0" with a master_dtype.
+        scale_format: format of frozen weight scales, "float32" or "ue8m0" (powers of two). ValueError for others, and
+            for "ue8m0" with a master_dtype.
         master_dtype: bfloat16 or float32 for a layer to train. The weight is then the Parameter of ``linear`` itself,
             which existing optimizers keep updating, or a new one if the dtype differs. It requires a gradient if the
             weight of ``linear`` does.

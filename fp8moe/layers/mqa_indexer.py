@@ -49,7 +49,7 @@ class FP8MQAIndexer(nn.Module):
         hidden_size, q_lora_rank: widths of hidden_states and q_resid.
         num_heads: 32 or 64. head_dim: 32, 64 or 128. rope_head_dim: even, at most head_dim.
         top_k: tokens that a query selects.
-        device: of the parameters. dtype: of k_norm: bfloat16, float16 or float32.
+        device: the device of the parameters. dtype: the dtype of k_norm, bfloat16, float16 or float32.
         interleaved: whether the rotary pairs are the values (2i, 2i + 1), as in GLM; otherwise i and
             i + rope_head_dim / 2.
         scale_format: for the scales of queries and keys, "float32" or "ue8m0" (powers of two).

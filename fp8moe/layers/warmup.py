@@ -61,8 +61,8 @@ def warm(
     the kernels of that mode are compiled. Finding out which kernels are needed takes some seconds, mostly in a
     subprocess.
 
-    Raises ValueError for another shape, for no shapes or counts, a size or a count below one, and for what the classes
-    refuse; TypeError for a size or count that is not an int; RuntimeError if the compiler is missing.
+    Raises ValueError for another shape, for no shapes or counts, a size or a count below one, and for arguments that
+    the classes refuse; TypeError for a size or count that is not an int; RuntimeError if the compiler is missing.
     """
     sizes = [tuple(shape) for shape in shapes]
     for shape in sizes:

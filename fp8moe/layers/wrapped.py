@@ -18,7 +18,7 @@ _INSIDE = {
     "PeftMixedModel": "base_model",
     "BaseTuner": "model",
     "BaseTunerLayer": "base_layer",
-    "AuxiliaryTrainingWrapper": "original_module",  # of peft, for modules_to_save and trainable tokens
+    "AuxiliaryTrainingWrapper": "original_module",  # peft's, for modules_to_save and trainable tokens
 }
 """Class name of a wrapper -> name of its child that is the wrapped module. A wrapper's other children are adapters."""
 

@@ -141,7 +141,7 @@ def weight_of_codes(text: str, names: Mapping[str, object]) -> str | None:
 def is_scale_beside(text: str, names: Mapping[str, object]) -> bool:
     """Return whether a tensor of this name is the scale of a weight in ``names``.
 
-    Considers only the suffixes of scales that may have an FP8 dtype themselves.
+    Considers only the names of scales that can themselves be stored in an FP8 dtype.
     """
     of = next((text.removesuffix(suffix) for suffix in (SCALE, CHANNEL_SCALE) if text.endswith(suffix)), None)
     return of is not None and (of in names or f"{of}_packed" in names)

@@ -266,7 +266,7 @@ def _check_target(target: Path, source: Checkpoint) -> None:
 
 
 def _write(source: Checkpoint, target: Path, outputs: list[StoredWeight], quantization: dict, force: bool) -> None:
-    """Write the outputs, and beside them configuration, tokenizer and other small files of the source."""
+    """Write the outputs, and the configuration, tokenizer and other small files of the source beside them."""
     contents, left_out = _companions(source.directory)
     contents[CONFIG] = json_bytes(_undeclared(source.config) | {"quantization_config": quantization})
     into_directory(outputs, source, target, contents, force=force)

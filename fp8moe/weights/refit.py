@@ -318,7 +318,7 @@ class _Refit:
         return is_interleaved({"model_type": getattr(config, "model_type", None)})
 
     def _is_in_turns(self, key: str) -> bool:
-        """Return whether ``key`` is of experts with gate and up interleaved in checkpoints, but not in this model."""
+        """Return whether ``key`` is a tensor of experts with gate and up interleaved in checkpoints, but not here."""
         if not self._has_experts_in_turns:
             return False
         return isinstance(self._model.get_submodule(key.rpartition(".")[0]), GroupedExperts)

@@ -82,7 +82,7 @@ DECLARATIONS = ("quantization_config", "compression_config")
 _SHOWN_PROBLEMS = 100
 _COUNT = re.compile(r"(\w*_)?((num|n)_\w*(layers?|experts|labels)|(en|de)coder_layers|depths?)")
 _MOST_LAYERS, _MOST_OTHERS = 1024, 1 << 20  # far more than any model has, few enough to be made in seconds
-_MAX_RANK = 64  # of tensors that PyTorch can copy
+_MAX_RANK = 64  # most dimensions of a tensor that PyTorch can copy
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _IS_POINTER = "is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull"
 

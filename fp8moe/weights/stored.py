@@ -214,13 +214,13 @@ class Weights(NamedTuple):
 
 def is_interleaved(config: dict) -> bool:
     """Return whether a configuration, or one nested in it, is of a model with gate and up of experts interleaved."""
-    return any(content.get("model_type") in [*_IN_TURNS] for _, content in sections(config))  # may be unhashable
+    return any(content.get("model_type") in [*_IN_TURNS] for _, content in sections(config))  # a type may be unhashable
 
 
 def experts_of_their_own(config: dict) -> str | None:
     """Return why fp8moe cannot run the experts of the model with this configuration, or None if it can."""
     kinds = [content.get("model_type") for _, content in sections(config)]
-    name = next((name for kind, name in _OF_THEIR_OWN.items() if kind in kinds), None)  # may be unhashable
+    name = next((name for kind, name in _OF_THEIR_OWN.items() if kind in kinds), None)  # `kinds` may be unhashable
     if name is None:
         return None
     return f"the experts of {name} scale their input by the router and are stored transposed, which fp8moe does not run"

@@ -109,7 +109,7 @@ def quantized(
 
 
 def inexact(weights: Weights) -> Iterator[StoredWeight]:
-    """Yield the MXFP4 weights that blocks cannot hold exactly. Reads codes only if the exponents do not tell."""
+    """Yield the MXFP4 weights that 128x128 blocks cannot hold exactly. Reads codes only if exponents differ widely."""
     checkpoint = weights.checkpoint
     of_scale = {weight.scale: weight for weight in weights.stored if weight.kind == "mxfp4"}
     spread = []

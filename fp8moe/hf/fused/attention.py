@@ -32,7 +32,7 @@ class AttentionMetadata:
     GraphDecoder's mask function returns it, once for each kind of layer, and transformers passes it on to attention.
 
     begin, columns: (B,) int64, the cache columns of each row's first token and of its first new token.
-    new_tokens: number of new tokens per row. key_heads, length: of the layer's cache. window: the most keys that a
+    new_tokens: number of new tokens per row. key_heads, length: the layer cache's sizes. window: the most keys that a
     query sees, None for all. sequences: (3, B + 1) int32 if there are several new tokens: for each row its first query,
     its first key in the cache and its number of keys; the last column holds the end of the queries.
     whole: whether rows consist of the new tokens only, without padding.
@@ -57,7 +57,7 @@ def check_metadata(
 ) -> None:
     """Raise UnsupportedAttention for an attention that the kernels for static caches do not support.
 
-    metadata: the attention_mask. dtype: of the queries. new: number of new tokens per row. key, value: (B, key heads,
+    metadata: the attention_mask. dtype: the dtype of q. new: new tokens per row. key, value: (B, key heads,
     columns, D), the cache. others: further keyword arguments that the model passes to its attention.
     """
     key_heads, size = key.shape[1], key.shape[-1]

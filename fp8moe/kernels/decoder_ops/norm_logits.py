@@ -83,8 +83,8 @@ def launcher(
 ) -> PointerLauncher:
     """Return the launcher, called with (x, residual, norm_weight, weight, sum, values, data, scale, logits).
 
-    dtypes: of x and of the logits. data and scale may be None. All tensors are contiguous, the scale MN-major, and at
-    multiples of 16 bytes. `by_one_kernel` must be True for the sizes.
+    dtypes: dtypes of x and of the logits. data and scale may be None. All tensors are contiguous, the scale MN-major,
+    and at multiples of 16 bytes. `by_one_kernel` must be True for the sizes.
     """
     block_experts, _ = block = logits_block(tokens, experts, num_sms(device_index))
     return PointerLauncher(

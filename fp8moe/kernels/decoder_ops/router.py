@@ -169,7 +169,7 @@ def logits_launcher(
 ) -> PointerLauncher:
     """Return the launcher, called with (x (tokens, hidden), weight (experts, hidden), logits (tokens, experts)).
 
-    dtypes: of x and of the logits. No size is 0, all tensors are contiguous; vector: see `logits_spec`.
+    dtypes: dtypes of x and of the logits. No size is 0, all tensors are contiguous; vector: see `logits_spec`.
     """
     block_experts, _ = block = logits_block(tokens, experts, num_sms(device_index))
     return PointerLauncher(
@@ -277,7 +277,7 @@ def route_launcher(
 ) -> PointerLauncher:
     """Return the launcher, called with (logits (tokens, experts), bias (experts,), index, weights (tokens, top_k)).
 
-    dtypes: of logits and weights. tokens is not 0, all tensors are contiguous.
+    dtypes: dtypes of logits and weights. tokens is not 0, all tensors are contiguous.
     """
     return PointerLauncher(
         load(route_spec(experts, form, *dtypes)),

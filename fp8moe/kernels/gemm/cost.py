@@ -113,7 +113,7 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
     if tile.overlaps:
         mma *= c.overlapped_mma
         alone = c.overlapped_step
-    # Traffic of shared memory: TMA writes the tiles of both operands; each MMA reads 64 rows and its columns.
+    # Shared-memory traffic: TMA writes the tiles of both operands; each MMA reads 64 rows and `mma_n` columns of them.
     shared = rows + tile.block_n + area * (1 / 64 + 1 / tile.mma_n)
     loaded = fullest * shared * c.shared
     steps = rounds * ceil(ceil(k / 128) / tile.split_k)
@@ -148,10 +148,10 @@ _GROUPED_OVERLAPPED = 100  # like _GROUPED_STEP, for tiles whose next MMA runs m
 _GROUPED_OVERLAPPED_PRODUCT = 0.6  # factor of the MMA cycles of a stage, for tiles whose next MMA runs meanwhile
 _GROUPED_MMA = 0.03411  # cycles of MMAs per output element and 128 elements of K
 _GROUPED_LOAD = 56.94  # bytes per cycle that one thread block loads
-# Bytes per cycle that an SM with several blocks loads, as a multiple of _GROUPED_LOAD:
-_GROUPED_SM_LOAD = 1.392  # load rate over _GROUPED_LOAD, for blocks with one math warpgroup
-_GROUPED_SWAPPED_SM_LOAD = 0.6052  # load rate over _GROUPED_LOAD, if weights are the 64-row operand
-_GROUPED_WIDE_SM_LOAD = 1.03  # load rate over _GROUPED_LOAD, if weights are, in tiles of 256 features (SwiGLU only)
+# The load rate of an SM with several blocks, as a multiple of _GROUPED_LOAD:
+_GROUPED_SM_LOAD = 1.392  # SM's load rate over _GROUPED_LOAD, for blocks with one math warpgroup
+_GROUPED_SWAPPED_SM_LOAD = 0.6052  # SM's load rate over _GROUPED_LOAD, if weights are the 64-row operand
+_GROUPED_WIDE_SM_LOAD = 1.03  # the same, if weights are the 64-row operand in tiles of 256 features (SwiGLU only)
 _GROUPED_LATENCY = 1970  # minimum cycles to fill and empty all stages of a ring once
 _GROUPED_DRAM = 5.411e6  # bytes per microsecond from device memory
 _GROUPED_EPILOGUE = 0.7145  # time of the epilogue of a 128 x 128 tile

@@ -301,7 +301,7 @@ def choose(
 # ---- groups along K ----
 
 GROUPED_K_TILES = (GroupedKTile(256, 96, 4), GroupedKTile(256, 112, 4), GroupedKTile(128, 96, 6))
-_LOW_TILE = 1.2  # time per row, tiles of 128 over tiles of 256 rows: fewer rows share each load of weights
+_LOW_TILE = 1.2  # time per row in a tile of 128 rows over that in one of 256 rows: fewer rows share each load of b
 
 
 def choose_grouped_k(groups: int, m: int, n: int, num_sms: int) -> GroupedKTile:

@@ -201,7 +201,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     expected_m = expected_m_for_psum_layout
     if expected_m is None:
         rows, groups = a.data.shape[0], b.data.shape[0]
-        # Leave out the largest number of padding rows that groups can have.
+        # Subtract the most padding rows that the groups can have.
         expected_m = max(rows - groups * (alignment - 1), ceil_div(rows, alignment), groups) // max(groups, 1)
     if ensure_zero_padding:
         check_tensor("d", d)

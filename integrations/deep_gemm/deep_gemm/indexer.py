@@ -93,9 +93,9 @@ def fp8_paged_mqa_logits(
 def get_paged_mqa_logits_metadata(
     context_lens: Tensor, block_size: int, num_sms: int, indices: Tensor | None = None
 ) -> Tensor:
-    """Return a placeholder to pass as schedule_meta: int32 zeros (num_sms + 1, 2) on the device, DeepGEMM's shape.
+    """Return a placeholder to pass as schedule_meta: int32 zeros with DeepGEMM's shape, (num_sms + 1, 2).
 
-    `fp8_paged_mqa_logits` needs no schedule. indices: as for that function.
+    `fp8_paged_mqa_logits` needs no schedule. Raises NotImplementedError for indices, as that function does.
     """
     check_tensor("context_lens", context_lens)
     _check_indices(indices)

@@ -17,7 +17,7 @@ def not_here() -> str | None:
 def skipped(config: Fp8Config, prefix: str) -> bool:
     """Return whether the checkpoint stores a layer unquantized.
 
-    Later versions of vLLM may match names by another mode than equality.
+    Names are compared for equality or, in later versions of vLLM, in the mode that the config sets.
     """
     mode = getattr(config, "ignored_layers_match_mode", None)
     return is_layer_skipped(
