@@ -143,7 +143,7 @@ def measure_serving(model: Any, count: int) -> Iterator[dict]:
 
 @fp8moe.batch_invariant()
 def check_clients(model: Any, count: int) -> dict:
-    """Count clients that got the same tokens as from `generate` (if they left, its first ones), and open requests."""
+    """Count clients that got the tokens of `generate` (the first tokens, for clients that left), and open requests."""
     decoder = make_decoder(model)
     prompts = [random_prompts(model, 1, 8 + 7 * index % 400)[0] for index in range(count)]
     answers = [answer for _, answer in lengths(count)]

@@ -54,8 +54,8 @@ def load(directory: str, device: str | None, *, trust_remote_code: bool = False)
     """Load a model with its experts on fp8moe, and its tokenizer. device: None for a GPU if there is one, else the CPU.
 
     trust_remote_code: if config.json names model code in the checkpoint (auto_map), build the model with that code.
-    Raises ValueError if the model or its tokenizer cannot be loaded, or not without code that is not trusted, and for
-    tensors that are missing, left over or misshapen.
+    Raises ValueError if the model or its tokenizer cannot be loaded, or needs code that trust_remote_code does not
+    allow, and for tensors that are missing, left over or misshapen.
     """
     import transformers
 

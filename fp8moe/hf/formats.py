@@ -48,7 +48,7 @@ def check_unquantized(load):
 def check_quantized(preprocess):
     """Wrap a quantizer's preparation of a model: refuse checkpoints whose weights would not reach fp8moe intact.
 
-    transformers' FP8 quantizer reports scales under other names as unexpected, and leaves its own scales uninitialized;
+    To transformers' FP8 quantizer, scales with other names are unexpected keys, and its own scales stay uninitialized;
     its FP8 experts have no biases and no norms. Its MXFP4 quantizer makes experts that run on Triton kernels.
     """
 

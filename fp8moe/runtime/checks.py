@@ -63,7 +63,7 @@ def check_address(name: str, value: Tensor) -> None:
 def check_out(
     out: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device, like: str
 ) -> None:
-    """Raise unless `out` is contiguous and has one of `dtypes`, the shape, and the device of the operand `like`."""
+    """Raise unless `out` is contiguous, of one of `dtypes` and this shape, and on the device of the operand `like`."""
     check_like("out", out, dtypes, shape, device, like)
     check_contiguous("out", out)
 

@@ -105,7 +105,7 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
 
 
 def block_problems(weights: Weights, blocks: Iterable[StoredWeight]) -> list[str]:
-    """List problems with scales, FP8 weights without a scale, and missing projections of experts.
+    """List wrong scales, FP8 weights without a scale, and missing projections of experts.
 
     blocks: the weights as views that `in_blocks` returns.
     """

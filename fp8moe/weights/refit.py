@@ -76,8 +76,8 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
         that `find_format` says loads; or a module in training, with master weights or unquantized, whose state dict is
         read without the names of wrappers; peft's adapters must be merged (merge_adapter, then unmerge_adapter).
     strict: require every tensor of the model, as always after a failed refit. False leaves the others as they are.
-    Returns which tensors came and which did not. Within `refitting`, this call is one of several pieces; tensors that
-    are missing are then an error only at the end of that context.
+    Returns which tensors got values and which did not. Within `refitting`, this call is one of several pieces; missing
+    tensors are then an error only at the end of that context.
 
     From the first tensor to the last, running the model or a module in it, `GraphDecoder` or transformers' generate
     raises RuntimeError; after an error, until a refit is complete. fp8moe cannot stop a CUDA graph of your own,
@@ -90,7 +90,7 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
     If the model has sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`), all ranks of the
     default group call this with whole tensors; each takes the parts that it holds. If one fails, all raise its error.
 
-    Raises ValueError for a model made under torch.inference_mode; for a tensor that is unknown, came before, or has
+    Raises ValueError for a model made under torch.inference_mode; for a tensor that is unknown, is repeated, or has
     another shape or dtype, before that tensor is written; and at the end, by name, for tensors that are missing, hold a
     NaN or an infinity, or differ although the model ties them. CheckpointError (a ValueError) for a directory that
     cannot be read, TypeError for other arguments, and RuntimeError while another refit of the model is under way.
@@ -111,7 +111,7 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
 def refitting(model: nn.Module, *, names: Iterable[str] | None = None) -> Iterator[None]:
     """Refit a model in pieces: within this context, every call of `refit` in this thread adds to one refit.
 
-    The end of the context raises ValueError unless every tensor of the model has come; then the model stays closed
+    The end of the context raises ValueError unless every tensor of the model was given; then the model stays closed
     until a complete refit.
     names: the names of all tensors that will come. Unknown, repeated or missing names raise ValueError when the context
         begins, with the model unchanged; a tensor that is not among the names raises ValueError in `refit`.
@@ -184,7 +184,7 @@ def _work(model: nn.Module, inner: nn.Module, names: Iterable[str] | None, stric
 
 
 class _Refit:
-    """One refit of a model. sources: names of the tensors that came, by state-dict key and part."""
+    """One refit of a model. sources: names of the tensors received, by state-dict key and part."""
 
     def __init__(self, model: nn.Module):
         self.thread = threading.get_ident()
@@ -202,15 +202,15 @@ class _Refit:
         self._again = _again.setdefault(model, {})
         self._memory: dict[str, tuple] = {}  # state-dict key -> address and layout
         self._parts: dict[str, dict[str, Tensor]] = {}  # tensors that transformers combines, by the result's key
-        self._codes: dict[str, Place] = {}  # tensor name -> place, for weights that came in FP8
-        self._scales: set[str] = set()  # state-dict keys of scales that came for FP8 weights
+        self._codes: dict[str, Place] = {}  # tensor name -> place, for weights received in FP8
+        self._scales: set[str] = set()  # state-dict keys of scales received for FP8 weights
         self._left: list[str] | None = None  # problem lines for the tensors that are missing at the end
         self._differ: dict[str, Tensor] = {}  # tensor name -> whether it differs from the tensor it is tied to
         self._ignored = ignored_names(model, provider().ignored_layers(model), ())
 
     @property
     def came(self) -> set[str]:
-        """Return the state-dict keys that at least one tensor came for."""
+        """Return the state-dict keys for which at least one tensor was received."""
         return {key for key, parts in self.sources.items() if parts}
 
     def expect(self, names: Iterable[str], strict: bool) -> None:
@@ -325,7 +325,7 @@ class _Refit:
 
     @torch.no_grad()
     def finish(self, strict: bool) -> None:
-        """Raise ValueError if values that came are invalid, or if ``strict`` and a tensor is missing."""
+        """Raise ValueError if received values are invalid, or if ``strict`` and a tensor is missing."""
         problems = [f"{next(iter(parts))}: came without others that make {key}" for key, parts in self._parts.items()]
         self._left = self._missing()
         if strict:
@@ -343,13 +343,13 @@ class _Refit:
         _raise("the refit failed, and the model does not run before a complete one", problems)
 
     def report(self, before: Iterable[str] = ()) -> RefitReport:
-        """Report what came. before: state-dict keys that earlier pieces updated, which ``updated`` leaves out."""
+        """Report what was received. before: state-dict keys that earlier pieces updated; ``updated`` omits these."""
         came = self.came.difference(before)
         left = [line.partition(":")[0] for line in (self._missing() if self._left is None else self._left)]
         return RefitReport(tuple(key for key in self.state if key in came), tuple(left))
 
     def _missing(self) -> list[str]:
-        """Return a line for each tensor that has not come, but none for the scale of a weight that has not come."""
+        """Return a line for each tensor not received, but none for the scale of a weight that was not received."""
         lines = {line.partition(":")[0]: line for line in self.target.missing(self.sources)}
         return [line for name, line in lines.items() if (weight := parse(name).weight) == name or weight not in lines]
 
@@ -382,19 +382,19 @@ class _Refit:
             raise ValueError(f"{name}: unknown, the model has no such tensor")
 
     def _claimant(self, place: Place) -> str | None:
-        """Return the name of a tensor that came for a place or a part of it, or None."""
+        """Return the name of a tensor received for a place or for a part of the place, or None."""
         parts = self.sources[self._first[place.key]]
         if place.part == WHOLE:
             return next(iter(parts.values()), None)
         return parts.get(place.part) or parts.get(WHOLE)
 
     def _has_twin(self, place: Place) -> bool:
-        """Return whether values came for another tensor that the model ties to the tensor at this place."""
+        """Return whether values were received for another tensor that the model ties to the tensor at this place."""
         first = self.sources[self._first[place.key]].get(WHOLE)
         return first is not None and self._came[first].key != place.key
 
     def _claim(self, name: str, place: Place) -> None:
-        """Record that a tensor came for a place. Raises ValueError if one came before."""
+        """Record that a tensor was received for a place. Raises ValueError if the place already has a tensor."""
         other = self._claimant(place)
         if other is not None:
             raise ValueError(f"{name}: came before" + (f", as {other}" if other != name else ""))
@@ -460,7 +460,7 @@ class _Refit:
         scale.copy_(values.scale.view(*tensor.shape[:-2], *scale_place.shape[-2:])[scale_part])
 
     def _convert(self, name: str, location: Location, tensor: Tensor) -> None:
-        """Keep a tensor until all that transformers combines into ``location.key`` have come; then write the result."""
+        """Keep a tensor until all that transformers combines into ``location.key`` are here; then write the result."""
         if tensor.dtype not in FLOATING:
             raise ValueError(
                 f"{name}: dtype {_dtype(tensor)}, but transformers makes {location.key} of it by {location.steps}, "
@@ -484,7 +484,7 @@ class _Refit:
             self._write(key, Place(key, tuple(value.shape)), value)
 
     def _any_bad(self) -> bool:
-        """Return whether any tensor that came holds invalid values. Synchronizes with the device once."""
+        """Return whether any received tensor holds invalid values. Synchronizes with the device once."""
         entries = {key: held(self.state[key])[0] for key in self.came}
         entries = {key: values for key, values in entries.items() if values.numel() and values.is_floating_point()}
         judged = {place.key for place in self._codes.values()} | self._scales
@@ -496,7 +496,7 @@ class _Refit:
         return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 
     def _bad_values(self) -> list[str]:
-        """List the tensors that came with invalid values."""
+        """List the received tensors that hold invalid values."""
         codes = {place.key for place in self._codes.values()}
         entries = {key: held(self.state[key])[0] for key in self.came}
         flags = {
