@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8moe.decode.memory import MOST_TOKENS
-from fp8moe.decode.prefill import MOST_GRAPH_TOKENS
 from fp8moe.decode.request import Request, parse_one
 from fp8moe.decode.stats import Record
 from fp8moe.decode.step import Step
@@ -26,12 +25,11 @@ ROWS_PER_NEWCOMER = 8
 """Waiting prompts are prefilled once one row in this many is free: prefill of several costs little more than of one."""
 MOST_EMPTY_STEPS = 16
 """Waiting prompts are also prefilled once a row has been free for this many steps."""
-PIECE_TOKENS = MOST_GRAPH_TOKENS
-"""Most prompt tokens to prefill between two steps of a stream, unless the decoder has a prefill_chunk.
-
-With fewer tokens a GPU would wait for the host, which launches the kernels.
-"""
 CPU_PIECE_TOKENS = 256
+"""The most prompt tokens that a CPU prefills between two decode steps of a stream. A GPU prefills up to MOST_TOKENS.
+
+A decoder's prefill_chunk replaces both limits.
+"""
 FEW_TOKENS = 2048
 MOST_PADDING = 1.25
 """Prompts are prefilled as one batch if padding makes it at most MOST_PADDING times as large, or FEW_TOKENS tokens."""
@@ -175,7 +173,7 @@ class Scheduler:
             self._steps_per_check = 1
         self._forwards = self._newcomers = 0  # newcomers: sequences that began after the last decode step
         self._empty_steps, self._has_read = 0, False  # has_read: the last forward was a prefill
-        self._piece = PIECE_TOKENS if decoder.device.type == "cuda" else CPU_PIECE_TOKENS
+        self._piece = MOST_TOKENS if decoder.device.type == "cuda" else CPU_PIECE_TOKENS
         self._record, self._lengths = Record(decoder.device), list[int]()
         self._reader = None if self._alone else decoder.reader()
 
