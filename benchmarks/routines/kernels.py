@@ -65,7 +65,7 @@ def timed(cases: Sequence[Case], **how: object) -> Iterator[tuple[Case, Callable
 
 
 def rates(moved: float, us: float) -> dict[str, float]:
-    """Return columns of a row: time, bandwidth for `moved` bytes, and its ratio to a copy's bandwidth."""
+    """Return columns of a row: time, bandwidth for `moved` bytes, and the ratio of this bandwidth to a copy's."""
     return {"us": us, "gbps": moved / us / 1e3, "of_copy": moved / us / 1e6 / roofline.copy_tbps()}
 
 
@@ -162,7 +162,7 @@ def paged_case(contexts: Sequence[int], fill_masked: bool = True) -> Case:
 
 
 def paged_work(case: Case) -> tuple[int, int]:
-    """Return operations and bytes of a case: keys, scales and queries are read once, logits are written once."""
+    """Return the numbers of operations and bytes. Keys, scales and queries are read once, logits are written once."""
     batch, contexts, _, heads, head_dim, longest, fill_masked = case.sizes.values()
     logits = batch * longest if fill_masked else sum(contexts)
     moved = sum(contexts) * (head_dim + 4) + 4 * logits + batch * heads * head_dim
@@ -181,8 +181,9 @@ def check_paged(case: Case, call: partial) -> float:
 def paged() -> Iterator[dict]:
     """Time indexer logits of decode steps.
 
-    Each "uneven" row compares a batch with one long context: `over_bytes` is the ratio of its time to the time of its
-    bytes at the baseline's bandwidth, `over_even` the ratio to the time of a batch with equal contexts.
+    Each "uneven" row is about a batch with one long context. `over_bytes` is the ratio of this batch's time to the time
+    that its bytes would take at the bandwidth of the batch EVEN. `over_even` is the ratio of this batch's time to the
+    time of a batch with as many tokens in equal contexts.
     """
     cases = [paged_case(EVEN), *(paged_case(one, fill) for one in (UNEVEN, AS_MANY) for fill in (True, False))]
     made = [calls.build(case, calls.Operands(DEVICE)) for case in cases]
@@ -275,7 +276,7 @@ FEW, MANY = 64, 512  # the bars are for calls with at most FEW tokens and with a
 
 
 def problems() -> Iterator[tuple[dict, Callable[[], object]]]:
-    """Yield the row of each GEMM and experts layer, still without times, and its call."""
+    """Yield, for each GEMM and each experts layer, a row still without times, and the call to time."""
     make = calls.Operands(DEVICE)
     for n, k in shapes.DENSE_SHAPES:
         for m in DENSE_M:

@@ -39,7 +39,7 @@ def make_decoder(model: Any) -> GraphDecoder:
 
 
 def make_requests(model: Any, count: int) -> list[dict]:
-    """Make requests with random prompts, and the lengths of `lengths`."""
+    """Make requests with random prompts; `lengths` draws the lengths of prompts and answers."""
     return [
         {"input_ids": random_prompts(model, 1, prompt)[0], "max_new_tokens": answer, "eos_token_id": ()}
         for prompt, answer in lengths(count)
@@ -122,7 +122,7 @@ async def _together(calls: Iterable[Any]) -> list[Any]:
 
 
 def measure_serving(model: Any, count: int) -> Iterator[dict]:
-    """Yield one row each for `GraphDecoder.run`, whole answers and streams; all requests start at once."""
+    """Yield one row each for `GraphDecoder.run`, the server's whole answers and its streams. Requests start at once."""
     decoder = make_decoder(model)
     requests = make_requests(model, count)
     clients = Clients(model, decoder)
@@ -132,7 +132,8 @@ def measure_serving(model: Any, count: int) -> Iterator[dict]:
         ways[how.__name__] = lambda how=how: asyncio.run(_together([how(*request) for request in lists]))
     first = None
     for how, call in ways.items():
-        call()  # captures the graphs of short prompts, whose lengths depend on which prompts are read together
+        # The first run captures prefill graphs. Their lengths depend on which short prompts are prefilled together.
+        call()
         seconds, new = clocked(call, sum(answer for _, answer in lists))
         first = first or seconds
         row = {"what": "serve", "how": how, "requests": count, "slots": SLOTS, "seconds": seconds}
@@ -143,7 +144,10 @@ def measure_serving(model: Any, count: int) -> Iterator[dict]:
 
 @fp8moe.batch_invariant()
 def check_clients(model: Any, count: int) -> dict:
-    """Count clients that got the tokens of `generate` (the first tokens, for clients that left), and open requests."""
+    """Count the clients that got the right tokens, and the requests that are still open.
+
+    The right tokens are those of `generate`. A client that left early should have the first of these tokens.
+    """
     decoder = make_decoder(model)
     prompts = [random_prompts(model, 1, 8 + 7 * index % 400)[0] for index in range(count)]
     answers = [answer for _, answer in lengths(count)]

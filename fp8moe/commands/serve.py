@@ -19,7 +19,11 @@ PACKAGES = ("transformers", "fastapi", "uvicorn", "prometheus_client")
 MAX_LENGTH = 4096
 """Default of --max-length, in tokens; lower if the model has fewer positions."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Addresses at which the server accepts only them and "localhost" as Host header: a defence against DNS rebinding."""
+"""Loopback addresses.
+
+A server that listens at one of them accepts only this address and "localhost" as Host header: a defence against DNS
+rebinding.
+"""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,8 +58,8 @@ def load(directory: str, device: str | None, *, trust_remote_code: bool = False)
     """Load a model with its experts on fp8moe, and its tokenizer. device: None for a GPU if there is one, else the CPU.
 
     trust_remote_code: if config.json names model code in the checkpoint (auto_map), build the model with that code.
-    Raises ValueError if the model or its tokenizer cannot be loaded, or needs code that trust_remote_code does not
-    allow, and for tensors that are missing, left over or misshapen.
+    Raises ValueError if the model or its tokenizer cannot be loaded, if one of the two needs code that
+    trust_remote_code does not allow, and if tensors are missing, left over or misshapen.
     """
     import transformers
 
@@ -75,7 +79,8 @@ def load(directory: str, device: str | None, *, trust_remote_code: bool = False)
         declared = read_json(checkpoint.directory / "tokenizer_config.json", [])
         known = hasattr(transformers, str(declared.get("tokenizer_class")))
         if declared.get("auto_map") and not (known or trust_remote_code):
-            raise ValueError("its class is custom code of the checkpoint")  # transformers would use another class
+            # Without this error transformers would load the tokenizer with another class.
+            raise ValueError("its class is custom code of the checkpoint")
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:  # broken files make transformers raise anything
         reason = reason_of(error).removeprefix("ValueError: ")
@@ -88,7 +93,8 @@ def load(directory: str, device: str | None, *, trust_remote_code: bool = False)
         kind = transformers.AutoModelForCausalLM
         return kind.from_pretrained(directory, trust_remote_code=True, **options).eval(), tokenizer
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*nothing of it runs on fp8moe")  # wrong here: experts are put on it below
+        # The warning would be wrong: the experts are put on fp8moe below.
+        warnings.filterwarnings("ignore", ".*nothing of it runs on fp8moe")
         model = load_model(directory, dtype="auto", device=device)
     if stored.scales == "none":
         model.set_experts_implementation(NAME)

@@ -34,14 +34,14 @@ from fp8moe.weights.closing import refits_of
 
 
 class _Turn(NamedTuple):
-    """One thread's turn. over: a queue that has an element once the turn may have ended."""
+    """One thread's turn. over: a queue that gets an element when the turn ends; other threads wait for this element."""
 
     thread: int
     over: SimpleQueue
 
 
 class _Turns:
-    """Gives turns to threads, one at a time. A thread that has a turn, as in a suspended generator, gets no second one.
+    """Gives turns to threads, one at a time. A thread with a turn, as in a suspended generator, gets no other turn.
 
     A KeyboardInterrupt at any line leaves no turn behind: a single operation takes the turn and records the owner, and
     the turn is ended twice, because an interrupt may stop the first attempt.
@@ -52,7 +52,7 @@ class _Turns:
 
     @contextmanager
     def next(self) -> Iterator[None]:
-        """Wait for a turn of this thread. Raises RuntimeError if it has one."""
+        """Wait for a turn of this thread. Raises RuntimeError if the thread already has a turn."""
         mine = _Turn(threading.get_ident(), SimpleQueue())
         try:
             try:
@@ -63,7 +63,8 @@ class _Turns:
                             "it or close it first"
                         )
                     with suppress(Empty):
-                        owner.over.put(owner.over.get(timeout=1))  # put may be interrupted: hence the timeout
+                        # The timeout helps if a thread was interrupted after get, and so did not put the element back.
+                        owner.over.put(owner.over.get(timeout=1))
                 yield
             finally:
                 self._end(mine)
@@ -125,8 +126,8 @@ class GraphDecoder:
             as it is, except that FP8 weights of projections that read the same input become adjacent in memory.
         prefill_chunk: columns of a batch of prompts to prefill at a time. This bounds the memory for prefill, and the
             time that streams of other requests wait: they get a step after each chunk. None: chosen from the free
-            memory; while requests stream, chunks have at most 4096 tokens, on a CPU 256. Models that cannot prefill
-            after cached tokens, such as some with linear attention, prefill a prompt in one piece.
+            memory; while requests stream, chunks have at most 8192 tokens on a GPU and 256 on a CPU. Models that cannot
+            prefill after cached tokens, such as some with linear attention, prefill a prompt in one piece.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the model cannot be captured; the message says why. The check
@@ -216,11 +217,11 @@ class GraphDecoder:
         Returns (B, L + n) int64 on the device of ``input_ids``; n is max_new_tokens, or less if every sequence ended.
 
         Raises TypeError or ValueError for wrong arguments: more than max_length tokens, more sequences than the largest
-        captured batch, padding on the right; ValueError for settings of ``model.generation_config`` that would change
-        tokens but are not applied (suppress_tokens, bad_words_ids, min_length, num_beams...), or if the model is in
-        training mode; NaNLogits, a ValueError with what was generated, if the logits of a sequence become NaN.
-        RuntimeError if the weights have changed since the capture other than by a complete `fp8moe.refit`, or change
-        during the call, or if the decoder is closed.
+        captured batch, padding on the right. Raises ValueError for settings of ``model.generation_config`` that would
+        change tokens but are not applied (suppress_tokens, bad_words_ids, min_length, num_beams...), and if the model
+        is in training mode. Raises NaNLogits, a ValueError with what was generated, if the logits of a sequence become
+        NaN. Raises RuntimeError if the decoder is closed, if the weights change during the call, and if they have
+        changed since the capture other than by a complete `fp8moe.refit`.
         """
         return self._only(parse(self, input_ids, options, self.model.generation_config))
 

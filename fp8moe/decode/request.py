@@ -63,7 +63,8 @@ class StopStrings:
             raise TypeError(f"tokenizer: expected a tokenizer of transformers, got {describe(tokenizer)}")
         self.strings = several
         self.tokenizer = tokenizer
-        # Each token decodes to at least one byte; one token more, as decoding may drop a space before the first.
+        # A stop string spans at most as many tokens as it has bytes, since each token decodes to at least one byte. One
+        # more token is kept, because decoding may drop the space before the first token's text.
         self.window = 1 + max(len(string.encode()) for string in several)
 
     def text(self, tokens: list[int]) -> str:
@@ -106,7 +107,8 @@ class Request:
     rows: the request's rows in the decode step. made: an upper bound on the new tokens of a sequence. end: a column
     that no sequence reaches. seen: for each sequence, the number of new tokens that were looked at one by one.
     stopped: sequences that a stop string ended. finish_reasons: for each sequence, once the result is known: "stop"
-    after an end token or a stop string, even as the last token allowed; None after NaN logits; otherwise "length".
+    after an end token or a stop string, even if this comes with the last token allowed; None after NaN logits;
+    otherwise "length".
     """
 
     key: Any
@@ -239,7 +241,7 @@ def _check_names(options: Mapping[str, Any], *more: str) -> None:
 
 
 def _tails(stop: StopStrings, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None) -> list[Tail | None]:
-    """Return the `Tail` of each prompt, including its prefix: stop strings may begin in their tokens."""
+    """Return the `Tail` of each prompt: stop strings may begin in the tokens of the prefix or of the prompt."""
     before = [] if prefix is None else prefix.tokens[-stop.window :].tolist()
     last = tokens if mask is None else tokens.masked_fill(~mask, -1)
     prompts = last[:, -stop.window :].tolist()

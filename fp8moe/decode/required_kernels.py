@@ -34,7 +34,7 @@ def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens:
     Raises ValueError for a model that `skeletons` or GraphDecoder refuses.
     """
     models = [model for config in configs for model in skeletons(config)]
-    # Replace PyTorch's own kernels, which need a GPU, or hours on a CPU.
+    # Replace PyTorch's own kernels: some of them need a GPU, and the others would take hours on a CPU.
     attention._flash_attention = _no_flash_attention
     F.scaled_dot_product_attention = _no_attention
     F.linear = lambda x, weight, bias=None: torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
