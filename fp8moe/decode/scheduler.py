@@ -20,9 +20,12 @@ from fp8moe.runtime.progress import progress as progress_bar
 STEPS_PER_ROW_CHECK = 2
 """Decode steps between two checks for rows that have ended. A check does not stall the GPU: see `Readback`."""
 STEPS_PER_END_CHECK = 8
-"""Decode steps between two checks if there is only one request: no other request waits for rows that it would free."""
+"""Decode steps between two checks if there is only one request: no other request waits for the freed rows."""
 ROWS_PER_NEWCOMER = 8
-"""Waiting prompts are prefilled once one row in this many is free: prefill of several costs little more than of one."""
+"""Waiting prompts are prefilled once 1 / ROWS_PER_NEWCOMER of the rows are free, or a row for each waiting prompt.
+
+Prefilling several prompts together costs little more than prefilling one.
+"""
 MOST_EMPTY_STEPS = 16
 """Waiting prompts are also prefilled once a row has been free for this many steps."""
 CPU_PIECE_TOKENS = 256
@@ -32,13 +35,18 @@ A decoder's prefill_chunk replaces both limits.
 """
 FEW_TOKENS = 2048
 MOST_PADDING = 1.25
-"""Prompts are prefilled as one batch if padding makes it at most MOST_PADDING times as large, or FEW_TOKENS tokens."""
+"""Prompts are prefilled as one batch if padding makes the batch at most MOST_PADDING times as large.
+
+Padding may always enlarge a batch to FEW_TOKENS tokens.
+"""
 
 Result = Tensor | tuple[Tensor, Tensor] | ValueError
 
 
 class NaNLogits(ValueError):
-    """The logits of the sequences ``rows`` became NaN. These sequences end before that token; the others were finished.
+    """The logits of the sequences ``rows`` became NaN. All other sequences were finished.
+
+    Each of the sequences ``rows`` ends with the last token before its logits became NaN.
 
     tokens, logprobs: the result of the call; logprobs is None unless it was requested.
     """
@@ -128,7 +136,7 @@ def _counted(progress: Any, requests: Iterable) -> Iterator[Callable[[], None]]:
 
 
 class _Report(NamedTuple):
-    """A step's count, finished and tokens: as lists, and stacked (3, size) on the step's device and on the host.
+    """A step's `count`, `finished` and `tokens`: as lists, and stacked (3, size) on the step's device and on the host.
 
     The stacked tensors are (4, size) if a request wants logprobs with each step's tokens; logprobs (`_bits`) are last.
     """
@@ -239,7 +247,7 @@ class Scheduler:
         self._release([request for request in self._alive if request.cancelled])
 
     def _resize(self) -> None:
-        """Move to the smallest step with a row for each sequence, or to the largest."""
+        """Move to the smallest step that has a row for each sequence; if there is none, move to the largest step."""
         reading = () if self._reading is None else self._reading.requests
         wanted = sum(len(request.tokens) for request in (*self._alive, *reading, *self.waiting))
         sizes = self._decoder.batch_sizes
@@ -255,9 +263,10 @@ class Scheduler:
             self._move(self._alive, source, chosen, max(request.end for request in self._alive))
 
     def _group(self, followed: bool) -> list[Request]:
-        """Pick prompts to prefill together, the oldest and others of similar length; [] if prefill does not pay now.
+        """Pick a prompt and others of similar length to prefill together; return [] if prefill does not pay now.
 
-        followed: prefill delays a stream, so several prompts are prefilled together only if one piece holds them.
+        The first prompt is the oldest or, if no more requests will come, the one with the longest answer. followed:
+        whether prefill delays a stream. If so, several prompts are prefilled together only if they fit into one piece.
         """
         if not (self.waiting and self._free) or (self._alive and self._newcomers >= self._step.size):
             return []
@@ -288,7 +297,10 @@ class Scheduler:
         return reader is not None and rows >= reader.size and columns <= reader.short_prompts.most
 
     def _begin(self, group: list[Request], followed: bool) -> _Reading:
-        """Begin to prefill the prompts of these requests. followed: prefill in pieces, because it delays a stream."""
+        """Begin to prefill the prompts of these requests.
+
+        followed: whether prefill delays a stream. If so, the prompts are prefilled in pieces.
+        """
         for request in group:
             if request.streamer is not None:
                 request.streamer.put(request.given.cpu())
@@ -361,7 +373,10 @@ class Scheduler:
         self._step.adopt(rows, source, chosen, length)
 
     def _check_rows(self) -> None:
-        """Find requests that have ended, and pass on new tokens. On a GPU, uses the state at the previous check."""
+        """Find requests that have ended, and pass on new tokens.
+
+        On a GPU, a check reads the state that the previous check began to copy to the host.
+        """
         step = self._step
         parts = [step.count, step.finished, step.tokens[:, 0]]
         if any(request.stepwise and request.return_logprobs for request in self._alive):
@@ -432,7 +447,7 @@ class Scheduler:
             step.leave(rows)
 
     def _deliver(self) -> None:
-        """Make results from the copies that began before the last forward, or from all if no request has rows."""
+        """Make results from the copies that began before the last forward; from all copies if no request has rows."""
         while self._left and (self._left[0][0] < self._forwards or not self._alive):
             _, requests = self._left.popleft()
             device, host = self._copies.pop()
@@ -464,7 +479,8 @@ class Scheduler:
 def _follow_together(one: Request, other: Request) -> bool:
     """Return whether both requests can be prefilled in one batch.
 
-    Both need the same prefix, or none. After a prefix, their lengths may differ only if it allows padding.
+    Both must have the same prefix, or both must have none. The lengths of prompts that follow a prefix may differ only
+    if the prefix allows padding.
     """
     if one.prefix is not other.prefix:
         return False
@@ -481,7 +497,7 @@ def _floats(bits: Tensor) -> Tensor:
 
 
 def _result(request: Request, device: Tensor, host: Tensor, counts: list[int], failed: list[int]) -> Result:
-    """Return a request's result in the form that `generate` returns or, if not ``with_prompts``, that `run` yields.
+    """Return a request's result as `generate` returns it if ``request.with_prompts``, otherwise as `run` yields it.
 
     device, host (B, 2 * columns + 2) int64: generated tokens, their logprobs as float64 bits, counts, failed.
     """

@@ -112,9 +112,9 @@ _agreements: WeakKeyDictionary[ProcessGroup, Agreement] = WeakKeyDictionary()
 
 
 def check_same(expected: str, values: list) -> None:
-    """Raise ValueError unless all values are equal. values: one of each rank.
+    """Raise ValueError unless all values are equal. values: one value of each rank, in the order of ranks.
 
-    expected: beginning of the message, which then lists the values by rank.
+    expected: beginning of the error message, which then lists the values by rank.
     """
     different = _by_value(values)
     if len(different) > 1:

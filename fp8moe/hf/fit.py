@@ -33,11 +33,11 @@ _EXPERTS = ".experts"  # suffix of the names of modules that transformers replac
 
 
 def fit_to_transformers(plan: OutputPlan, wanted: Mapping[str, StoredWeight]) -> None:
-    """Limit a plan to weights that transformers can load in FP8, and add those in ``wanted`` that are fused experts.
+    """Limit a plan to weights that transformers can load in FP8, and add the fused experts in ``wanted``.
 
     wanted: tensors that may become FP8, by name. Fused experts that transformers renames when loading, such as
-    Granite's, are written under their names in transformers' model: it loads these names too, and would not rename
-    scales.
+    Granite's, are written under their names in transformers' model: transformers loads these names too, whereas it
+    would not rename the scales.
 
     If transformers cannot make the model, nothing is checked, and a note in the plan says so.
 
@@ -184,7 +184,10 @@ class _Fitting:
 
 
 def _weight(key: str) -> str:
-    """Return the name of the weight that a key in transformers' report is the scale of; any other key unchanged."""
+    """Return the name of the weight that a scale belongs to; return a key that names no scale unchanged.
+
+    key: a key in transformers' report.
+    """
     return parse(key).weight
 
 

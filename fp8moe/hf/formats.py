@@ -14,7 +14,7 @@ from fp8moe.weights.place import EXTRA
 from fp8moe.weights.source import CheckpointError, printable
 from fp8moe.weights.stored import StoredWeight, open_weights
 
-_DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # NVFP4 loses a scale
+_DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # NVFP4 would lose a scale
 """Quantization method -> kinds of weights that transformers dequantizes correctly if experts are separate linears.
 
 fp8moe then runs the experts on an FP8 copy.
@@ -48,8 +48,9 @@ def check_unquantized(load):
 def check_quantized(preprocess):
     """Wrap a quantizer's preparation of a model: refuse checkpoints whose weights would not reach fp8moe intact.
 
-    To transformers' FP8 quantizer, scales with other names are unexpected keys, and its own scales stay uninitialized;
-    its FP8 experts have no biases and no norms. Its MXFP4 quantizer makes experts that run on Triton kernels.
+    transformers' FP8 quantizer takes scales with other names for unexpected keys, and leaves the scales of its own
+    modules uninitialized. Its FP8 experts have no biases and no norms. transformers' MXFP4 quantizer makes experts that
+    run on Triton kernels.
     """
 
     @functools.wraps(preprocess)
@@ -68,7 +69,7 @@ def check_loaded(finalize):
     def _finalize_model_loading(model, load_config, loading_info, *args, **kwargs):
         try:
             finalize(model, load_config, loading_info, *args, **kwargs)
-        except RuntimeError:  # for wrong shapes or FP8 weights that cannot be initialized: it names no tensors
+        except RuntimeError:  # the error names no tensors: shapes are wrong, or FP8 weights cannot be initialized
             loading_info.missing_keys -= getattr(model, "all_tied_weights_keys", {}).keys()
             model._adjust_missing_and_unexpected_keys(loading_info)
             _check_loaded(model, load_config, loading_info)
@@ -90,7 +91,7 @@ def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
     try:
         found = open_weights(Path(files[0]).parent)
     except CheckpointError:
-        return  # not safetensors: fp8moe has no format for it, and transformers reports what is wrong
+        return  # fp8moe cannot read the files: transformers loads them, or reports what is wrong
     method = None if quantizer is None else quantizer.quantization_config.quant_method
     weights = found.quantized
     refused, why = weights, f"{_WITHOUT_SCALES}, and {_CONVERTS}" if found.format.exact else _WITHOUT_SCALES
@@ -119,7 +120,7 @@ def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
 
 
 def _check_loaded(model: Any, load_config: Any, report: Any) -> None:
-    """Raise CheckpointError, naming the tensors, for tensors that are missing, extra or have another shape.
+    """Raise CheckpointError, naming the tensors, if tensors are missing, are extra or have another shape.
 
     If the experts do not run on fp8moe, only transformers' FP8 modules are checked, as their linears run on fp8moe.
     transformers does not initialize missing tensors of FP8 modules: they would have arbitrary values.

@@ -119,7 +119,10 @@ def adapt_plans(model: Any, distributed_config: Any) -> None:
 
 
 def _adapted(plan: dict[str, str], model: Any) -> dict[str, str]:
-    """Return a plan with fp8moe's style for experts and rules for their scales, if it shards by expert."""
+    """Return a plan that shards by expert with fp8moe's style for experts; return any other plan unchanged.
+
+    If the model is quantized, the result also has rules for the scales of experts.
+    """
     whole = [name for name, style in plan.items() if style == "grouped_gemm"]
     if not whole:
         return plan
@@ -168,16 +171,16 @@ class Rehearsal:
         self._shapes = {name: value.shape for name, value in model.state_dict().items()}
 
     def changed_shapes(self, loaded: nn.Module) -> set[str]:
-        """Return the names of tensors that got another shape by loading."""
+        """Return the names of the tensors whose shapes have changed during loading."""
         return {name for name, value in loaded.state_dict().items() if value.shape != self._shapes[name]}
 
 
-# 5.17: from_pretrained leaves the scales of FP8 checkpoints in their stored dtype, and without the dimensions of size 1
-# that its own save_pretrained has dropped.
+# 5.17: from_pretrained leaves the scales of FP8 checkpoints in their stored dtype, and does not restore the dimensions
+# of size 1 that save_pretrained has dropped from the scales.
 
 
 def note_shapes(theirs):
-    """Wrap the FP8 quantizer's preparation of a model: record the shapes of scales for `complete_scales` after it."""
+    """Wrap the FP8 quantizer's preparation of a model: afterwards, record shapes of scales for `complete_scales`."""
 
     @functools.wraps(theirs)
     def _process_model_before_weight_loading(self, model, *args, **kwargs):
@@ -189,7 +192,10 @@ def note_shapes(theirs):
 
 
 def complete_scales(theirs):
-    """Wrap the FP8 quantizer's step after loading: first convert scales to float32 or E8M0 and the recorded shapes."""
+    """Wrap the FP8 quantizer's step after loading: before it, convert scales to float32, unless they are E8M0.
+
+    Scales also get the shapes that `note_shapes` has recorded.
+    """
 
     @functools.wraps(theirs)
     def _process_model_after_weight_loading(self, model, *args, **kwargs):
@@ -225,7 +231,10 @@ def conversions_to_save(model: Any) -> list:
 
 
 def _with_scales(conversions: list, model: nn.Module) -> list:
-    """Return the conversions with, after each conversion of weights, the same for their scales if the model has any."""
+    """Return the conversions, and after each conversion of weights the same conversion of their scales.
+
+    Only conversions of weights for which the model has scales get a second conversion.
+    """
     from transformers.core_model_loading import WeightConverter
 
     scales = [name for name, _ in model.named_parameters() if name.endswith(SCALE)]
