@@ -31,19 +31,20 @@ def experts(
     x: (T, H) bfloat16, float16 or float32, or an FP8Tensor: data (T, H), scale (T, ceil(H/128)) of any strides.
     top_k_index: (T, K) int32 or int64, counted over all experts. Experts that are not held here, and -1, add nothing.
     top_k_weights: (T, K) float32, bfloat16 or float16.
-    up, down: FP8Tensor or (data, scale) of the E experts held here: data (E, 2I, H), gate rows then up rows, and
-        (E, H, I) float8_e4m3fn; scale float32 (E, 2 * ceil(I/128), ceil(H/128)), gate blocks then up blocks, and
-        (E, ceil(H/128), ceil(I/128)). With an activation that has no gate, up is (E, I, H). Any H and I; sizes that are
-        not multiples of 16 cost copies.
+    up, down: each an FP8Tensor or (data, scale) of the E experts held here, data float8_e4m3fn and scale float32.
+        up: data (E, 2I, H), gate rows then up rows; scale (E, 2 * ceil(I/128), ceil(H/128)), gate blocks then up
+        blocks. With an activation that has no gate: data (E, I, H), scale (E, ceil(I/128), ceil(H/128)).
+        down: data (E, H, I), scale (E, ceil(H/128), ceil(I/128)).
+        Any H and I; sizes that are not multiples of 16 cost copies.
     activation: applied between the two projections; see `GroupedExperts`.
     out: (T, H), contiguous, at a multiple of 16 bytes, in memory that no operand uses: bfloat16, float16 or float32.
     first_expert: the index of the first of the E consecutive experts held here; None: 0. expert_map: (all experts,)
         int32: maps each expert to its position in up and down, -1 if it is elsewhere; costs a few small kernels more.
     num_experts: the number of experts on all ranks; GEMM tiles are chosen as if assignments were spread evenly over
         them. None: the length of expert_map, or the number of experts up to the last one held here.
-    Returns ``out``, or a new (T, H) tensor in the dtype of x, or bfloat16 if x is an FP8Tensor. The sum over k is taken
-    in float32 in the order of k; for a bfloat16 result, the results of down_e are rounded to bfloat16 first. Equal
-    inputs give equal bits.
+    Returns ``out``; without ``out``, a new (T, H) tensor, in bfloat16 if x is an FP8Tensor, otherwise in the dtype of
+    x. The sum over k is taken in float32 in the order of k; for a bfloat16 result, the results of down_e are rounded to
+    bfloat16 first. Equal inputs give equal bits.
 
     There is no backward: calling it raises RuntimeError; so does passing ``out`` if an operand requires a gradient.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, for first_expert and expert_map

@@ -115,7 +115,7 @@ def masters(layer: Layer, given: Masters) -> None:
 
 
 def layer_of(name: str, shape: torch.Size, device: torch.device, layer: Layer) -> int:
-    """Check weights and biases of a layer against each other and an input of this shape (M, H). Returns E.
+    """Check weights and biases of a layer against each other and against an input of `shape` (M, H). Returns E.
 
     name: the input's name, for error messages. device: device of the input.
     """
@@ -148,7 +148,10 @@ def layer_of(name: str, shape: torch.Size, device: torch.device, layer: Layer) -
 
 
 def routed_index(index: Tensor, tokens: int, device: torch.device, like: str) -> None:
-    """Check dtype, shape (T, K) and device of top_k_index. like: for errors, the name of an argument on `device`."""
+    """Check dtype, shape (T, K) and device of top_k_index.
+
+    like: the name of an argument on `device`, for error messages.
+    """
     check_dtype("top_k_index", index, *_INDEX_DTYPES)
     if index.dim() != 2 or index.shape[0] != tokens:
         raise ValueError(f"top_k_index: expected shape ({tokens}, top_k), got {tuple(index.shape)}")

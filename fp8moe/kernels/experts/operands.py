@@ -95,7 +95,7 @@ class LowRank(NamedTuple):
 
     up_a (E, r, H), up_b (E, P, r), down_a (E, r, Q), down_b (E, H, r), bfloat16, LoRA's scaling included. Q is I padded
     with zeros to a multiple of 128; P is Q without a gate and 2Q with one. H and r are padded to multiples of 16.
-    dropped: (T, H), hidden_states after dropout, the input of up_a; None: its input is hidden_states.
+    dropped: (T, H), hidden_states after dropout, the input of up_a; None: the input of up_a is hidden_states.
     dropout: the probability of dropout on the input of down_a, which is the result of the activation.
     """
 
@@ -169,11 +169,11 @@ class TokenOperands(NamedTuple):
     capacity: rows reserved for each expert (the masked layout); None: rows are packed by expert. Assignments beyond
         the capacity add nothing; if no token names an expert twice, a capacity of T loses none.
     residual: (T, H) in the dtype of the result, added to the rounded result, or None.
-    groups, rows: the result of `sort_by_expert` for top_k_index and E without a capacity, int32 (E + 1,) and (T, K), if
-        it has been computed already; otherwise both are None.
+    groups, rows: int32 (E + 1,) and (T, K), the result of `sort_by_expert` for top_k_index and the E experts, without a
+        capacity. Both are None if the result has not been computed yet.
     residual_known: bool (T,), the tokens that have a residual; for others, residual is not read. None: all tokens.
-    wants_known: return a second result, bool (T,): the tokens that have a sum, which include those with a row or a
-        residual. Sums of other tokens are then undefined, and not computed.
+    wants_known: return a second result, bool (T,): the tokens that have a sum. All tokens with a row or a residual have
+        a sum. Sums of other tokens are then undefined, and not computed.
     """
 
     hidden_states: Tensor
@@ -214,8 +214,9 @@ class RowOperands(NamedTuple):
     row_dtype: dtype of the result, bfloat16 or float32.
     whole: numbers of rows and experts of the whole layer, over all ranks, if this call computes a part of it: each row
         gets the bits that it would have in the whole layer. None: this is the whole layer.
-    expected_m: None for rows sorted by expert. In the masked layout, about how many rows of an expert are in use; rows
-        is then float8_e4m3fn (E, max_m, H), rows_scale (E, max_m, ceil(H/128)), groups (E,) the number of rows in use.
+    expected_m: None for rows sorted by expert. In the masked layout, about how many rows of an expert are in use. In
+        this layout `rows` is float8_e4m3fn (E, max_m, H), `rows_scale` is (E, max_m, ceil(H/128)), and `groups` (E,)
+        has the number of rows in use of each expert.
     """
 
     rows: Tensor
@@ -234,7 +235,7 @@ class RowOperands(NamedTuple):
 
 
 def grouping_of(assignments: int, num_experts: int, capacity: int | None = None) -> Grouping:
-    """Return the `Grouping`, by which GEMMs choose tiles, of `assignments` assignments to `num_experts` experts."""
+    """Return the `Grouping` by which GEMMs choose tiles for `assignments` assignments to `num_experts` experts."""
     if capacity is None:
         return Grouping(whole=(assignments, num_experts))
     return Grouping(ceil_div(assignments, num_experts), capacity)

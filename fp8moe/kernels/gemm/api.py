@@ -259,7 +259,7 @@ def grouped_gemm_swiglu(
     a: data (M, H) float8_e4m3fn, H a multiple of 16, with scale (M, ceil(H/128)) float32, MN-major.
     gate_up: data (E, 2I, H), gate rows then up rows, I a multiple of 16, with scale (E, 2 * ceil(I/128), ceil(H/128)):
         the scales of the gate rows' blocks, then of the up rows' blocks.
-    groups: group_offsets (E+1,) int32; with max_m, masked_m (E,) int32, and then M = E * max_m.
+    groups: int32. If max_m is None, group_offsets (E+1,). If max_m is given, masked_m (E,), and M is E * max_m.
     activation: a SwiGLU variant. Any other activation raises ValueError.
     bias: (E, 2I) bfloat16, float16 or float32, added to the sums of gate and up.
     expected_m: with max_m, the expected number of rows per group; affects the speed only.

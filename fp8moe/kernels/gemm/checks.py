@@ -131,7 +131,7 @@ def result(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     *_, rows, columns = shape
     *lead, row, column = out.stride()
     if lead and shape[0] > 1 and lead[0] != rows * row and rows == 1:
-        row = lead[0]  # an expert with a single row: the distance of rows is the stride of experts
+        row = lead[0]  # experts have a single row each: the distance between rows is the stride between experts
     if (column != 1 or row < columns or row * out.itemsize % 16) and out.numel():
         expected = f"(..., s, 1) with s >= {columns} a multiple of {16 // out.itemsize} (16 bytes)"
         raise ValueError(f"out: expected row-major, strides {expected}, got {out.stride()}")
@@ -196,7 +196,11 @@ def _operands(
 
 
 def _are_swapped(a: FP8Tensor, b: FP8Tensor) -> bool:
-    """Return whether the operands seem swapped: ``a`` has block or channel scales, like weights, ``b`` 1x128 scales."""
+    """Return whether ``a`` and ``b`` seem swapped.
+
+    They seem swapped if ``a`` has block or channel scales, as weights have, and ``b`` has 1x128 scales, as
+    activations have.
+    """
     if a.data.dim() != b.data.dim():
         return False
     *experts, n, k = a.data.shape
@@ -206,7 +210,7 @@ def _are_swapped(a: FP8Tensor, b: FP8Tensor) -> bool:
 
 
 def _weights(name: str, data: Tensor, dimensions: str, a: Tensor, multiple: int = 16) -> torch.Size:
-    """Check weights (..., N, K), whose K must equal a's and be a multiple of `multiple`. Returns (..., N)."""
+    """Check weights (..., N, K). K must equal the K of ``a`` and be a multiple of `multiple`. Returns (..., N)."""
     *lead, n, b_k = fp8_data(name, data, dimensions)
     k = a.shape[-1]
     if b_k != k:

@@ -27,8 +27,8 @@ def _gemm(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtyp
 
     For each block of 128 along K the unscaled products are summed, multiplied by the two float32 scales and added to a
     float32 accumulator (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). A non-finite scale or value affects only the
-    outputs that depend on it. Columns of the result are computed in chunks: temporary memory is a float32 copy of the
-    activations and tens of MB, or more if 128 columns take more.
+    outputs that depend on it. Columns of the result are computed in chunks of a multiple of 128. Temporary memory is a
+    float32 copy of the activations, and tens of MB for a chunk, or more if a chunk of only 128 columns needs more.
     """
     a_data, a_scale = a
     b_data, b_scale = b
@@ -114,9 +114,9 @@ def grouped_gemm_swiglu_reference(
 def group_rows(groups: Tensor, m: int, max_m: int | None) -> Iterator[tuple[int, slice]]:
     """Yield (expert, slice of its rows) for every expert that has rows. m: number of rows of all experts.
 
-    groups: without max_m, offsets (E+1,): expert e has rows ``offsets[e]:offsets[e+1]``, both clamped to [0, m]; or
-    ranges of rows (E, 2), in any order. With max_m, masked_m (E,): each expert has max_m rows, of which expert e uses
-    the first ``masked_m[e]``, clamped to [0, max_m].
+    groups: if max_m is None, either offsets (E+1,): expert e has rows ``offsets[e]:offsets[e+1]``, both clamped to
+        [0, m]; or ranges of rows (E, 2), in any order. If max_m is given, groups is masked_m (E,): each expert has
+        max_m rows, of which expert e uses the first ``masked_m[e]``, clamped to [0, max_m].
     """
     sizes = groups.tolist()
     if max_m is None:
@@ -199,10 +199,11 @@ def offsets_of_sizes(sizes: Tensor, k: int) -> Tensor:
 
 
 def join_groups(a: Tensor, b: Tensor, sizes: Tensor, m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one matrix (m, k) made of the groups' matrices in a (m * k,), one (n, k) from b, and offsets (E + 1,).
+    """Join the matrices of all groups: return one matrix (m, k) of ``a``, one (n, k) of ``b``, and offsets (E + 1,).
 
-    a and b hold the row-major matrices of all groups, one after the other. sizes: (E,), the number of columns of each
-    group. Columns after the last group are zeros. Raises ValueError if sizes sum to more than k.
+    ``a`` (m * k,) and ``b`` (n * k,) hold the row-major matrices of all groups, one after the other. sizes: (E,), the
+    number of columns of each group. Columns after the last group are zeros. Raises ValueError if sizes sum to more than
+    k.
     """
     offsets = offsets_of_sizes(sizes, k)
     bounds = offsets.tolist()
