@@ -123,7 +123,10 @@ def check_replaceable(argument: str, model: nn.Module) -> None:
 
 
 def check_not_around(argument: str, model: nn.Module) -> None:
-    """Raise ValueError if wrappers around the model have parameters, as for prompt tuning: the caller ignores them."""
+    """Raise ValueError if wrappers around the model have parameters, as in prompt tuning.
+
+    The caller would ignore these parameters.
+    """
     *around, inner = chain(model)
     own = {id(parameter) for parameter in inner.parameters()}
     names = [name for name, parameter in model.named_parameters() if id(parameter) not in own]

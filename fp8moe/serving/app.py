@@ -14,7 +14,7 @@ from fp8moe.serving.forms import ChatForm, CompletionForm, error_of, streamed
 from fp8moe.serving.manager import Answer, BatchingManager, Manager
 
 DRAINED = 256 << 20
-"""The most bytes of a too large body that are read and dropped, so that the client finishes and gets the error."""
+"""How many bytes of an oversized body are read and dropped, so that the client finishes sending and gets the error."""
 SECONDS_TO_SEND = 60
 """How long the body of a request may take to arrive."""
 SECONDS_TO_READ = 30

@@ -13,8 +13,8 @@ class Refits:
     """A record of a model's refits (`fp8moe.refit`). count: how many have begun. closed: whether a refit is incomplete.
 
     around: wrappers of the model that were closed with it. captures: records of the model's state, one for each CUDA
-    graph captured from it. A record's `change(model)` returns None while its graph is valid; after a complete refit,
-    `renew(model)` makes the graph valid for the new weights.
+    graph captured from the model. A record's `change(model)` returns None while its graph is valid; after a complete
+    refit, `renew(model)` makes the graph valid for the new weights.
     """
 
     def __init__(self) -> None:

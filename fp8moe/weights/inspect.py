@@ -67,7 +67,7 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
     Problems are damaged files; scales that are missing, left over, misshapen, or that hold a NaN, an infinity, zero or
     a negative value; missing experts; and a format that does not load.
 
-    directory: the checkpoint's directory, or its name on the Hugging Face Hub, from which it is then downloaded.
+    directory: the checkpoint's directory, or the name of a model on the Hugging Face Hub, which is then downloaded.
     Raises CheckpointError if there is no checkpoint.
     """
     weights = open_weights(directory)

@@ -128,7 +128,10 @@ def parse(text: str, rank: int | None = None) -> Name:
 
 
 def weight_of_codes(text: str, names: Mapping[str, object]) -> str | None:
-    """Return the name of the weight whose packed codes a tensor of this name holds; None if it holds no codes."""
+    """Return the name of the weight to which a tensor of packed codes belongs; None if the tensor holds no codes.
+
+    text: the tensor's name. names: the names of all tensors.
+    """
     if text.endswith(".weight_packed"):
         return text.removesuffix("_packed")
     if text.endswith(".qweight"):
@@ -187,8 +190,8 @@ def from_vllm(text: str) -> str:
 class ExpertNames:
     """How a model's checkpoints name the tensors of experts that are stored one by one.
 
-    projections: checkpoint names of projections, by fp8moe's names, where the two differ. w_block: whether names in
-    checkpoints contain `W_BLOCK` where names in the model contain `BLOCK_IN_MODEL`.
+    projections: maps fp8moe's name of a projection to the checkpoint's name, if the two names differ. w_block: whether
+    names in checkpoints contain `W_BLOCK` where names in the model contain `BLOCK_IN_MODEL`.
     """
 
     projections: Mapping[str, str] = field(default_factory=dict)
