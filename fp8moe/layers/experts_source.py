@@ -76,7 +76,10 @@ class Weight:
         return FP8Tensor(self._sharded(data), self._sharded(scale))
 
     def master(self, dtype: torch.dtype) -> nn.Parameter:
-        """Return unquantized weights (E, matrices * rows, columns): ``fused`` if it is a Parameter of that dtype."""
+        """Return unquantized weights (E, matrices * rows, columns) of this dtype.
+
+        The result is ``fused`` itself if ``fused`` is a Parameter of this dtype, otherwise a new Parameter.
+        """
         if isinstance(self.fused, nn.Parameter) and self.fused.dtype == dtype:
             return self.fused
         matrices, rows, columns = self.shape
@@ -233,7 +236,7 @@ def _check_whole_experts(name: str, weight: Tensor, down: Tensor) -> None:
 
 
 def _check_fused(module: nn.Module, up_name: str) -> None:
-    """Raise ValueError for fused experts with a norm, static activation scales, other blocks or extra parameters."""
+    """Raise ValueError for a norm after each expert, static activation scales, other block sizes or more parameters."""
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError("module: expected no norm after each expert")
     if getattr(module, "activation_scheme", "dynamic") != "dynamic":

@@ -93,7 +93,7 @@ def adapters_in(model: nn.Module) -> Iterator[Adapter]:
 
 
 def check_merged(argument: str, model: nn.Module) -> None:
-    """Raise ValueError for unmerged adapters: the caller takes only the model's weights and would leave them out."""
+    """Raise ValueError for unmerged adapters: the caller takes only the model's weights and would lose the adapters."""
     names = [adapter.name for adapter in adapters_in(model) if not adapter.merged]
     if names:
         raise ValueError(

@@ -86,7 +86,7 @@ class Stored:
 
 
 class FP8LoraLayer(LoraLayer):
-    """Base class of peft LoRA layers around a layer that stores FP8 block weights, or quantizes its weights to run.
+    """Base class of peft LoRA layers whose base layer stores FP8 block weights, or quantizes its weights when it runs.
 
     by_parameter: whether a LoraConfig lists the target in target_parameters, as for experts, or in target_modules.
     name: name of the target module or parameter.

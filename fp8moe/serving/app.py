@@ -176,7 +176,7 @@ class Guard:
 
 
 class Metrics:
-    """The metrics at /metrics: requests by status, tokens, steps, running and waiting answers, and times of answers."""
+    """The metrics at /metrics: requests by status, tokens, steps, running and waiting answers, and answer times."""
 
     def __init__(self, manager: Manager):
         import prometheus_client as prometheus

@@ -73,7 +73,7 @@ def close(model: nn.Module) -> bool:
 
 
 def open_again(model: nn.Module, refresh: Callable[[nn.Module], None]) -> None:
-    """Undo `close`. CUDA graphs that were valid before it become valid for the new weights.
+    """Undo `close`. CUDA graphs that were valid before `close` become valid for the new weights.
 
     refresh: updates whatever a module derives from its weights. Modules are reopened before those that contain them.
     """

@@ -60,7 +60,7 @@ class Name(NamedTuple):
 
     @property
     def weight(self) -> str:
-        """The name of the weight that this scale belongs to; if this is not a scale, the name itself."""
+        """For a scale, the name of the weight that it belongs to; for any other tensor, the tensor's own name."""
         if self.role != SCALE_ROLE:
             return self.text
         end = next(end for end in (SCALE, CHANNEL_SCALE, ".scale") if self.text.endswith(end))

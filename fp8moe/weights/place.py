@@ -253,7 +253,7 @@ class Target:
         return problems
 
     def _missing_parts(self, key: str, parts: Mapping[Part, str]) -> list[str]:
-        """Return a line for each expert matrix that a fused parameter gets no values for, or gets twice."""
+        """Return a line for each expert matrix of a fused parameter that gets no values, or gets values twice."""
         if WHOLE in parts:
             return [
                 f"{name}: the checkpoint has it also in {parts[WHOLE]}" for part, name in parts.items() if part != WHOLE
