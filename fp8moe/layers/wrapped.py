@@ -93,7 +93,7 @@ def adapters_in(model: nn.Module) -> Iterator[Adapter]:
 
 
 def check_merged(argument: str, model: nn.Module) -> None:
-    """Raise ValueError for unmerged adapters: the caller takes only the model's weights and would leave them out."""
+    """Raise ValueError for unmerged adapters: the caller takes only the model's weights and would lose the adapters."""
     names = [adapter.name for adapter in adapters_in(model) if not adapter.merged]
     if names:
         raise ValueError(
@@ -123,7 +123,10 @@ def check_replaceable(argument: str, model: nn.Module) -> None:
 
 
 def check_not_around(argument: str, model: nn.Module) -> None:
-    """Raise ValueError if wrappers around the model have parameters, as for prompt tuning: the caller ignores them."""
+    """Raise ValueError if wrappers around the model have parameters, as in prompt tuning.
+
+    The caller would ignore these parameters.
+    """
     *around, inner = chain(model)
     own = {id(parameter) for parameter in inner.parameters()}
     names = [name for name, parameter in model.named_parameters() if id(parameter) not in own]

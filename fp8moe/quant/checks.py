@@ -30,7 +30,10 @@ def fp8_operand(name: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]
 
 
 def fp8_data(name: str, data: Tensor, dimensions: str) -> torch.Size:
-    """Check that `data` is float8 and has the dimensions that a text such as "(M, K)" lists. Returns its shape."""
+    """Check that `data` is float8 with as many dimensions as the text `dimensions`, such as "(M, K)", lists.
+
+    Returns the shape of `data`.
+    """
     check_dtype(name, data, *FLOAT8)
     shape = data.shape
     if len(shape) != dimensions.count(",") + 1:
@@ -75,7 +78,7 @@ def check_vector(name: str, value: Tensor, dtype: torch.dtype, length: int | Non
 
 
 def check_groups(group_offsets: Tensor, rows: int, device: torch.device) -> int:
-    """Check `group_offsets` (E + 1,), and that int32 can hold offsets of groups padded to 128 rows. Returns E."""
+    """Check `group_offsets` (E + 1,) and return E. Offsets of groups padded to multiples of 128 must fit in int32."""
     check_vector("group_offsets", group_offsets, torch.int32, None, device)
     if group_offsets.shape[0] < 2:
         raise ValueError(f"group_offsets: expected shape (E + 1,) with E >= 1, got {tuple(group_offsets.shape)}")

@@ -12,7 +12,7 @@ FP8_MAX = 448.0
 """Largest finite E4M3 value."""
 
 SCALE_FLOOR = 1e-12
-"""Least value that a block's maximum is raised to before its scale is computed, so that no scale is 0."""
+"""Lower bound of a block's largest magnitude: a smaller maximum is raised to this value, so that no scale is 0."""
 
 SCALE_DEFINES = (("BLOCK", BLOCK), ("FP8_MAX", f"{FP8_MAX}f"), ("SCALE_FLOOR", f"{SCALE_FLOOR}f"))
 """The macros that cuda/common/block_scale.cuh needs."""
@@ -53,7 +53,10 @@ def align(n: int, multiple: int) -> int:
 
 
 def padded_rows(rows: int, groups: int) -> int:
-    """Return the most rows that `rows` rows in `groups` groups can take, each group padded to a multiple of 128."""
+    """Return the largest possible number of rows after every group is padded to a multiple of 128 rows.
+
+    rows: number of rows in all groups together, before padding. groups: number of groups.
+    """
     return (rows + (BLOCK - 1) * torch.sym_min(groups, rows)) // BLOCK * BLOCK
 
 
@@ -73,6 +76,9 @@ def empty_mn_major(shape: tuple[int, ...], *, device: torch.device | str) -> tor
 
 
 def empty_quantized(like: torch.Tensor, rows: int, columns: int) -> FP8Tensor:
-    """Return uninitialized data (rows, columns), contiguous, and MN-major scales of 1x128 blocks, on like's device."""
+    """Return uninitialized data (rows, columns), contiguous, and MN-major scales of 1x128 blocks.
+
+    like: a tensor on the device where the results are allocated.
+    """
     scale = like.new_empty_strided((rows, ceil_div(columns, BLOCK)), (1, align(rows, 4)), dtype=torch.float32)
     return FP8Tensor(like.new_empty((rows, columns), dtype=torch.float8_e4m3fn), scale)

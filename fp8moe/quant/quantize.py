@@ -290,7 +290,8 @@ def _write_128x128(
 ) -> None:
     """Quantize w into data and scale, by calling ``quantize(w, scale_format, results)``.
 
-    If `quantize` cannot write to the layout of data and scale, it writes temporary results, which are then copied.
+    If `quantize` cannot write to the layout of data and scale, it writes to temporary tensors, which are then copied
+    into data and scale.
     """
     for name, value in (("data", data), ("scale", scale)):
         if overlap(value, w):

@@ -56,7 +56,8 @@ class Text:
         text = "".join(step for step in steps if step)
         self._length += len(text)
         if last:
-            how = {"skip_special_tokens": self._skip, "clean_up_tokenization_spaces": False}  # same as in the stream
+            # the same options as those of the DecodeStream
+            how = {"skip_special_tokens": self._skip, "clean_up_tokenization_spaces": False}
             rest = self._tokenizer.decode(self._tokens, **how)[self._length :]
             text, self._length = text + rest, self._length + len(rest)
         return text

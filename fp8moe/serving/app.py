@@ -14,7 +14,7 @@ from fp8moe.serving.forms import ChatForm, CompletionForm, error_of, streamed
 from fp8moe.serving.manager import Answer, BatchingManager, Manager
 
 DRAINED = 256 << 20
-"""The most bytes of a too large body that are read and dropped, so that the client finishes and gets the error."""
+"""How many bytes of an oversized body are read and dropped, so that the client finishes sending and gets the error."""
 SECONDS_TO_SEND = 60
 """How long the body of a request may take to arrive."""
 SECONDS_TO_READ = 30
@@ -176,7 +176,7 @@ class Guard:
 
 
 class Metrics:
-    """The metrics at /metrics: requests by status, tokens, steps, running and waiting answers, and times of answers."""
+    """The metrics at /metrics: requests by status, tokens, steps, running and waiting answers, and answer times."""
 
     def __init__(self, manager: Manager):
         import prometheus_client as prometheus

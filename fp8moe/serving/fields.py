@@ -1,6 +1,6 @@
 """The fields of requests: OpenAI's, and others that clients of vLLM and SGLang send.
 
-A field is either applied, or accepted only with the value that changes no answer. Unknown fields are refused.
+Each field is either applied, or accepted only with values that have no effect on answers. Unknown fields are refused.
 """
 
 import copy
@@ -143,7 +143,10 @@ class _Chat(_Request):
 SAMPLING: dict[str, tuple] = {"temperature": (), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 """Settings that affect sampled answers but not greedy ones, each with the values that turn it off."""
 _CONFIG = (*SAMPLING, "max_new_tokens", "do_sample", "repetition_penalty", "eos_token_id", "stop_strings")
-"""Settings that are applied from a request's generation_config; all others must have the model's or default values."""
+"""Settings of a request's generation_config that are applied.
+
+All other settings must have the value of the model's generation_config, or transformers' default value.
+"""
 _SAMPLER = (*SAMPLING, "repetition_penalty", "presence_penalty", "seed", "stop", "stop_token_ids", "ignore_eos")
 _SAMPLER += ("generation_config", "logprobs")
 """Fields of requests that are refused if transformers' continuous batching serves the model."""
@@ -180,15 +183,16 @@ class Asked:
 class Reader:
     """Parses the bodies of requests to one model.
 
-    max_length: most tokens of a prompt and its answer together. own_settings: whether requests may have the fields
+    max_length: most tokens of a prompt and its answer together. own_settings: whether requests may set the fields in
     `_SAMPLER`. most_bytes: size limit of a body.
     """
 
     def __init__(self, name: str, model: Any, tokenizer: Any, max_length: int, own_settings: bool):
         self.name = name
         self._model, self._tokenizer, self._max_length = model, tokenizer, max_length
-        self._most = max_length * max(map(len, tokenizer.get_vocab()))  # most characters of max_length tokens
-        self.most_bytes = min(MOST_BODY, (1 << 20) + 12 * self._most)  # up to two 6-byte escapes a character
+        self._most = max_length * max(map(len, tokenizer.get_vocab()))  # the most characters max_length tokens can have
+        # In JSON a character may take 12 bytes: two \uXXXX escapes.
+        self.most_bytes = min(MOST_BODY, (1 << 20) + 12 * self._most)
         self._own_settings = own_settings
         self._arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"kwargs"}
 
@@ -335,7 +339,7 @@ def _size(value: Any) -> int:
 
 
 def _told(error: ValidationError) -> str:
-    """Describe what is wrong with a body; of several errors, the one of the field with the longest path."""
+    """Describe what is wrong with a body. If there are several errors, choose the field with the longest path."""
     found: Mapping[str, Any] = max(reversed(error.errors()), key=lambda one: len(one["loc"]))
     if found["type"] == "extra_forbidden":
         return f"{_path(found['loc'])}: not a field that is served"

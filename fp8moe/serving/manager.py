@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 class Answer:
     """The answer to an accepted prompt. Generation begins when the first of `pieces` is requested.
 
-    began, first: time.monotonic() when generation began, and at the first tokens; 0 before.
+    began, first: time.monotonic() when generation began, and when the first tokens arrived; each is 0 until then.
     """
 
     def __init__(self, begin: Callable[["Answer"], None], cancel: Callable[["Answer"], None], prompt: int):
@@ -115,7 +115,8 @@ class Manager(ABC):
 class DecoderManager(Manager):
     """Serves many clients with the rows of one decoder; requests join and leave between decode steps.
 
-    A separate thread runs the decoder, and holds the decoder's turn while there are requests.
+    A separate thread runs the decoder. While there are requests, the thread holds `GraphDecoder.turn`, so that other
+    users of the decoder wait.
     """
 
     def __init__(self, decoder: GraphDecoder):
@@ -200,7 +201,10 @@ class DecoderManager(Manager):
 
 
 def _piece(answer: Answer, value: Any, last: bool) -> Piece | Exception:
-    """Make a piece from News of the scheduler: a step's tokens or, if last, those of the result not yet in pieces."""
+    """Make a piece of an answer from a value that the scheduler delivers; return an exception unchanged.
+
+    value: the tokens of a step or, if last, all tokens of the answer; the piece then holds those not yet in a piece.
+    """
     if isinstance(value, Exception):
         return value
     tokens, logprobs = (part.tolist() for part in value) if isinstance(value, tuple) else (value.tolist(), [])

@@ -26,7 +26,10 @@ def scale_dtype(scale_format: str) -> str:
 
 
 def scale_grid(matrices: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a weight's 128x128-block scales. matrices: how many it stacks, each with separate blocks."""
+    """Return the shape of a weight's 128x128-block scales.
+
+    matrices: how many matrices the weight stacks along its rows; no block spans two of them.
+    """
     *lead, rows, columns = shape
     return *lead, matrices * ceil_div(rows // matrices, BLOCK), ceil_div(columns, BLOCK)
 
@@ -48,7 +51,7 @@ def quantization_config(
 ) -> dict:
     """Make the quantization_config of a checkpoint with these tensors.
 
-    others: more modules to list as unquantized, which have no tensor of their own name in ``tensors``. "lm_head" is
+    others: further modules to list as unquantized, although no tensor in ``tensors`` has their name. "lm_head" is
     always listed, unless it is stored in FP8: it may be tied to the embedding. channels: whether scales are per output
     channel; the result is then a configuration of compressed-tensors.
     """
@@ -90,7 +93,8 @@ MX_BLOCK = 32  # number of values along K that share a scale in OCP's microscali
 class Kind(NamedTuple):
     """A way to quantize weights. words: a description for messages.
 
-    exact: whether 128x128 blocks can hold the same values. refusal: why fp8moe does not load such weights, or None.
+    exact: whether 128x128 blocks can hold the values of such weights exactly. refusal: why fp8moe does not load such
+    weights, or None.
     """
 
     name: str
@@ -141,7 +145,7 @@ def declared(where: str, content: Mapping[str, Any]) -> Declared:
     """Parse an object in a configuration file that declares a quantization. where: its file and key, for messages."""
     if where == HF_QUANT_CONFIG:
         return _modelopt(where, content)
-    if where.rpartition(" ")[2] == "quantization":  # MLX
+    if where.rpartition(" ")[2] == "quantization":  # the key that MLX writes
         method = f"MLX, {shown(content.get('bits'))} bits"
         return Declared(where, method, refusal=f"quantized by {method}, {_OTHERS}")
     guessed = next((method for name, method in _TELLTALES.items() if name in content), "fp8")
@@ -297,7 +301,7 @@ def _quark(where: str, content: Mapping[str, Any]) -> Declared:
         weight = config.get("weight") if _is(config) else None
         weight = weight[0] if isinstance(weight, list) and weight else weight
         if weight is None and _is(config):
-            continue  # these layers stay unquantized
+            continue  # the layers of this configuration stay unquantized
         dtype, scheme = (weight.get("dtype"), weight.get("qscheme")) if _is(weight) else (None, None)
         kind = _QUARK.get((dtype, scheme)) if isinstance(dtype, str) and isinstance(scheme, str) else None
         if kind is None:

@@ -64,10 +64,10 @@ class Report:
 def inspect_checkpoint(directory: str | os.PathLike) -> Report:
     """Describe a checkpoint and list its problems, reading only headers and scales.
 
-    Problems are damaged files; scales that are missing, left over, misshapen, or that hold a NaN, an infinity, zero or
-    a negative value; missing experts; and a format that does not load.
+    Problems are damaged files; missing scales; scales that belong to no FP8 weight, have a wrong shape, or hold a NaN,
+    an infinity, zero or a negative value; missing experts; and a format that fp8moe does not load.
 
-    directory: the checkpoint's directory, or its name on the Hugging Face Hub, from which it is then downloaded.
+    directory: the checkpoint's directory, or the name of a model on the Hugging Face Hub, which is then downloaded.
     Raises CheckpointError if there is no checkpoint.
     """
     weights = open_weights(directory)
