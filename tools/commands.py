@@ -34,7 +34,10 @@ BEGIN, END = "<!-- tools.commands writes what follows -->\n", "<!-- that was too
 
 
 def measure(target: str, clone: Path, environment: dict[str, str]) -> dict[str, float]:
-    """Return the seconds and peak memory of `make target`. SystemExit with the end of the output if make fails."""
+    """Return the seconds and peak memory of `make target`.
+
+    Raises SystemExit with the end of the output if make fails.
+    """
     print("make", target, flush=True)
     output = clone.parent / "output"
     command = ["make", target, f"PYTHON={getattr(sys, '_base_executable', sys.executable)}"]

@@ -17,7 +17,7 @@ from benchmarks.report import ROOT, write_json
 
 
 def commands_of(readme: Path) -> tuple[list[str], ...]:
-    """Return the commands in the first code block of a README of integrations/: one to install, then one to use."""
+    """Return the commands in the first code block of a README of integrations/: the first installs, the second runs."""
     block = re.search(r"```\n(.+?)\n```", readme.read_text(), re.DOTALL)[1]
     return tuple(map(shlex.split, block.replace("\\\n", "").splitlines()))
 

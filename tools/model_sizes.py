@@ -116,9 +116,9 @@ class Sizes(NamedTuple):
     parameters: int
 
     def gpus(self, memory: float) -> int | None:
-        """Return the fewest GPUs that hold the model, with experts divided among them; None if above COUNTS.
+        """Return the smallest number of GPUs, of those in COUNTS, that holds the model; None if the largest does not.
 
-        Each GPU holds its share of the experts and everything else. memory: bytes of one GPU.
+        Each GPU holds its share of the experts, and all other weights. memory: bytes of one GPU.
         """
         return next((count for count in COUNTS if self.experts / count + self.rest <= FULL * memory), None)
 

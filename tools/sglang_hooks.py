@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def run_tests(environment: Path) -> dict[str, int]:
-    """Run the tests; return how many passed. RuntimeError with their output if any failed or was skipped."""
+    """Run the tests; return how many passed. Raises RuntimeError with their output if any failed or was skipped."""
     tests = "tests/guests/test_sglang.py"
     command = [environment / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

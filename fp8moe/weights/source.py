@@ -81,7 +81,8 @@ DECLARATIONS = ("quantization_config", "compression_config")
 """Keys, at any level of config.json, of the objects that say how weights are quantized."""
 _SHOWN_PROBLEMS = 100
 _COUNT = re.compile(r"(\w*_)?((num|n)_\w*(layers?|experts|labels)|(en|de)coder_layers|depths?)")
-_MOST_LAYERS, _MOST_OTHERS = 1024, 1 << 20  # far more than any model has, few enough to be made in seconds
+# The most layers, and the most experts or labels, that a config may have: more than any model, yet made in seconds.
+_MOST_LAYERS, _MOST_OTHERS = 1024, 1 << 20
 _MAX_RANK = 64  # most dimensions of a tensor that PyTorch can copy
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _IS_POINTER = "is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull"
@@ -140,7 +141,7 @@ class Checkpoint:
         ]
 
     def read_unmapped(self, infos: Iterable[TensorInfo]) -> Iterator[tuple[TensorInfo, Tensor]]:
-        """Yield (info, flattened tensor) of small tensors. Unlike the safetensors library, does not map their files."""
+        """Yield (info, flattened tensor) for small tensors, reading files that the safetensors library would map."""
         for file, wanted in groupby(sorted(infos, key=lambda info: (info.file, info.begin)), lambda info: info.file):
             with (self.directory / file).open("rb") as stream:
                 for info in wanted:
@@ -201,7 +202,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
                 f"{SINGLE}: lies beside {INDEX} of other files, and some libraries read the one, some the other; "
                 "remove what is not wanted"
             )
-            weight_map = None  # read the single file, as transformers does
+            weight_map = None  # ignore the index and read the single file, as transformers does
     elif SINGLE not in present:
         raise CheckpointError(f"{directory} is not a checkpoint", [f"there is neither {SINGLE} nor {INDEX}"])
 
@@ -268,7 +269,10 @@ def _declarations(config: dict, problems: list[str]) -> dict[str, dict]:
 
 
 def count_problems(checkpoint: Checkpoint) -> list[str]:
-    """Find numbers of layers, experts and labels that these tensors cannot have, or that `config_problems` finds."""
+    """Return a problem line for each number of layers, experts or labels that is too large for these tensors.
+
+    If no number is too large for the tensors, return the lines of `config_problems`.
+    """
     limit = max(len(checkpoint.tensors), *(size for info in checkpoint.tensors.values() for size in info.shape), 0)
     problems = [
         f"{CONFIG}: {name} is {shown(value)}, expected at most {limit} for these tensors"
@@ -279,7 +283,10 @@ def count_problems(checkpoint: Checkpoint) -> list[str]:
 
 
 def config_problems(config: dict) -> list[str]:
-    """Find numbers of layers, experts and labels that no model has: to make as many would take all memory."""
+    """Return a problem line for each number of layers, experts or labels that is larger than in any model.
+
+    A model with so many would take all memory.
+    """
     return [
         f"{CONFIG}: {name} is {shown(value)}, expected at most {most}"
         for name, value, count in _counts(config)
