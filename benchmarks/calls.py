@@ -428,9 +428,9 @@ def swiglu_backward_quantize(make: Operands, groups: int, mean_rows: int, interm
 
 
 def _plain_swiglu(operator: Callable) -> tuple[str | int | None, ...]:
-    """Return the last arguments of a SwiGLU operator, for plain SwiGLU with transposed results.
+    """Return values for a SwiGLU operator's last arguments, which choose plain SwiGLU and a transposed second result.
 
-    Revisions of fp8moe differ in these arguments.
+    The operators of older revisions of fp8moe have other last arguments.
     """
     names = {argument.name for argument in operator.default._schema.arguments}
     if "beside" in names:

@@ -41,14 +41,17 @@ WORKS = {
 
 
 class Published(NamedTuple):
-    """A model: sizes from its config.json, billions of parameters according to its authors, published formats."""
+    """A published model. formats: the formats in which it is published.
+
+    billions: billions of parameters according to its authors. numbers: the sizes in its config.json.
+    """
 
     model_type: str
     billions: float
     formats: str
     numbers: dict = {}
     instead: str = ""
-    """Text that replaces what docs/models.md says about what works; "": none."""
+    """Text that replaces what docs/models.md says about what works; "" if nothing replaces it."""
 
 
 _GLM = {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552}

@@ -25,7 +25,7 @@ import torch
 FILE = Path(__file__).resolve().parent.parent / "validation" / "serve.json"
 PACKAGES = ("fp8moe", "torch", "transformers", "fastapi", "uvicorn")
 CLIENTS, REQUESTS, SETTLED, SLOTS, MAX_LENGTH = 256, 3000, 500, 64, 256
-PROMPTS, ANSWERS, TEXTS = (4, 150), (2, 60), 60  # least and most tokens of a prompt, of an answer; number of prompts
+PROMPTS, ANSWERS, TEXTS = (4, 150), (2, 60), 60  # shortest and longest prompt and answer in tokens; number of prompts
 KINDS = {"whole": 6, "stream": 6, "slow": 1, "closed": 2, "stop": 2, "one": 2, "large": 1, "malformed": 1, "unknown": 1}
 """Kinds of requests, and how often each is drawn compared with the others."""
 NAME = "tiny"
@@ -39,7 +39,10 @@ def prompts() -> list[tuple[str, int]]:
 
 
 def serve(pipe: Any, longest: Any) -> None:
-    """Send the expected texts and the port, then serve until SIGTERM. longest: gets the time of the longest forward."""
+    """Send the expected texts and the port, then serve until SIGTERM.
+
+    longest: a shared value that this function sets to the time of the longest forward.
+    """
     import socket
 
     from fp8moe.commands.serve import make_decoder

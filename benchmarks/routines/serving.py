@@ -87,7 +87,7 @@ REQUESTS = Benchmark(
 
 
 class Clients:
-    """Clients that ask the manager of `fp8moe serve` without HTTP."""
+    """Clients that pass requests directly to the manager of `fp8moe serve`, without HTTP."""
 
     def __init__(self, model: Any, decoder: GraphDecoder):
         from fp8moe.serving import DecoderManager
@@ -122,7 +122,10 @@ async def _together(calls: Iterable[Any]) -> list[Any]:
 
 
 def measure_serving(model: Any, count: int) -> Iterator[dict]:
-    """Yield one row each for `GraphDecoder.run`, the server's whole answers and its streams. Requests start at once."""
+    """Yield a row each for `GraphDecoder.run`, the server's whole answers and its streams.
+
+    All requests start at the same time.
+    """
     decoder = make_decoder(model)
     requests = make_requests(model, count)
     clients = Clients(model, decoder)

@@ -6,9 +6,10 @@ the chosen tile and the fastest other candidates are timed again, several times 
 times: how much slower the chosen tile is than the fastest. Groups have very different sizes, as with skewed routing;
 some are empty.
 
-With `--fit` the problems come from nine other seeds; with `--models` they have the weight shapes of well-known models,
-and fewer candidates each. Problems of both kinds are timed once. Their `times` are input for `tools.fit_cost`, which
-must not see the problems above. Results from an H200 are in benchmarks/fit.
+`--fit` and `--models` time other problems instead. The problems of `--fit` are drawn like those above, with nine other
+seeds; the problems of `--models` have the weight shapes of well-known models, and fewer candidates each. The candidates
+of these problems are timed only once. Their `times` are input for `tools.fit_cost`, which must not see the problems
+above. Results from an H200 are in benchmarks/fit.
 """
 
 import random

@@ -113,7 +113,10 @@ def copy_rows(target: Any, size: int, rows: Tensor, source: Any, chosen: Tensor,
 
 
 def reset(cache: Any, masked: bool) -> None:
-    """Zero the cache's states of linear attention; if ``masked``, keys and values too. masked: attention has a mask."""
+    """Set the cache's states of linear attention to zero; if ``masked``, keys and values too.
+
+    masked: whether attention has a mask.
+    """
     for layer in cache.layers:
         if masked or hasattr(layer, "has_previous_state"):
             layer.reset()

@@ -195,7 +195,8 @@ class GraphDecoder:
         max_new_tokens: the most tokens of a continuation.
         attention_mask: (B, L), 0 where a prompt is padded. None: the prompts are padded where they have the pad token,
             unless that is also an end token; then they have no padding.
-        eos_token_id: a sequence ends after any of these tokens; (): none. None: those in ``model.generation_config``.
+        eos_token_id: a sequence ends after any of these tokens; (): after no token. None: the end tokens in
+            ``model.generation_config``.
         pad_token_id: fills a sequence after its end while others continue. None: the pad token in
             ``model.generation_config``, or else the first end token.
         do_sample: False chooses the most probable token. True draws a token among those that top_k, top_p and min_p
@@ -258,9 +259,9 @@ class GraphDecoder:
     ) -> Iterator[tuple[int, Result]]:
         """Serve many requests with continuous batching: a request that ends frees its row of the batch for another.
 
-        requests: dicts of `generate`'s arguments, each for one prompt, input_ids (length,). The iterable may be lazy
-            and endless: it is read only as far ahead as there are rows. A streamer gets its prompt, then its tokens one
-            by one; if it raises, the run ends.
+        requests: an iterable with a dict of `generate`'s arguments for each request. The request's input_ids are one
+            prompt, (length,). The iterable may be lazy and endless: it is read only as far ahead as there are rows. A
+            request's streamer gets the prompt, then the new tokens one by one; if the streamer raises, the run ends.
         progress: True for a bar on standard error; or a function, which is called with the number of results and the
             number of requests, None if that is unknown.
 
@@ -270,7 +271,7 @@ class GraphDecoder:
         leaving the loop and dropping the iterator, frees the rows.
 
         Raises TypeError for wrong arguments, and ValueError for a model that cannot have rows of different lengths in a
-        batch. The iterator raises RuntimeError as `generate`.
+        batch. The iterator raises RuntimeError as `generate` does.
         """
         if isinstance(requests, Mapping | str | Tensor) or not isinstance(requests, Iterable):
             raise TypeError(
@@ -286,7 +287,10 @@ class GraphDecoder:
         return run(self, requests, progress)
 
     def stats(self) -> Stats:
-        """Return calls, tokens, times and memory so far: see `stats.Stats`. Waits only for calls that have ended."""
+        """Return the numbers of calls and tokens, the times and the memory so far: see `stats.Stats`.
+
+        Waits until the GPU has finished the calls that have ended on the host, but not for calls still in progress.
+        """
         return self._records.stats(cache_bytes(step.cache for step in self.steps.values()), pool_bytes(self._pool))
 
     def __call__(

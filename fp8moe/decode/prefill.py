@@ -14,7 +14,7 @@ from fp8moe.runtime.jit import load_all
 from fp8moe.runtime.launch import num_sms
 
 MOST_GRAPH_TOKENS = 4096
-"""The most tokens of a prefill graph. With twice as many, the host launches kernels faster than the GPU runs them."""
+"""A prefill graph has at most this many tokens: with twice as many, the host launches kernels faster than they run."""
 COLUMNS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """The numbers of columns that prompts are padded to, so that a graph can prefill them."""
 

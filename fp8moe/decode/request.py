@@ -241,7 +241,10 @@ def _check_names(options: Mapping[str, Any], *more: str) -> None:
 
 
 def _tails(stop: StopStrings, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None) -> list[Tail | None]:
-    """Return the `Tail` of each prompt: stop strings may begin in the tokens of the prefix or of the prompt."""
+    """Return a `Tail` for each prompt.
+
+    It is made of the last tokens of the prefix and the prompt, since a stop string may begin in either.
+    """
     before = [] if prefix is None else prefix.tokens[-stop.window :].tolist()
     last = tokens if mask is None else tokens.masked_fill(~mask, -1)
     prompts = last[:, -stop.window :].tolist()

@@ -18,9 +18,9 @@ from fp8moe.decode.transfers import Readback, integers_on, to_device
 from fp8moe.runtime.progress import progress as progress_bar
 
 STEPS_PER_ROW_CHECK = 2
-"""Decode steps between two checks for rows that have ended. A check does not stall the GPU: see `Readback`."""
+"""The number of decode steps between two checks for rows that have ended. No check stalls the GPU: see `Readback`."""
 STEPS_PER_END_CHECK = 8
-"""Decode steps between two checks if there is only one request: no other request waits for the freed rows."""
+"""The number of decode steps between two checks if there is only one request: no other waits for the freed rows."""
 ROWS_PER_NEWCOMER = 8
 """Waiting prompts are prefilled once 1 / ROWS_PER_NEWCOMER of the rows are free, or a row for each waiting prompt.
 

@@ -22,7 +22,8 @@ class Stats:
     new_tokens counts the tokens of each sequence up to its end. For a stream that was left early, it counts the tokens
     that the stream had yielded. A step is a decode step, which gives one token to every sequence.
 
-    The next three cover the last RECENT calls. time_to_first_token and tokens_per_second are None until the first call.
+    The next three fields cover the last RECENT calls. Until the first call, time_to_first_token and tokens_per_second
+    are None.
     seconds: the sum of the times from a call's first token to its last token.
     time_to_first_token: the mean of the seconds from the start of a call on the device to its first token.
     tokens_per_second: the number of tokens, without the first token of each sequence, divided by ``seconds``.

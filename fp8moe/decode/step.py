@@ -52,8 +52,8 @@ class Step:
     tokens, positions (B, 1): the model's inputs. columns (B,): the cache columns where these tokens go.
     begin (B,): the number of padding columns in each row's prompt; with flash attention they come first.
     mask (B, max_length): False where the prompt is padded; the causal mask hides the columns that are still to come.
-    generated, logprobs (B, max_length): in row b the first count[b] values are known. The values after them are ``pad``
-    in generated, and 0 in logprobs.
+    count (B,): the number of new tokens of each row. generated, logprobs (B, max_length): the tokens, and their log
+    probabilities; row b has count[b] values, and after them ``pad`` in generated and 0 in logprobs.
     limit (B,): row b ends with its limit[b]-th new token. ends (B, vocabulary): True for tokens that end the row.
     finished (B,): whether a row has ended. failed (B,): whether it ended because its logits were NaN.
     sampling: how next tokens are chosen. prefill_chunk: prompt columns to prefill at a time; None: as memory allows.

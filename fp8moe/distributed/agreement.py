@@ -35,7 +35,8 @@ def _gradients(bits: int) -> str:
     return " and ".join(name for bit, name in enumerate(GRADIENTS) if bits >> bit & 1) or "none"
 
 
-# field that must be equal on all ranks -> (beginning of the error message, function that formats the field's value)
+# Maps each field that must be equal on all ranks to the beginning of the error message for it, and to a function that
+# formats the field's value.
 _SAME = {
     "layer": ("expected all ranks to call the same layer", "the {}. of those made parallel".format),
     "dtype": ("hidden_states: expected the same dtype on all ranks", FLOATING.__getitem__),

@@ -14,8 +14,9 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.layers.experts import Weights
 from fp8moe.quant.formats import FP8Tensor, align
 
-# A pass runs the experts on part of the rows that a rank has received. It has room for _SLACK times the rows that the
-# rank would get if routing were even, and at least for all rows of _ALWAYS tokens.
+# A pass runs the experts on part of the rows that a rank has received, one row per (token, expert) assignment. Its
+# buffers hold _SLACK times the rows that the rank would get if routing were even, but at least as many as _ALWAYS
+# tokens have if all their experts are on this rank.
 _SLACK, _ALWAYS = 1.25, 256
 
 

@@ -182,7 +182,10 @@ def grouped_experts(module: nn.Module) -> GroupedExperts:
 
 
 def _without_data(module: nn.Module) -> nn.Module:
-    """Copy the module to the meta device, with plain dicts: the dicts of an offloaded module would load its weights."""
+    """Copy the module to the meta device without loading its weights.
+
+    _parameters and _buffers of the copy are plain dicts: those of an offloaded module would load the weights.
+    """
     tensors = {
         kind: {name: value if value is None else value.to("meta") for name, value in getattr(module, kind).items()}
         for kind in ("_parameters", "_buffers")

@@ -122,7 +122,10 @@ class _Fitting:
                 self._refuse(f"{key}: {kind} when transformers loads the result" for key, kind in sorted(new.items()))
 
     def _complaints(self) -> dict[str, str]:
-        """Return the problems that transformers would report for the output but not for the source: key -> kind."""
+        """Return the problems that transformers would report for the output but not for the source.
+
+        The result maps the key of a tensor to the kind of problem.
+        """
         without_biases = {
             text: name for text, name in self.plan.quantized.items() if self._module(text) not in self.biased
         }
@@ -219,7 +222,9 @@ for _method in (_PLAIN, _FP8):
 
 
 def _rehearse(model: Any, weights: Iterable[StoredWeight], quantization: Mapping[str, Any] | None) -> dict[str, str]:
-    """Load weights without data; return transformers' report: name -> "missing", "unexpected" or "mismatched".
+    """Load weights without data; return transformers' report, which says what is wrong with tensors.
+
+    The report maps the name of a tensor to "missing", "unexpected" or "mismatched".
 
     model: a model with the class, configuration and tensor names of the model to load. quantization: the
     quantization_config in config.json, None for an unquantized checkpoint. Errors of transformers are passed on.

@@ -1,4 +1,4 @@
-"""Makes from_pretrained refuse checkpoints that it would load without their scales, or not onto fp8moe's kernels."""
+"""Makes from_pretrained refuse checkpoints whose scales it would lose, or which would not run on fp8moe's kernels."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ from fp8moe.weights.source import CheckpointError, printable
 from fp8moe.weights.stored import StoredWeight, open_weights
 
 _DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # NVFP4 would lose a scale
-"""Quantization method -> kinds of weights that transformers dequantizes correctly if experts are separate linears.
+"""Maps quantization methods to the kinds of weights that transformers dequantizes correctly.
 
-fp8moe then runs the experts on an FP8 copy.
+It does if experts are separate linears; fp8moe then runs the experts on an FP8 copy.
 """
 _LOADS = "fp8moe.hf.load_model loads it"
 _CONVERTS = "`fp8moe convert` makes FP8 blocks of it"

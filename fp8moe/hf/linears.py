@@ -57,7 +57,7 @@ def routed(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return fp8_linear
 
 
-_float_scales = WeakTensorKeyDictionary()  # e8m0 scale -> (its Fingerprint, its values in float32)
+_float_scales = WeakTensorKeyDictionary()  # maps e8m0 scales to their Fingerprint and float32 values
 
 
 def _float_scale(scale: Tensor) -> Tensor:

@@ -292,7 +292,7 @@ def _match(
             return name
         return name._replace(text=name.scale, role=SCALE_ROLE)
 
-    modules = defaultdict(list)  # name of a module -> the FP8 weights that go into it
+    modules = defaultdict(list)  # by the name of a module: the FP8 weights that go into it
     for weight in blocks:
         place = target.find(located(weight)) if weight.dtype == FP8 else None
         if place is not None:

@@ -164,7 +164,7 @@ def _sharded_weights(model: nn.Module) -> Iterator[_ShardedWeight]:
             for placement, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True):
                 if placement.is_replicate() or (axis := placement.dim % weight.ndim - weight.ndim) not in sizes:
                     continue
-                parts = getattr(placement, "split_factor", 1)  # _StridedShard, for gate and up, has one
+                parts = getattr(placement, "split_factor", 1)  # a _StridedShard, as gate and up are, has it
                 what = "rows" if axis == -2 else "columns"
                 yield _ShardedWeight(f"{path}.{name}", what, sizes[axis] // parts, parts, ranks, weight.ndim == 3)
 

@@ -108,7 +108,7 @@ TRAINING = tuple(
 _NOTHING: Any = object()
 _lock = threading.Lock()
 _installed: dict[Patch, tuple[Any, Any]] = {}
-"""Installed patch -> (the original, _NOTHING if there was none; our replacement)."""
+"""Maps each installed patch to the original, which is _NOTHING if there was none, and to our replacement."""
 
 
 def register() -> None:

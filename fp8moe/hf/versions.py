@@ -51,7 +51,7 @@ LATER_DIGESTS = {
     "0fe5c075091ec784": "bcc7d9a8194d1110",  # Glm4MoeAttention
     "93f60903d45cea90": "7035ce544a77a2ac",  # DeepseekV3Attention
 }
-"""Digest of a forward with `past_key_values` -> digest in `known_forwards` of the same forward in a later version."""
+"""Maps digests of forwards with `past_key_values` to the digests in `known_forwards` of later versions of them."""
 
 
 # 5.17: transformers' mask for eager attention copies a 0 from the CPU, which cannot be captured in a CUDA graph.
@@ -83,7 +83,10 @@ STYLE = f"{NAME}_experts"
 """The name of fp8moe's style for experts in a plan."""
 
 _STYLES = {"moe_tp_experts": STYLE, "ep_router": None}
-"""transformers' style in a plan -> fp8moe's style in its place; None removes the rule, as the router needs none."""
+"""Maps a style of transformers in a plan to the style of fp8moe that replaces it; None removes the rule.
+
+The router needs no style.
+"""
 
 
 def make_style(check: Callable[[nn.Module], None], spread: Callable[[nn.Module, Any], None]) -> Any:

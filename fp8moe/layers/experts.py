@@ -327,7 +327,7 @@ class GroupedExperts(MasterModule):
         residual: None, or a tensor like hidden_states to which the rounded result is added.
         groups, rows: the results of `fp8moe.kernels.experts.sort_by_expert` for top_k_index (T, K), int32
             (num_experts + 1,) and (T, K). Where the call can use these results, it skips its own sort kernel;
-            otherwise it ignores both tensors. None for both if the caller has not sorted.
+            otherwise it ignores both tensors. Both are None if the caller has not sorted the assignments.
         Returns (T, H), or (..., H). Equal inputs give equal bits, in the result and in the gradients.
 
         Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError under

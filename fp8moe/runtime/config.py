@@ -128,7 +128,7 @@ def reload() -> Settings:
 
 
 _blocks: dict[object, bool] = {}  # the modes of the open `batch_invariant` blocks, in the order of entry
-_outside = False  # the mode outside of all blocks
+_outside = False  # whether batch invariance is on when no `batch_invariant` block is open
 _entering = threading.RLock()  # reentrant: the garbage collector may close a block while another one is entered
 
 

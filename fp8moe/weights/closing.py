@@ -10,8 +10,9 @@ from fp8moe.layers.wrapped import chain
 
 
 class Refits:
-    """A record of a model's refits (`fp8moe.refit`). count: how many have begun. closed: whether a refit is incomplete.
+    """A record of a model's refits (`fp8moe.refit`).
 
+    count: the number of refits that have begun. closed: whether a refit has begun and is incomplete.
     around: wrappers of the model that were closed with it. captures: records of the model's state, one for each CUDA
     graph captured from the model. A record's `change(model)` returns None while its graph is valid; after a complete
     refit, `renew(model)` makes the graph valid for the new weights.

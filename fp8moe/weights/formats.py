@@ -130,8 +130,8 @@ FP8_KINDS = ("fp8-block", "fp8-tensor", "fp8-channel", "mxfp8")
 class Declared(NamedTuple):
     """What an object in a configuration file declares about quantization.
 
-    where: the object's file and key. kinds: the keys of `KINDS` that it allows; None for any. power_of_two: whether
-    scales stored as U8 are E8M0. refusal: why fp8moe cannot run any checkpoint that declares this, or None.
+    where: the object's file and key. kinds: the keys of `KINDS` that the object allows; None for any. power_of_two:
+    whether scales stored as U8 are E8M0. refusal: why fp8moe cannot run any checkpoint that declares this, or None.
     """
 
     where: str

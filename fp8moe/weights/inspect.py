@@ -167,7 +167,7 @@ def _scale_format(weights: Weights) -> str:
 
 def _experts(weights: Weights) -> tuple[list[tuple[int, int, str]], list[str]]:
     """Return a list of (number of layers, experts per layer, layout), and problem lines for missing projections."""
-    separate: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))  # module -> projection -> experts
+    separate: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))  # experts by module, projection
     kinds: Counter[tuple[int, str]] = Counter()
     for weight in weights.stored:
         name = weight.name

@@ -336,7 +336,7 @@ def match(
     holds a part of, and tensors that the model ties together.
     """
     moves, problems, extra = [], [*checkpoint.problems, *unmappable(checkpoint)], []
-    sources: dict[str, dict[Part, str]] = defaultdict(dict)  # state-dict key -> part -> tensor name
+    sources: dict[str, dict[Part, str]] = defaultdict(dict)  # tensor names, by state-dict key and part
     wrong: set[str] = set()  # state-dict keys whose tensor does not fit, and their scales' keys
 
     def claim(place: Place, text: str, spec: TensorSpec) -> bool:

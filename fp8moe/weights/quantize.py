@@ -67,9 +67,11 @@ def _check_finite(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None
 class OutputPlan:
     """What to write for an unquantized checkpoint.
 
-    quantized: for each weight that becomes FP8, its name in the output, by its name in the source. unconverted: modules
-    to list in modules_to_not_convert besides the modules of unquantized tensors. kept: for each module that was to be
-    quantized but stays unquantized, the reason. notes: other lines for the user.
+    quantized: maps the source name of each weight that becomes FP8 to its name in the output.
+    unconverted: further modules to list in modules_to_not_convert; modules whose weights are written unquantized are
+        listed anyway.
+    kept: maps each module that was to be quantized, but stays unquantized, to the reason.
+    notes: other lines for the user.
     """
 
     weights: Weights
@@ -320,7 +322,7 @@ def _source_problems(weights: Weights, quantized: dict[str, Name]) -> list[str]:
     experts = [weight.name for weight in weights.stored if weight.is_expert and weight.name.text in quantized]
     if refusal is not None and experts:
         return [*problems, f"{experts[0].module}: {refusal}; leave them as they are: skip 'experts'"]
-    states = defaultdict(set)  # module of experts -> {True if a weight will be FP8, False if a weight will not}
+    states = defaultdict(set)  # by module of experts: {True} if all weights will be FP8, {False} if none, both if some
     for weight in weights.stored:
         if weight.is_expert and weight.name.role == WEIGHT:
             states[weight.name.module].add(weight.name.text in quantized)

@@ -196,19 +196,19 @@ class _Refit:
         check_writable(self.state)
         self.ranks = Ranks(self.state.values())
         self.sources: dict[str, dict[Part, str]] = defaultdict(dict)
-        self._came: dict[str, Place] = {}  # tensor name -> its place
+        self._came: dict[str, Place] = {}  # places of tensors, by tensor name
         self._model = model
         self._first = {key: keys[0] for keys in self.target.ties for key in keys}
         self._tied = {key for keys in self.target.ties if len(keys) > 1 for key in keys}
         self._expected: set[str] | None = None
         self._places = _places.setdefault(model, {})
         self._again = _again.setdefault(model, {})
-        self._memory: dict[str, tuple] = {}  # state-dict key -> address and layout
+        self._memory: dict[str, tuple] = {}  # address and layout of tensors, by state-dict key
         self._parts: dict[str, dict[str, Tensor]] = {}  # tensors that transformers combines, by the result's key
-        self._codes: dict[str, Place] = {}  # tensor name -> place, for weights received in FP8
+        self._codes: dict[str, Place] = {}  # places of weights received in FP8, by tensor name
         self._scales: set[str] = set()  # state-dict keys of scales received for FP8 weights
         self._left: list[str] | None = None  # problem lines for the tensors that are missing at the end
-        self._differ: dict[str, Tensor] = {}  # tensor name -> whether it differs from the tensor it is tied to
+        self._differ: dict[str, Tensor] = {}  # by tensor name: whether it differs from the tensor it is tied to
         self._ignored = ignored_names(model, provider().ignored_layers(model), ())
 
     @property

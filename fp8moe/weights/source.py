@@ -81,7 +81,8 @@ DECLARATIONS = ("quantization_config", "compression_config")
 """Keys, at any level of config.json, of the objects that say how weights are quantized."""
 _SHOWN_PROBLEMS = 100
 _COUNT = re.compile(r"(\w*_)?((num|n)_\w*(layers?|experts|labels)|(en|de)coder_layers|depths?)")
-# The most layers, and the most experts or labels, that a config may have: more than any model, yet made in seconds.
+# The largest numbers of layers, and of experts or labels, that a config.json may ask for. Known models have fewer, and
+# a model with these numbers can still be made in seconds.
 _MOST_LAYERS, _MOST_OTHERS = 1024, 1 << 20
 _MAX_RANK = 64  # most dimensions of a tensor that PyTorch can copy
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -190,7 +191,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     declarations = _declarations(config, problems)
     if HF_QUANT_CONFIG in present:
         declarations[HF_QUANT_CONFIG] = read_json(directory / HF_QUANT_CONFIG, problems)
-    weight_map: dict[str, str] | None = None  # tensor name -> file, from the index
+    weight_map: dict[str, str] | None = None  # from the index: files by tensor name
     if INDEX in present:
         weight_map = read_json(directory / INDEX, problems).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -269,9 +270,10 @@ def _declarations(config: dict, problems: list[str]) -> dict[str, dict]:
 
 
 def count_problems(checkpoint: Checkpoint) -> list[str]:
-    """Return a problem line for each number of layers, experts or labels that is too large for these tensors.
+    """Return a problem line for each number of layers, experts or labels in config.json that is too large.
 
-    If no number is too large for the tensors, return the lines of `config_problems`.
+    A number is too large if the checkpoint has fewer tensors and no tensor has a dimension of this size or larger. If
+    there is no such number, return the lines of `config_problems`.
     """
     limit = max(len(checkpoint.tensors), *(size for info in checkpoint.tensors.values() for size in info.shape), 0)
     problems = [
@@ -283,9 +285,9 @@ def count_problems(checkpoint: Checkpoint) -> list[str]:
 
 
 def config_problems(config: dict) -> list[str]:
-    """Return a problem line for each number of layers, experts or labels that is larger than in any model.
+    """Return a problem line for each number of layers, experts or labels that is larger than in any known model.
 
-    A model with so many would take all memory.
+    Making a model with such a number would take all memory.
     """
     return [
         f"{CONFIG}: {name} is {shown(value)}, expected at most {most}"

@@ -185,9 +185,10 @@ class Format(NamedTuple):
 class Weights(NamedTuple):
     """The weights of a checkpoint, in the order of its files.
 
-    stored: every tensor except scales that belong to one weight. unused: names of static scales of activations and of
-    the KV cache. declared: the first declaration of quantization in the configuration, or None. interleaved: whether
-    config.json is of a model whose experts have gate and up rows interleaved.
+    stored: every tensor, except that a scale is left out if it belongs to a single weight; a scale that all experts
+    share is listed. unused: names of static scales of activations and of the KV cache. declared: the first declaration
+    of quantization in the configuration, or None. interleaved: whether config.json is of a model whose experts have
+    gate and up rows interleaved.
     """
 
     checkpoint: Checkpoint

@@ -113,7 +113,7 @@ def _fused_form(module: nn.Module, neighbours: Neighbours) -> tuple[Callable, st
     return None
 
 
-# Attention implementation -> the known forwards that it replaces. A module's forward is in one of these at most.
+# Maps each file with a fused attention to the known forwards that it replaces. A forward is in at most one of these.
 _ATTENTIONS: dict[ModuleType, dict[str, Any]] = {
     attention: known_forwards.ATTENTION,
     latent_attention: known_forwards.LATENT_ATTENTION,

@@ -35,7 +35,10 @@ def digest(function: Callable) -> str:
 
 
 def form_of(module: nn.Module, forms: dict[str, Any]) -> Any:
-    """Return the entry of `forms` (digest of a forward -> description) for the module's class, or None."""
+    """Return the description in `forms` of the forward of the module's class, or None.
+
+    forms: maps digests of forwards to descriptions.
+    """
     try:
         return forms.get(digest(type(module).forward))
     except (OSError, TypeError, SyntaxError):  # classes without Python source, such as compiled ones

@@ -121,7 +121,7 @@ def _expanded(
 ) -> Tensor:
     """Expand the latents to keys and values, and attend over those with the model's attention function.
 
-    query (B, heads, T, D), latent (B, 1, L, R), k_rot (B, 1, L, P) -> (B, T, heads, value head size).
+    query: (B, heads, T, D). latent: (B, 1, L, R). k_rot: (B, 1, L, P). Returns (B, T, heads, value head size).
     """
     keys, values = module.expand_kv(latent, k_rot)
     kwargs = {"dropout": 0.0, "scaling": module.scaling, **kwargs}
@@ -177,7 +177,7 @@ class _CachedWeight(NamedTuple):
 
 
 _weight_cache: WeakKeyDictionary[nn.Module, _CachedWeight] = WeakKeyDictionary()
-"""FP8 linear -> its dequantized weight, kept outside of the module, which is saved and copied without it."""
+"""The dequantized weights of FP8 linears, by module. Modules are saved and copied without them."""
 
 
 @torch.compiler.disable

@@ -30,7 +30,9 @@ MULTIPLE = 16  # must divide the number of rotated values: a lane holds 8 values
 _WARPS = 4  # warps of a thread block
 _VECTOR_BYTES = 16
 _MANY_ROWS = 256
-_AT_ONCE = {False: 1, True: 4}  # whether rows >= _MANY_ROWS -> heads per lane; few rows need more warps
+# The number of heads that each group of HEAD_LANES lanes handles, by whether there are at least _MANY_ROWS rows. With
+# fewer rows, one head for each group spreads the work over more warps.
+_AT_ONCE = {False: 1, True: 4}
 
 
 class NewTokens(NamedTuple):

@@ -1,4 +1,4 @@
-"""Operands of an experts layer (weights, tokens, rows, the shard of a rank), and padding to sizes of the kernels."""
+"""Operands of an experts layer (weights, tokens, rows, a rank's shard), and their padding to sizes for the kernels."""
 
 from typing import Annotated, NamedTuple
 
@@ -160,7 +160,7 @@ class Norm(NamedTuple):
 
 
 class TokenOperands(NamedTuple):
-    """Tokens, their routing, and the layer or shard that computes them.
+    """Operands of a call on tokens: the tokens, their routing, and the layer or shard whose experts run on them.
 
     hidden_states: (T, H) bfloat16, float16 or float32, any H; or float8_e4m3fn with hidden_scale (T, ceil(H/128)),
         quantized 1x128.
@@ -207,7 +207,7 @@ class TokenOperands(NamedTuple):
 
 
 class RowOperands(NamedTuple):
-    """Rows sorted by expert, and the layer that computes them.
+    """Operands of a call on rows that are already sorted by expert: the rows, and the layer whose experts run on them.
 
     rows: (R, H) bfloat16, float16 or float32, or float8_e4m3fn with rows_scale (R, ceil(H/128)), quantized 1x128.
     groups: (E + 1,) int32, the offsets at which the experts' groups of rows begin and end: see `grouped_gemm`.
