@@ -222,6 +222,14 @@ QUANTIZERS = {
         lambda draw: (draw.normal(draw.rows, draw.hidden, dtype=torch.float16),),
         bad={"x": ((BAD_ROW, 130), lambda a: [(130, slice(128)), (130, 0)])},
     ),
+    "quantize_mxfp4": Case(
+        lambda draw: (draw.normal(2, draw.rows, 160),),
+        exempt={"bad values": "test_packed.py: the scale is a byte"},
+    ),
+    "quantize_int4": Case(
+        lambda draw: (draw.normal(2, draw.rows, 160, dtype=torch.float32), 32),
+        bad={"w": ((1, BAD_ROW, 130), lambda a: [(1, BAD_ROW, slice(64, 80)), (1, BAD_ROW, 4)])},
+    ),
     "quantize_with_transpose": Case(
         lambda draw: (draw.normal(draw.rows, draw.hidden), draw.offsets(), None, None),
         _transposed_defined,
