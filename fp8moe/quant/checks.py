@@ -147,7 +147,7 @@ def check_scale_format(scale_format: str) -> None:
         raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
 
 
-def check_no_channels(name: str, weight: FP8Tensor) -> None:
+def check_block_scales(name: str, weight: FP8Tensor) -> None:
     """Raise ValueError unless a weight is FP8 with block scales: gradients multiply by the transposed weight."""
     if is_packed(weight.data):
         raise ValueError(f"{name}: expected FP8 weights with scales of 128x128 blocks for gradients, got four bits")

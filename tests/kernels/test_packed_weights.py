@@ -219,6 +219,7 @@ def test_what_experts_refuse():
     x, other = torch.randn(4, 128), quantize_mxfp4(torch.randn(2, 128, 96))
     for up, down, error, message in (
         (UP, DOWN._replace(format="nvfp4"), TypeError, r"^down\.scale: expected float8_e4m3fn, got torch\.uint8"),
+        (pair(2, 128, 24), DOWN, ValueError, r"^up\.data: K must be a multiple of 32 .* got K = 48"),
         (UP, pair(2, 128, 64), ValueError, r"^down\.scale: expected shape \(2, 128, 4\)"),
         (UP, other, ValueError, r"^down_proj: expected shape \(2, 128, 32\) to match"),
         (other, DOWN, ValueError, r"^rows: expected shape \(R, 96\) to match"),

@@ -6,8 +6,8 @@ from torch import Tensor
 from fp8moe.kernels.experts.operands import Layer, Masters, RowOperands, Shard, TokenOperands
 from fp8moe.kernels.gemm.checks import part
 from fp8moe.quant.checks import (
+    check_block_scales,
     check_groups,
-    check_no_channels,
     check_scale,
     check_vector,
     check_weight_scale,
@@ -107,8 +107,8 @@ def _floating_or_fp8(name: str, x: Tensor, scale: Tensor | None) -> None:
 
 def masters(layer: Layer, given: Masters) -> None:
     """Check the master weights of a layer, and that the layer can be trained: it has block scales and no biases."""
-    check_no_channels("up_proj_scale_inv", layer.up)
-    check_no_channels("down_proj_scale_inv", layer.down)
+    check_block_scales("up_proj_scale_inv", layer.up)
+    check_block_scales("down_proj_scale_inv", layer.down)
     if any(bias is not None for bias in layer.biases):
         raise ValueError("biases: expected None for gradients, which there are for experts without biases only")
     count, hidden, size = layer.down.data.shape
