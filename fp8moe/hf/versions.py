@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe.hf.experts import NAME, experts_forward
-from fp8moe.weights.formats import as_float
+from fp8moe.quant.formats import as_float
 from fp8moe.weights.names import SCALE
 
 # Up to 5.23, models take their cache as `past_key_values`; later ones as `cache`.

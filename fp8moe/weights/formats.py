@@ -6,10 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from fp8moe.quant.formats import BLOCK, ceil_div
+from fp8moe.quant.formats import BLOCK, MX_BLOCK, ceil_div
 from fp8moe.weights.names import CHANNEL_SCALE, GATE_UP, SCALE, WEIGHT, Name
 from fp8moe.weights.source import CONFIG, FLOATS, FP8, HF_QUANT_CONFIG, Layout, TensorSpec, shown
 
@@ -39,11 +36,6 @@ def fits_scale(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     if len(shape) == len(expected) == 2:  # (N, 1) are channel scales, (1, N) block scales
         return tuple(shape) == tuple(expected)
     return [size for size in shape if size != 1] == [size for size in expected if size != 1]
-
-
-def as_float(scale: Tensor) -> Tensor:
-    """Return stored scales in float32, exactly; uint8 values are exponents of two (E8M0)."""
-    return (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).float()
 
 
 def quantization_config(
@@ -85,9 +77,6 @@ def quantization_config(
         "modules_to_not_convert": sorted(kept - quantized),
         **gate_up,
     }
-
-
-MX_BLOCK = 32  # number of values along K that share a scale in OCP's microscaling formats (MX 1.0, section 5)
 
 
 class Kind(NamedTuple):

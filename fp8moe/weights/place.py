@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from fp8moe.layers.parameters import is_sharded, local
 from fp8moe.layers.wrapped import names_inside
-from fp8moe.quant.formats import FP8Tensor
-from fp8moe.weights.formats import SCALE_DTYPES, as_float, fits_scale
+from fp8moe.quant.formats import FP8Tensor, as_float
+from fp8moe.weights.formats import SCALE_DTYPES, fits_scale
 from fp8moe.weights.names import BLOCK_IN_MODEL, GATE, GATE_UP, SCALE, SCALE_ROLE, UP, W_BLOCK, Name
 from fp8moe.weights.source import (
     DTYPES,

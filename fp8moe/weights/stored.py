@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
+from fp8moe.quant.formats import BLOCK, MX_BLOCK, FP8Tensor, as_float, ceil_div
 from fp8moe.weights.formats import (
     CONCATENATED,
     FP8_KINDS,
     GATE_UP_LAYOUT,
     KINDS,
-    MX_BLOCK,
     Declared,
-    as_float,
     declared,
     fits_scale,
     scale_grid,

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8moe.quant.formats import BLOCK, FP8_MAX, FP8Tensor
+from fp8moe.quant.formats import BLOCK, E2M1, FP8_MAX, MX_BLOCK, FP8Tensor, as_float
+from fp8moe.quant.packed import e2m1_values, unpacked
 from fp8moe.quant.quantize import dequantize, quantize_128x128
-from fp8moe.weights.formats import MX_BLOCK, SCALE_DTYPES, as_float, scale_dtype, scale_grid
+from fp8moe.weights.formats import SCALE_DTYPES, scale_dtype, scale_grid
 from fp8moe.weights.names import BIAS, GATE_UP
 from fp8moe.weights.source import FP8, Reader
 from fp8moe.weights.stored import StoredWeight, Weights
 
-_FP4 = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
-"""The values of the 16 E2M1 codes: OCP's microscaling formats 1.0, section 5.3.3."""
 _FP4_SHIFT = 6  # exponent of the largest factor from FP4 to E4M3: the largest value, 6, becomes 6 * 2^6 < 448
 _FP4_SPREAD = 14  # largest exponent difference at which 0.5 is exact in E4M3: it becomes 0.5 * 2^(6 - 14) = 2^-9
 _FP4_LOWEST = 17  # largest exponent difference at which any FP4 value but 0 is exact: 4 becomes 4 * 2^(6 - 17) = 2^-9
@@ -199,9 +198,7 @@ def _mxfp8(codes: Tensor, exponents: Tensor) -> FP8Tensor:
 
 def _mxfp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
     """Return the values (N, K) of MXFP4 codes in float64. The low half of each byte holds the even column."""
-    halves = codes.view(torch.uint8).flatten(1)
-    halves = torch.stack((halves & 15, halves >> 4), -1).flatten(-2)
-    values = torch.tensor(_FP4, dtype=torch.float64, device="cpu")[halves.int()]
+    values = e2m1_values(unpacked(codes.view(torch.uint8).flatten(1))).double()
     return values * as_float(exponents).double().repeat_interleave(MX_BLOCK, 1)
 
 
@@ -228,7 +225,7 @@ def _fp4_pairs() -> Tensor:
     byte: the two FP4 codes. below: how far the exponent of their group is below the block's largest exponent.
     """
     powers = torch.arange(_FP4_SHIFT, _FP4_SHIFT - _FP4_LOWEST - 1, -1, device="cpu")[:, None]
-    values = torch.tensor(_FP4, dtype=torch.float32, device="cpu")
+    values = torch.tensor(E2M1, dtype=torch.float32, device="cpu")
     codes = (values * powers.float().exp2()).to(torch.float8_e4m3fn).view(torch.uint8)
     halves = torch.arange(256, device="cpu")
     return torch.stack((codes[:, halves & 15], codes[:, halves >> 4]), -1).view(torch.int16).flatten()

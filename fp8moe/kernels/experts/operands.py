@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm.tiles import Grouping
-from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales
+from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales, weight_k
 from fp8moe.runtime.autograd import recorded
 
 
@@ -24,12 +24,13 @@ class Biases(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The FP8 weights of experts, the activation between them, and biases.
+    """The weights of experts in FP8 or four bits, the activation between them, and biases.
 
     up: data float8_e4m3fn (E, 2I, H), gate rows then up rows, or (E, I, H) where the activation has no gate; scale
         float32 (E, 2 * ceil(I/128), ceil(H/128)), gate blocks then up blocks, or without a gate
         (E, ceil(I/128), ceil(H/128)). Any H and I.
     down: data (E, H, I), scale (E, ceil(H/128), ceil(I/128)).
+    Either can have data and scale of a PackedTensor instead: uint8 (E, 2I, H/2), (E, H, I/2), H and I multiples of 32.
     activation: a SwiGLU and its quantization are fused into the GEMM of up; others run as PyTorch operations.
     """
 
@@ -38,14 +39,20 @@ class Layer(NamedTuple):
     activation: Activation
     biases: Biases = Biases()
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """E, H and I."""
+        count, hidden, _ = self.down.data.shape
+        return count, hidden, weight_k(self.down.data)
+
     def padded(self, multiple: int) -> "Layer":
         """Pad weights and biases with zeros, I to a multiple of `multiple` and H to a multiple of 16.
 
-        Returns the layer itself if no padding is needed. Padding stays inside existing blocks, so block scales do not
-        change.
+        Returns the layer itself if no padding is needed, as for weights in four bits with a multiple of 16 or 32.
+        Padding stays inside existing blocks, so block scales do not change.
         """
         up, down = self.up.data, self.down.data
-        hidden, size = down.shape[1:]
+        _, hidden, size = self.sizes
         pad_hidden, pad_size = -hidden % 16, -size % multiple
         if not (pad_hidden or pad_size):
             return self

@@ -168,7 +168,7 @@ def _padded(operands: TokenOperands, compute: Callable[[TokenOperands], list[Ten
         out = _empty_sums(operands).zero_()
     else:
         operands = operands._replace(layer=layer.padded(16))
-        columns = operands.layer.up.data.shape[2]
+        _, columns, _ = operands.layer.sizes
         if columns == hidden:
             return compute(operands)
         plain = {"residual": None, "residual_known": None, "wants_known": False}
@@ -212,13 +212,13 @@ def _hidden(operands: TokenOperands) -> tuple[FP8Tensor, Tensor, Tensor, int, Gr
     """Return the input of the down projection, groups and rows of `sort_by_expert`, number of rows and `Grouping`."""
     x, x_scale, index = operands.hidden_states, operands.hidden_scale, operands.top_k_index
     capacity, shard, layer = operands.capacity, operands.shard, operands.layer
-    count, assignments = len(layer.up.data), index.numel()
+    (count, hidden, _), assignments = layer.sizes, index.numel()
     num_rows = shard.rows(assignments) if capacity is None else count * capacity
     groups, rows = operands.groups, operands.rows
     if groups is None or rows is None:
         window = {} if capacity is not None else {"first_row": shard.first_row, "num_rows": num_rows}
         groups, rows = sort_by_expert(index, count, capacity=capacity, first_expert=shard.first_expert, **window)
-    x = pad_columns(x, layer.up.data.shape[2])
+    x = pad_columns(x, hidden)
     a = permute_quantize(x, rows, num_rows) if x_scale is None else permute_fp8(FP8Tensor(x, x_scale), rows, num_rows)
     grouping = grouping_of(assignments, shard.total(count), capacity)
     return _activated(a, layer, groups, grouping), groups, rows, num_rows, grouping
@@ -246,7 +246,7 @@ def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -
 def _needs_no_padding(operands: TokenOperands) -> bool:
     """Return whether a `Workspace` can run the operands without padding H or I."""
     x, layer = operands.hidden_states, operands.layer
-    if not layer.activation.is_swiglu or layer.down.data.shape[2] % 16 or x.shape[1] % 16:
+    if not layer.activation.is_swiglu or layer.sizes[2] % 16 or x.shape[1] % 16:
         return False
     return _has_work(operands)
 
@@ -422,7 +422,7 @@ def _multiply_rows(operands: RowOperands, out: Tensor) -> None:
     """Run both GEMMs and write to `out`. Weights and `out` must have been padded; this function pads the rows."""
     rows, scale, groups, layer, _, whole, expected_m = operands
     if expected_m is None:
-        grouping, data = Grouping(whole=whole), pad_columns(rows, layer.up.data.shape[2])
+        grouping, data = Grouping(whole=whole), pad_columns(rows, layer.sizes[1])
         a = quantize_1x128(data) if scale is None else FP8Tensor(data, scale)
     else:
         grouping, a = Grouping(expected_m, max_m=rows.shape[1]), activations(rows, scale)

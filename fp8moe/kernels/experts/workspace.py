@@ -39,7 +39,7 @@ class Workspace:
         shard, capacity = operands.shard, operands.capacity
         device = self.device_index = x.get_device()
         tokens, top_k = index.shape
-        count, hidden, size = layer.down.data.shape
+        count, hidden, size = layer.sizes
         self.hidden, self.size = hidden, size
         self.has_channel_scales = has_channel_scales(*layer.up) or has_channel_scales(*layer.down)
         num_rows = shard.rows(tokens * top_k) if capacity is None else count * capacity

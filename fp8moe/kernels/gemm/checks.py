@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fp8moe.quant.checks import check_scale, check_weight_scale, fp8_data, mn_major
-from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major, has_channel_scales
+from fp8moe.quant.checks import check_scale, check_weight_scale, fp8_data, mn_major, weight_data
+from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major, has_channel_scales, is_packed
 from fp8moe.runtime.checks import (
     FLOATING,
     aligned,
@@ -109,6 +109,7 @@ def along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> tuple[int, int
 def matrices_along_k(a: FP8Tensor, b: FP8Tensor) -> tuple[int, int]:
     """Check the operands ``a`` and ``b`` of ``grouped_gemm_k``. Returns M and N."""
     m, k = fp8_data("a.data", a.data, "(M, K)")
+    fp8_data("b.data", b.data, "(N, K)")  # not packed
     (n,) = _weights("b.data", b.data, "(N, K)", a.data, multiple=128)
     check_scale("a.scale", a.scale, (m, k // 128), a.data.device)
     check_scale("b.scale", b.scale, (n, k // 128), a.data.device)
@@ -201,7 +202,7 @@ def _are_swapped(a: FP8Tensor, b: FP8Tensor) -> bool:
     They seem swapped if ``a`` has block or channel scales, as weights have, and ``b`` has 1x128 scales, as
     activations have.
     """
-    if a.data.dim() != b.data.dim():
+    if a.data.dim() != b.data.dim() or is_packed(b.data):
         return False
     *experts, n, k = a.data.shape
     *rows, b_k = b.data.shape
@@ -210,11 +211,14 @@ def _are_swapped(a: FP8Tensor, b: FP8Tensor) -> bool:
 
 
 def _weights(name: str, data: Tensor, dimensions: str, a: Tensor, multiple: int = 16) -> torch.Size:
-    """Check weights (..., N, K). K must equal the K of ``a`` and be a multiple of `multiple`. Returns (..., N)."""
-    *lead, n, b_k = fp8_data(name, data, dimensions)
+    """Check weights (..., N, K). K must equal the K of ``a`` and be a multiple of `multiple`. Returns (..., N).
+
+    K of packed weights must be a multiple of 32.
+    """
+    *lead, n, b_k = weight_data(name, data, dimensions)
     k = a.shape[-1]
     if b_k != k:
-        expected = dimensions.replace("K", str(k))
+        expected = dimensions.replace("K", str(k // 2 if is_packed(data) else k))
         raise ValueError(f"{name}: expected shape {expected} to match the K = {k} of a.data, got {tuple(data.shape)}")
     if k % multiple:
         raise ValueError(f"a.data, {name}: K must be a multiple of {multiple} (pad both with zeros), got K = {k}")

@@ -16,7 +16,7 @@ from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile, w
 from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, is_dynamic, kernel_spec
 from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose, choose_grouped_k, raster_group, row_tiles_bound
 from fp8moe.kernels.gemm.warmup import Family, note
-from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales
+from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales, is_packed
 from fp8moe.runtime import config
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, TensorMap, current_stream, device_guard, num_sms, planned, tensor_map
@@ -27,7 +27,7 @@ class GemmOperands(NamedTuple):
 
     a, a_scale: activations (M, K) float8_e4m3fn and (M, ceil(K / 128)) float32; (E, max_m, ...) for masked groups.
     b, b_scale: weights (N, K), or (E, N, K) for groups, float8_e4m3fn; a float32 scale for each 128x128 block, or for
-        each output channel, (..., N, 1).
+        each output channel, (..., N, 1). Or data and scale of a PackedTensor, which only the reference backend takes.
     bias: (N,), or (E, N) for groups. c: (M, N) of the result's dtype.
     groups: int32: row offsets (E + 1,), row ranges (E, 2) of first row and end, or numbers of rows in use (E,).
     """
@@ -125,6 +125,8 @@ def build(
     tile: overrides the cost model's choice. pdl: start before the previous kernel in the stream has ended.
     """
     a, b = operands.a, operands.b
+    if is_packed(b):
+        raise NotImplementedError("b: the CUDA kernels take no weights in four bits yet; set FP8MOE_BACKEND=reference")
     (m, k), n, groups = a.shape, b.shape[-2], b.shape[0] if grouping else 0
     if out is None and not isinstance(epilogue, PeerStore):
         out = torch.empty((m, n // 2 if epilogue.gated else n), dtype=epilogue.out_dtype, device=a.device)

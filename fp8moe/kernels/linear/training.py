@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.kernels.gemm.api import gemm, weight_gradients
-from fp8moe.quant.checks import check_no_channels, check_weight_scale, fp8_data
+from fp8moe.quant.checks import check_block_scales, check_weight_scale, fp8_data
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, empty_quantized
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
@@ -44,7 +44,7 @@ def linear_training(
     every tensor is quantized once: x and the gradient by rows and by columns in one pass. The input gradient uses the
     transpose of the same FP8 weight.
     """
-    check_no_channels("weight_scale_inv", FP8Tensor(weight, weight_scale_inv))
+    check_block_scales("weight_scale_inv", FP8Tensor(weight, weight_scale_inv))
     return _op(x, weight, weight_scale_inv, bias, master)[0]
 
 
