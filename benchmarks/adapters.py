@@ -1,7 +1,7 @@
 """Adapters that run other libraries on fp8moe's operands: DeepGEMM, cuBLAS, and the experts of vLLM and transformers.
 
 Each function does the one-time preparation that its library needs, and returns the call to time. The function raises
-LookupError if no installed version of the library has what it needs.
+LookupError if no installed version of the library offers that call.
 """
 
 import functools
@@ -48,7 +48,7 @@ def installed(name: str) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Return the version of each installed distribution and DeepGEMM module, or why importing the module failed."""
+    """Return the version of each installed distribution and DeepGEMM module, or the error of a failed import."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -64,7 +64,7 @@ def _version(module: ModuleType | Exception) -> str:
 
 @functools.cache
 def _deep_gemm_modules() -> dict[str, ModuleType | Exception]:
-    """Map the names of installed DEEP_GEMMS to modules or import errors, without fp8moe's drop-in named deep_gemm."""
+    """Map each installed name in DEEP_GEMMS to its module or import error; leave out fp8moe's drop-in `deep_gemm`."""
     found: dict[str, ModuleType | Exception] = {}
     for name in filter(installed, DEEP_GEMMS):
         try:
@@ -80,7 +80,7 @@ def deep_gemms() -> list[ModuleType]:
 
 
 def _deep_gemm(name: str) -> Callable:
-    """Return the function of this name in the first DeepGEMM module that has one; LookupError if none has."""
+    """Return the function of this name from the first DeepGEMM module that has it; LookupError if no module does."""
     for module in deep_gemms():
         if hasattr(module, name):
             return getattr(module, name)
@@ -133,7 +133,10 @@ def deep_gemm_masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: i
 
 
 def deep_gemm_k(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
-    """Prepare DeepGEMM's GEMM with groups along K: a (M, K), b (N, K); each call adds to a (E, M, N) float32 result."""
+    """Prepare DeepGEMM's GEMM with groups along K: a (M, K), b (N, K).
+
+    Each call adds to the same float32 result (E, M, N).
+    """
     ends = [0, *accumulate(sizes)]
     operands = []
     for data, scale in (a, b):

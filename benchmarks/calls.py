@@ -25,7 +25,7 @@ CACHE_BLOCK = 64  # tokens per block of the paged cache
 
 
 class Case(NamedTuple):
-    """A call to build: the name of an op in `CALLS`, and the sizes it takes: numbers, names of dtypes, flags."""
+    """A call to build: the name of an op in `CALLS`, and the op's sizes (numbers, names of dtypes, flags)."""
 
     op: str
     sizes: dict[str, object]
@@ -77,7 +77,7 @@ class Operands:
         return FP8Tensor(self.codes(m, k), scale.t()[:m])
 
     def weights(self, *shape: int) -> FP8Tensor:
-        """Draw weights (..., n, k) with 128x128 scales, of a size that preserves the variance of activations."""
+        """Draw weights (..., n, k) with 128x128 scales. Their magnitude preserves the variance of activations."""
         *lead, n, k = shape
         scale = self.uniform(*lead, ceil_div(n, 128), ceil_div(k, 128), mean=k**-0.5 / STD)
         return FP8Tensor(self.codes(*shape), scale)
@@ -88,7 +88,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def flatten(value: object) -> list[Tensor]:
-    """Return all tensors in a result: a tensor, or nested sequences of tensors."""
+    """Return all tensors in `value`, which is a tensor or nested sequences of tensors."""
     return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in flatten(part)]
 
 
@@ -190,7 +190,7 @@ def paged_mqa_logits(
 ) -> Callable:
     """Build a call of `paged_mqa_logits`, as in a decode step; the cache blocks are in random order.
 
-    context: tokens of each sequence, one number for all sequences or one number each.
+    context: the number of tokens of a sequence: one number for all sequences, or one number for each.
     """
     contexts = [context] * batch if isinstance(context, int) else context
     counts = [ceil_div(length, CACHE_BLOCK) for length in contexts]
@@ -213,7 +213,7 @@ def _forward(module: nn.Module, *inputs: Tensor) -> Callable:
 
 
 def _training(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Callable:
-    """Build a call that runs forward and backward of a module; it returns the result and all gradients.
+    """Build a call that runs forward and backward of a module; the call returns the result and all gradients.
 
     Each call marks the weights as changed, so that the module quantizes them again, as after an optimizer step.
     """
@@ -255,7 +255,10 @@ def linear_training(
     dtype: str = "bfloat16",
     bias: bool = False,
 ) -> Callable:
-    """Build forward and backward of FP8Linear. master_dtype None: frozen FP8 weights, gradient of the input only."""
+    """Build a call that runs forward and backward of FP8Linear.
+
+    master_dtype None: the weights are FP8 and frozen, and only the input gets a gradient.
+    """
     module = _linear(make, n, k, dtype, bias, master_dtype)
     x, gradient = (make.normal(m, width, dtype=getattr(torch, dtype)) for width in (k, n))
     return _training(module, [x.requires_grad_()], gradient)
@@ -340,7 +343,10 @@ def experts_training(
     gated: bool = True,
     **options,
 ) -> Callable:
-    """Build forward and backward of GroupedExperts. master_dtype None: frozen FP8 weights, gradients of inputs only."""
+    """Build a call that runs forward and backward of GroupedExperts.
+
+    master_dtype None: the weights are FP8 and frozen, and only the inputs get gradients.
+    """
     module = _experts(make, hidden, intermediate, experts, gated, master_dtype, **options)
     x, index, weights = _experts_inputs(make, hidden, experts, top_k, tokens, dtype)
     gradient = make.normal(tokens, hidden, dtype=x.dtype)
@@ -380,7 +386,7 @@ def combine(make: Operands, hidden: int, experts: int, top_k: int, tokens: int) 
 
 
 def _transposing(operator: Callable) -> Callable:
-    """Wrap a transposing operator: drop the uninitialized padding after the last group's columns from its result."""
+    """Wrap a transposing operator so that its results lack the uninitialized padding after the last group's columns."""
     _, _, _, _, offsets, *_ = operator()
     width = int(offsets[-1])
 
@@ -422,7 +428,10 @@ def swiglu_backward_quantize(make: Operands, groups: int, mean_rows: int, interm
 
 
 def _plain_swiglu(operator: Callable) -> tuple[str | int | None, ...]:
-    """Return the last arguments of a SwiGLU operator, for plain SwiGLU with transposed results, in any revision."""
+    """Return values for a SwiGLU operator's last arguments, which choose plain SwiGLU and a transposed second result.
+
+    The operators of older revisions of fp8moe have other last arguments.
+    """
     names = {argument.name for argument in operator.default._schema.arguments}
     if "beside" in names:
         return "silu", 1

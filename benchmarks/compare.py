@@ -4,8 +4,8 @@ Two processes, one for the older REVISION and one for this checkout, make the sa
 random operands (the cases of `benchmarks.calls`). The processes time each case in turn, old, new, old, new, so that
 both run at the same clock. The time of a call is GPU time from the start of its first kernel to the end of its last,
 with a cold L2; layers, which launch several kernels, run as CUDA graphs. `ratio` is the older revision's median time
-over the newer one's: above 1 the newer revision is faster. `results` says whether results are equal bit for bit, or
-else their largest difference over the largest magnitude.
+over the newer revision's: above 1 the newer revision is faster. `results` says that the results are equal bit for bit,
+or else gives their largest difference over the largest magnitude of the older results.
 
 `cublas` is not a call of fp8moe but the same GEMM by cuBLAS with one scale per operand, run by both processes: its
 ratio shows how much the clock affects all other ratios. Cases that the older revision cannot run are listed and left
@@ -38,7 +38,11 @@ SLOWEST = 10
 
 
 class Clock(NamedTuple):
-    """How a case is timed: turns of each revision, repeats (host: batches) per turn; limits of the ratios."""
+    """How a case is timed, and the limits for ratios.
+
+    turns: the number of turns of each revision. repeats: the number of repeats in each turn; on the host clock,
+    the number of batches. geomean, least: lower limits for the geometric mean and for the minimum of all ratios.
+    """
 
     turns: int
     repeats: int
@@ -100,7 +104,7 @@ class Worker:
 
 
 def tree_of(revision: str, directory: Path) -> Path:
-    """Return a checkout of a revision: `revision` itself if it is a directory with one, else `directory`.
+    """Return a checkout of a revision: `revision` itself if it is a directory with fp8moe in it, else `directory`.
 
     In the latter case git extracts the revision's fp8moe into `directory`.
     """
@@ -156,7 +160,10 @@ def compare(
     device: str = "cuda",
     show: Callable[[dict], None] = lambda row: None,
 ) -> list[dict]:
-    """Compare all cases; return their rows. trees, caches: the older revision's first. SystemExit if a process ends."""
+    """Compare all cases; return their rows. SystemExit if a worker process ends.
+
+    trees, caches: pairs, the older revision's tree or cache first.
+    """
     rows = []
     with ExitStack() as stack:
         workers = [Worker(*place, device, clock) for place in zip(trees, caches, strict=True)]

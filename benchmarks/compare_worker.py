@@ -1,6 +1,8 @@
 """One of the two processes of `benchmarks.compare`: `python -m benchmarks.compare_worker TREE DEVICE CLOCK`.
 
-It runs the cases that it receives with the fp8moe of TREE; all other modules come from the checkout it was started in.
+The process runs the cases that it receives with the fp8moe of TREE. All other modules come from the checkout in which
+the process was started.
+
 Requests and replies are lines of JSON on standard input and output. A request {"do": NAME, arguments} calls the method
 NAME of `Worker`; the reply is {"result": the method's result} or {"error": text}. CLOCK: "kernels" measures GPU time,
 "host" CPU time.
@@ -74,7 +76,7 @@ def wall_times(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def fastest_batch(call: Callable[[], object], repeats: int) -> list[float]:
-    """Return a list of one CPU time, the fastest batch's: interference from other processes only adds time."""
+    """Return a list with one number, the CPU time of the fastest batch: other processes can only add time."""
     return [min(timing.host_times(call, repeats))]
 
 
@@ -114,7 +116,7 @@ class Worker:
         return [checksum(tensor) for tensor in self._results]
 
     def measure(self, repeats: int) -> list[float]:
-        """Time the case; return microseconds. repeats: calls to time, or on the host clock batches of calls."""
+        """Time the case; return microseconds. repeats: number of calls or, on the host clock, of batches of calls."""
         return self._measure(self._call, repeats)
 
     def save(self, path: str) -> None:
@@ -122,7 +124,7 @@ class Worker:
         torch.save([tensor.cpu() for tensor in self._results], path)
 
     def difference(self, path: str) -> float:
-        """Return the largest relative difference of the results from the older revision's, saved at `path`."""
+        """Return the largest relative difference of the results from the older revision's results, saved at `path`."""
         saved = torch.load(path)
         if len(saved) != len(self._results):
             return math.inf

@@ -3,13 +3,14 @@
 - `ms`: time of a decode step: GPU time from the first of MANY new tokens to the last, divided by the number of steps.
 - `floor_ms`: lower bound of `ms`: the bytes that a step must read (weights without the embedding, the experts in use,
   keys and values up to the middle of the answer) over the bandwidth of a copy. `x_floor`: ratio of `ms` to `floor_ms`.
-- `kernels`: the number of kernels in one step. The columns after it: the share of each kind of kernel in their time.
+- `kernels`: the number of kernels in one step. Each column after `kernels` is one kind of kernel: the share of this
+  kind in the time of all kernels.
 - Prefill: time of the prefill of prompts and the choice of one token; `tokens_s` counts prompt tokens.
 - Sampling: time of a step whose tokens are sampled, with a repetition penalty; `over_greedy`: extra time relative to a
   greedy step.
 - First: seconds from the construction of a decoder with the batch sizes FIRST_SIZES to its first token: `new_s` in a
   process with empty disk caches, `again_s` in another process with the caches that the first one filled. `beside_gb`:
-  GPU memory that the second process used, without weights, keys and values.
+  GPU memory that the second process used for anything but weights, keys and values.
 
 Prompts are random and all different; weights are random (`benchmarks/whole_models.py`). For `decode_bf16` the model is
 in bfloat16 and its experts run on transformers' `grouped_mm`.
@@ -110,7 +111,10 @@ def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
 
 
 def shares(replay: Callable[[], object]) -> tuple[int, dict[str, float]]:
-    """Return the number of kernels in a step, and each kind's share of the kernels' time. replay: runs one step."""
+    """Return the number of kernels in a step, and the share of each kind of kernel in their time.
+
+    replay: runs one step.
+    """
 
     def steps() -> None:
         for _ in range(PROFILED):
@@ -188,7 +192,10 @@ def measure_first(name: str) -> dict:
 
 
 def first_token(name: str) -> None:
-    """Print as JSON the seconds from the decoder's constructor to the first token, and GPU memory besides weights."""
+    """Print as JSON the seconds from the decoder's constructor to the first token, and the GPU memory used.
+
+    The memory includes neither weights nor cached keys and values.
+    """
     start()
     model = build(name)
     torch.cuda.synchronize()

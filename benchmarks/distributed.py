@@ -1,22 +1,24 @@
 """Expert parallelism on one node: `python -m benchmarks.distributed [--ranks N]`, which starts a process for each GPU.
 
-- `layer`: time of DeepSeek-V3's experts, with `tokens` on each rank. `us`: microseconds of a call, from the moment when
-  all ranks are ready until the slowest rank has its result, with a cold L2. A call is a replay of a CUDA graph, or an
-  eager call for methods named "eager". The method `local` is the experts of one rank alone, on the tokens of all ranks;
-  `beyond_us` is the difference of `us` from the time of `local`, `over_local` their ratio. The method `one_gpu` is the
-  whole layer on each GPU; `equal` is the share of result values that equal its values, and `farther` the share of
-  result values that differ from its values by more than one bfloat16 step. For values below the root mean square of
-  their token, the step is the step at the root mean square, since the sums of such values cancel. With gather, a graph
-  computes all rows that could arrive; an eager call asks how many rows did arrive.
+- `layer`: time of DeepSeek-V3's experts. `tokens`: tokens on each rank. `us`: microseconds of a call, from the moment
+  when all ranks are ready until the slowest rank has its result, with a cold L2. A call is a replay of a CUDA graph, or
+  an eager call for methods named "eager". The method `local` is the experts of one rank alone, on the tokens of all
+  ranks; `beyond_us` is `us` minus the time of `local`, and `over_local` is `us` over the time of `local`. The method
+  `one_gpu` is the whole layer on each GPU, on the tokens of all ranks. `equal` is the share of result values that equal
+  those of `one_gpu`; `farther` is the share of result values that differ from those of `one_gpu` by more than one
+  bfloat16 step. For values below the root mean square of their token, the step is the step at the root mean square,
+  since the sums of such values cancel. With gather, a graph computes all rows that could arrive; an eager call asks how
+  many rows did arrive.
 - `auto`: the method that "auto" chooses for eager calls, and the fastest method measured.
-- `scratch`: `bytes` of memory that an eager call uses, without its result and the buffers between GPUs; `over_share` is
-  their ratio to `share`, the memory of a rank's rows.
-- `training`: time of forward and backward of `--layers` consecutive layers, with master weights in bfloat16;
-  `over_local` is its ratio to the time of the same experts without communication (`local`). `gradient_error`: relative
-  error of a layer's weight gradient, compared with a pass of the rank's experts alone on the same input of the layer;
-  the largest over layers. `repeats`: whether a second pass gives equal gradients.
+- `scratch`: `bytes` of memory that an eager call uses, without its result and the buffers between GPUs. `share`: the
+  memory of a rank's rows under even routing. `over_share`: the ratio of `bytes` to `share`.
+- `training`: time of forward and backward of `--layers` consecutive layers, with master weights in bfloat16.
+  `over_local`: ratio of this time to the time of the same experts without communication (`local`). `gradient_error`:
+  relative error of a layer's weight gradient, the largest of all layers. The expected gradient comes from a pass of the
+  rank's experts without communication, on the same input of the layer. `repeats`: whether a second pass gives equal
+  gradients.
 - `decode`: time of a decode step of a whole model (`benchmarks/whole_models.py`) with the batch divided among ranks,
-  and its ratio to the time of a step on one GPU.
+  and the ratio of this time to the time of a step on one GPU.
 - `predicted`: times of layers on more GPUs, predicted from two GPUs by `benchmarks/roofline.py`. Printed, not stored.
 
 The result is rewritten after every row, so that measurements are kept if a process ends early.
@@ -150,9 +152,9 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def microseconds(call: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Return the microseconds of a call on the slowest rank, from when all ranks are ready, with a cold L2.
+    """Return the microseconds from when all ranks are ready until the slowest rank has finished a call.
 
-    The result is the median over repeats.
+    The L2 cache is cold. The result is the median over repeats.
     """
     for _ in range(timing.WARMUP):
         call()
@@ -303,7 +305,10 @@ def measure_training(tokens: int, layers: int) -> Iterator[dict]:
 
 
 def trained_part(place: int) -> GroupedExperts:
-    """Make this rank's experts for the trained layer number `place`; results have about the magnitude of inputs."""
+    """Make this rank's experts, with random weights, for layer number `place` of the layers to train.
+
+    The results of the layer have about the magnitude of its inputs.
+    """
     part = layer_of(MODEL.experts // dist.get_world_size(), master_dtype=torch.bfloat16).to_empty(device=DEVICE)
     random = generator(place * dist.get_world_size() + dist.get_rank())
     for weight in part.parameters():
@@ -312,7 +317,7 @@ def trained_part(place: int) -> GroupedExperts:
 
 
 def whole_of(part: GroupedExperts) -> GroupedExperts:
-    """Make the whole layer as DTensors, of which `part` is this rank's shard; both share the same memory."""
+    """Make the whole layer. Its parameters are DTensors whose shards on this rank share the memory of `part`."""
     whole = layer_of(MODEL.experts, master_dtype=torch.bfloat16)
     for name, weight in part.named_parameters():
         sharded = DTensor.from_local(weight.data, _mesh(), [Shard(0)], run_check=False)
@@ -340,7 +345,10 @@ def _largest(value: float) -> float:
 
 
 def _gradient_error(part: GroupedExperts, x: Tensor, every: Inputs, gradient: Tensor, ours: Tensor) -> float:
-    """Return the relative error of down_proj's gradient `ours`, compared with `part` alone on the same input."""
+    """Return the relative error of `ours`, the gradient of down_proj.
+
+    The expected gradient comes from a pass of `part` without communication, on the same input `x` of the layer.
+    """
     _pass([part], _routed_here(every._replace(hidden_states=x)), gradient)()
     want = part.down_proj.grad.float()
     part.zero_grad()
@@ -350,7 +358,7 @@ def _gradient_error(part: GroupedExperts, x: Tensor, every: Inputs, gradient: Te
 def _pass(layers: Sequence[GroupedExperts], given: Inputs, gradient: Tensor) -> Callable[..., Any]:
     """Return a call that runs forward and backward of consecutive layers, eagerly, with all gradients.
 
-    With keep=True the call returns the input of each layer, and the gradient of each layer's result.
+    The call takes an option, keep. With keep=True it returns all layers' inputs, and the gradients of their results.
     """
     x, index, weights = given
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -416,7 +424,7 @@ BARS = [
 
 
 def thresholds(rows: Sequence[dict], ranks: int) -> list[Threshold]:
-    """Make thresholds: for results and memory on any number of ranks; for times only on 2 and 8 ranks."""
+    """Make thresholds: for results and memory, with any number of ranks; for times, with 2 or 8 ranks only."""
     bars = [
         Bar(f"layer, {tokens} tokens a rank, {column}", column, limit, aim, FASTEST | {"tokens": tokens}, over=min)
         for tokens, column, limit, aim in TIMED.get(ranks, ())

@@ -7,7 +7,7 @@
 - First call: in a fresh process with an empty kernel cache, then in another process with the cache that the first
   process filled. The clock starts after imports, creation of the CUDA context, and making operands (without our
   kernels).
-- Memory: peak during one call minus its output, and what is still allocated after the output is freed.
+- Memory: the peak during one call, without the call's output; and what is still allocated after the output is freed.
 """
 
 import json
@@ -96,7 +96,7 @@ def drop_in_calls(device: str = "cuda") -> dict[str, tuple[Callable[[], object],
 
 
 def drop_in_rows() -> list[dict]:
-    """Time the two calls of each pair from `drop_in_calls` in turn; `extra_us`: time that the drop-in adds."""
+    """Time the two calls of each pair from `drop_in_calls` in turn. `extra_us` is the time that the drop-in adds."""
     rows = []
     for name, pair in drop_in_calls().items():
         turns = [[host_us(call, batches=1) for call in pair] for _ in range(BATCHES)]

@@ -9,7 +9,7 @@ around it, rank 16 in bfloat16, with the gradients of all adapters too. Times ar
 `allowed_bytes`, the limit of `step_bytes`, is the sum of: gradients and both moments of the adapters, the memory of the
 "frozen" pass, and the adapters' activations. `difference` is the largest relative Frobenius difference between output
 and input gradients of "lora" and of frozen experts into which the adapters were merged. The difference is due to the
-rounding of the merged weights; a large one would show an error in the pass.
+rounding of the merged weights; a large difference would show an error in the LoRA layer.
 """
 
 import copy
@@ -82,7 +82,10 @@ def activation_bytes(model: Model, tokens: int, rank: int) -> int:
 
 
 def measure_step(of: Pass) -> int:
-    """Return the peak bytes that training steps add to what was allocated before the first step, without the output."""
+    """Return the peak bytes that training steps allocate in addition to what was allocated before the first step.
+
+    The bytes of the output do not count.
+    """
     parameters = [value for value in of.layer.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True) if parameters else None
     torch.cuda.synchronize()
@@ -143,7 +146,7 @@ def make_rows(name: str, measured: Mapping[str, Measurement], *, tokens: int = T
 
 
 def memory_ratio(row: dict) -> float:
-    """Return the ratio of a step's memory to the limit of that memory."""
+    """Return the ratio of `step_bytes` to `allowed_bytes`, its limit."""
     return row["step_bytes"] / row["allowed_bytes"]
 
 

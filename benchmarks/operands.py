@@ -9,8 +9,8 @@ from fp8moe.quant.formats import BLOCK
 def exact(tensor: FP8Tensor) -> torch.Tensor:
     """Return the exact float64 values of a quantized (rows, k) tensor, with one scale per row or per 128 rows.
 
-    This is the reference for results: it uses no code of the package, and is exact where `fp8moe.dequantize` rounds to
-    float32.
+    This is the reference for results. It uses no code of the package. Unlike `fp8moe.dequantize`, which rounds to
+    float32, this function does not round.
     """
     data, scale = tensor
     rows_per_block = 1 if scale.shape[0] == data.shape[0] else BLOCK

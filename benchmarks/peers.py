@@ -8,9 +8,10 @@ CPU times of eager calls.
 - `deep_gemm`: DeepGEMM. Before timing, contiguous groups are padded to 128 rows, and the metadata of paged indexer
   logits is computed.
 - `cublas_block`: torch.nn.functional.scaled_mm with scales of 1x128 and 128x128. `cublas_one_scale`: cuBLAS with one
-  scale per operand, an upper bound that block scales cannot reach; for groups, one matrix with as many rows.
+  scale per operand, an upper bound of speed that GEMMs with block scales cannot reach. For grouped GEMMs, cuBLAS
+  multiplies one matrix with the rows of all groups.
 - `vllm`: vLLM's Triton experts. `transformers_bf16`: transformers' experts in bfloat16 with "grouped_mm".
-- `layer` also has kernel times. `gemms_in_layer`: from the start of our GEMM 1 in the layer to the end of GEMM 2.
+- `layer` also has kernel times. `gemms_in_layer`: time from the start of GEMM 1 in our layer to the end of GEMM 2.
   `fp8moe_two_gemms` and `deep_gemm_two_gemms`: grouped GEMMs of the same sizes alone. `kernels`: start and end of each
   kernel of our layer.
 
@@ -62,11 +63,12 @@ HOST_BATCHES = 10
 PROCESSES = {"gemm": 5, "contiguous": 3, "masked": 3}
 SAMPLED_ROWS = 1024  # rows that are compared in the result of each of a layer's GEMMs
 MAX_DIFFERENCE = 1e-2  # limit of the relative Frobenius norm of the difference from our result
-# Limit for layers, in which other libraries round activations between the GEMMs differently or not at all
+# The same limit for layers. It is larger, because other libraries round the activations between the two GEMMs
+# differently or do not round them.
 MAX_LAYER_DIFFERENCE = 0.1
 TOKENS = (1, 8, 64, 512, 2048, 8192)
 GROUPED = ((4096, 7168), (7168, 2048))  # (n, k) of grouped GEMMs; few, because DeepGEMM takes seconds to compile each
-# Share of assignments to one expert; (model, tokens) of the case with this routing
+# SKEW: the share of assignments to one expert in skewed routing. SKEWED: (model, tokens) of the case with this routing
 SKEW, SKEWED = 0.6, ("dsv3_ep8", 2048)
 STEPS = ((1, 512), (8, 512), (64, 512))  # decode steps: (sequences, prompt tokens of each)
 PREFILL = (4, 4096)
@@ -113,7 +115,7 @@ def make_gemm(m: int, n: int, k: int, *, device: str = "cuda") -> Makers:
 
 
 def make_contiguous(groups: int, mean_rows: int, n: int, k: int, *, device: str = "cuda") -> Makers:
-    """Make contiguous grouped GEMMs; cuBLAS instead multiplies one matrix that has as many rows."""
+    """Make contiguous grouped GEMMs; cuBLAS instead multiplies one matrix with the rows of all groups."""
     a, b, _ = case_of("grouped_gemm", device, groups=groups, mean_rows=mean_rows, n=n, k=k).args
     sizes = group_sizes(groups, mean_rows)
     return {
@@ -145,9 +147,9 @@ def make_masked(
 
 
 def make_along_k(groups: int, m: int, n: int, total_k: int, *, device: str = "cuda") -> Makers:
-    """Make GEMMs with groups along K that add to the result; "fp8moe_written" is ours without the addition.
+    """Make GEMMs with groups along K, which compute weight gradients of experts and add them to the result.
 
-    These are the weight gradients of experts.
+    "fp8moe_written" is our GEMM without the addition.
     """
     ours = case_of("grouped_gemm_k", device, groups=groups, m=m, n=n, total_k=total_k, add=True)
     a, b, offsets = ours.args
@@ -169,7 +171,7 @@ def make_mqa(queries: int, tokens: int, fill: bool, *, device: str = "cuda") -> 
 
 
 def make_paged(batch: int, context: int, next_n: int, *, device: str = "cuda") -> Makers:
-    """Make indexer logits over a paged cache; an operand has the number of keys that each query sees."""
+    """Make indexer logits over a paged cache; an operand holds the number of keys that each query sees."""
     made = case_of("paged_mqa_logits", device, batch=batch, context=context, next_n=next_n, fill_masked=False)
     q, cache, weights, _, table = made.args
     visible = torch.arange(context - next_n + 1, context + 1, dtype=torch.int32, device=device).repeat(batch, 1)
@@ -205,8 +207,8 @@ def sentence(error: Exception) -> str:
 def compared(makers: Makers, largest: float, row: dict, then: Callable[[Callable], Callable] | None = None) -> dict:
     """Run each call once; return the calls whose results agree with fp8moe's, by name.
 
-    Errors and differences are written to `row`. largest: limit of the relative difference. then: returns what is timed
-    instead of a call, such as the call's CUDA graph; it is passed the call after the first run.
+    Errors and differences are written to `row`. largest: limit of the relative difference. then: a function that takes
+    a call, after the call's first run, and returns what to time instead, such as the call's CUDA graph.
     """
     calls: dict[str, Callable] = {}
     expected = None
@@ -301,7 +303,7 @@ def make_layer(model: str, tokens: int, routing: str = "random", *, device: str 
 
 @torch.no_grad()
 def measure_layer(model: str, tokens: int, routing: str = "random", *, device: str = "cuda") -> dict:
-    """Time a whole layer as a CUDA graph, the kernels of our layer, and its two GEMMs alone."""
+    """Time a whole layer as a CUDA graph, the kernels of our layer, and the layer's two GEMMs alone."""
     row = empty_row()
     makers = make_layer(model, tokens, routing, device=device)
     whole, alone = ({k: v for k, v in makers.items() if k.endswith("_two_gemms") == kind} for kind in (False, True))
@@ -442,7 +444,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 @torch.no_grad()
 def run_once(chosen: Sequence[Case]) -> None:
-    """Run cases once to put their kernels into the disk cache; ignore errors, as they recur when measured."""
+    """Run cases once to put their kernels into the disk cache. Ignore errors: the measurement will raise them again."""
     for case in chosen:
         for name, make in peers_there(MAKE[case.what](**case.sizes)).items():
             # Transformers compiles nothing, and its bfloat16 weights take too much memory
@@ -523,7 +525,7 @@ def clocks() -> dict[str, str]:
 
 
 def wanted(names: Sequence[str], pattern: str | None, there: Mapping[str, dict]) -> Iterator[str]:
-    """Yield names of cases that match the pattern; without a pattern, those that `there` lacks or has as failed."""
+    """Yield the names that match the pattern; without a pattern, the names of cases missing or failed in `there`."""
     for name in names:
         if (
             re.search(pattern, name)

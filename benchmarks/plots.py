@@ -83,7 +83,7 @@ def _note(
 
 
 def _over(axes: plt.Axes, at: tuple[float, float], text: str, **how: object) -> None:
-    """Write text above a point."""
+    """Write text above the point `at`, in data coordinates."""
     _note(axes, text, at, (0, 3), ha="center", va="bottom", color=OURS, **how)
 
 
@@ -99,7 +99,7 @@ def _categories(axes: plt.Axes, labels: Sequence[str]) -> None:
 
 
 def _ratio(row: dict) -> float | None:
-    """Return DeepGEMM's time over ours; None if either failed."""
+    """Return the ratio of DeepGEMM's time to ours; None if one of the two times is missing."""
     found = tables.ratios([row], "deep_gemm")
     return found[0] if found else None
 
@@ -109,7 +109,10 @@ def _card(peers: dict) -> str:
 
 
 def draw_overview(peers: dict, path: Path) -> None:
-    """Draw ratios of others' times to our experts layer's, by tokens; beside them, tokens/s of a whole model."""
+    """Draw the ratio of each other library's time to ours for experts layers, by number of tokens.
+
+    Beside the ratios, draw tokens/s of a whole model.
+    """
     rows = tables.layers(peers)
     tokens = sorted({row["tokens"] for row in rows})
     series = {name: colour for name, colour in COLOURS.items() if tables.ratios(rows, name)}
@@ -150,7 +153,10 @@ def _rates_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
 
 
 def _gemm_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
-    """Draw the times of each shape for one m; our bar is labelled with its time and the ratio to DeepGEMM."""
+    """Draw each library's time for each shape, all with the same m.
+
+    The label of our bar shows our time and the ratio of DeepGEMM's time to ours.
+    """
     series = {"deep_gemm": DEEP_GEMM, "cublas_block": CUBLAS, "fp8moe": OURS}
     height = 0.84 / len(series)
     for position, row in enumerate(rows):
@@ -185,7 +191,10 @@ def draw_gemm(peers: dict, path: Path) -> None:
 
 
 def draw_quantize(result: dict, path: Path) -> None:
-    """Draw bandwidth next to a copy's for the cases with many rows, and time for the cases with few rows."""
+    """Draw the bandwidth of each case with many rows, and a line at a copy's bandwidth.
+
+    Beside the bandwidths, draw the time of each case with few rows.
+    """
     rows, title = result["rows"], f"Quantization of bfloat16 on an {result['gpu'].removeprefix('NVIDIA ')}"
     large = [row for row in rows if row["m"] > 64]
     small = [row for row in rows if row["m"] <= 64 and row["op"] == "quantize_1x128"]
@@ -216,8 +225,8 @@ def draw_quantize(result: dict, path: Path) -> None:
 def _ratios_panel(axes: plt.Axes, rows: Sequence[dict], label: str, with_time: bool = False) -> None:
     """Draw for each kind of row a bar, the mean ratio of DeepGEMM's time to ours, and a dot for each row's ratio.
 
-    Rows are of one kind if `label`, filled in with their sizes, is the same. with_time: also write our time if a kind
-    has one row.
+    label: a format string. Rows are of one kind if their sizes, filled into `label`, give the same text. with_time:
+    also write our time for a kind with only one row.
     """
     kinds: dict[str, list[dict]] = {}
     for row in rows:
@@ -261,7 +270,7 @@ LAYER_LINES = {
 
 
 def _layer_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
-    """Draw the time of one model's experts layer by tokens, ours and others'."""
+    """Draw the time of one model's experts layer by number of tokens, for fp8moe and for other libraries."""
     for name, (_, colour, style) in LAYER_LINES.items():
         times = {row["tokens"]: row["us"][name] for row in rows if name in row["us"]}
         axes.plot(times.keys(), times.values(), style, color=colour, markersize=3.5)
@@ -287,7 +296,10 @@ def _stages_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
 
 
 def draw_experts(peers: dict, path: Path) -> None:
-    """Draw, for each model, times of our layer and others by tokens; below, the shares of our kernels."""
+    """Draw, for each model, the time of its experts layer by number of tokens, for fp8moe and other libraries.
+
+    Below, draw the share of each of our kernels in our time.
+    """
     rows = [row for row in tables.layers(peers) if "kernels" in row]
     names = list(dict.fromkeys(row["model"] for row in rows))
     title, size = f"Experts layer on an {_card(peers)}, cold L2; below where our time goes", (4.2 * len(names), 6.8)
@@ -317,7 +329,8 @@ def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
         _note(axes, text, (total, position), color=colour)
     axes.set_xlim(0, 1.3 * max(row["us"] for row in rows) / 1e3)
     labels = ["bfloat16" if row["impl"] == "bf16" else f"FP8, {row['master']} master" for row in rows]
-    if all(row["kept_bytes"] for row in rows):  # it is 0 for a bfloat16 linear layer, which keeps only its input
+    # kept_bytes is 0 for a bfloat16 linear layer, which keeps only its input.
+    if all(row["kept_bytes"] for row in rows):
         labels = [f"{label}\n{row['kept_bytes'] / 1e9:.2f} GB kept" for label, row in zip(labels, rows, strict=True)]
     _categories(axes, labels)
     axes.set_xlabel("forward, then backward, ms, linear (less is better)")
@@ -326,7 +339,7 @@ def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
 
 
 def draw_training(result: dict, path: Path) -> None:
-    """Draw forward and backward of layers, ours and in bfloat16."""
+    """Draw the times of forward and backward of our FP8 layers and of bfloat16 layers."""
     title = f"Training on an {result['gpu'].removeprefix('NVIDIA ')}, cold L2"
     with _picture(result, path, title, (9.6, 3.4), 1, 2) as (_, grid):
         left, right = grid[0]
@@ -336,7 +349,7 @@ def draw_training(result: dict, path: Path) -> None:
 
 
 def draw_mqa(peers: dict, path: Path) -> None:
-    """Draw the times of indexer logits compared with DeepGEMM's, for prefill and decode."""
+    """Draw the ratios of DeepGEMM's times to ours for indexer logits, for prefill and for decode."""
     title = f"Index scores of sparse attention on an {_card(peers)}, cold L2"
     with _picture(peers, path, title, (11.2, 3.4), 1, 2) as (_, grid):
         left, right = grid[0]
@@ -363,7 +376,7 @@ def shown(benchmarks: dict) -> dict[str, dict]:
 
 
 def draw(out: Path, benchmarks: dict) -> None:
-    """Draw all pictures that have data; remove the files of the others."""
+    """Draw all pictures that have data; remove the files of pictures without data."""
     results = shown(benchmarks)
     pictures: dict[str, Callable[[dict, Path], None]] = OF_PEERS | OF_KERNELS
     for name, picture in pictures.items():

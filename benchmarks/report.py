@@ -45,9 +45,9 @@ class Threshold:
 class Bar(NamedTuple):
     """A limit for rows: for each row or, with `over`, for one number computed from the values of all rows.
 
-    name: name of the threshold, a format string that is filled in from the row, or with `over` from `count`, the number
-    of rows. value: a column, or a function of the row; rows where it is None are left out. where: maps columns to what
-    a row must have in them: a value, one of a tuple of values, or a value that a function accepts.
+    name: name of the threshold, a format string. It is filled in from the row or, with `over`, from `count`, the number
+    of rows. value: a column, or a function of the row. Rows whose value is None are left out. where: maps a column to
+    what each row must have in this column: a value, one of a tuple of values, or a value that a function accepts.
     """
 
     name: str
@@ -101,7 +101,9 @@ class Option(NamedTuple):
 
 
 class Benchmark(NamedTuple):
-    """A benchmark, run as `python -m benchmarks NAME`: measures rows, judges them by bars, stores and prints both.
+    """A benchmark, run as `python -m benchmarks NAME`.
+
+    It measures rows and judges them by bars, which gives thresholds. It stores and prints the rows and the thresholds.
 
     measure: yields the rows; its parameters are the options. columns: the columns to print, or a mapping from kinds of
     row (`what`) to columns. bars: limits that depend on nothing but the rows.
@@ -166,7 +168,7 @@ def select(rows: Iterable[dict], what: str) -> list[dict]:
 
 
 def geomean(values: Iterable[float]) -> float:
-    """Return the geometric mean of positive numbers. ValueError if there are none or one is not positive."""
+    """Return the geometric mean of positive numbers. ValueError if there are no numbers or any is not positive."""
     values = list(values)
     if not values or min(values) <= 0:
         raise ValueError(f"geomean needs positive numbers, got {values}")
@@ -243,7 +245,7 @@ def digest(root: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that results depend on: the GPU, its driver, and packages."""
+    """Return what results depend on: the name of the GPU, and the versions of its driver, Python and packages."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
     packages = ("torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")

@@ -19,7 +19,7 @@ NODE = 8  # GPUs of a node, connected by NVLink
 NETWORK_GBPS = 45.0
 NETWORK_US = 20.0
 RANKS = (8, 64)
-FEW, MANY = 1, 4096  # numbers of tokens on each rank whose times the predictions use
+FEW, MANY = 1, 4096  # tokens on each rank; the predictions use the times measured with these two numbers of tokens
 # Maps methods of `benchmarks.distributed` to the number of collectives that each uses.
 COLLECTIVES = {"gather": 2, "gather, NCCL": 2, "all_to_all, eager": 3, "all_to_all, exact, eager": 3}
 METHODS = ("gather", "all_to_all, eager", "all_to_all, exact, eager")
@@ -70,9 +70,9 @@ def sent_bytes(model: Model, method: str, ranks: int) -> float:
     """Return the mean bytes that a rank sends to each other rank per token, with even routing.
 
     method: a method of `benchmarks.distributed`. A quantized token is sent with its scales and routing. Each rank that
-    got the token returns a float32 row, or with exact=True a bfloat16 row for each expert. Tokens go only to ranks that
-    have one of their experts, with two exceptions: gather over NCCL sends them to all ranks, and gather within a node
-    sends the routing to all ranks.
+    got the token returns one float32 row; with exact=True, it instead returns a bfloat16 row for each of the
+    token's experts on this rank. Tokens go only to ranks that have one of their experts, with two exceptions: gather
+    over NCCL sends tokens to all ranks, and gather within a node sends the routing to all ranks.
     """
     token, routing = model.hidden + 4 * ceil_div(model.hidden, BLOCK), 8 * model.top_k
     if method == "gather, NCCL":
@@ -84,17 +84,19 @@ def sent_bytes(model: Model, method: str, ranks: int) -> float:
 
 
 def predicted(rows: Iterable[dict], model: Model) -> list[dict]:
-    """Predict rows of `benchmarks.distributed` on RANKS from its rows on two ranks; none if FEW or MANY is missing.
+    """Predict rows of `benchmarks.distributed` for each number of ranks in RANKS, from its rows for two ranks.
+
+    Returns no rows if the times with FEW or MANY tokens are missing.
 
     The predicted time of a call is the sum of three times:
 
-    - Experts: the time of `local` on two ranks, scaled by the ratio of the bounds that `least_us` gives. A rank has as
-      many rows as on two ranks, but fewer experts.
+    - Experts: the time of `local` on two ranks, scaled by the ratio of the bounds that `least_us` gives. With
+      more ranks, a rank computes as many rows as with two, but has fewer experts.
     - Bytes: the larger of two times that overlap: sending to ranks of the same node at the bandwidth that gather
       reaches between FEW and MANY tokens, and sending to all other ranks at NETWORK_GBPS.
-    - Fixed: the rest of the measured call on two ranks, with FEW tokens for gather, with MANY for all_to_all. With FEW
-      tokens all_to_all waits for the host, so its predicted time is at least the time measured with FEW. Each
-      collective between nodes adds NETWORK_US.
+    - Fixed: the time measured on two ranks, minus the times for experts and bytes on two ranks. It is measured with FEW
+      tokens for gather, with MANY tokens for all_to_all. With FEW tokens all_to_all waits for the host, so its
+      predicted time is at least the time measured with FEW tokens. Each collective between nodes adds NETWORK_US.
     """
     us = {(row["method"], row["tokens"]): row["us"] for row in select(rows, "layer")}
     if not {(name, tokens) for name in ("local", *COLLECTIVES) for tokens in (FEW, MANY)} <= us.keys():

@@ -24,7 +24,10 @@ MODELS = {
 }
 
 EXPERT_SHAPES = ((6144, 7168), (7168, 3072), (4096, 7168), (7168, 2048))
-"""(n, k) of the two GEMMs of experts, for two models. Cases with 256 experts leave out the first: it does not fit."""
+"""(n, k) of the two GEMMs of experts, for two models.
+
+Cases with 256 experts leave out the first (n, k), which does not fit into memory.
+"""
 
 
 def room(mean_rows: int) -> int:

@@ -51,7 +51,10 @@ def ratios(rows: Iterable[dict], other: str, ours: str = "fp8moe") -> list[float
 
 
 def mean_and_worst(rows: Sequence[dict], other: str, ours: str = "fp8moe", worst: Callable = min) -> str:
-    """Return text: the mean ratio; the worst, if there are several rows; how many rows count, if some have failed."""
+    """Return text with the mean ratio and, if there are several rows, with the worst ratio.
+
+    If some rows lack one of the two times, the text also tells the number of rows that have both.
+    """
     found = ratios(rows, other, ours)
     if not found:
         return ""
@@ -273,7 +276,7 @@ def drawn(peers: dict) -> list[str]:
 
 
 def pictures(folder: str, *names: str) -> list[str]:
-    """Return Markdown links to the named pictures, which compare with other libraries (`benchmarks.plots`)."""
+    """Return Markdown links to the named pictures of `benchmarks.plots`, which compare fp8moe with other libraries."""
     return [f"![{PICTURES[name]} beside others]({folder}{name}.png)\n" for name in names]
 
 
@@ -336,7 +339,7 @@ def roofline(benchmarks: dict) -> str:
 
 
 def mqa(benchmarks: dict) -> str:
-    """Make the tables of indexer logits, their paged cache and top-k."""
+    """Make the table of paged indexer logits, `append_kv` and top-k, followed by a link to the picture."""
     rows = benchmarks["mqa"]["rows"]
     uneven = {row["fill_masked"]: row for row in select(rows, "uneven")}
     append = {row["tokens"]: row for row in select(rows, "append_kv")}
@@ -377,7 +380,7 @@ def by_method(title: str, rows: Sequence[dict], names: dict[str, str]) -> str:
 
 
 def others_of_two(rows: Sequence[dict]) -> str:
-    """Make the table of agreement with one GPU, memory, training and decode, on two GPUs."""
+    """Make the table of two GPUs: how results agree with those of one GPU, memory, training and decode."""
     layers = [row for row in select(rows, "layer") if "equal" in row]
     rounded, exact = (
         min(row["equal"] for row in layers if ("exact" in row["method"]) == kind) for kind in (False, True)

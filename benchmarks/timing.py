@@ -24,7 +24,7 @@ FILLS_AHEAD = 10
 # more so the longer it has been busy.
 REST_S = 0.3
 SHORT_REST_S = 0.05  # rest before calls that do not reach the power limit
-# The warmup brings clocks and caches of the CPU to the state of a busy process
+# The untimed WARMUP_BATCHES bring clocks and caches of the CPU to the state of a busy process.
 CALLS_PER_BATCH, WARMUP_BATCHES = 100, 5
 FLUSH_BYTES = 256 << 20
 # No op of this package fills an int16 tensor, so a kernel that fills int16 can only be the flush of the L2 cache.
@@ -182,9 +182,9 @@ def capture(call: Callable[[], object]) -> Callable[[], None]:
 def elapsed(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | None = None) -> list[float]:
     """Return median microseconds on the GPU from before each call to after it, by CUDA events, with a cold L2.
 
-    Unlike the sum of kernel times, this includes gaps between kernels and counts overlapping kernels once. Only for
-    calls that the host launches in less time than the GPU takes for the fill, such as replays of a graph: then the GPU
-    never waits for the host.
+    Unlike the sum of kernel times, this time includes gaps between kernels and counts overlapping kernels once. It is
+    right only for calls that the host launches in less time than the GPU takes for the fill, such as replays of a
+    graph: then the GPU never waits for the host.
     """
     pairs = zip(calls, _rests(calls, rests), strict=True)
     return [us for call, rest in pairs for us in elapsed_in_turn([call], repeats=REPEATS, rest=rest)]

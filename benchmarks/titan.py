@@ -38,7 +38,10 @@ WARMUP, STEPS = 5, 10
 
 
 def find_titan(directory: str | None) -> None:
-    """Make torchtitan and `fp8moe_torchtitan` importable; replace missing packages that only trainers need by stubs."""
+    """Make torchtitan and `fp8moe_torchtitan` importable.
+
+    Stubs replace missing packages that only torchtitan's trainers need.
+    """
     sys.path[:0] = [*([] if directory is None else [directory]), str(ROOT), str(ROOT / "integrations/torchtitan")]
     missing = [name for name in TRAINERS_ONLY if importlib.util.find_spec(name) is None]
     if "tensorboard" in missing:

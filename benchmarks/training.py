@@ -9,8 +9,8 @@ master weights show the cost of these. Times are of replays of CUDA graphs, by C
 
 `kept_bytes` is what autograd keeps between forward and backward. `peak_bytes` is the peak during both, including
 gradients. Neither includes weights, their FP8 copies (`copy_bytes`), inputs and output. `kept_ratio` and `peak_ratio`
-are the ratios of our bytes to bfloat16's. `difference` is the largest relative Frobenius difference of output and
-gradients from bfloat16's: the error of FP8, and a check of the pass.
+are the ratios of our bytes to bfloat16's. `difference` is the largest relative Frobenius difference of our output
+and gradients from bfloat16's. It is the error of FP8, and a check of our pass.
 """
 
 import sys
@@ -68,7 +68,10 @@ class Pass(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """Times of a pass in microseconds, its memory, and its difference from the bfloat16 pass (None for this pass)."""
+    """Times of a pass in microseconds, its memory, and its difference from the bfloat16 pass.
+
+    difference: None for the bfloat16 pass.
+    """
 
     forward_us: float
     us: float

@@ -17,6 +17,7 @@ __all__ = [
     "FP8MQAIndexer",
     "FP8Tensor",
     "GroupedExperts",
+    "PackedTensor",
     "RefitReport",
     "batch_invariant",
     "dequantize",
@@ -33,6 +34,8 @@ __all__ = [
     "quantize_1x128",
     "quantize_128x1",
     "quantize_128x128",
+    "quantize_int4",
+    "quantize_mxfp4",
     "refit",
     "refitting",
     "replace_linears",
@@ -46,7 +49,16 @@ if TYPE_CHECKING:
     from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
     from fp8moe.kernels.linear import linear
     from fp8moe.layers import FP8Linear, FP8MQAIndexer, GroupedExperts, replace_linears, warm
-    from fp8moe.quant import FP8Tensor, dequantize, quantize_1x128, quantize_128x1, quantize_128x128
+    from fp8moe.quant import (
+        FP8Tensor,
+        PackedTensor,
+        dequantize,
+        quantize_1x128,
+        quantize_128x1,
+        quantize_128x128,
+        quantize_int4,
+        quantize_mxfp4,
+    )
     from fp8moe.runtime.config import batch_invariant
     from fp8moe.weights.refit import RefitReport, refit, refitting
 else:

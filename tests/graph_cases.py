@@ -156,7 +156,11 @@ CASES = {
     "quantize_1x128": Case(fp8moe.quantize_1x128, _inputs),
     "quantize_128x128": Case(fp8moe.quantize_128x128, _blocks),
     "quantize_128x1": Case(fp8moe.quantize_128x1, _blocks),
+    # Saved programs return no str, so only the tensors of a PackedTensor.
+    "quantize_mxfp4": Case(lambda w: fp8moe.quantize_mxfp4(w)[:2], _inputs),
+    "quantize_int4": Case(lambda w: fp8moe.quantize_int4(w)[:2], _inputs),
     "dequantize": Case(fp8moe.dequantize, lambda tokens: (_activations(tokens),)),
+    "dequantize, mxfp4": Case(fp8moe.dequantize, lambda tokens: (fp8moe.quantize_mxfp4(_normal(tokens, HIDDEN)),)),
     "gemm, bias": Case(
         lambda a, b, bias: fp8moe.gemm(a, b, bias=bias),
         lambda tokens: (_activations(tokens), _weights(), torch.randn(INTERMEDIATE)),
@@ -164,6 +168,9 @@ CASES = {
     "gemm, c and out": Case(
         lambda a, b, out: fp8moe.gemm(a, b, c=out, out=out),
         lambda tokens: (_activations(tokens), _weights(), torch.randn(tokens, INTERMEDIATE)),
+    ),
+    "gemm, int4": Case(
+        fp8moe.gemm, lambda tokens: (_activations(tokens), fp8moe.quantize_int4(_normal(INTERMEDIATE, HIDDEN)))
     ),
     "linear": Case(
         fp8moe.linear,
@@ -173,6 +180,13 @@ CASES = {
         fp8moe.grouped_gemm, lambda tokens: (_activations(tokens), _weights(EXPERTS), _offsets(tokens))
     ),
     "experts": Case(fp8moe.experts, lambda tokens: (_activations(tokens), *_routing(tokens), *_layer_weights())),
+    "experts, int4": Case(
+        fp8moe.experts,
+        lambda tokens: (
+            *(_activations(tokens), *_routing(tokens)),
+            *(fp8moe.quantize_int4(_normal(EXPERTS, *shape)) for shape in ((256, HIDDEN), (HIDDEN, 128))),
+        ),
+    ),
     "experts, out and expert_map": Case(
         lambda x, top_k_index, top_k_weights, up, down, out, expert_map: fp8moe.experts(
             x, top_k_index, top_k_weights, up, down, out=out, expert_map=expert_map
@@ -228,5 +242,14 @@ CASES = {
 def missing_names() -> Iterator[str]:
     """Public ops and layers that no case calls."""
     called = {name.partition(",")[0] for name in CASES}
-    others = {"FP8Tensor", "batch_invariant", "replace_linears", "warm", "refit", "refitting", "RefitReport"}
+    others = {
+        "FP8Tensor",
+        "PackedTensor",
+        "batch_invariant",
+        "replace_linears",
+        "warm",
+        "refit",
+        "refitting",
+        "RefitReport",
+    }
     yield from sorted({*fp8moe.__all__} - called - others)

@@ -26,6 +26,7 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.indexer.mqa_cache import new_kv_cache
 from fp8moe.quant.formats import FP8Tensor, align
+from fp8moe.quant.packed import quantize_int4, quantize_mxfp4
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x128
 from fp8moe.runtime.operator import Signature
 from tests import experts_cases, mqa_cases, sampling_cases
@@ -55,6 +56,7 @@ class Draw:
         self.rows, self.seed, self.large = rows, seed, large
         self.hidden, self.size, self.columns = (1168, 512, 576) if large else (144, 48, 24)
         self.experts = 256 if large else 9  # of routers; layers have fewer
+        self.packed_hidden, self.packed_size = (1184, 512) if large else (160, 64)
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -71,6 +73,12 @@ class Draw:
 
     def weights(self, *shape: int) -> FP8Tensor:
         return quantize_128x128(self.normal(*shape, dtype=torch.float32))
+
+    def mxfp4(self, *shape: int) -> FP8Tensor:
+        return FP8Tensor(*quantize_mxfp4(self.normal(*shape))[:2])
+
+    def int4(self, *shape: int) -> FP8Tensor:
+        return FP8Tensor(*quantize_int4(self.normal(*shape), group=32)[:2])
 
     def gate_up(self) -> FP8Tensor:
         data, scale = self.weights(2 * EXPERTS, self.size, self.hidden)
@@ -221,6 +229,14 @@ QUANTIZERS = {
     "quantize_128x1": Case(
         lambda draw: (draw.normal(draw.rows, draw.hidden, dtype=torch.float16),),
         bad={"x": ((BAD_ROW, 130), lambda a: [(130, slice(128)), (130, 0)])},
+    ),
+    "quantize_mxfp4": Case(
+        lambda draw: (draw.normal(2, draw.rows, 160),),
+        exempt={"bad values": "test_packed.py: the scale is a byte"},
+    ),
+    "quantize_int4": Case(
+        lambda draw: (draw.normal(2, draw.rows, 160, dtype=torch.float32), 32),
+        bad={"w": ((1, BAD_ROW, 130), lambda a: [(1, BAD_ROW, slice(64, 80)), (1, BAD_ROW, 4)])},
     ),
     "quantize_with_transpose": Case(
         lambda draw: (draw.normal(draw.rows, draw.hidden), draw.offsets(), None, None),
@@ -595,6 +611,14 @@ GEMMS = {
         bad=ROW_OF_A | {"b": ((3, 5), lambda a: [(slice(None), 3)]), "b_scale": ((0, 1), lambda a: [...])},
         rows=(1, 64, 300),
     ),
+    "gemm, mxfp4": Case(
+        lambda draw: (
+            *(*draw.activations(draw.rows, draw.packed_hidden), *draw.mxfp4(draw.columns, draw.packed_hidden)),
+            *(draw.normal(draw.columns), None, False),
+        ),
+        bad=ROW_OF_A,
+        rows=(1, 64, 300),
+    ),
     "gemm, bias and c": Case(
         lambda draw: (
             *(
@@ -624,6 +648,14 @@ GEMMS = {
     "grouped_gemm": Case(
         lambda draw: (*_grouped(draw), draw.offsets()),
         bad=ROW_OF_A | {"b": ((0, 3, 5), lambda a: [(slice(0, int(a.group_offsets[1])), 3)])},
+        rows=(24, 300),
+    ),
+    "grouped_gemm, int4": Case(
+        lambda draw: (
+            *draw.activations(draw.rows, draw.packed_hidden),
+            *(*draw.int4(EXPERTS, draw.columns, draw.packed_hidden), draw.offsets()),
+        ),
+        bad=ROW_OF_A | {"b_scale": ((0, 3, 1), lambda a: [(slice(0, int(a.group_offsets[1])), 3)])},
         rows=(24, 300),
     ),
     "grouped_gemm_out": Case(
@@ -778,6 +810,12 @@ def _layer(draw: Draw, hidden: int, size: int, **options: Any) -> tuple:
     return tuple(getattr(layer, name).detach() for name in layer.weight_names)
 
 
+def _packed_layer(draw: Draw, quantize: Callable[..., FP8Tensor]) -> tuple:
+    """The same in four bits."""
+    hidden, size = draw.packed_hidden, draw.packed_size
+    return *quantize(EXPERTS, 2 * size, hidden), *quantize(EXPERTS, hidden, size)
+
+
 def _biases(draw: Draw) -> tuple[Tensor, Tensor]:
     return draw.normal(EXPERTS, 2 * draw.size), draw.normal(EXPERTS, draw.hidden, dtype=torch.float32)
 
@@ -900,6 +938,7 @@ LAYER_NAMES = {
     **{"up": "gate_up_proj", "up_scale": "gate_up_proj_scale_inv", "up_bias": "gate_up_proj_bias"},
     **{"down": "down_proj", "down_scale": "down_proj_scale_inv", "down_bias": "down_proj_bias"},
 }
+PACKED_NAMES = LAYER_NAMES | {"up_scale": "gate_up_proj_scale", "down_scale": "down_proj_scale"}
 ROWS_NAMES = LAYER_NAMES | {"groups": "group_offsets"}
 MASKED_NAMES = LAYER_NAMES | {"rows": r"x\.data", "rows_scale": r"x\.scale", "groups": "masked_m"}
 PARTIAL_NAMES = LAYER_NAMES | {
@@ -970,6 +1009,15 @@ LAYERS = {
             ),
         )
     },
+    "experts, mxfp4": Case(
+        lambda draw: (
+            *(draw.normal(draw.rows, draw.packed_hidden), *draw.routing()),
+            *(*_packed_layer(draw, draw.mxfp4), SWIGLU, None, None),
+        ),
+        bad=TOKEN,
+        names=PACKED_NAMES,
+        rows=(16, 300),
+    ),
     "experts, share": Case(
         lambda draw: _part(draw, biases=True),
         bad={"hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
@@ -998,6 +1046,14 @@ LAYERS = {
             *(torch.bfloat16, (draw.rows + 18, 8), None),
         ),
         names=ROWS_NAMES,
+    ),
+    "experts_rows, int4": Case(
+        lambda draw: (
+            *(draw.normal(draw.rows, draw.packed_hidden), None, draw.offsets(), *_packed_layer(draw, draw.int4)),
+            *(SWIGLU, None, None, torch.bfloat16, None, None),
+        ),
+        bad={"rows": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
+        names=PACKED_NAMES | {"groups": "group_offsets"},
     ),
     "experts_rows, masked": Case(
         lambda draw: (*_masked_layer(draw), torch.bfloat16, None, 3),

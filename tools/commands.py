@@ -34,7 +34,10 @@ BEGIN, END = "<!-- tools.commands writes what follows -->\n", "<!-- that was too
 
 
 def measure(target: str, clone: Path, environment: dict[str, str]) -> dict[str, float]:
-    """Return the seconds and peak memory of `make target`. SystemExit with the end of the output if make fails."""
+    """Return the seconds and peak memory of `make target`.
+
+    Raises SystemExit with the end of the output if make fails.
+    """
     print("make", target, flush=True)
     output = clone.parent / "output"
     command = ["make", target, f"PYTHON={getattr(sys, '_base_executable', sys.executable)}"]
@@ -71,7 +74,7 @@ def disk_gb(directory: Path) -> float:
 
 
 def bare_gb() -> float:
-    """Return the GB on disk that `pip install .` adds to PyTorch, measured in this environment."""
+    """Return how many GB `pip install .` takes on disk in addition to PyTorch, measured in this environment."""
     beside = dependencies("fp8moe", without="torch") - dependencies("torch")
     files = (Path(file.locate()) for name in beside for file in metadata.distribution(name).files or ())
     return round(sum(file.lstat().st_blocks * 512 for file in files if file.is_file()) / 1e9, 2)

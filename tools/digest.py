@@ -90,7 +90,7 @@ def fingerprint(calls: Iterable[list[dict]], kernels: "Iterable[KernelSpec]") ->
 
 
 def content(calls: Iterable[list[dict]], kernels: "Iterable[KernelSpec]") -> dict:
-    """Return what `fingerprint` hashes in a compact form: each launch once, and calls as lists of launch indices."""
+    """Return, in a compact form, what `fingerprint` hashes: each launch once, and calls as lists of launch indices."""
     launches: dict[str, int] = {}
     numbered = [[launches.setdefault(json.dumps(one), len(launches)) for one in call] for call in calls]
     described = [{"name": spec.name, "constants": constants(spec), "source": source_hash(spec)} for spec in kernels]

@@ -17,7 +17,7 @@ from benchmarks.report import ROOT, write_json
 
 
 def commands_of(readme: Path) -> tuple[list[str], ...]:
-    """Return the commands in the first code block of a README of integrations/: one to install, then one to use."""
+    """Return the commands in the first code block of a README of integrations/: the first installs, the second runs."""
     block = re.search(r"```\n(.+?)\n```", readme.read_text(), re.DOTALL)[1]
     return tuple(map(shlex.split, block.replace("\\\n", "").splitlines()))
 
@@ -41,7 +41,10 @@ def versions(environment: Path, packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def parser_of(name: str, file: Path, reuses: bool = True) -> ArgumentParser:
-    """Make the argument parser of a tool that writes `file`. reuses: add --environment, for an existing environment."""
+    """Make the argument parser of a tool that writes `file`.
+
+    reuses: whether to add the option --environment, for an environment that exists already or is kept.
+    """
     parser = ArgumentParser(prog=f"python -m tools.{name}")
     parser.add_argument("--torch", default="torch==2.13.0", help="pip requirement and options of its CPU build")
     if reuses:

@@ -4,10 +4,11 @@ FILE: written by `python -m benchmarks choice --fit`, such as benchmarks/fit/til
 measured_h200.json. Prints the constants, for cost.py, and the regret before and after the fit.
 
 Minimizes a loss by simulated annealing (Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983).
-The loss is half the root mean square of the logarithmic error of the times (slow tiles count a fifth), plus six times
-the mean regret of the choice, plus the distance of the constants from their initial values: a few problems should not
-undo an earlier fit to many. Tiles with nearly the same expected time share the choice, so that the loss is continuous.
-Expected times use the actual routing of a problem, which the choice itself does not know.
+The loss is half the root mean square of the logarithmic error of the times (errors of slow tiles have a fifth of the
+weight), plus six times the mean regret of the choice, plus the distance of the constants from their initial values: a
+few problems should not undo an earlier fit to many. So that the loss is continuous, a problem's regret is a weighted
+mean over tiles: the longer a tile's expected time, the less its weight. The error compares times with expected times
+for the actual routing of a problem; the choice of a tile does not know the routing.
 """
 
 import argparse
@@ -23,9 +24,9 @@ from fp8moe.kernels.gemm import cost
 from fp8moe.kernels.gemm.sm90 import TileConfig
 
 UNSEEN_US = 0.25  # how much the time of a tile differs from run to run, in microseconds
-# A tile is slow if it takes more than SLOW times the fastest; OF_SLOW: weight of a slow tile's error
+# A tile is slow if it takes more than SLOW times as long as the fastest; OF_SLOW: weight of a slow tile's error
 SLOW, OF_SLOW = 1.25, 0.2
-NEARLY = 0.01  # tiles share the choice if their expected times are within this fraction of the least
+NEARLY = 0.01  # a tile with an expected time this fraction above the least has 1/e of the weight in the regret
 STEPS = (0.01, 0.03, 0.1, 0.25)  # standard deviations of a proposed step, in the logarithm of a constant
 HOTTEST = 2e-3  # initial temperature: a loss that is higher by this much is accepted with probability 1/e
 _ENDS = ("start", "per_stage", "split", "per_split", "reduction", "epilogue", "last_epilogue")

@@ -27,7 +27,7 @@ from tools.model_matrix import ROOT, Refusal, cell, check_close, check_decoder, 
 FILE = ROOT / "validation" / "formats.json"
 COLUMNS = ("inspect", "load_model", "load_fp8_checkpoint", "from_pretrained", "decode", "quantize", "convert")
 PACKAGES = ("fp8moe", "torch", "transformers", "compressed-tensors")
-LARGEST_ERROR = 4.1e-6  # limit of a weight's error over its largest value; MXFP8 converted to blocks has this error
+LARGEST_ERROR = 4.1e-6  # limit of a weight's largest error / largest value; MXFP8 converted to blocks has this ratio
 LEAST_COSINE = 0.99  # least cosine between the median token's logits and the logits of the checkpoint's exact values
 SIZES = {"hidden_size": 160, "moe_intermediate_size": 96, "num_hidden_layers": 1, "tie_word_embeddings": False}
 """The model's sizes: multiples of 32, but not of 128."""
@@ -55,7 +55,7 @@ class Trial:
         other = "GPT-OSS" if LAYOUTS[layout].experts == "gpt-oss" else "block"
         source.write(LAYOUTS[other], self.other, wanted(other))
         self.tokens = torch.arange(3, 27).view(2, 12)
-        self.models: list[nn.Module] = []  # models that were loaded; GraphDecoder tries the first
+        self.models: list[nn.Module] = []  # models that were loaded; the first is run by GraphDecoder
 
     def inspect(self) -> str:
         report = inspect_checkpoint(self.directory)

@@ -43,14 +43,14 @@ def main() -> None:
 
 
 def lend_packages() -> bool:
-    """Let the venv import the packages of the Python that runs this, if that has PyTorch. Return whether it does."""
+    """Let the venv import the running Python's packages if its PyTorch is new enough; return False otherwise."""
     if Path(sys.prefix) == VENV:
         return False
     torch = next(metadata.distributions(name="torch", path=site.getsitepackages()), None)
     if torch is None or tuple(map(int, torch.version.split(".")[:2])) < OLDEST_TORCH:
         return False
     lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
-    # Add the prefixes of that Python too: cuda-python looks there for the libraries of CUDA packages.
+    # Add the running Python's prefixes, too: cuda-python looks in them for the libraries of CUDA packages.
     lines += [f"import site; site.PREFIXES.append({prefix!r})\n" for prefix in dict.fromkeys(site.PREFIXES)]
     site_packages = next(VENV.glob("lib/python*/site-packages"))
     (site_packages / "lent_packages.pth").write_text("".join(lines))

@@ -19,7 +19,7 @@ class Wrong(Exception):
 def lines(
     table: Rows, columns: Sequence[str], first: str = "", say: Callable[[str], str] = lambda reason: ""
 ) -> list[str]:
-    """Return the lines of a Markdown table, with reasons as notes below. say: maps a reason to text put before it."""
+    """Return the lines of a Markdown table, with reasons as notes below. say: returns the text before a reason."""
     notes: dict[str, int] = {}
 
     def text(cell: str) -> str:

@@ -76,7 +76,10 @@ def ends(name: str) -> list[str]:
 
 
 def interpreters(names: Iterable[str]) -> list[str]:
-    """Return the Python commands that run: a version manager may have commands for versions that are not installed."""
+    """Return those of the named Pythons that can be run.
+
+    A version manager may have commands for Pythons that are not installed.
+    """
     return [
         name
         for name in names

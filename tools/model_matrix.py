@@ -68,7 +68,7 @@ Classes that are missing have ("block",).
 """
 LEAST_COSINE = {"logits": 0.95, "gradients": 0.8}  # least cosine to the logits and gradients of the unquantized model
 COSINE_WITHOUT_EXPERTS = 0.8
-LARGEST_DIFFERENCE = 1e-5  # largest difference between the logits of load_model's model and of from_pretrained's
+LARGEST_DIFFERENCE = 1e-5  # largest difference between logits of the models from load_model and from_pretrained
 TIMEOUT_S = 300
 
 MARK = "<!-- python -m tools.model_matrix writes what follows -->"
@@ -96,7 +96,7 @@ _PACKAGE = str(Path(fp8moe.__file__).parent)
 
 
 class Trial:
-    """One model; for each column of the table a method tries it. Later methods use what earlier ones have made."""
+    """One model; for each column of the table a method tries it. Later methods use results of earlier methods."""
 
     def __init__(self, name: str, directory: Path):
         self.tiny = tiny = MODELS[name]
@@ -108,7 +108,7 @@ class Trial:
         # asked for.
         model.save_pretrained(self.unquantized)
         self.logits = logits_of(self._from_pretrained(self.unquantized), self.tokens)
-        self.models: list[nn.Module] = []  # loaded models; GraphDecoder tries the first
+        self.models: list[nn.Module] = []  # loaded models; the first is run by GraphDecoder
         self.loads = True  # whether from_pretrained loads the FP8 checkpoint
         self.quantized_logits: Tensor | None = None
         self.layouts = PUBLISHED.get(name, ("block",))
@@ -205,7 +205,10 @@ class Trial:
             yield directory, logits_of(source.write(layout, directory, wanted.__contains__), self.tokens)
 
     def _how_published(self) -> str | None:
-        """Return the note beside "yes": layouts other than "block", or that experts are not in FP8; None: no note."""
+        """Return the note beside "yes", or None for no note.
+
+        The note names layouts other than "block", or says that the experts are not in FP8.
+        """
         if self.layouts != ("block",):
             return " and ".join(self.layouts)
         return None if _has_fp8_experts(self.unquantized.with_name("block")) else "its experts are not in FP8 there"
@@ -241,7 +244,10 @@ class Refusal(ValueError):
 
 
 def _is_published_in_fp8(name: str, value: Tensor, layout: Layout) -> bool:
-    """Return whether layout publishes a weight in FP8: linears and experts in layers; in GPT-OSS only experts."""
+    """Return whether checkpoints published in ``layout`` have this weight in FP8.
+
+    In FP8 are linears and experts in layers; in GPT-OSS, only experts.
+    """
     fused = value.dim() == 3 and re.search(r"(\.experts|moe)\b", name) is not None
     if layout.experts == "gpt-oss":
         return fused

@@ -41,14 +41,17 @@ WORKS = {
 
 
 class Published(NamedTuple):
-    """A model: sizes from its config.json, billions of parameters according to its authors, published formats."""
+    """A published model. formats: the formats in which it is published.
+
+    billions: billions of parameters according to its authors. numbers: the sizes in its config.json.
+    """
 
     model_type: str
     billions: float
     formats: str
     numbers: dict = {}
     instead: str = ""
-    """Text that replaces what docs/models.md says about what works; "": none."""
+    """Text that replaces what docs/models.md says about what works; "" if nothing replaces it."""
 
 
 _GLM = {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552}
@@ -116,9 +119,9 @@ class Sizes(NamedTuple):
     parameters: int
 
     def gpus(self, memory: float) -> int | None:
-        """Return the fewest GPUs that hold the model, with experts divided among them; None if above COUNTS.
+        """Return the smallest number of GPUs, of those in COUNTS, that holds the model; None if the largest does not.
 
-        Each GPU holds its share of the experts and everything else. memory: bytes of one GPU.
+        Each GPU holds its share of the experts, and all other weights. memory: bytes of one GPU.
         """
         return next((count for count in COUNTS if self.experts / count + self.rest <= FULL * memory), None)
 

@@ -93,7 +93,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a case. refused: how many readers refused the checkpoint. failures: what went wrong in others."""
+    """The result of a case.
+
+    refused: how many readers refused the checkpoint. failures: what went wrong in other readers.
+    """
 
     case: Case
     refused: int

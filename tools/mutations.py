@@ -1,6 +1,7 @@
 """Ways to damage the files of a checkpoint: headers, bytes, scales, the index, config.json, and the files themselves.
 
-MUTATIONS   name -> function(directory, rng): changes the checkpoint in place, randomly but reproducibly by ``rng``
+`MUTATIONS` maps names to functions (directory, rng). Each function changes the checkpoint in place, in a way that
+depends only on ``rng``.
 """
 
 import json

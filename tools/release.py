@@ -20,7 +20,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def release(version: str, root: Path = ROOT) -> str:
-    """Release a version and return its tag. ValueError, with nothing changed, if a precondition is not met."""
+    """Release a version and return its tag. Raises ValueError, with nothing changed, if a precondition is not met."""
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         raise ValueError(f"VERSION: expected three numbers such as 0.3.0, got {version!r}")
     source, changelog = root / "fp8moe" / "__init__.py", root / "CHANGELOG.md"

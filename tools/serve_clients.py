@@ -1,10 +1,10 @@
 """`python -m tools.serve_clients`: 256 clients make 3000 requests to `fp8moe serve`; writes validation/serve.json.
 
 A process serves a tiny Mixtral with random float32 weights on the CPU, with 64 slots. Each request is drawn from KINDS.
-Texts are compared with those of `generate` for one prompt at a time, statuses with those of the API. `growth` is the
-memory of the server after all requests over that after the first SETTLED. `longest_halt_ms` is the longest time between
-two parts of a stream whose client reads at once, beside that of the longest forward of the decoder: a step, or a piece
-of prompts.
+Texts are compared with the results of `generate` for one prompt at a time, status codes with OpenAI's. `growth` is the
+ratio of the server's memory after all requests to its memory after SETTLED requests. `longest_halt_ms` is the longest
+time between two parts of a stream whose client reads at once; it is listed beside the time of the decoder's longest
+forward, which is a decode step or the prefill of a piece of prompts.
 
 The experts are in float32, too: on a CPU GraphDecoder is not batch invariant, and FP8 rounding could change a token.
 `python -m benchmarks serve_gpu` compares a model in FP8 on a GPU.
@@ -25,7 +25,7 @@ import torch
 FILE = Path(__file__).resolve().parent.parent / "validation" / "serve.json"
 PACKAGES = ("fp8moe", "torch", "transformers", "fastapi", "uvicorn")
 CLIENTS, REQUESTS, SETTLED, SLOTS, MAX_LENGTH = 256, 3000, 500, 64, 256
-PROMPTS, ANSWERS, TEXTS = (4, 150), (2, 60), 60  # shortest and longest; different prompts
+PROMPTS, ANSWERS, TEXTS = (4, 150), (2, 60), 60  # shortest and longest prompt and answer in tokens; number of prompts
 KINDS = {"whole": 6, "stream": 6, "slow": 1, "closed": 2, "stop": 2, "one": 2, "large": 1, "malformed": 1, "unknown": 1}
 """Kinds of requests, and how often each is drawn compared with the others."""
 NAME = "tiny"
@@ -39,7 +39,10 @@ def prompts() -> list[tuple[str, int]]:
 
 
 def serve(pipe: Any, longest: Any) -> None:
-    """Send the expected texts and the port, then serve until SIGTERM. longest: gets the time of the longest forward."""
+    """Send the expected texts and the port, then serve until SIGTERM.
+
+    longest: a shared value that this function sets to the time of the longest forward.
+    """
     import socket
 
     from fp8moe.commands.serve import make_decoder
@@ -51,14 +54,14 @@ def serve(pipe: Any, longest: Any) -> None:
 
     torch.set_num_threads(1)
     tokenizer = tiny_tokenizer()  # one token per letter
-    model = tiny_mixtral(vocab_size=len(tokenizer), max_position_embeddings=MAX_LENGTH)  # without an end token
+    model = tiny_mixtral(vocab_size=len(tokenizer), max_position_embeddings=MAX_LENGTH)  # has no end token
     decoder = make_decoder(model, SLOTS, MAX_LENGTH)
     expected = []
     for prompt, new in prompts():
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         tokens = decoder.generate(ids, max_new_tokens=new)[0, ids.shape[1] :]
         expected.append([tokenizer.decode(some, skip_special_tokens=True) for some in (tokens, tokens[:1])])
-    for size in decoder.batch_sizes:  # allocates their caches
+    for size in decoder.batch_sizes:  # allocate the cache of every batch size
         list(decoder.run([{"input_ids": torch.tensor([5]), "max_new_tokens": 2}] * size))
     listener = socket.create_server(("127.0.0.1", 0), backlog=CLIENTS)
     manager = DecoderManager(decoder)
@@ -76,7 +79,7 @@ def serve(pipe: Any, longest: Any) -> None:
 
 
 class Clients:
-    """The clients, and what they got: wrong answers by kind, halts of streams."""
+    """The clients, and what they recorded: descriptions of wrong answers, and times between parts of streams."""
 
     def __init__(self, expected: list[list[str]], port: int, pid: int):
         self.expected, self.port, self.pid = expected, port, pid

@@ -17,7 +17,8 @@ from tools.environments import PYTHON, commands_of, make, parser_of, pip, store
 
 FILE = ROOT / "validation" / "sglang.json"
 README = ROOT / "integrations/sglang/README.md"
-VERSIONS = {  # version of SGLang -> (hash of its wheel for Python 3.11, version of transformers that it pins)
+# Maps a version of SGLang to the hash of its wheel for Python 3.11, and to the version of transformers that it pins.
+VERSIONS = {
     "0.5.13": ("9d26266ab7e99165098f9e173f4a5a0ef6a0b64a6f30ef0b5ee859eead37e75a", "5.8.1"),
     "0.5.23": ("00b3cd5b265ac76c64185fbb6b95424f324ddd9f428d0306b77bc9db9d859937", "5.19.0"),
 }
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def run_tests(environment: Path) -> dict[str, int]:
-    """Run the tests; return how many passed. RuntimeError with their output if any failed or was skipped."""
+    """Run the tests; return how many passed. Raises RuntimeError with their output if any failed or was skipped."""
     tests = "tests/guests/test_sglang.py"
     command = [environment / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

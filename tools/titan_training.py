@@ -1,8 +1,9 @@
 """`python -m tools.titan_training`: integrations/torchtitan in whole runs; the result is validation/torchtitan.json.
 
-Installs into an empty environment PyTorch, torchtitan 0.3.0 and what the README of integrations/torchtitan says. In
-this environment `examples.titan.debug_moe` is trained for 20 steps on the CPU, in bfloat16 and in FP8: in one process;
-in two processes, sharded by FSDP2, with expert and with tensor parallelism; compiled; and resumed from a checkpoint.
+Creates an environment and installs into it PyTorch, torchtitan 0.3.0, and fp8moe as described in the README of
+integrations/torchtitan. In this environment `examples.titan.debug_moe` is trained for 20 steps on the CPU, in bfloat16
+and in FP8: in one process; in two processes, sharded by FSDP2, with expert and with tensor parallelism; compiled; and
+resumed from a checkpoint.
 Fails if an FP8 loss differs from the bfloat16 loss by more than BAR, if a loss falls by less than FALL, or if linear
 layers under tensor parallelism are not refused. Takes a quarter of an hour on two cores, and 3 GB.
 """
@@ -25,7 +26,7 @@ PACKAGES = ("fp8moe", "fp8moe-torchtitan", "torchtitan", "torch")
 BAR, FALL, STEPS = 0.005, 0.1, 20
 EXPERTS, LINEARS = "fp8moe_torchtitan.experts", "fp8moe_torchtitan.linears"
 TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "1")
-# Name of a run -> (number of processes, options, modules to run in FP8).
+# Maps the name of a run to its number of processes, its options, and the modules that it runs in FP8.
 RUNS = {
     "one process": (1, (), (EXPERTS, LINEARS)),
     "FSDP2": (2, ("--parallelism.data_parallel_shard_degree", "2"), (EXPERTS, LINEARS)),
@@ -37,7 +38,7 @@ LOSS = re.compile(r"step:\s*(\d+).*?loss:\s*([\d.]+)")
 
 
 def install(environment: Path, torch_requirement: str) -> None:
-    """Install torchtitan into a new environment, and fp8moe as its integration's README says."""
+    """Create an environment; install into it torchtitan, and fp8moe as the README of integrations/torchtitan says."""
     make(environment, torch_requirement)
     pip(environment, "install", *TORCHTITAN)
     pip(environment, *commands_of(README)[0][1:])

@@ -81,7 +81,7 @@ def run_alone(root: Path, beside_others: dict) -> dict:
     Tests that pass this time do not count as failures; they are listed under "passed_alone".
     """
     failed = beside_others["failures"]
-    # Without a module: a test file could not be collected
+    # A name without a module means that a test file could not be collected.
     if not failed or any(name.startswith("::") for name in failed):
         return beside_others
     modules = [name.split("::", 1) for name in failed]
@@ -99,7 +99,7 @@ def run_alone(root: Path, beside_others: dict) -> dict:
 def run_failures(root: Path, content: dict, current: str) -> dict:
     """Run the failed tests of a validation file again; return the file's updated content.
 
-    SystemExit if the file has no tests with the `current` digest.
+    Raises SystemExit if the file has no tests with the `current` digest.
     """
     if content.get("digest") != current or "tests" not in content:
         raise SystemExit("--again needs tests that are recorded with the digest of these sources: run --only tests")
@@ -124,7 +124,7 @@ def parse_sanitizer(output: str) -> int | None:
 
 
 def find_sanitizer() -> str:
-    """Return the path of compute-sanitizer. SystemExit if there is none."""
+    """Return the path of compute-sanitizer. Raises SystemExit if it is not installed."""
     directories = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
     path = shutil.which("compute-sanitizer", path=directories)
     if path is None:
@@ -133,7 +133,10 @@ def find_sanitizer() -> str:
 
 
 def run_sanitizer(root: Path) -> dict:
-    """Run a script with a reduced set of operations under each sanitizer tool, in parallel; it also checks results."""
+    """Run a script with a reduced set of operations under each sanitizer tool, in parallel.
+
+    The script also checks results.
+    """
     sanitizer = find_sanitizer()
     # Without PyTorch's caching allocator every tensor is a separate allocation, so memcheck knows its bounds.
     environment = environment_of_one_in(len(SANITIZERS))
@@ -162,7 +165,7 @@ def run_benchmarks(
 ) -> dict:
     """Run benchmarks. If one raises, its error is recorded and the others still run.
 
-    save: called with the results after each benchmark. done: results of an earlier run; those without an error are
+    save: called with the results after each benchmark. done: results of an earlier run; results without an error are
     kept.
     """
     results = {name: result for name, result in (done or {}).items() if name in names and "error" not in result}
@@ -283,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return after
 
         earlier = content.get(part, {}) if args.again else {}
-        # Results in a part must have the same versions
+        # All results in a part must be from the same GPU, driver and versions of packages.
         done = earlier if earlier.get("versions") == measured_with else {}
         content = save(PARTS[part](ROOT, save, done))
     print(summary(content, current, needed))

@@ -36,7 +36,7 @@ from fp8moe.runtime.record import reserved
 
 DTYPES = ("bfloat16", "float16", "float32")
 ODD_M = (1, 5, 17, 40, 72, 129, 200, 300, 1000, 8192)
-ODD_SHAPES = ((8, 16), (72, 144), (576, 272), (1000, 4096), (2048, 7168))  # (n, k)
+ODD_SHAPES = ((8, 16), (72, 144), (576, 272), (1000, 4096), (2048, 7168))  # (n, k) of GEMMs
 HEADS = ((32, 4, 128, 128, True), (96, 8, 128, 64, True), (8, 2, 256, 256, False), (14, 2, 64, 64, False))
 EXPERTS = {"hidden": 1024, "intermediate": 512, "experts": 16, "top_k": 4}
 ODD_EXPERTS = {"hidden": 200, "intermediate": 72, "experts": 5, "top_k": 2}
@@ -291,7 +291,7 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def column_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield GEMMs and experts whose weights have one scale per output channel or per block, with and without biases."""
+    """Yield calls of GEMMs and experts. Weights have one scale per output channel or per block, and biases or none."""
     for channels, dtype, tokens in product((False, True), (None, torch.bfloat16, torch.float32), (1, 70, 2000)):
 
         def weights(*shape: int, channels: bool = channels) -> fp8moe.FP8Tensor:
@@ -316,7 +316,7 @@ def column_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def _backward(call: Callable, operands: tuple, options: dict, grad: torch.Tensor) -> Callable[[], object]:
-    """Return a call that runs forward and backward; the first operand gets a gradient, as do trained weights."""
+    """Return a call that runs forward and backward. The first operand gets a gradient; so do trained weights."""
     x = operands[0].requires_grad_()
     return lambda: call(x, *operands[1:], **options).backward(grad)
 

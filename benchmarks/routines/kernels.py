@@ -1,6 +1,7 @@
 """Times of kernels compared with their bounds: quantizers, indexer logits, and batch invariance.
 
-Each call is checked against the reference backend before it is timed. `of_copy`: ratio of its bandwidth to a copy's.
+Each call is checked against the reference backend before it is timed. `of_copy` is the ratio of the call's
+bandwidth to the bandwidth of a copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +66,7 @@ def timed(cases: Sequence[Case], **how: object) -> Iterator[tuple[Case, Callable
 
 
 def rates(moved: float, us: float) -> dict[str, float]:
-    """Return columns of a row: time, bandwidth for `moved` bytes, and its ratio to a copy's bandwidth."""
+    """Return columns of a row: time, bandwidth for `moved` bytes, and the ratio of this bandwidth to a copy's."""
     return {"us": us, "gbps": moved / us / 1e3, "of_copy": moved / us / 1e6 / roofline.copy_tbps()}
 
 
@@ -74,7 +75,10 @@ SMALL_M, LARGE_M = (1, 2, 4, 8, 16, 32, 64), (4096, 65536)
 
 
 def quantize() -> Iterator[dict]:
-    """Time the quantizers. Bytes: bfloat16 is read once, FP8 data and float32 scales are written once."""
+    """Time the quantizers.
+
+    The bandwidth counts one read of the bfloat16 values, and one write of the FP8 data and float32 scales.
+    """
     cases = [Case("quantize_1x128", {"m": m, "k": K}) for m in SMALL_M + LARGE_M]
     cases += [Case("quantize_128x128", {"m": m, "k": K}) for m in LARGE_M]
     for case, _, found in timed(cases):
@@ -147,7 +151,7 @@ TRANSPOSE = Benchmark(
 LONG = 131072
 EVEN = (8192,) * 64  # contexts of the batch whose bandwidth is the baseline
 UNEVEN, AS_MANY = (LONG, *[512] * 63), (2552,) * 64  # contexts of two batches with the same number of tokens
-# Tokens to append -> how many of them go into each cache block
+# Maps the number of tokens to append to how many of them go into each cache block.
 APPENDS = {1: 1, 128: 1, 8192: calls.CACHE_BLOCK, 65536: calls.CACHE_BLOCK}
 TOPK = ((128, 65536, 2048), (2048, 16384, 2048))  # (rows, columns, k)
 OVERLAP = {"tokens": 16384, "queries": 64, "heads": 64, "head_dim": 128, "top_k": 2048}
@@ -162,7 +166,7 @@ def paged_case(contexts: Sequence[int], fill_masked: bool = True) -> Case:
 
 
 def paged_work(case: Case) -> tuple[int, int]:
-    """Return operations and bytes of a case: keys, scales and queries are read once, logits are written once."""
+    """Return the numbers of operations and bytes. Keys, scales and queries are read once, logits are written once."""
     batch, contexts, _, heads, head_dim, longest, fill_masked = case.sizes.values()
     logits = batch * longest if fill_masked else sum(contexts)
     moved = sum(contexts) * (head_dim + 4) + 4 * logits + batch * heads * head_dim
@@ -181,8 +185,9 @@ def check_paged(case: Case, call: partial) -> float:
 def paged() -> Iterator[dict]:
     """Time indexer logits of decode steps.
 
-    Each "uneven" row compares a batch with one long context: `over_bytes` is the ratio of its time to the time of its
-    bytes at the baseline's bandwidth, `over_even` the ratio to the time of a batch with equal contexts.
+    Each "uneven" row is about a batch with one long context. `over_bytes` is the ratio of this batch's time to the time
+    that its bytes would take at the bandwidth of the batch EVEN. `over_even` is the ratio of this batch's time to the
+    time of a batch with as many tokens in equal contexts.
     """
     cases = [paged_case(EVEN), *(paged_case(one, fill) for one in (UNEVEN, AS_MANY) for fill in (True, False))]
     made = [calls.build(case, calls.Operands(DEVICE)) for case in cases]
@@ -209,7 +214,11 @@ def paged() -> Iterator[dict]:
 
 
 def append() -> Iterator[dict]:
-    """Time the quantization of bfloat16 keys into a paged cache. Bytes per token, with scale and slot: 3 * D + 8."""
+    """Time the quantization of bfloat16 keys into a paged cache.
+
+    The bandwidth counts 3 * D + 8 bytes per token: the key is read, its FP8 values are written, and the scale and the
+    slot take 8 bytes.
+    """
     cases = [Case("append_kv", {"tokens": tokens, "per_block": each}) for tokens, each in APPENDS.items()]
     for case, _, found in timed(cases, rests=[REST] * len(cases)):
         tokens = case.sizes["tokens"]
@@ -217,7 +226,10 @@ def append() -> Iterator[dict]:
 
 
 def topk() -> Iterator[dict]:
-    """Time torch.topk of logits. Bytes: float32 is read; float32 values and int64 indices are written."""
+    """Time torch.topk of logits.
+
+    The bandwidth counts one read of the float32 logits, and one write of the float32 values and int64 indices.
+    """
     cases = [(torch.randn(size[:2], device=DEVICE), *size, ordered) for size in TOPK for ordered in (True, False)]
     made = [partial(torch.topk, logits, k, sorted=ordered) for logits, _, _, k, ordered in cases]
     for (_, rows, columns, k, ordered), found in zip(
@@ -275,7 +287,7 @@ FEW, MANY = 64, 512  # the bars are for calls with at most FEW tokens and with a
 
 
 def problems() -> Iterator[tuple[dict, Callable[[], object]]]:
-    """Yield the row of each GEMM and experts layer, still without times, and its call."""
+    """Yield, for each GEMM and each experts layer, a row still without times, and the call to time."""
     make = calls.Operands(DEVICE)
     for n, k in shapes.DENSE_SHAPES:
         for m in DENSE_M:

@@ -20,7 +20,7 @@ COUNT, CLIENTS = 1000, 64
 GOES_EVERY = 10  # one of this many clients leaves early
 SLOTS = 64
 SIZES = (4, 16, SLOTS)  # the smaller batch sizes serve the last requests
-PROMPTS, ANSWERS = (16, 2048), (16, 512)  # shortest and longest
+PROMPTS, ANSWERS = (16, 2048), (16, 512)  # shortest and longest length in tokens
 STEADY_PROMPT = 512
 MODEL = Option(next(iter(CONFIGS)), tuple(CONFIGS))
 
@@ -39,7 +39,7 @@ def make_decoder(model: Any) -> GraphDecoder:
 
 
 def make_requests(model: Any, count: int) -> list[dict]:
-    """Make requests with random prompts, and the lengths of `lengths`."""
+    """Make requests with random prompts; `lengths` draws the lengths of prompts and answers."""
     return [
         {"input_ids": random_prompts(model, 1, prompt)[0], "max_new_tokens": answer, "eos_token_id": ()}
         for prompt, answer in lengths(count)
@@ -63,7 +63,7 @@ def clocked(call: Callable[[], list], asked: int) -> tuple[float, int]:
 
 
 def measure_requests(model: str = MODEL.default, requests: int = COUNT) -> Iterator[dict]:
-    """Measure new tokens/s, with prompts read in between. `of_steady`: over the rate of decode in full batches."""
+    """Measure new tokens/s, prefill included. `of_steady`: ratio to the rate of decode with full batches."""
     built = build(model)
     decoder = make_decoder(built)
     steady = SLOTS / step_seconds(decoder, random_prompts(built, SLOTS, STEADY_PROMPT))
@@ -87,7 +87,7 @@ REQUESTS = Benchmark(
 
 
 class Clients:
-    """Clients that ask the manager of `fp8moe serve` without HTTP."""
+    """Clients that pass requests directly to the manager of `fp8moe serve`, without HTTP."""
 
     def __init__(self, model: Any, decoder: GraphDecoder):
         from fp8moe.serving import DecoderManager
@@ -122,10 +122,12 @@ async def _together(calls: Iterable[Any]) -> list[Any]:
 
 
 def measure_serving(model: Any, count: int) -> Iterator[dict]:
-    """Yield one row each for `GraphDecoder.run`, whole answers and streams; all requests start at once."""
+    """Yield a row each for `GraphDecoder.run`, the server's whole answers and its streams.
+
+    All requests start at the same time.
+    """
     decoder = make_decoder(model)
     requests = make_requests(model, count)
-    run_all(decoder, requests[: 2 * SLOTS])  # compiles kernels for the batch sizes in use
     clients = Clients(model, decoder)
     lists = [(request["input_ids"].tolist(), request["max_new_tokens"]) for request in requests]
     ways: dict[str, Callable[[], list]] = {"run": lambda: run_all(decoder, requests)}
@@ -133,6 +135,8 @@ def measure_serving(model: Any, count: int) -> Iterator[dict]:
         ways[how.__name__] = lambda how=how: asyncio.run(_together([how(*request) for request in lists]))
     first = None
     for how, call in ways.items():
+        # The first run captures prefill graphs. Their lengths depend on which short prompts are prefilled together.
+        call()
         seconds, new = clocked(call, sum(answer for _, answer in lists))
         first = first or seconds
         row = {"what": "serve", "how": how, "requests": count, "slots": SLOTS, "seconds": seconds}
@@ -143,7 +147,10 @@ def measure_serving(model: Any, count: int) -> Iterator[dict]:
 
 @fp8moe.batch_invariant()
 def check_clients(model: Any, count: int) -> dict:
-    """Count open requests, and clients that got the tokens of `generate` (its first tokens, if they left)."""
+    """Count the clients that got the right tokens, and the requests that are still open.
+
+    The right tokens are those of `generate`. A client that left early should have the first of these tokens.
+    """
     decoder = make_decoder(model)
     prompts = [random_prompts(model, 1, 8 + 7 * index % 400)[0] for index in range(count)]
     answers = [answer for _, answer in lengths(count)]

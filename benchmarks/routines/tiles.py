@@ -6,9 +6,10 @@ the chosen tile and the fastest other candidates are timed again, several times 
 times: how much slower the chosen tile is than the fastest. Groups have very different sizes, as with skewed routing;
 some are empty.
 
-With `--fit` the problems come from nine other seeds; with `--models` they have the weight shapes of well-known models,
-and fewer candidates each. Problems of both kinds are timed once. Their `times` are input for `tools.fit_cost`, which
-must not see the problems above. Results from an H200 are in benchmarks/fit.
+`--fit` and `--models` time other problems instead. The problems of `--fit` are drawn like those above, with nine other
+seeds; the problems of `--models` have the weight shapes of well-known models, and fewer candidates each. The candidates
+of these problems are timed only once. Their `times` are input for `tools.fit_cost`, which must not see the problems
+above. Results from an H200 are in benchmarks/fit.
 """
 
 import random
@@ -41,9 +42,9 @@ from fp8moe.runtime.launch import num_sms
 
 EACH = 30  # number of dense problems, and number of grouped problems
 LIKELY, MOST = 1.5, 16  # candidates: tiles with at most LIKELY times the least expected time, and at most MOST tiles
-OTHERS, ROUNDS = 3, 5  # how many tiles besides the chosen one are timed again, and how often
+OTHERS, ROUNDS = 3, 5  # number of tiles that are timed again besides the chosen tile; rounds of this second timing
 MOST_ROWS, MOST_BYTES = 20000, 4 << 30
-LONG_US = 100  # before kernels that take longer the GPU rests, as it lowers its clocks when it is busy for long
+LONG_US = 100  # the GPU rests before kernels that take longer than this: when busy for long, it lowers its clocks
 SEED, FITTED_SEEDS = 60, range(61, 70)
 SMS = 132  # streaming multiprocessors of an H100 or H200
 # LINEAR, EXPERTS: (n, k) of linear layers and of experts in DeepSeek-V3, Kimi-K2, Qwen3 and Mixtral.
@@ -130,14 +131,15 @@ def group_offsets(problem: Problem) -> Tensor:
 def expected_us(problem: Problem, config: TileConfig, sms: int = SMS, skewed: float = SKEWED) -> float:
     """Return the microseconds that the cost model expects.
 
-    skewed: the probability that groups are skewed, for the case that it is not known whether they are.
+    skewed: the probability that the groups are skewed. The choice of tiles assumes the default, since it does not know
+    the sizes of the groups.
     """
     groups, m, n, k, _ = problem
     return grouped_time(config, groups, m / groups, n, k, sms, skewed) if groups else dense_time(config, m, n, k, sms)
 
 
 def every_candidate(problem: Problem, sms: int = SMS) -> list[TileConfig]:
-    """Return all tiles from which one is chosen for a problem."""
+    """Return all tiles that may be chosen for a problem."""
     groups, m, n, k, _ = problem
     if groups:
         return grouped_candidates(GroupedProblem(m, groups, m / groups, n, k, sms))
@@ -179,7 +181,7 @@ def finalists(times: dict[TileConfig, float]) -> list[TileConfig]:
 def make_row(problem: Problem, times: dict[TileConfig, float], again: dict[TileConfig, float] | None = None) -> dict:
     """Make a problem's row from the microseconds of its candidates, with the chosen tile first.
 
-    again: times of a second measurement, from which `regret` is computed; None: use the times of the first.
+    again: times of a second measurement, from which `regret` is computed; None: `regret` is computed from `times`.
     """
     judged = times if again is None else again
     (chosen, us), *_ = judged.items()
@@ -199,7 +201,7 @@ def time_in_turn(problem: Problem, configs: Sequence[TileConfig], sms: int, roun
 
 
 def measure(fit: bool = False, models: bool = False) -> Iterator[dict]:
-    """Time the candidates of each problem; when judging the choice, time the fastest candidates again."""
+    """Time the candidates of each problem. Without `fit` and `models`, time the fastest candidates again."""
     sms, likely, most = num_sms(torch.cuda.current_device()), LIKELY, MOST
     timed = fitted() if fit else problems()
     if models:

@@ -19,7 +19,11 @@ PACKAGES = ("transformers", "fastapi", "uvicorn", "prometheus_client")
 MAX_LENGTH = 4096
 """Default of --max-length, in tokens; lower if the model has fewer positions."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Addresses at which only their own names are accepted as Host header, against DNS rebinding by web pages."""
+"""Loopback addresses.
+
+A server that listens at one of them accepts only this address and "localhost" as Host header: a defence against DNS
+rebinding.
+"""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -51,11 +55,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def load(directory: str, device: str | None, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """Load a model, its experts on fp8moe, and its tokenizer. device: None for a GPU if there is one.
+    """Load a model with its experts on fp8moe, and its tokenizer. device: None for a GPU if there is one, else the CPU.
 
-    trust_remote_code: where config.json names code of the checkpoint (auto_map), it makes the model.
-    Raises ValueError for a checkpoint of which there is no such model or tokenizer, or not without code of its own, and
-    for tensors that are missing, left over or misshapen.
+    trust_remote_code: if config.json names model code in the checkpoint (auto_map), build the model with that code.
+    Raises ValueError if the model or its tokenizer cannot be loaded, if one of the two needs code that
+    trust_remote_code does not allow, and if tensors are missing, left over or misshapen.
     """
     import transformers
 
@@ -75,7 +79,8 @@ def load(directory: str, device: str | None, *, trust_remote_code: bool = False)
         declared = read_json(checkpoint.directory / "tokenizer_config.json", [])
         known = hasattr(transformers, str(declared.get("tokenizer_class")))
         if declared.get("auto_map") and not (known or trust_remote_code):
-            raise ValueError("its class is custom code of the checkpoint")  # transformers would take another class
+            # Without this error transformers would load the tokenizer with another class.
+            raise ValueError("its class is custom code of the checkpoint")
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:  # broken files make transformers raise anything
         reason = reason_of(error).removeprefix("ValueError: ")
@@ -88,7 +93,8 @@ def load(directory: str, device: str | None, *, trust_remote_code: bool = False)
         kind = transformers.AutoModelForCausalLM
         return kind.from_pretrained(directory, trust_remote_code=True, **options).eval(), tokenizer
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*nothing of it runs on fp8moe")  # the experts will
+        # The warning would be wrong: the experts are put on fp8moe below.
+        warnings.filterwarnings("ignore", ".*nothing of it runs on fp8moe")
         model = load_model(directory, dtype="auto", device=device)
     if stored.scales == "none":
         model.set_experts_implementation(NAME)
@@ -96,7 +102,7 @@ def load(directory: str, device: str | None, *, trust_remote_code: bool = False)
 
 
 def _device(name: str | None) -> str:
-    """Return the device of this name; without one a GPU if there is one. Raises ValueError for one that is not here."""
+    """Return the device of this name; None: a GPU if there is one, else the CPU. Raises ValueError if unavailable."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = name or ("cuda" if gpus else "cpu")
     kind, _, index = name.partition(":")
@@ -112,8 +118,8 @@ def _device(name: str | None) -> str:
 def make_decoder(model: Any, slots: int, max_length: int | None) -> Any:
     """Return a GraphDecoder for `slots` sequences; or warn and return None if only transformers can serve the model.
 
-    Raises ValueError for a model that neither serves, for more tokens than it has positions, and for caches that do not
-    fit into the memory.
+    Raises ValueError for a model that neither GraphDecoder nor transformers can serve, for a max_length above the
+    model's number of positions, and for caches that do not fit into memory.
     """
     from fp8moe.decode import GraphDecoder
     from fp8moe.hf.architecture import reason_of
@@ -133,7 +139,7 @@ def make_decoder(model: Any, slots: int, max_length: int | None) -> Any:
         reason = str(error)
         if not reason.startswith("model:"):
             raise ValueError(f"--slots {slots}, --max-length {max_length}: {reason}") from error
-        if config.settings.batch_invariant:  # which transformers' is not
+        if config.settings.batch_invariant:  # transformers' continuous batching is not batch invariant
             raise
     try:
         model.init_continuous_batching(copy.deepcopy(model.generation_config))

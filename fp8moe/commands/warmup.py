@@ -25,7 +25,7 @@ from fp8moe.runtime.record import in_own_process
 from fp8moe.runtime.sm90 import USUAL_SMS
 from fp8moe.weights.source import CONFIG, config_problems, read_json
 
-_FEW_ENOUGH = 8192  # tokens: longer prompts need more GEMM variants, but no other further kernels
+_FEW_ENOUGH = 8192  # tokens; prompts longer than this need more GEMM variants, but no more of any other kernels
 _WAY_OUT = "expected a directory of your own, writable by nobody else, with 256 MB of room (docs/warmup.md)"
 
 
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_source(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what config.json holds, or would hold. Raises ValueError where there is none, or none of a model."""
+    """Return the configuration of SRC or of --model-type, with the values of --set. Raises ValueError if invalid."""
     if (options.source is None) == (options.model_type is None):
         raise ValueError("expected either SRC or --model-type")
     problems: list[str] = []
@@ -101,7 +101,10 @@ def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argpars
 def _record(
     source: dict[str, Any], batch_sizes: list[int], tokens: int, sms: int, given: Collection[str] = ()
 ) -> RequiredKernels:
-    """Return the kernels and GEMM families that a model needs. source: its configuration. given: names set by --set."""
+    """Return the kernels and GEMM families that a model needs.
+
+    source: the model's configuration. given: the names of the configuration values that --set sets.
+    """
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
@@ -123,9 +126,10 @@ def _record(
 
 
 def _variants(family: Family, rows: int, tokens: int, decoder: int, sms: int) -> set[KernelSpec]:
-    """Return the kernels of a GEMM family for prompts of 1 to `tokens` tokens, and for up to `decoder` in GraphDecoder.
+    """Return the kernels of a GEMM family for prompts of 1 to `tokens` tokens.
 
-    rows: rows of the GEMM per token.
+    Also returns the kernels that GraphDecoder loads for prefill of up to `decoder` tokens at once. rows: rows of the
+    GEMM per token.
     """
     return family.all_variants(rows, rows * tokens, sms) | family.variants(rows * decoder, sms)
 
@@ -146,7 +150,7 @@ def _missing(pool: ProcessPoolExecutor, kernels: list[KernelSpec]) -> list[Kerne
 def _raise_error(spec: KernelSpec, error: BaseException | None) -> None:
     """Raise the error of a compilation, if there is one, with the kernel's name in the message."""
     if isinstance(error, BrokenProcessPool):
-        raise error  # concerns all kernels not yet compiled, not this one
+        raise error  # the processes have died: this concerns all kernels not yet compiled, so name none
     if error is not None:
         raise RuntimeError(f"{_described(spec)}: {error}") from error
 

@@ -2,7 +2,7 @@
 
 A decode step runs `kernels.decoder_ops.decode_attention`. Calls with several tokens run PyTorch's flash attention: each
 row of the batch is a sequence, whose keys the kernel finds in the cache by strides. Whole prompts without padding run
-the causal attention that PyTorch chooses, on a GPU cuDNN's, which is faster.
+the causal attention that PyTorch chooses. On a GPU this is cuDNN's attention, which is faster than flash attention.
 
 An `AttentionMetadata` replaces the mask. Other attention implementations get transformers' masks, in which
 `hf.patches.take_offsets_of_rows` allows rows of different lengths.
@@ -27,8 +27,9 @@ NAME = "fp8moe_decode"
 class AttentionMetadataBuilder:
     """Builds the AttentionMetadata of model calls that read a cache of ``length`` columns.
 
-    begin, columns (B,) int64: the columns of each row's first token and first new token; a query attends to the columns
-    from begin to its own. ranks: the number of ranks that the key heads are split over.
+    ``begin``, ``columns`` (B,) int64: for each row, the columns of its first token and of its first new token. A query
+    attends to the columns from ``begin`` to the query's own column. ranks: the number of ranks that the key heads are
+    split over.
     """
 
     def __init__(self, begin: Tensor, columns: Tensor, length: int, ranks: int = 1):
@@ -37,7 +38,7 @@ class AttentionMetadataBuilder:
         self._whole = False
 
     def next_call(self, *, whole: bool = False) -> None:
-        """Discard the metadata of the last call. whole: whether rows have only new tokens, and no padding."""
+        """Discard the metadata of the last call. whole: whether the next call has only new tokens, and no padding."""
         self._built = {}
         # The causal kernel for whole prompts rounds differently from the kernel for other prompts.
         self._whole = whole and not config.settings.batch_invariant
@@ -120,8 +121,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute attention over the cache; transformers calls this function as the attention implementation `NAME`.
 
-    query: (B, heads, T, D). key, value: (B, key heads, columns, D) of the cache, all columns or the first ones. Returns
-    (B, T, heads, D), and None for the attention weights. The query of a padded token gives 0.
+    query: (B, heads, T, D). key, value: (B, key heads, columns, D), all columns of the cache or its first columns.
+    Returns (B, T, heads, D), and None for the attention weights. The query of a padded token gives 0.
 
     Raises UnsupportedAttention for dropout, float32, head sizes that the kernel does not support, and any other feature
     that the model asks for: soft caps, sinks, position biases, selected tokens.
@@ -176,7 +177,8 @@ def _flash_attention(
     """Run PyTorch's flash attention on packed sequences; return the output, shaped like ``query``.
 
     query (queries, heads, D); key, value (keys, key heads, D); sequences: as in AttentionMetadata. The last query of a
-    sequence attends to all its keys, each query before it to one key less, and none to more than ``window`` keys.
+    sequence attends to all keys of the sequence. Each query before the last attends to one key less than the query
+    after it. With a ``window``, a query attends to at most the last ``window`` of these keys.
     """
     first_query, first_key, count = sequences
     windows = {"window_size_left": window - 1, "window_size_right": 0} if window is not None else {}

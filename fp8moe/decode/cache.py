@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 class CachePosition:
     """The cache columns of a call's new tokens, shared by all attention layers.
 
-    columns (B,) int64: the column of each row's first new token; whoever calls the model advances it after the call.
-    ragged: whether rows may have different columns.
+    columns (B,) int64: the column of each row's first new token; whoever calls the model advances ``columns`` after
+    the call. ragged: whether rows may have different columns.
     """
 
     def __init__(self, size: int, device: torch.device, ragged: bool):
@@ -38,7 +38,7 @@ class CachePosition:
         """Return the number of cached tokens, in the form that transformers' masks expect.
 
         written: whether to count the tokens of this call. Returns an int, a tensor without dimensions or, if rows may
-        differ, a tensor of shape (B,).
+        have different numbers of tokens, a tensor of shape (B,).
         """
         before = self.start
         if before is None:
@@ -94,9 +94,10 @@ def _layer(index: int, layer: Any, max_length: int, position: CachePosition, chu
 
 
 def copy_rows(target: Any, size: int, rows: Tensor, source: Any, chosen: Tensor, length: int) -> None:
-    """Copy rows ``chosen`` (n,) of a cache, their first ``length`` columns and all states, to ``rows`` (n,) of another.
+    """Copy rows of one cache into another cache: the first ``length`` columns and all states of each row.
 
-    size: the number of rows of the target. Raises ValueError if a layer of the source keeps tensors of unknown kinds.
+    ``chosen`` (n,): the rows of ``source`` to copy. ``rows`` (n,): the rows of ``target`` to write. size: the number of
+    rows of the target. Raises ValueError if a layer of the source keeps tensors of unknown kinds.
     """
     for index, (mine, theirs) in enumerate(zip(target.layers, source.layers, strict=True)):
         tensors = _row_tensors(index, theirs)
@@ -112,7 +113,10 @@ def copy_rows(target: Any, size: int, rows: Tensor, source: Any, chosen: Tensor,
 
 
 def reset(cache: Any, masked: bool) -> None:
-    """Zero the cache's linear-attention states. masked: whether attention has a mask; if so, zero keys and values."""
+    """Set the cache's states of linear attention to zero; if ``masked``, keys and values too.
+
+    masked: whether attention has a mask.
+    """
     for layer in cache.layers:
         if masked or hasattr(layer, "has_previous_state"):
             layer.reset()
@@ -131,7 +135,7 @@ def has_states(cache: Any) -> bool:
 
 
 def bytes_of_a_row(cache: Any, max_length: int) -> int:
-    """Return the bytes that a row of so many columns takes in a cache like this one; what layers share counts once."""
+    """Return the bytes of a row in a cache like this one with ``max_length`` columns; shared tensors count once."""
     sizes: dict[int, int] = {}
     for name, value in (item for layer in cache.layers for item in vars(layer).items()):
         for tensor in (each for each in tree_leaves(value) if isinstance(each, Tensor) and each.dim() > 1):
@@ -141,7 +145,7 @@ def bytes_of_a_row(cache: Any, max_length: int) -> int:
 
 
 _COLUMNS = {"keys": 2, "values": 2, "indexer_keys": 1}
-"""The tensors of a cache layer with a column for each token, by name -> the dimension of the columns."""
+"""Maps names of a cache layer's tensors, those with a column for each token, to the dimension of the columns."""
 STATES = ("conv_states", "recurrent_states")
 """The attributes of a cache layer that are dicts of linear-attention states, with one row per sequence."""
 

@@ -62,7 +62,7 @@ def check_processors(processors: Iterable[Any], config: Any) -> None:
 
 
 def check_criteria(criteria: Iterable[Any], config: Any) -> None:
-    """Raise ValueError for a stopping criterion that the decoder lacks, or that differs from the config's settings."""
+    """Raise ValueError for a stopping criterion that the decoder lacks, or whose value is not the config's."""
     from transformers import generation
 
     ends = [] if config.eos_token_id is None else integers("eos_token_id", config.eos_token_id)
@@ -88,7 +88,7 @@ def as_output(result: Tensor | tuple[Tensor, Tensor]) -> Any:
 def check_streamer(caller: FrameType) -> None:
     """Raise ValueError if the calling ``model.generate`` has a streamer, which would never reach the decoder.
 
-    transformers 5.24 does not pass arguments of its own sampling to a custom_generate
+    transformers 5.24 does not pass a custom_generate those arguments that transformers' own ``_sample`` has
     (``_extract_generation_mode_kwargs``). caller: the frame of ``model.generate``.
     """
     if caller.f_locals.get("streamer") is not None:

@@ -34,17 +34,17 @@ from fp8moe.weights.closing import refits_of
 
 
 class _Turn(NamedTuple):
-    """A turn of a thread. over: has an element once it may have ended."""
+    """One thread's turn. over: a queue that gets an element when the turn ends; other threads wait for this element."""
 
     thread: int
     over: SimpleQueue
 
 
 class _Turns:
-    """Gives turns, one at a time. The owner may be a suspended generator: a thread that has a turn gets no second one.
+    """Gives turns to threads, one at a time. A thread with a turn, as in a suspended generator, gets no other turn.
 
-    A KeyboardInterrupt at any line leaves no turn behind: a turn is taken by one operation, which says whose it is, and
-    given back twice, as the first attempt may be interrupted.
+    A KeyboardInterrupt at any line leaves no turn behind: a single operation takes the turn and records the owner, and
+    the turn is ended twice, because an interrupt may stop the first attempt.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class _Turns:
 
     @contextmanager
     def next(self) -> Iterator[None]:
-        """Wait for a turn of this thread. Raises RuntimeError if it has one."""
+        """Wait for a turn of this thread. Raises RuntimeError if the thread already has a turn."""
         mine = _Turn(threading.get_ident(), SimpleQueue())
         try:
             try:
@@ -63,7 +63,8 @@ class _Turns:
                             "it or close it first"
                         )
                     with suppress(Empty):
-                        owner.over.put(owner.over.get(timeout=1))  # an interrupt may come between the two
+                        # The timeout helps if a thread was interrupted after get, and so did not put the element back.
+                        owner.over.put(owner.over.get(timeout=1))
                 yield
             finally:
                 self._end(mine)
@@ -117,22 +118,21 @@ class GraphDecoder:
             implementation "sdpa" or "eager" (for "eager" transformers 5.17 copies a constant from the host, which
             cannot be captured). On a GPU its experts need an implementation that can be captured, such as "fp8moe"
             (fp8moe.hf.register); "eager" experts read the routing on the host.
-        batch_sizes: of the captured steps; any smaller batch is served by the next larger one.
+        batch_sizes: the batch sizes of the captured steps; a smaller batch is served by the next larger step.
         max_length: most tokens of a sequence, prompt and answer together.
         capture: False runs the step without a graph on a GPU too.
-        fuse: the parts of the model that surround its experts run in fp8moe's kernels where it has known code, as
-            after `fp8moe.hf.optimize`, in the decoder's own steps and prompts; outside of them
-            the model stays as it is. For that FP8 weights of projections that read the same input move next to each
-            other. ``fused`` lists the modules. False: none.
-        prefill_chunk: columns of a batch of prompts that are read at a time, which bounds the memory that they take,
-            and the time that streams of other requests wait for it: they get a step after each piece. None: chosen
-            from the free memory; beside streams pieces have at most 4096 tokens, on a CPU 256. Models that cannot go
-            on from their cache with several tokens, as some with linear attention, read a prompt in one piece.
+        fuse: whether the decoder runs the model's modules other than experts in fp8moe's kernels, where their code is
+            known, as after `fp8moe.hf.optimize`. ``fused`` lists these modules. Outside of the decoder the model stays
+            as it is, except that FP8 weights of projections that read the same input become adjacent in memory.
+        prefill_chunk: columns of a batch of prompts to prefill at a time. This bounds the memory for prefill, and the
+            time that streams of other requests wait: they get a step after each chunk. None: chosen from the free
+            memory; while requests stream, chunks have at most 8192 tokens on a GPU and 256 on a CPU. Models that cannot
+            prefill after cached tokens, such as some with linear attention, prefill a prompt in one piece.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or the model cannot be captured; the message says why. To find out,
-            the model reads a few tokens, for which its step, with a static cache, must give the same logits as the
-            model without a cache.
+        TypeError, ValueError: an argument is wrong, or the model cannot be captured; the message says why. The check
+            runs a few tokens through the decode step, with a static cache: their logits must be the same as without a
+            cache.
         RuntimeError: the capture itself failed.
     """
 
@@ -195,21 +195,22 @@ class GraphDecoder:
         max_new_tokens: the most tokens of a continuation.
         attention_mask: (B, L), 0 where a prompt is padded. None: the prompts are padded where they have the pad token,
             unless that is also an end token; then they have no padding.
-        eos_token_id: a sequence ends after any of these tokens. None: those of ``model.generation_config``; (): none.
-        pad_token_id: fills a sequence after its end while others continue. None: the one of
-            ``model.generation_config``, else the first end token.
-        do_sample: False chooses the most probable token. True draws one from those that top_k, top_p and min_p leave,
-            as transformers defines them, with probabilities at this temperature (below 1e-5: as without do_sample).
+        eos_token_id: a sequence ends after any of these tokens; (): after no token. None: the end tokens in
+            ``model.generation_config``.
+        pad_token_id: fills a sequence after its end while others continue. None: the pad token in
+            ``model.generation_config``, or else the first end token.
+        do_sample: False chooses the most probable token. True draws a token among those that top_k, top_p and min_p
+            keep, as defined by transformers, with probabilities at ``temperature`` (below 1e-5: as without do_sample).
             An option that is None comes from ``model.generation_config``; if it is None there too, it is off.
         repetition_penalty: as in transformers, logits of tokens in the prompt or the answer are divided by it, or
             multiplied where they are negative. presence_penalty: subtracted from logits of tokens in the answer. Both
             apply without do_sample, too; then ``model.generation_config`` sets only the default of repetition_penalty.
         seed: a 64-bit integer for all sequences, or one for each. What a sequence draws depends only on its own seed
             and logits: with one integer for all, the same prompt twice in a batch gives the same answer twice. None:
-            PyTorch's default generator draws one for each; of several ranks, the generator of the first.
+            PyTorch's default generator draws a seed for each sequence; of several ranks, the first draws for all.
         streamer: a streamer of transformers, such as TextStreamer: gets the prompts, then the tokens (B,) of each step.
         stop_strings: a sequence ends after the token that completes one of these strings in the text that
-            ``tokenizer`` decodes. None: those of ``model.generation_config``.
+            ``tokenizer`` decodes. None: the stop strings in ``model.generation_config``.
         prefix: a result of `prefix`, which the prompts continue. Its tokens are not returned.
         return_logprobs: also return the log probabilities that the model gave the new tokens, (B, n) float32, before
             penalties, temperature and filters; 0 after the end of a sequence.
@@ -217,11 +218,11 @@ class GraphDecoder:
         Returns (B, L + n) int64 on the device of ``input_ids``; n is max_new_tokens, or less if every sequence ended.
 
         Raises TypeError or ValueError for wrong arguments: more than max_length tokens, more sequences than the largest
-        captured batch, padding on the right; ValueError for settings of ``model.generation_config`` that would change
-        tokens but are not applied (suppress_tokens, bad_words_ids, min_length, num_beams...), or if the model is in
-        training mode; NaNLogits, a ValueError with what was generated, if the logits of a sequence become NaN.
-        RuntimeError if the weights have changed since the capture other than by a complete `fp8moe.refit`, or change
-        during the call, or if the decoder is closed.
+        captured batch, padding on the right. Raises ValueError for settings of ``model.generation_config`` that would
+        change tokens but are not applied (suppress_tokens, bad_words_ids, min_length, num_beams...), and if the model
+        is in training mode. Raises NaNLogits, a ValueError with what was generated, if the logits of a sequence become
+        NaN. Raises RuntimeError if the decoder is closed, if the weights change during the call, and if they have
+        changed since the capture other than by a complete `fp8moe.refit`.
         """
         return self._only(parse(self, input_ids, options, self.model.generation_config))
 
@@ -258,9 +259,9 @@ class GraphDecoder:
     ) -> Iterator[tuple[int, Result]]:
         """Serve many requests with continuous batching: a request that ends frees its row of the batch for another.
 
-        requests: dicts of `generate`'s arguments, each for one prompt, input_ids (length,). The iterable may be lazy
-            and endless: it is read only as far ahead as there are rows. A streamer gets its prompt, then its tokens one
-            by one; if it raises, the run ends.
+        requests: an iterable with a dict of `generate`'s arguments for each request. The request's input_ids are one
+            prompt, (length,). The iterable may be lazy and endless: it is read only as far ahead as there are rows. A
+            request's streamer gets the prompt, then the new tokens one by one; if the streamer raises, the run ends.
         progress: True for a bar on standard error; or a function, which is called with the number of results and the
             number of requests, None if that is unknown.
 
@@ -270,7 +271,7 @@ class GraphDecoder:
         leaving the loop and dropping the iterator, frees the rows.
 
         Raises TypeError for wrong arguments, and ValueError for a model that cannot have rows of different lengths in a
-        batch. The iterator raises RuntimeError as `generate`.
+        batch. The iterator raises RuntimeError as `generate` does.
         """
         if isinstance(requests, Mapping | str | Tensor) or not isinstance(requests, Iterable):
             raise TypeError(
@@ -286,7 +287,10 @@ class GraphDecoder:
         return run(self, requests, progress)
 
     def stats(self) -> Stats:
-        """Return calls, tokens, times and memory so far: see `stats.Stats`. Waits only for calls that have ended."""
+        """Return the numbers of calls and tokens, the times and the memory so far: see `stats.Stats`.
+
+        Waits until the GPU has finished the calls that have ended on the host, but not for calls still in progress.
+        """
         return self._records.stats(cache_bytes(step.cache for step in self.steps.values()), pool_bytes(self._pool))
 
     def __call__(
@@ -423,7 +427,7 @@ class GraphDecoder:
 
     @torch.no_grad()
     def _check_memory(self, sizes: list[int]) -> None:
-        """Raise ValueError where the caches of these batch sizes do not fit into the memory that is free."""
+        """Raise ValueError if the caches of these batch sizes do not fit into the free memory."""
         step = self.step_of(1, 2)
         step.start(1, 1, None, [], 0)
         step.read()

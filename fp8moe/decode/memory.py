@@ -7,13 +7,19 @@ from typing import Any
 import torch
 
 MOST_WHOLE_TOKENS = 65536
-"""The most tokens of a batch of prompts to prefill in one piece, if memory allows: attention is fastest then."""
+"""A batch of prompts with at most this many tokens is prefilled in one piece, if memory allows.
+
+Attention is fastest without chunks.
+"""
 MOST_TOKENS = 8192
-"""The most tokens in a prefill chunk if a batch takes several chunks: the kernels gain little from more tokens."""
+"""If a batch is not prefilled in one piece, a chunk has at most this many tokens, but at least LEAST_COLUMNS columns.
+
+The kernels gain little from larger chunks.
+"""
 LEAST_COLUMNS = 64
 FREE_MEMORY_FRACTION = 0.5
 """The fraction of the free memory that one prefill chunk may take."""
-_RECEIVED, _SUM = 1.1, 4  # bytes per hidden value: of a received FP8 token with scales, and of a partial sum
+_RECEIVED, _SUM = 1.1, 4  # bytes per hidden value in a received FP8 token (with scales) and in a partial sum
 
 
 def columns_at_a_time(model: Any, batch: int, end: int, device: torch.device, *, masked: bool, ranks: int = 1) -> int:

@@ -14,7 +14,7 @@ from fp8moe.runtime.jit import load_all
 from fp8moe.runtime.launch import num_sms
 
 MOST_GRAPH_TOKENS = 4096
-"""The most tokens of a prefill graph: for twice as many, the GPU computes longer than the host launches kernels."""
+"""A prefill graph has at most this many tokens: with twice as many, the host launches kernels faster than they run."""
 COLUMNS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """The numbers of columns that prompts are padded to, so that a graph can prefill them."""
 
@@ -34,10 +34,11 @@ class _Graph(NamedTuple):
 
 
 class ShortPrompts:
-    """CUDA graphs that prefill short prompts in a step of ``size`` rows; none if the model reads values on the host.
+    """CUDA graphs that prefill short prompts in a step of ``size`` rows.
 
     The host takes longer to launch the kernels of a short prompt than the GPU to run them. Prompts are padded on the
-    left to one of COLUMNS. Each of these lengths has a graph, captured at its second use. All share one memory pool.
+    left to one of COLUMNS. Each of these lengths has a graph, captured at its second use. All graphs share one memory
+    pool. If the model reads values on the host, prompts are prefilled without graphs.
 
     chunk: the most columns to prefill at a time.
     """

@@ -13,7 +13,7 @@ from fp8moe.decode.use import ModelState
 class Prefix:
     """A prefix of prompts: its tokens (n,) int64, and a cache of n columns with their keys, values and states.
 
-    pads: whether the prompts that follow it in one batch may have different lengths.
+    pads: whether prompts of different lengths may follow the prefix in one batch.
     """
 
     def __init__(self, decoder: Any, tokens: Tensor):
@@ -41,7 +41,7 @@ class Prefix:
         Padding between the prefix and a prompt could not be masked. Instead, the last tokens of the prefix are computed
         again in place of the padding, and rows begin at different columns.
 
-        Returns the tokens to prefill and the column where they begin; the column is None if rows differ in it.
+        Returns the tokens to prefill and the column where they begin; the column is None if it differs between rows.
         Raises ValueError for padding that is not on the left, or if the model cannot have rows of different lengths.
         """
         size, new = tokens.shape

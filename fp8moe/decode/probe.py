@@ -74,7 +74,7 @@ def check_model(model: Any, captured: bool) -> None:
 
 
 def _check_scales(model: Any) -> None:
-    """Raise ValueError if transformers has loaded a model's quantized weights as if their codes were the values."""
+    """Raise ValueError if transformers has loaded a model's quantized weights without applying their scales."""
     configs = (model.config, model.config.get_text_config(decoder=True))
     quantized = any(getattr(config, "quantization_config", None) is not None for config in configs)
     has_codes = any(parameter.dtype.itemsize == 1 for parameter in model.parameters())
@@ -108,7 +108,7 @@ def _is_experts(module: nn.Module) -> bool:
 def find_capabilities(
     model: Any, device: torch.device, captured: bool, flash: str | None, fused: Optimized | None = None
 ) -> tuple[Capabilities, dict[str, str]]:
-    """Find the capabilities with which the model gives the right logits; also return why the others are refused.
+    """Find the capabilities with which the model gives the right logits; return them, and why others are refused.
 
     flash: the name of the attention implementation to try. fused: modules to try in fp8moe's kernels.
     Raises the ValueError of `check_step` if the model's logits are wrong even with every capability off, that is, with
@@ -130,7 +130,7 @@ def find_capabilities(
 
 
 def _refusal(model: Any, device: torch.device, captured: bool, capabilities: Capabilities) -> ValueError | None:
-    """Return an error if the model fails `check_step` for two token sequences: one may fail by rounding alone."""
+    """Return an error if the model fails `check_step` for two token sequences: rounding alone may fail one of them."""
     refusal = None
     for beginning in (0.25, 0.3):
         try:
@@ -146,14 +146,15 @@ def _refusal(model: Any, device: torch.device, captured: bool, capabilities: Cap
 def check_step(
     model: Any, device: torch.device, captured: bool, capabilities: Capabilities = PLAIN, beginning: float = 0.25
 ) -> None:
-    """Run a few tokens through a new decode step, and compare the logits with the model's for all tokens at once.
+    """Run a few tokens through a new decode step, and check the logits against a call with all tokens at once.
 
     A ragged step has two rows, moved from other steps; a step with chunked prefill gets the prompt in chunks.
     beginning: the first token, as a fraction of the vocabulary.
 
-    Raises ValueError if the step cannot run; if it is to be captured but reads values on the host; or if its logits are
-    too far from those of the whole sequence after every new token. The limit is a fraction of the error of a model that
-    sees only that token: rounding, or other experts chosen in a near tie, stay below it after at least one token.
+    Raises ValueError if the step cannot run; if it is to be captured but reads values on the host; or if, after every
+    new token, its logits are too far from the logits for the whole sequence. The limit is a fraction of the error
+    that the logits have if the model sees only the new token. An error due to rounding, or to a choice of other experts
+    in a near tie, is below the limit after at least one of the tokens.
     """
     name = type(model).__name__
     tokens, mask = _sequence(vocabulary(model), device, beginning)
@@ -191,9 +192,9 @@ def check_step(
 
 
 def _far(stepwise: Tensor, whole: Tensor, alone: Tensor) -> bool:
-    """Return whether the step's logits are far from those of the whole sequence after every token.
+    """Return whether, after every token, the step's logits are far from the logits for the whole sequence.
 
-    alone: the logits after each token without those before it.
+    alone: the logits after each token if the model sees only this token.
     """
     # In 16 bits, a deep model of random weights amplifies rounding errors until they equal the effect of the context.
     tolerance = 0.25 if whole.dtype.itemsize > 2 else 0.8
@@ -252,9 +253,10 @@ def _with_cache(steps: list[Step], tokens: Tensor, mask: Tensor, begins: tuple[i
 
 
 def _forgets_states(model: Any, tokens: Tensor, capabilities: Capabilities) -> bool:
-    """Return whether a prompt's second chunk ignores the states of the first: NaN put into them then has no effect.
+    """Return whether prefill of a prompt's second chunk ignores the states that the first chunk left in the cache.
 
-    In 16 bits, or where other layers remember the first chunk, comparing logits would not show this.
+    It does if NaN in these states has no effect on the logits. Comparing logits with those of a whole prompt would not
+    show this in 16 bits, nor where other layers remember the first chunk.
     """
     for kind in STATES:
         step = Step(model, 1, PROMPT, tokens.device, capabilities)

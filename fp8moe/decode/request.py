@@ -63,7 +63,8 @@ class StopStrings:
             raise TypeError(f"tokenizer: expected a tokenizer of transformers, got {describe(tokenizer)}")
         self.strings = several
         self.tokenizer = tokenizer
-        # Each token decodes to at least one byte; one token more, as decoding may drop a space before the first.
+        # A stop string spans at most as many tokens as it has bytes, since each token decodes to at least one byte. One
+        # more token is kept, because decoding may drop the space before the first token's text.
         self.window = 1 + max(len(string.encode()) for string in several)
 
     def text(self, tokens: list[int]) -> str:
@@ -96,17 +97,18 @@ class Tail:
 class Request:
     """Prompts that begin together: their checked arguments, and the progress of their sequences.
 
-    key: identifies its news. given: the prompts (B, L) of the caller, with which the result begins if with_prompts.
-    tokens (B, L) int64, mask (B, L) bool or None: on the model's device. new_tokens: most of a sequence.
-    ends, pad: tokens; pad may be None. samplings: of each sequence.
-    tails: with stop strings the last tokens of each sequence, else Nones.
-    stepwise: the tokens (B,) of each step are news too, with return_logprobs (tokens, logprobs). cancelled: there is no
-    result, and the rows are freed before the next step; any thread may set it at any time.
+    key: identifies the request in `News`. given: the caller's prompts (B, L); the result repeats them if with_prompts.
+    tokens (B, L) int64, mask (B, L) bool or None: the prompts on the model's device. new_tokens: limit per sequence.
+    ends, pad: end tokens, and the pad token or None. samplings: one for each sequence.
+    tails: one `Tail` for each sequence if there are stop strings, otherwise Nones.
+    stepwise: whether each step's tokens (B,), or (tokens, logprobs) with return_logprobs, are reported as `News` too.
+    cancelled: report no result, and free the rows before the next step; any thread may set this at any time.
 
-    rows: of its step. made: an upper bound of a sequence's new tokens. end: a column that no sequence reaches.
-    seen: the new tokens of each sequence that were looked at one by one. stopped: sequences that a stop string ended.
-    finish_reasons: of each sequence, known with its result: "stop" after an end token or a stop string, which may be
-    the last token allowed, "length" otherwise, None after logits that became NaN.
+    rows: the request's rows in the decode step. made: an upper bound on the new tokens of a sequence. end: a column
+    that no sequence reaches. seen: for each sequence, the number of new tokens that were looked at one by one.
+    stopped: sequences that a stop string ended. finish_reasons: for each sequence, once the result is known: "stop"
+    after an end token or a stop string, even if this comes with the last token allowed; None after NaN logits;
+    otherwise "length".
     """
 
     key: Any
@@ -205,8 +207,8 @@ def parse_one(
 ) -> Request:
     """Check the arguments of one request of ``decoder.run``, and cut off padding.
 
-    generation_config: where what is not given comes from, None: the model's. stops_in_answer: stop strings count in
-    the text of the answer alone; without it they may begin in the prompt. Raises TypeError or ValueError as `parse`.
+    generation_config: supplies settings that are not given; None: the model's. stops_in_answer: search stop strings in
+    the answer's text only; otherwise they may begin in the prompt. Raises TypeError or ValueError as `parse` does.
     """
     if not isinstance(arguments, Mapping):
         raise TypeError(f"requests: expected dicts of generate's arguments, got {describe(arguments)}")
@@ -239,7 +241,10 @@ def _check_names(options: Mapping[str, Any], *more: str) -> None:
 
 
 def _tails(stop: StopStrings, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None) -> list[Tail | None]:
-    """Return the `Tail` of each prompt, including its prefix: stop strings may begin in their tokens."""
+    """Return a `Tail` for each prompt.
+
+    It is made of the last tokens of the prefix and the prompt, since a stop string may begin in either.
+    """
     before = [] if prefix is None else prefix.tokens[-stop.window :].tolist()
     last = tokens if mask is None else tokens.masked_fill(~mask, -1)
     prompts = last[:, -stop.window :].tolist()

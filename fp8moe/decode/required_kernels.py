@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: int, num_sms: int) -> RequiredKernels:
     """Find the kernel launches of models with these transformers configurations. Call it in a process of its own.
 
-    batch_sizes: those of decode steps. tokens: the most tokens to prefill at once. num_sms: the GPU's number of SMs.
+    batch_sizes: sizes of decode steps. tokens: the most tokens to prefill at once. num_sms: the GPU's number of SMs.
 
     The process is unfit for other use afterwards (`runtime.record`). Prompts of 1, 2, 4... tokens are prefilled: each
     kernel other than a GEMM is used for at least one of these lengths.
@@ -34,7 +34,7 @@ def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens:
     Raises ValueError for a model that `skeletons` or GraphDecoder refuses.
     """
     models = [model for config in configs for model in skeletons(config)]
-    # Replace PyTorch's own kernels, which need a GPU, or hours on a CPU.
+    # Replace PyTorch's own kernels: some of them need a GPU, and the others would take hours on a CPU.
     attention._flash_attention = _no_flash_attention
     F.scaled_dot_product_attention = _no_attention
     F.linear = lambda x, weight, bias=None: torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)

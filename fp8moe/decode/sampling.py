@@ -67,7 +67,8 @@ def parse_sampling(
                 raise ValueError(f"{name}: {value:g} has no effect without sampling; pass do_sample=True")
     for name in NAMES if sampled else ("repetition_penalty",):
         default = getattr(generation_config, name, None)
-        if name not in values and default is not None and (name, default) != ("top_k", 0):  # in the config, 0 means off
+        # In the generation config, a top_k of 0 means off.
+        if name not in values and default is not None and (name, default) != ("top_k", 0):
             values[name] = _checked(f"generation_config.{name}", default)
     if not sampled:
         return [Sampling(**{name: value for name, value in values.items() if name in PENALTIES})] * batch
@@ -167,7 +168,8 @@ def write(state: SamplingState, row: int, sampling: Sampling, prompt_ids: Tensor
         getattr(state, name)[row].fill_(getattr(sampling, name))
     state.step[row].zero_()
     vocabulary = state.seen.shape[1]
-    # One column more than the vocabulary, for padding and for tokens that the model can read but has no logits for.
+    # `seen` gets one column more than the vocabulary. It stands for padding, and for tokens that the model accepts as
+    # input but never gives logits for.
     ids = prompt_ids.clamp(max=vocabulary)
     if mask is not None:
         ids = ids.masked_fill(~mask, vocabulary)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8moe.decode.memory import MOST_TOKENS
-from fp8moe.decode.prefill import MOST_GRAPH_TOKENS
 from fp8moe.decode.request import Request, parse_one
 from fp8moe.decode.stats import Record
 from fp8moe.decode.step import Step
@@ -19,28 +18,35 @@ from fp8moe.decode.transfers import Readback, integers_on, to_device
 from fp8moe.runtime.progress import progress as progress_bar
 
 STEPS_PER_ROW_CHECK = 2
-"""Decode steps between two checks for rows that have ended. A check does not stall the GPU: see `Readback`."""
+"""The number of decode steps between two checks for rows that have ended. No check stalls the GPU: see `Readback`."""
 STEPS_PER_END_CHECK = 8
-"""Decode steps between two checks if there is only one request: no other request waits for rows that it would free."""
+"""The number of decode steps between two checks if there is only one request: no other waits for the freed rows."""
 ROWS_PER_NEWCOMER = 8
-"""Prompts are read when one row in this many is free: reading several at once costs little more than reading one."""
-MOST_EMPTY_STEPS = 16
-"""Prompts are also read when a row was free for this many steps while they waited."""
-PIECE_TOKENS = MOST_GRAPH_TOKENS
-"""Most tokens of prompts that are read between two steps of a stream, unless the decoder has a prefill_chunk.
+"""Waiting prompts are prefilled once 1 / ROWS_PER_NEWCOMER of the rows are free, or a row for each waiting prompt.
 
-With fewer a GPU would wait for the host, which launches the kernels.
+Prefilling several prompts together costs little more than prefilling one.
 """
+MOST_EMPTY_STEPS = 16
+"""Waiting prompts are also prefilled once a row has been free for this many steps."""
 CPU_PIECE_TOKENS = 256
+"""The most prompt tokens that a CPU prefills between two decode steps of a stream. A GPU prefills up to MOST_TOKENS.
+
+A decoder's prefill_chunk replaces both limits.
+"""
 FEW_TOKENS = 2048
 MOST_PADDING = 1.25
-"""Prompts are prefilled as one batch if padding makes it at most MOST_PADDING times as large, or FEW_TOKENS tokens."""
+"""Prompts are prefilled as one batch if padding makes the batch at most MOST_PADDING times as large.
+
+Padding may always enlarge a batch to FEW_TOKENS tokens.
+"""
 
 Result = Tensor | tuple[Tensor, Tensor] | ValueError
 
 
 class NaNLogits(ValueError):
-    """The logits of the sequences ``rows`` became NaN. These sequences end before that token; the others were finished.
+    """The logits of the sequences ``rows`` became NaN. All other sequences were finished.
+
+    Each of the sequences ``rows`` ends with the last token before its logits became NaN.
 
     tokens, logprobs: the result of the call; logprobs is None unless it was requested.
     """
@@ -130,9 +136,9 @@ def _counted(progress: Any, requests: Iterable) -> Iterator[Callable[[], None]]:
 
 
 class _Report(NamedTuple):
-    """A step's count, finished and tokens, as lists, and stacked (3, size) on its device and on the host.
+    """A step's `count`, `finished` and `tokens`: as lists, and stacked (3, size) on the step's device and on the host.
 
-    There (4, size) if a request wants them with the logprobs of its tokens, which come last: see `_bits`.
+    The stacked tensors are (4, size) if a request wants logprobs with each step's tokens; logprobs (`_bits`) are last.
     """
 
     count: list[int]
@@ -143,7 +149,7 @@ class _Report(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Requests whose prompts `step` is reading, up to the column `length`. pieces: what `Step.pieces` yields."""
+    """Requests whose prompts `step` is prefilling, up to the column `length`. pieces: the iterator `Step.pieces`."""
 
     requests: list[Request]
     step: Step
@@ -174,8 +180,8 @@ class Scheduler:
         if not self._reports.lag:
             self._steps_per_check = 1
         self._forwards = self._newcomers = 0  # newcomers: sequences that began after the last decode step
-        self._empty_steps, self._has_read = 0, False  # has_read: the last forward was of prompts
-        self._piece = PIECE_TOKENS if decoder.device.type == "cuda" else CPU_PIECE_TOKENS
+        self._empty_steps, self._has_read = 0, False  # has_read: the last forward was a prefill
+        self._piece = MOST_TOKENS if decoder.device.type == "cuda" else CPU_PIECE_TOKENS
         self._record, self._lengths = Record(decoder.device), list[int]()
         self._reader = None if self._alone else decoder.reader()
 
@@ -188,10 +194,10 @@ class Scheduler:
         return bool(self.waiting or self._reading or self._alive or self._left)
 
     def advance(self) -> list[News]:
-        """Run one forward: of waiting prompts if that pays, otherwise a decode step of all rows. Return the news.
+        """Run one forward: prefill waiting prompts if that pays, otherwise decode one token per row. Return the news.
 
-        While tokens are followed, every second forward is a decode step, and the others read prompts in pieces. It
-        calls the streamers of requests.
+        While new tokens of a request are looked at one by one (`Request.is_followed`), at least every second forward is
+        a decode step, and prompts are prefilled in pieces. This method also calls the streamers of requests.
         """
         self._drop_cancelled()
         self._resize()
@@ -241,7 +247,7 @@ class Scheduler:
         self._release([request for request in self._alive if request.cancelled])
 
     def _resize(self) -> None:
-        """Move to the smallest step with a row for each sequence, or to the largest."""
+        """Move to the smallest step that has a row for each sequence; if there is none, move to the largest step."""
         reading = () if self._reading is None else self._reading.requests
         wanted = sum(len(request.tokens) for request in (*self._alive, *reading, *self.waiting))
         sizes = self._decoder.batch_sizes
@@ -257,9 +263,10 @@ class Scheduler:
             self._move(self._alive, source, chosen, max(request.end for request in self._alive))
 
     def _group(self, followed: bool) -> list[Request]:
-        """Pick prompts to read together, the oldest and others of similar length; [] if reading does not pay now.
+        """Pick a prompt and others of similar length to prefill together; return [] if prefill does not pay now.
 
-        followed: reading them delays a stream, so several are read together only if one piece holds them.
+        The first prompt is the oldest or, if no more requests will come, the one with the longest answer. followed:
+        whether prefill delays a stream. If so, several prompts are prefilled together only if they fit into one piece.
         """
         if not (self.waiting and self._free) or (self._alive and self._newcomers >= self._step.size):
             return []
@@ -290,7 +297,10 @@ class Scheduler:
         return reader is not None and rows >= reader.size and columns <= reader.short_prompts.most
 
     def _begin(self, group: list[Request], followed: bool) -> _Reading:
-        """Begin to read the prompts of these requests. followed: in pieces, as reading them delays a stream."""
+        """Begin to prefill the prompts of these requests.
+
+        followed: whether prefill delays a stream. If so, the prompts are prefilled in pieces.
+        """
         for request in group:
             if request.streamer is not None:
                 request.streamer.put(request.given.cpu())
@@ -316,7 +326,7 @@ class Scheduler:
         return _Reading(group, step, pieces, length)
 
     def _read(self) -> None:
-        """Read the next piece of prompts; after the last one choose the first tokens and give the requests rows."""
+        """Prefill the next piece of prompts; after the last piece choose first tokens and give the requests rows."""
         requests, step, pieces, length = self._reading
         self._forwards += 1
         logits = next(pieces)
@@ -363,7 +373,10 @@ class Scheduler:
         self._step.adopt(rows, source, chosen, length)
 
     def _check_rows(self) -> None:
-        """Find requests that have ended, and pass on new tokens. On a GPU, this is the state at the previous check."""
+        """Find requests that have ended, and pass on new tokens.
+
+        On a GPU, a check reads the state that the previous check began to copy to the host.
+        """
         step = self._step
         parts = [step.count, step.finished, step.tokens[:, 0]]
         if any(request.stepwise and request.return_logprobs for request in self._alive):
@@ -403,7 +416,7 @@ class Scheduler:
                 request.streamer.put(torch.tensor(several, dtype=torch.int64, device="cpu"))
             if request.stepwise:
                 home = request.given.device
-                # The report on the GPU is ready on every stream.
+                # The host has waited for this report, so its copy on the GPU can be read on any stream.
                 values = (host if home.type == "cpu" else device)[2:, rows[0] : rows[0] + len(rows)]
                 for index, row in enumerate(rows):
                     if index not in got and tokens[row] != (request.pad or 0):
@@ -434,7 +447,7 @@ class Scheduler:
             step.leave(rows)
 
     def _deliver(self) -> None:
-        """Make results from the copies that began before the last forward, or from all if no request has rows."""
+        """Make results from the copies that began before the last forward; from all copies if no request has rows."""
         while self._left and (self._left[0][0] < self._forwards or not self._alive):
             _, requests = self._left.popleft()
             device, host = self._copies.pop()
@@ -466,7 +479,8 @@ class Scheduler:
 def _follow_together(one: Request, other: Request) -> bool:
     """Return whether both requests can be prefilled in one batch.
 
-    Both need the same prefix, or none. After a prefix, their lengths may differ only if it allows padding.
+    Both must have the same prefix, or both must have none. The lengths of prompts that follow a prefix may differ only
+    if the prefix allows padding.
     """
     if one.prefix is not other.prefix:
         return False
@@ -474,7 +488,7 @@ def _follow_together(one: Request, other: Request) -> bool:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Return floats as int64 to be copied beside integers, for `_floats`."""
+    """Return the bits of floats as int64, to copy them together with integers; `_floats` converts them back."""
     return values.double().view(torch.int64)
 
 
@@ -483,7 +497,7 @@ def _floats(bits: Tensor) -> Tensor:
 
 
 def _result(request: Request, device: Tensor, host: Tensor, counts: list[int], failed: list[int]) -> Result:
-    """Return a request's result in the form that `generate` returns or, if not ``with_prompts``, that `run` yields.
+    """Return a request's result as `generate` returns it if ``request.with_prompts``, otherwise as `run` yields it.
 
     device, host (B, 2 * columns + 2) int64: generated tokens, their logprobs as float64 bits, counts, failed.
     """

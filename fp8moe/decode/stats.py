@@ -19,13 +19,14 @@ RECENT = 16
 class Stats:
     """Statistics of a GraphDecoder. calls, new_tokens, steps: totals since the decoder was made.
 
-    new_tokens counts each sequence up to its end; of a stream that was left early, the tokens that it had yielded. A
-    step is a decode step, which gives one token to every sequence.
+    new_tokens counts the tokens of each sequence up to its end. For a stream that was left early, it counts the tokens
+    that the stream had yielded. A step is a decode step, which gives one token to every sequence.
 
-    Of the last RECENT calls (time_to_first_token and tokens_per_second are None before the first call):
-    seconds: the sum of the times from a call's first token to its last one.
+    The next three fields cover the last RECENT calls. Until the first call, time_to_first_token and tokens_per_second
+    are None.
+    seconds: the sum of the times from a call's first token to its last token.
     time_to_first_token: the mean of the seconds from the start of a call on the device to its first token.
-    tokens_per_second: the number of tokens after the first one of each sequence, divided by ``seconds``.
+    tokens_per_second: the number of tokens, without the first token of each sequence, divided by ``seconds``.
 
     cache_bytes: keys, values and states of all batch sizes; 0 before they are first used. graph_bytes: the memory pool
     of the CUDA graphs, without what the driver keeps for their nodes.
@@ -108,7 +109,8 @@ class Records:
 def cache_bytes(caches: Iterable[Any]) -> int:
     """Count the bytes of keys, values and states in transformers' caches; memory that layers share counts once."""
     layers = [vars(layer) for cache in caches for layer in cache.layers]
-    tensors = [leaf for leaf in tree_leaves(layers) if isinstance(leaf, Tensor) and leaf.dim() > 1]  # not counters
+    # Skip counters, which have at most one dimension.
+    tensors = [leaf for leaf in tree_leaves(layers) if isinstance(leaf, Tensor) and leaf.dim() > 1]
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 

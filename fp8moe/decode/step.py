@@ -52,12 +52,13 @@ class Step:
     tokens, positions (B, 1): the model's inputs. columns (B,): the cache columns where these tokens go.
     begin (B,): the number of padding columns in each row's prompt; with flash attention they come first.
     mask (B, max_length): False where the prompt is padded; the causal mask hides the columns that are still to come.
-    generated, logprobs (B, max_length): in row b the first count[b] values are known; ``pad`` and 0 follow.
+    count (B,): the number of new tokens of each row. generated, logprobs (B, max_length): the tokens, and their log
+    probabilities; row b has count[b] values, and after them ``pad`` in generated and 0 in logprobs.
     limit (B,): row b ends with its limit[b]-th new token. ends (B, vocabulary): True for tokens that end the row.
     finished (B,): whether a row has ended. failed (B,): whether it ended because its logits were NaN.
     sampling: how next tokens are chosen. prefill_chunk: prompt columns to prefill at a time; None: as memory allows.
     graph: the step's CUDA graph. short_prompts: graphs that prefill short prompts. Both are None without graphs.
-    refits: the model's `Refits`. begun: their count when the sequences began.
+    refits: the model's `Refits`. begun: the value of `refits.count` when the sequences began.
     """
 
     def __init__(
@@ -159,9 +160,10 @@ class Step:
     def pieces(
         self, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None = None, most: int | None = None
     ) -> Iterator[Tensor | None]:
-        """Read prompts as `prefill` does, in pieces. Yield the logits after the last one, None after the others.
+        """Prefill prompts in pieces: yield None after each piece but the last, and the logits after the last piece.
 
-        Other steps may run in between. most: columns of a piece if `prefill_chunk` is None; None: as the memory allows.
+        Other steps may run between pieces. most: limit for a piece's columns if `prefill_chunk` is None; None: no limit
+        but the free memory. Arguments and errors are otherwise those of `prefill`.
         """
         self.check_weights()
         tokens = self.rows(tokens)
@@ -185,7 +187,7 @@ class Step:
             yield logits if first + at_a_time >= count else None
 
     def _chunk(self, end: int, most: int | None) -> int:
-        """Return how many columns to read at a time, of prompts that end at this column; `most` as of `pieces`."""
+        """Return how many columns to prefill at a time. end: the column where the prompts end. most: see `pieces`."""
         if not self.capabilities.chunked_prefill:
             return end
         columns = self.prefill_chunk
@@ -193,13 +195,13 @@ class Step:
             masked, device = self.capabilities.attention is None, self.columns.device
             free = columns_at_a_time(self.model, self.size, end, device, masked=masked, ranks=self.ranks.most)
             columns = min(self.ranks.least(free, device), most or end)
-        return max(columns, 2)  # one token would be a decode step, which has no padding
+        return max(columns, 2)  # a call with one token runs as a decode step, in which no token may be padding
 
     def read_several(self, tokens: Tensor, start: int | None, before: int, padded: bool) -> Tensor:
         """Prefill tokens (B, T) of prompts; return the logits (B, vocabulary) that follow.
 
-        start: the column of the first token, None if rows differ in it. before: the most tokens that a row has in the
-        cache. padded: whether prompts have padding.
+        start: the column of the first token; None if this column differs between rows. before: the most tokens that a
+        row has in the cache. padded: whether prompts have padding.
         """
         count = tokens.shape[1]
         end = before + count
@@ -220,7 +222,7 @@ class Step:
         """Prefill whole prompts (B, T) with padding; return the logits (B, vocabulary) that follow.
 
         If fp8moe's attention reads the cache, padding is moved from the left of each row to its end, where later tokens
-        overwrite it. Attention is then plain causal, which takes half as long (cuDNN) as attention with row lengths.
+        overwrite it. Attention then needs only a causal mask, and no row lengths. In cuDNN, this halves its time.
         """
         if self.capabilities.attention is None or not self.capabilities.ragged or config.settings.batch_invariant:
             return self.read_several(tokens, 0, 0, True)
@@ -275,7 +277,7 @@ class Step:
         if any(getattr(one, "output_router_logits", False) for one in configs):
             options["output_router_logits"] = False  # the router loss expects a mask of just these tokens
         if self.capabilities.ragged:
-            take_offsets_of_rows()  # again, as `unregister` may have removed the patch
+            take_offsets_of_rows()  # install the patch again, as `unregister` may have removed it
         self.metadata.next_call(whole=whole)
         fused = nullcontext() if self.capabilities.fused is None else self.capabilities.fused.in_force()
         rows = nullcontext() if last is None else _head_reads(self.model, last)

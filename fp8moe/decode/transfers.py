@@ -32,9 +32,9 @@ class _Copy(NamedTuple):
 
 
 class Readback:
-    """Copies tensors to the host in stream order, so that one is read while the GPU works on later operations.
+    """Copies tensors to the host in stream order, so that the host reads a copy while the GPU runs later operations.
 
-    lag: the number of newer copies that are under way while one is read.
+    lag: the number of newer copies that are under way while the host reads a copy.
     """
 
     def __init__(self, device: torch.device):

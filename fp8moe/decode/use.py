@@ -28,7 +28,7 @@ class Ranks(NamedTuple):
         return max((dist.get_world_size(group) for group in self.groups), default=1)
 
     def least(self, value: int, device: torch.device) -> int:
-        """Return the smallest of the values that ranks pass. device: the model's, used for communication."""
+        """Return the smallest of the values that the ranks pass. device: the model's device, used to communicate."""
         if not self.groups:
             return value
         agreed = torch.tensor([value], dtype=torch.int64, device=device)
@@ -37,7 +37,7 @@ class Ranks(NamedTuple):
         return int(agreed)
 
     def first(self, values: list[int], device: torch.device) -> list[int]:
-        """Return the values that the first rank of the groups passes."""
+        """Return the values that the first rank passes. device: the model's device, used to communicate."""
         if not self.groups:
             return values
         agreed = torch.tensor(values, dtype=torch.int64, device=device)
@@ -110,7 +110,7 @@ def check_eval(model: nn.Module) -> None:
 
 
 def _weights(model: nn.Module) -> Iterator[Tensor]:
-    """Yield parameters and buffers. Buffers matter: in many models the bias of router scores is one."""
+    """Yield all parameters and buffers. Buffers matter too: many models keep the bias of router scores in a buffer."""
     for module in modules_of(model):
         for tensors in (module._parameters, module._buffers):
             yield from [tensor for tensor in tensors.values() if tensor is not None]

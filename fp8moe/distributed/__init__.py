@@ -23,18 +23,19 @@ class ExpertParallel(ParallelStyle):
         parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
 
     It applies to `GroupedExperts`, frozen or trained, and to transformers' experts modules that run on fp8moe. Rank r
-    then has experts [r * E/W, (r + 1) * E/W): parameters become DTensors, Shard(0), on the 1-D mesh; parameters that
-    are already sharded in this way are left alone. As with PyTorch's own styles, the values come from rank 0 or, with
-    ``src_data_rank=None``, from each rank itself. `num_experts` stays E, and top_k_index has indices of all experts.
+    then has experts [r * E/W, (r + 1) * E/W). Parameters become DTensors on the 1-D mesh, with placement Shard(0);
+    parameters that already have this placement are left alone. As with PyTorch's own styles, the values come from rank
+    0 or, with ``src_data_rank=None``, from each rank itself. `num_experts` stays E, and top_k_index has indices of all
+    experts.
 
-    The layer's forward takes (T_r, H) tokens on rank r, any number, also 0. All ranks must call forward and backward
-    together, with the same dtype and the same top_k, and either all or none of them with a residual. With `exact`, the
-    result has the same bits as on one GPU. Without `exact`, the bits are the same only where no gradients are recorded
-    and the GPUs of a node can write to each other's memory; otherwise float32 partial sums are added in the order of
-    ranks and rounded once. Equal inputs give equal bits, in results and gradients. Before each call the ranks exchange
-    T_r and the properties that must agree, over gloo on the CPU: wrong arguments on one rank raise the same ValueError
-    on all. In a CUDA graph nothing is exchanged: all ranks must have the same number of tokens, and capture and replay
-    together. Under torch.compile the layer is a graph break.
+    The layer's forward takes (T_r, H) tokens on rank r, where T_r may be any number, including 0. All ranks must call
+    forward and backward together, with the same dtype and the same top_k. Either all ranks pass a residual or none
+    does. With `exact`, the result has the same bits as on one GPU. Without `exact`, the bits are the same only where no
+    gradients are recorded and the GPUs of a node can write to each other's memory; otherwise float32 partial sums are
+    added in the order of ranks and rounded once. Equal inputs give equal bits, in results and gradients. Before each
+    call the ranks exchange T_r and the properties that must agree, over gloo on the CPU. So wrong arguments on one rank
+    raise the same ValueError on all ranks. In a CUDA graph nothing is exchanged: all ranks must have the same number of
+    tokens, and must capture and replay together. Under torch.compile the layer is a graph break.
 
     Args:
         method: "gather": every rank gets all tokens. "all_to_all": a token goes to the ranks that have its experts;
@@ -43,14 +44,14 @@ class ExpertParallel(ParallelStyle):
             the number of tokens and ranks.
         payload: format of tokens sent without gradients: "fp8", quantized 1x128 once, as the experts would do, or
             "bf16", unchanged. Training sends tokens unchanged.
-        exact: return one row per token and expert to the token's rank and add them up there, so that the result has
+        exact: return one row per token and expert to the token's rank, which adds up these rows, so that the result has
             the same bits as on one GPU. For methods all_to_all and auto. In a CUDA graph, every rank allocates room for
             all rows.
-        uniform: all ranks have the same number of tokens in each call: nothing is exchanged or checked across ranks.
+        uniform: each call has the same number of tokens on all ranks. Nothing is exchanged or checked across ranks.
 
-    Raises ValueError for an unknown method or payload, or exact with another method. `parallelize_module` raises the
-    same ValueError on all ranks for a mesh that is not 1-D or does not divide the experts, for other modules, and for
-    experts or options that differ between ranks.
+    Raises ValueError for an unknown method or payload, or for `exact` with another method. `parallelize_module` raises
+    the same ValueError on all ranks for a mesh that is not 1-D or does not divide the experts, for other modules, and
+    for experts or options that differ between ranks.
     """
 
     def __init__(self, *, method: str = "auto", payload: str = "fp8", exact: bool = False, uniform: bool = False):

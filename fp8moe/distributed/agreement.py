@@ -35,7 +35,8 @@ def _gradients(bits: int) -> str:
     return " and ".join(name for bit, name in enumerate(GRADIENTS) if bits >> bit & 1) or "none"
 
 
-# field that must be equal on all ranks -> (beginning of the error message, function that formats the field's value)
+# Maps each field that must be equal on all ranks to the beginning of the error message for it, and to a function that
+# formats the field's value.
 _SAME = {
     "layer": ("expected all ranks to call the same layer", "the {}. of those made parallel".format),
     "dtype": ("hidden_states: expected the same dtype on all ranks", FLOATING.__getitem__),
@@ -112,9 +113,9 @@ _agreements: WeakKeyDictionary[ProcessGroup, Agreement] = WeakKeyDictionary()
 
 
 def check_same(expected: str, values: list) -> None:
-    """Raise ValueError unless all values are equal. values: one of each rank.
+    """Raise ValueError unless all values are equal. values: one value of each rank, in the order of ranks.
 
-    expected: beginning of the message, which then lists the values by rank.
+    expected: beginning of the error message, which then lists the values by rank.
     """
     different = _by_value(values)
     if len(different) > 1:

@@ -67,7 +67,7 @@ class Inputs(NamedTuple):
 class Dispatcher:
     """Runs the forward of one expert-parallel layer; each such layer has its own Dispatcher, as an attribute.
 
-    Ranks must call `forward` together, all or none with a residual.
+    All ranks must call `forward` together. Either all ranks pass a residual or none does.
 
     group: the ranks that share the experts, in the order of experts. num_experts: E, the total over all ranks.
     """

@@ -14,8 +14,9 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.layers.experts import Weights
 from fp8moe.quant.formats import FP8Tensor, align
 
-# A pass runs the experts on part of the rows that a rank has received. It has room for _SLACK times the rows that the
-# rank would get if routing were even, and at least for all rows of _ALWAYS tokens.
+# A pass runs the experts on part of the rows that a rank has received, one row per (token, expert) assignment. Its
+# buffers hold _SLACK times the rows that the rank would get if routing were even, but at least as many as _ALWAYS
+# tokens have if all their experts are on this rank.
 _SLACK, _ALWAYS = 1.25, 256
 
 
@@ -49,8 +50,9 @@ class LocalExperts(NamedTuple):
         """Split the rows of this rank into passes that fit into the buffers; return a Shard for each pass.
 
         expected_rows: number of (token, expert) assignments to this rank if routing is even.
-        num_rows: actual assignments to this rank; None if unknown. If one pass may then not suffice, the number is read
-            from the GPU, or in a CUDA graph, where the CPU cannot read it, assumed to be the largest possible.
+        num_rows: actual number of assignments to this rank; None if unknown. If None, and one pass may not suffice, the
+            CPU reads the number from the GPU. In a CUDA graph, where the CPU cannot read it, the largest possible
+            number is assumed.
         The list goes from the last rows to the first. Passes over rows that turn out not to exist cost little.
         """
         room = max(int(expected_rows * _SLACK), _ALWAYS * max(top_k_index.shape[1], 1))
@@ -100,5 +102,5 @@ class LocalExperts(NamedTuple):
 
 
 def capturing(like: Tensor) -> bool:
-    """Whether an operation on this tensor would be captured in a CUDA graph."""
+    """Return whether an operation on this tensor would be captured in a CUDA graph."""
     return like.is_cuda and torch.cuda.is_current_stream_capturing()

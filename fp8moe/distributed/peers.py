@@ -82,9 +82,9 @@ class Peers:
     No buffer is overwritten before all ranks have read it. `gather` has two meetings, at which all ranks wait for each
     other: the first after tokens are sent and before experts read them, the second after result rows are sent and
     before they are added up. A rank sends tokens after the second meeting of the previous call, when all ranks have
-    read their tokens. A rank sends result rows after the first meeting of this call, when all ranks have added up the
-    rows of the previous call. So one buffer each for tokens and rows is enough. `replicated` sends no tokens, and has a
-    barrier at its beginning in place of the first meeting.
+    read the tokens of that call. A rank sends result rows after the first meeting of this call, when all ranks have
+    added up the rows of the previous call. So one buffer for tokens and one buffer for rows are enough. `replicated`
+    sends no tokens, and has a barrier at its beginning in place of the first meeting.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device):
@@ -110,7 +110,7 @@ class Peers:
 
     @staticmethod
     def reaches(group: ProcessGroup, x: Tensor) -> bool:
-        """Whether each rank has a GPU of its own that runs the kernels and can write to the memory of all others."""
+        """Return whether each rank has its own GPU, which runs the kernels and can write to the memory of all GPUs."""
         agreement = Agreement.of(group)
         mine = str(torch.cuda.get_device_properties(x.device).uuid) if use_cuda(x) else None
         uuids = agreement.gather(mine)
@@ -146,7 +146,7 @@ class Peers:
     def replicated(
         self, local: LocalExperts, tokens: Tokens, expected_rows: int, residual: Tensor | None = None
     ) -> Tensor:
-        """Compute the sums of `gather`, (T, H), for tokens that are the same on all ranks, so that none are sent."""
+        """Compute the sums of `gather`, (T, H), for tokens that are the same on all ranks. No tokens are sent."""
         x, index = tokens.hidden_states, tokens.top_k_index.contiguous()
         if not len(x):
             return _nothing(tokens, residual)
@@ -168,8 +168,8 @@ class Peers:
     ) -> None:
         """Run this rank's experts, send result rows to the tokens' ranks or to all ranks, and wait for all ranks.
 
-        x, index: tokens of all ranks and their top-k experts. rows: the buffer of result rows. each: number of
-        assignments for which each rank's buffer has rows.
+        x, index: tokens of all ranks and their top-k experts. rows: the buffer of result rows. `each`: the number of
+        assignments for which the buffer of each rank has rows.
         """
         passes = local.passes(index, expected_rows)
         for shard in passes:
@@ -223,6 +223,6 @@ def _nothing(tokens: Tokens, residual: Tensor | None) -> Tensor:
 
 
 def _can_write(device: int, uuids: set[str]) -> bool:
-    """Whether all GPUs with these UUIDs are visible to this process and `device` has peer access to them."""
+    """Return whether this process sees all GPUs with these UUIDs and `device` has peer access to all of them."""
     visible = {str(torch.cuda.get_device_properties(other).uuid): other for other in range(torch.cuda.device_count())}
     return uuids <= visible.keys() and all(torch.cuda.can_device_access_peer(device, visible[uuid]) for uuid in uuids)

@@ -22,15 +22,15 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 _ALIGNMENT = 16  # bytes; each part of a packed row begins at a multiple of this, as kernels require
 
-# If one rank's partial sums have at least this many bytes, `Replicated` adds them up in slices, with two collectives
-# instead of one: these move fewer bytes. At NCCL's 200 GB/s on a node 4 MB take 20 us, the cost of starting another
-# collective.
+# If one rank's partial sums have at least this many bytes, `Replicated` adds them up in slices. This takes two
+# collectives instead of one, but the two together move fewer bytes. At NCCL's 200 GB/s on a node, 4 MB take 20 us, the
+# cost of starting another collective.
 _SLICED_FROM = 4 << 20
 
-# Microseconds that all_to_all saves per token that a rank does not need, and extra microseconds that each all_to_all
-# call takes. Measured on two H200s over NVLink with DeepSeek-V3's layer: NCCL moves 200 GB/s; gather sends 7392 bytes
-# per token to each other rank and gets 28672 back. Eager all_to_all of few tokens takes 1.5 ms more, as the CPU waits
-# for sizes.
+# For each token that a rank need not receive, all_to_all saves _MICROSECONDS_A_ROW compared with gather; each call of
+# all_to_all takes _MICROSECONDS_A_CALL more. Measured on two H200s over NVLink with DeepSeek-V3's layer: NCCL moves
+# 200 GB/s; gather sends 7392 bytes per token to each other rank and gets 28672 back. Eager all_to_all of few tokens
+# takes 1.5 ms more, as the CPU waits for sizes.
 _MICROSECONDS_A_ROW = 0.18
 _MICROSECONDS_A_CALL = 1500
 
@@ -130,8 +130,8 @@ class AllToAll(Transport):
 class Replicated(Transport):
     """Sends partial sums to all ranks; tokens need not be sent, as all ranks have them.
 
-    Every rank adds up the partial sums of all ranks. If there are many tokens, each rank does so for a slice of them
-    only, and a second collective shares the sums.
+    Every rank adds up the partial sums of all ranks. If there are many tokens, each rank adds up the partial sums of
+    only a slice of the tokens, and a second collective shares the sums.
     """
 
     def __init__(self, group: ProcessGroup, tokens: list[int]):
@@ -232,21 +232,24 @@ def choose_method(tokens: int, top_k: int, world: int) -> str:
 
 
 def _owners(top_k_index: Tensor, num_experts: int, world: int) -> Tensor:
-    """Return the rank that has the expert of each assignment, (T, K) int64; -1 for an index of no expert."""
+    """Return the rank that has the expert of each assignment, (T, K) int64; -1 if no expert has the index."""
     index = top_k_index.long()
     inside = (index >= 0) & (index < num_experts)
     return torch.where(inside, index.div(num_experts // world, rounding_mode="floor"), -1)
 
 
 def _inverse(row_index: Tensor, count: int) -> Tensor:
-    """Return where each row number below `count` occurs in the flat row_index, (count,) int64; 0 if nowhere."""
+    """Return (count,) int64: the position of each row number below `count` in the flattened `row_index`.
+
+    The position is 0 for a row number that does not occur.
+    """
     flat = torch.where(row_index >= 0, row_index, count).flatten().long()
     order = torch.arange(flat.numel(), device=flat.device)
     return order.new_zeros(count + 1).scatter_(0, flat, order)[:count]
 
 
 def all_gather(group: ProcessGroup, rows: Tensor) -> Tensor:
-    """Return the rows of all ranks, (W * R, C), from rows (R, C) on each; R must be the same on all ranks."""
+    """Return the rows of all ranks, (W * R, C). rows: this rank's rows (R, C); R must be the same on all ranks."""
     out = rows.new_empty((dist.get_world_size(group) * rows.shape[0], rows.shape[1]))
     if out.numel():
         _all_gather(_bytes(out), _bytes(rows.contiguous()), group=group)
@@ -276,7 +279,7 @@ def _padded(rows: Tensor, count: int) -> Tensor:
 def _rows_by_rank(ranks: int, size: int, tokens: int, device: torch.device) -> Tensor:
     """Return an int32 tensor (tokens, ranks): entry [t, r] is the index of rank r's row for token t.
 
-    The index is one into the concatenation of `size` rows from each rank.
+    The index is a position in the concatenation of `size` rows from each rank.
     """
     return torch.arange(ranks * size, dtype=torch.int32, device=device).view(ranks, size).t()[:tokens]
 
@@ -293,7 +296,10 @@ def _ordered_sum(rows: Tensor, row_index: Tensor, dtype: torch.dtype, residual: 
 def weighted_sum(
     rows: Tensor, row_index: Tensor, weights: Tensor, dtype: torch.dtype, residual: Tensor | None = None
 ) -> Tensor:
-    """Run the kernel `combine` for any number of columns, by padding, and for float16 rows, by conversion."""
+    """Run the kernel `combine` for any number of columns and for float16 rows.
+
+    Columns are padded to a multiple of 8. float16 rows are converted to float32.
+    """
     rows, columns = rows.float() if rows.dtype is torch.float16 else rows, rows.shape[1]
     if columns % 8 == 0:
         return combine(rows, row_index, weights, dtype, residual=residual)
@@ -353,7 +359,7 @@ def _differentiated_once(backward: Callable) -> Callable:
 
 
 class _Once(torch.autograd.Function):
-    """Connects a gradient to the tensors that it was computed from, so that differentiating it raises an error."""
+    """Connects a gradient to the tensors that it was computed from: differentiating the gradient raises an error."""
 
     @staticmethod
     def forward(ctx, value, *_):
@@ -420,7 +426,7 @@ def _pack(tokens: Tokens, rows: int) -> Tensor:
     """Pack tokens into `rows` rows of bytes, viewed as int64. Top-k indices become int32; padding rows have -1."""
     x, index, weights = tokens
     if index.dtype is torch.int64:
-        # clamping keeps indices of no expert outside of the experts
+        # indices that no expert has stay out of range when clamped
         index = index.clamp(-1, torch.iinfo(torch.int32).max)
     parts = [*(x if isinstance(x, FP8Tensor) else (x,)), index, weights]
     columns = _columns(tokens)

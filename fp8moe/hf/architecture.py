@@ -68,10 +68,11 @@ def read_generation_config(checkpoint: Checkpoint) -> Any:
 def empty_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Make transformers' model for a configuration, in this dtype, on the meta device.
 
-    Its class is the one that ``architectures`` names, of whatever task; without a name, or with that of a language
-    model that transformers does not have, it is that of AutoModelForCausalLM or AutoModelForImageTextToText. Raises
-    ValueError, with transformers' reason, if it cannot make one, for the name of another kind of model that
-    transformers does not have, and for attention whose code transformers would download.
+    ``architectures`` names the model's class, for any task. AutoModelForCausalLM or AutoModelForImageTextToText chooses
+    the class if ``architectures`` names no class, or names a language model that transformers does not have.
+
+    Raises ValueError, with the reason, if transformers cannot make the model, if ``architectures`` names a model of
+    another kind that transformers does not have, or if transformers would download code for the attention.
     """
     import transformers
 
@@ -104,7 +105,8 @@ def empty_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
 def locator(model: Any) -> Callable[[Name], Location]:
     """Return a function that maps the name of a checkpoint tensor to its `Location` in the model.
 
-    Models of transformers get the same locations as from `from_pretrained`; other models keep the names.
+    In a model of transformers, the location is where `from_pretrained` puts the tensor. In any other model, a tensor
+    keeps its name.
     """
     if not is_of_transformers(model):
         return lambda name: Location(name, name.text)
@@ -142,7 +144,7 @@ def locate(model: Any, names: Iterable[Name]) -> dict[str, Location]:
     from transformers.core_model_loading import dot_natural_key
 
     located, names = locator(model), sorted(names, key=lambda name: dot_natural_key(name.text))
-    return {name.text: located(name) for name in names}  # sorted: some locations depend on earlier ones
+    return {name.text: located(name) for name in names}  # in sorted order, as a location may depend on earlier names
 
 
 def _stacked(converter: Any) -> str | None:
@@ -214,9 +216,9 @@ def ignored_layers(model: nn.Module) -> tuple[str, ...]:
 
 
 def predicted_layers(config: Any) -> tuple[str, ...]:
-    """Return patterns of the layers for multi-token prediction that a configuration has behind the others.
+    """Return name patterns of the multi-token prediction layers, whose numbers follow those of all other layers.
 
-    Raises ValueError for a number of them that is none.
+    Raises ValueError if the configuration's number of these layers is not an integer.
     """
     config = config.get_text_config(decoder=True)
     count, first = getattr(config, "num_nextn_predict_layers", None) or 0, getattr(config, "num_hidden_layers", 0)

@@ -1,4 +1,4 @@
-"""The experts implementation "fp8moe" that `register` adds to transformers: runs its experts on GroupedExperts."""
+"""The experts implementation "fp8moe" that `register` adds to transformers: runs experts modules on GroupedExperts."""
 
 import functools
 import gc
@@ -21,7 +21,10 @@ NAME = "fp8moe"
 """The name under which transformers knows fp8moe's experts, expert parallelism and quantization method."""
 
 BOUND = ("forward", "_old_forward")
-"""Attributes where accelerate keeps a module's bound forward: the first once its hook is removed, the second before."""
+"""Attributes where accelerate keeps a module's bound forward.
+
+`_old_forward` holds it while the module has accelerate's hook, and `forward` holds it after the hook is removed.
+"""
 
 
 def experts_forward(
@@ -35,7 +38,7 @@ def experts_forward(
     rows: Tensor | None = None,
     norm: Norm | None = None,
 ) -> Tensor | tuple[Tensor, Normed | None]:
-    """Run an experts module of transformers, whose forward calls this; return the experts' weighted sums.
+    """Run an experts module of transformers, whose forward calls this function; return the experts' weighted sums.
 
     Arguments are those of `GroupedExperts.forward`; with a `norm`, arguments and result are those of
     `GroupedExperts.forward_with_norm`. ``self`` may hold the experts of one rank only. If
@@ -44,7 +47,7 @@ def experts_forward(
     num_experts, which is out of range and adds nothing.
     """
     layer = cached_layer(self)
-    # The layer is frozen. If weights require gradients, the backward must raise an error, as they would get none.
+    # The layer is frozen: its weights get no gradients. If weights require gradients, the backward must raise an error.
     trained = [weight for weight in _weights(self) if weight.requires_grad]
     if not trained:
         inputs, order = (hidden_states, top_k_index, top_k_weights), {"groups": groups, "rows": rows}
@@ -148,7 +151,10 @@ def _make_cached(module: nn.Module) -> _CachedLayer:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Return why `grouped_experts` refuses the module, or None. Tries a copy on the meta device, reading no weights."""
+    """Return why `grouped_experts` refuses the module, or None.
+
+    The function tries a copy of the module on the meta device, so it reads no weights.
+    """
     try:
         grouped_experts(_without_data(module))
     except (TypeError, ValueError) as error:
@@ -176,7 +182,10 @@ def grouped_experts(module: nn.Module) -> GroupedExperts:
 
 
 def _without_data(module: nn.Module) -> nn.Module:
-    """Copy the module to the meta device, with plain dicts: the dicts of an offloaded module would load its weights."""
+    """Copy the module to the meta device without loading its weights.
+
+    _parameters and _buffers of the copy are plain dicts: those of an offloaded module would load the weights.
+    """
     tensors = {
         kind: {name: value if value is None else value.to("meta") for name, value in getattr(module, kind).items()}
         for kind in ("_parameters", "_buffers")

@@ -33,11 +33,11 @@ _EXPERTS = ".experts"  # suffix of the names of modules that transformers replac
 
 
 def fit_to_transformers(plan: OutputPlan, wanted: Mapping[str, StoredWeight]) -> None:
-    """Limit a plan to weights that transformers can load in FP8, and add those in ``wanted`` that are fused experts.
+    """Limit a plan to weights that transformers can load in FP8, and add the fused experts in ``wanted``.
 
     wanted: tensors that may become FP8, by name. Fused experts that transformers renames when loading, such as
-    Granite's, are written under their names in transformers' model: it loads these names too, and would not rename
-    scales.
+    Granite's, are written under their names in transformers' model: transformers loads these names too, whereas it
+    would not rename the scales.
 
     If transformers cannot make the model, nothing is checked, and a note in the plan says so.
 
@@ -122,7 +122,10 @@ class _Fitting:
                 self._refuse(f"{key}: {kind} when transformers loads the result" for key, kind in sorted(new.items()))
 
     def _complaints(self) -> dict[str, str]:
-        """Return the problems that transformers would report for the output but not for the source: key -> kind."""
+        """Return the problems that transformers would report for the output but not for the source.
+
+        The result maps the key of a tensor to the kind of problem.
+        """
         without_biases = {
             text: name for text, name in self.plan.quantized.items() if self._module(text) not in self.biased
         }
@@ -184,7 +187,10 @@ class _Fitting:
 
 
 def _weight(key: str) -> str:
-    """Return the name of the weight that a key in transformers' report is the scale of; any other key unchanged."""
+    """Return the name of the weight that a scale belongs to; return a key that names no scale unchanged.
+
+    key: a key in transformers' report.
+    """
     return parse(key).weight
 
 
@@ -216,7 +222,9 @@ for _method in (_PLAIN, _FP8):
 
 
 def _rehearse(model: Any, weights: Iterable[StoredWeight], quantization: Mapping[str, Any] | None) -> dict[str, str]:
-    """Load weights without data; return transformers' report: name -> "missing", "unexpected" or "mismatched".
+    """Load weights without data; return transformers' report, which says what is wrong with tensors.
+
+    The report maps the name of a tensor to "missing", "unexpected" or "mismatched".
 
     model: a model with the class, configuration and tensor names of the model to load. quantization: the
     quantization_config in config.json, None for an unquantized checkpoint. Errors of transformers are passed on.

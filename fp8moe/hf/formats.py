@@ -1,4 +1,4 @@
-"""Makes from_pretrained refuse checkpoints that it would load without their scales, or not onto fp8moe's kernels."""
+"""Makes from_pretrained refuse checkpoints whose scales it would lose, or which would not run on fp8moe's kernels."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -14,10 +14,10 @@ from fp8moe.weights.place import EXTRA
 from fp8moe.weights.source import CheckpointError, printable
 from fp8moe.weights.stored import StoredWeight, open_weights
 
-_DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # not NVFP4: it loses a scale
-"""Quantization method -> kinds of weights that transformers dequantizes correctly if every expert has own linears.
+_DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # NVFP4 would lose a scale
+"""Maps quantization methods to the kinds of weights that transformers dequantizes correctly.
 
-fp8moe then runs the experts on an FP8 copy.
+It does if experts are separate linears; fp8moe then runs the experts on an FP8 copy.
 """
 _LOADS = "fp8moe.hf.load_model loads it"
 _CONVERTS = "`fp8moe convert` makes FP8 blocks of it"
@@ -48,8 +48,9 @@ def check_unquantized(load):
 def check_quantized(preprocess):
     """Wrap a quantizer's preparation of a model: refuse checkpoints whose weights would not reach fp8moe intact.
 
-    transformers' FP8 quantizer reports scales under other names as unexpected, and leaves its own scales uninitialized;
-    its FP8 experts have no biases and no norms. Its MXFP4 quantizer makes experts that run on Triton kernels.
+    transformers' FP8 quantizer takes scales with other names for unexpected keys, and leaves the scales of its own
+    modules uninitialized. Its FP8 experts have no biases and no norms. transformers' MXFP4 quantizer makes experts that
+    run on Triton kernels.
     """
 
     @functools.wraps(preprocess)
@@ -62,13 +63,13 @@ def check_quantized(preprocess):
 
 
 def check_loaded(finalize):
-    """Wrap the end of loading: it refuses a model for fp8moe that has not got all tensors of the checkpoint."""
+    """Wrap the end of loading: refuse a model for fp8moe if its tensors and the checkpoint's do not match."""
 
     @functools.wraps(finalize)
     def _finalize_model_loading(model, load_config, loading_info, *args, **kwargs):
         try:
             finalize(model, load_config, loading_info, *args, **kwargs)
-        except RuntimeError:  # it names no tensors: of shapes, or of FP8 weights that cannot be made anew
+        except RuntimeError:  # the error names no tensors: shapes are wrong, or FP8 weights cannot be initialized
             loading_info.missing_keys -= getattr(model, "all_tied_weights_keys", {}).keys()
             model._adjust_missing_and_unexpected_keys(loading_info)
             _check_loaded(model, load_config, loading_info)
@@ -90,7 +91,7 @@ def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
     try:
         found = open_weights(Path(files[0]).parent)
     except CheckpointError:
-        return  # not safetensors: fp8moe has no format for it, and transformers reports what is wrong
+        return  # fp8moe cannot read the files: transformers loads them, or reports what is wrong
     method = None if quantizer is None else quantizer.quantization_config.quant_method
     weights = found.quantized
     refused, why = weights, f"{_WITHOUT_SCALES}, and {_CONVERTS}" if found.format.exact else _WITHOUT_SCALES
@@ -119,18 +120,18 @@ def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
 
 
 def _check_loaded(model: Any, load_config: Any, report: Any) -> None:
-    """CheckpointError, with the names, for what transformers makes anew, leaves out or has in another shape.
+    """Raise CheckpointError, naming the tensors, if tensors are missing, are extra or have another shape.
 
-    Without fp8moe's experts only FP8 modules count, whose linears run on fp8moe: there it makes nothing, and what is
-    missing stays as the memory was.
+    If the experts do not run on fp8moe, only transformers' FP8 modules are checked, as their linears run on fp8moe.
+    transformers does not initialize missing tensors of FP8 modules: they would have arbitrary values.
     """
     from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     quantizer = load_config.hf_quantizer
-    if isinstance(quantizer, Rehearsal):  # its report is for its caller
+    if isinstance(quantizer, Rehearsal):  # the caller of the rehearsal checks the report
         return
-    # Of a checkpoint that transformers quantizes now the report calls scales missing that it has made itself.
+    # If transformers quantizes the weights now, its report calls the scales that it makes "missing".
     made = quantizer is not None and not quantizer.pre_quantized
     missing = {name for name in report.missing_keys if not (made and name.endswith(SCALE))}
     if not _runs_experts(model.config):
@@ -145,9 +146,9 @@ def _check_loaded(model: Any, load_config: Any, report: Any) -> None:
 
 
 def _problems(model: Any, load_config: Any, report: Any, missing: set[str]) -> Iterator[str]:
-    """Yield a line for each tensor that the checkpoint lacks, has besides, or has in another shape.
+    """Yield a line for each tensor that is missing or extra in the checkpoint, or has another shape there.
 
-    A model without a head leaves out the one of the checkpoint.
+    For a model without a head, the head's tensors in the checkpoint do not count as extra.
     """
     left_out, prefix = predicted_layers(model.config), f"{model.base_model_prefix}."
     headless = model.base_model is model
@@ -164,7 +165,7 @@ def _problems(model: Any, load_config: Any, report: Any, missing: set[str]) -> I
 
 
 def _check_scales(model: Any, missing: set[str], unexpected: set[str]) -> None:
-    """ValueError where FP8 modules of transformers have got weights without scales, or experts lack what they need."""
+    """Raise ValueError if FP8 weights were loaded without their scales, or if FP8 experts did not get all tensors."""
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
     scales = [name for name in missing if name.endswith(SCALE) and name.removesuffix(SCALE) not in missing]

@@ -20,7 +20,7 @@ from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 
 CLASSES = dict(zip(TRANSFORMERS_CLASSES, ("deepseek_v32", "glm_moe_dsa"), strict=True))
-"""Indexer class in transformers -> name of its model."""
+"""Maps the name of an indexer class in transformers to the name of its model."""
 
 _PARAMETERS = ("self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids")
 """Parameters of an indexer's forward in transformers; one more, the cache, follows them."""
@@ -29,7 +29,7 @@ _PACKED_QUERIES = 16
 """Sequences with at most this many queries in total share a kernel launch, which scores every query with all keys."""
 
 _ROW_ALIGNMENT = 16
-"""In bytes. `mqa_logits` reads keys in place, without a copy, if their rows begin at multiples of 16 bytes."""
+"""The rows of keys begin at multiples of this many bytes, so that `mqa_logits` reads them in place, without a copy."""
 
 
 def is_known(path: str) -> bool:

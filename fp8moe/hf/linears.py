@@ -31,7 +31,10 @@ def is_routed() -> bool:
 
 
 def routed(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap transformers' fp8_linear, which its linears look up at each call: run on fp8moe unless `refusal` objects."""
+    """Wrap transformers' fp8_linear: run on fp8moe unless `refusal` gives a reason.
+
+    transformers' FP8 linears look up fp8_linear at each call, and so call the wrapper.
+    """
 
     @functools.wraps(theirs)
     def fp8_linear(
@@ -54,7 +57,7 @@ def routed(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return fp8_linear
 
 
-_float_scales = WeakTensorKeyDictionary()  # e8m0 scale -> (its Fingerprint, its values in float32)
+_float_scales = WeakTensorKeyDictionary()  # maps e8m0 scales to their Fingerprint and float32 values
 
 
 def _float_scale(scale: Tensor) -> Tensor:

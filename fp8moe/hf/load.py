@@ -1,4 +1,4 @@
-"""load_model: loads a checkpoint into a transformers model and keeps its weights in FP8, on a CPU too.
+"""load_model: loads a checkpoint into a transformers model and keeps the weights in FP8, also on a CPU.
 
 Checkpoint and model are matched by the headers of the safetensors files; a tensor is read when transformers asks for
 it.
@@ -60,25 +60,25 @@ def load_model(
 
     transformers itself turns FP8 weights back into bfloat16 where there is no GPU. Here every linear and every experts
     module whose weights are FP8 in the checkpoint becomes an `FP8Linear` or a `GroupedExperts`. transformers makes the
-    rest of the model, and the checkpoint may have any names and layouts that it converts. Nothing is allocated twice:
-    parameters get memory when their tensors are read.
+    rest of the model. The checkpoint may have any names and layouts that transformers converts. Nothing is allocated
+    twice: parameters get memory when their tensors are read.
 
-    directory: config.json and safetensors files, in any format that `find_format` says loads, or a model's name on the
-        Hugging Face Hub. Weights in other formats than 128x128 blocks are converted to these while they are read if
-        that is exact, and otherwise refused. Some linears are loaded in bfloat16: those of a class of their own
-        (DeepSeek-V4's wo_a); those for which the model casts the input to the weight's dtype (Switch's wo); those whose
-        weight transformers joins from several (MiniMax-M3's shared experts) or cuts from a larger one.
-    dtype: of everything that is not FP8, and of the activations; "auto" or None for the dtype in config.json or, if
-        that has none, of the first unquantized tensor.
+    directory: has config.json and safetensors files, in any format that `find_format` says loads; or a model's name on
+        the Hugging Face Hub. Weights in other formats are converted to 128x128 blocks while they are read, if the
+        conversion is exact; otherwise they are refused. Some linears are loaded in bfloat16: linears of a special class
+        (wo_a of DeepSeek-V4); linears whose input the model casts to the weight's dtype (wo of Switch); and linears
+        whose weight transformers joins from several tensors (MiniMax-M3's shared experts) or cuts from a larger tensor.
+    dtype: the dtype of activations and of everything that is not FP8. "auto" or None: the dtype in config.json or, if
+        it has none, the dtype of the first unquantized tensor.
     device: the model's device.
     ignore: fnmatch patterns of tensors in the checkpoint to leave out.
-    Returns the model in eval mode. Its quantization_config, and that which save_pretrained writes, describes the FP8
-    weights; if there is a scale for each output channel, save_pretrained raises ValueError, and save_fp8_checkpoint
-    stores the model. Warns (UserWarning) if nothing in the model is FP8. transformers' Trainer raises ValueError for
-    the model unless it gets adapters or masters.
+    Returns the model in eval mode. Its quantization_config describes the FP8 weights, and save_pretrained writes it.
+    save_pretrained raises ValueError for a model with a scale for each output channel; save_fp8_checkpoint stores such
+    a model. Warns (UserWarning) if nothing in the model is FP8. transformers' Trainer raises ValueError for the model
+    unless it gets adapters or masters.
 
-    While it makes the model, transformers changes, for all threads, PyTorch's default dtype and how its own models tie
-    weights. Modules that other threads make at that time are not affected otherwise.
+    During the call, transformers changes PyTorch's default dtype, and how transformers' models tie weights, for all
+    threads. Modules that other threads make meanwhile are not affected in any other way.
 
     Raises CheckpointError (a ValueError), before any weight is read, listing what is missing, extra or misshapen, or
     why transformers cannot make a model from config.json; ImportError without transformers.
@@ -135,7 +135,7 @@ def load_model(
         as_stored = quantization is not None and all(map(_is_as_in_the_model, weights.quantized))
         model.config.quantization_config = quantization if as_stored else _quantization_of(model, channels)
         for part in parts_of(model.config):
-            if hasattr(part, "expert_dtype"):  # of DeepSeek-V4: "fp4"
+            if hasattr(part, "expert_dtype"):  # DeepSeek-V4's config.json says "fp4"
                 part.expert_dtype = "fp8"
     if generation_config is not None:
         model.generation_config = generation_config
@@ -144,7 +144,7 @@ def load_model(
 
 
 def _is_as_in_the_model(weight: StoredWeight) -> bool:
-    """Return whether a weight is stored as in FP8 models of transformers: in blocks, not transposed, with its names."""
+    """Return whether a weight is stored as transformers' FP8 models store it: in blocks, not transposed, same names."""
     return weight.kind == "fp8-block" and not weight.transposed and not weight.scale.name.endswith(CHANNEL_SCALE)
 
 
@@ -177,7 +177,7 @@ def _dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Checkpoint)
 
 
 def _without_quantization(config: Any) -> Any:
-    """Take quantization_config from a configuration and its parts. Returns the first."""
+    """Remove quantization_config from a configuration and its parts; return the first one found, or None."""
     taken = [vars(part).pop("quantization_config", None) for part in parts_of(config)]
     return next((quantization for quantization in taken if quantization is not None), None)
 
@@ -199,7 +199,7 @@ Conversion = tuple[dict[str, Location], dict[str, StoredWeight], list[str]]
 def _tensors(
     model: nn.Module, moves: Iterable[Move], conversions: Iterable[Conversion], reader: Reader, device: torch.device
 ) -> dict[str, _LazyTensor]:
-    """Make the state dict for from_pretrained, with lazy tensors, and only the first key of tied tensors."""
+    """Make the state dict for from_pretrained. Its tensors are lazy; of tied tensors, it has only the first key."""
     state = state_of(model)
     first = {id(value): key for key, value in reversed(state.items())}
     by_key = defaultdict(list)
@@ -220,7 +220,10 @@ def _tensors(
 
 
 def _cast_by_transformers(model: Any, dtype: torch.dtype) -> list[str]:
-    """Return error lines for FP8 weights that transformers would cast to float32, without scales, for this dtype."""
+    """Return error lines for the FP8 weights that transformers would cast to float32 if it loaded in this dtype.
+
+    transformers would cast them without their scales.
+    """
     from transformers.core_model_loading import build_glob_alternation
 
     kept = list(model._get_dtype_plan(dtype))
@@ -270,8 +273,8 @@ def _match(
     """Put fp8moe's modules into a meta model where the checkpoint has FP8 weights, and match their tensors.
 
     ignore: name patterns of tensors that may be left over.
-    Returns the names of fp8moe's modules; the names of those with a scale for each output channel; the moves of weights
-    that are copied into the model; the conversions that transformers makes; and an error line for each misfit.
+    Returns the names of fp8moe's modules; the names of the modules with a scale for each output channel; a `Move` for
+    each weight to copy into the model; the conversions that transformers makes; and an error line for each misfit.
     """
     from fp8moe.hf.quantizer import replace_modules
 
@@ -289,7 +292,7 @@ def _match(
             return name
         return name._replace(text=name.scale, role=SCALE_ROLE)
 
-    modules = defaultdict(list)  # name of a module -> the FP8 weights that go into it
+    modules = defaultdict(list)  # by the name of a module: the FP8 weights that go into it
     for weight in blocks:
         place = target.find(located(weight)) if weight.dtype == FP8 else None
         if place is not None:
@@ -326,7 +329,7 @@ def _match(
         problems += wrong
         conversions.append((of_sources, sources, keys))
         converted |= {*keys}
-    # What a model makes itself where a checkpoint lacks it, as its class says.
+    # Names of tensors that the model computes itself if a checkpoint lacks them, as its class declares.
     made = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["(?!)"])).search
     stored = {location.key for location in locations.values()}
     moves, unfit = match(
@@ -351,7 +354,7 @@ def _name_to_locate(weight: StoredWeight, weights: Weights) -> Name:
 
 
 def _is_only_transposed(location: Location, weight: StoredWeight, state: Mapping[str, Tensor]) -> bool:
-    """Return whether transformers would transpose, and do nothing else with, an FP8 weight that has the right shape."""
+    """Return whether transformers would only transpose a weight that is FP8 and already has the model's shape."""
     if location.converter is None or weight.dtype != FP8 or location.key not in state:
         return False
     return location.steps == "Transpose" and weight.shape == tuple(state[location.key].shape)
@@ -362,9 +365,9 @@ def _can_be_fp8(
 ) -> bool:
     """Return whether a module can run in FP8; False for three kinds of linears.
 
-    These are: a subclass of nn.Linear, which may compute something else, such as DeepSeek-V4's grouped one; a linear
-    whose input the model casts to the weight's dtype; one whose weight transformers joins from several or cuts from a
-    larger one.
+    These are: a subclass of nn.Linear, which may compute something else, such as DeepSeek-V4's grouped linear; a linear
+    whose input the model casts to the weight's dtype; a linear whose weight transformers joins from several tensors or
+    cuts from a larger tensor.
     """
     module = model.get_submodule(name)
     if not isinstance(module, nn.Linear):

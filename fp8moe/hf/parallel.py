@@ -71,7 +71,8 @@ def implementation() -> type:
             inputs = hidden_states, top_k_index, top_k_weights
             if self.shares_batch or self.tp_mesh.size() == 1:
                 return experts_forward(self.experts, *inputs)
-            # Each rank of the tensor-parallel mesh sends a part of the tokens to the experts, so that none runs twice.
+            # Each rank of the tensor-parallel mesh sends a part of the tokens to the experts, so that the experts run
+            # once for each token.
             whole = [DTensor.from_local(value, self.tp_mesh, [Replicate()], run_check=False) for value in inputs]
             mine = (value.redistribute(placements=[Shard(0)]).to_local() for value in whole)
             part = experts_forward(self.experts, *mine)
@@ -163,7 +164,7 @@ def _sharded_weights(model: nn.Module) -> Iterator[_ShardedWeight]:
             for placement, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True):
                 if placement.is_replicate() or (axis := placement.dim % weight.ndim - weight.ndim) not in sizes:
                     continue
-                parts = getattr(placement, "split_factor", 1)  # set on placements that shard gate and up separately
+                parts = getattr(placement, "split_factor", 1)  # a _StridedShard, as gate and up are, has it
                 what = "rows" if axis == -2 else "columns"
                 yield _ShardedWeight(f"{path}.{name}", what, sizes[axis] // parts, parts, ranks, weight.ndim == 3)
 

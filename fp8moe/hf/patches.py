@@ -101,14 +101,14 @@ TRAINING = tuple(
     Patch(
         f"{module}:validate_quantization_for_training", training.checked, *_TRAINS, partial(training.is_there, module)
     )
-    for module in ("transformers.trainer_utils", "transformers.trainer")  # the second imports the function by name
+    for module in ("transformers.trainer_utils", "transformers.trainer")  # trainer imports the function by name
 )
 """The patches that `check_training` installs."""
 
 _NOTHING: Any = object()
 _lock = threading.Lock()
 _installed: dict[Patch, tuple[Any, Any]] = {}
-"""Installed patch -> (the original, _NOTHING if there was none; our replacement)."""
+"""Maps each installed patch to the original, which is _NOTHING if there was none, and to our replacement."""
 
 
 def register() -> None:
@@ -138,11 +138,12 @@ def register() -> None:
 
     - Trainer raises ValueError for a model with frozen FP8 weights that has neither adapters nor masters.
     - from_pretrained raises ValueError for a checkpoint in a format whose scales transformers would lose on the way to
-      fp8moe: ModelOpt's, AutoFP8's with a scale for each tensor, and FP8 codes without a quantization_config; and where
-      it has loaded FP8 modules without scales, as the configuration names others than those in the checkpoint.
+      fp8moe: ModelOpt's, AutoFP8's with a scale for each tensor, and FP8 codes without a quantization_config. It also
+      raises ValueError if it has loaded FP8 modules without scales, because config.json declares other FP8 modules than
+      the checkpoint has.
     - from_pretrained with ``experts_implementation="fp8moe"`` raises CheckpointError, with the names, for tensors that
-      the checkpoint lacks, that have no place in the model, or that have another shape. To take what transformers makes
-      in their place, as a new head, call ``model.set_experts_implementation("fp8moe")`` after from_pretrained.
+      the checkpoint lacks, that have no place in the model, or that have another shape. To accept what transformers
+      initializes instead, such as a new head, call ``model.set_experts_implementation("fp8moe")`` after the load.
 
     Raises ImportError if transformers is missing.
     """
@@ -168,11 +169,11 @@ def unregister() -> None:
     - Existing models that use "fp8moe" experts keep them until they switch to another implementation. They cannot
       switch back to "fp8moe", and new models cannot choose it.
     - FP8 linears and indexers of all models in the process run on transformers' own code again. A cache that holds
-      indexer keys in FP8 cannot be continued and raises an error, and so does a `GraphDecoder` with such a cache.
+      indexer keys in FP8 cannot be continued. Using such a cache, or a `GraphDecoder` that has one, raises an error.
     - Masks with an offset for each row of a batch, which a `GraphDecoder` adds, are installed again when it next runs.
 
     A second call changes nothing. Raises RuntimeError, with nothing changed, if other code has replaced one of
-    fp8moe's functions, as it may call them.
+    fp8moe's functions, as that code may call the function that it replaced.
     """
     with _lock:
         for patch, (_, ours) in _installed.items():

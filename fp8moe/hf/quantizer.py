@@ -18,7 +18,8 @@ from fp8moe.layers.parameters import frozen
 class ReplaceModules(QuantizationConfigMixin):
     """The quantization config for `_Quantizer`.
 
-    names: the modules to replace with fp8moe's. channels: which of these have channel scales. device: the model's.
+    names: the names of the modules to replace with fp8moe's modules. channels: the names of those that get channel
+    scales. device: the device of the model.
     """
 
     def __init__(self, names: Iterable[str], channels: Collection[str], device: torch.device):

@@ -120,7 +120,10 @@ _NO_CHOICE = "its forward does not go through transformers' experts interface, a
 
 
 def _takes_implementation(module: nn.Module) -> bool:
-    """Return whether the experts module follows experts_implementation, by transformers' decorator of its class."""
+    """Return whether the experts module follows experts_implementation.
+
+    The module does if it is a GroupedExperts, or if its class has transformers' decorator, which sets is_transposed.
+    """
     return isinstance(module, GroupedExperts) or hasattr(module, "is_transposed")
 
 

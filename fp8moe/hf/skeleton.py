@@ -90,7 +90,10 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
 
 
 def _is_named(name: str, given: Iterable[str]) -> bool:
-    """Return whether an entry of `given` matches a module or a parent; entries are fnmatch patterns or "re:REGEX"."""
+    """Return whether an entry of `given` matches the name of a module or of one of the modules that contain it.
+
+    An entry is an fnmatch pattern or "re:REGEX".
+    """
     parts = name.split(".")
     around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     by_regex = any(re.match(entry.removeprefix("re:"), name) for entry in given if entry.startswith("re:"))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe.hf.experts import NAME, experts_forward
-from fp8moe.weights.formats import as_float
+from fp8moe.quant.formats import as_float
 from fp8moe.weights.names import SCALE
 
 # Up to 5.23, models take their cache as `past_key_values`; later ones as `cache`.
@@ -51,7 +51,7 @@ LATER_DIGESTS = {
     "0fe5c075091ec784": "bcc7d9a8194d1110",  # Glm4MoeAttention
     "93f60903d45cea90": "7035ce544a77a2ac",  # DeepseekV3Attention
 }
-"""Digest of a forward with `past_key_values` -> digest in `known_forwards` of the same forward in a later version."""
+"""Maps digests of forwards with `past_key_values` to the digests in `known_forwards` of later versions of them."""
 
 
 # 5.17: transformers' mask for eager attention copies a 0 from the CPU, which cannot be captured in a CUDA graph.
@@ -83,7 +83,10 @@ STYLE = f"{NAME}_experts"
 """The name of fp8moe's style for experts in a plan."""
 
 _STYLES = {"moe_tp_experts": STYLE, "ep_router": None}
-"""transformers' style in a plan -> fp8moe's style in its place; None removes the rule, as the router needs none."""
+"""Maps a style of transformers in a plan to the style of fp8moe that replaces it; None removes the rule.
+
+The router needs no style.
+"""
 
 
 def make_style(check: Callable[[nn.Module], None], spread: Callable[[nn.Module, Any], None]) -> Any:
@@ -119,7 +122,10 @@ def adapt_plans(model: Any, distributed_config: Any) -> None:
 
 
 def _adapted(plan: dict[str, str], model: Any) -> dict[str, str]:
-    """Return a plan with fp8moe's style for experts and rules for their scales, if it shards by expert."""
+    """Return a plan that shards by expert with fp8moe's style for experts; return any other plan unchanged.
+
+    If the model is quantized, the result also has rules for the scales of experts.
+    """
     whole = [name for name, style in plan.items() if style == "grouped_gemm"]
     if not whole:
         return plan
@@ -168,16 +174,16 @@ class Rehearsal:
         self._shapes = {name: value.shape for name, value in model.state_dict().items()}
 
     def changed_shapes(self, loaded: nn.Module) -> set[str]:
-        """Return the names of tensors that got another shape by loading."""
+        """Return the names of the tensors whose shapes have changed during loading."""
         return {name for name, value in loaded.state_dict().items() if value.shape != self._shapes[name]}
 
 
-# 5.17: from_pretrained leaves the scales of FP8 checkpoints in their stored dtype, and without the dimensions of size 1
-# that its own save_pretrained has dropped.
+# 5.17: from_pretrained leaves the scales of FP8 checkpoints in their stored dtype, and does not restore the dimensions
+# of size 1 that save_pretrained has dropped from the scales.
 
 
 def note_shapes(theirs):
-    """Wrap the FP8 quantizer's preparation of a model: record the shapes of scales for `complete_scales` after it."""
+    """Wrap the FP8 quantizer's preparation of a model: afterwards, record shapes of scales for `complete_scales`."""
 
     @functools.wraps(theirs)
     def _process_model_before_weight_loading(self, model, *args, **kwargs):
@@ -189,7 +195,10 @@ def note_shapes(theirs):
 
 
 def complete_scales(theirs):
-    """Wrap the FP8 quantizer's step after loading: first convert scales to float32 or E8M0 and the recorded shapes."""
+    """Wrap the FP8 quantizer's step after loading: before it, convert scales to float32, unless they are E8M0.
+
+    Scales also get the shapes that `note_shapes` has recorded.
+    """
 
     @functools.wraps(theirs)
     def _process_model_after_weight_loading(self, model, *args, **kwargs):
@@ -225,7 +234,10 @@ def conversions_to_save(model: Any) -> list:
 
 
 def _with_scales(conversions: list, model: nn.Module) -> list:
-    """Return the conversions with, after each conversion of weights, the same for their scales if the model has any."""
+    """Return the conversions, and after each conversion of weights the same conversion of their scales.
+
+    Only conversions of weights for which the model has scales get a second conversion.
+    """
     from transformers.core_model_loading import WeightConverter
 
     scales = [name for name, _ in model.named_parameters() if name.endswith(SCALE)]

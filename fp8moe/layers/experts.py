@@ -31,7 +31,7 @@ class Weights(NamedTuple):
     masters: Masters = Masters()
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors that could get gradients: the masters, or without masters all FP8 tensors and biases."""
+        """Return the tensors that could get gradients: the masters if any, otherwise FP8 tensors and biases."""
         layer = self.layer
         return self.masters[:2] if self.masters.up_master is not None else (*layer.up, *layer.down, *layer.biases)
 
@@ -52,27 +52,28 @@ class GroupedExperts(MasterModule):
     With ``bias`` there are also
 
         gate_up_proj_bias       (E, 2I) of ``dtype``, added to gate and up before the activation
-        down_proj_bias          (E, H) of ``dtype``, added to each expert's result before its routing weight
+        down_proj_bias          (E, H) of ``dtype``, added to each expert's result before the routing weight is applied
 
-    and up_proj_bias (E, I) where there is no gate.
+    Without a gate, up_proj_bias (E, I) replaces gate_up_proj_bias.
 
     Moving the module moves the parameters; casting it (``.half()``...) casts the biases only. All parameters are
     frozen: only hidden_states and top_k_weights get gradients. Where H or I is not a multiple of 16, each call makes
     padded copies of weights and biases.
 
-    With a ``master_dtype`` the experts are trained. Then the parameters, and the state dict, are those of unquantized
-    experts, gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj (E, H, I), ordinary parameters of that dtype.
-    The first call after an optimizer's step makes FP8 copies of them, one byte per weight, used until the next step.
+    With a ``master_dtype`` the experts are trained. The weights are then ordinary parameters of that dtype: down_proj
+    (E, H, I), and gate_up_proj (E, 2I, H) or up_proj (E, I, H). The state dict holds them without scales, as for
+    unquantized experts. The first call after an optimizer's step makes FP8 copies of the weights, which take one byte
+    per weight and are used until the next step.
     Forward, input gradients and weight gradients run in FP8, with sums in float32 (DeepSeek-V3, arXiv:2412.19437,
     section 3.3). ``from_experts(trained)`` makes the layer for inference. For changes of a weight that neither its
     version counter nor an optimizer's step shows, see `FP8Linear`.
 
-    Where gradients are recorded, and in training mode with a master_dtype, the result of GEMM 1 is rounded to bfloat16
-    and decode_capacity is ignored. `fp8moe.kernels.experts.backward` says what is kept for the backward. The
-    backward raises RuntimeError if a master has changed in place since the forward, and for second derivatives.
+    Where gradients are recorded, and in training mode with a master_dtype, the result of the first GEMM is rounded
+    to bfloat16, and decode_capacity is ignored. `fp8moe.kernels.experts.backward` says what is kept for the backward.
+    The backward raises RuntimeError if a master has changed in place since the forward, and for second derivatives.
 
-    `fp8moe.distributed.ExpertParallel` spreads the experts over several GPUs; `forward_rows` runs them on rows that
-    another library has dispatched.
+    `fp8moe.distributed.ExpertParallel` spreads the experts over several GPUs. `forward_rows` runs the experts on rows
+    that another library has dispatched.
 
     A call without gradients allocates, beside its result, at most ``R * (3H + I)`` bytes for bfloat16 inputs and
     ``R * (5H + I)`` for others, with R = T * top_k rows (E * decode_capacity in the masked layout), plus 4 bytes per
@@ -80,7 +81,7 @@ class GroupedExperts(MasterModule):
 
     Args:
         num_experts, hidden_size, intermediate_size: E, H and I.
-        device: of the parameters.
+        device: the device of the parameters.
         dtype: bfloat16, float16 or float32 (TypeError for another): the dtype of the biases, and of the initial
             weights before they are quantized. Inputs may have any of the three.
         master_dtype: bfloat16 or float32, the dtype of weights to train; None for frozen FP8 weights; TypeError for
@@ -189,16 +190,17 @@ class GroupedExperts(MasterModule):
               are (E, columns, rows); with ``module.is_concatenated`` False, rows of gate and up alternate, in the bias
               too.
             - fused FP8 experts, transformers' FP8Experts with blocks of 128x128: the weights are shared, not copied.
-              Scales must have the shapes of `GroupedExperts`. Where I is not a multiple of 128, they are assumed to
-              hold gate's blocks and then up's, as checkpoints do.
+              Scales must have the shapes of `GroupedExperts`. Where I is not a multiple of 128, the scales are
+              assumed to hold gate's blocks and then up's, as in checkpoints.
             - an nn.ModuleList of one-expert MLPs: nn.Linear, FP8Linear or transformers' FP8Linear named gate_proj,
               up_proj and down_proj (or w1, w3 and w2), the gate being optional.
-            - GroupedExperts with FP8 weights, which are shared, or with a master_dtype.
+            - GroupedExperts. FP8 weights are shared with the new layer; masters are treated like the fused weights in
+              bfloat16 or float32 above.
             DTensor weights, sharded by experts, become DTensors of the same placements, and the new layer exchanges
             tokens between the ranks as ``module`` does.
-            The activation with its limit and alpha is recognised by comparing results, for values up to 9e17, with
-            the module's own activation function or, in an nn.ModuleList, with the forward of each MLP.
-        scale_format: of the scales made here, "float32" or "ue8m0" (powers of two).
+            The activation, with its limit and alpha, is recognised by its results: for values up to 9e17, they must
+            equal those of the module's own activation function or, in an nn.ModuleList, of each MLP's forward.
+        scale_format: format of the scales made here, "float32" or "ue8m0" (powers of two).
         decode_capacity: see `GroupedExperts`.
         master_dtype: see `GroupedExperts`. Fused weights that already have this dtype become the masters: the same
             Parameters, so that existing optimizers keep working. Other weights are converted, FP8 weights dequantized.
@@ -323,10 +325,10 @@ class GroupedExperts(MasterModule):
             outside [0, E) means an expert that is not in this layer and adds nothing to the sum.
         top_k_weights: float32, bfloat16 or float16, of the same shape as top_k_index.
         residual: None, or a tensor like hidden_states to which the rounded result is added.
-        groups, rows: int32 (num_experts + 1,) and (T, K), the results of `fp8moe.kernels.experts.sort_by_expert` for
-            top_k_index (T, K), if the caller has them already: this saves a kernel where the call would sort into the
-            same rows. Otherwise both None.
-        Returns (T, H), or (..., H). Equal inputs give equal bits, as do their gradients.
+        groups, rows: the results of `fp8moe.kernels.experts.sort_by_expert` for top_k_index (T, K), int32
+            (num_experts + 1,) and (T, K). Where the call can use these results, it skips its own sort kernel;
+            otherwise it ignores both tensors. Both are None if the caller has not sorted the assignments.
+        Returns (T, H), or (..., H). Equal inputs give equal bits, in the result and in the gradients.
 
         Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError under
         forward-mode differentiation and the derivatives of torch.func.
@@ -345,7 +347,7 @@ class GroupedExperts(MasterModule):
         groups: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Normed | None]:
-        """Compute `forward` and, where it needs no further kernel, the RMSNorm of the result (T, H).
+        """Compute `forward`, and also the RMSNorm of the result (T, H) where the norm needs no further kernel.
 
         norm: `fp8moe.kernels.experts.operands.Norm`, or None. Other arguments and errors: as for `forward`.
         Returns (result, Normed) for up to 64 tokens in bfloat16 or float32, with a SwiGLU, sizes that are multiples
@@ -376,12 +378,14 @@ class GroupedExperts(MasterModule):
         """Run the experts on rows that are already sorted by expert, without routing weights.
 
         rows: (R, H) bfloat16, float16 or float32, or an FP8Tensor quantized 1x128.
-        group_offsets: int32 (E + 1,) on the device of rows, with E experts on this rank: its expert e has the rows
-            group_offsets[e]:group_offsets[e + 1]. Group sizes are arbitrary; the CPU does not wait for the offsets.
+        group_offsets: int32 (E + 1,) on the device of rows, where E is the number of experts on this rank. Expert e of
+            the rank has the rows group_offsets[e]:group_offsets[e + 1]. Group sizes are arbitrary; the CPU does not
+            wait for the offsets.
         Returns (R, H) in the dtype of rows, bfloat16 for an FP8Tensor; zeros in rows of no expert. Equal inputs give
         equal bits, in the result and in the gradients of rows (unless they are an FP8Tensor) and of masters.
 
-        Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError as `forward`.
+        Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError in the same
+        cases as `forward`.
         """
         weights = self.local_weights()
         inputs = tuple(rows) if isinstance(rows, tuple) else (rows,)
@@ -470,9 +474,10 @@ def experts_rows_training(
     rows: (R, H) bfloat16, float16 or float32, sorted by expert.
     group_offsets: (E+1,) int32 on the device of rows: expert e has rows ``group_offsets[e]`` up to
         ``group_offsets[e+1]``. Group sizes are arbitrary; the CPU does not wait for the offsets.
-    gate, up, down: masters (E, I, H), (E, I, H) and (E, H, I), bfloat16 or float32; of DTensors, this rank's shard is
-        used. They must be parameters of a `fp8moe.layers.master.MasterModule`, which drops FP8 copies when FSDP2 frees
-        the weights that they were made from. Gate and up share one FP8 copy (E, 2I, H).
+    gate, up, down: masters (E, I, H), (E, I, H) and (E, H, I), bfloat16 or float32. If they are DTensors, the function
+        uses this rank's shards. All three must be parameters of a `fp8moe.layers.master.MasterModule`, which drops FP8
+        copies when FSDP2 frees the gathered weights from which the copies were made. Gate and up share one FP8 copy
+        (E, 2I, H).
     activation: a gated one, applied between the projections; see `GroupedExperts`.
     Returns (R, H) in the dtype of rows; zeros in rows of no expert. The bits do not depend on whether gradients are
     recorded. Equal inputs give equal bits, in the result and in the gradients of rows, gate, up and down.

@@ -39,8 +39,8 @@ class Weight:
         dtype or, if quantized already, FP8Tensors.
     shape: (matrices, rows, columns) of one expert; matrices is 2 for gate and up, otherwise 1.
     trains: whether masters made from these weights require a gradient.
-    fused: the same weights as one tensor (E, matrices * rows, columns), a DTensor if sharded; the module's own
-        parameter if it has this memory layout; None for weights from an nn.ModuleList.
+    fused: the same weights as one tensor (E, matrices * rows, columns), a DTensor if sharded. It is the module's own
+        parameter if that parameter has this memory layout, and None for weights from an nn.ModuleList.
     """
 
     parts: list[list[Tensor | FP8Tensor]]
@@ -76,7 +76,10 @@ class Weight:
         return FP8Tensor(self._sharded(data), self._sharded(scale))
 
     def master(self, dtype: torch.dtype) -> nn.Parameter:
-        """Return unquantized weights (E, matrices * rows, columns): ``fused`` if it is a Parameter of that dtype."""
+        """Return unquantized weights (E, matrices * rows, columns) of this dtype.
+
+        The result is ``fused`` itself if ``fused`` is a Parameter of this dtype, otherwise a new Parameter.
+        """
         if isinstance(self.fused, nn.Parameter) and self.fused.dtype == dtype:
             return self.fused
         matrices, rows, columns = self.shape
@@ -103,7 +106,7 @@ class ExpertsSource:
     """What `read` found in an experts module.
 
     up: the first projection (gate and up where gated). down: the second projection.
-    biases: of both projections; DTensors if the weights are DTensors.
+    biases: the biases of both projections; DTensors if the weights are DTensors.
     reordered: whether the module stores transposed weights, or interleaved rows of gate and up.
     """
 
@@ -198,7 +201,9 @@ def _read_fused(module: nn.Module) -> ExpertsSource:
 
 
 def _biases(module: nn.Module, weights: dict[str, Tensor]) -> Biases:
-    """Return the biases of both projections, or None for both. weights: name -> (E, rows, columns).
+    """Return the biases of both projections, or None for both.
+
+    weights: maps the name of each projection to its weights (E, rows, columns).
 
     Raises ValueError for a wrong shape, dtype or sharding, and for a bias of one projection only.
     """
@@ -231,7 +236,7 @@ def _check_whole_experts(name: str, weight: Tensor, down: Tensor) -> None:
 
 
 def _check_fused(module: nn.Module, up_name: str) -> None:
-    """Raise ValueError for fused experts with a norm, static activation scales, other blocks or extra parameters."""
+    """Raise ValueError for a norm after each expert, static activation scales, other block sizes or more parameters."""
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError("module: expected no norm after each expert")
     if getattr(module, "activation_scheme", "dynamic") != "dynamic":
@@ -328,7 +333,7 @@ def _quantized(name: str, weight: Tensor, scale: Tensor | None, matrices: int) -
 
 
 def _activation_of(module: nn.Module, gated: bool) -> Activation:
-    """Return the activation that the module's attributes describe, silu if it has no act_fn. The caller verifies it."""
+    """Return the activation that a module's attributes describe, silu without an act_fn. The caller must verify it."""
     act_fn = getattr(module, "act_fn", None)
     name = "silu" if act_fn is None else _function_name(act_fn)
     if not gated:
@@ -363,8 +368,8 @@ def _verify_mlp(name: str, expert: nn.Module, names: tuple[str, ...], activation
     """Raise ValueError unless an expert computes ``down(activation(gate(x), up(x)))``.
 
     names: the names of the expert's linears, down last. A copy of the expert runs with these linears replaced by
-    stand-ins that return values of all magnitudes. So the check takes little time, finds every limit for any weights,
-    and needs no GPU for FP8 weights.
+    stand-ins that return values of all magnitudes. So the check takes little time, detects every limit of the
+    activation whatever the weights are, and needs no GPU for FP8 weights.
     """
     size, hidden = getattr(expert, names[0]).weight.shape
     device = getattr(expert, names[0]).weight.device
@@ -388,7 +393,7 @@ def _verify_mlp(name: str, expert: nn.Module, names: tuple[str, ...], activation
 
 
 class _StandIn(nn.Linear):
-    """A stand-in for a linear layer that returns a given output and records its inputs."""
+    """Replaces a linear layer in `_verify_mlp`: returns a given output and records the inputs."""
 
     def __init__(self, output: Tensor, in_features: int):
         super().__init__(in_features, output.shape[-1], bias=False, device="meta", dtype=output.dtype)

@@ -31,28 +31,28 @@ class FP8Linear(MasterModule):
         bias              (out_features,) of ``dtype``
 
     Moving or casting the module (``.to()``, ``.half()``...) moves all three tensors and casts only the bias. Weight and
-    scale are frozen; input and bias get gradients, computed in FP8, as LoRA needs them. If in_features is not a
+    scale are frozen. Input and bias get gradients, which LoRA needs; they are computed in FP8. If in_features is not a
     multiple of 16, or out_features is not a multiple of 8, each call makes padded copies of the weight.
 
-    With a ``master_dtype`` the layer is trained. Its weight is then an ordinary parameter of that dtype, and the state
-    dict that of ``nn.Linear``. The first call after an optimizer's step makes an FP8 copy of the weight, a byte per
-    element, which serves until the next step. Forward, input gradient and weight gradient run in FP8 with float32 sums
-    (DeepSeek-V3, arXiv:2412.19437, section 3.3); `fp8moe.kernels.linear.training` describes the memory kept for the
-    backward. The backward raises RuntimeError if the weight has changed in place since the forward, and for second
-    derivatives. ``from_linear(trained)`` makes the layer for inference.
+    With a ``master_dtype`` the layer is trained. Its weight is then an ordinary parameter of that dtype, and its state
+    dict has the keys of ``nn.Linear``. The first call after an optimizer's step makes an FP8 copy of the weight, one
+    byte per element, which is used until the next step. Forward, input gradient and weight gradient run in FP8 with
+    float32 sums (DeepSeek-V3, arXiv:2412.19437, section 3.3); `fp8moe.kernels.linear.training` describes the memory
+    kept for the backward. The backward raises RuntimeError if the weight has changed in place since the forward, and
+    for second derivatives. ``from_linear(trained)`` makes the layer for inference.
 
     A change of the weight that neither its version counter nor an optimizer's step shows (docs/training.md lists such
     changes) takes effect at the next step, switch between train and eval mode, ``load_state_dict``, or call of
     `fp8moe.layers.master.invalidate`.
 
     Args:
-        in_features, out_features, bias, device: as in ``nn.Linear``, as is the initialization. Raises TypeError for a
-            size that is not an int, ValueError for a negative one.
-        dtype: of the bias, bfloat16, float16 or float32; TypeError for others.
+        in_features, out_features, bias, device: as in ``nn.Linear``. The initialization is also that of ``nn.Linear``.
+            Raises TypeError for a size that is not an int, ValueError for a negative size.
+        dtype: the dtype of the bias, bfloat16, float16 or float32; TypeError for others.
         master_dtype: bfloat16 or float32 for a weight to train, None for a frozen FP8 weight; TypeError for others.
-        weight_scales: "block", or "channel" for a weight_scale_inv (out_features, 1), as in FP8 checkpoints of
-            compressed-tensors, that multiplies the accumulators. For inference only: ValueError with a master_dtype,
-            RuntimeError in the backward.
+        weight_scales: "block", or "channel" for one scale per output channel: a weight_scale_inv (out_features, 1), as
+            in FP8 checkpoints of compressed-tensors. Channel scales multiply the accumulators. They are for inference
+            only: ValueError with a master_dtype, RuntimeError in the backward.
     """
 
     weight_names = ("weight", "weight_scale_inv")
@@ -101,8 +101,8 @@ class FP8Linear(MasterModule):
         linear: nn.Linear with a bfloat16, float16 or float32 weight, on any device, or an FP8Linear with a
             master_dtype. Raises TypeError for others, such as a subclass with its own forward; ValueError for hooks, a
             replaced forward, adapters, parametrizations and DTensors.
-        scale_format: of frozen weight scales, "float32" or "ue8m0" (powers of two). ValueError for others, and for
-            "ue8m0" with a master_dtype.
+        scale_format: format of frozen weight scales, "float32" or "ue8m0" (powers of two). ValueError for others, and
+            for "ue8m0" with a master_dtype.
         master_dtype: bfloat16 or float32 for a layer to train. The weight is then the Parameter of ``linear`` itself,
             which existing optimizers keep updating, or a new one if the dtype differs. It requires a gradient if the
             weight of ``linear`` does.
@@ -192,25 +192,26 @@ def replace_linears(
 ) -> list[str]:
     """Replace each nn.Linear inside ``model`` with an `FP8Linear`; return the qualified names of replaced modules.
 
-    skip: fnmatch patterns; a module stays if one matches its qualified name ("model.layers.0.mlp.gate_proj") or the
-        last part of the name ("gate_proj").
+    skip: fnmatch patterns. A module is not replaced if a pattern matches its qualified name
+        ("model.layers.0.mlp.gate_proj") or the last part of that name ("gate_proj").
     master_dtype: bfloat16 or float32 for layers to train, which keep Parameters of that dtype (see
         `FP8Linear.from_linear`). None for frozen FP8 weights; then each FP8Linear with a master is replaced too.
 
-    Only modules of exactly the class nn.Linear are replaced: a subclass may compute something else. Two kinds stay: an
-    nn.Linear that shares its weight with another module (an output layer tied to the embedding), as quantizing it would
-    untie the two and cost memory; and the linears of an nn.TransformerEncoderLayer, which reads their weights itself in
-    eval mode. One nn.Linear under several names becomes one FP8Linear under the same names, unless a name is skipped.
-    The extra memory at any time is the FP8 copy of one layer.
+    Only modules of exactly the class nn.Linear are replaced: a subclass may compute something else. Two kinds of
+    nn.Linear are not replaced. The first shares its weight with another module, such as an output layer tied to the
+    embedding: quantizing the weight would untie the two modules and cost memory. The second is a linear of an
+    nn.TransformerEncoderLayer, which reads the weights of its linears itself in eval mode. One nn.Linear under several
+    names becomes one FP8Linear under the same names, unless a name is skipped. The extra memory at any time is the FP8
+    copy of one layer.
 
     In a model that torch.compile has wrapped, the linears of the model inside are replaced.
 
     All errors are raised before the model is changed. TypeError: for a model that is not a module or is itself a linear
     (use `FP8Linear.from_linear`), a ``skip`` that is a single string, an nn.Linear in a dtype other than bfloat16,
     float16 and float32, or a wrong master_dtype. ValueError: for an nn.Linear with hooks or a replaced forward, which
-    would no longer run; with an enclosing module that casts the input to the weight's dtype (T5's wo); with a DTensor;
-    compiled by itself, or wrapped by DistributedDataParallel, FSDP1 or peft (replace linears first); and for a pattern
-    that matches no module and is not a default one.
+    would no longer run; for an nn.Linear whose input an enclosing module casts to the weight's dtype (T5's wo); for a
+    DTensor weight; for an nn.Linear that is compiled by itself; for a model wrapped by DistributedDataParallel, FSDP1
+    or peft (replace linears first); and for a pattern that matches no module and is not a default pattern.
     """
     check_master_dtype(master_dtype)
     if not isinstance(model, nn.Module):

@@ -129,8 +129,8 @@ class MasterModule(nn.Module):
     class with ``trainable = True`` and no weight_names.
 
     weight_names: parameter names, each FP8 weight followed by its scale.
-    _ways_out: advice for the error about a state dict whose weights have the wrong kind: first for a module with FP8
-        weights, then for one with masters.
+    _ways_out: two texts of advice for the error about a state dict whose weights have the wrong kind. The first is for
+        a module with FP8 weights, the second for a module with masters.
     """
 
     trainable: bool
@@ -150,7 +150,7 @@ class MasterModule(nn.Module):
             storage = local(old).untyped_storage()
             if hasattr(storage, _ATTRIBUTE):
                 delattr(storage, _ATTRIBUTE)
-        # calls register_parameter, which marks the storage of the new parameter, possibly the same storage
+        # This calls register_parameter, which marks the new parameter's storage, even if that was just unmarked.
         super().__setattr__(name, value)
 
     def _register_weight(
@@ -210,8 +210,8 @@ class MasterModule(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         """Load the weights; add an error for each weight or scale whose dtype is wrong.
 
-        PyTorch itself would silently cast: FP8 weights to masters and masters to FP8, both without scales, and scales
-        that are stored as integer codes to float.
+        PyTorch itself would cast silently and give wrong values: it would cast FP8 weights to masters and masters to
+        FP8, in both cases without scales, and would cast the integer codes of stored scales to float.
         """
         masters = self.trainable
         if masters:

@@ -29,10 +29,10 @@ class FP8MQAIndexer(nn.Module):
     Query token s scores key t with ``sum over h of w[s, h] * relu(q[s, h] . k[t])``, and attends to the top_k tokens
     with the highest scores. q is projected from q_resid, the normed low-rank query of the attention. k, shared by all
     heads, and w are projected from hidden_states. The first rope_head_dim values of q and k get rotary embeddings.
-    Each head_dim values of a key or query share one scale. `fp8moe.mqa_logits` computes the scores or, over the paged
-    cache of `fp8moe.kernels.indexer.mqa_cache`, `fp8moe.paged_mqa_logits`. The Hadamard rotation of DeepSeek's own
-    code, which does not change dot products, is omitted, as in transformers. The state dict has the names of
-    checkpoints:
+    Each key, and each head of a query, has one scale for its head_dim values. `fp8moe.mqa_logits` computes the scores;
+    `fp8moe.paged_mqa_logits` computes them over the paged cache of `fp8moe.kernels.indexer.mqa_cache`. The Hadamard
+    rotation of DeepSeek's own code is omitted, as in transformers, since it does not change dot products. The state
+    dict has the names of checkpoints:
 
         wq_b.weight, wq_b.weight_scale_inv  FP8Linear (num_heads * head_dim, q_lora_rank), no bias
         wk.weight, wk.weight_scale_inv      FP8Linear (head_dim, hidden_size), no bias
@@ -48,8 +48,8 @@ class FP8MQAIndexer(nn.Module):
     Args:
         hidden_size, q_lora_rank: widths of hidden_states and q_resid.
         num_heads: 32 or 64. head_dim: 32, 64 or 128. rope_head_dim: even, at most head_dim.
-        top_k: tokens that a query selects.
-        device: of the parameters. dtype: of k_norm: bfloat16, float16 or float32.
+        top_k: number of tokens that a query selects.
+        device: the device of the parameters. dtype: the dtype of k_norm, bfloat16, float16 or float32.
         interleaved: whether the rotary pairs are the values (2i, 2i + 1), as in GLM; otherwise i and
             i + rope_head_dim / 2.
         scale_format: for the scales of queries and keys, "float32" or "ue8m0" (powers of two).
@@ -145,8 +145,10 @@ class FP8MQAIndexer(nn.Module):
         position_embeddings: cos and sin, (S, rope_head_dim) each, of the tokens' positions; each row has its
             rope_head_dim / 2 angles twice, as in transformers.
         starts, ends: (S,) int32: query s selects from the keys ``starts[s]:ends[s]``, clamped as in `mqa_logits`. For
-            causal attention, these are the first key of the query's sequence and the key after the query's own.
-        kv_cache, slots: a paged cache and (S,) int32 slots in it. The new keys are written there first.
+            causal attention, ``starts[s]`` is the index of the first key of the query's sequence, and ``ends[s]`` is
+            the index of the query's own key, plus 1.
+        kv_cache, slots: a paged cache and (S,) int32 slots in it. The new keys are written to these slots before keys
+            are selected.
         kv_slots: (T,) int32, with a cache: select from the keys in these slots, such as a sequence's earlier and new
             keys; ``starts`` and ``ends`` are then indices into kv_slots. If None: select from the S new keys. A slot
             outside of the cache, such as -1, reads as a key of zeros, whose score of 0 may be among the best:
@@ -201,9 +203,10 @@ class FP8MQAIndexer(nn.Module):
         hidden_states: (B * next_n, hidden_size), q_resid: (B * next_n, q_lora_rank), position_embeddings: cos and sin,
             (B * next_n, rope_head_dim) each, as in `forward`; next_n is 1 to 4.
         kv_cache, context_lens, block_table, max_context_len: as in `paged_mqa_logits`; lengths include the new tokens.
-            The last token that a query sees is its own, and its key is written to that position, even past
-            max_context_len, where keys are never selected. No key is written for a query that sees no token (a context
-            of 0 marks an unused row), or whose block is not in the table or the cache.
+            The last token that a query sees is the query's own token, whose key is written to the token's
+            position in the sequence. A key at a position past max_context_len is written too, but never selected. No
+            key is written for a query that sees no token (a context of 0 marks an unused row), or whose block is not in
+            the table or the cache.
         Returns (B * next_n, top_k) int32 positions, the best first; -1 if a query sees fewer tokens.
 
         Raises, before it writes, TypeError for a wrong type or dtype, ValueError for a wrong shape or device.

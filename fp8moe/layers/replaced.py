@@ -49,7 +49,10 @@ def check_skip(model: str, names: Collection[str], skip: Iterable[str]) -> None:
 
 
 def casts_to_weight(model: nn.Module, name: str) -> str | None:
-    """Return the class name of an enclosing module that casts to this module's weight dtype (as in T5), or None."""
+    """Return the class name of an enclosing module that casts the input of a module to its weight dtype, as in T5.
+
+    name: the qualified name of the module. Returns None if no enclosing module casts the module's input.
+    """
     parts = name.split(".")
     for depth in range(len(parts)):
         kind = type(model.get_submodule(".".join(parts[:depth])))

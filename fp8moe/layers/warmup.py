@@ -43,8 +43,8 @@ def warm(
 ) -> None:
     """Compile the inference kernels of `FP8Linear`, `GroupedExperts` and `experts` for these shapes.
 
-    Otherwise the first call that needs a kernel compiles it, which takes about half a second: on a server, within a
-    request. `fp8moe warmup` does the same for a whole model, ahead of time.
+    Otherwise the first call that needs a kernel compiles it, which takes about half a second. On a server, a request
+    would have to wait. `fp8moe warmup` compiles the kernels of a whole model ahead of time.
 
     shapes: (N, K) of a linear with N output and K input features; (E, I, H, top_k) of E experts with intermediate size
         I and hidden size H, of which each token is routed to top_k.
@@ -52,8 +52,9 @@ def warm(
     activation, bias, weight_scales: as in `GroupedExperts` and `FP8Linear`.
     dtype: bfloat16, float16 or float32, of inputs, results and biases.
 
-    Without biases, the kernels for tokens that are already quantized are included. Not compiled are kernels of
-    training, of experts that are spread over several GPUs, and of the masked layout, which depend on decode_capacity.
+    For layers without biases, the kernels for tokens that are already quantized are compiled too. Kernels of training,
+    of experts that are spread over several GPUs, and of the masked layout, which depend on decode_capacity, are not
+    compiled.
 
     Compiled kernels are kept in the cache directory (FP8MOE_CACHE_DIR); those already there are not compiled again. If
     the current device can run the kernels, they are chosen for its number of SMs and also loaded into the process,
@@ -61,8 +62,9 @@ def warm(
     the kernels of that mode are compiled. Finding out which kernels are needed takes some seconds, mostly in a
     subprocess.
 
-    Raises ValueError for another shape, for no shapes or counts, a size or a count below one, and for what the classes
-    refuse; TypeError for a size or count that is not an int; RuntimeError if the compiler is missing.
+    Raises ValueError for a shape of another length, for no shapes or counts, for a size or count below one, and for
+    arguments that the classes refuse; TypeError for a size or count that is not an int; RuntimeError if the compiler is
+    missing.
     """
     sizes = [tuple(shape) for shape in shapes]
     for shape in sizes:

@@ -18,7 +18,7 @@ _INSIDE = {
     "PeftMixedModel": "base_model",
     "BaseTuner": "model",
     "BaseTunerLayer": "base_layer",
-    "AuxiliaryTrainingWrapper": "original_module",  # of peft, for modules_to_save and trainable tokens
+    "AuxiliaryTrainingWrapper": "original_module",  # peft's, for modules_to_save and trainable tokens
 }
 """Class name of a wrapper -> name of its child that is the wrapped module. A wrapper's other children are adapters."""
 
@@ -93,7 +93,7 @@ def adapters_in(model: nn.Module) -> Iterator[Adapter]:
 
 
 def check_merged(argument: str, model: nn.Module) -> None:
-    """Raise ValueError for unmerged adapters: the caller takes only the model's weights and would leave them out."""
+    """Raise ValueError for unmerged adapters: the caller takes only the model's weights and would lose the adapters."""
     names = [adapter.name for adapter in adapters_in(model) if not adapter.merged]
     if names:
         raise ValueError(
@@ -123,7 +123,10 @@ def check_replaceable(argument: str, model: nn.Module) -> None:
 
 
 def check_not_around(argument: str, model: nn.Module) -> None:
-    """Raise ValueError if wrappers around the model have parameters, as for prompt tuning: the caller ignores them."""
+    """Raise ValueError if wrappers around the model have parameters, as in prompt tuning.
+
+    The caller would ignore these parameters.
+    """
     *around, inner = chain(model)
     own = {id(parameter) for parameter in inner.parameters()}
     names = [name for name, parameter in model.named_parameters() if id(parameter) not in own]

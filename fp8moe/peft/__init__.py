@@ -35,11 +35,11 @@ def register(config: Any, model: nn.Module) -> Any:
     lora_dropout (which peft itself refuses for parameters) and init_lora_weights True, False or "gaussian" (LoRA:
     arXiv:2106.09685).
 
-    Raises ImportError without peft, TypeError for another config, and ValueError, with nothing changed, for a model
-    without such modules, for more than plain LoRA on one of them, and for a target that is spread over several ranks
-    or shares its weights with another. The same is checked again when peft adapts the model. From now on the model's
-    load_state_dict raises ValueError, with nothing written, for LoRA factors that are missing, have another shape, or
-    belong to no layer of the model.
+    Raises ImportError without peft, TypeError for a config that is not a LoraConfig. Raises ValueError, with nothing
+    changed, for a model without FP8 linears or experts, for more than plain LoRA on one of these modules, and for
+    a target that is spread over several ranks or shares its weights with another target. The same is checked again when
+    peft adapts the model. From now on the model's load_state_dict raises ValueError, with nothing written, for LoRA
+    factors that are missing, have another shape, or belong to no layer of the model.
     """
     from peft import LoraConfig
 

@@ -20,8 +20,8 @@ from fp8moe.runtime.checks import FLOATING
 class ExpertsB(nn.Module):
     """The LoRA factor B of all experts: a parameter (E, out, r).
 
-    State dicts hold it as (out, r * E) with experts innermost, as peft's ParamWrapper does. peft's hotswap_adapter
-    replaces the parameter with a tensor of that shape.
+    State dicts hold B as (out, r * E) with experts innermost, the format of peft's ParamWrapper. peft's hotswap_adapter
+    replaces the parameter itself with a tensor (out, r * E).
     """
 
     def __init__(self, count: int, rows: int, rank: int, device: torch.device, dtype: torch.dtype):
@@ -31,7 +31,7 @@ class ExpertsB(nn.Module):
 
     @property
     def by_expert(self) -> Tensor:
-        """B as (E, out, r), converted if hotswap_adapter has put in a tensor (out, r * E)."""
+        """Return B as (E, out, r). If hotswap_adapter has put in a tensor (out, r * E), convert it."""
         return self._by_expert(self.weight) if self.weight.dim() == 2 else self.weight
 
     @property
@@ -58,8 +58,8 @@ class ExpertsB(nn.Module):
 class LoraExperts(FP8LoraLayer, ParamWrapper):
     """A peft layer that adds ``scaling * B @ A`` to one projection of experts with frozen FP8 weights.
 
-    LoRA: arXiv:2106.09685. If both projections have adapters, one layer wraps the other as its base_layer, as with
-    peft's own layers for parameters, and the outer layer runs the experts for both.
+    LoRA: arXiv:2106.09685. If both projections have adapters, one LoraExperts is the base_layer of the other, as with
+    peft's own layers for parameters. The outer LoraExperts then runs the experts with the adapters of both layers.
 
     lora_A[adapter].weight: (E * r, in), r rows per expert; gate and up share the A of gate_up_proj.
     lora_B[adapter] is an `ExpertsB`. Both are in bfloat16, or the dtype of unquantized weights. The factors of all
@@ -104,7 +104,10 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
 
     @torch.no_grad()
     def _reset(self, adapter_name: str, how: bool | str) -> None:
-        """Initialize A and B as peft does for linears: A uniform or "gaussian" and B zero; with False both uniform."""
+        """Initialize A and B as peft does for linears.
+
+        how: True for A uniform and B zero, "gaussian" for A normally distributed and B zero, False for both uniform.
+        """
         a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
         if how == "gaussian":
             a.normal_(std=1 / self.r[adapter_name])
@@ -184,7 +187,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return a, b
 
     def _layer(self) -> Layer:
-        """Return the FP8 weights of the base layer, or of its FP8 copy if it is unquantized."""
+        """Return the FP8 weights of the base layer or, if the base layer is unquantized, of its FP8 copy."""
         base = self.get_base_layer()
         check_base(self.name, base)  # check again: the base layer may have been spread over ranks since it was adapted
         return (base if isinstance(base, GroupedExperts) else cached_layer(base)).whole_weights().layer
@@ -216,7 +219,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
     def _dropout(self, added: Iterable[tuple["LoraExperts", list[str]]]) -> float:
         """Return the dropout probability of the active adapters, 0 in eval mode.
 
-        Raises ValueError unless all active adapters have the same.
+        Raises ValueError unless all active adapters have the same dropout probability.
         """
         values = {layer.lora_dropout[name].p for layer, names in added for name in names if layer.training}
         if len(values) > 1:

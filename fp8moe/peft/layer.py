@@ -86,7 +86,7 @@ class Stored:
 
 
 class FP8LoraLayer(LoraLayer):
-    """Base class of peft LoRA layers around a layer that stores FP8 block weights, or quantizes its weights to run.
+    """Base class of peft LoRA layers whose base layer stores FP8 block weights, or quantizes its weights when it runs.
 
     by_parameter: whether a LoraConfig lists the target in target_parameters, as for experts, or in target_modules.
     name: name of the target module or parameter.
@@ -209,8 +209,8 @@ class FP8LoraLayer(LoraLayer):
 class LoraFP8Linear(FP8LoraLayer, Linear):
     """LoRA on a frozen FP8 linear: ``base(x) + scaling * B @ A @ dropout(x)``, with A and B as in peft's lora.Linear.
 
-    New adapters have the dtype of the base layer's bias, or bfloat16 if it has none; peft's autocast_adapter_dtype may
-    cast them to float32.
+    New adapters have the dtype of the base layer's unquantized weight or, if the weight is FP8, of the bias; bfloat16
+    if there is no bias. peft's autocast_adapter_dtype may cast new adapters to float32.
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config, **kwargs) -> None:
@@ -274,7 +274,7 @@ def with_projections(config: Any, modules: Modules) -> Any:
 
 
 def check_targets(config: Any, modules: Modules) -> None:
-    """Raise ValueError for targets that peft would refuse after changing the model, or would leave without adapter.
+    """Raise ValueError for targets that peft would refuse only after changing the model, or would not adapt.
 
     config: a LoraConfig.
     """
@@ -343,8 +343,8 @@ def check_config(name: str, config: Any) -> None:
 def check_base(name: str, module: nn.Module) -> None:
     """Raise ValueError for a base layer that LoRA cannot run on.
 
-    That is a layer spread over ranks, experts with biases or transposed weights, or another FP8 format than 128x128
-    blocks.
+    Such layers are spread over ranks, have an FP8 format other than 128x128 blocks, or are experts with biases or
+    transposed weights.
     """
     parallel = [getattr(module, attribute, None) for attribute in ("parallel", "_fp8moe_parallel")]
     if any(style is not None for style in parallel) or any(map(is_sharded, module.parameters(recurse=False))):
@@ -397,7 +397,10 @@ def _adapter(key: str) -> str:
 
 
 def _named(model: nn.Module, key: str) -> str:
-    """Describe a LoRA factor for an error message: its layer, whether A or B, and for experts their number and rank."""
+    """Describe a LoRA factor for an error message: its layer, and whether it is A or B.
+
+    For a layer of experts, the description includes the number of experts and the LoRA rank.
+    """
     path, _, factor = key.rpartition(".lora_")
     layer = model.get_submodule(path)
     if not isinstance(layer, FP8LoraLayer):

@@ -1,4 +1,4 @@
-"""FP8 E4M3 tensors with one float32 scale per block: the pair of tensors, constants, and the layout of scales."""
+"""FP8 tensors with one scale per block, weights in four bits with one per group; constants, and layouts of scales."""
 
 from typing import NamedTuple
 
@@ -12,12 +12,18 @@ FP8_MAX = 448.0
 """Largest finite E4M3 value."""
 
 SCALE_FLOOR = 1e-12
-"""Least value that a block's maximum is raised to before its scale is computed, so that no scale is 0."""
+"""Lower bound of a block's largest magnitude: a smaller maximum is raised to this value, so that no scale is 0."""
 
 SCALE_DEFINES = (("BLOCK", BLOCK), ("FP8_MAX", f"{FP8_MAX}f"), ("SCALE_FLOOR", f"{SCALE_FLOOR}f"))
 """The macros that cuda/common/block_scale.cuh needs."""
 
 SCALE_FORMATS = ("float32", "ue8m0")
+
+MX_BLOCK = 32
+"""Values along K that share a scale in OCP's Microscaling Formats (MX) v1.0, section 5. Divides K of packed weights."""
+
+E2M1 = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
+"""The values of the 16 codes of MXFP4 and NVFP4: OCP Microscaling Formats (MX) v1.0, section 5.3.3."""
 
 
 class FP8Tensor(NamedTuple):
@@ -36,8 +42,76 @@ class FP8Tensor(NamedTuple):
 _register_namedtuple(FP8Tensor, serialized_type_name="fp8moe.FP8Tensor")
 
 
+class PackedTensor(NamedTuple):
+    """A weight (..., N, K) in four bits a value, with one scale for each group of values along K.
+
+    data: uint8 (..., N, K/2); value 2i of a row is in the low four bits of byte i, value 2i + 1 in the high four.
+    scale: (..., N, K/group), with the dtype and group of the format.
+    format: "mxfp4", "int4" or "nvfp4":
+        "mxfp4": E2M1 codes; uint8 scales, exponents of two plus 127 (E8M0), for groups of 32.
+        "int4": codes of -8 to 7, two's complement; float32 or bfloat16 scales for groups of 32 or 128.
+        "nvfp4": E2M1 codes; float8_e4m3fn scales for groups of 16, times tensor_scale.
+    tensor_scale: of "nvfp4" only: float32 (...), or (..., N) with one for each row.
+
+    A value is (code * scale of its group) * tensor_scale. Construction checks nothing: calls do. K is a multiple of 32
+    and of the group. Source of E2M1 and E8M0: OCP Microscaling Formats (MX) v1.0, sections 5.3.3 and 5.4.1.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    format: str
+    tensor_scale: torch.Tensor | None = None
+
+
+_register_namedtuple(PackedTensor, serialized_type_name="fp8moe.PackedTensor")
+
+
+class PackedFormat(NamedTuple):
+    """What scales a format of `PackedTensor` has: their dtypes, and how many values along K may share one."""
+
+    scale_dtypes: tuple[torch.dtype, ...]
+    groups: tuple[int, ...]
+
+
+PACKED_FORMATS = {
+    "mxfp4": PackedFormat((torch.uint8,), (MX_BLOCK,)),
+    "int4": PackedFormat((torch.bfloat16, torch.float32), (32, 128)),
+    "nvfp4": PackedFormat((torch.float8_e4m3fn,), (16,)),
+}
+
+
+# Operators take weights as (data, scale), FP8 and packed ones alike: dtypes tell the formats apart.
+
+
+def is_packed(data: torch.Tensor) -> bool:
+    """Return whether `data` of a weight has two codes of four bits in each byte."""
+    return data.dtype is torch.uint8
+
+
+def packed_format(scale: torch.Tensor) -> str:
+    """Return the format of packed weights with these scales, whose dtype must be one of `PACKED_FORMATS`."""
+    return next(name for name, (dtypes, _) in PACKED_FORMATS.items() if scale.dtype in dtypes)
+
+
+def weight_k(data: torch.Tensor) -> int:
+    """Return K of weights (..., N, K), FP8 or packed."""
+    return data.shape[-1] * 2 if is_packed(data) else data.shape[-1]
+
+
+def packed_group(data: torch.Tensor, scale: torch.Tensor) -> int:
+    """Return how many values along K share a scale of packed weights that are not empty."""
+    return weight_k(data) // scale.shape[-1]
+
+
+def as_float(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales in float32, exactly; uint8 values are exponents of two (E8M0)."""
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).float()
+
+
 def has_channel_scales(data: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Return whether weights (..., N, K) have one scale per output channel: (..., N, 1)."""
+    """Return whether FP8 weights (..., N, K) have one scale per output channel: (..., N, 1)."""
+    if is_packed(data):
+        return False
     n = data.shape[-2]
     return n > 2 and scale.shape[-2:] == (n, 1)  # with N = 1 or 2, block scales can have the shape (..., N, 1), too
 
@@ -53,7 +127,10 @@ def align(n: int, multiple: int) -> int:
 
 
 def padded_rows(rows: int, groups: int) -> int:
-    """Return the most rows that `rows` rows in `groups` groups can take, each group padded to a multiple of 128."""
+    """Return the largest possible number of rows after every group is padded to a multiple of 128 rows.
+
+    rows: number of rows in all groups together, before padding. groups: number of groups.
+    """
     return (rows + (BLOCK - 1) * torch.sym_min(groups, rows)) // BLOCK * BLOCK
 
 
@@ -73,6 +150,9 @@ def empty_mn_major(shape: tuple[int, ...], *, device: torch.device | str) -> tor
 
 
 def empty_quantized(like: torch.Tensor, rows: int, columns: int) -> FP8Tensor:
-    """Return uninitialized data (rows, columns), contiguous, and MN-major scales of 1x128 blocks, on like's device."""
+    """Return uninitialized data (rows, columns), contiguous, and MN-major scales of 1x128 blocks.
+
+    like: a tensor on the device where the results are allocated.
+    """
     scale = like.new_empty_strided((rows, ceil_div(columns, BLOCK)), (1, align(rows, 4)), dtype=torch.float32)
     return FP8Tensor(like.new_empty((rows, columns), dtype=torch.float8_e4m3fn), scale)

@@ -21,11 +21,13 @@ from fp8moe.quant.formats import (
     FP8_MAX,
     SCALE_DEFINES,
     FP8Tensor,
+    PackedTensor,
     align,
     ceil_div,
     empty_quantized,
     has_channel_scales,
 )
+from fp8moe.quant.packed import dequantized
 from fp8moe.runtime.autograd import check_out, detached
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like, check_tensor, overlap
@@ -133,19 +135,23 @@ def quantize_channels(w: Tensor) -> FP8Tensor:
     return FP8Tensor((detached(w).float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale)
 
 
-def dequantize(t: FP8Tensor | tuple[Tensor, Tensor], *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return ``data * scale`` for each block, computed in float32.
+def dequantize(t: FP8Tensor | tuple[Tensor, Tensor] | PackedTensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the values of quantized data, computed in float32: ``data * scale`` for each block.
 
     t: FP8Tensor or (data, scale). data (..., R, K) float8_e4m3fn; scale float32, any strides,
-    (..., R, ceil(K/128)) for 1x128 blocks, (..., ceil(R/128), ceil(K/128)) for 128x128 blocks or (..., R, 1) for rows.
-    dtype: floating dtype of the result, shaped as data.
-    Raises TypeError for a wrong type or dtype, ValueError for a scale of another shape.
+        (..., R, ceil(K/128)) for 1x128 blocks, (..., ceil(R/128), ceil(K/128)) for 128x128 blocks or (..., R, 1) for
+        rows. Or a PackedTensor of any format: (code * scale of its group) * tensor_scale.
+    dtype: floating dtype of the result, which has the shape (..., R, K).
+    Raises TypeError for a wrong type or dtype, ValueError for a scale of another shape, and for a PackedTensor whose
+    tensors do not fit its format.
     """
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: expected a floating dtype, got {dtype!r}")
+    if isinstance(t, PackedTensor):
+        return dequantized(t).to(dtype)
     data, scale = fp8_operand("t", t)
     check_dtype("t.data", data, *FLOAT8)
     check_dtype("t.scale", scale, torch.float32)
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype: expected a floating dtype, got {dtype!r}")
     if data.dim() == 0:
         raise ValueError("t.data: expected at least one dimension, got a scalar")
     check_device("t.scale", scale, data.device, "t.data")
@@ -290,7 +296,8 @@ def _write_128x128(
 ) -> None:
     """Quantize w into data and scale, by calling ``quantize(w, scale_format, results)``.
 
-    If `quantize` cannot write to the layout of data and scale, it writes temporary results, which are then copied.
+    If `quantize` cannot write to the layout of data and scale, it writes to temporary tensors, which are then copied
+    into data and scale.
     """
     for name, value in (("data", data), ("scale", scale)):
         if overlap(value, w):

@@ -115,7 +115,8 @@ def tile_spec(
     """Return the spec of the kernel `name`, which includes quantize_tile.cuh.
 
     source: ctypes type of the kernel's ``struct Source``. dtype, vector: see `quantizer_defines`. shared_bytes: dynamic
-    shared memory of a thread block. weighted: the transpose is of rows multiplied by weights. defines: further macros.
+    shared memory of a thread block. weighted: whether rows are multiplied by weights before they are transposed.
+    defines: further macros.
     """
     defines |= {
         "WARPS": _WARPS,
@@ -242,9 +243,10 @@ def fp8_kernel_spec(load_aligned: bool, store_aligned: bool) -> KernelSpec:
 
 @planned
 def fp8_launcher(device_index: int, data: Tensor, scale: Tensor, load_aligned: bool) -> PointerLauncher:
-    """Build the launcher of transpose_fp8.cu, called with (data, scale, data_out, scale_out), contiguous, not empty.
+    """Build the launcher of transpose_fp8.cu. Call it with the tensors (data, scale, data_out, scale_out).
 
-    load_aligned: `has_vector_rows` of data. data_out is at a multiple of 16 bytes.
+    The tensors must be contiguous and not empty; data_out must start at a multiple of 16 bytes. load_aligned:
+    `has_vector_rows` of data.
     """
     n, k = data.shape[-2:]
     return PointerLauncher(

@@ -31,7 +31,7 @@ def recorded(*values: object) -> bool:
 
 
 def detached(value: Tensor) -> Tensor:
-    """Return `value`, detached if autograd records it, as the input of an operation without a derivative."""
+    """Return `value`, detached if autograd records it: an operation without a derivative can then take it as input."""
     return value.detach() if recorded(value) else value
 
 

@@ -8,7 +8,7 @@ from fp8moe.runtime import config
 from fp8moe.runtime.architectures import ARCHITECTURES
 
 # (settings.backend, device index) -> whether the CUDA kernels run there. If the kernels should run there but cannot, an
-# error is raised and nothing stored.
+# error is raised and nothing is stored.
 _decisions: dict[tuple[str, int], bool] = {}
 
 _WAY_OUT = "set FP8MOE_BACKEND=auto or reference"

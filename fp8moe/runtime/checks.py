@@ -42,7 +42,7 @@ def check_device(name: str, value: Tensor, device: torch.device, like: str) -> N
 def check_like(
     name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device, like: str
 ) -> None:
-    """Check dtype, shape and device of `value`. like: the name of an argument on that device, for the error."""
+    """Check dtype, shape and device of `value`. like: the name of an argument that is on `device`, for the error."""
     check_dtype(name, value, *dtypes)
     if value.shape != shape:
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
@@ -55,7 +55,7 @@ def check_contiguous(name: str, value: Tensor) -> None:
 
 
 def check_address(name: str, value: Tensor) -> None:
-    """Raise unless `value` starts at a multiple of 16 bytes. Fake tensors have no address: do not call it for them."""
+    """Raise ValueError unless `value` starts at a multiple of 16 bytes. Not for fake tensors, which have no address."""
     if (address := value.data_ptr()) % 16:
         raise ValueError(f"{name}: expected to start at a multiple of 16 bytes, got address {address:#x}")
 
@@ -63,13 +63,16 @@ def check_address(name: str, value: Tensor) -> None:
 def check_out(
     out: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device, like: str
 ) -> None:
-    """Raise unless `out` is contiguous and has one of `dtypes`, the shape, and the device of the operand `like`."""
+    """Raise TypeError or ValueError unless `out` is contiguous and has one of `dtypes`, this shape and this device.
+
+    like: the name of an argument that is on `device`, for the error.
+    """
     check_like("out", out, dtypes, shape, device, like)
     check_contiguous("out", out)
 
 
 def check_own_memory(out: Tensor, operands: dict[str, Tensor | None]) -> None:
-    """Raise unless `out` starts at a multiple of 16 bytes and shares no memory with an operand."""
+    """Raise ValueError unless `out` starts at a multiple of 16 bytes and shares no memory with an operand."""
     check_address("out", out)
     begin, end = _span(out)
     for name, value in operands.items():
@@ -87,7 +90,10 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def row_major(data: Tensor) -> Tensor:
-    """Return ``data`` (R, K), or a copy if its rows do not start at multiples of 16 bytes, as kernels load them."""
+    """Return ``data`` (R, K) in the layout that kernels load: contiguous rows that start at multiples of 16 bytes.
+
+    If ``data`` has another layout, the result is a copy.
+    """
     row, column = data.stride()
     if column == 1 and row >= data.shape[1] and not row * data.itemsize % 16 and not data.data_ptr() % 16:
         return data

@@ -74,7 +74,7 @@ def _path(name: str) -> Path | None:
 
 
 def _default_cache_dir() -> Path:
-    """Return `$XDG_CACHE_HOME/fp8moe`, `~/.cache/fp8moe`, or without a home a temporary directory for this user."""
+    """Return `$XDG_CACHE_HOME/fp8moe` or `~/.cache/fp8moe`; without a home, return a temporary directory per user."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the XDG specification ignores relative paths
         base = os.path.expanduser("~/.cache")
@@ -128,13 +128,13 @@ def reload() -> Settings:
 
 
 _blocks: dict[object, bool] = {}  # the modes of the open `batch_invariant` blocks, in the order of entry
-_outside = False  # the mode outside of all blocks
+_outside = False  # whether batch invariance is on when no `batch_invariant` block is open
 _entering = threading.RLock()  # reentrant: the garbage collector may close a block while another one is entered
 
 
 @contextmanager
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
-    """Make each token's result bitwise independent of the rest of its batch within the block.
+    """Within a ``with`` block, make each token's result bitwise independent of the other tokens in its batch.
 
     See docs/batch-invariance.md. enabled: False restores the usual choice of tiles under FP8MOE_BATCH_INVARIANT=1.
     The mode belongs to the process, not the thread: with blocks open in several threads, the last one entered decides.

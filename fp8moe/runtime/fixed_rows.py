@@ -1,6 +1,6 @@
 """Batch invariance of functions of other libraries, such as F.linear: always call them with the same number of rows.
 
-With other numbers of rows the libraries may choose another order of sums.
+For a different number of rows, a library may add up the same values in a different order.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,10 @@ def _filled(x: Tensor) -> Tensor:
 
 
 def linears_by_fixed_rows() -> AbstractContextManager[Any]:
-    """Return a context manager in which F.linear, used by modules not in FP8, runs through `by_fixed_rows`."""
+    """Return a context manager in which F.linear, which unquantized modules call, runs through `by_fixed_rows`.
+
+    Outside of batch-invariant mode, the context manager does nothing.
+    """
     return _LinearsByFixedRows() if config.settings.batch_invariant else nullcontext()
 
 

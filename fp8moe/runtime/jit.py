@@ -184,7 +184,9 @@ _kernels: dict[KernelSpec, "Kernel"] = {}
 
 
 def load(spec: KernelSpec) -> "Kernel":
-    """Return a kernel that can be launched on any GPU of this process; load or compile it at the first call.
+    """Return a kernel that can be launched on any GPU of this process.
+
+    The first call takes the cubin from the disk cache, or compiles it, and loads it; later calls reuse the kernel.
 
     Safe to call from several threads, and while a CUDA graph is being captured. Raises what `compile_spec` raises, and
     RuntimeError if the driver is missing or too old for the compiled code.

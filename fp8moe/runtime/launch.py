@@ -116,7 +116,7 @@ def tensor_map(
 
 
 def _map_strides(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return strides that TMA accepts: those given, except in dimensions of size 1, where any are valid.
+    """Return strides that TMA accepts: the given strides, with valid replacements in dimensions of size 1.
 
     Raises ValueError if TMA cannot map the layout.
     """
@@ -168,7 +168,7 @@ _no_guard = nullcontext()
 
 
 def device_guard(device_index: int) -> AbstractContextManager[Any]:
-    """Return a context manager that makes a device current, and costs next to nothing if it already is."""
+    """Return a context manager that makes a device current. It costs next to nothing for the current device."""
     if torch._C._cuda_getDevice() != device_index:
         return torch.cuda.device(device_index)
     if device_index not in _bound.indices:
@@ -376,9 +376,10 @@ class planned(Generic[Arguments, Plan]):
     """Decorate a function that builds a launch plan, such as a launcher: each plan is built once and kept.
 
     The function's first argument is the index of a device, which is current while the function runs. The key of a plan
-    is the current settings and the function's arguments: for a tensor, also in a NamedTuple, its shape, strides, dtype
-    and device; for a NamedTuple with a method `layouts`, the result of that method. Beyond 4096 plans of all functions,
-    the oldest plan is dropped. Safe to call from several threads.
+    consists of the current settings and the function's arguments. A tensor, alone or in a NamedTuple, enters the key as
+    its shape, strides, dtype and device; a NamedTuple with a method `layouts` enters as the result of that method. At
+    most 4096 plans are kept for all functions together; beyond that number, the oldest plan is dropped. Safe to call
+    from several threads.
     """
 
     def __init__(self, build: Callable[Arguments, Plan]):

@@ -35,10 +35,11 @@ class Signature(Generic[Operands]):
         Annotated[X, "Tensor(a!)"]              an argument of the type in quotes
         Annotated[a NamedTuple, (names)]        the arguments of the named fields
 
-    fields: names of the fields that the operator takes, if not all; the others keep their defaults.
+    fields: names of the fields that the operator takes, or None for all fields. Fields that it does not take keep their
+    defaults.
 
-    Trailing arguments have the defaults of their fields. A call may omit them, which saves time: PyTorch then does not
-    pass them on either.
+    Trailing arguments have the defaults of their fields. Omitting them in a call saves time, since PyTorch then does
+    not pass them to the implementation.
 
     schema, names: schema and names of the arguments. pack: turns the NamedTuple into a tuple of arguments. unpack:
     turns the arguments into the NamedTuple. Both are compiled once from Python expressions, so that calls need no loop.
@@ -68,7 +69,10 @@ class Signature(Generic[Operands]):
         return f"{name}({self.schema}) -> {results}"
 
     def of_arguments(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function that takes the NamedTuple (or the parameters) so that it takes the operator's arguments."""
+        """Wrap a function so that it takes the operator's arguments.
+
+        function: takes the NamedTuple or, for a signature of a function, that function's parameters.
+        """
         return self._function(f"function({self._given})", function=function)
 
     def _function(self, expression: str, **more: Any) -> Callable[..., Any]:
@@ -172,8 +176,8 @@ def operator(
     check: raises for wrong arguments. It does not read addresses, as fake tensors have none.
     cuda: launches the kernels. reference: computes the result in plain PyTorch. Both return the results of the schema.
     fake: returns uninitialized results, for fake tensors too.
-    quick: returns a function to call in place of check, cuda and reference if arguments of this layout have run before,
-        otherwise None.
+    quick: called first, with the operands of the call. Returns a function to call in place of check, cuda and reference
+        if an earlier call had operands of the same layout, otherwise None.
     forward_only: autograd skips the operator; only `runtime.autograd.run`, or an operator that has a backward, calls
         it.
     signature: the arguments, for a schema ``name -> ...``; None: the parameters of `check`.

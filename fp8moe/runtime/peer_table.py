@@ -10,7 +10,7 @@ _ARRIVED_BYTES = 4  # size of an element of the array Signals.arrived
 
 
 class Targets(NamedTuple):
-    """Where a kernel stores result rows: each on the peer that has the row's token, or with to_all on every peer.
+    """Where a kernel stores result rows: a row goes to the peer that has its token or, with to_all, to every peer.
 
     peers: number of GPUs. each: number of assignments (pairs of a token and one of its experts) for the tokens of one
     peer; with to_all, for all tokens.

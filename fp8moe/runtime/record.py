@@ -56,8 +56,9 @@ def reserve_memory(module: nn.Module) -> None:
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function, which may make a `Recorder`, in a new process; return its result or raise its error.
 
-    The function must be defined in a module other than ``__main__``: the new process does not import ``__main__``, so
-    that callers need no ``if __name__ == "__main__"``. Ctrl-C interrupts this process only, which then kills the other.
+    The function must be defined in a module other than ``__main__``, which the new process does not import. So the
+    caller's script needs no ``if __name__ == "__main__"``. Ctrl-C interrupts only the calling process, which then kills
+    the new one.
     """
     code = f"from {__name__} import _answer; _answer()"
     environment = os.environ | {

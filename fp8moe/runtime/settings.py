@@ -11,9 +11,9 @@ import torch
 
 
 def standard_device() -> AbstractContextManager[Any]:
-    """Return a context manager that makes the CPU the default device, which slows down every operation in it.
+    """Return a context manager that makes the CPU the default device, or does nothing if it already is the default.
 
-    If the CPU is the default device already, the context manager does nothing.
+    Setting a default device slows down every operation within the context.
     """
     cpu = torch.device("cpu")
     return nullcontext() if torch.get_default_device() == cpu else cpu

@@ -5,7 +5,7 @@ WARP = 32
 WARPGROUP = 128
 # CUDA C++ Programming Guide, "Compute Capabilities", table of technical specifications.
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one block may use
-SHARED_PER_SM = 228 * 1024  # bytes; each resident block takes 1 KB of it besides its own shared memory
+SHARED_PER_SM = 228 * 1024  # bytes of shared memory of an SM; each resident block takes what it requests plus 1 KB
 REGISTERS_PER_SM = 65536
 MAX_BLOCKS_PER_PORTABLE_CLUSTER = 8
 SWIZZLE_ALIGNMENT = 1024  # bytes; alignment of a tile in shared memory with a 128-byte swizzle

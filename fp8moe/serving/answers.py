@@ -1,4 +1,4 @@
-"""The text of an answer, from its tokens: stop strings are cut off, reasoning and tool calls told apart."""
+"""Decode the tokens of an answer to text, end it at stop strings, and separate reasoning and tool calls from it."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,10 +19,10 @@ class Part(NamedTuple):
 
 
 class Text:
-    """The text of one answer, as its tokens come.
+    """Decodes the tokens of one answer to text, as they arrive.
 
-    The text ends before the first stop string, and what may be the beginning of one is held back. Chat models with a
-    response template have their special tokens parsed: the parser makes `reasoning_content` and `tool_calls`.
+    The text ends before the first stop string; its last characters are held back while they may begin a stop string.
+    For chat models with a response template, a parser separates `reasoning_content` and `tool_calls` from the text.
     """
 
     def __init__(self, asked: Asked, model: Any, tokenizer: Any):
@@ -32,13 +32,13 @@ class Text:
         self._tokenizer, self._skip = tokenizer, asked.skip_special_tokens and not self._parser
         self._stream = DecodeStream([], skip_special_tokens=self._skip)
         self._tokens: list[int] = []
-        self._length = 0  # of the text so far
+        self._length = 0  # number of characters decoded so far
         self._held, self.stopped = "", False
         self._calls = 0
         self._first = self._parser.initial_events if self._parser else []
 
     def read(self, tokens: list[int], last: bool) -> list[Part]:
-        """Take further tokens and return what they add. last: the answer ends with them."""
+        """Decode further tokens; return the parts of the answer that they add. last: the answer ends with them."""
         text = self._decode(tokens, last)
         if self.stopped:
             return []
@@ -50,13 +50,14 @@ class Text:
         return [*self._parts(text, last or self.stopped)]
 
     def _decode(self, tokens: list[int], last: bool) -> str:
-        """Return the text of further tokens; what is left of an incomplete character comes with the last of them."""
+        """Return the text of further tokens. last: the answer ends with them, so include an incomplete character."""
         self._tokens += tokens
         steps = (self._stream.step(self._tokenizer.backend_tokenizer, token) for token in tokens)
         text = "".join(step for step in steps if step)
         self._length += len(text)
         if last:
-            how = {"skip_special_tokens": self._skip, "clean_up_tokenization_spaces": False}  # as the stream decodes
+            # the same options as those of the DecodeStream
+            how = {"skip_special_tokens": self._skip, "clean_up_tokenization_spaces": False}
             rest = self._tokenizer.decode(self._tokens, **how)[self._length :]
             text, self._length = text + rest, self._length + len(rest)
         return text
@@ -68,7 +69,7 @@ class Text:
             return
         events, self._first = self._first + self._parser.feed(text), []
         if last:
-            with suppress(ValueError, RuntimeError):  # in the middle of a tool call, which is left out
+            with suppress(ValueError, RuntimeError):  # the answer ends inside a tool call: leave that call out
                 events += self._parser.finalize()[1]
         for chunk in response_events_to_chunks(events):
             if isinstance(chunk, ToolCall):

@@ -14,11 +14,11 @@ from fp8moe.serving.forms import ChatForm, CompletionForm, error_of, streamed
 from fp8moe.serving.manager import Answer, BatchingManager, Manager
 
 DRAINED = 256 << 20
-"""The bytes of a body that is too large that are read and dropped, so that its client gets an answer."""
+"""How many bytes of an oversized body are read and dropped, so that the client finishes sending and gets the error."""
 SECONDS_TO_SEND = 60
 """How long the body of a request may take to arrive."""
 SECONDS_TO_READ = 30
-"""How long a request may take to be read: its JSON, chat template and tokens."""
+"""How long parsing a request may take: JSON, chat template and tokenization."""
 
 
 def make_app(
@@ -33,9 +33,9 @@ def make_app(
 ) -> Any:
     """Return the ASGI application (a FastAPI) that serves a model under this name.
 
-    manager: of a decoder of the model; None: continuous batching of transformers, for sequences of up to max_length
-    tokens. It stops with the application. api_key: what requests for /v1 must bring as their bearer token. hosts: names
-    that the Host header may have; None: any.
+    manager: the engine that generates, stopped together with the application; None: transformers' continuous batching,
+    for sequences of up to max_length tokens. api_key: the bearer token that requests to /v1 must have; None: no token
+    is needed. hosts: the names that the Host header may have; None: any name.
     """
     from fastapi import FastAPI, HTTPException, Request
     from fastapi.exceptions import StarletteHTTPException
@@ -139,13 +139,13 @@ def make_app(
 
 
 async def _client_goes(request: Any) -> None:
-    """Return when the client of a request whose body was read closes its connection."""
+    """Wait until the client closes its connection. The body of the request must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 class Guard:
-    """Turns away requests for other hosts, and those to /v1 without the key, before their bodies are read."""
+    """Middleware that refuses a wrong Host header, and requests to /v1 without the API key, without reading bodies."""
 
     def __init__(self, app: Any, refuse: Callable, metrics: "Metrics", key: str | None, hosts: Collection[str] | None):
         self._app, self._refuse, self._metrics = app, refuse, metrics
@@ -176,7 +176,7 @@ class Guard:
 
 
 class Metrics:
-    """What /metrics says: requests by status, tokens, steps, answers that run and wait, and their times."""
+    """The metrics at /metrics: requests by status, tokens, steps, running and waiting answers, and answer times."""
 
     def __init__(self, manager: Manager):
         import prometheus_client as prometheus
@@ -205,7 +205,7 @@ class Metrics:
         registry.register(Steps())
 
     def ended(self, answer: Answer) -> None:
-        """Count an answer that has ended, or whose client has gone."""
+        """Count an answer that has ended, or whose client has disconnected."""
         if answer.began:
             self._prompts.inc(answer.prompt_tokens)
             self._tokens.inc(answer.tokens)

@@ -1,6 +1,6 @@
-"""The fields of requests. Each is applied, or may only have the value that changes no answer; others are refused.
+"""The fields of requests: OpenAI's, and others that clients of vLLM and SGLang send.
 
-They are OpenAI's, and those that clients of vLLM and SGLang send.
+Each field is either applied, or accepted only with values that have no effect on answers. Unknown fields are refused.
 """
 
 import copy
@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
 from fp8moe.weights.source import shown
 
 NEW_TOKENS = 1024
-"""Most tokens of an answer to a request that does not say; fewer where no more fit."""
-MOST_BODY = 32 << 20  # bytes
-MOST_PROMPTS = 128  # of a request
+"""Most tokens of an answer if the request sets no limit; fewer if max_length leaves less room after the prompt."""
+MOST_BODY = 32 << 20  # size limit of a request's body in bytes
+MOST_PROMPTS = 128  # most prompts in one request
 
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)] | None
 Flag = bool | None
@@ -25,7 +25,7 @@ On = Literal[True] | None
 Zero = Annotated[float, Field(ge=0, le=0)] | None
 One = Annotated[float, Field(ge=1, le=1)] | None
 Nothing = Annotated[dict | list, Field(max_length=0)] | None
-Label = Any  # says something about a request and changes no answer
+Label = Any  # type of fields that only describe a request and change no answer
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -39,7 +39,7 @@ class _StreamOptions(_Checked):
 
 
 class _Request(_Checked):
-    """What both requests may have."""
+    """The fields that completion and chat requests share."""
 
     model: str | None = None
     max_tokens: Integer = None
@@ -141,12 +141,15 @@ class _Chat(_Request):
 
 
 SAMPLING: dict[str, tuple] = {"temperature": (), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
-"""Settings that change sampled answers alone, each with the values that turn it off."""
+"""Settings that affect sampled answers but not greedy ones, each with the values that turn it off."""
 _CONFIG = (*SAMPLING, "max_new_tokens", "do_sample", "repetition_penalty", "eos_token_id", "stop_strings")
-"""Settings that a request's generation_config may have beside those that are as the model's."""
+"""Settings of a request's generation_config that are applied.
+
+All other settings must have the value of the model's generation_config, or transformers' default value.
+"""
 _SAMPLER = (*SAMPLING, "repetition_penalty", "presence_penalty", "seed", "stop", "stop_token_ids", "ignore_eos")
 _SAMPLER += ("generation_config", "logprobs")
-"""Fields that transformers' continuous batching does not take from a request."""
+"""Fields of requests that are refused if transformers' continuous batching serves the model."""
 
 
 class UnknownModel(LookupError):
@@ -155,10 +158,10 @@ class UnknownModel(LookupError):
 
 @dataclass
 class Asked:
-    """A request that has been read.
+    """A parsed request.
 
-    prompts: the tokens of each. options, config: what `parse_one` takes for each prompt. stops: strings. text: a chat
-    as its template wrote it, None for completions. usage: a stream ends with it.
+    prompts: a list of tokens for each prompt. options, config: arguments of `parse_one`, the same for all prompts.
+    stops: stop strings. text: the formatted chat, None for completions. usage: whether a stream ends with token counts.
     """
 
     prompts: list[list[int]]
@@ -172,28 +175,29 @@ class Asked:
     skip_special_tokens: bool
 
     def new_tokens(self, max_length: int, prompt: int) -> int:
-        """Return the most tokens of an answer to a prompt of so many."""
+        """Return the most tokens of an answer to a prompt. prompt: the prompt's number of tokens."""
         most = self.options["max_new_tokens"]
         return max(1, min(NEW_TOKENS, max_length - prompt)) if most is None else most
 
 
 class Reader:
-    """Reads the bodies of requests to one model.
+    """Parses the bodies of requests to one model.
 
-    max_length: most tokens of a prompt and its answer. own_settings: whether requests have settings of their own.
-    most_bytes: of a body.
+    max_length: most tokens of a prompt and its answer together. own_settings: whether requests may set the fields in
+    `_SAMPLER`. most_bytes: size limit of a body.
     """
 
     def __init__(self, name: str, model: Any, tokenizer: Any, max_length: int, own_settings: bool):
         self.name = name
         self._model, self._tokenizer, self._max_length = model, tokenizer, max_length
-        self._most = max_length * max(map(len, tokenizer.get_vocab()))  # characters of so many tokens
-        self.most_bytes = min(MOST_BODY, (1 << 20) + 12 * self._most)  # a character can take two escapes
+        self._most = max_length * max(map(len, tokenizer.get_vocab()))  # the most characters max_length tokens can have
+        # In JSON a character may take 12 bytes: two \uXXXX escapes.
+        self.most_bytes = min(MOST_BODY, (1 << 20) + 12 * self._most)
         self._own_settings = own_settings
         self._arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"kwargs"}
 
     def read(self, body: bytes, chat: bool) -> Asked:
-        """Read a body. Raises ValueError for what is wrong, with the name of the field, and UnknownModel."""
+        """Parse a body. Raises ValueError, naming the field, for an invalid body; UnknownModel for another model."""
         try:
             given: Any = (_Chat if chat else _Completion).model_validate_json(body)
         except ValidationError as error:
@@ -222,9 +226,9 @@ class Reader:
         )
 
     def _options(self, given: Any) -> tuple[dict[str, Any], Any]:
-        """Return the options of `parse_one`, and a generation config with what they leave out."""
+        """Return options for `parse_one`, and the generation config that supplies all settings not in the options."""
         config = copy.copy(self._model.generation_config)
-        config.pad_token_id = None  # in a prompt it is a token like others
+        config.pad_token_id = None  # pad tokens in a prompt are ordinary tokens here
         own = self._of_config(given.generation_config or {}, config)
         limit = getattr(given, "max_completion_tokens", None)
         limit = given.max_tokens if limit is None else limit
@@ -234,7 +238,7 @@ class Reader:
         if "temperature" in sampling:
             sampled = sampling["temperature"] > 0
         elif any(value not in SAMPLING[name] for name, value in sampling.items()):
-            sampled = True  # at a temperature of 1, as without a temperature OpenAI's models answer
+            sampled = True  # as in OpenAI's API, which samples at temperature 1 if a request sets no temperature
         options["do_sample"] = bool(sampled)
         for name, off in SAMPLING.items():
             value = sampling.get(name, own.pop(name, None))
@@ -249,14 +253,14 @@ class Reader:
         if given.stop:
             options["stop_strings"] = given.stop
         options["return_logprobs"] = given.logprobs is not None and given.logprobs is not False
-        options |= own  # the repetition penalty
+        options |= own  # only the repetition penalty is left in `own`
         for name in ("repetition_penalty", "presence_penalty", "seed"):
             if getattr(given, name) is not None:
                 options[name] = getattr(given, name)
         return options, config
 
     def _of_config(self, given: Mapping[str, Any], config: Any) -> dict[str, Any]:
-        """Return the settings of a request's generation_config that it applies."""
+        """Return the settings to apply from a request's generation_config. Raises ValueError for unsupported ones."""
         plain, applied = type(config)(), {}
         for name, value in given.items():
             if name in _CONFIG and value is not None:
@@ -266,7 +270,7 @@ class Reader:
         return applied
 
     def _prompts(self, given: Any) -> list[list[int]]:
-        """Return the tokens of a prompt or several, each a text or a list of tokens."""
+        """Return a list of tokens for each prompt of a completion request, which may be text or tokens."""
         prompt = given.prompt
         several = prompt if isinstance(prompt, list) else [prompt]
         if isinstance(prompt, list) and all(isinstance(one, int) for one in prompt):
@@ -278,20 +282,20 @@ class Reader:
         return [self._encode("prompt", one, given.add_special_tokens is not False) for one in several]
 
     def _encode(self, name: str, prompt: str | list, add_special_tokens: bool) -> list[int]:
-        """Return the tokens of a prompt that is not longer than any may be. ValueError for others, and for none."""
+        """Return the tokens of a prompt. Raises ValueError, naming the field, if it is empty, invalid or too long."""
         if len(prompt) > (self._most if isinstance(prompt, str) else self._max_length):
             raise ValueError(f"{name}: longer than {self._max_length} tokens, the most of a prompt and its answer")
         if isinstance(prompt, str):
             try:
                 prompt = self._tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
-            except (TypeError, UnicodeError) as error:  # half of a pair of surrogates
+            except (TypeError, UnicodeError) as error:  # raised for a lone surrogate
                 raise ValueError(f"{name}: it is not Unicode ({error})") from error
         if not prompt or any(isinstance(token, bool) or not isinstance(token, int) for token in prompt):
             raise ValueError(f"{name}: expected one or more tokens, got {shown(prompt)}")
         return prompt
 
     def _chat(self, given: Any, tools: list[dict] | None) -> str:
-        """Return the chat as the model's template writes it."""
+        """Return the chat formatted by the model's chat template."""
         from jinja2 import TemplateError
 
         chat = [_message(one) for one in given.messages]
@@ -318,7 +322,7 @@ class Reader:
 
 
 def _message(message: _Message) -> dict[str, Any]:
-    """Return a message as chat templates take it, its content as one text."""
+    """Return a message in the form that chat templates expect, with its content as one string."""
     said = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         said["content"] = " ".join(part.text for part in message.content)
@@ -326,7 +330,7 @@ def _message(message: _Message) -> dict[str, Any]:
 
 
 def _size(value: Any) -> int:
-    """Return the characters of all strings in JSON, where anything else counts as one."""
+    """Return the number of characters of all strings in parsed JSON; any other value counts as one character."""
     if isinstance(value, dict):
         return sum(len(key) + _size(one) for key, one in value.items())
     if isinstance(value, list | tuple):
@@ -335,7 +339,7 @@ def _size(value: Any) -> int:
 
 
 def _told(error: ValidationError) -> str:
-    """Say what is wrong with a body, of the field that the longest path leads to."""
+    """Describe what is wrong with a body. If there are several errors, choose the field with the longest path."""
     found: Mapping[str, Any] = max(reversed(error.errors()), key=lambda one: len(one["loc"]))
     if found["type"] == "extra_forbidden":
         return f"{_path(found['loc'])}: not a field that is served"
@@ -344,5 +348,5 @@ def _told(error: ValidationError) -> str:
 
 
 def _path(place: Iterable[Any]) -> str:
-    """Return where a field is, without the names of the types that were tried for it."""
+    """Return the path of a field as text, without the names of types that pydantic has tried for it."""
     return ".".join(str(one)[:80] for one in place if isinstance(one, int) or one.isidentifier() and one != "str")

@@ -1,4 +1,4 @@
-"""OpenAI's forms of answers: whole, as the events of a stream, and as errors."""
+"""Answers in OpenAI's formats: whole answers, the events of a stream, and errors."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ Texts = list[tuple[Answer, Text]]
 
 
 async def _read(answer: Answer, text: Text, ended: Ended) -> AsyncIterator[tuple[list[Part], Piece]]:
-    """Yield the pieces of an answer, with the parts of the text that each adds."""
+    """Yield (parts, piece) for each piece of an answer: the parts of the text that the piece adds, and the piece."""
     try:
         async with aclosing(answer.pieces()) as pieces:
             async for piece in pieces:
@@ -28,7 +28,7 @@ async def _read(answer: Answer, text: Text, ended: Ended) -> AsyncIterator[tuple
 
 
 async def _together(generators: list[AsyncIterator]) -> AsyncIterator[tuple[int, Any]]:
-    """Yield what several generators yield, as it comes, with their indices."""
+    """Run several generators concurrently; yield (index of the generator, item) as soon as an item comes."""
     queue: asyncio.Queue = asyncio.Queue()
 
     async def follow(index: int, generator: Any) -> None:
@@ -58,7 +58,7 @@ async def _together(generators: list[AsyncIterator]) -> AsyncIterator[tuple[int,
 
 
 class Form(ABC):
-    """The form of answers to one request: `whole`, or `first` and `chunk` of a stream."""
+    """Formats the answers to one request: as one object (`whole`), or as a stream (`first`, then `chunk`)."""
 
     whole_kind = chunk_kind = ""
 
@@ -81,11 +81,11 @@ class Form(ABC):
 
     @abstractmethod
     def choice(self, index: int, parts: list[Part], tokens: list[int], logprobs: list[float], reason: str) -> dict:
-        """Return a whole answer to one prompt."""
+        """Return the entry of `choices` for the whole answer to prompt number `index`."""
 
     @abstractmethod
     def change(self, index: int, parts: list[Part], piece: Piece, reason: str | None) -> dict:
-        """Return what a piece adds to the answer to one prompt."""
+        """Return the entry of `choices` for a piece of the answer to prompt number `index`."""
 
     def first(self, index: int) -> str:
         return ""
@@ -158,7 +158,7 @@ def usage_of(texts: Texts) -> dict[str, int]:
 
 
 async def streamed(form: Form, texts: Texts, asked: Asked, ended: Ended) -> AsyncIterator[str]:
-    """Yield the events of a stream. An error that ends it is the last before [DONE]."""
+    """Yield the events of a stream. If an error ends the stream, the error is the last event before [DONE]."""
     if any(first := [form.first(index) for index in range(len(texts))]):
         yield "".join(first)
     called = set()
@@ -177,7 +177,7 @@ async def streamed(form: Form, texts: Texts, asked: Asked, ended: Ended) -> Asyn
 
 
 def error_of(message: str, status: int) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
+    """Return an error in OpenAI's format."""
     if len(message) > 1000:
         message = f"{message[:997]}..."
     kind = "invalid_request_error" if status < 500 else "server_error"

@@ -1,4 +1,4 @@
-"""Two engines behind one method: the rows of a GraphDecoder, or transformers' continuous batching."""
+"""Two engines with one interface: a GraphDecoder, or transformers' continuous batching."""
 
 import asyncio
 import itertools
@@ -19,9 +19,9 @@ from fp8moe.serving.fields import Asked
 
 
 class Piece(NamedTuple):
-    """Tokens of an answer, and the logarithms of their probabilities if they were asked for.
+    """Consecutive tokens of an answer, and their log probabilities if these were requested.
 
-    reason: of the last piece, why the answer ends: "stop" or "length"; None before.
+    reason: in the last piece, why the answer ends, "stop" or "length"; None in earlier pieces.
     """
 
     tokens: list[int]
@@ -30,9 +30,9 @@ class Piece(NamedTuple):
 
 
 class Answer:
-    """An answer that has been accepted. It begins when its pieces are first asked for.
+    """The answer to an accepted prompt. Generation begins when the first of `pieces` is requested.
 
-    began, first: time.monotonic() then, and at the first tokens.
+    began, first: time.monotonic() when generation began, and when the first tokens arrived; each is 0 until then.
     """
 
     def __init__(self, begin: Callable[["Answer"], None], cancel: Callable[["Answer"], None], prompt: int):
@@ -42,12 +42,12 @@ class Answer:
         self.tokens = 0
         self.began = self.first = 0.0
         self.request: Any = None
-        self.told = 0  # tokens that the engine has passed on
+        self.told = 0  # number of tokens that pieces already contain
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield the pieces. RuntimeError for logits that became NaN, an engine that failed or was stopped.
+        """Yield the pieces. Raises RuntimeError if logits become NaN, or if the engine fails or is stopped.
 
-        Leaving the loop and closing the iterator frees the row.
+        Closing the iterator before the last piece cancels the answer and frees its row.
         """
         self.began = time.monotonic()
         self._begin(self)
@@ -70,10 +70,10 @@ class Answer:
 
 
 class Manager(ABC):
-    """What both engines have. The methods are called on one event loop, which gets the tokens.
+    """Base class of both engines. Call its methods on one event loop, on which the tokens will arrive.
 
-    max_length: most tokens of a prompt and its answer. error: what ended the engine, None while it is well.
-    own_settings: requests have settings of their own. steps: forwards so far.
+    max_length: most tokens of a prompt and its answer together. error: the error that ended the engine, or None.
+    own_settings: whether requests may set sampling and stop options. steps: number of forwards so far.
     """
 
     max_length: int
@@ -87,11 +87,11 @@ class Manager(ABC):
 
     @abstractmethod
     def start(self, tokens: list[int], asked: Asked, tokenizer: Any) -> Answer:
-        """Accept a prompt. Raises ValueError for one that cannot be served."""
+        """Accept a prompt; return its answer, not yet begun. Raises ValueError if the prompt cannot be served."""
 
     @property
     def ending(self) -> bool:
-        """Return whether no more answers come, as the engine has failed or was stopped."""
+        """Whether the engine has failed or was stopped, so that it generates no more tokens."""
         return self._stopping or self.error is not None
 
     @property
@@ -100,7 +100,7 @@ class Manager(ABC):
         return 0
 
     def fail(self) -> None:
-        """End what runs, and all that comes, with an error."""
+        """End all open answers with an error, and every answer that begins later."""
         self._stopping = True
         reason = f"the decoder has failed: {self.error}" if self.error else "the server is shutting down"
         for answer in self.open:
@@ -108,14 +108,15 @@ class Manager(ABC):
         self.open.clear()
 
     def stop(self) -> None:
-        """Cancel what runs, whose clients get an error, and end the engine."""
+        """End all open answers with an error, and stop the engine."""
         self.fail()
 
 
 class DecoderManager(Manager):
-    """Generates for many clients over the rows of a decoder: requests join and leave between two steps.
+    """Serves many clients with the rows of one decoder; requests join and leave between decode steps.
 
-    A thread of its own runs the decoder, and holds its turn while there are requests.
+    A separate thread runs the decoder. While there are requests, the thread holds `GraphDecoder.turn`, so that other
+    users of the decoder wait.
     """
 
     def __init__(self, decoder: GraphDecoder):
@@ -176,7 +177,7 @@ class DecoderManager(Manager):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _serve(self, first: Request) -> None:
-        """Decode until no request is left."""
+        """Decode the request `first` and those that arrive meanwhile, until no request is left."""
         with self.decoder.turn(), self.decoder.on_device():
             scheduler = self._scheduler = Scheduler(self.decoder)
             scheduler.add(first)
@@ -200,7 +201,10 @@ class DecoderManager(Manager):
 
 
 def _piece(answer: Answer, value: Any, last: bool) -> Piece | Exception:
-    """Return the piece of some news of the scheduler: the tokens of a step, or what is left of the whole result."""
+    """Make a piece of an answer from a value that the scheduler delivers; return an exception unchanged.
+
+    value: the tokens of a step or, if last, all tokens of the answer; the piece then holds those not yet in a piece.
+    """
     if isinstance(value, Exception):
         return value
     tokens, logprobs = (part.tolist() for part in value) if isinstance(value, tuple) else (value.tolist(), [])
@@ -209,7 +213,7 @@ def _piece(answer: Answer, value: Any, last: bool) -> Piece | Exception:
 
 
 class BatchingManager(Manager):
-    """Transformers' continuous batching, for models that GraphDecoder does not serve."""
+    """Runs transformers' continuous batching, for models that GraphDecoder does not support."""
 
     own_settings = False
 

@@ -1,4 +1,4 @@
-"""The server under the application: connections that send nothing are closed, and answers end in time at the end."""
+"""Runs the application on uvicorn, with time limits for the head of a request and for answers during shutdown."""
 
 import asyncio
 import socket
@@ -10,13 +10,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from fp8moe.serving.manager import Manager
 
 SECONDS_TO_FINISH = 10
-"""How long answers may go on after Ctrl-C or SIGTERM. Then they are cancelled."""
+"""How long answers may continue after Ctrl-C or SIGTERM, before they are cancelled."""
 SECONDS_TO_ASK = 30
 """How long a connection may take to send the head of a request."""
 
 
 class _Protocol(H11Protocol):
-    """Closes a connection on which the head of a request has not come in time."""
+    """Closes a connection if the head of a request does not arrive within SECONDS_TO_ASK."""
 
     _overdue: asyncio.TimerHandle | None = None
 
@@ -50,7 +50,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(app: Any, manager: Manager, listener: socket.socket) -> None:
-    """Serve until Ctrl-C or SIGTERM. Then answers have SECONDS_TO_FINISH, after which their clients get an error."""
+    """Serve until Ctrl-C or SIGTERM. Answers that are still running SECONDS_TO_FINISH later end with an error."""
     config = uvicorn.Config(
         *(app, "", 0), http=_Protocol, log_level="warning", timeout_graceful_shutdown=SECONDS_TO_FINISH + 2
     )

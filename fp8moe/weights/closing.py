@@ -10,11 +10,12 @@ from fp8moe.layers.wrapped import chain
 
 
 class Refits:
-    """A record of a model's refits (`fp8moe.refit`). count: how many have begun. closed: whether a refit is incomplete.
+    """A record of a model's refits (`fp8moe.refit`).
 
+    count: the number of refits that have begun. closed: whether a refit has begun and is incomplete.
     around: wrappers of the model that were closed with it. captures: records of the model's state, one for each CUDA
-    graph captured from it. A record's `change(model)` returns None while its graph is valid; after a complete refit,
-    `renew(model)` makes the graph valid for the new weights.
+    graph captured from the model. A record's `change(model)` returns None while its graph is valid; after a complete
+    refit, `renew(model)` makes the graph valid for the new weights.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ def close(model: nn.Module) -> bool:
 
 
 def open_again(model: nn.Module, refresh: Callable[[nn.Module], None]) -> None:
-    """Undo `close`. CUDA graphs that were valid before it become valid for the new weights.
+    """Undo `close`. CUDA graphs that were valid before `close` become valid for the new weights.
 
     refresh: updates whatever a module derives from its weights. Modules are reopened before those that contain them.
     """

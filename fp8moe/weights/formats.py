@@ -6,10 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from fp8moe.quant.formats import BLOCK, ceil_div
+from fp8moe.quant.formats import BLOCK, MX_BLOCK, ceil_div
 from fp8moe.weights.names import CHANNEL_SCALE, GATE_UP, SCALE, WEIGHT, Name
 from fp8moe.weights.source import CONFIG, FLOATS, FP8, HF_QUANT_CONFIG, Layout, TensorSpec, shown
 
@@ -26,7 +23,10 @@ def scale_dtype(scale_format: str) -> str:
 
 
 def scale_grid(matrices: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a weight's 128x128-block scales. matrices: how many it stacks, each with separate blocks."""
+    """Return the shape of a weight's 128x128-block scales.
+
+    matrices: how many matrices the weight stacks along its rows; no block spans two of them.
+    """
     *lead, rows, columns = shape
     return *lead, matrices * ceil_div(rows // matrices, BLOCK), ceil_div(columns, BLOCK)
 
@@ -38,17 +38,12 @@ def fits_scale(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     return [size for size in shape if size != 1] == [size for size in expected if size != 1]
 
 
-def as_float(scale: Tensor) -> Tensor:
-    """Return stored scales in float32, exactly; uint8 values are exponents of two (E8M0)."""
-    return (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).float()
-
-
 def quantization_config(
     tensors: Iterable[tuple[Name, TensorSpec]], scale_format: str, others: Iterable[str], *, channels: bool = False
 ) -> dict:
     """Make the quantization_config of a checkpoint with these tensors.
 
-    others: more modules to list as unquantized, which have no tensor of their own name in ``tensors``. "lm_head" is
+    others: further modules to list as unquantized, although no tensor in ``tensors`` has their name. "lm_head" is
     always listed, unless it is stored in FP8: it may be tied to the embedding. channels: whether scales are per output
     channel; the result is then a configuration of compressed-tensors.
     """
@@ -84,13 +79,11 @@ def quantization_config(
     }
 
 
-MX_BLOCK = 32  # number of values along K that share a scale in OCP's microscaling formats (MX 1.0, section 5)
-
-
 class Kind(NamedTuple):
     """A way to quantize weights. words: a description for messages.
 
-    exact: whether 128x128 blocks can hold the same values. refusal: why fp8moe does not load such weights, or None.
+    exact: whether 128x128 blocks can hold the values of such weights exactly. refusal: why fp8moe does not load such
+    weights, or None.
     """
 
     name: str
@@ -126,8 +119,8 @@ FP8_KINDS = ("fp8-block", "fp8-tensor", "fp8-channel", "mxfp8")
 class Declared(NamedTuple):
     """What an object in a configuration file declares about quantization.
 
-    where: the object's file and key. kinds: the keys of `KINDS` that it allows; None for any. power_of_two: whether
-    scales stored as U8 are E8M0. refusal: why fp8moe cannot run any checkpoint that declares this, or None.
+    where: the object's file and key. kinds: the keys of `KINDS` that the object allows; None for any. power_of_two:
+    whether scales stored as U8 are E8M0. refusal: why fp8moe cannot run any checkpoint that declares this, or None.
     """
 
     where: str
@@ -141,7 +134,7 @@ def declared(where: str, content: Mapping[str, Any]) -> Declared:
     """Parse an object in a configuration file that declares a quantization. where: its file and key, for messages."""
     if where == HF_QUANT_CONFIG:
         return _modelopt(where, content)
-    if where.rpartition(" ")[2] == "quantization":  # MLX
+    if where.rpartition(" ")[2] == "quantization":  # the key that MLX writes
         method = f"MLX, {shown(content.get('bits'))} bits"
         return Declared(where, method, refusal=f"quantized by {method}, {_OTHERS}")
     guessed = next((method for name, method in _TELLTALES.items() if name in content), "fp8")
@@ -297,7 +290,7 @@ def _quark(where: str, content: Mapping[str, Any]) -> Declared:
         weight = config.get("weight") if _is(config) else None
         weight = weight[0] if isinstance(weight, list) and weight else weight
         if weight is None and _is(config):
-            continue  # these layers stay unquantized
+            continue  # the layers of this configuration stay unquantized
         dtype, scheme = (weight.get("dtype"), weight.get("qscheme")) if _is(weight) else (None, None)
         kind = _QUARK.get((dtype, scheme)) if isinstance(dtype, str) and isinstance(scheme, str) else None
         if kind is None:

@@ -64,10 +64,10 @@ class Report:
 def inspect_checkpoint(directory: str | os.PathLike) -> Report:
     """Describe a checkpoint and list its problems, reading only headers and scales.
 
-    Problems are damaged files; scales that are missing, left over, misshapen, or that hold a NaN, an infinity, zero or
-    a negative value; missing experts; and a format that does not load.
+    Problems are damaged files; missing scales; scales that belong to no FP8 weight, have a wrong shape, or hold a NaN,
+    an infinity, zero or a negative value; missing experts; and a format that fp8moe does not load.
 
-    directory: the checkpoint's directory, or its name on the Hugging Face Hub, from which it is then downloaded.
+    directory: the checkpoint's directory, or the name of a model on the Hugging Face Hub, which is then downloaded.
     Raises CheckpointError if there is no checkpoint.
     """
     weights = open_weights(directory)
@@ -105,7 +105,7 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
 
 
 def block_problems(weights: Weights, blocks: Iterable[StoredWeight]) -> list[str]:
-    """List problems with scales, FP8 weights without a scale, and missing projections of experts.
+    """List wrong scales, FP8 weights without a scale, and missing projections of experts.
 
     blocks: the weights as views that `in_blocks` returns.
     """
@@ -167,7 +167,7 @@ def _scale_format(weights: Weights) -> str:
 
 def _experts(weights: Weights) -> tuple[list[tuple[int, int, str]], list[str]]:
     """Return a list of (number of layers, experts per layer, layout), and problem lines for missing projections."""
-    separate: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))  # module -> projection -> experts
+    separate: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))  # experts by module, projection
     kinds: Counter[tuple[int, str]] = Counter()
     for weight in weights.stored:
         name = weight.name

@@ -31,7 +31,7 @@ from fp8moe.weights.views import in_blocks, inexact_problems
 def load_fp8_checkpoint(
     model: nn.Module, directory: str | os.PathLike, *, ignore: Iterable[str] = (), device: torch.device | str = "cpu"
 ) -> None:
-    """Load an FP8 checkpoint, in any format that `find_format` says loads, into FP8Linear and GroupedExperts.
+    """Load an FP8 checkpoint into FP8Linear and GroupedExperts, in any format that `find_format` reports as loadable.
 
     model: its state dict must have the checkpoint's tensors, with the same names and shapes. If torch.compile,
         DistributedDataParallel or peft wraps the model, the names of the model inside count, and adapters stay as they
@@ -41,7 +41,7 @@ def load_fp8_checkpoint(
         - per-tensor scales, MXFP8 and MXFP4 become 128x128 blocks, and fused experts (E, K, N) are transposed;
         - GPT-OSS's gate and up, interleaved by rows in weights and biases, are separated: all of gate comes first;
         - static scales of activations, keys and values are ignored, with a warning: fp8moe quantizes dynamically;
-        - Mixtral's block_sparse_moe is transformers' mlp;
+        - Mixtral's checkpoints have block_sparse_moe where transformers' models have mlp;
         - tensors that the model ties together need to be stored only once;
         - tensors that a transformers model ignores (its _keys_to_ignore_on_load_unexpected) are ignored;
         - unquantized tensors are converted from one floating dtype to another.
@@ -56,8 +56,8 @@ def load_fp8_checkpoint(
     time, or one expert of fused experts.
 
     If the model has sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`), on the meta device
-    or not, all processes of the default group call this, each with a directory that it can read; each reads the parts
-    that it holds. If one process fails, all raise the same error.
+    or not, all processes of the default group call this function, each with a directory that it can read. Each process
+    reads the parts of the tensors that it holds. If one process fails, all processes raise the same error.
 
     Raises CheckpointError, which lists every problem by tensor name, and leaves the model unchanged; ValueError for
     adapters that are merged into the weights, for a model of FSDP1, and for one made under torch.inference_mode.

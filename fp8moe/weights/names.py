@@ -60,7 +60,7 @@ class Name(NamedTuple):
 
     @property
     def weight(self) -> str:
-        """The name of the weight that this scale belongs to; if this is not a scale, the name itself."""
+        """For a scale, the name of the weight that it belongs to; for any other tensor, the tensor's own name."""
         if self.role != SCALE_ROLE:
             return self.text
         end = next(end for end in (SCALE, CHANNEL_SCALE, ".scale") if self.text.endswith(end))
@@ -128,7 +128,10 @@ def parse(text: str, rank: int | None = None) -> Name:
 
 
 def weight_of_codes(text: str, names: Mapping[str, object]) -> str | None:
-    """Return the name of the weight whose packed codes a tensor of this name holds; None if it holds no codes."""
+    """Return the name of the weight to which a tensor of packed codes belongs; None if the tensor holds no codes.
+
+    text: the tensor's name. names: the names of all tensors.
+    """
     if text.endswith(".weight_packed"):
         return text.removesuffix("_packed")
     if text.endswith(".qweight"):
@@ -141,7 +144,7 @@ def weight_of_codes(text: str, names: Mapping[str, object]) -> str | None:
 def is_scale_beside(text: str, names: Mapping[str, object]) -> bool:
     """Return whether a tensor of this name is the scale of a weight in ``names``.
 
-    Considers only the suffixes of scales that may have an FP8 dtype themselves.
+    Considers only the names of scales that can themselves be stored in an FP8 dtype.
     """
     of = next((text.removesuffix(suffix) for suffix in (SCALE, CHANNEL_SCALE) if text.endswith(suffix)), None)
     return of is not None and (of in names or f"{of}_packed" in names)
@@ -187,8 +190,8 @@ def from_vllm(text: str) -> str:
 class ExpertNames:
     """How a model's checkpoints name the tensors of experts that are stored one by one.
 
-    projections: checkpoint names of projections, by fp8moe's names, where the two differ. w_block: whether names in
-    checkpoints contain `W_BLOCK` where names in the model contain `BLOCK_IN_MODEL`.
+    projections: maps fp8moe's name of a projection to the checkpoint's name, if the two names differ. w_block: whether
+    names in checkpoints contain `W_BLOCK` where names in the model contain `BLOCK_IN_MODEL`.
     """
 
     projections: Mapping[str, str] = field(default_factory=dict)

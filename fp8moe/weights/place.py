@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from fp8moe.layers.parameters import is_sharded, local
 from fp8moe.layers.wrapped import names_inside
-from fp8moe.quant.formats import FP8Tensor
-from fp8moe.weights.formats import SCALE_DTYPES, as_float, fits_scale
+from fp8moe.quant.formats import FP8Tensor, as_float
+from fp8moe.weights.formats import SCALE_DTYPES, fits_scale
 from fp8moe.weights.names import BLOCK_IN_MODEL, GATE, GATE_UP, SCALE, SCALE_ROLE, UP, W_BLOCK, Name
 from fp8moe.weights.source import (
     DTYPES,
@@ -36,10 +36,13 @@ TIED = "but the model ties the two"  # ends the problem line of tied tensors tha
 EXTRA = "extra, the model has no such tensor"  # ends the problem line of a tensor without a place in the model
 
 _FORMER_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
-"""Regexes of buffers that old checkpoints store and models now compute, by the end of the buffer's name in a model."""
+"""Buffers that old checkpoints store and that models now compute.
+
+Maps the end of a buffer's name in a model to a regex for the names that old checkpoints give the buffer.
+"""
 
 Part = tuple[int | None, int | None]
-"""Where a tensor starts in a fused parameter: (expert, row of that expert's matrix), or WHOLE if it is all of one."""
+"""Where a tensor starts in a fused parameter: (expert, row of that expert's matrix), or WHOLE for a whole parameter."""
 WHOLE: Part = (None, None)
 
 Box = tuple[range, ...]
@@ -97,7 +100,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Return whether this process has rank 0, the one that writes files."""
+        """Return whether this process has rank 0, the rank that writes files."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
@@ -126,7 +129,10 @@ class Ranks:
 
 
 class Place(NamedTuple):
-    """Where a tensor goes in a model: all of ``state[key]``, or rows of one expert in it. shape: the tensor's shape."""
+    """Where a tensor goes in a model: the whole parameter ``state[key]``, or rows of one of its experts.
+
+    shape: the tensor's shape.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -247,7 +253,7 @@ class Target:
         return problems
 
     def _missing_parts(self, key: str, parts: Mapping[Part, str]) -> list[str]:
-        """Return a line for each expert matrix that a fused parameter gets no values for, or gets twice."""
+        """Return a line for each expert matrix of a fused parameter that gets no values, or gets values twice."""
         if WHOLE in parts:
             return [
                 f"{name}: the checkpoint has it also in {parts[WHOLE]}" for part, name in parts.items() if part != WHOLE
@@ -330,11 +336,11 @@ def match(
     holds a part of, and tensors that the model ties together.
     """
     moves, problems, extra = [], [*checkpoint.problems, *unmappable(checkpoint)], []
-    sources: dict[str, dict[Part, str]] = defaultdict(dict)  # state-dict key -> part -> tensor name
+    sources: dict[str, dict[Part, str]] = defaultdict(dict)  # tensor names, by state-dict key and part
     wrong: set[str] = set()  # state-dict keys whose tensor does not fit, and their scales' keys
 
     def claim(place: Place, text: str, spec: TensorSpec) -> bool:
-        """Record which tensor goes to a place, and a problem if it does not fit; return whether it fits."""
+        """Record which tensor goes to a place; add a problem if the tensor does not fit. Return whether it fits."""
         other = sources[place.key].setdefault(place.part, text)
         problem = target.mismatch(spec, place) if other == text else f"the checkpoint has it also as {other}"
         if problem:
@@ -376,7 +382,7 @@ def copy_weights(moves: Iterable[Move], directory: Path, state: Mapping[str, Ten
 
 
 def _scale_to_judge(move: Move, state: Mapping[str, Tensor]) -> TensorInfo | None:
-    """Return the stored scale of a move whose values need checking; None if this process loads no part of a scale."""
+    """Return the stored scale of a move, to check its values; None if this process loads no part of a scale."""
     weight, place, scale_place = move
     info = weight.scale if scale_place is not None else weight.codes
     scale_place = scale_place or (place if weight.name.role == SCALE_ROLE else None)
@@ -385,7 +391,7 @@ def _scale_to_judge(move: Move, state: Mapping[str, Tensor]) -> TensorInfo | Non
 
 
 def _way_out(key: str) -> str:
-    """Return advice for an error message about an unquantized tensor for an FP8 module."""
+    """Return advice for the error that a checkpoint holds an unquantized tensor where the model has an FP8 module."""
     way_out = "quantize the checkpoint first (fp8moe quantize)"
     module, _, parameter = key.rpartition(".")
     if module and parameter == "weight":
@@ -451,7 +457,7 @@ def copy_weight(
     scale_place: Place | None = None,
     scale_target: Tensor | None = None,
 ) -> None:
-    """Copy a stored weight into its place in ``target``, and its scale, if it has a place, into ``scale_target``.
+    """Copy a stored weight into its place in ``target`` and, given a scale_place, its scale into ``scale_target``.
 
     If the target is a DTensor, each process reads the part that it holds.
     """

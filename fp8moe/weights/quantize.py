@@ -67,9 +67,11 @@ def _check_finite(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None
 class OutputPlan:
     """What to write for an unquantized checkpoint.
 
-    quantized: names in the output of the weights that become FP8, by their names in the source. unconverted: modules to
-    list in modules_to_not_convert besides the modules of unquantized tensors. kept: for each module that was to be
-    quantized but stays unquantized, the reason. notes: other lines for the user.
+    quantized: maps the source name of each weight that becomes FP8 to its name in the output.
+    unconverted: further modules to list in modules_to_not_convert; modules whose weights are written unquantized are
+        listed anyway.
+    kept: maps each module that was to be quantized, but stays unquantized, to the reason.
+    notes: other lines for the user.
     """
 
     weights: Weights
@@ -112,7 +114,7 @@ class OutputPlan:
 
 
 def as_rows(weight: StoredWeight, weights: Weights) -> StoredWeight:
-    """View fused experts of models that interleave gate and up as (E, rows, columns) with all of gate before up."""
+    """Return ``in_rows(weight)`` for fused experts of models that interleave gate and up; else the weight itself."""
     return in_rows(weight) if weights.interleaved and len(weight.shape) == 3 else weight
 
 
@@ -131,18 +133,18 @@ def quantize_checkpoint(
 
     Two-dimensional weights (X.weight, with the scale in X.weight_scale_inv) and fused experts (experts.gate_up_proj
     (E, 2I, H), up_proj or down_proj, with experts.gate_up_proj_scale_inv...) are quantized; gate and up of fused
-    experts have separate blocks. Other tensors are copied. So are weights that transformers could not load in FP8,
-    which a warning names. GPT-OSS's experts, (E, H, 2I) and (E, I, H) with gate and up interleaved, and their biases
-    are reordered like those of other models: `load_model` loads them, vLLM does not. Every tensor stays in its shard
-    and keeps its name, except that fused experts that transformers renames get their names in its model. The index is
-    rewritten, config.json gets a quantization_config, and the tokenizer, generation settings and other small text files
-    are copied.
+    experts have separate blocks. Other tensors are copied. Weights that transformers could not load in FP8 are copied,
+    too, and a warning names them. GPT-OSS's experts, (E, H, 2I) and (E, I, H) with gate and up interleaved, and their
+    biases are reordered like the experts of other models: `load_model` loads them, vLLM does not. Every tensor stays in
+    its shard and keeps its name, with one exception: fused experts that transformers renames when loading get their
+    names in transformers' model. The index is rewritten, config.json gets a quantization_config, and the tokenizer,
+    generation settings and other small text files are copied.
 
     src_dir: has model.safetensors, or model.safetensors.index.json and its shards; or a name on the Hugging Face Hub,
         from where it is downloaded. Links are followed only within the directory and, in the hub's cache, to the blobs
         of the same repository.
     dst_dir: created if needed, and locked while this runs. A shard gets its final name only when it is complete and
-        synced, and its header records the size and time of its source, so a rerun skips shards that are finished.
+        synced. The header of a shard records the size and time of the source shard, so a rerun skips finished shards.
     skip: fnmatch patterns of modules to leave unquantized, matched against the qualified name
         ("model.layers.3.mlp.gate") and its last part ("gate").
     scale_format: "float32", or "ue8m0" for powers of two in one byte (float8_e8m0fnu).
@@ -211,13 +213,13 @@ def convert_checkpoint(
     activations, keys and values are left out.
 
     src_dir: a checkpoint in any format that `find_format` says loads; or its name on the Hugging Face Hub.
-    requantize: also accept per-channel scales, and MXFP4 whose exponents E4M3 cannot hold, and quantize their values
-        again.
+    requantize: also accept weights with per-channel scales, and MXFP4 weights whose exponents E4M3 cannot hold; the
+        values of these weights are quantized again.
     device: where to quantize; by default a GPU if there is one.
     dst_dir, force: as for `quantize_checkpoint`.
     Returns the relative Frobenius error that requantizing added, over all requantized weights; None if there are none.
 
-    Raises CheckpointError for a source that is damaged, unquantized, or of a format whose values blocks cannot hold.
+    Raises CheckpointError for a source that is damaged or unquantized, or has values that blocks cannot hold.
     """
     weights, target = open_weights(src_dir), Path(dst_dir)
     _check_target(target, weights.checkpoint)
@@ -266,7 +268,7 @@ def _check_target(target: Path, source: Checkpoint) -> None:
 
 
 def _write(source: Checkpoint, target: Path, outputs: list[StoredWeight], quantization: dict, force: bool) -> None:
-    """Write the outputs, and beside them configuration, tokenizer and other small files of the source."""
+    """Write the outputs, and the configuration, tokenizer and other small files of the source beside them."""
     contents, left_out = _companions(source.directory)
     contents[CONFIG] = json_bytes(_undeclared(source.config) | {"quantization_config": quantization})
     into_directory(outputs, source, target, contents, force=force)
@@ -275,7 +277,7 @@ def _write(source: Checkpoint, target: Path, outputs: list[StoredWeight], quanti
 
 
 def _fit(plan: OutputPlan, wanted: dict[str, StoredWeight]) -> None:
-    """Limit a plan to weights that transformers can load in FP8, or note why this cannot be checked."""
+    """Limit a plan to weights that transformers can load in FP8, or add a note why the weights were not checked."""
     if importlib.util.find_spec("transformers") is None:
         plan.notes.append("not checked against transformers, which is not installed")
     elif "model_type" not in plan.weights.checkpoint.config:
@@ -287,7 +289,7 @@ def _fit(plan: OutputPlan, wanted: dict[str, StoredWeight]) -> None:
 def _undeclared(config: dict) -> dict:
     """Return a copy of a config without the keys, at any level, that declare the source's quantization."""
     kept = {name: value for name, value in config.items() if name not in DECLARATIONS}
-    if "expert_dtype" in kept:  # "fp4" in DeepSeek-V4
+    if "expert_dtype" in kept:  # the value is "fp4" in DeepSeek-V4
         kept["expert_dtype"] = "fp8"
     return {name: _undeclared(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
@@ -320,7 +322,7 @@ def _source_problems(weights: Weights, quantized: dict[str, Name]) -> list[str]:
     experts = [weight.name for weight in weights.stored if weight.is_expert and weight.name.text in quantized]
     if refusal is not None and experts:
         return [*problems, f"{experts[0].module}: {refusal}; leave them as they are: skip 'experts'"]
-    states = defaultdict(set)  # module of experts -> for each of its weights, whether it is to be quantized
+    states = defaultdict(set)  # by module of experts: {True} if all weights will be FP8, {False} if none, both if some
     for weight in weights.stored:
         if weight.is_expert and weight.name.role == WEIGHT:
             states[weight.name.module].add(weight.name.text in quantized)
@@ -336,7 +338,7 @@ def _source_problems(weights: Weights, quantized: dict[str, Name]) -> list[str]:
 
 
 def _fused_problems(weight: StoredWeight, weights: Weights) -> list[str]:
-    """List a problem if the shapes of fused experts do not match each other: gate and up, their bias, and down."""
+    """List a problem if the shape of a gate_up or up weight does not match its bias or the down weight."""
     name, shape = weight.name.text, weight.shape
     down_name = f"{weight.name.module}.{DOWN}"
     by_name = {other.name.text: other for other in weights.stored if other.name.module == weight.name.module}

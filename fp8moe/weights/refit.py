@@ -47,8 +47,8 @@ Source = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | nn.Module | str |
 class RefitReport(NamedTuple):
     """What a refit did. Tensors have the names of the model's state dict; tied tensors are listed by their first name.
 
-    updated: tensors that got new values. left: tensors that got none; if a fused tensor got values for some experts
-    only, the names of the other experts' tensors.
+    updated: tensors that got new values. left: tensors that got no values; if a fused tensor got values for only some
+    experts, the names of the other experts' tensors.
     """
 
     updated: tuple[str, ...]
@@ -64,39 +64,42 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
     the weights (scales in other formats, copies beside transformers' experts, fused projections) is updated. From then
     on, a prefix made by a decoder raises ValueError, and sequences that a decoder had begun raise RuntimeError.
 
-    model: a transformers model, or one with `FP8Linear`, `GroupedExperts` or `FP8MQAIndexer` in it; the one that
-        decoders were made for, or a wrapper around it. If torch.compile, DistributedDataParallel or peft wraps it, the
-        names of the model inside count; adapters stay as they are, and must not be merged.
+    model: a transformers model, or one with `FP8Linear`, `GroupedExperts` or `FP8MQAIndexer` in it. Pass the model that
+        decoders were made for, or a wrapper around that model. If torch.compile, DistributedDataParallel or peft wraps
+        it, the names of the model inside count; adapters stay as they are, and must not be merged.
     tensors: pairs (name, tensor) in any order, as in the model's checkpoint: linears and norms by name, experts one by
         one (gate_proj or w1...) or fused (gate_up_proj, vLLM's w13_weight), and whatever else transformers converts.
-        In models that interleave gate and up, experts are (E, columns, rows); FP8 ones must come from a directory or
+        In models that interleave gate and up, experts are (E, columns, rows); FP8 experts must come from a directory or
         module. Dtypes are bfloat16, float16 or float32; or float8_e4m3fn, with the scale before or after the weight. A
-        DTensor is gathered, so all ranks must pass the same. An iterable is read once, and the memory of a tensor may
-        be reused when the next one is requested. Instead of pairs: a mapping; a checkpoint's directory, in any format
-        that `find_format` says loads; or a module in training, with master weights or unquantized, whose state dict is
-        read without the names of wrappers; peft's adapters must be merged (merge_adapter, then unmerge_adapter).
-    strict: require every tensor of the model, as always after a failed refit. False leaves the others as they are.
-    Returns which tensors came and which did not. Within `refitting`, this call is one of several pieces; tensors that
-    are missing are then an error only at the end of that context.
+        DTensor is gathered, so all ranks must pass the same tensors. An iterable is read once, and the memory of a
+        tensor may be reused when the next tensor is requested. Instead of pairs, pass a mapping; or a checkpoint's
+        directory, in any format that `find_format` says loads; or a module in training, with master weights or
+        unquantized. The names in a module's state dict are read without the names of wrappers. Adapters of peft in the
+        module must be merged: call merge_adapter before the refit and unmerge_adapter after it.
+    strict: require every tensor of the model; after a failed refit, every tensor is required in any case. With False,
+        tensors that are not given stay as they are.
+    Returns which tensors got values and which did not. Within `refitting`, this call is one of several pieces; missing
+    tensors are then an error only at the end of that context.
 
     From the first tensor to the last, running the model or a module in it, `GraphDecoder` or transformers' generate
-    raises RuntimeError; after an error, until a refit is complete. fp8moe cannot stop a CUDA graph of your own,
-    or a torch.compile module around the model that is given here: do not run them meanwhile.
+    raises RuntimeError. After an error, running them raises RuntimeError until a refit is complete. fp8moe cannot stop
+    a CUDA graph of your own, or a torch.compile module around the model that is given here: do not run them meanwhile.
 
     Memory holds no second copy of the weights: at most one tensor beside those of ``tensors`` (transformers'
     conversions keep the tensors to combine until they have all of them). Scales are float32, or powers of two where the
     model has E8M0 scales.
 
     If the model has sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`), all ranks of the
-    default group call this with whole tensors; each takes the parts that it holds. If one fails, all raise its error.
+    default group call this with whole tensors; each rank takes the parts that it holds. If one rank fails, all ranks
+    raise the error of that rank.
 
-    Raises ValueError for a model made under torch.inference_mode; for a tensor that is unknown, came before, or has
+    Raises ValueError for a model made under torch.inference_mode; for a tensor that is unknown, is repeated, or has
     another shape or dtype, before that tensor is written; and at the end, by name, for tensors that are missing, hold a
-    NaN or an infinity, or differ although the model ties them. CheckpointError (a ValueError) for a directory that
-    cannot be read, TypeError for other arguments, and RuntimeError while another refit of the model is under way.
+    NaN or an infinity, or differ although the model ties them. Raises CheckpointError (a ValueError) for a directory
+    that cannot be read, TypeError for other arguments, and RuntimeError while another refit of the model is under way.
     """
     _check_module(model)
-    work = _under_way.get(chain(model)[-1])  # before `_inside`, which visits every module: pieces are many
+    work = _under_way.get(chain(model)[-1])  # not by `_inside`, which visits every module and is slow for many pieces
     if work is not None and work.thread == threading.get_ident():
         before = work.came
         work.take(_opened(tensors))
@@ -111,7 +114,7 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
 def refitting(model: nn.Module, *, names: Iterable[str] | None = None) -> Iterator[None]:
     """Refit a model in pieces: within this context, every call of `refit` in this thread adds to one refit.
 
-    The end of the context raises ValueError unless every tensor of the model has come; then the model stays closed
+    The end of the context raises ValueError unless every tensor of the model was given; then the model stays closed
     until a complete refit.
     names: the names of all tensors that will come. Unknown, repeated or missing names raise ValueError when the context
         begins, with the model unchanged; a tensor that is not among the names raises ValueError in `refit`.
@@ -144,7 +147,7 @@ class _Again(NamedTuple):
 
 
 _again: WeakKeyDictionary[nn.Module, dict[str, _Again]] = WeakKeyDictionary()
-"""For each model, by tensor name: how an earlier refit quantized it, to save host time (there are many matrices)."""
+"""For each model, by tensor name: how a refit quantized the tensor, so that the next refit takes less host time."""
 
 
 class _Source(NamedTuple):
@@ -184,7 +187,7 @@ def _work(model: nn.Module, inner: nn.Module, names: Iterable[str] | None, stric
 
 
 class _Refit:
-    """One refit of a model. sources: names of the tensors that came, by state-dict key and part."""
+    """One refit of a model. sources: names of the tensors received, by state-dict key and part."""
 
     def __init__(self, model: nn.Module):
         self.thread = threading.get_ident()
@@ -193,28 +196,28 @@ class _Refit:
         check_writable(self.state)
         self.ranks = Ranks(self.state.values())
         self.sources: dict[str, dict[Part, str]] = defaultdict(dict)
-        self._came: dict[str, Place] = {}  # tensor name -> its place
+        self._came: dict[str, Place] = {}  # places of tensors, by tensor name
         self._model = model
         self._first = {key: keys[0] for keys in self.target.ties for key in keys}
         self._tied = {key for keys in self.target.ties if len(keys) > 1 for key in keys}
         self._expected: set[str] | None = None
         self._places = _places.setdefault(model, {})
         self._again = _again.setdefault(model, {})
-        self._memory: dict[str, tuple] = {}  # state-dict key -> address and layout
+        self._memory: dict[str, tuple] = {}  # address and layout of tensors, by state-dict key
         self._parts: dict[str, dict[str, Tensor]] = {}  # tensors that transformers combines, by the result's key
-        self._codes: dict[str, Place] = {}  # tensor name -> place, for weights that came in FP8
-        self._scales: set[str] = set()  # state-dict keys of scales that came for FP8 weights
+        self._codes: dict[str, Place] = {}  # places of weights received in FP8, by tensor name
+        self._scales: set[str] = set()  # state-dict keys of scales received for FP8 weights
         self._left: list[str] | None = None  # problem lines for the tensors that are missing at the end
-        self._differ: dict[str, Tensor] = {}  # tensor name -> whether it differs from the tensor it is tied to
+        self._differ: dict[str, Tensor] = {}  # by tensor name: whether it differs from the tensor it is tied to
         self._ignored = ignored_names(model, provider().ignored_layers(model), ())
 
     @property
     def came(self) -> set[str]:
-        """Return the state-dict keys that at least one tensor came for."""
+        """Return the state-dict keys for which at least one tensor was received."""
         return {key for key, parts in self.sources.items() if parts}
 
     def expect(self, names: Iterable[str], strict: bool) -> None:
-        """Raise ValueError unless the model has a place for each name and, if ``strict``, a name for each place."""
+        """Raise ValueError unless the model has a place for each name and, if ``strict``, each place has a name."""
         self._expected, problems = set(), []
         for name in names:
             self._expected.add(name)
@@ -318,14 +321,14 @@ class _Refit:
         return is_interleaved({"model_type": getattr(config, "model_type", None)})
 
     def _is_in_turns(self, key: str) -> bool:
-        """Return whether ``key`` is of experts with gate and up interleaved in checkpoints, but not in this model."""
+        """Return whether ``key`` is a tensor of `GroupedExperts` whose checkpoints have gate and up interleaved."""
         if not self._has_experts_in_turns:
             return False
         return isinstance(self._model.get_submodule(key.rpartition(".")[0]), GroupedExperts)
 
     @torch.no_grad()
     def finish(self, strict: bool) -> None:
-        """Raise ValueError if values that came are invalid, or if ``strict`` and a tensor is missing."""
+        """Raise ValueError if received values are invalid, or if ``strict`` and a tensor is missing."""
         problems = [f"{next(iter(parts))}: came without others that make {key}" for key, parts in self._parts.items()]
         self._left = self._missing()
         if strict:
@@ -338,23 +341,23 @@ class _Refit:
                 if scale is not None and self._claimant(scale) is None
             ]
         increment_version([value for value in map(self.state.get, self.came) if not value.is_inference()])
-        invalidate_masters()  # FSDP2's gathered weights keep their version when shards are written
+        invalidate_masters()  # writing shards does not change the version counter of FSDP2's gathered weights
         problems += self._bad_values() if self._any_bad() else ()
         _raise("the refit failed, and the model does not run before a complete one", problems)
 
     def report(self, before: Iterable[str] = ()) -> RefitReport:
-        """Report what came. before: state-dict keys that earlier pieces updated, which ``updated`` leaves out."""
+        """Report what was received. before: state-dict keys that earlier pieces updated; ``updated`` omits these."""
         came = self.came.difference(before)
         left = [line.partition(":")[0] for line in (self._missing() if self._left is None else self._left)]
         return RefitReport(tuple(key for key in self.state if key in came), tuple(left))
 
     def _missing(self) -> list[str]:
-        """Return a line for each tensor that has not come, but none for the scale of a weight that has not come."""
+        """Return a line for each tensor not received, but none for the scale of a weight that was not received."""
         lines = {line.partition(":")[0]: line for line in self.target.missing(self.sources)}
         return [line for name, line in lines.items() if (weight := parse(name).weight) == name or weight not in lines]
 
     def _place(self, text: str) -> tuple[Location, Place | None]:
-        """Return where transformers puts a tensor, and its place in the model, which is None if there is none."""
+        """Return the Location and the Place of the tensor ``text``; the Place is None if the model lacks the tensor."""
         found = self._places.get(text)
         if found is not None and found[1].key in self.state:
             return found
@@ -382,19 +385,19 @@ class _Refit:
             raise ValueError(f"{name}: unknown, the model has no such tensor")
 
     def _claimant(self, place: Place) -> str | None:
-        """Return the name of a tensor that came for a place or a part of it, or None."""
+        """Return the name of a tensor received for a place or for a part of the place, or None."""
         parts = self.sources[self._first[place.key]]
         if place.part == WHOLE:
             return next(iter(parts.values()), None)
         return parts.get(place.part) or parts.get(WHOLE)
 
     def _has_twin(self, place: Place) -> bool:
-        """Return whether values came for another tensor that the model ties to the tensor at this place."""
+        """Return whether values were received for another tensor that the model ties to the tensor at this place."""
         first = self.sources[self._first[place.key]].get(WHOLE)
         return first is not None and self._came[first].key != place.key
 
     def _claim(self, name: str, place: Place) -> None:
-        """Record that a tensor came for a place. Raises ValueError if one came before."""
+        """Record that a tensor was received for a place. Raises ValueError if the place already has a tensor."""
         other = self._claimant(place)
         if other is not None:
             raise ValueError(f"{name}: came before" + (f", as {other}" if other != name else ""))
@@ -402,7 +405,7 @@ class _Refit:
         self._came[name] = place
 
     def _write(self, name: str, place: Place, tensor: Tensor, as_given: str | None = None) -> None:
-        """Write a tensor to its place. as_given: its name if `_write_again` may repeat the write at a later refit."""
+        """Write a tensor to its place. as_given: ``name`` if `_write_again` may repeat this write later, else None."""
         target = self.state[place.key]
         scale = self.target.scale_of(place) if tensor.dtype in FLOATING else None
         if scale is not None:
@@ -460,7 +463,7 @@ class _Refit:
         scale.copy_(values.scale.view(*tensor.shape[:-2], *scale_place.shape[-2:])[scale_part])
 
     def _convert(self, name: str, location: Location, tensor: Tensor) -> None:
-        """Keep a tensor until all that transformers combines into ``location.key`` have come; then write the result."""
+        """Keep a tensor until all tensors that form ``location.key`` were received; then write the combined tensor."""
         if tensor.dtype not in FLOATING:
             raise ValueError(
                 f"{name}: dtype {_dtype(tensor)}, but transformers makes {location.key} of it by {location.steps}, "
@@ -484,7 +487,7 @@ class _Refit:
             self._write(key, Place(key, tuple(value.shape)), value)
 
     def _any_bad(self) -> bool:
-        """Return whether any tensor that came holds invalid values. Synchronizes with the device once."""
+        """Return whether any received tensor holds invalid values. Synchronizes with the device once."""
         entries = {key: held(self.state[key])[0] for key in self.came}
         entries = {key: values for key, values in entries.items() if values.numel() and values.is_floating_point()}
         judged = {place.key for place in self._codes.values()} | self._scales
@@ -496,7 +499,7 @@ class _Refit:
         return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 
     def _bad_values(self) -> list[str]:
-        """List the tensors that came with invalid values."""
+        """List the received tensors that hold invalid values."""
         codes = {place.key for place in self._codes.values()}
         entries = {key: held(self.state[key])[0] for key in self.came}
         flags = {
@@ -592,7 +595,10 @@ def _opened(source: Source) -> _Source:
 
 
 def _of_directory(directory: str | os.PathLike) -> _Source:
-    """Open a checkpoint for a refit, its weights viewed in blocks. Raises CheckpointError unless all can be read."""
+    """Open a checkpoint for a refit, as views of its weights in FP8 blocks.
+
+    Raises CheckpointError unless every weight can be loaded.
+    """
     weights, what = open_weights(directory), f"cannot refit from {directory}, the model is unchanged"
     weights.check(f"cannot load {directory}")
     checkpoint = weights.checkpoint

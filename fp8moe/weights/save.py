@@ -70,19 +70,22 @@ def save_fp8_checkpoint(
     Per-output-channel scales are stored as in compressed-tensors (X.weight_scale (N, 1)), which the quantization_config
     then declares.
 
-    experts: "separate" stores them one by one under the names of DeepSeek's checkpoints, experts.7.gate_proj.weight, or
-        those of the transformers model's own checkpoints (w1, w3, w2 in block_sparse_moe for Mixtral), or fused if
-        those checkpoints have experts fused. "fused" stores the parameters as they are.
+    experts: "separate" stores each expert's weights separately, under the names of DeepSeek's checkpoints, such as
+        experts.7.gate_proj.weight. A transformers model gets the names of its own checkpoints (w1, w3, w2 in
+        block_sparse_moe for Mixtral); if those checkpoints have fused experts, experts are stored fused. "fused" stores
+        the parameters as they are.
     scale_format: "float32", or "ue8m0" for one byte a scale (float8_e8m0fnu): all scales must be powers of two.
     max_shard_size: the most bytes of a shard, unless a single tensor and its scale are larger.
 
     Every file is written under a temporary name, synced and renamed. The file that makes the directory a checkpoint,
-    the index or model.safetensors, comes last. Beside the model, memory holds one tensor, or one of fused experts.
+    the index or model.safetensors, comes last. Beside the model, memory holds one tensor or, of a fused tensor, one
+    expert.
 
     If the model has sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`), all processes of
-    the default group call this, and rank 0 writes what one process with the whole model would. The others send it the
-    parts that they hold, through their CPUs, a tensor or an expert at a time; tensors that are not sharded come from
-    rank 0's own model, and only its ``directory`` counts. If one process fails, all raise the same ValueError.
+    the default group call this, and rank 0 writes what one process with the whole model would write. The other ranks
+    send rank 0 the parts that they hold, through their CPUs, a tensor or an expert at a time. Tensors that are not
+    sharded come from rank 0's own model, and only rank 0's ``directory`` counts. If one process fails, all processes
+    raise the same ValueError.
 
     Warns (UserWarning) if less than half of the parameters in matrices are FP8; if none are, config.json gets no
     quantization_config.
@@ -146,7 +149,7 @@ def save_fp8_checkpoint(
                         for tensor, value in slices:
                             writer.put(tensor.name.text, value.to(DTYPES[tensor.spec.dtype]))
             finally:
-                deque(slices, maxlen=0)  # other ranks send here; rank 0 receives the rest after an error
+                deque(slices, maxlen=0)  # on other ranks: send the slices; on rank 0: receive the rest after an error
     with ranks.step():
         if ranks.first and len(files) > 1:
             write_bytes(directory / INDEX, index_of(layouts))
@@ -156,7 +159,10 @@ def save_fp8_checkpoint(
 
 
 class StoredTensor(NamedTuple):
-    """A tensor to write: the part ``box`` of the model's tensor ``source``, stored as ``name``, in form ``spec``."""
+    """A tensor to write: the part ``box`` of the model's tensor ``source``.
+
+    name, spec: the tensor's name, dtype and shape in the file.
+    """
 
     name: Name
     source: str
@@ -211,7 +217,7 @@ def _groups(
 
 
 def _splits(name: Name, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether this is a weight of fused experts that can be stored one by one: experts with biases cannot."""
+    """Return whether a tensor is a weight of fused experts, without biases, that can be stored expert by expert."""
     if name.role != WEIGHT or name.projection is None or name.expert is not None:
         return False
     keys = [f"{name.module}.{projection}" for projection in (GATE_UP, UP, DOWN)]
@@ -296,8 +302,8 @@ class Collector:
     def collect(self, tensors: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, Tensor]]:
         """Yield the slices of these tensors, on the CPU of rank 0; the other ranks only send, and yield nothing.
 
-        Memory holds one slice, and a part of it that is being received. A process that cannot read a part sends
-        arbitrary values, so that no other waits for it, and raises its error at the end.
+        Memory holds one slice, and a part of the slice that is being received. A process that cannot read a part sends
+        arbitrary values, so that no other process waits for the part, and raises the error at the end.
         """
         errors: list[Exception] = []
         for tensor in tensors:

@@ -81,8 +81,10 @@ DECLARATIONS = ("quantization_config", "compression_config")
 """Keys, at any level of config.json, of the objects that say how weights are quantized."""
 _SHOWN_PROBLEMS = 100
 _COUNT = re.compile(r"(\w*_)?((num|n)_\w*(layers?|experts|labels)|(en|de)coder_layers|depths?)")
-_MOST_LAYERS, _MOST_OTHERS = 1024, 1 << 20  # far more than any model has, few enough to be made in seconds
-_MAX_RANK = 64  # of tensors that PyTorch can copy
+# The largest numbers of layers, and of experts or labels, that a config.json may ask for. Known models have fewer, and
+# a model with these numbers can still be made in seconds.
+_MOST_LAYERS, _MOST_OTHERS = 1024, 1 << 20
+_MAX_RANK = 64  # most dimensions of a tensor that PyTorch can copy
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _IS_POINTER = "is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull"
 
@@ -140,7 +142,7 @@ class Checkpoint:
         ]
 
     def read_unmapped(self, infos: Iterable[TensorInfo]) -> Iterator[tuple[TensorInfo, Tensor]]:
-        """Yield (info, flattened tensor) of small tensors. Unlike the safetensors library, does not map their files."""
+        """Yield (info, flattened tensor) for small tensors, reading files that the safetensors library would map."""
         for file, wanted in groupby(sorted(infos, key=lambda info: (info.file, info.begin)), lambda info: info.file):
             with (self.directory / file).open("rb") as stream:
                 for info in wanted:
@@ -189,7 +191,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     declarations = _declarations(config, problems)
     if HF_QUANT_CONFIG in present:
         declarations[HF_QUANT_CONFIG] = read_json(directory / HF_QUANT_CONFIG, problems)
-    weight_map: dict[str, str] | None = None  # tensor name -> file, from the index
+    weight_map: dict[str, str] | None = None  # from the index: files by tensor name
     if INDEX in present:
         weight_map = read_json(directory / INDEX, problems).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -201,7 +203,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
                 f"{SINGLE}: lies beside {INDEX} of other files, and some libraries read the one, some the other; "
                 "remove what is not wanted"
             )
-            weight_map = None  # read the single file, as transformers does
+            weight_map = None  # ignore the index and read the single file, as transformers does
     elif SINGLE not in present:
         raise CheckpointError(f"{directory} is not a checkpoint", [f"there is neither {SINGLE} nor {INDEX}"])
 
@@ -268,7 +270,11 @@ def _declarations(config: dict, problems: list[str]) -> dict[str, dict]:
 
 
 def count_problems(checkpoint: Checkpoint) -> list[str]:
-    """Find numbers of layers, experts and labels that these tensors cannot have, or that `config_problems` finds."""
+    """Return a problem line for each number of layers, experts or labels in config.json that is too large.
+
+    A number is too large if the checkpoint has fewer tensors and no tensor has a dimension of this size or larger. If
+    there is no such number, return the lines of `config_problems`.
+    """
     limit = max(len(checkpoint.tensors), *(size for info in checkpoint.tensors.values() for size in info.shape), 0)
     problems = [
         f"{CONFIG}: {name} is {shown(value)}, expected at most {limit} for these tensors"
@@ -279,7 +285,10 @@ def count_problems(checkpoint: Checkpoint) -> list[str]:
 
 
 def config_problems(config: dict) -> list[str]:
-    """Find numbers of layers, experts and labels that no model has: to make as many would take all memory."""
+    """Return a problem line for each number of layers, experts or labels that is larger than in any known model.
+
+    Making a model with such a number would take all memory.
+    """
     return [
         f"{CONFIG}: {name} is {shown(value)}, expected at most {most}"
         for name, value, count in _counts(config)

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
+from fp8moe.quant.formats import BLOCK, MX_BLOCK, FP8Tensor, as_float, ceil_div
 from fp8moe.weights.formats import (
     CONCATENATED,
     FP8_KINDS,
     GATE_UP_LAYOUT,
     KINDS,
-    MX_BLOCK,
     Declared,
-    as_float,
     declared,
     fits_scale,
     scale_grid,
@@ -67,7 +65,7 @@ class StoredWeight(NamedTuple):
     safetensors dtype, and (N, K) or (E, N, K). grid, scale_dtype: shape and dtype of the scale; grid is None without a
     scale. coded: whether the weight is stored as FP8 codes or packed integers. transposed: whether fused experts are
     stored (E, K, N). shared: whether experts stored one by one share one scale, which is then a StoredWeight itself.
-    make: computes a matrix, a Tensor or an FP8Tensor, from its codes and scale; None to use the codes as stored.
+    make: function (codes, scale) that computes a matrix (a Tensor or an FP8Tensor); None to use the codes as stored.
     """
 
     name: Name
@@ -99,7 +97,7 @@ class StoredWeight(NamedTuple):
 
     @property
     def scale_name(self) -> str:
-        """The name of the scale: the stored scale's, or the name that fp8moe gives a scale that it computes."""
+        """Return the name of the stored scale, or the name that fp8moe gives a scale that fp8moe computes."""
         return self.name.scale if self.scale is None or self.make is not None else self.scale.name
 
     def specs(self) -> Layout:
@@ -185,9 +183,10 @@ class Format(NamedTuple):
 class Weights(NamedTuple):
     """The weights of a checkpoint, in the order of its files.
 
-    stored: every tensor except scales that belong to one weight. unused: names of static scales of activations and of
-    the KV cache. declared: the first declaration of quantization in the configuration, or None. interleaved: whether
-    config.json is of a model whose experts have gate and up rows interleaved.
+    stored: every tensor, except that a scale is left out if it belongs to a single weight; a scale that all experts
+    share is listed. unused: names of static scales of activations and of the KV cache. declared: the first declaration
+    of quantization in the configuration, or None. interleaved: whether config.json is of a model whose experts have
+    gate and up rows interleaved.
     """
 
     checkpoint: Checkpoint
@@ -203,9 +202,10 @@ class Weights(NamedTuple):
         return [weight for weight in self.stored if weight.coded]
 
     def check(self, what: str) -> None:
-        """Raise CheckpointError if the format does not load, with its reason first, or if a shard cannot be read.
+        """Raise CheckpointError if the format does not load or a shard cannot be read. what: begins the message.
 
-        If a shard cannot be read, tensors that a model would miss are not listed: they may be in that shard.
+        The reason why the format does not load is the first problem in the error. If a shard cannot be read, tensors
+        that a model would miss are not listed: they may be in that shard.
         """
         refusals = [] if self.format.loads else [self.format.reason]
         if refusals or self.checkpoint.incomplete:
@@ -214,13 +214,13 @@ class Weights(NamedTuple):
 
 def is_interleaved(config: dict) -> bool:
     """Return whether a configuration, or one nested in it, is of a model with gate and up of experts interleaved."""
-    return any(content.get("model_type") in [*_IN_TURNS] for _, content in sections(config))  # may be unhashable
+    return any(content.get("model_type") in [*_IN_TURNS] for _, content in sections(config))  # a type may be unhashable
 
 
 def experts_of_their_own(config: dict) -> str | None:
     """Return why fp8moe cannot run the experts of the model with this configuration, or None if it can."""
     kinds = [content.get("model_type") for _, content in sections(config)]
-    name = next((name for kind, name in _OF_THEIR_OWN.items() if kind in kinds), None)  # may be unhashable
+    name = next((name for kind, name in _OF_THEIR_OWN.items() if kind in kinds), None)  # a kind may be unhashable
     if name is None:
         return None
     return f"the experts of {name} scale their input by the router and are stored transposed, which fp8moe does not run"

@@ -1,4 +1,4 @@
-"""Views of stored weights, computed when read: in blocks, with rows reordered, as values, dequantized or quantized.
+"""Views of stored weights, computed when read: FP8 in blocks, rows reordered, float32 or bfloat16 values, quantized.
 
 A view computes one matrix at a time from the stored tensors: no file is written, and no second copy is held.
 """
@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8moe.quant.formats import BLOCK, FP8_MAX, FP8Tensor
+from fp8moe.quant.formats import BLOCK, E2M1, FP8_MAX, MX_BLOCK, FP8Tensor, as_float
+from fp8moe.quant.packed import e2m1_values, unpacked
 from fp8moe.quant.quantize import dequantize, quantize_128x128
-from fp8moe.weights.formats import MX_BLOCK, SCALE_DTYPES, as_float, scale_dtype, scale_grid
+from fp8moe.weights.formats import SCALE_DTYPES, scale_dtype, scale_grid
 from fp8moe.weights.names import BIAS, GATE_UP
 from fp8moe.weights.source import FP8, Reader
 from fp8moe.weights.stored import StoredWeight, Weights
 
-_FP4 = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
-"""The values of the 16 E2M1 codes: OCP's microscaling formats 1.0, section 5.3.3."""
-_FP4_SHIFT = 6  # exponent: the largest FP4 value, 6, becomes at most 6 * 2^6 in E4M3
-_FP4_SPREAD = 14  # exponent difference: the smallest FP4 value, 0.5, becomes 2^-9 = 0.5 * 2^(6 - 14), exact in E4M3
-_FP4_LOWEST = 17  # exponent difference: 4 * 2^(6 - 17) = 2^-9, too; beyond it, no FP4 value is exact in E4M3
+_FP4_SHIFT = 6  # exponent of the largest factor from FP4 to E4M3: the largest value, 6, becomes 6 * 2^6 < 448
+_FP4_SPREAD = 14  # largest exponent difference at which 0.5 is exact in E4M3: it becomes 0.5 * 2^(6 - 14) = 2^-9
+_FP4_LOWEST = 17  # largest exponent difference at which any FP4 value but 0 is exact: 4 becomes 4 * 2^(6 - 17) = 2^-9
 
 
 def in_blocks(weights: Weights) -> list[StoredWeight]:
-    """View weights of any format that fp8moe loads as FP8 weights with float32 scales per 128x128 block or channel.
+    """Return a view of each weight as FP8 with float32 scales per 128x128 block or per channel.
+
+    weights: weights in any format that fp8moe loads.
 
     Weights without a scale of their own, or with a scale of an unsupported dtype, stay as they are stored; `match`
     reports what is wrong with them.
@@ -109,7 +110,7 @@ def quantized(
 
 
 def inexact(weights: Weights) -> Iterator[StoredWeight]:
-    """Yield the MXFP4 weights that blocks cannot hold exactly. Reads codes only if the exponents do not tell."""
+    """Yield the MXFP4 weights that 128x128 blocks cannot hold exactly. Reads codes only if exponents differ widely."""
     checkpoint = weights.checkpoint
     of_scale = {weight.scale: weight for weight in weights.stored if weight.kind == "mxfp4"}
     spread = []
@@ -137,7 +138,7 @@ def inexact_problems(weights: Weights) -> list[str]:
 
 
 def _apart(weight: StoredWeight, *stored: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split stored tensors of a weight or expert by matrix: yield one tuple, or a tuple for gate and one for up."""
+    """Split stored tensors of a weight or expert: yield a tuple for gate and a tuple for up, or one tuple in all."""
     count = weight.name.matrices
     return zip(
         *([value[i::count] for i in range(count)] if weight.interleaved else value.chunk(count) for value in stored),
@@ -168,16 +169,20 @@ def _rows(codes: Tensor) -> Tensor:
 
 
 def _filled(codes: Tensor, scale: Tensor, matrices: int, grid: tuple[int, int], transposed: bool) -> FP8Tensor:
-    """Repeat a per-tensor scale for all blocks; of two scales, the first is for gate blocks, the second for up's."""
+    """Repeat a per-tensor scale for all blocks.
+
+    If ``scale`` holds two values, the first is for the blocks of gate, the second for the blocks of up.
+    """
     rows, columns = grid
     each = as_float(scale).reshape(-1, 1, 1).expand(matrices, rows // matrices, columns)
     return FP8Tensor(_rows(codes) if transposed else codes, each.flatten(0, 1).contiguous())
 
 
 def _mxfp8(codes: Tensor, exponents: Tensor) -> FP8Tensor:
-    """Convert MXFP8 codes (N, K) to blocks, scaled by the least powers of two that keep all new codes within 448.
+    """Convert MXFP8 codes (N, K) to E4M3 codes in 128x128 blocks with power-of-two scales.
 
-    A block's largest code is then above 224, and codes below E4M3's smallest subnormal are rounded by up to 2^-10.
+    A block's scale is the least power of two that keeps the values of all new codes within 448. The largest of these
+    values is then above 224, and values below E4M3's smallest subnormal are rounded by up to 2^-10.
     """
     groups = pad(codes.view(torch.uint8) & 127, (0, -codes.shape[1] % MX_BLOCK)).unflatten(1, (-1, MX_BLOCK))
     largest = groups.amax(-1).view(torch.float8_e4m3fn).double()  # codes without sign bits sort like their values
@@ -193,16 +198,14 @@ def _mxfp8(codes: Tensor, exponents: Tensor) -> FP8Tensor:
 
 def _mxfp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
     """Return the values (N, K) of MXFP4 codes in float64. The low half of each byte holds the even column."""
-    halves = codes.view(torch.uint8).flatten(1)
-    halves = torch.stack((halves & 15, halves >> 4), -1).flatten(-2)
-    values = torch.tensor(_FP4, dtype=torch.float64, device="cpu")[halves.int()]
+    values = e2m1_values(unpacked(codes.view(torch.uint8).flatten(1))).double()
     return values * as_float(exponents).double().repeat_interleave(MX_BLOCK, 1)
 
 
 def _mxfp4(codes: Tensor, exponents: Tensor) -> FP8Tensor:
     """Convert MXFP4 codes to blocks with scales 2^(largest exponent - 6), looking up both codes of a byte at once.
 
-    The largest exponent of a block does not count groups of zeros.
+    Groups in which all codes are zero are ignored in finding the largest exponent of a block.
     """
     groups = codes.view(torch.uint8).reshape(*exponents.shape, MX_BLOCK // 2)
     power = exponents.view(torch.uint8).int()
@@ -217,12 +220,12 @@ def _mxfp4(codes: Tensor, exponents: Tensor) -> FP8Tensor:
 
 @cache
 def _fp4_pairs() -> Tensor:
-    """Return a table of E4M3 code pairs, each as one int16: at ``256 * below + byte``, the pair for two FP4 codes.
+    """Return a table of E4M3 code pairs, each as one int16. Entry ``256 * below + byte`` is the pair for two FP4 codes.
 
-    byte: the two FP4 codes. below: how far their exponent is below the block's largest.
+    byte: the two FP4 codes. below: how far the exponent of their group is below the block's largest exponent.
     """
     powers = torch.arange(_FP4_SHIFT, _FP4_SHIFT - _FP4_LOWEST - 1, -1, device="cpu")[:, None]
-    values = torch.tensor(_FP4, dtype=torch.float32, device="cpu")
+    values = torch.tensor(E2M1, dtype=torch.float32, device="cpu")
     codes = (values * powers.float().exp2()).to(torch.float8_e4m3fn).view(torch.uint8)
     halves = torch.arange(256, device="cpu")
     return torch.stack((codes[:, halves & 15], codes[:, halves >> 4]), -1).view(torch.int16).flatten()
@@ -242,7 +245,7 @@ def _is_exact(weight: StoredWeight, codes: Tensor, exponents: Tensor) -> bool:
 
 
 def _of_values(block: Tensor, shape: torch.Size, columns: int = BLOCK) -> Tensor:
-    """Repeat each block's value for its elements (columns=128) or MX groups (columns=4), up to ``shape``."""
+    """Repeat each block's value for the block's elements (columns=128) or MX groups (columns=4); crop to ``shape``."""
     return block.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
 
 

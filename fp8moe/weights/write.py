@@ -127,7 +127,7 @@ def into_directory(
             if final_name(path.name) in ours:  # temporary file of a killed run: no other run holds the lock
                 path.unlink()
         if layouts.keys() - finished:
-            finished.discard(INDEX)  # delete it below: with an index, the directory would look complete
+            finished.discard(INDEX)  # to delete the index below: with an index, the directory would look complete
         for name in {SINGLE, INDEX} - finished:
             (target / name).unlink(missing_ok=True)
         try:

@@ -42,6 +42,7 @@ CALLS = dict(calls_of_graphs()) | {
     "FP8Linear.from_linear": (fp8moe.FP8Linear.from_linear, {"linear": nn.Linear(4, 4)}),
     "FP8MQAIndexer.from_transformers": (fp8moe.FP8MQAIndexer.from_transformers, {"indexer": None}),
     "FP8Tensor": None,  # a pair, whatever is in it
+    "PackedTensor": None,
     "RefitReport": None,
     "batch_invariant": None,
     "GroupedExperts.from_experts": (fp8moe.GroupedExperts.from_experts, {"module": EXPERTS}),

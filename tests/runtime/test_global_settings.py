@@ -13,6 +13,8 @@ from fp8moe import (
     quantize_1x128,
     quantize_128x1,
     quantize_128x128,
+    quantize_int4,
+    quantize_mxfp4,
 )
 from fp8moe.kernels.gemm import reference
 from tests import experts_training_reference, linear_training_reference
@@ -31,7 +33,11 @@ def quantizers():
 def gemms():
     a, b, offsets = activations(300, 272), weights(2, 136, 272), int32([0, 100, 300])
     dense, out = (b.data[0], b.scale[0]), torch.empty(300, 136)
-    return lambda: [gemm(a, dense, out_dtype=torch.float32), grouped_gemm(a, b, offsets, out=out)]
+    x, packed = activations(20, 160), [quantize_mxfp4(w := torch.randn(136, 160)), quantize_int4(w, group=32)]
+    return lambda: [
+        *(gemm(a, dense, out_dtype=torch.float32), grouped_gemm(a, b, offsets, out=out)),
+        *(gemm(x, weight) for weight in packed),
+    ]
 
 
 def weight_gradients():

@@ -1,4 +1,4 @@
-"""Runs decoder layers of transformers, if their code is a known one, in fp8moe's fused kernels."""
+"""Runs decoder layers of transformers in fp8moe's fused kernels, if the code of the layers is known."""
 
 from fp8moe.hf.fused.fuse import FusedModule, Optimized, find_fused, optimize
 

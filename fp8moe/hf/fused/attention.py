@@ -32,9 +32,11 @@ class AttentionMetadata:
     GraphDecoder's mask function returns it, once for each kind of layer, and transformers passes it on to attention.
 
     begin, columns: (B,) int64, the cache columns of each row's first token and of its first new token.
-    new_tokens: number of new tokens per row. key_heads, length: of the layer's cache. window: the most keys that a
-    query sees, None for all. sequences: (3, B + 1) int32 if there are several new tokens: for each row its first query,
-    its first key in the cache and its number of keys; the last column holds the end of the queries.
+    new_tokens: number of new tokens per row. key_heads, length: the numbers of heads and columns of the layer's cache.
+    window: the most keys that a query sees, None for all.
+    sequences: None for one new token, otherwise (3, B + 1) int32. Column b describes row b of the batch: the index of
+    the first query, the index of the first key in the flattened cache, and the number of keys. The last column holds
+    the total number of queries, and the end of the flattened cache.
     whole: whether rows consist of the new tokens only, without padding.
     """
 
@@ -57,7 +59,7 @@ def check_metadata(
 ) -> None:
     """Raise UnsupportedAttention for an attention that the kernels for static caches do not support.
 
-    metadata: the attention_mask. dtype: of the queries. new: number of new tokens per row. key, value: (B, key heads,
+    metadata: the attention_mask. dtype: the dtype of q. new: new tokens per row. key, value: (B, key heads,
     columns, D), the cache. others: further keyword arguments that the model passes to its attention.
     """
     key_heads, size = key.shape[1], key.shape[-1]
@@ -120,7 +122,8 @@ def attend(
 ) -> Tensor:
     """Compute the module's result (B, T, H), including o_proj.
 
-    normed: the module's input as rows (B * T, H), quantized or not. lead: (B, T). Other arguments: as for the module.
+    normed: the module's input as rows (B * T, H), quantized or not. lead: (B, T). Other arguments: those of the
+    module's own forward.
     """
     form = form_of(module, known_forwards.ATTENTION)
     size = module.head_dim
@@ -187,7 +190,10 @@ def _has_norms(module: nn.Module, form: known_forwards.Attention) -> bool:
 
 
 def _decoder_layer(past: Any, index: int, k: Tensor, v: Tensor) -> Any:
-    """Return the layer `index` of GraphDecoder's cache, allocated for k and v (B, T, key heads, D), else None."""
+    """Return layer `index` of a cache if it is GraphDecoder's, otherwise None.
+
+    If the layer has no memory yet, allocate it for k and v (B, T, key heads, D).
+    """
     layer = next(iter(getattr(past, "layers", ())[index : index + 1]), None)  # some caches create their layers lazily
     if not hasattr(layer, "position"):
         return None

@@ -40,8 +40,8 @@ def forward(
     """Compute the second half of a decoder layer: norm(attended + residual), the module, and the residual add.
 
     module: the feed-forward module. attended: the attention's result, without residual. following: the norm that the
-    next layer begins with. Returns the layer's result and, if that takes no further kernel, the result normalized by
-    `following`.
+    next layer begins with. Returns the layer's result and the result normalized by `following`, or None in its place
+    if `following` is None or the normalization would take another kernel.
     """
     if _serves_block(module, residual.dtype):
         shared = _shared(module)
@@ -158,7 +158,7 @@ def _mix(module: nn.Module, normed: Normed, logits: Tensor, following: Norm | No
 
 
 def _waits_for_ranks(experts: nn.Module) -> bool:
-    """Return whether the experts are spread over several ranks, so that the GPU waits for others in their forward."""
+    """Return whether the experts are spread over several ranks. Then the GPU waits for other ranks in the forward."""
     return any(getattr(experts, name, None) is not None for name in ("parallel", "_fp8moe_parallel"))
 
 
@@ -179,7 +179,8 @@ def _are_ours(experts: nn.Module) -> bool:
 def forward_router(module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Run a router outside of a fused block; return logits (M, E), weights (M, K) and indices (M, K).
 
-    The router's own forward runs while gradients are enabled, in training mode, and if the kernels cannot run it.
+    The router's own forward runs if gradients are enabled, if the router is in training mode, or if the kernels do not
+    support the router.
     """
     if torch.is_grad_enabled() or module.training or not _serves_router(module, hidden_states.dtype):
         return type(module).forward(module, hidden_states)
@@ -230,10 +231,11 @@ def _route(router: nn.Module, logits: Tensor, *, sort: bool) -> ChosenExperts:
 
 
 class SecondStream:
-    """A second CUDA stream for work beside the current stream: forks from it when made, and joins it after `run`.
+    """A second CUDA stream, whose work runs beside that of the current stream.
 
-    Memory that a stream frees is only reused by later work of the same stream, which runs after the join. So nothing
-    is overwritten while the other stream reads it. A graph capture on the current stream captures this stream too.
+    The second stream forks from the current stream when the object is made, and joins it at the end of `run`. Memory
+    that a stream frees is only reused by later work of the same stream, which runs after the join. So neither stream
+    overwrites what the other reads. A graph capture on the current stream captures the second stream too.
     """
 
     def __init__(self, device: torch.device):

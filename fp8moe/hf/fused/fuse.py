@@ -52,11 +52,11 @@ class Optimized(tuple[FusedModule, ...]):
 def optimize(model: nn.Module) -> Optimized:
     """Run the non-expert parts of a transformers model in fp8moe's fused kernels, where their code is known.
 
-    These are fused: RMSNorm with the residual add before and the FP8 quantization after it; the projections q, k and v
-    as one GEMM; head norms, rotary embedding and the write to the KV cache; MLA attention of one new token; the router;
-    gate and up of FP8 feed-forward modules as one GEMM with the activation. Modules are recognised by the code of their
-    forward. A module that is not recognised, has hooks or a replaced forward runs as before, and so do all modules
-    while gradients are enabled or in training mode.
+    These are fused: RMSNorm with the preceding residual add and the following FP8 quantization; the projections q, k
+    and v as one GEMM; head norms, rotary embedding and the write to the KV cache; MLA attention of one new token; the
+    router; gate and up of FP8 feed-forward modules as one GEMM with the activation. Modules are recognised by the code
+    of their forward. A module runs as before if its code is not recognised, if it has hooks, or if its forward has been
+    replaced. All modules run as before while gradients are enabled or in training mode.
 
     FP8 weights of projections that read the same input are made adjacent in memory, which changes no name, value or
     `state_dict()`. If they become separated again (`.to()`, loading), they run as separate GEMMs.
@@ -113,7 +113,7 @@ def _fused_form(module: nn.Module, neighbours: Neighbours) -> tuple[Callable, st
     return None
 
 
-# Attention implementation -> the known forwards that it replaces. A module's forward is in one of these at most.
+# Maps each file with a fused attention to the known forwards that it replaces. A forward is in at most one of these.
 _ATTENTIONS: dict[ModuleType, dict[str, Any]] = {
     attention: known_forwards.ATTENTION,
     latent_attention: known_forwards.LATENT_ATTENTION,
@@ -121,7 +121,10 @@ _ATTENTIONS: dict[ModuleType, dict[str, Any]] = {
 
 
 def _neighbours(model: nn.Module) -> dict[nn.Module, Neighbours]:
-    """Make handovers between consecutive decoder layers of each nn.ModuleList, and from the last to the final norm."""
+    """Make handovers between consecutive decoder layers of each nn.ModuleList.
+
+    If a final norm follows the list, also make a handover from the last layer to this norm.
+    """
     found: dict[nn.Module, Neighbours] = {}
 
     def connect(layer: nn.Module, following: nn.Module, norm: Any, quantized: bool) -> None:
@@ -165,7 +168,11 @@ def _prepare_layer(layer: Any) -> str:
 
 
 def _forward_layer(layer: Any, neighbours: Neighbours, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """Run a decoder layer fused; call its own forward in training mode, with gradients, or if a norm is unsupported."""
+    """Run a decoder layer fused.
+
+    The layer's own forward runs if gradients are enabled, if the layer is in training mode, or if the kernel does not
+    support one of its norms.
+    """
     dtype = hidden_states.dtype
     first, second = layer.input_layernorm, layer.post_attention_layernorm
     if torch.is_grad_enabled() or layer.training or not (norms.serves(first, dtype) and norms.serves(second, dtype)):
@@ -185,7 +192,7 @@ def _attend(
 ) -> Tensor:
     """Run the attention of a layer, fused if its code is known.
 
-    normed: returns the normed input, quantized if called with True, as values with False.
+    normed: a function that returns the normed input. normed(True) returns it quantized, normed(False) as values.
     """
     for kind in _ATTENTIONS:
         if kind.serves(module, hidden_states.dtype, kwargs.get("position_embeddings")):
@@ -196,13 +203,16 @@ def _attend(
 
 
 def _normed(norm: nn.Module, x: Tensor, before: Handover | None, quantized: bool) -> Normed:
-    """Return the normalized rows of x: from the handover of the layer before if it has them, else computed here."""
+    """Return the normalized rows of x: take them from the handover `before`, or compute them if it has none."""
     handed = None if before is None else before.take(x, norm, quantized=quantized)
     return norms.norm(norm, x, values=not quantized, quantized=quantized) if handed is None else handed
 
 
 def _forward_norm(norm: nn.Module, before: Handover | None, hidden_states: Tensor) -> Tensor:
-    """Run a norm outside of a decoder layer; call its own forward with gradients, or if the kernel cannot run it."""
+    """Run a norm outside of a decoder layer.
+
+    The norm's own forward runs if gradients are enabled or the kernel does not support the norm.
+    """
     if torch.is_grad_enabled() or not norms.serves(norm, hidden_states.dtype):
         return type(norm).forward(norm, hidden_states)
     values: Any = _normed(norm, hidden_states, before, False).values

@@ -35,7 +35,10 @@ def digest(function: Callable) -> str:
 
 
 def form_of(module: nn.Module, forms: dict[str, Any]) -> Any:
-    """Return the entry of `forms` (digest of a forward -> description) for the module's class, or None."""
+    """Return the description in `forms` of the forward of the module's class, or None.
+
+    forms: maps digests of forwards to descriptions.
+    """
     try:
         return forms.get(digest(type(module).forward))
     except (OSError, TypeError, SyntaxError):  # classes without Python source, such as compiled ones
@@ -60,9 +63,10 @@ _HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def runs_as_written(module: nn.Module) -> bool:
-    """Return whether the module has no hooks, and its forward is its class's or set by `optimize` or `unregister`.
+    """Return whether the module has no hooks, and its forward is the class's own or was set by fp8moe.
 
-    transformers leaves hooks behind that record outputs; they are ignored unless a call asks for these outputs.
+    `optimize` and `unregister` set forwards. transformers leaves behind hooks that record outputs; these hooks are
+    ignored unless a call asks for the outputs.
     """
     own = module.__dict__
     as_written = "forward" not in own or is_fused(module) or is_kept(module)
@@ -107,9 +111,9 @@ class Router:
     """Description of a router forward.
 
     score: the function applied to logits, "softmax" or "sigmoid". normalize: when weights are divided by their sum:
-    "always" or "if norm_topk_prob". in_float32: whether logits are float32 rather than of the input's dtype. cast:
-    whether weights are cast to the dtype of the logits. bias: whether experts are chosen with a correction bias and
-    expert groups.
+    "always" or "if norm_topk_prob". in_float32: whether logits are computed in float32; if not, they have the dtype of
+    the input. cast: whether weights are cast to the dtype of the logits. bias: whether experts are chosen with a
+    correction bias and expert groups.
     """
 
     score: str
@@ -131,7 +135,7 @@ class Block:
     gated: bool = False
 
 
-# The comment after each digest names one class of transformers with this forward; most occur in many models.
+# The comment at each digest names one class of transformers with this forward; most occur in many models.
 RMS_NORM = {"1b07ee1747472a39": True}  # LlamaRMSNorm
 DECODER_LAYER = {
     "92647791d19bfb72": True,  # Qwen3MoeDecoderLayer
@@ -144,12 +148,13 @@ ATTENTION = {
     "f646f8be1444751f": Attention("never", "config"),  # MixtralAttention
     "bcc7d9a8194d1110": Attention("if use_qk_norm", "nowhere"),  # Glm4MoeAttention
 }
-LATENT_ATTENTION = {"7035ce544a77a2ac": "4cf8bd8cc9c9b3aa"}  # DeepseekV3Attention: forward -> expand_kv
+LATENT_ATTENTION = {"7035ce544a77a2ac": "4cf8bd8cc9c9b3aa"}  # DeepseekV3Attention: digests of forward and expand_kv
 ROUTER = {
     "9df852d229406d32": Router("softmax", "if norm_topk_prob"),  # Qwen3MoeTopKRouter
     "7fb11be956c0942d": Router("softmax", "always"),  # Qwen3VLMoeTextTopKRouter
     "89372d209011b62d": Router("softmax", "always", cast=False),  # MixtralTopKRouter
-    "df3fd62777ada19f": Router("sigmoid", "if norm_topk_prob", in_float32=True, cast=False, bias=True),  # DeepseekV3
+    # DeepseekV3TopkRouter
+    "df3fd62777ada19f": Router("sigmoid", "if norm_topk_prob", in_float32=True, cast=False, bias=True),
 }
 BLOCK = {
     "1bb4331ef2d3d098": Block(),  # Qwen3MoeSparseMoeBlock

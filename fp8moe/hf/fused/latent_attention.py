@@ -51,7 +51,8 @@ def attend(
 ) -> Tensor:
     """Compute the module's result (B, T, H), including o_proj.
 
-    normed: the module's input as rows (B * T, H), quantized or not. lead: (B, T). Other arguments: as for the module.
+    normed: the module's input as rows (B * T, H), quantized or not. lead: (B, T). Other arguments: those of the
+    module's own forward.
     """
     cos, sin = position_embeddings
     if normed.quantized is None:
@@ -120,7 +121,7 @@ def _expanded(
 ) -> Tensor:
     """Expand the latents to keys and values, and attend over those with the model's attention function.
 
-    query (B, heads, T, D), latent (B, 1, L, R), k_rot (B, 1, L, P) -> (B, T, heads, value head size).
+    query: (B, heads, T, D). latent: (B, 1, L, R). k_rot: (B, 1, L, P). Returns (B, T, heads, value head size).
     """
     keys, values = module.expand_kv(latent, k_rot)
     kwargs = {"dropout": 0.0, "scaling": module.scaling, **kwargs}
@@ -130,11 +131,11 @@ def _expanded(
 def _absorbed(
     q_pass: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, weight: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Attend over the latents directly, with one new token per row, kv_b_proj absorbed; return (B, heads, D).
+    """Attend to the latents directly: absorb kv_b_proj into the query and the output; return (B, heads, D).
 
-    q_pass (B, heads, N), q_rot (B, heads, P), latent (B, L, R), k_rot (B, L, P). weight: kv_b_proj's weight
-    (heads * (N + D), R), with the key rows and then the value rows of each head. mask: (B, 1, L), bool with True where
-    visible, or additive.
+    Each row of the batch has one new token. q_pass (B, heads, N), q_rot (B, heads, P), latent (B, L, R), k_rot
+    (B, L, P). weight: kv_b_proj's weight (heads * (N + D), R), with the key rows and then the value rows of each head.
+    mask: (B, 1, L), or None. A bool mask is True for the keys that the query sees; any other mask is added to scores.
 
     Scores and their softmax are computed in float32.
     """
@@ -176,7 +177,7 @@ class _CachedWeight(NamedTuple):
 
 
 _weight_cache: WeakKeyDictionary[nn.Module, _CachedWeight] = WeakKeyDictionary()
-"""Dequantized weights by FP8 linear; kept outside of the modules so that they are not saved or copied with them."""
+"""The dequantized weights of FP8 linears, by module. Modules are saved and copied without them."""
 
 
 @torch.compiler.disable

@@ -1,4 +1,4 @@
-"""Runs RMSNorm modules in one kernel, together with the residual add before and the FP8 quantization after them."""
+"""Runs RMSNorm modules in one kernel, together with the preceding residual add and the following FP8 quantization."""
 
 import weakref
 from typing import Any
@@ -24,7 +24,7 @@ def serves(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def norm(module: nn.Module, x: Tensor, residual: Tensor | None = None, *, values: bool, quantized: bool) -> Normed:
-    """Run `rms_norm` on x (..., H), plus the residual, with the module's weight and eps; results have rows (M, H)."""
+    """Run `rms_norm` on x (..., H) and the residual, with the module's weight and eps; return results (M, H)."""
     rows = [None if part is None else part.reshape(-1, part.shape[-1]) for part in (x, residual)]
     return rms_norm(
         rows[0], module.weight, module.variance_epsilon, residual=rows[1], values=values, quantized=quantized
@@ -57,7 +57,10 @@ class Handover:
         self._held = weakref.ref(result, self._drop), result._version, normed
 
     def take(self, result: Tensor, norm: nn.Module, *, quantized: bool) -> Normed | None:
-        """Return the stored rows if they are `result` normalized by `norm`, in FP8 or not as asked; otherwise None."""
+        """Return the stored rows if they are `result` normalized by `norm`, otherwise None.
+
+        quantized: whether the rows must be in FP8. If they are in the other format, the result is None too.
+        """
         held, self._held = self._held, None
         if held is None or norm is not self.norm or quantized is not self.quantized:
             return None

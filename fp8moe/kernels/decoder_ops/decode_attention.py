@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 MULTIPLE, MAX_HEAD = 8, 256
 MAX_BATCH = 65535  # limit of a CUDA grid dimension
 _WARPS = 4  # warps of a thread block
-_TILE = _ROWS = 16  # keys in a tile; query heads of a thread block
+_TILE = _ROWS = 16  # _TILE: keys in a tile. _ROWS: query heads of a thread block
 _MAX_STAGES = 3
 _MAX_CLUSTER, _INVARIANT_CLUSTER = 8, 4
 _NO_WINDOW = (1 << 63) - 1
@@ -29,7 +29,7 @@ _VECTOR_BYTES = 16
 
 
 class StaticCache(NamedTuple):
-    """The KV cache of B sequences, and the range of cache columns (positions in L) in use of each sequence.
+    """The KV cache of B sequences, and the range of cache columns (positions in L) that each sequence uses.
 
     keys, values: (B, key heads, L, D), contiguous. begin, columns: (B,) int64, each sequence's first column and the
     column of its new token.
@@ -56,14 +56,14 @@ def decode_attention(
     q: (B, heads, D) bfloat16 or float16, heads contiguous, D a multiple of 8 up to 256, B up to 65535.
     cache: keys and values in the dtype of q; heads is a multiple of key heads. Sequence b sees the columns begin[b] to
         columns[b], both included.
-    new: keys and values of the new tokens, without the dimension T. The kernel then normalizes and rotates q and k, and
-        writes k and v to the cache at columns[b], if columns[b] is in [0, L). None: q is normalized and rotated
-        already, and the cache has the new tokens.
-    window: the largest number of keys that a query sees, the most recent ones. None: all.
+    new: keys and values of the new tokens; its tensors lack the dimension T of `NewTokens`. The kernel then normalizes
+        and rotates q and k, and writes k and v to the cache at columns[b], if columns[b] is in [0, L). None: q is
+        normalized and rotated already, and the cache has the new tokens.
+    window: a query sees at most the `window` most recent keys. None: all.
     scale: factor of the scores; None: 1 / sqrt(D).
-    quantized: return the result in FP8, in blocks of 1x128, with the bits of ``quantize_1x128``.
-    early: read everything but q, k and v before the previous kernel in the stream has ended; that kernel must not
-        write these tensors.
+    quantized: return the result in FP8, in blocks of 1x128. The bits are those that ``quantize_1x128`` gives.
+    early: read all tensors except q, k and v before the previous kernel in the stream has ended. That kernel may write
+        q, k and v, but none of the other tensors.
     Returns (B, heads * D) in the dtype of q, or an FP8Tensor; zeros for a query that sees no keys. Scores and sums are
     float32, softmax weights are rounded to the dtype of q. Norms and rotation round after each operation. Equal inputs
     give equal bits, and if results are batch invariant (`fp8moe.batch_invariant`) the bits of a sequence do not depend

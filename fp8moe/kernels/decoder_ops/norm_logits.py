@@ -45,9 +45,10 @@ def norm_logits(
     x, residual: (T, H) bfloat16, float16 or float32, any strides; H up to 32768. norm_weight: (H,), weight: (E, H), all
     in the dtype of x. quantized: return the norm in FP8 too. dtype: dtype of the logits (T, E): bfloat16, float16 or
     float32.
-    Returns Normed, with sum and values, and the logits, with the bits of `rms_norm` and `router_logits`. Up to 2 tokens
-    of at most 16 KB together take one kernel, unless results are batch invariant (`fp8moe.batch_invariant`). Equal
-    inputs give equal bits. There is no backward: calling it raises RuntimeError.
+    Returns Normed, which always has sum and values, and the logits. The results have the bits that `rms_norm` and
+    `router_logits` would give. One kernel computes both for up to 2 tokens of at most 16 KB together, unless results
+    are batch invariant (`fp8moe.batch_invariant`). Equal inputs give equal bits. There is no backward: calling it
+    raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, size or device.
     """
@@ -83,8 +84,8 @@ def launcher(
 ) -> PointerLauncher:
     """Return the launcher, called with (x, residual, norm_weight, weight, sum, values, data, scale, logits).
 
-    dtypes: of x and of the logits. data and scale may be None. All tensors are contiguous, the scale MN-major, and at
-    multiples of 16 bytes. `by_one_kernel` must be True for the sizes.
+    dtypes: dtypes of x and of the logits. data and scale may be None. The scale is MN-major, and all other tensors
+    are contiguous. All tensors start at multiples of 16 bytes. `by_one_kernel` must be True for the sizes.
     """
     block_experts, _ = block = logits_block(tokens, experts, num_sms(device_index))
     return PointerLauncher(

@@ -19,7 +19,7 @@ from fp8moe.runtime.sm90 import WARP
 MAX_HIDDEN = 32768
 VECTOR_BYTES = 16
 _MIN_THREADS = 128  # threads of a thread block that processes several short rows
-_MAX_THREADS = 256  # most threads per row, unless each would then hold more than _MAX_VECTORS vectors of the row
+_MAX_THREADS = 256  # most threads per row, unless a thread would then hold more than _MAX_VECTORS vectors
 _MAX_VECTORS = 8
 
 
@@ -46,9 +46,10 @@ def rms_norm(
     """Compute ``values = weight * (sum / sqrt(mean(sum**2) + eps))`` over the last dimension; sum is x + residual.
 
     x: (..., H) bfloat16, float16 or float32, any strides; H up to 32768, fewer than 2**31 rows.
-    weight: (H,) in the dtype of x. residual: (..., H) in the dtype of x, or None: sum is x, and Normed.sum is None.
-    values: return the norm in the dtype of x. quantized: return it in FP8, with the bits of ``quantize_1x128(values)``.
-        At least one is True.
+    weight: (H,) in the dtype of x. residual: (..., H) in the dtype of x. None: the norm is that of x, and Normed.sum is
+        None.
+    values: return the norm in the dtype of x. quantized: return the norm in FP8, with the bits of
+        ``quantize_1x128(values)``. At least one of `values` and `quantized` must be True.
     Returns Normed(sum, values, quantized). Everything is computed in float32. The sum, the quotient and its product
     with the weight are rounded to the dtype of x, as in PyTorch's modules. Equal inputs give equal bits. There is no
     backward: calling it raises RuntimeError. RMSNorm: arXiv:1910.07467.
@@ -106,10 +107,11 @@ def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
 def launcher(
     device_index: int, rows: int, hidden: int, row_stride: int, eps: float, dtype: torch.dtype
 ) -> PointerLauncher:
-    """Return the launcher, called with (x, residual, weight, sum, values, data, scale); all but x, weight may be None.
+    """Return the launcher, called with (x, residual, weight, sum, values, data, scale).
 
-    x: (rows, hidden) in `dtype`, rows `row_stride` elements apart; if the size of a row is a multiple of 16 bytes, so
-    must be the stride. Other tensors are contiguous, the scale MN-major. All tensors start at multiples of 16 bytes.
+    All tensors except x and weight may be None. x: (rows, hidden) in `dtype`, rows `row_stride` elements apart. If the
+    size of a row is a multiple of 16 bytes, the stride must also be one. The scale is MN-major, and all tensors
+    other than x and the scale are contiguous. All tensors start at multiples of 16 bytes.
     """
     row, block = _threads(hidden, dtype)
     return PointerLauncher(

@@ -26,11 +26,13 @@ from fp8moe.runtime.operator import Written, operator
 from fp8moe.runtime.sm90 import WARP
 
 MAX_HEAD = 256
-MULTIPLE = 16  # divides the number of rotated values, because a lane holds 8 values of the first or of the second half
+MULTIPLE = 16  # must divide the number of rotated values: a lane holds 8 values of the first or of the second half
 _WARPS = 4  # warps of a thread block
 _VECTOR_BYTES = 16
 _MANY_ROWS = 256
-_AT_ONCE = {False: 1, True: 4}  # heads per lane; key: whether rows >= _MANY_ROWS. With few rows, 1 fills the GPU
+# The number of heads that each group of HEAD_LANES lanes handles, by whether there are at least _MANY_ROWS rows. With
+# fewer rows, one head for each group spreads the work over more warps.
+_AT_ONCE = {False: 1, True: 4}
 
 
 class NewTokens(NamedTuple):
@@ -55,8 +57,8 @@ def rotary(q: Tensor, new: NewTokens, keys: Tensor, values: Tensor, *, columns: 
 
     q: (B, T, heads, D) bfloat16, float16 or float32, laid out like k. new: tensors in the dtype of q.
     keys, values: the cache, (B, key heads, L, D) in the dtype of q, contiguous; written in place.
-    columns: (B,) int64, the position in L of each sequence's first token; None: 0. Tokens whose position is outside of
-        [0, L) are not written.
+    columns: (B,) int64, the position in L of each sequence's first token. None: all positions start at 0. Tokens whose
+        position is outside of [0, L) are not written.
     Returns the queries (B, T, heads, D), contiguous. Each step rounds to the dtype, as separate PyTorch operations do.
 
     Rotary embedding: RoFormer, arXiv:2104.09864, in the form of GPT-NeoX. Norms of heads: arXiv:2302.05442, section 2.
@@ -184,7 +186,10 @@ def _check(operands: RotaryOperands) -> None:
 
 
 def check_tables(cos: Tensor, sin: Tensor, q: Tensor, *tokens: int) -> int:
-    """Check that cos and sin have the shape (1 or B, *tokens, R), and dtype and device of q (B, ...). Returns R."""
+    """Check that cos and sin have the shape (1 or B, *tokens, R), and that dtype and device are those of q; return R.
+
+    q: (B, ...).
+    """
     batch, rotated = q.shape[0], cos.shape[-1] if cos.dim() == len(tokens) + 2 else 0
     for name, value in (("cos", cos), ("sin", sin)):
         check_dtype(name, value, q.dtype)
@@ -262,7 +267,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _write(cache: Tensor, x: Tensor, columns: Tensor | None) -> None:
     """Write x (B, T, heads, D) to the cache (B, heads, L, D): token t of sequence b to position columns[b] + t.
 
-    columns: None for 0. Positions outside of [0, L) are not written.
+    columns: (B,) int64; None means 0 for every sequence. Positions outside of [0, L) are not written.
     """
     batch, tokens = x.shape[:2]
     first = torch.zeros(batch, dtype=torch.int64, device=x.device) if columns is None else columns

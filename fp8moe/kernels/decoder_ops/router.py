@@ -25,10 +25,10 @@ MAX_GROUPS = 32
 SCORES = ("softmax", "sigmoid")
 MAX_TOKENS = 64  # tokens per thread block of router_logits.cu
 _MAX_BYTES = 256 << 10  # bytes of the largest x for router_logits.cu, whose thread blocks each read all of x
-_MAX_ROW_BYTES = 32 << 10  # bytes of the largest row for router_logits.cu: 8 vectors of 16 bytes in 256 threads each
+_MAX_ROW_BYTES = 32 << 10  # bytes of the largest row for router_logits.cu: 256 threads with 8 vectors of 16 bytes each
 _MAX_EXPERTS_AT_ONCE = 8  # most experts per thread block: more would cost registers and hide no latency
 _MAX_SUMS = WARP  # most accumulators per thread, which has one for each (expert, token) pair of its thread block
-_INVARIANT_TOKENS = 8  # tokens that a block processes at a time in batch-invariant mode, for any number of tokens
+_INVARIANT_TOKENS = 8  # in batch-invariant mode, `logits_block` assumes this many tokens, whatever their number
 _ROUTE_WARPS = 4  # warps of a thread block of route.cu
 MAX_SORTED_TOKENS = 16  # most tokens for route_sorted.cu, a single thread block: for more, two kernels are faster
 MAX_SORTED_EXPERTS = 512  # most experts for route_sorted.cu, which keeps the scores of all experts in registers
@@ -54,10 +54,10 @@ def router_logits(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
     dtype: dtype of the result (T, E): bfloat16, float16 or float32.
     Equal inputs give equal bits. There is no backward: calling it raises RuntimeError.
 
-    Up to 64 tokens, of at most 256 KB together and 32 KB each, take a kernel whose thread blocks split the weight and
-    each read all of x. More tokens are faster in torch.mm with a float32 result (F.linear may round partial sums to
-    bfloat16), which follows PyTorch's TF32 setting for float32 operands. If results are batch invariant
-    (`fp8moe.batch_invariant`), the kernel computes any number of tokens.
+    A kernel computes the logits of up to 64 tokens, of at most 256 KB together and 32 KB each. Its thread blocks split
+    the weight, and each block reads all of x. For more tokens, torch.mm with a float32 result is faster; F.linear may
+    round partial sums to bfloat16. torch.mm follows PyTorch's TF32 setting for float32 operands. If results are batch
+    invariant (`fp8moe.batch_invariant`), the kernel runs for any number of tokens of at most 32 KB each.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device.
     """
@@ -92,7 +92,7 @@ def route(
     """Choose the experts of each token by score, and compute their weights from the scores, in float32.
 
     logits: (T, E) bfloat16, float16 or float32, any strides; E up to 1024.
-    bias: float32 (E,), added to the scores when choosing, not in the weights (arXiv:2408.15664), or None.
+    bias: float32 (E,), added to the scores to choose experts, but not to compute weights (arXiv:2408.15664), or None.
     dtype: dtype of the weights: bfloat16, float16 or float32.
     sort: also sort the assignments by expert if one kernel can do both: for up to 16 tokens and 512 experts.
     Returns ChosenExperts(index, weights, groups, rows); groups and rows are None if nothing was sorted. Of experts or
@@ -169,7 +169,7 @@ def logits_launcher(
 ) -> PointerLauncher:
     """Return the launcher, called with (x (tokens, hidden), weight (experts, hidden), logits (tokens, experts)).
 
-    dtypes: of x and of the logits. No size is 0, all tensors are contiguous; vector: see `logits_spec`.
+    dtypes: dtypes of x and of the logits. No size is 0, all tensors are contiguous; vector: see `logits_spec`.
     """
     block_experts, _ = block = logits_block(tokens, experts, num_sms(device_index))
     return PointerLauncher(
@@ -277,7 +277,7 @@ def route_launcher(
 ) -> PointerLauncher:
     """Return the launcher, called with (logits (tokens, experts), bias (experts,), index, weights (tokens, top_k)).
 
-    dtypes: of logits and weights. tokens is not 0, all tensors are contiguous.
+    dtypes: dtypes of logits and weights. tokens is not 0, all tensors are contiguous.
     """
     return PointerLauncher(
         load(route_spec(experts, form, *dtypes)),
@@ -412,7 +412,7 @@ def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     Of equal values the lowest indices come first, which torch.topk does not guarantee.
     """
-    positive = torch.where(values.isnan(), torch.nan, values)  # clear the sign of NaNs, by which a GPU would sort them
+    positive = torch.where(values.isnan(), torch.nan, values)  # a GPU would sort NaNs by their sign: clear it
     ordered, places = positive.sort(dim=-1, descending=True, stable=True)
     return ordered[..., :count], places[..., :count].contiguous()
 

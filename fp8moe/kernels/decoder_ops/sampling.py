@@ -84,15 +84,15 @@ def sample(logits: Tensor, state: SamplingState) -> Sampled:
     value, or if a parameter is out of range.
 
     The steps, in float32, have the order and the results of transformers' logits processors:
-    1. The repetition penalty applies to tokens of prompt and generation. Then the presence penalty, which transformers
-       lacks, is subtracted from the logits of generated tokens, as in OpenAI's API.
+    1. The repetition penalty applies to tokens of the prompt and to generated tokens. Then the presence penalty, which
+       transformers lacks, is subtracted from the logits of generated tokens, as in OpenAI's API.
     2. Greedy rows, and rows whose largest logit overflows float32 when divided by the temperature, take the token with
        the largest logit, the first of equal ones.
-    3. Other rows are divided by the temperature. top_k keeps the k largest logits and all that equal the k-th; top_p
-       keeps the fewest tokens that have this share of the probability mass, preferring higher indices among equals;
-       then min_p applies. The token with the largest sum of scaled logit and Gumbel noise is a draw from the softmax of
-       the kept tokens (Maddison, Tarlow, Minka, "A* sampling", arXiv:1411.0030). The noise is a function of seed, step
-       and token.
+    3. Other rows are divided by the temperature. top_k keeps the k largest logits and all that equal the k-th. Of these
+       tokens, top_p keeps the fewest that together have at least the share ``top_p`` of the probability mass,
+       preferring higher indices among equals. Then min_p applies. The token with the largest sum of scaled logit and
+       Gumbel noise is a draw from the softmax of the kept tokens (Maddison, Tarlow, Minka, "A* sampling",
+       arXiv:1411.0030). The noise is a function of seed, step and token.
 
     Sampling has no derivative: nothing is recorded for the autograd graph of logits.
 
@@ -151,7 +151,7 @@ def check_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> No
 
 
 MASS_BITS = 40
-"""Probability mass is counted in integers: 2**MASS_BITS for the most probable token, others rounded down."""
+"""Probability mass is counted in integers: the most probable token has 2**MASS_BITS, other masses are rounded down."""
 
 EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 LOG_TERMS = (
@@ -187,7 +187,10 @@ class _SampleArguments(ctypes.Structure):
 
 
 def kernel_spec(dtype: torch.dtype, vector: bool) -> KernelSpec:
-    """Return the kernel for logits of `dtype`. vector: rows of logits and `seen` are whole, aligned 16-byte vectors."""
+    """Return the kernel for logits of `dtype`.
+
+    vector: each row of logits and each row of `seen` consists of whole, aligned 16-byte vectors.
+    """
     defines = {
         "WARPS": _WARPS,
         "CLUSTER": _CLUSTER,
@@ -283,8 +286,8 @@ def reference(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     largest = scaled.amax(1, keepdim=True)
     greedy = (state.temperature == 0) | (state.top_k == 1) | ~largest[:, 0].isfinite()
     tokens = penalized.argmax(1)
-    # On a CPU, noise is computed only for rows that need it. On a GPU, for all rows: to know which rows need it, the
-    # host would have to wait for the GPU.
+    # On a CPU, noise is computed only for rows that need noise. On a GPU, noise is computed for all rows: to know which
+    # rows need noise, the host would have to wait for the GPU.
     some = (~greedy).nonzero()[:, 0] if greedy.is_cpu else slice(None)
     options, scaled = SamplingState(*(value[some] for value in state)), scaled[some]
     scores = scaled + gumbel_noise(options.seed, options.step, logits.shape[1])
@@ -410,7 +413,7 @@ def gumbel_noise(seed: Tensor, step: Tensor, vocab: int) -> Tensor:
 
 
 def _unit(word: Tensor) -> Tensor:
-    """Map a 32-bit word to (0, 1): the midpoint of the word-th of 2**32 equal intervals, as float32."""
+    """Map a 32-bit `word` to (0, 1): the midpoint of interval number `word` of 2**32 equal intervals, as float32."""
     return word.float() * 2.0**-32 + 2.0**-33
 
 

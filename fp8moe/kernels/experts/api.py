@@ -7,8 +7,8 @@ from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import operator
 from fp8moe.kernels.experts.operands import Layer, RowOperands, Shard, TokenOperands, row_dtype
 from fp8moe.kernels.gemm.checks import expected_rows
-from fp8moe.quant.checks import check_vector, fp8_operand
-from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.checks import check_vector, fp8_operand, weight_operand
+from fp8moe.quant.formats import FP8Tensor, PackedTensor
 from fp8moe.runtime import autograd
 from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_tensor
 
@@ -17,8 +17,8 @@ def experts(
     x: Tensor | FP8Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    up: FP8Tensor,
-    down: FP8Tensor,
+    up: FP8Tensor | PackedTensor,
+    down: FP8Tensor | PackedTensor,
     *,
     activation: Activation = Activation(),  # noqa: B008 (immutable)
     out: Tensor | None = None,
@@ -31,23 +31,27 @@ def experts(
     x: (T, H) bfloat16, float16 or float32, or an FP8Tensor: data (T, H), scale (T, ceil(H/128)) of any strides.
     top_k_index: (T, K) int32 or int64, counted over all experts. Experts that are not held here, and -1, add nothing.
     top_k_weights: (T, K) float32, bfloat16 or float16.
-    up, down: FP8Tensor or (data, scale) of the E experts held here: data (E, 2I, H), gate rows then up rows, and
-        (E, H, I) float8_e4m3fn; scale float32 (E, 2 * ceil(I/128), ceil(H/128)), gate blocks then up blocks, and
-        (E, ceil(H/128), ceil(I/128)). With an activation that has no gate, up is (E, I, H). Any H and I; sizes that are
-        not multiples of 16 cost copies.
+    up, down: each an FP8Tensor or (data, scale) of the E experts held here, data float8_e4m3fn and scale float32.
+        up: data (E, 2I, H), gate rows then up rows; scale (E, 2 * ceil(I/128), ceil(H/128)), gate blocks then up
+        blocks. With an activation that has no gate: data (E, I, H), scale (E, ceil(I/128), ceil(H/128)).
+        down: data (E, H, I), scale (E, ceil(H/128), ceil(I/128)).
+        Any H and I; sizes that are not multiples of 16 cost copies. Instead, each can be a PackedTensor of the same
+        shape in the format "mxfp4" or "int4" (reference backend only); H and I are then multiples of 32 and of the
+        format's group.
     activation: applied between the two projections; see `GroupedExperts`.
     out: (T, H), contiguous, at a multiple of 16 bytes, in memory that no operand uses: bfloat16, float16 or float32.
     first_expert: the index of the first of the E consecutive experts held here; None: 0. expert_map: (all experts,)
         int32: maps each expert to its position in up and down, -1 if it is elsewhere; costs a few small kernels more.
     num_experts: the number of experts on all ranks; GEMM tiles are chosen as if assignments were spread evenly over
         them. None: the length of expert_map, or the number of experts up to the last one held here.
-    Returns ``out``, or a new (T, H) tensor in the dtype of x, or bfloat16 if x is an FP8Tensor. The sum over k is taken
-    in float32 in the order of k; for a bfloat16 result, the results of down_e are rounded to bfloat16 first. Equal
-    inputs give equal bits.
+    Returns ``out``; without ``out``, a new (T, H) tensor, in bfloat16 if x is an FP8Tensor, otherwise in the dtype of
+    x. The sum over k is taken in float32 in the order of k; for a bfloat16 result, the results of down_e are rounded to
+    bfloat16 first. Equal inputs give equal bits.
 
     There is no backward: calling it raises RuntimeError; so does passing ``out`` if an operand requires a gradient.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, for first_expert and expert_map
-    together, and for an ``out`` that does not fit or overlaps an operand.
+    together, and for an ``out`` that does not fit or overlaps an operand; NotImplementedError for a PackedTensor of
+    "nvfp4" or on the CUDA backend.
     """
     data, scale = (x, None) if isinstance(x, Tensor) else fp8_operand("x", x)
     layer = _layer(up, down, activation)
@@ -77,8 +81,8 @@ def experts(
     return out
 
 
-def _layer(up: FP8Tensor, down: FP8Tensor, activation: Activation) -> Layer:
-    return Layer(FP8Tensor(*fp8_operand("up", up)), FP8Tensor(*fp8_operand("down", down)), activation)
+def _layer(up: FP8Tensor | PackedTensor, down: FP8Tensor | PackedTensor, activation: Activation) -> Layer:
+    return Layer(FP8Tensor(*weight_operand("up", up)), FP8Tensor(*weight_operand("down", down)), activation)
 
 
 def _mapped(index: Tensor, expert_map: Tensor, count: int) -> Tensor:
@@ -95,8 +99,8 @@ def _mapped(index: Tensor, expert_map: Tensor, count: int) -> Tensor:
 def experts_rows(
     rows: Tensor | FP8Tensor,
     group_offsets: Tensor,
-    up: FP8Tensor,
-    down: FP8Tensor,
+    up: FP8Tensor | PackedTensor,
+    down: FP8Tensor | PackedTensor,
     *,
     activation: Activation = Activation(),  # noqa: B008 (immutable)
     out: Tensor | None = None,
@@ -141,8 +145,8 @@ def _results(name: str, operands: RowOperands, out: Tensor | None, given: dict[s
 def experts_masked(
     x: FP8Tensor,
     masked_m: Tensor,
-    up: FP8Tensor,
-    down: FP8Tensor,
+    up: FP8Tensor | PackedTensor,
+    down: FP8Tensor | PackedTensor,
     *,
     activation: Activation = Activation(),  # noqa: B008 (immutable)
     expected_m: int | None = None,

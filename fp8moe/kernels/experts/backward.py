@@ -68,15 +68,17 @@ def experts_training(
     masters and tensors of low_rank get gradients; gradients of low_rank are computed from activations and gradients
     in bfloat16. Equal inputs give equal bits.
 
-    Forward, input gradient and weight gradient run in FP8, every tensor quantized once in each direction: DeepSeek-V3,
-    arXiv:2412.19437, section 3.3. The forward keeps the quantized transposes that weight gradients need and the result
-    of GEMM 1 in bfloat16, from which the backward recomputes the activation.
+    Forward, input gradient and weight gradient run in FP8. Each activation and each gradient is quantized at most once
+    by rows and at most once by columns: DeepSeek-V3, arXiv:2412.19437, section 3.3. The forward keeps the quantized
+    transposes that weight gradients need and the result of GEMM 1 in bfloat16, from which the backward recomputes the
+    activation.
 
-    Bytes kept for the backward, where R = T * K or num_rows, I is rounded up to a multiple of 128 and H to a
-    multiple of 16, and P = R + 127 * min(E, R) rounded down to a multiple of 128: ``4 * R * I`` (half without a gate),
-    ``P * H * 33/32`` with an up_master, ``P * I * 33/32`` with a down_master, ``4 * R * r`` with a low_rank and
-    ``R * I`` with its dropout, ``8 * R``, and ``4 * (E + 1)``; in addition top_k_weights, the FP8 weights, low_rank and
-    the input of up_a. Where H or I is not such a multiple, forward and backward make padded copies of the FP8 weights.
+    Bytes kept for the backward: the sum of ``4 * R * I`` (half of this without a gate), ``P * H * 33/32`` with an
+    up_master, ``P * I * 33/32`` with a down_master, ``4 * R * r`` with a low_rank, ``R * I`` if the low_rank has
+    dropout, ``8 * R``, and ``4 * (E + 1)``. Here R is T * K or num_rows, I is rounded up to a multiple of 128, H is
+    rounded up to a multiple of 16, and P is R + 127 * min(E, R) rounded down to a multiple of 128. Also kept are
+    top_k_weights, the FP8 weights, low_rank and the input of up_a. If I is not a multiple of 128, or H not a multiple
+    of 16, forward and backward make padded copies of the FP8 weights.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if a
     master, or an FP8 weight, has been changed in place since the forward; so does a backward of the backward.
@@ -106,7 +108,8 @@ class RowOrder(NamedTuple):
     groups: (E + 1,), the offsets of the experts' groups of rows.
     rows: (T, K), the row of each assignment, -1 for none. assignments: (R,), the assignment t * K + k of each row, -1
         for none. Both are None if the input of the call is rows that are already sorted by expert.
-    whole: numbers of rows and groups of the whole layer, if this call computes a part of it; None: it computes all.
+    whole: numbers of rows and groups of the whole layer, of which the call may compute a part; None: the call computes
+        the whole layer.
     """
 
     groups: Tensor
@@ -122,7 +125,7 @@ class RowOrder(NamedTuple):
         return cls(groups, rows, assignments, (rows.numel(), shard.total(count)))
 
     def tokens(self) -> Tensor | None:
-        """Return the token (R,) of each row, -1 for none; None if the input is rows that are already sorted."""
+        """Return the token of each row (R,), -1 for a row without a token; None if the input is already sorted rows."""
         if self.rows is None:
             return None
         return self.assignments.div(max(self.rows.shape[1], 1), rounding_mode="floor")
@@ -141,9 +144,10 @@ class RowOrder(NamedTuple):
     ) -> tuple[FP8Tensor, FP8Tensor | None, Tensor | None]:
         """Sort x by expert and quantize its rows and, if `transposed`, its columns.
 
-        x: tokens (T, H); or, if the input is rows, (R, H), which may be quantized 1x128. columns: H after padding.
-        row_weights: factors of the rows, applied only before quantizing the columns. Returns quantized rows, quantized
-        columns and offsets, see `quantize_with_transpose`; the last two are None unless `transposed`.
+        x: tokens (T, H). If the input of the call is already sorted rows, x is these rows (R, H) and may be quantized
+        1x128. columns: the number of columns, H, after padding. row_weights: a factor for each row, applied only to the
+        values that are quantized by columns. Returns quantized rows, quantized columns and offsets, see
+        `quantize_with_transpose`; columns and offsets are None unless `transposed`.
         """
         if not isinstance(x, Tensor):
             rows = FP8Tensor(pad_columns(x.data, columns), x.scale)
@@ -198,9 +202,10 @@ class TrainingOperands(NamedTuple):
 class SavedForBackward(NamedTuple):
     """Tensors that the forward computes for the backward, empty where the backward does not need them.
 
-    projected: the result of GEMM 1. It stays differentiable, so that gradients depend on the inputs and a double
-        backward raises RuntimeError. x_columns, h_columns: quantized transposes of the inputs of GEMM 1 and GEMM 2.
-    up_ranks, down_ranks: (R, r), products of these inputs with up_a and down_a. kept: bool (R, I), dropout's mask.
+    projected: the result of GEMM 1. Autograd treats this tensor as differentiable, so that the gradients computed from
+        it depend on the inputs of the forward, and a double backward raises RuntimeError.
+    x_columns, h_columns: quantized transposes of the inputs of GEMM 1 and GEMM 2. up_ranks, down_ranks: (R, r),
+        products of these inputs with up_a and down_a. kept: bool (R, I), dropout's mask.
     """
 
     projected: Tensor
@@ -277,9 +282,9 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     else:
         row_weights = order.row_weights(top_k_weights)
 
-    # The gradient's columns are multiplied by the routing weights, for the gradient of down_proj. Its rows are not: the
-    # gradient of a routing weight is the dot product of the unweighted result with the gradient. d_ranks are weighted
-    # in `_factor_gradients`.
+    # For the gradient of down_proj, `grad` is multiplied by the routing weights before it is quantized by columns. For
+    # `d_h`, `grad` is quantized by rows without these weights: the gradient of a routing weight is the dot product of
+    # the unweighted result with the gradient. `_factor_gradients` multiplies d_ranks by the routing weights.
     addition = None
     if low is not None:
         grad_read = pad_columns(grad.bfloat16(), low.down_b.shape[1])
@@ -375,7 +380,7 @@ def activate_backward(
     """Run the backward of `activate`. d_h: (R, I), the gradient of ``row_weights[:, None] * activation(projected)``."""
     if activation.is_swiglu:
         return swiglu_backward_quantize(projected, d_h, row_weights, groups, activation=activation, beside=beside)
-    # Make `projected` contiguous, because the order of PyTorch's sums, and so their bits, depends on its layout.
+    # Make `projected` contiguous: its layout decides the order in which PyTorch sums, and so the bits of the sums.
     d_projected, values, dots = weighted_backward(projected.contiguous(), d_h, row_weights, activation)
     if beside is Beside.COLUMNS:
         rows, *columns = quantize_with_transpose(d_projected, groups)
@@ -413,7 +418,8 @@ def _save(ctx, inputs, output) -> None:
     # Save the FP8 weights too, so that autograd refuses a backward after adapters were merged into the weights.
     ctx.save_for_backward(*routed, *layer.up, *layer.down, x, *factors, projected, *others)
     ctx.whole, ctx.activation, ctx.input_dtype = order.whole, layer.activation, operands.x.dtype
-    # Masters are not saved tensors, so that `_check_unchanged` names a master that changed; autograd's error would not.
+    # Masters are not saved tensors, so that `_check_unchanged` can name a master that changed. Autograd's error for a
+    # changed saved tensor would not name the master.
     ctx.masters = operands.masters
     ctx.versions = [None if master is None else master._version for master in operands.masters]
 

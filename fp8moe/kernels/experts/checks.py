@@ -5,8 +5,16 @@ from torch import Tensor
 
 from fp8moe.kernels.experts.operands import Layer, Masters, RowOperands, Shard, TokenOperands
 from fp8moe.kernels.gemm.checks import part
-from fp8moe.quant.checks import check_groups, check_no_channels, check_scale, check_vector, check_weight_scale, fp8_data
-from fp8moe.quant.formats import BLOCK, ceil_div
+from fp8moe.quant.checks import (
+    check_block_scales,
+    check_groups,
+    check_scale,
+    check_vector,
+    check_weight_scale,
+    fp8_data,
+    weight_data,
+)
+from fp8moe.quant.formats import BLOCK, ceil_div, is_packed
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
 
 MAX_EXPERTS = 1024
@@ -99,8 +107,8 @@ def _floating_or_fp8(name: str, x: Tensor, scale: Tensor | None) -> None:
 
 def masters(layer: Layer, given: Masters) -> None:
     """Check the master weights of a layer, and that the layer can be trained: it has block scales and no biases."""
-    check_no_channels("up_proj_scale_inv", layer.up)
-    check_no_channels("down_proj_scale_inv", layer.down)
+    check_block_scales("up_proj_scale_inv", layer.up)
+    check_block_scales("down_proj_scale_inv", layer.down)
     if any(bias is not None for bias in layer.biases):
         raise ValueError("biases: expected None for gradients, which there are for experts without biases only")
     count, hidden, size = layer.down.data.shape
@@ -115,29 +123,29 @@ def masters(layer: Layer, given: Masters) -> None:
 
 
 def layer_of(name: str, shape: torch.Size, device: torch.device, layer: Layer) -> int:
-    """Check weights and biases of a layer against each other and an input of this shape (M, H). Returns E.
+    """Check weights and biases of a layer against each other and against an input of `shape` (M, H). Returns E.
 
     name: the input's name, for error messages. device: device of the input.
     """
     up, down, gated = layer.up.data, layer.down.data, layer.activation.gated
     projections = 2 if gated else 1
     up_name = "gate_up_proj" if gated else "up_proj"
-    count, rows, hidden = fp8_data(up_name, up, "(E, 2I, H)" if gated else "(E, I, H)")
+    count, rows, hidden = weight_data(up_name, up, "(E, 2I, H)" if gated else "(E, I, H)")
     if rows % projections:
         raise ValueError(f"{up_name}: expected shape (E, 2I, H), gate rows then up rows, got {tuple(up.shape)}")
     size = rows // projections
     if len(shape) != 2 or shape[1] != hidden:
         expected = f"({'R' if name == 'rows' else 'T'}, {hidden}) to match {up_name} {tuple(up.shape)}"
         raise ValueError(f"{name}: expected shape {expected}, got {tuple(shape)}")
-    if fp8_data("down_proj", down, "(E, H, I)") != (count, hidden, size):
+    if weight_data("down_proj", down, "(E, H, I)") != (count, hidden, size):
+        expected = (count, hidden, size // 2 if is_packed(down) else size)
         raise ValueError(
-            f"down_proj: expected shape {(count, hidden, size)} to match {up_name} {tuple(up.shape)}, "
-            f"got {tuple(down.shape)}"
+            f"down_proj: expected shape {expected} to match {up_name} {tuple(up.shape)}, got {tuple(down.shape)}"
         )
-    for weight_name, value in ((up_name, up), ("down_proj", down)):
-        check_device(weight_name, value, device, name)
-    check_weight_scale(f"{up_name}_scale_inv", layer.up, device, projections)
-    check_weight_scale("down_proj_scale_inv", layer.down, device)
+    for weight_name, weight, matrices in ((up_name, layer.up, projections), ("down_proj", layer.down, 1)):
+        check_device(weight_name, weight.data, device, name)
+        scale = "scale" if is_packed(weight.data) else "scale_inv"
+        check_weight_scale(f"{weight_name}_{scale}", weight, device, matrices)
     widths = {f"{up_name}_bias": rows, "down_proj_bias": hidden}
     for (bias_name, columns), bias in zip(widths.items(), layer.biases, strict=True):
         if bias is not None:
@@ -148,7 +156,10 @@ def layer_of(name: str, shape: torch.Size, device: torch.device, layer: Layer) -
 
 
 def routed_index(index: Tensor, tokens: int, device: torch.device, like: str) -> None:
-    """Check dtype, shape (T, K) and device of top_k_index. like: for errors, the name of an argument on `device`."""
+    """Check dtype, shape (T, K) and device of top_k_index.
+
+    like: the name of an argument on `device`, for error messages.
+    """
     check_dtype("top_k_index", index, *_INDEX_DTYPES)
     if index.dim() != 2 or index.shape[0] != tokens:
         raise ValueError(f"top_k_index: expected shape ({tokens}, top_k), got {tuple(index.shape)}")

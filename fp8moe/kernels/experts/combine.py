@@ -99,11 +99,12 @@ def launcher(
 ) -> PointerLauncher:
     """Return the launcher of combine.cu, to be called with (y, rows, weights, residual, known, now, out).
 
-    y: (bound, hidden). rows, weights: (tokens, top_k). residual, out: (tokens, hidden). known: bool (tokens,), the
-    tokens that have a residual; None: all, or residual is None. now: bool (tokens,), an output: the tokens that have a
-    sum; only rows of these tokens are written to out. None: all of out is written. tokens and hidden are not 0; all
-    tensors are contiguous; y, residual and out are at multiples of 16 bytes. sparse: most tokens have no row; affects
-    only speed.
+    y: (bound, hidden). rows, weights: (tokens, top_k). residual, out: (tokens, hidden). The numbers `tokens` and
+        `hidden` are not 0. All tensors are contiguous; y, residual and out are at multiples of 16 bytes.
+    known: bool (tokens,), the tokens that have a residual; None: all tokens have one, or residual is None.
+    now: bool (tokens,), an output: the tokens that have a sum. Only rows of these tokens are written to out. None: all
+        of out is written.
+    sparse: most tokens have no row; affects only speed.
 
     If dtypes.index is given, `rows` contains expert indices: assignment t * top_k + k then has row t * top_k + k of y,
     (tokens * top_k, hidden), or no row if its expert is outside [0, bound).
@@ -154,9 +155,10 @@ def norm_launcher(
 ) -> PointerLauncher:
     """Return the launcher, called with (y, rows, weights, residual, norm weight (hidden,), out, values, data, scale).
 
-    y to residual, and out: as for `launcher`. values: (tokens, hidden), the RMSNorm of out in its dtype; data, scale:
-    the norm quantized 1x128, scale MN-major; each is None if not wanted. `joins_norm` must be True for the sizes. With
-    pdl, all operands but y must have been written before the previous kernel began.
+    y, rows, weights, residual, out: as for `launcher`. values: (tokens, hidden), the RMSNorm of out, in the dtype of
+    out. data, scale: the norm quantized 1x128, scale MN-major. If values are not wanted, pass None for values; if
+    data and scale are not wanted, pass None for both. `joins_norm` must be True for the sizes. With pdl, all operands
+    but y must have been written before the previous kernel began.
     """
     return PointerLauncher(
         load(norm_kernel_spec(hidden, dtypes)),

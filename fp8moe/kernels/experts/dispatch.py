@@ -110,10 +110,13 @@ def kernel_spec(hidden: int, dtype: torch.dtype, index_dtype: torch.dtype, peers
 def launcher(device_index: int, x: Tensor, index: Tensor, slots: int, peers: int, experts: int) -> PointerLauncher:
     """Return the launcher of dispatch.cu.
 
-    It is called with x, index, the data, scale and index of each peer's `Received`, and the addresses of
-    `peer_table.meeting`. x: (tokens, H), rows at multiples of 16 bytes; index: (tokens, K), contiguous; tokens may be
-    0. The addresses in a peer's `Received` are the first of the `slots` slots that this GPU writes. slots, H and K are
-    not 0. experts: the number of experts on each peer.
+    The launcher takes the addresses of x and index; of data, scale and index in each peer's `Received`; and those of
+    `peer_table.meeting`. An address in a peer's `Received` is that of the first slot that this GPU writes.
+
+    x: (tokens, H), rows at multiples of 16 bytes. index: (tokens, K), contiguous. The number `tokens` may be 0; H and K
+        are not 0.
+    slots: the number of slots that this GPU writes in each peer's `Received`, not 0.
+    experts: the number of experts on each peer.
     """
     (tokens, hidden), top_k = x.shape, index.shape[1]
     blocks = ceil_div(slots * ceil_div(hidden, _WARP_COLUMNS), _WARPS)

@@ -1,4 +1,4 @@
-"""Products of rows with each expert's LoRA factors, K or N being features and r the LoRA rank.
+"""Products of rows with each expert's LoRA factors. K and N are numbers of features, r is the LoRA rank.
 
 ``lora_shrink``: (R, K) -> (R, r). ``lora_gradient``: the gradient of a factor. ``adapter_product``: any grouped product
 in bfloat16, such as (R, r) -> (R, N) if that product is not added within an FP8 GEMM.
@@ -40,13 +40,14 @@ _FEW_ROWS = 16
 def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None = None) -> Tensor:
     """Return ``x[rows of e] @ factors[e].T`` for the rows of every expert e: the first product of LoRA.
 
-    x: (R, K) bfloat16; or with tokens (T, K): row i of the R rows is then ``x[tokens[i]]``. K a multiple of 8.
+    x: (R, K) bfloat16; or, if `tokens` is given, (T, K): row i of the R rows is ``x[tokens[i]]``. K a multiple of 8.
     factors: (E, r, K) bfloat16, r a multiple of 16.
     group_offsets: (E + 1,) int32, ascending and within [0, R]: expert e has rows group_offsets[e]:group_offsets[e + 1].
     tokens: (R,) int32 or None.
-    Returns (R, r) bfloat16, summed in float32; rows of no group are uninitialized. Equal inputs give equal bits. LoRA:
-    arXiv:2106.09685, by groups as in Punica, arXiv:2310.18547, section 4. The FP8 GEMMs add the second product, from
-    (R, r) to outputs, see `kernels.gemm.api.grouped_rows`.
+    Returns (R, r) bfloat16, summed in float32; rows of no group are uninitialized. Equal inputs give equal bits.
+
+    Method: LoRA, arXiv:2106.09685; one product per group as in Punica, arXiv:2310.18547, section 4. The FP8 GEMMs add
+    the second product of LoRA, from (R, r) to outputs: see `kernels.gemm.api.grouped_rows`.
 
     Raises ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
@@ -56,7 +57,7 @@ def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tenso
 def lora_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | None = None) -> Tensor:
     """Return ``ranks[rows of e].T @ x[rows of e]`` for every expert e: the gradient of a LoRA factor.
 
-    ranks: (R, r) bfloat16, r a multiple of 16. x: (R, N) bfloat16, or with tokens (T, N); N a multiple of 8.
+    ranks: (R, r) bfloat16, r a multiple of 16. x: (R, N) bfloat16, or (T, N) if `tokens` is given; N a multiple of 8.
     Returns (E, r, N) bfloat16, summed in float32; zeros for a group without rows. Equal inputs give equal bits.
     group_offsets, tokens and errors: as for `lora_shrink`.
     """
@@ -67,7 +68,8 @@ def adapter_product(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
     """Return ``a[rows of e] @ b[e]`` for every expert e: a (R, K), b (E, K, N), groups (E + 1,) -> (R, N).
 
     Tensors are bfloat16, sums float32; K and N are multiples of 8. Rows of no group have arbitrary values. On a GPU the
-    call is one torch grouped_mm, for which the host does not wait; elsewhere a loop over the groups defines the result.
+    call is one torch grouped_mm, and the host does not wait for the GPU; elsewhere a loop over the groups defines the
+    result.
     """
     return torch.ops.fp8moe.adapter_product(a, b, groups)
 
@@ -93,7 +95,8 @@ def shrink_launcher(
 ) -> PointerLauncher:
     """Return the launcher of `lora_shrink`, to be called with (x, factors, group_offsets, tokens, out (R, rank)).
 
-    gathered: x is (T, K), read by `tokens`; otherwise x is (R, K), tokens None. rows, groups, width: R, E, K.
+    gathered: x is (T, K), and row i is ``x[tokens[i]]``; otherwise x is (R, K), and tokens is None.
+    rows, groups, width: R, E, K.
     """
     few = rows < _FEW_ROWS * groups
     block = _FEW if few else _MANY
@@ -111,7 +114,8 @@ def shrink_launcher(
 def gradient_launcher(device_index: int, rank: int, groups: int, width: int, gathered: bool) -> PointerLauncher:
     """Return the launcher of `lora_gradient`, to be called with (x, ranks, group_offsets, tokens, out (E, rank, N)).
 
-    gathered: x is (T, N), read by `tokens`; otherwise x is (R, N), tokens None. groups, width: E, N.
+    gathered: x is (T, N), and row i is ``x[tokens[i]]``; otherwise x is (R, N), and tokens is None.
+    groups, width: E, N.
     """
     return PointerLauncher(
         load(gradient_spec(rank, gathered)),

@@ -1,4 +1,4 @@
-"""Operands of an experts layer (weights, tokens, rows, the shard of a rank), and padding to sizes of the kernels."""
+"""Operands of an experts layer (weights, tokens, rows, a rank's shard), and their padding to sizes for the kernels."""
 
 from typing import Annotated, NamedTuple
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm.tiles import Grouping
-from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales
+from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales, weight_k
 from fp8moe.runtime.autograd import recorded
 
 
@@ -24,12 +24,13 @@ class Biases(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The FP8 weights of experts, the activation between them, and biases.
+    """The weights of experts in FP8 or four bits, the activation between them, and biases.
 
     up: data float8_e4m3fn (E, 2I, H), gate rows then up rows, or (E, I, H) where the activation has no gate; scale
         float32 (E, 2 * ceil(I/128), ceil(H/128)), gate blocks then up blocks, or without a gate
         (E, ceil(I/128), ceil(H/128)). Any H and I.
     down: data (E, H, I), scale (E, ceil(H/128), ceil(I/128)).
+    Either can have data and scale of a PackedTensor instead: uint8 (E, 2I, H/2), (E, H, I/2), H and I multiples of 32.
     activation: a SwiGLU and its quantization are fused into the GEMM of up; others run as PyTorch operations.
     """
 
@@ -38,14 +39,20 @@ class Layer(NamedTuple):
     activation: Activation
     biases: Biases = Biases()
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """E, H and I."""
+        count, hidden, _ = self.down.data.shape
+        return count, hidden, weight_k(self.down.data)
+
     def padded(self, multiple: int) -> "Layer":
         """Pad weights and biases with zeros, I to a multiple of `multiple` and H to a multiple of 16.
 
-        Returns the layer itself if no padding is needed. Padding stays inside existing blocks, so block scales do not
-        change.
+        Returns the layer itself if no padding is needed, as for weights in four bits with a multiple of 16 or 32.
+        Padding stays inside existing blocks, so block scales do not change.
         """
         up, down = self.up.data, self.down.data
-        hidden, size = down.shape[1:]
+        _, hidden, size = self.sizes
         pad_hidden, pad_size = -hidden % 16, -size % multiple
         if not (pad_hidden or pad_size):
             return self
@@ -95,7 +102,7 @@ class LowRank(NamedTuple):
 
     up_a (E, r, H), up_b (E, P, r), down_a (E, r, Q), down_b (E, H, r), bfloat16, LoRA's scaling included. Q is I padded
     with zeros to a multiple of 128; P is Q without a gate and 2Q with one. H and r are padded to multiples of 16.
-    dropped: (T, H), hidden_states after dropout, the input of up_a; None: its input is hidden_states.
+    dropped: (T, H), hidden_states after dropout, the input of up_a; None: the input of up_a is hidden_states.
     dropout: the probability of dropout on the input of down_a, which is the result of the activation.
     """
 
@@ -160,7 +167,7 @@ class Norm(NamedTuple):
 
 
 class TokenOperands(NamedTuple):
-    """Tokens, their routing, and the layer or shard that computes them.
+    """Operands of a call on tokens: the tokens, their routing, and the layer or shard whose experts run on them.
 
     hidden_states: (T, H) bfloat16, float16 or float32, any H; or float8_e4m3fn with hidden_scale (T, ceil(H/128)),
         quantized 1x128.
@@ -169,11 +176,11 @@ class TokenOperands(NamedTuple):
     capacity: rows reserved for each expert (the masked layout); None: rows are packed by expert. Assignments beyond
         the capacity add nothing; if no token names an expert twice, a capacity of T loses none.
     residual: (T, H) in the dtype of the result, added to the rounded result, or None.
-    groups, rows: the result of `sort_by_expert` for top_k_index and E without a capacity, int32 (E + 1,) and (T, K), if
-        it has been computed already; otherwise both are None.
+    groups, rows: int32 (E + 1,) and (T, K), the result of `sort_by_expert` for top_k_index and the E experts, without a
+        capacity. Both are None if the result has not been computed yet.
     residual_known: bool (T,), the tokens that have a residual; for others, residual is not read. None: all tokens.
-    wants_known: return a second result, bool (T,): the tokens that have a sum, which include those with a row or a
-        residual. Sums of other tokens are then undefined, and not computed.
+    wants_known: return a second result, bool (T,): the tokens that have a sum. All tokens with a row or a residual have
+        a sum. Sums of other tokens are then undefined, and not computed.
     """
 
     hidden_states: Tensor
@@ -207,15 +214,16 @@ class TokenOperands(NamedTuple):
 
 
 class RowOperands(NamedTuple):
-    """Rows sorted by expert, and the layer that computes them.
+    """Operands of a call on rows that are already sorted by expert: the rows, and the layer whose experts run on them.
 
     rows: (R, H) bfloat16, float16 or float32, or float8_e4m3fn with rows_scale (R, ceil(H/128)), quantized 1x128.
     groups: (E + 1,) int32, the offsets at which the experts' groups of rows begin and end: see `grouped_gemm`.
     row_dtype: dtype of the result, bfloat16 or float32.
     whole: numbers of rows and experts of the whole layer, over all ranks, if this call computes a part of it: each row
         gets the bits that it would have in the whole layer. None: this is the whole layer.
-    expected_m: None for rows sorted by expert. In the masked layout, about how many rows of an expert are in use; rows
-        is then float8_e4m3fn (E, max_m, H), rows_scale (E, max_m, ceil(H/128)), groups (E,) the number of rows in use.
+    expected_m: None for rows sorted by expert. In the masked layout, about how many rows of an expert are in use. In
+        this layout `rows` is float8_e4m3fn (E, max_m, H), `rows_scale` is (E, max_m, ceil(H/128)), and `groups` (E,)
+        has the number of rows in use of each expert.
     """
 
     rows: Tensor
@@ -234,7 +242,7 @@ class RowOperands(NamedTuple):
 
 
 def grouping_of(assignments: int, num_experts: int, capacity: int | None = None) -> Grouping:
-    """Return the `Grouping`, by which GEMMs choose tiles, of `assignments` assignments to `num_experts` experts."""
+    """Return the `Grouping` by which GEMMs choose tiles for `assignments` assignments to `num_experts` experts."""
     if capacity is None:
         return Grouping(whole=(assignments, num_experts))
     return Grouping(ceil_div(assignments, num_experts), capacity)

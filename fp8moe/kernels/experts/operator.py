@@ -43,8 +43,8 @@ from fp8moe.runtime.peer_table import Targets
 # ---- routed tokens ----
 
 _TOKENS = Signature(TokenOperands)
-# Signatures of `TokenOperands` cut off after one field; later fields keep their defaults. In this order, they serve a
-# layer without a norm, a shard, and partial sums.
+# Signatures of the first fields of `TokenOperands`, up to a given field; all later fields keep their defaults.
+# `_WHOLE` serves a layer without a norm, `_SHARD` a shard, and `_PARTIAL` partial sums.
 _WHOLE, _SHARD, _PARTIAL = (
     Signature(TokenOperands, TokenOperands._fields[: TokenOperands._fields.index(last) + 1])
     for last in ("rows", "shard", "wants_known")
@@ -57,10 +57,13 @@ def experts_of_tokens(operands: TokenOperands) -> tuple[Tensor, Normed | None]:
     Here x is hidden_states and e is top_k_index[t, k].
 
     operands: hidden_states is not quantized, and the shard is the whole layer.
-    Returns (T, H) in the dtype of hidden_states, and the norm or None. The norm, a Normed with the bits of `rms_norm`,
-    is computed if operands.norm asks for it and the last kernel can include it: for up to 64 tokens of up to 32 KB, in
-    bfloat16 or float32, with a SwiGLU and sizes that are multiples of 16. Products are summed in float32, results of
-    down_e are rounded to bfloat16 if hidden_states is bfloat16, and the weighted sum is taken in float32 in k order.
+    Returns (T, H) in the dtype of hidden_states, and the norm or None. The norm is a Normed with the bits of
+    `rms_norm`. It is computed if operands.norm asks for it and the last kernel of the layer can include it. This kernel
+    can if there are at most 64 tokens of at most 32 KB each, hidden_states is bfloat16 or float32, the activation is a
+    SwiGLU, and H and I are multiples of 16.
+
+    Products are summed in float32. Results of down_e are rounded to bfloat16 if hidden_states is bfloat16. The weighted
+    sum is taken in float32 in the order of k.
 
     Where H or I is not a multiple of 16, the call pads copies of the operands with zeros. There is no backward: calling
     it raises RuntimeError.
@@ -94,11 +97,14 @@ def experts_partial(
 
     x: (T, H) bfloat16, float16 or float32, or an FP8Tensor: data (T, H), scale (T, ceil(H/128)) of any strides.
     top_k_index: (T, K) int32 or int64, counted over all experts. Experts of other ranks add nothing.
-    layer: the experts of this rank. shard: their place among all experts, and row_dtype; out_dtype is float32.
-    partial: (T, H) float32 partial sums, to which the sums are added, so that several passes, each over a window of
-        rows, add up; or None. partial_known: bool (T,), the tokens that have a partial sum; None: all tokens.
-        wants_known: also return which tokens have a sum, and leave the sums of other tokens undefined.
-    Returns (T, H) float32, summed in the order of k, and bool (T,), the tokens that have a sum, or None without
+    layer: the experts of this rank.
+    shard: the place of these experts among all experts, a window of rows, and row_dtype. Its out_dtype is ignored: the
+        results are float32.
+    partial: (T, H) float32, partial sums to which this call adds its sums, or None. In this way several calls, each for
+        one window of rows, compute one total. partial_known: bool (T,), the tokens that have a partial sum; None:
+        all tokens.
+    wants_known: also return which tokens have a sum, and leave the sums of other tokens undefined.
+    Returns (T, H) float32, summed in the order of k; and bool (T,), the tokens that have a sum, or None without
     wants_known. Without wants_known, a token with no expert here gets its `partial`, or zeros. Equal inputs give equal
     bits. There is no backward: calling it raises RuntimeError.
 
@@ -133,8 +139,9 @@ def send_rows(targets: Targets, x: Tensor | FP8Tensor, top_k_index: Tensor, laye
     """Run the experts of this rank, and write the rows of the down projection, not yet summed, to the peers' memory.
 
     Computes the assignments that `experts_partial` would sum for these arguments. The result of assignment t * K + k
-    goes to its row on the peer that has token t, or on all peers with targets.to_all; other rows are not written. GPUs
-    only. The caller has checked the arguments; there is at least one token, and H is a multiple of 16.
+    goes to the row of this assignment on the peer that has token t. If targets.to_all is set, the result goes to this
+    row on every peer. Other rows are not written. Runs on GPUs only. The caller has checked the arguments; there is at
+    least one token, and H is a multiple of 16.
     """
     data, scale = (x, None) if isinstance(x, Tensor) else x
     operands = TokenOperands(data, top_k_index, None, layer.padded(16), hidden_scale=scale, shard=shard)
@@ -161,7 +168,7 @@ def _padded(operands: TokenOperands, compute: Callable[[TokenOperands], list[Ten
         out = _empty_sums(operands).zero_()
     else:
         operands = operands._replace(layer=layer.padded(16))
-        columns = operands.layer.up.data.shape[2]
+        _, columns, _ = operands.layer.sizes
         if columns == hidden:
             return compute(operands)
         plain = {"residual": None, "residual_known": None, "wants_known": False}
@@ -205,27 +212,29 @@ def _hidden(operands: TokenOperands) -> tuple[FP8Tensor, Tensor, Tensor, int, Gr
     """Return the input of the down projection, groups and rows of `sort_by_expert`, number of rows and `Grouping`."""
     x, x_scale, index = operands.hidden_states, operands.hidden_scale, operands.top_k_index
     capacity, shard, layer = operands.capacity, operands.shard, operands.layer
-    count, assignments = len(layer.up.data), index.numel()
+    (count, hidden, _), assignments = layer.sizes, index.numel()
     num_rows = shard.rows(assignments) if capacity is None else count * capacity
     groups, rows = operands.groups, operands.rows
     if groups is None or rows is None:
         window = {} if capacity is not None else {"first_row": shard.first_row, "num_rows": num_rows}
         groups, rows = sort_by_expert(index, count, capacity=capacity, first_expert=shard.first_expert, **window)
-    x = pad_columns(x, layer.up.data.shape[2])
+    x = pad_columns(x, hidden)
     a = permute_quantize(x, rows, num_rows) if x_scale is None else permute_fp8(FP8Tensor(x, x_scale), rows, num_rows)
     grouping = grouping_of(assignments, shard.total(count), capacity)
     return _activated(a, layer, groups, grouping), groups, rows, num_rows, grouping
 
 
 def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -> FP8Tensor:
-    """Run up projection, activation and quantization: a (R, H) -> (R, I). H and I are multiples of 16."""
+    """Run up projection, activation and quantization: `a` (R, H) -> (R, I). H and I are multiples of 16."""
     bias = layer.biases.up_bias
     if layer.activation.is_swiglu:
         options = {"max_m": grouping.max_m, "expected_m": grouping.expected_m, "whole": grouping.whole}
         return grouped_gemm_swiglu(a, layer.up, groups, activation=layer.activation, bias=bias, **options)
     width, count = layer.up.data.shape[1], 1
     if layer.activation.gated and width // 2 % BLOCK:
-        count = 2  # Multiply gate and up one by one: else a block of 128 rows would have rows of both, and two scales.
+        # Multiply gate and up in two GEMMs: in one GEMM, a block of 128 weight rows would contain rows of gate and rows
+        # of up, which have different scales.
+        count = 2
     projected = torch.empty((a.data.shape[0], width), dtype=torch.float32, device=a.data.device)
     parts = [projected, *layer.up, bias]
     chunks = [[None] * count if part is None else part.chunk(count, dim=1) for part in parts]
@@ -237,7 +246,7 @@ def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -
 def _needs_no_padding(operands: TokenOperands) -> bool:
     """Return whether a `Workspace` can run the operands without padding H or I."""
     x, layer = operands.hidden_states, operands.layer
-    if not layer.activation.is_swiglu or layer.down.data.shape[2] % 16 or x.shape[1] % 16:
+    if not layer.activation.is_swiglu or layer.sizes[2] % 16 or x.shape[1] % 16:
         return False
     return _has_work(operands)
 
@@ -413,7 +422,7 @@ def _multiply_rows(operands: RowOperands, out: Tensor) -> None:
     """Run both GEMMs and write to `out`. Weights and `out` must have been padded; this function pads the rows."""
     rows, scale, groups, layer, _, whole, expected_m = operands
     if expected_m is None:
-        grouping, data = Grouping(whole=whole), pad_columns(rows, layer.up.data.shape[2])
+        grouping, data = Grouping(whole=whole), pad_columns(rows, layer.sizes[1])
         a = quantize_1x128(data) if scale is None else FP8Tensor(data, scale)
     else:
         grouping, a = Grouping(expected_m, max_m=rows.shape[1]), activations(rows, scale)

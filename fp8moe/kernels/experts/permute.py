@@ -30,8 +30,8 @@ def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> FP8Tensor:
     rows: (T, K) int32, the rows of each token, from `sort_by_expert`. Values outside [0, num_rows) are ignored.
     num_rows: number of rows of the result, < 2**31.
     Returns data (num_rows, H) contiguous and scale (num_rows, ceil(H/128)) MN-major, each row with the bits that
-    `quantize_1x128` gives its token. A row that no token maps to, or several, has unspecified contents. The result is
-    detached from the autograd graph of x.
+    `quantize_1x128` gives its token. A row to which no token or more than one token maps has unspecified contents.
+    The result is detached from the autograd graph of x.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device.
     """

@@ -102,7 +102,7 @@ class KernelShape(NamedTuple):
 
 
 def kernel_spec(shape: KernelShape, dtype: torch.dtype, masked: bool) -> KernelSpec:
-    """Return the sorting kernel for a launch shape. dtype: of the expert indices; masked: experts have a capacity."""
+    """Return the sorting kernel for a launch shape. dtype: the indices' dtype; masked: experts have a capacity."""
     defines = ("INDEX", INDEX_TYPES[dtype]), ("STEPS", _STEPS), ("SIZES_BYTES", ctypes.sizeof(_SortSizes))
     return KernelSpec("sort_by_expert.cu", "sort_by_expert", (*defines, *shape.defines(masked)))
 

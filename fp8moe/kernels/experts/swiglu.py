@@ -39,7 +39,7 @@ class Beside(enum.IntEnum):
 
 
 class Activated(NamedTuple):
-    """The result (R, I) of an activation: quantized by rows, and optionally by columns or as bfloat16 values.
+    """The result (R, I) of an activation, quantized by rows; optionally also quantized by columns, or in bfloat16.
 
     rows: quantized 1x128. columns, offsets: the quantized transpose and the offsets of its padded groups, see
     `quantize_with_transpose`. values: (R, I) bfloat16.
@@ -133,7 +133,7 @@ class SwigluOperands(NamedTuple):
     beside: Annotated[int, "int"] = Beside.COLUMNS
 
     def widths(self) -> tuple[int, ...]:
-        """Return the numbers of columns of the results before quantization: I, of the activation's result."""
+        """Return the number of columns of the activation's result (I), as a tuple of length 1."""
         return (self.gate_up.shape[1] // 2,)
 
 
@@ -221,7 +221,7 @@ def launch(operands: SwigluOperands, results: Results, values: Tensor | None = N
 def launch_backward(
     operands: SwigluBackwardOperands, results: Results, d_gate_up: Tensor | None = None, values: Tensor | None = None
 ) -> Tensor:
-    """Compute `swiglu_backward_quantize` into `results`; return the gradient of row_weights (R,), the dots.
+    """Compute `swiglu_backward_quantize` into `results`; return the gradient of row_weights (R,).
 
     d_gate_up (R, 2I) and values (R, I), bfloat16, are written if given; give both or neither.
     """

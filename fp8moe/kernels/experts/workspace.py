@@ -39,7 +39,7 @@ class Workspace:
         shard, capacity = operands.shard, operands.capacity
         device = self.device_index = x.get_device()
         tokens, top_k = index.shape
-        count, hidden, size = layer.down.data.shape
+        count, hidden, size = layer.sizes
         self.hidden, self.size = hidden, size
         self.has_channel_scales = has_channel_scales(*layer.up) or has_channel_scales(*layer.down)
         num_rows = shard.rows(tokens * top_k) if capacity is None else count * capacity
@@ -53,7 +53,8 @@ class Workspace:
             "a_scale": self.pitch * ceil_div(hidden, BLOCK) * 4,
             "h": num_rows * size,
             "h_scale": self.pitch * ceil_div(size, BLOCK) * 4,
-            "last": num_rows * (4 if form else hidden * row_dtype.itemsize),  # assignments if form, else GEMM 2's rows
+            # The assignment of each row if the rows of GEMM 2 go to peers, otherwise the rows of GEMM 2.
+            "last": num_rows * (4 if form else hidden * row_dtype.itemsize),
         }
         self.offsets, total = {}, 0
         for name, nbytes in parts.items():

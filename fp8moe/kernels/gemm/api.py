@@ -11,8 +11,8 @@ from fp8moe.kernels.gemm import checks, launch, reference
 from fp8moe.kernels.gemm.epilogue import AddLowRank, PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.launch import GemmOperands
 from fp8moe.kernels.gemm.tiles import Grouping
-from fp8moe.quant.checks import fp8_operand, mn_major
-from fp8moe.quant.formats import FP8Tensor, empty_quantized
+from fp8moe.quant.checks import fp8_operand, mn_major, weight_operand
+from fp8moe.quant.formats import FP8Tensor, PackedTensor, empty_quantized
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import aligned, check_like, check_out, check_tensor, overlap, row_major
@@ -29,7 +29,7 @@ _PLAIN = {dtype: PlainStore(dtype) for dtype in checks.RESULTS}
 
 def gemm(
     a: FP8Tensor | tuple[Tensor, Tensor],
-    b: FP8Tensor | tuple[Tensor, Tensor],
+    b: FP8Tensor | tuple[Tensor, Tensor] | PackedTensor,
     *,
     bias: Tensor | None = None,
     c: Tensor | None = None,
@@ -41,23 +41,26 @@ def gemm(
     a: activations, FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major as
         `quantize_1x128` writes it. M may be 0; K must be a multiple of 16.
     b: weights, FP8Tensor or (data, scale): data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) float32,
-        contiguous. N must be a multiple of 8.
+        contiguous. Or a PackedTensor of "mxfp4" or "int4" (CPU and reference backend); K must then be a multiple of 32
+        and of the group. N must be a multiple of 8.
     bias: (N,) bfloat16, float16 or float32, added in float32 before the result is rounded.
     c: (M, N) of the result's dtype, added like bias: ``out`` itself, or a tensor that shares no memory with it.
     out: (M, N) bfloat16 or float32, row-major with rows at multiples of 16 bytes, in memory that no operand but c uses.
     out_dtype: bfloat16 or float32, the result's dtype if ``out`` is None; otherwise ``out`` decides, and float32 with a
         bfloat16 ``out`` is an error.
-    Returns ``out``, or a new (M, N) tensor. Equal inputs give bitwise equal results.
+    Returns ``out``, or a new (M, N) tensor. Equal inputs give bitwise equal results. MXFP4 weights give the bits of FP8
+    weights with the same values and powers of two as scales; INT4 codes are multiplied as integers, and the sum over
+    each group by its scale.
 
     Operands in another layout (transposed data, rows or base address not at multiples of 16 bytes, row-major activation
     scales) are copied first on the CUDA backend. Not differentiable: a backward through the result raises RuntimeError.
     Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
-    that does not fit or overlaps an operand.
+    that does not fit or overlaps an operand, NotImplementedError for a PackedTensor of "nvfp4" or on the CUDA backend.
     """
     a_data, a_scale = fp8_operand("a", a)
-    b_data, b_scale = fp8_operand("b", b)
+    b_data, b_scale = weight_operand("b", b)
     if bias is not None:
         check_tensor("bias", bias)
     if c is not None:
@@ -150,7 +153,7 @@ _gemm_out_op = define("gemm_out -> ()", _gemm_out, _gemm_out_fake, forward_only=
 
 def grouped_gemm(
     a: FP8Tensor | tuple[Tensor, Tensor],
-    b: FP8Tensor | tuple[Tensor, Tensor],
+    b: FP8Tensor | tuple[Tensor, Tensor] | PackedTensor,
     group_offsets: Tensor,
     *,
     out: Tensor | None = None,
@@ -160,7 +163,7 @@ def grouped_gemm(
     a: activations, FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major as
         `quantize_1x128` writes it. M may be 0; K must be a multiple of 16.
     b: weights, FP8Tensor or (data, scale): data (E, N, K) float8_e4m3fn, scale (E, ceil(N/128), ceil(K/128)) float32,
-        contiguous. N must be a multiple of 8.
+        contiguous; or a PackedTensor, see `gemm`. N must be a multiple of 8.
     group_offsets: (E+1,) int32, on the device of the operands: expert e has the rows
         ``group_offsets[e]:group_offsets[e+1]``. A group may have any size and begin at any row. Both ends are clamped
         to [0, M]; a group whose end is before its start is empty.
@@ -174,9 +177,9 @@ def grouped_gemm(
     RuntimeError. Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
-    that does not fit or overlaps an operand.
+    that does not fit or overlaps an operand, NotImplementedError for a PackedTensor of "nvfp4" or on the CUDA backend.
     """
-    operands = (*fp8_operand("a", a), *fp8_operand("b", b))
+    operands = (*fp8_operand("a", a), *weight_operand("b", b))
     check_tensor("group_offsets", group_offsets)
     if out is None:
         return autograd.run(_grouped_gemm_op, "fp8moe.grouped_gemm", *operands, group_offsets)
@@ -212,7 +215,7 @@ def grouped_rows(
 
 def grouped_gemm_masked(
     a: FP8Tensor | tuple[Tensor, Tensor],
-    b: FP8Tensor | tuple[Tensor, Tensor],
+    b: FP8Tensor | tuple[Tensor, Tensor] | PackedTensor,
     masked_m: Tensor,
     *,
     expected_m: int | None = None,
@@ -231,9 +234,9 @@ def grouped_gemm_masked(
     operands in other layouts are copied, and a backward through the result raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, a negative
-    ``expected_m``, or an ``out`` that does not fit or overlaps an operand.
+    ``expected_m``, or an ``out`` that does not fit or overlaps an operand, NotImplementedError as `gemm` does.
     """
-    operands = (*fp8_operand("a", a), *fp8_operand("b", b))
+    operands = (*fp8_operand("a", a), *weight_operand("b", b))
     check_tensor("masked_m", masked_m)
     checks.expected_rows(expected_m)
     if out is None:
@@ -259,7 +262,7 @@ def grouped_gemm_swiglu(
     a: data (M, H) float8_e4m3fn, H a multiple of 16, with scale (M, ceil(H/128)) float32, MN-major.
     gate_up: data (E, 2I, H), gate rows then up rows, I a multiple of 16, with scale (E, 2 * ceil(I/128), ceil(H/128)):
         the scales of the gate rows' blocks, then of the up rows' blocks.
-    groups: group_offsets (E+1,) int32; with max_m, masked_m (E,) int32, and then M = E * max_m.
+    groups: int32. If max_m is None, group_offsets (E+1,). If max_m is given, masked_m (E,), and M is E * max_m.
     activation: a SwiGLU variant. Any other activation raises ValueError.
     bias: (E, 2I) bfloat16, float16 or float32, added to the sums of gate and up.
     expected_m: with max_m, the expected number of rows per group; affects the speed only.

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fp8moe.quant.checks import check_scale, check_weight_scale, fp8_data, mn_major
-from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major, has_channel_scales
+from fp8moe.quant.checks import check_scale, check_weight_scale, fp8_data, mn_major, weight_data
+from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major, has_channel_scales, is_packed
 from fp8moe.runtime.checks import (
     FLOATING,
     aligned,
@@ -109,6 +109,7 @@ def along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> tuple[int, int
 def matrices_along_k(a: FP8Tensor, b: FP8Tensor) -> tuple[int, int]:
     """Check the operands ``a`` and ``b`` of ``grouped_gemm_k``. Returns M and N."""
     m, k = fp8_data("a.data", a.data, "(M, K)")
+    fp8_data("b.data", b.data, "(N, K)")  # not packed
     (n,) = _weights("b.data", b.data, "(N, K)", a.data, multiple=128)
     check_scale("a.scale", a.scale, (m, k // 128), a.data.device)
     check_scale("b.scale", b.scale, (n, k // 128), a.data.device)
@@ -131,7 +132,7 @@ def result(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     *_, rows, columns = shape
     *lead, row, column = out.stride()
     if lead and shape[0] > 1 and lead[0] != rows * row and rows == 1:
-        row = lead[0]  # an expert with a single row: the distance of rows is the stride of experts
+        row = lead[0]  # experts have a single row each: the distance between rows is the stride between experts
     if (column != 1 or row < columns or row * out.itemsize % 16) and out.numel():
         expected = f"(..., s, 1) with s >= {columns} a multiple of {16 // out.itemsize} (16 bytes)"
         raise ValueError(f"out: expected row-major, strides {expected}, got {out.stride()}")
@@ -196,8 +197,12 @@ def _operands(
 
 
 def _are_swapped(a: FP8Tensor, b: FP8Tensor) -> bool:
-    """Return whether the operands seem swapped: ``a`` has block or channel scales, like weights, ``b`` 1x128 scales."""
-    if a.data.dim() != b.data.dim():
+    """Return whether ``a`` and ``b`` seem swapped.
+
+    They seem swapped if ``a`` has block or channel scales, as weights have, and ``b`` has 1x128 scales, as
+    activations have.
+    """
+    if a.data.dim() != b.data.dim() or is_packed(b.data):
         return False
     *experts, n, k = a.data.shape
     *rows, b_k = b.data.shape
@@ -206,11 +211,14 @@ def _are_swapped(a: FP8Tensor, b: FP8Tensor) -> bool:
 
 
 def _weights(name: str, data: Tensor, dimensions: str, a: Tensor, multiple: int = 16) -> torch.Size:
-    """Check weights (..., N, K), whose K must equal a's and be a multiple of `multiple`. Returns (..., N)."""
-    *lead, n, b_k = fp8_data(name, data, dimensions)
+    """Check weights (..., N, K). K must equal the K of ``a`` and be a multiple of `multiple`. Returns (..., N).
+
+    K of packed weights must be a multiple of 32.
+    """
+    *lead, n, b_k = weight_data(name, data, dimensions)
     k = a.shape[-1]
     if b_k != k:
-        expected = dimensions.replace("K", str(k))
+        expected = dimensions.replace("K", str(k // 2 if is_packed(data) else k))
         raise ValueError(f"{name}: expected shape {expected} to match the K = {k} of a.data, got {tuple(data.shape)}")
     if k % multiple:
         raise ValueError(f"a.data, {name}: K must be a multiple of {multiple} (pad both with zeros), got K = {k}")

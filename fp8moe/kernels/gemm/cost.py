@@ -44,20 +44,21 @@ class _DenseCosts(NamedTuple):
     step: float  # cycles that a stage (128 along K) takes besides its MMAs
     shared: float  # cycles to move 128 bytes into or out of shared memory
     dram: float  # bytes per microsecond from device memory
-    overlap: float  # exponent p of the p-norm that gives the total of overlapping times: 1 no overlap, infinity full
+    # Exponent p of the p-norm that gives the total of overlapping times: 1 means no overlap, infinity full overlap.
+    overlap: float
     crowded: float = 0  # memory time is multiplied by 1 - crowded * (blocks on the fullest SM - mean blocks per SM)
     # The following constants apply only to tiles whose 64-row operand is tokens.
     wait: float = 0  # fraction of the MMA time that a single warpgroup cannot hide
     mma: float = 0  # cycles of MMAs per output element and 128 elements of K
     piece: float = 0  # cycles added to `mma` for each piece of the columns that has its own weight scale
     per_tile: float = 0  # time from one tile to the next; unless TMA stores the tile, its epilogue comes on top
-    overlapped_step: float = 0  # like `step`, for a tile whose next MMA runs meanwhile
-    overlapped_mma: float = 1  # factor of the MMA cycles of a tile whose next MMA runs meanwhile
+    overlapped_step: float = 0  # like `step`, for tiles that overlap MMAs (`TileConfig.overlaps`)
+    overlapped_mma: float = 1  # factor of the MMA cycles of tiles that overlap MMAs
 
 
 _HALF = 0.7  # time of half a tile over time of a whole tile; half a tile loads two thirds of the bytes
-# Microseconds that a further part of K adds to a 128 x 128 tile, if sums of earlier parts are in shared memory, and if
-# they are in registers.
+# Microseconds that each further part of K adds to a 128 x 128 tile: `_PART` if the sums of earlier parts are in shared
+# memory, `_KEPT_PART` if these sums are in registers.
 _PART, _KEPT_PART = 0.75, 0.1
 
 _SWAPPED = _DenseCosts(
@@ -113,7 +114,7 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
     if tile.overlaps:
         mma *= c.overlapped_mma
         alone = c.overlapped_step
-    # Traffic of shared memory: TMA writes the tiles of both operands; each MMA reads 64 rows and its columns.
+    # Shared-memory traffic: TMA writes the tiles of both operands; each MMA reads 64 rows and `mma_n` columns of them.
     shared = rows + tile.block_n + area * (1 / 64 + 1 / tile.mma_n)
     loaded = fullest * shared * c.shared
     steps = rounds * ceil(ceil(k / 128) / tile.split_k)
@@ -144,20 +145,20 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
 _GROUPED_START = 3.619
 _GROUPED_STEP = 331.8  # cycles that a stage (128 along K) takes for one slab of a warpgroup, besides its MMAs
 _GROUPED_SWAPPED = 3.526  # factor of the MMA cycles of a stage if weights, not tokens, are the 64-row operand
-_GROUPED_OVERLAPPED = 100  # like _GROUPED_STEP, for tiles whose next MMA runs meanwhile
-_GROUPED_OVERLAPPED_PRODUCT = 0.6  # factor of the MMA cycles of a stage, for tiles whose next MMA runs meanwhile
+_GROUPED_OVERLAPPED = 100  # like _GROUPED_STEP, for tiles that overlap MMAs (`TileConfig.overlaps`)
+_GROUPED_OVERLAPPED_PRODUCT = 0.6  # factor of the MMA cycles of a stage, for tiles that overlap MMAs
 _GROUPED_MMA = 0.03411  # cycles of MMAs per output element and 128 elements of K
 _GROUPED_LOAD = 56.94  # bytes per cycle that one thread block loads
-# Bytes per cycle that an SM with several blocks loads, as a multiple of _GROUPED_LOAD:
-_GROUPED_SM_LOAD = 1.392  # load rate over _GROUPED_LOAD, for blocks with one math warpgroup
-_GROUPED_SWAPPED_SM_LOAD = 0.6052  # load rate over _GROUPED_LOAD, if weights are the 64-row operand
-_GROUPED_WIDE_SM_LOAD = 1.03  # load rate over _GROUPED_LOAD, if weights are, in tiles of 256 features (SwiGLU only)
+# The load rate of an SM with several blocks, as a multiple of _GROUPED_LOAD:
+_GROUPED_SM_LOAD = 1.392  # SM's load rate over _GROUPED_LOAD, for blocks with one math warpgroup
+_GROUPED_SWAPPED_SM_LOAD = 0.6052  # SM's load rate over _GROUPED_LOAD, if weights are the 64-row operand
+_GROUPED_WIDE_SM_LOAD = 1.03  # like _GROUPED_SWAPPED_SM_LOAD, for tiles of 256 features (SwiGLU only)
 _GROUPED_LATENCY = 1970  # minimum cycles to fill and empty all stages of a ring once
 _GROUPED_DRAM = 5.411e6  # bytes per microsecond from device memory
 _GROUPED_EPILOGUE = 0.7145  # time of the epilogue of a 128 x 128 tile
 _GROUPED_STAGED_EPILOGUE = 0.1215  # time of the epilogue of a 128 x 128 tile that TMA writes
 _GROUPED_LAST_EPILOGUE = 1.18  # time added to a block's last epilogue, when all blocks store at once
-_GROUPED_FULLEST = 0.03384  # weight of the fullest tile in the time of a stage; the average tile has the rest
+_GROUPED_FULLEST = 0.03384  # weight of the fullest tile in the time of a stage; the average tile has 1 minus this
 _GROUPED_SHARED = 0.9521  # factor of the time of a stage whose two MMAs read the same tokens
 _GROUPED_PER_SPLIT = 0.08294  # time added for each block of a cluster after the first, if they split K
 _GROUPED_REDUCTION = 2.924  # time to sum the parts of a split 128 x 128 tile, through distributed shared memory
@@ -191,7 +192,7 @@ _GROUPED_TILES = {
 
 SKEWED = 0.5  # assumed probability that routing is skewed rather than even
 _QUANTILES = 16
-_FEW = 12  # group sizes below this expectation are modelled as Poisson distributed
+_FEW = 12  # if the expected size of a group is below this, the size is modelled as Poisson distributed
 
 
 @lru_cache(maxsize=4096)
@@ -199,8 +200,8 @@ def group_sizes(expected_m: float, skewed: bool) -> tuple[tuple[int, float], ...
     """Return the distribution of a group's size, as (rows, probability) pairs, for ``expected_m`` expected rows.
 
     With even routing, sizes lie within a third of ``expected_m``. With skewed routing, they are distributed like the
-    square of an exponential variate: half of the groups have less than a quarter of an equal share, one in thirty more
-    than five times as much. Sizes below `_FEW` are replaced by Poisson distributions around them.
+    square of an exponential variate: half of the groups have less than a quarter of an equal share, and one in thirty
+    has more than five equal shares. A size below `_FEW` is replaced by a Poisson distribution with this mean.
     """
     sizes: dict[int, float] = defaultdict(float)
     middles = [(i + 0.5) / _QUANTILES for i in range(_QUANTILES)]

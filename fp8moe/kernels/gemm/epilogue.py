@@ -48,7 +48,7 @@ class Epilogue:
 
     out_dtype: dtype of the result. header: file that defines the struct. fields: fields of the struct's ``Output``,
     addresses and pitches first. gated: whether the weights are a gate_up projection. defines: macros.
-    constants: compile-time constants. values: values of those fields that are equal in every call.
+    constants: compile-time constants. values: values of the fields that have the same value in every call.
     kind: the same epilogue, with fields that depend on the number of tokens set to 0.
     """
 
@@ -144,7 +144,7 @@ class PeerStore(Epilogue):
 
     @property
     def fields(self) -> Fields:
-        """Fields for the addresses of results on each peer, of assignments, of the peers' barrier, and for `each`."""
+        """Fields: addresses of the result on each peer, of the assignments and of the peers' barrier; then `each`."""
         targets = [f"peer_{i}" for i in range(self.peers)]
         meeting = [f"meeting_{i}" for i in range(self.peers + 1)]
         return *_addresses((*targets, "assignments", *meeting)), ("each", ctypes.c_int)

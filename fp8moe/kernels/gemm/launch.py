@@ -16,7 +16,7 @@ from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile, w
 from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, is_dynamic, kernel_spec
 from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose, choose_grouped_k, raster_group, row_tiles_bound
 from fp8moe.kernels.gemm.warmup import Family, note
-from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales
+from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales, is_packed
 from fp8moe.runtime import config
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, TensorMap, current_stream, device_guard, num_sms, planned, tensor_map
@@ -27,7 +27,7 @@ class GemmOperands(NamedTuple):
 
     a, a_scale: activations (M, K) float8_e4m3fn and (M, ceil(K / 128)) float32; (E, max_m, ...) for masked groups.
     b, b_scale: weights (N, K), or (E, N, K) for groups, float8_e4m3fn; a float32 scale for each 128x128 block, or for
-        each output channel, (..., N, 1).
+        each output channel, (..., N, 1). Or data and scale of a PackedTensor, which only the reference backend takes.
     bias: (N,), or (E, N) for groups. c: (M, N) of the result's dtype.
     groups: int32: row offsets (E + 1,), row ranges (E, 2) of first row and end, or numbers of rows in use (E,).
     """
@@ -41,18 +41,21 @@ class GemmOperands(NamedTuple):
     groups: Tensor | None = None
 
     def layouts(self) -> tuple[tuple | None, ...]:
-        """Return the layouts, a part of the key of a cached launcher. Saves `planned` a microsecond to collect them."""
+        """Return the operands' layouts, which are a part of the key of a cached launcher.
+
+        To collect the layouts, `planned` would take a microsecond longer than this method.
+        """
         return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in self])
 
 
 class GemmLauncher:
-    """A kernel with its tensor maps and arguments. Build and launch it with its device current.
+    """A kernel with its tensor maps and arguments. The kernel's device must be current to build or launch it.
 
     maps: tensor maps of the operands and, if TMA stores the result, of the result, in the order of `mapped` in
     `launch`. arguments: the kernel's argument structure. pointers: number of leading fields of that structure that are
     addresses and pitches. out: a tensor with the layout of the results, or None; if given, `new_out` allocates results
-    and `shape` is their shape. dynamic: blocks take tiles from a counter, an int32 behind the groups in memory that
-    must be 0 before the launch.
+    and `shape` is their shape. dynamic: blocks take tiles from a counter. The counter is an int32 directly behind
+    the groups in memory, and must be 0 before the launch.
     """
 
     def __init__(
@@ -115,13 +118,15 @@ def build(
 ) -> GemmLauncher:
     """Build the launcher of a dense or row-grouped GEMM of operands with these layouts, whose device must be current.
 
-    operands: the rows of a and of b (N, K), and the starts of a_scale, channel scales and bias, at multiples of 16
-        bytes; a_scale MN-major; b (E, N, K) contiguous.
+    operands: the rows of ``a`` and of ``b`` (N, K) lie at multiples of 16 bytes, and so do the starts of a_scale,
+        channel scales and bias; a_scale is MN-major; ``b`` (E, N, K) is contiguous.
     grouping: None for a dense GEMM. epilogue: gives the result's dtype; the result is (M, N), or (M, N / 2) if gated.
     out: a tensor with the layout of the results; None for contiguous results, or if the epilogue stores to peers.
     tile: overrides the cost model's choice. pdl: start before the previous kernel in the stream has ended.
     """
     a, b = operands.a, operands.b
+    if is_packed(b):
+        raise NotImplementedError("b: the CUDA kernels take no weights in four bits yet; set FP8MOE_BACKEND=reference")
     (m, k), n, groups = a.shape, b.shape[-2], b.shape[0] if grouping else 0
     if out is None and not isinstance(epilogue, PeerStore):
         out = torch.empty((m, n // 2 if epilogue.gated else n), dtype=epilogue.out_dtype, device=a.device)
@@ -154,7 +159,8 @@ def build(
         tile_m=tile_m,
         tile_rows=tile_rows,
         counter=groups + (grouping.max_m is None),
-        # Stages whose weights are loaded before any tokens. With pdl, all: tokens must wait for the previous kernel.
+        # Number of stages whose weights are loaded before any tokens. With pdl these are all stages, because the tokens
+        # can be loaded only after the previous kernel.
         early_stages=tile.stages if pdl else tile.first_stages,
         **epilogue.values,
     )
@@ -238,7 +244,7 @@ def find(launcher: planned[..., GemmLauncher], operands: GemmOperands, *options:
 
 
 def column_addresses(b_scale: Tensor, bias: Tensor | None) -> int:
-    """Return the bitwise or of the addresses of bias and channel scales, if any, to test their alignment."""
+    """Return the bitwise OR of the addresses of bias and channel scales (0 if neither exists), to test alignment."""
     addresses = 0 if bias is None else bias.data_ptr()
     return addresses | b_scale.data_ptr() if b_scale.shape[-1] == 1 else addresses
 
@@ -246,8 +252,8 @@ def column_addresses(b_scale: Tensor, bias: Tensor | None) -> int:
 def run(found: GemmLauncher, operands: GemmOperands, out: Tensor, *more: int) -> None:
     """Launch the GEMM on PyTorch's current stream.
 
-    more: values of the epilogue's address and pitch fields that follow address and pitch of the result. For an operand
-    c, this function fills them in.
+    more: values of the epilogue's address and pitch fields, except the address and pitch of the result. If there is an
+    operand c, this function passes the address and pitch of c instead of ``more``.
     """
     a, a_scale, b, b_scale, bias, c, groups = operands
     index, address = a.get_device(), out.data_ptr()

@@ -27,7 +27,10 @@ _GroupedOperands = Annotated[GemmOperands, (*GemmOperands._fields[:4], "groups")
 
 
 class _Launchers(NamedTuple):
-    """The launchers of one call. `ahead` runs before `gemm`; it fills the tensors that the functions `new` allocate."""
+    """The launchers of one call.
+
+    `ahead` runs before `gemm`, and fills the tensors that the functions in `new` allocate.
+    """
 
     ahead: PointerLauncher
     new: tuple[Callable[[], Tensor], ...]
@@ -156,8 +159,8 @@ def grouped_gemm_k_by_sizes(
     accumulate: add to ``out``. Otherwise groups without columns give zeros.
 
     On the CUDA backend the host does not read or wait for the sizes, and concatenated groups are first copied to one
-    matrix per operand. A group that is no multiple of 128 or ends past K gives uninitialized values or NaN on the CUDA
-    backend, ValueError on the reference backend.
+    matrix per operand. A group whose size is not a multiple of 128, or that ends past K, gives uninitialized values or
+    NaN on the CUDA backend, and raises ValueError on the reference backend.
     """
     operands = (*a, *b, sizes)
     autograd.check_out("fp8moe.grouped_gemm_k_by_sizes", (*NAMES, "sizes", "out"), (*operands, out))
@@ -267,7 +270,7 @@ def _by_sizes_fake(operands: GemmOperands, out: Tensor, accumulate: bool) -> Non
 
 
 def _matrix(name: str, data: Tensor, scale: Tensor, rows: int, k: int) -> FP8Tensor:
-    """Return an operand with data viewed as (rows, K). k: the columns of all groups, for concatenated groups."""
+    """Return an operand with data viewed as (rows, K). k: number of columns, for concatenated groups."""
     if data.dim() != 1:
         return FP8Tensor(*(part.mT if part.dim() > 1 else part for part in (data, scale)))
     if data.shape[0] != rows * k:

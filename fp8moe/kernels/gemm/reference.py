@@ -4,11 +4,23 @@ import functools
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.quant import reference
-from fp8moe.quant.formats import BLOCK, FP8Tensor, has_channel_scales
+from fp8moe.quant.formats import (
+    BLOCK,
+    MX_BLOCK,
+    FP8Tensor,
+    as_float,
+    ceil_div,
+    has_channel_scales,
+    is_packed,
+    packed_format,
+    packed_group,
+)
+from fp8moe.quant.packed import packed_values
 from fp8moe.runtime.fixed_rows import by_fixed_rows
 
 _CHUNK = 1 << 22  # largest number of weights converted, or results computed, at a time
@@ -23,39 +35,65 @@ def _gemm(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     """Return ``dequantize(a) @ dequantize(b).T + bias`` (M, N) in ``out_dtype``, computed block by block along K.
 
     a: data (M, K) with scale (M, ceil(K/128)). b: data (N, K) with scale (ceil(N/128), ceil(K/128)), or channel scales
-    (N, 1), which multiply the finished sums. bias: (N,) or None.
+    (N, 1), which multiply the finished sums; or packed data (N, K/2) with its scale. bias: (N,) or None.
 
-    For each block of 128 along K the unscaled products are summed, multiplied by the two float32 scales and added to a
-    float32 accumulator (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). A non-finite scale or value affects only the
-    outputs that depend on it. Columns of the result are computed in chunks: temporary memory is a float32 copy of the
-    activations and tens of MB, or more if 128 columns take more.
+    For each block of 128 along K, or for each group of INT4, the unscaled products are summed, multiplied by the two
+    float32 scales and added to a float32 accumulator (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). A non-finite scale
+    or value affects only the outputs that depend on it. Columns of the result are computed in chunks of a multiple of
+    128. Temporary memory is a float32 copy of the activations, and tens of MB for a chunk, or more if a chunk of only
+    128 columns needs more.
     """
     a_data, a_scale = a
-    b_data, b_scale = b
     m, k = a_data.shape
-    n = b_data.shape[0]
+    n = b.data.shape[0]
     a_values = to_float32(a_data)
-    channels = has_channel_scales(b_data, b_scale)
-    column_scale = None if channels else b_scale.repeat_interleave(BLOCK, dim=0)[:n]
+    channels = has_channel_scales(*b)
     out = torch.empty(m, n, dtype=out_dtype, device=a_data.device)
     chunk = max(1, _CHUNK // max(m, k, 1) // BLOCK) * BLOCK
     for first in range(0, n, chunk):
         rows = slice(first, first + chunk)
-        b_values = to_float32(b_data[rows])
+        b_values, column_scale, step = _scaled_columns(b, rows)
         accumulator = torch.zeros(m, b_values.shape[0], dtype=torch.float32, device=a_data.device)
-        for block, start in enumerate(range(0, k, BLOCK)):
-            partial = products(a_values[:, start : start + BLOCK], b_values[:, start : start + BLOCK].T)
-            partial.mul_(a_scale[:, block, None])
+        for index, start in enumerate(range(0, k, step)):
+            partial = products(a_values[:, start : start + step], b_values[:, start : start + step].T)
+            partial.mul_(a_scale[:, start // BLOCK, None])
             if channels:
                 accumulator += partial
             else:
-                accumulator.addcmul_(partial, column_scale[rows, block])
+                accumulator.addcmul_(partial, column_scale[:, index])
         if channels:
-            accumulator *= b_scale[rows, 0]
+            accumulator *= b.scale[rows, 0]
         if bias is not None:
             accumulator += bias[rows]
         out[:, rows] = accumulator
     return out
+
+
+def _scaled_columns(b: FP8Tensor, rows: slice) -> tuple[Tensor, Tensor, int]:
+    """Return what some rows of the weights b are in float32: values (rows, K), scales (rows, K / step), and step.
+
+    Products with `step` values along K share a scale; channel scales are not among the scales. rows: a range that
+    begins at a multiple of 128.
+    """
+    data, scale = b
+    if not is_packed(data):
+        blocks = slice(rows.start // BLOCK, ceil_div(rows.stop, BLOCK))
+        values = to_float32(data[rows])
+        return values, scale[blocks].repeat_interleave(BLOCK, dim=0)[: len(values)], BLOCK
+    data, scale = data[rows], scale[rows]
+    values = packed_values(data, scale)
+    if packed_format(scale) == "int4":
+        return values, as_float(scale), packed_group(data, scale) if scale.numel() else BLOCK
+    # Hold values as E4M3 does: relative to 2^-6 of the largest power of two in each row and block. Factors that are
+    # powers of two change no bit of a sum, so the result has the bits of the same values in FP8 blocks.
+    powers, count, per_block = as_float(scale), scale.shape[1], BLOCK // MX_BLOCK
+    groups = values.unflatten(1, (count, MX_BLOCK))
+    used = groups.any(-1) | powers.isnan()  # a group of zeros may have any scale
+    padded = F.pad(torch.where(used, powers, 0), (0, -count % per_block))
+    largest = padded.unflatten(1, (ceil_div(count, per_block), per_block)).amax(-1)
+    block_scale = (largest * 2**-6).clamp(min=2.0**-126)
+    relative = (powers / block_scale.repeat_interleave(per_block, dim=1)[:, :count]).clamp(max=2**6)
+    return (groups * relative[..., None]).flatten(1), block_scale, BLOCK
 
 
 def grouped_gemm_reference(
@@ -72,8 +110,9 @@ def grouped_gemm_reference(
 
     The sum is rounded once. Rows outside all groups are not written.
 
-    a: data (M, K) with scale (M, ceil(K/128)). b: data (E, N, K) with scale (E, ceil(N/128), ceil(K/128)).
-    groups, max_m: see `group_rows`. low_rank: ranks (M, r) and factors (E, N, r). bias: (E, N). out: (M, N).
+    a: data (M, K) with scale (M, ceil(K/128)). b: data (E, N, K) with scale (E, ceil(N/128), ceil(K/128)), or any other
+    weights of `gemm_reference`. groups, max_m: see `group_rows`. low_rank: ranks (M, r) and factors (E, N, r).
+    bias: (E, N). out: (M, N).
     """
     for expert, rows in group_rows(groups, a[0].shape[0], max_m):
         added = None if bias is None else bias[expert]
@@ -114,9 +153,9 @@ def grouped_gemm_swiglu_reference(
 def group_rows(groups: Tensor, m: int, max_m: int | None) -> Iterator[tuple[int, slice]]:
     """Yield (expert, slice of its rows) for every expert that has rows. m: number of rows of all experts.
 
-    groups: without max_m, offsets (E+1,): expert e has rows ``offsets[e]:offsets[e+1]``, both clamped to [0, m]; or
-    ranges of rows (E, 2), in any order. With max_m, masked_m (E,): each expert has max_m rows, of which expert e uses
-    the first ``masked_m[e]``, clamped to [0, max_m].
+    groups: if max_m is None, either offsets (E+1,): expert e has rows ``offsets[e]:offsets[e+1]``, both clamped to
+        [0, m]; or ranges of rows (E, 2), in any order. If max_m is given, groups is masked_m (E,): each expert has
+        max_m rows, of which expert e uses the first ``masked_m[e]``, clamped to [0, max_m].
     """
     sizes = groups.tolist()
     if max_m is None:
@@ -136,7 +175,7 @@ def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
     """
     layout = layout.long()
     if alignment is not None:
-        starts = torch.nn.functional.pad((layout[:-1].clamp(min=0) + alignment - 1) // alignment * alignment, (1, 0))
+        starts = F.pad((layout[:-1].clamp(min=0) + alignment - 1) // alignment * alignment, (1, 0))
         return torch.stack([starts[:groups], layout], dim=1)
     ranges = torch.zeros(groups, 2, dtype=torch.int64, device="cpu")
     runs, sizes = torch.unique_consecutive(layout.cpu(), return_counts=True)
@@ -191,7 +230,7 @@ def grouped_gemm_k_by_sizes(a: FP8Tensor, b: FP8Tensor, sizes: Tensor, out: Tens
 
 def offsets_of_sizes(sizes: Tensor, k: int) -> Tensor:
     """Return the offsets (E + 1,) int32 of groups of these sizes. Raises ValueError if their sum exceeds k."""
-    offsets = torch.nn.functional.pad(sizes.long().clamp(min=0).cumsum(0), (1, 0))
+    offsets = F.pad(sizes.long().clamp(min=0).cumsum(0), (1, 0))
     if offsets[-1] > k:
         expected = f"groups that fill at most the {k} columns of the operands"
         raise ValueError(f"sizes: expected {expected}, got {int(offsets[-1])}")
@@ -199,10 +238,11 @@ def offsets_of_sizes(sizes: Tensor, k: int) -> Tensor:
 
 
 def join_groups(a: Tensor, b: Tensor, sizes: Tensor, m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one matrix (m, k) made of the groups' matrices in a (m * k,), one (n, k) from b, and offsets (E + 1,).
+    """Join the matrices of all groups: return one matrix (m, k) of ``a``, one (n, k) of ``b``, and offsets (E + 1,).
 
-    a and b hold the row-major matrices of all groups, one after the other. sizes: (E,), the number of columns of each
-    group. Columns after the last group are zeros. Raises ValueError if sizes sum to more than k.
+    ``a`` (m * k,) and ``b`` (n * k,) hold the row-major matrices of all groups, one after the other. sizes: (E,), the
+    number of columns of each group. Columns after the last group are zeros. Raises ValueError if sizes sum to more than
+    k.
     """
     offsets = offsets_of_sizes(sizes, k)
     bounds = offsets.tolist()

@@ -19,7 +19,7 @@ _LEAST_OTHER_REGISTERS = 24  # registers of a math thread for everything but acc
 
 @dataclass(frozen=True)
 class TileConfig:
-    """The tile configuration of a compiled variant of ``cuda/sm90/gemm.cu``; the shape of the weights is not in it.
+    """The tile configuration of a compiled variant of ``cuda/sm90/gemm.cu``, without the shape of the weights.
 
     block_m: tokens of a tile. block_n: output features of a tile.
     weights_as_rows: weights, not tokens, are the 64-row operand of wgmma.
@@ -29,8 +29,8 @@ class TileConfig:
     tma_store: TMA writes the bfloat16 tile from its own buffer in shared memory while the next tile is multiplied;
         otherwise each warp writes its rows through a small buffer, and the ring is deeper.
     groups: number of weight matrices of a grouped GEMM, which each block keeps in a table; 0 for a dense GEMM.
-    k_parts: number of parts of K that one block sums one after the other and then adds; split_k with the same number
-        gives bitwise equal results.
+    k_parts: number of parts of K. One block sums each part, one part after the other, and then adds these sums. split_k
+        with the same number gives bitwise equal results.
     column_bytes: bytes of scale and bias per output feature, kept in shared memory if sums stay in the registers.
     half_tiles: tiles of 128x256 are halved in a last wave that fills at most half of the blocks, and grouped GEMMs may
         use tiles of 192x128 (``TileShape`` of cuda/sm90/gemm_layout.cuh).
@@ -64,8 +64,8 @@ class TileConfig:
 
     @property
     def mma_n(self) -> int:
-        """Columns of one wgmma. A tile of 256 columns takes two wgmma. With k_parts > 1, so does a tile of 192
-        columns, to leave registers for the sums of parts."""
+        """Columns of one wgmma. A tile of 256 columns takes two wgmma. With k_parts > 1, a tile of 192 columns takes
+        two wgmma as well, to leave registers for the sums of parts."""
         if self.weights_as_rows:
             return self.block_m
         halves = self.block_n == 256 or self.block_n == 192 and self.k_parts > 1
@@ -79,7 +79,7 @@ class TileConfig:
 
     @property
     def scale_pieces(self) -> int:
-        """Number of pieces of one wgmma's columns that each have one weight scale (``GRANULE`` of the kernel)."""
+        """Number of pieces of one wgmma's columns. Each piece has one weight scale (``GRANULE`` of the kernel)."""
         return 1 if self.weights_as_rows else ceil(self.mma_n / min(128, self.block_n & -self.block_n))
 
     @property
@@ -106,8 +106,8 @@ class TileConfig:
     def overlaps(self) -> bool:
         """Whether a warpgroup starts its next MMAs before it adds up the partial sums of the last MMAs.
 
-        It does if registers can hold the partial sums of both. With k_parts > 1, registers must also hold the sums of
-        earlier parts of K: in shared memory these sums would cost more time.
+        It does if registers can hold the partial sums of the last and of the next MMAs. With k_parts > 1, registers
+        must also hold the sums of earlier parts of K: in shared memory these sums would cost more time.
         """
         needed = (3 if self.k_parts == 1 else 4) * self.accumulators + _OTHER_REGISTERS
         return not self.weights_as_rows and self.slabs == 1 and needed <= self.registers
@@ -159,14 +159,17 @@ class TileConfig:
 
     @property
     def scale_box(self) -> int:
-        """Token scales per TMA load. Groups begin at any row, but loads at multiples of 4, so groups need 4 more."""
+        """Number of token scales per TMA load.
+
+        A load begins at a multiple of 4 scales, but a group may begin at any row: grouped GEMMs load 4 scales more.
+        """
         return self.block_m // ceil(self.block_m / 128) + (4 if self.groups else 0)
 
     def may_be_dynamic(self, k: int) -> bool:
         """Whether blocks may take tiles from a counter in memory (``DYNAMIC`` of cuda/sm90/gemm_layout.cuh).
 
-        They may not if MMAs overlap, which would pause when a tile is announced, nor with a K up to 1024, for which the
-        loop would spill registers.
+        They may not if MMAs overlap, because announcing a tile would pause the overlap. They may not if K is at most
+        1024, because the loop would spill registers.
         """
         tokens_as_rows = self.groups > 0 and not self.weights_as_rows
         return tokens_as_rows and self.math_registers == 240 and not self.overlaps and k > 1024
@@ -184,8 +187,8 @@ class TileConfig:
 
     @property
     def epilogue_bytes(self) -> int:
-        """Bytes of shared memory for the epilogue: the reduction buffer; or the bfloat16 tile (without `tma_store` 16 x
-        64 values per math warp), sums of parts of K, and the `column_bytes` of two tiles."""
+        """Bytes of shared memory for the epilogue: only the reduction buffer if `reduces`; otherwise the bfloat16 tile
+        (16 x 64 values per math warp without `tma_store`), sums of parts of K, and `column_bytes` for two tiles."""
         if self.reduces:
             return self.partial_bytes
         staging = self.block_m * self.block_n * 2 if self.tma_store else self.warpgroups * 4 * 16 * 128
@@ -208,7 +211,8 @@ class TileConfig:
 def with_stages(tile: TileConfig, k: int) -> TileConfig:
     """Return ``tile`` with as many stages as fit its share of an SM's shared memory, but no more than K needs.
 
-    With split_k, a block finally writes its partial tile over the stages, so these are enough to hold the tile.
+    With split_k, a block finally writes its partial tile to the memory of its stages, so there are enough stages to
+    hold this tile.
     """
     budget = min(SHARED_LIMIT, SHARED_PER_SM // tile.blocks_per_sm - 1024)
     fit = (budget - SWIZZLE_ALIGNMENT - 2048 * tile.packed - tile.tail_bytes - tile.epilogue_bytes) // tile.stage_bytes
@@ -247,7 +251,7 @@ def fits(tile: TileConfig, k: int) -> bool:
 
 
 def tokens_of_tile(tile: TileConfig, m: int) -> int:
-    """Return the tokens per tile: tiles of a dense GEMM share its ``m`` tokens evenly, unless TMA stores them."""
+    """Return the tokens per tile: tiles of a dense GEMM share its ``m`` tokens evenly, unless TMA stores tiles."""
     if tile.groups or tile.tma_store:
         return tile.block_m
     return min(tile.block_m, align(ceil(m / ceil(m / tile.block_m)), 8))

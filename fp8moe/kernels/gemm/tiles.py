@@ -53,10 +53,11 @@ class DenseProblem(NamedTuple):
 def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = None) -> list[TileConfig]:
     """Return the tiles worth considering for (m, n, k): they fit an SM, and splits of K fit in one wave.
 
-    parts: if given, the number of parts in which K is summed: by that many blocks (split_k) or, if tokens are the
-    64-row operand, by one block part by part (k_parts). Splits with weights as rows may then take several waves.
+    parts: if given, the number of parts in which K is summed. Either each part is summed by its own block (split_k) or,
+    if tokens are the 64-row operand, one block sums all parts, one after the other (k_parts). Splits with weights as
+    rows may then take several waves.
     """
-    # Up to 64 tokens, all tiles have one math warpgroup; up to 512 tokens, some have.
+    # Up to 64 tokens, all tiles have one math warpgroup; up to 512 tokens, some tiles have one.
     narrow = [TileConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
     if m <= 32:
         tokens = max(8, 1 << (m - 1).bit_length())
@@ -122,11 +123,12 @@ _INVARIANT_COST = 1.19
 def invariant_parts(n: int, k: int) -> int:
     """Return the number of parts in which K is summed in batch-invariant mode, whatever the number of tokens.
 
-    The number depends on the shape of the weights only. Candidates are the numbers with which decode steps take at most
-    `_INVARIANT_COST` times as long as with their best split, on the 132 SMs of an H100 or H200. Preferred is the
-    smallest candidate that gives equal parts with an even number of 128-blocks, because the MMAs of small tiles
-    alternate between two sets of registers; next the smallest that gives equal parts; next the smallest. Without
-    candidates, it is the number with the least time.
+    The number depends on the shape of the weights only. A number is a candidate if every decode step takes at most
+    `_INVARIANT_COST` times as long as with the best split of this step, on the 132 SMs of an H100 or H200. 1 is chosen
+    if it is a candidate. Otherwise the first choice is the smallest candidate that gives equal parts with an even
+    number of 128-blocks, because the MMAs of small tiles alternate between two sets of registers. The second choice is
+    the smallest candidate that gives equal parts, the third choice the smallest candidate. Without candidates, the
+    number is chosen for which the largest of these ratios of times is least.
     """
     sms = 132
 
@@ -159,7 +161,7 @@ _MOST_AS_COLUMNS, _FEWEST_AS_ROWS = 24, 6
 def row_tiles_bound(block_m: int, rows: int, groups: int, max_m: int | None) -> int:
     """Return the largest number of tiles along M that the groups can take, whatever their sizes.
 
-    They have ``rows`` rows in all or, with ``max_m``, up to ``max_m`` rows each.
+    The groups have ``rows`` rows in all or, if ``max_m`` is given, up to ``max_m`` rows each.
     """
     if max_m is not None:
         return groups * ceil(max_m / block_m)
@@ -301,7 +303,8 @@ def choose(
 # ---- groups along K ----
 
 GROUPED_K_TILES = (GroupedKTile(256, 96, 4), GroupedKTile(256, 112, 4), GroupedKTile(128, 96, 6))
-_LOW_TILE = 1.2  # time per row, tiles of 128 over tiles of 256 rows: fewer rows share each load of weights
+# Time per row in a tile of 128 rows over time per row in a tile of 256 rows: fewer rows share each load of ``b``.
+_LOW_TILE = 1.2
 
 
 def choose_grouped_k(groups: int, m: int, n: int, num_sms: int) -> GroupedKTile:

@@ -36,7 +36,8 @@ class Family(NamedTuple):
     def variants(self, rows: int, num_sms: int) -> set[KernelSpec]:
         """Return the kernels chosen for 1 to `rows` rows, in a fraction of a second.
 
-        Only some numbers of rows are tried, so kernels that are nearly as fast as others may be missed.
+        Only some numbers of rows are tried. A kernel that is chosen only for other numbers may be missed; it is then
+        only slightly faster than the kernels that are found.
         """
         sizes = _ladder(1, rows)
         if not self.groups:
@@ -73,12 +74,12 @@ which is right unless all numbers of tokens have a common divisor. A dense GEMM 
 
 
 def note(family: Family, rows: int) -> None:
-    """Add a family to `families`. rows: number of rows of the GEMM; for a part of a GEMM, of the whole GEMM."""
+    """Add a family to `families`. rows: number of rows of the GEMM or, if it is a part, of the whole GEMM."""
     families[family] = gcd(rows, families.get(family, 0)) if family.groups else 1
 
 
 class RequiredKernels(NamedTuple):
-    """The kernels that calls launched, and the GEMM families among them with their numbers of rows per token."""
+    """The kernels that calls launched, and the families of the launched GEMMs, as in `families`."""
 
     kernels: set[KernelSpec]
     families: dict[Family, int]

@@ -41,8 +41,8 @@ def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, *, scale_format: str =
     """Quantize keys, with one scale per key, and write them to their slots of the cache, in place.
 
     kv_cache: (num_blocks, 64, 1, D + 4) uint8, contiguous, at a multiple of 16 bytes; D is 32, 64 or 128.
-    k: (T, D) bfloat16, float16 or float32, any strides. Quantized bitwise as by `quantize_1x128`, which has no
-        derivative: nothing is recorded for the autograd graph of k.
+    k: (T, D) bfloat16, float16 or float32, any strides. Keys are quantized bitwise as by `quantize_1x128`.
+        Quantization has no derivative: nothing is recorded for the autograd graph of k.
     slots: (T,) int32. A key whose slot is outside [0, num_blocks * 64) is not written. If several keys have the same
         slot, the contents of that slot alone are unspecified.
     scale_format: "float32", or "ue8m0" for scales rounded up to powers of two.

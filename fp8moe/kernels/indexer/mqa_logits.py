@@ -29,7 +29,7 @@ def mqa_logits(
     fill_masked: bool = True,
     max_range: int | None = None,
 ) -> Tensor:
-    """Return the index scores of sparse attention: the score of each key for each query that has it in its range.
+    """Return the index scores of sparse attention: for each query, the scores of the keys in the query's range.
 
     ``out[s, t] = kv.scale[t] * sum over h of weights[s, h] * relu(q[s, h] . kv.data[t])``
 
@@ -80,7 +80,7 @@ def paged_mqa_logits(
     q: (B, next_n, H, D) float8_e4m3fn, next_n 1 to 4, H 32 or 64, D 32, 64 or 128.
     kv_cache: (num_blocks, 64, 1, D + 4) uint8, contiguous, at a multiple of 16 bytes: see
         `fp8moe.kernels.indexer.mqa_cache.new_kv_cache`.
-    weights: (B * next_n, H) float32, multiplied by the scales of q.
+    weights: (B * next_n, H) float32. The caller must multiply the scales of q into ``weights``.
     context_lens: (B,) int32, the number of cached tokens of each sequence: query j of next_n sees the first
         ``context_len - next_n + 1 + j`` tokens. Or (B, next_n) int32, the number of tokens that each query sees. Either
         number is clamped to [0, min(max_context_len, 64 * max_blocks)].

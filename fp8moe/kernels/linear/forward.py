@@ -166,7 +166,8 @@ def _composed(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor 
     lead = x.shape[:-1]
     data, scale = reference.quantize_1x128(x.reshape(lead.numel(), x.shape[-1]), False)
     dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
-    out = torch.empty((*lead, weight.shape[0]), dtype=dtype, device=x.device)  # no view, so that it can change in place
+    # The result is not a view of another tensor, so that the caller can change it in place.
+    out = torch.empty((*lead, weight.shape[0]), dtype=dtype, device=x.device)
     multiply(GemmOperands(data, scale, weight, weight_scale_inv, bias), out.view(lead.numel(), weight.shape[0]))
     return out.to(x.dtype)
 
@@ -193,8 +194,8 @@ def projection(
     Returns (M, N).
 
     The kernel fetches weight and bias while the previous kernel still runs (programmatic dependent launch). If the
-    previous kernel is one of this package, it must not write weight or bias; a kernel of PyTorch may. There is no
-    backward: calling it raises RuntimeError.
+    previous kernel belongs to this package, it must not write weight or bias. If the previous kernel belongs to
+    PyTorch, it may write them. There is no backward: calling it raises RuntimeError.
 
     Raises the errors of `fp8moe.gemm`.
     """

@@ -8,14 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.kernels.gemm.api import gemm, weight_gradients
-from fp8moe.quant.checks import check_no_channels, check_weight_scale, fp8_data
+from fp8moe.quant.checks import check_block_scales, check_weight_scale, fp8_data
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, empty_quantized
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
 from fp8moe.runtime.operator import define
 
-_MULTIPLE = 16  # N and K are padded to multiples of 16, as either is the inner dimension of one of the three GEMMs
+# N and K are padded to multiples of this: K is the inner dimension of the forward GEMM, N of the input gradient's GEMM.
+_MULTIPLE = 16
 
 
 def linear_training(
@@ -30,10 +31,11 @@ def linear_training(
         frozen weight.
     Returns (..., N) in the dtype of x, rounded once from float32.
 
-    Gradients treat every quantization as the identity (straight through). They are summed in float32 (for x and master
-    from FP8 operands) and rounded once to the dtype of their tensor. Equal inputs give equal bits. For the backward the
-    forward keeps the FP8 weight and, with a master, x in FP8: ``K * P * 33/32`` bytes, P being the number of rows
-    rounded up to a multiple of 128. If N or K is not a multiple of 16, copies of the operands are padded with zeros.
+    Gradients treat every quantization as the identity (straight through). They are summed in float32 and rounded once
+    to the dtype of their tensor. The gradients of x and master are products of FP8 operands. Equal inputs give equal
+    bits. For the backward the forward keeps the FP8 weight and, with a master, x in FP8: ``K * P * 33/32`` bytes, P
+    being the number of rows rounded up to a multiple of 128. If N or K is not a multiple of 16, copies of the operands
+    are padded with zeros.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if the
     master has been changed in place since the forward; so does a backward of the backward.
@@ -42,7 +44,7 @@ def linear_training(
     every tensor is quantized once: x and the gradient by rows and by columns in one pass. The input gradient uses the
     transpose of the same FP8 weight.
     """
-    check_no_channels("weight_scale_inv", FP8Tensor(weight, weight_scale_inv))
+    check_block_scales("weight_scale_inv", FP8Tensor(weight, weight_scale_inv))
     return _op(x, weight, weight_scale_inv, bias, master)[0]
 
 

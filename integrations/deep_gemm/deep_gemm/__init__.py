@@ -45,4 +45,7 @@ logging.getLogger(__name__).info("deep_gemm %s: DeepGEMM's Hopper API on the ker
 
 
 def install(*, replace: bool = False) -> None:
-    """Do nothing: this package already is `deep_gemm`. In fp8moe 0.2, this call gave a module of fp8moe that name."""
+    """Do nothing: this package already is `deep_gemm`.
+
+    In fp8moe 0.2, this call registered a module of fp8moe under the name `deep_gemm`.
+    """

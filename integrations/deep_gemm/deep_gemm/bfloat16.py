@@ -145,7 +145,7 @@ def _matrix(name: str, value: Tensor, dimensions: int, dtype: torch.dtype = torc
 
 
 def _dense(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None) -> None:
-    """Write ``c + a @ b.T`` to d, for two matrices of one dtype, batch-invariantly if that mode is on."""
+    """Write ``c + a @ b.T`` to d, for matrices a and b of one dtype; batch-invariantly if `batch_invariant` is on."""
     check_addend(c, d)
     _check_product(d, (a.shape[0], b.shape[0]), a, b)
     multiply = _multiply_fp8 if a.dtype is _FP8 else _multiply

@@ -50,7 +50,7 @@ _FP4 = (torch.int8, torch.uint8)
 
 
 def named(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a decorator that turns fp8moe's argument name at the beginning of an error (before ":") into DeepGEMM's.
+    """Make a decorator that replaces fp8moe's argument name before the ":" of an error by DeepGEMM's argument name.
 
     names: keyword arguments, fp8moe's name of an argument = DeepGEMM's name.
     """
@@ -83,14 +83,14 @@ def fp8_gemm_nt(
     recipe_a: Recipe | None = None,
     recipe_b: Recipe | None = None,
 ) -> None:
-    """Write ``c + a @ b.T`` of dequantized operands, or ``a @ b.T`` without c, to d, accumulated in float32.
+    """Write ``c + a @ b.T`` to d, or ``a @ b.T`` without c, for dequantized a and b. Sums are in float32.
 
-    a: data (M, K) float8_e4m3fn and scale (M, ceil(K/128)) float32, in any strides; fastest MN-major, as
+    a: data (M, K) float8_e4m3fn and scale (M, ceil(K/128)) float32, in any strides. An MN-major scale is fastest, as
         `get_mn_major_tma_aligned_tensor` returns it. The scale may also be int32, with four exponents per value.
     b: data (N, K), scale (ceil(N/128), ceil(K/128)); with recipe (1, 1, 128) scale (N, K/128), K a multiple of 128.
     d: (M, N) bfloat16 or float32. c: like d; either d itself, or memory apart from d.
-    recipe: (rows per scale block of a, of b, 128); None is (1, 128, 128). recipe_a, recipe_b: in place of recipe, the
-        blocks of a, (1, 128), and of b, (128, 128) or (1, 128).
+    recipe: (rows per scale block of a, rows per scale block of b, 128); None is (1, 128, 128). recipe_a, recipe_b: in
+        place of recipe, the blocks of a, (1, 128), and of b, (128, 128) or (1, 128).
     compiled_dims, disable_ue8m0_cast: no effect: N and K are compiled in, and scales are never cast on Hopper.
 
     Raises NotImplementedError for FP4, data that is not K-major and other recipes; TypeError or ValueError like
@@ -184,7 +184,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
     a: data (M, K) float8_e4m3fn with scale (M, ceil(K/128)); b: data (E, N, K) with scale (E, ceil(N/128),
         ceil(K/128)); scales as for `fp8_gemm_nt`.
-    d: (M, N) bfloat16 or float32. Rows without a group are undefined; those between rows of one group are overwritten.
+    d: (M, N) bfloat16 or float32. Rows without a group are undefined; a row without a group that lies between rows of
+        one group is overwritten.
     grouped_layout: int32 on the GPU; the CPU never reads it. Either (M,), the group of each row, -1 for none: the rows
         of a group must be adjacent, groups may come in any order. Or, with use_psum_layout, (E,), the row where each
         group ends; a group begins where the previous one ends, rounded up to a multiple of
@@ -201,7 +202,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     expected_m = expected_m_for_psum_layout
     if expected_m is None:
         rows, groups = a.data.shape[0], b.data.shape[0]
-        # Leave out the largest number of padding rows that groups can have.
+        # Subtract the most padding rows that the groups can have.
         expected_m = max(rows - groups * (alignment - 1), ceil_div(rows, alignment), groups) // max(groups, 1)
     if ensure_zero_padding:
         check_tensor("d", d)
@@ -232,7 +233,7 @@ def m_grouped_fp8_gemm_nt_masked(
 ) -> None:
     """Write ``a[e, :masked_m[e]] @ b[e].T`` of dequantized operands to d[e, :masked_m[e]] for every group e.
 
-    a: data (E, max_m, K) with scale (E, max_m, ceil(K/128)), in any strides; fastest as `quantize_1x128` writes them.
+    a: data (E, max_m, K) with scale (E, max_m, ceil(K/128)), in any strides; fastest in those of `quantize_1x128`.
     b: as for `m_grouped_fp8_gemm_nt_contiguous`. d: (E, max_m, N) bfloat16 or float32; other rows are left alone.
     masked_m: int32 (E,) on the GPU; the CPU never reads it. expected_m: approximate rows per group; affects only speed.
     """
@@ -269,11 +270,11 @@ def k_grouped_fp8_gemm_nt_contiguous(
     a: data (M * K,) float8_e4m3fn, the row-major matrices (M, ks[e]) of all groups, concatenated; scale (M, K/128)
         float32, or (K/128, M). b: likewise with N, a multiple of 8.
     d: (E, M, N) float32, or bfloat16 without c; contiguous. c: like d; either d itself, or memory apart from d.
-    ks: the sizes of the groups, multiples of 128 with the sum K. Only checked, if given.
+    ks: None, or the sizes of the groups, multiples of 128 with the sum K; these are checked but not used.
     ks_tensor: the same sizes, int32 (E,) on the GPU. With use_psum_layout, the positions along K where groups end, not
         necessarily multiples of 128; a group begins where the previous one ends, rounded up to a multiple of
-        `get_mk_alignment_for_contiguous_layout`, and both operands must hold zeros in between, as the casts write
-        them. ks is then ignored.
+        `get_mk_alignment_for_contiguous_layout`, and the data of both operands must be zero between the groups, as
+        casts of zeros are. ks is then ignored.
 
     Raises like `fp8_gemm_nt`; ValueError for wrong ks; NotImplementedError with use_psum_layout if the alignment is
     not a multiple of 128.
@@ -307,7 +308,7 @@ def k_grouped_fp8_gemm_tn_contiguous(
     _write_sum(lambda out, add: grouped_gemm_k_by_sizes(a, b, sizes, out, accumulate=add), c, d)
 
 
-# DeepGEMM's names of functions that take FP8 or FP4 operands; for FP8 they do the same.
+# DeepGEMM's names of functions that take FP8 or FP4 operands; for FP8 operands they are the functions above.
 fp8_fp4_gemm_nt = fp8_gemm_nt
 fp8_fp4_gemm_nn = fp8_gemm_nn
 fp8_fp4_gemm_tn = fp8_gemm_tn
@@ -339,7 +340,8 @@ def _with_rows(name: str, operand: Operand, rows: int) -> FP8Tensor:
 def _sizes(ks: Sequence[int] | None, ks_tensor: Tensor, k: int, psum: bool) -> Tensor:
     """Return the sizes of the groups along K, int32 (E,) on the GPU.
 
-    ks: checked against K = k unless None. psum: whether ks_tensor holds the ends of groups rather than their sizes.
+    ks: None, or the same sizes, which are checked and must add up to ``k``. psum: whether ks_tensor holds the ends of
+    groups rather than their sizes.
     """
     if psum:
         alignment = get_mk_alignment_for_contiguous_layout()

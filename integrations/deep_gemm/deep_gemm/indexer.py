@@ -21,7 +21,7 @@ __all__ = [
 
 Query = tuple[Tensor, Tensor | None]
 
-_PITCH_BYTES = 1024  # rows of scores begin at multiples of this number, as in DeepGEMM; top-k kernels rely on it
+_PITCH_BYTES = 1024  # rows of scores begin at multiples of this many bytes, as in DeepGEMM; top-k kernels rely on it
 
 
 @named(starts="cu_seq_len_k_start", ends="cu_seq_len_k_end")
@@ -40,9 +40,10 @@ def fp8_mqa_logits(
 
     q: (S, H, D) float8_e4m3fn. kv: data (T, D) with scale (T,). weights: (S, H) float32. cu_seq_len_k_start and
     cu_seq_len_k_end: (S,) int32, the range of keys that each query sees.
-    clean_logits: whether scores outside of the ranges are -inf rather than undefined. An int, as DeepGEMM's newest
-        signature has here, is taken as max_seqlen_k, with clean_logits False.
-    max_seqlen_k: if not 0, at least the longest range: returns (S, max_seqlen_k), each row from the start of its range.
+    clean_logits: whether scores outside of the ranges are -inf rather than undefined. An int is taken as max_seqlen_k,
+        with clean_logits False: DeepGEMM's newest signature has max_seqlen_k in this position.
+    max_seqlen_k: 0, or at least the length of the longest range. If it is not 0, scores are (S, max_seqlen_k), and each
+        row begins with the first key of the query's range.
     logits_dtype: float32, or bfloat16, to which a further kernel rounds the scores. schedule_meta: ignored.
 
     Raises NotImplementedError for another logits_dtype.
@@ -78,9 +79,9 @@ def fp8_paged_mqa_logits(
 
     q: (B, next_n, H, D) float8_e4m3fn. kv_cache: (num_blocks, 64, 1, D + 4) uint8. weights: (B * next_n, H) float32.
     context_lens: (B,) or (B, next_n) int32. block_table: (B, max_blocks) int32. clean_logits (a bool), logits_dtype and
-    the distance of rows: as for `fp8_mqa_logits`. schedule_meta: ignored; the kernel schedules its work on the GPU.
+    the distance between rows: as for `fp8_mqa_logits`. schedule_meta: ignored; the kernel schedules work on the GPU.
 
-    Raises NotImplementedError for indices, for which Hopper has no kernel.
+    Raises NotImplementedError if ``indices`` is given: Hopper has no kernel that takes ``indices``.
     """
     pitch = _pitch(logits_dtype)
     _check_indices(indices)
@@ -93,9 +94,10 @@ def fp8_paged_mqa_logits(
 def get_paged_mqa_logits_metadata(
     context_lens: Tensor, block_size: int, num_sms: int, indices: Tensor | None = None
 ) -> Tensor:
-    """Return a placeholder to pass as schedule_meta: int32 zeros (num_sms + 1, 2) on the device, DeepGEMM's shape.
+    """Return a placeholder to pass as schedule_meta: int32 zeros with DeepGEMM's shape, (num_sms + 1, 2).
 
-    `fp8_paged_mqa_logits` needs no schedule. indices: as for that function.
+    `fp8_paged_mqa_logits` needs no schedule. Raises NotImplementedError for a block_size other than 64, and if
+    ``indices`` is given.
     """
     check_tensor("context_lens", context_lens)
     _check_indices(indices)
@@ -124,7 +126,7 @@ def _values(q: Query) -> Tensor:
 
 
 def _pitch(logits_dtype: torch.dtype) -> int:
-    """Return the number of columns to a multiple of which rows of scores are padded: `_PITCH_BYTES` in logits_dtype.
+    """Return how many scores in logits_dtype fill `_PITCH_BYTES`: rows are padded to a multiple of this number.
 
     Raises NotImplementedError for a dtype other than float32 and bfloat16.
     """

@@ -53,7 +53,10 @@ def set_num_sms(num_sms: int) -> None:
 
 
 def get_num_sms() -> int:
-    """Return the limit from `set_num_sms`; by default, and at most, the SMs of the device. Without a GPU 132."""
+    """Return the limit from `set_num_sms`; by default, and at most, the number of SMs of the device.
+
+    Without a GPU, return the limit, or 132 by default.
+    """
     if torch.cuda.is_available():
         return launch.num_sms(torch.cuda.current_device())
     return config.settings.num_sms or _H100_SMS
@@ -83,7 +86,7 @@ def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = 
 
 
 def use_deterministic_algorithms(enabled: bool) -> None:
-    """Turn on or off `fp8moe.batch_invariant` in this process, which makes a row's bits independent of other rows.
+    """Turn `fp8moe.batch_invariant` on or off in this process. The mode makes a row's bits independent of other rows.
 
     Raises TypeError for anything but True and False.
     """
@@ -98,7 +101,7 @@ def get_deterministic_algorithms() -> bool:
 
 
 def set_tc_util(tc_util: int) -> None:
-    """Store the value, without other effect. tc_util: an int, 0 to 100 percent; TypeError or ValueError for another."""
+    """Store the value, without other effect. tc_util: percent, an int from 0 to 100, else TypeError or ValueError."""
     check_int("tc_util", tc_util)
     if not 0 <= tc_util <= 100:
         raise ValueError(f"tc_util: expected 0 to 100 percent, got {tc_util}")

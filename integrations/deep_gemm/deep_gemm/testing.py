@@ -93,8 +93,8 @@ def bench_kineto(
     fn: called once to compile its kernels, then num_tests times under PyTorch's profiler. kernel_names: one string (the
     result is a number) or several (the result is a tuple); 0 for a kernel that did not run. flush_l2: whether to write
     256 MB before each call. trace_path: where to write a trace. with_multiple_kernels: whether a string may match
-    several kernels, whose times are averaged; ValueError otherwise. suppress_kineto_output: no effect, nothing is
-    printed.
+    several kernels; the mean is then over the runs of all of them. Otherwise a string that matches several kernels
+    raises ValueError. suppress_kineto_output: no effect, nothing is printed.
     """
     cuda = torch.cuda.is_available()
     fn()

@@ -81,7 +81,7 @@ def experts_refusal(dispatched: Any, quant_info: Any, config: Any) -> str | None
 
 
 def dispatch_auto_backend(original: Callable, *args: Any, **options: Any) -> Callable:
-    """Hook: return the function for linears with FP8 blocks; SGLang calls it if --fp8-gemm-backend is auto."""
+    """Hook: return the function for linears with FP8 blocks. SGLang calls this hook if --fp8-gemm-backend is auto."""
     return functools.partial(linear, original(*args, **options))
 
 
@@ -95,7 +95,7 @@ def linear(
     bias: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """Return ``input @ weight.T + bias`` in bfloat16, by fp8moe or, if that does not support the call, by `theirs`.
+    """Return ``input @ weight.T + bias`` in bfloat16, by fp8moe or, if fp8moe does not support the call, by `theirs`.
 
     input: (..., K) bfloat16, or E4M3 with input_scale (..., K/128).
     """
@@ -152,7 +152,7 @@ def _leave_to_sglang(layer: str, why: str) -> None:
 
 
 def _taken(layer: str, shape: tuple[int, ...], x: Tensor) -> None:
-    """At the first call with a shape, log that it runs on fp8moe, and compile its kernels for all numbers of tokens.
+    """At the first call with a shape, log that fp8moe runs the layer, and compile kernels for all numbers of tokens.
 
     The first call is part of the server's own warm-up.
     """

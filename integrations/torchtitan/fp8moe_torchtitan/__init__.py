@@ -29,7 +29,7 @@ if tuple(map(int, version("torchtitan").split(".")[:2])) >= (0, 3):
         description="linears in FP8 (fp8moe)",
     )
     def linears(config: Linear.Config) -> FP8TitanLinear.Config:
-        """Return a config of FP8 linears. It is applied in attention, dense MLPs and shared experts only."""
+        """Return a config of FP8 linears. The override applies to attention, dense MLPs and shared experts only."""
         return derive(config, FP8TitanLinear.Config)
 
 

@@ -53,7 +53,7 @@ class Fp8moeLinearKernel(Fp8BlockScaledMMLinearKernel):
 
 @register_weight_loader_v2_supported_method  # vLLM chooses the weight loader by the class name of the method
 class Fp8moeLinearMethod(Fp8LinearMethod):
-    """The quantization method for a linear: on fp8moe or, if that does not support it, on vLLM's kernels."""
+    """The quantization method for a linear: on fp8moe's kernels or, if fp8moe does not support the linear, vLLM's."""
 
     def __init__(self, quant_config: LayersConfig, prefix: str):
         super().__init__(quant_config)

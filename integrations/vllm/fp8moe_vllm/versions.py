@@ -17,7 +17,8 @@ def not_here() -> str | None:
 def skipped(config: Fp8Config, prefix: str) -> bool:
     """Return whether the checkpoint stores a layer unquantized.
 
-    Later versions of vLLM may match names by another mode than equality.
+    The layer's name must be equal to a name in the config's ignored_layers or, in later versions of vLLM, match it as
+    the config's ignored_layers_match_mode says.
     """
     mode = getattr(config, "ignored_layers_match_mode", None)
     return is_layer_skipped(

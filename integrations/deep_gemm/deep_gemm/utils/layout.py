@@ -78,7 +78,7 @@ def transform_sf_into_required_layout(
     """Return scales in the layout that the kernels load without a copy; sf itself if it has this layout.
 
     sf: float32 ((num_groups,) ceil(mn / rows of a block), ceil(k / 128)), or packed int32 with four exponents each.
-    recipe: (block rows of a, block rows of b, 128), with is_sfa, whether sf is the scale of a; or (block rows, 128).
+    recipe: (block rows of sf, 128), or (block rows of a, block rows of b, 128); is_sfa then says if sf scales a or b.
         1x128 scales become MN-major, see `get_mn_major_tma_aligned_tensor`; 128x128 scales become contiguous.
     disable_ue8m0_cast: no effect: scales are never cast on Hopper.
 

@@ -56,7 +56,8 @@ def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool = False, gran_k: int = BL
 def per_custom_dims_cast_to_fp8(x: Tensor, dims: Sequence[int], use_ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     """Quantize x with one scale for each index of the dimensions `dims`; return data (like x) and scale float32.
 
-    The scale has the sizes of these dimensions: with dims (0,), keys x (T, D) get the scale (T,) of `fp8_mqa_logits`.
+    The scale has the sizes of these dimensions. For keys x (T, D), dims (0,) gives the scale (T,) that `fp8_mqa_logits`
+    takes.
     """
     kept = {dim % x.dim() for dim in dims}
     x = x.float()
