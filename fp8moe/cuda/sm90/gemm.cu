@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     Split::received();
   } else {
     if constexpr (MATH_REGISTERS > 0) registers_increase<MATH_REGISTERS>();
-    Math math(s, args.b_scale, k.first, warpgroup);
+    Math math(s, args.b_scale, k, warpgroup);
     Epilogue epilogue{s, args.out, out_map};
     consume(math, schedule, epilogue, k, split, PartSums(s), Columns{args.b_scale, args.bias});
   }

@@ -14,9 +14,9 @@
 
 #include "gemm_block.cuh"
 
-constexpr int DEPTH = PACKED ? 2 : 1;  // blocks of K in a stage: the rows of a tile of weights then have 128 bytes
-constexpr int K_BLOCKS = ceil_div(K, DEPTH * BLOCK_K);
-constexpr int WEIGHT_BYTES = 128;  // of an output feature in a stage
+constexpr int K_BLOCKS = ceil_div(K, BLOCK_K);
+constexpr int DEPTH = PACKED ? 2 : 1;  // K blocks in a stage
+constexpr int WEIGHT_BYTES = 128;      // bytes of an output feature in a stage
 
 constexpr int ROWS = SWAP ? BLOCK_N : BLOCK_M;  // the side of wgmma that is a multiple of 64 rows
 constexpr int COLUMN_SLABS = SWAP ? 1 : BLOCK_N / COLUMNS;

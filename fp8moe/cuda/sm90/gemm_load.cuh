@@ -3,12 +3,16 @@
 
 #include "gemm_reduction.cuh"
 
-// The range of K, in blocks of 128, that this thread block multiplies.
+// The K blocks that this thread block multiplies, and the number of stages that hold them.
 struct KRange {
-  int first, count;
+  int first, blocks, count;
 
   __device__ __forceinline__ explicit KRange(int split)
-      : first(Split::k_blocks_before(split)), count(Split::k_blocks_before(split + 1) - first) {}
+      : first(Split::k_blocks_before(split)),
+        blocks(Split::k_blocks_before(split + 1) - first),
+        count(ceil_div(blocks, DEPTH)) {}
+
+  __device__ __forceinline__ int block(int stage) const { return first + DEPTH * stage; }
 };
 
 struct Loader {
@@ -35,11 +39,11 @@ struct Loader {
     full.expect(tile.columns() * WEIGHT_BYTES + (tile.upright() ? 2 : DEPTH) * A_SCALE_BYTES +
                 (PARTIAL ? pieces(tile) * A_PIECE_BYTES : DEPTH * tile_m * BLOCK_K));
     const u32 target = shared_address(s.b[stage]);
-    const int row = tile.group * N + (GATED ? tile.n / 2 : tile.n);
-    tma_load(target, b, full.address(), k_block * WEIGHT_BYTES, row);
-    if constexpr (GATED) tma_load(target + B_BYTES / 2, b, full.address(), k_block * WEIGHT_BYTES, row + INTERMEDIATE);
+    const int row = tile.group * N + (GATED ? tile.n / 2 : tile.n), column = k_block * (WEIGHT_BYTES / DEPTH);
+    tma_load(target, b, full.address(), column, row);
+    if constexpr (GATED) tma_load(target + B_BYTES / 2, b, full.address(), column, row + INTERMEDIATE);
     if constexpr (HALVES) {
-      if (tile.shape == WHOLE) tma_load(target + B_BYTES / 2, b, full.address(), k_block * BLOCK_K, row + HALF_N);
+      if (tile.shape == WHOLE) tma_load(target + B_BYTES / 2, b, full.address(), column, row + HALF_N);
     }
   }
 
@@ -55,14 +59,14 @@ struct Loader {
     } else {
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
-        tma_load(target + d * A_BLOCK_BYTES, a, full, (k_block * DEPTH + d) * BLOCK_K, tile.m);
+        tma_load(target + d * A_BLOCK_BYTES, a, full, (k_block + d) * BLOCK_K, tile.m);
       }
     }
 #pragma unroll
     for (int i = 0; i < DEPTH * A_SCALE_LOADS; ++i) {
       const int d = i / A_SCALE_LOADS, row = i % A_SCALE_LOADS * A_SCALE_STEP;
       tma_load(shared_address(s.a_scale[stage] + d * A_SCALE_PITCH + row), a_scale, full,
-               (GROUPS ? tile.m & ~3 : tile.m) + row, k_block * DEPTH + d);
+               (GROUPS ? tile.m & ~3 : tile.m) + row, k_block + d);
     }
     if (tile.upright()) {
       const int row = tile.m + BLOCK_M;
@@ -86,10 +90,10 @@ __device__ __forceinline__ void fill_ring(const Loader& loader, const Schedule<G
   const Tile tile = schedule.at(count > 0 ? schedule.index : 0);
   if (count > 0) loader.load_columns(tile, 0, 0);
 #pragma unroll 1
-  for (int i = 0; i < count; ++i) loader.load_weights(tile, k.first + i, i);
+  for (int i = 0; i < count; ++i) loader.load_weights(tile, k.block(i), i);
   wait_for_previous_kernel();
 #pragma unroll 1
-  for (int i = 0; i < min(count, FIRST_STAGES); ++i) loader.load_tokens(tile, k.first + i, i);
+  for (int i = 0; i < min(count, FIRST_STAGES); ++i) loader.load_tokens(tile, k.block(i), i);
   if (count > 0) Sums{loader.s, tile, split, {}}.expect();
 }
 
@@ -100,7 +104,7 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule<GROUPS>& 
   if (i > FIRST_STAGES) {
     const Tile first = schedule.at(schedule.index);
 #pragma unroll 1
-    for (int stage = FIRST_STAGES; stage < i; ++stage) loader.load_tokens(first, k.first + stage, stage);
+    for (int stage = FIRST_STAGES; stage < i; ++stage) loader.load_tokens(first, k.block(stage), stage);
   }
   pipeline.advance(i);
   Tile tile;
@@ -113,8 +117,8 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule<GROUPS>& 
         if (i == ANNOUNCED) schedule.announce(loader.s.groups.next(pipeline.stage));
       }
       if (i == 0) loader.load_columns(tile, buffer, pipeline.stage);
-      loader.load_weights(tile, k.first + i, pipeline.stage);
-      loader.load_tokens(tile, k.first + i, pipeline.stage);
+      loader.load_weights(tile, k.block(i), pipeline.stage);
+      loader.load_tokens(tile, k.block(i), pipeline.stage);
       pipeline.advance();
     }
     i = 0;

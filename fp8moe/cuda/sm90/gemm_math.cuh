@@ -1,6 +1,7 @@
 // The work of a math warp: wgmma over the stages of a tile, and promotion (gemm_promotion.cuh).
 #pragma once
 
+#include "gemm_load.cuh"
 #include "gemm_parts.cuh"
 #include "gemm_promotion.cuh"
 #include "gemm_reduction.cuh"
@@ -26,8 +27,8 @@ struct MathWarp {
   WeightScales weights;
   int warpgroup;
 
-  __device__ __forceinline__ MathWarp(Shared& s, const float* b_scale, int k_first, int warpgroup)
-      : s(s), pipeline(s.ring), weights(b_scale + k_first), warpgroup(warpgroup) {
+  __device__ __forceinline__ MathWarp(Shared& s, const float* b_scale, KRange k, int warpgroup)
+      : s(s), pipeline(s.ring), weights(b_scale + k.first), warpgroup(warpgroup) {
     find_tiles();
   }
 

@@ -34,7 +34,7 @@ struct Exponents {
 // four are fetched one turn ahead.
 struct PackedWeights {
   const u8* exponents;
-  int k_first;  // the first stage of this thread block along K
+  int k_first;  // the first K block of this thread block
   u32 next[SLABS][2];
   Exponents held[SLABS];
 
@@ -43,7 +43,7 @@ struct PackedWeights {
 
   // Fetches the exponents of stages `first` and `first` + 1. Past the end of K exponents are 0, the least.
   __device__ __forceinline__ void fetch(const Tile& tile, int first, int) {
-    const int group = 4 * (DEPTH * (k_first + first) + static_cast<int>(lane_id() % 4)), warp = threadIdx.x / WARP;
+    const int group = 4 * (k_first + DEPTH * first + static_cast<int>(lane_id() % 4)), warp = threadIdx.x / WARP;
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
 #pragma unroll
@@ -152,9 +152,10 @@ struct PackedMathWarp : MathWarp {
   static constexpr int TURN = 2;
 
   PackedWeights weights;
+  bool odd;  // the last stage of this thread block has one K block that the block multiplies, and one that it does not
 
-  __device__ __forceinline__ PackedMathWarp(Shared& s, const float* b_scale, int k_block, int warpgroup)
-      : MathWarp(s, b_scale, k_block, warpgroup), weights(b_scale, k_block) {}
+  __device__ __forceinline__ PackedMathWarp(Shared& s, const float* b_scale, KRange k, int warpgroup)
+      : MathWarp(s, b_scale, k, warpgroup), weights(b_scale, k.first), odd(SPLIT_K > 1 && k.blocks % DEPTH) {}
 
   static __device__ __forceinline__ void prepare(Shared& s) {
     for (int i = threadIdx.x; i < 256; i += THREADS) {
@@ -165,59 +166,89 @@ struct PackedMathWarp : MathWarp {
     }
   }
 
-  // While one warp unpacks, products of other warps run: a warp does not overlap its own, to need few registers.
+  // With one block per SM, a warp unpacks while its last product runs. With several, it has no registers for that, and
+  // products of other warps run.
+  static constexpr int FLIGHT = BLOCKS_PER_SM == 1 ? 2 : 1;  // products that a warp starts before it waits for the first
+
+  // The product of a slab and a K block. tokens: scales, which are loaded before the wait for the product, since handing
+  // a stage back does not wait for loads in flight.
+  struct Product {
+    Fragments rows;
+    float partial[ACCUMULATORS], tokens[ACCUMULATORS / 2];
+    Exponents exponents;
+  };
+
   template <bool First, int Used, typename Meanwhile>
-  __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source, bool,
+  __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source, bool more,
                                            const Meanwhile& meanwhile) {
-    const int lane = lane_id();
-    pipeline.arrived();
-    const TileStart columns(shared_address(s.a[pipeline.stage]));
-    const u32 codes = shared_address(s.b[pipeline.stage]);
-    const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0) + 2 * (lane % 4);
-#pragma unroll
-    for (int block = 0; block < DEPTH; ++block) {
-#pragma unroll
-      for (int slab = 0; slab < Used; ++slab) {
-        const Exponents exponents = weights.at(slab, DEPTH * source + block);
-        Fragments unpacked;
-        unpacked.unpack(s.scaled, codes + slab_row(warpgroup, slab) * WEIGHT_BYTES, block, exponents);
-        // Loaded before the product: handing a stage back does not wait for loads in flight.
-        float tokens[ACCUMULATORS / 2];
-#pragma unroll
-        for (int j = 0; j < ACCUMULATORS / 2; ++j) {
-          tokens[j] = load_shared_float(a_scale + block * A_SCALE_PITCH + 8 * (j / 2) + j % 2);
-        }
-        float partial[ACCUMULATORS];
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < BLOCK_K / 32; ++k) {
-          wgmma(partial, unpacked.values[k], columns + (block * BLOCK_M * ROW_STEP + 2 * k), k > 0);
-        }
-        wgmma_commit();
-        if (block == 0 && slab == 0) meanwhile();
-        if (block == DEPTH - 1 && slab == Used - 1) {
-          const Released stage(pipeline);
-          pipeline.advance();
-          wgmma_wait();
-          unpacked.keep();
-          stage.arrive();
-        } else {
-          wgmma_wait();
-          unpacked.keep();
-        }
-        if (First && block == 0) {
-          promote_packed<true>(sum[slab], partial, tokens, exponents);
-        } else {
-          promote_packed<false>(sum[slab], partial, tokens, exponents);
-        }
-      }
+    if (odd && !more) {
+      multiply_blocks<First, Used, 1>(sum, tile, source, meanwhile);
+    } else {
+      multiply_blocks<First, Used, DEPTH>(sum, tile, source, meanwhile);
     }
   }
 
   template <int Used>
   __device__ __forceinline__ void multiply_more(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source,
-                                                int count, bool) {
+                                                int count, bool more) {
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) multiply<false, Used>(sum, tile, source + i, true, [] {});
+    for (int i = 0; i < count; ++i) multiply<false, Used>(sum, tile, source + i, i + 1 < count || more, [] {});
+  }
+
+ private:
+  // Multiplies the first `Blocks` K blocks of a stage.
+  template <bool First, int Used, int Blocks, typename Meanwhile>
+  __device__ __forceinline__ void multiply_blocks(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source,
+                                                  const Meanwhile& meanwhile) {
+    constexpr int COUNT = Blocks * Used;
+    pipeline.arrived();
+    const TileStart columns(shared_address(s.a[pipeline.stage]));
+    const u32 codes = shared_address(s.b[pipeline.stage]);
+    const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0) + 2 * (lane_id() % 4);
+    const Released stage(pipeline);
+    Product products[FLIGHT];
+#pragma unroll
+    for (int i = 0; i < COUNT + FLIGHT - 1; ++i) {
+      if (i < COUNT) {
+        const int slab = i % Used, block = i / Used;
+        Product& next = products[i % FLIGHT];
+        next.exponents = weights.at(slab, DEPTH * source + block);
+        next.rows.unpack(s.scaled, codes + slab_row(warpgroup, slab) * WEIGHT_BYTES, block, next.exponents);
+        load_tokens(next, a_scale + block * A_SCALE_PITCH);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BLOCK_K / 32; ++k) {
+          wgmma(next.partial, next.rows.values[k], columns + (block * BLOCK_M * ROW_STEP + 2 * k), k > 0);
+        }
+        wgmma_commit();
+        if (i == 0) meanwhile();
+      }
+      if (i >= FLIGHT - 1) {
+        const int ended = i - (FLIGHT - 1);
+        Product& last = products[ended % FLIGHT];
+        if (ended == COUNT - 1) {
+          wgmma_wait<0>(last.partial);
+          last.rows.keep();
+          stage.arrive();
+        } else if (i < COUNT) {
+          wgmma_wait<FLIGHT - 1>(last.partial);
+          last.rows.keep();
+        } else {
+          wgmma_wait<0>(last.partial);
+          last.rows.keep();
+        }
+        if (First && ended < Used) {
+          promote_packed<true>(sum[ended % Used], last.partial, last.tokens, last.exponents);
+        } else {
+          promote_packed<false>(sum[ended % Used], last.partial, last.tokens, last.exponents);
+        }
+      }
+    }
+    pipeline.advance();
+  }
+
+  static __device__ __forceinline__ void load_tokens(Product& product, const float* scales) {
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS / 2; ++j) product.tokens[j] = load_shared_float(scales + 8 * (j / 2) + j % 2);
   }
 };
