@@ -67,7 +67,7 @@ def experts_forward(
 def keep_forwards() -> None:
     """Give every experts module that uses "fp8moe" a forward of its own, so that it stays on fp8moe after `unregister`.
 
-    In modules with hooks of accelerate, the stored forward is replaced likewise.
+    If accelerate has hooked a module, the original forward, which accelerate keeps in the module, is replaced instead.
     """
     for module in [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]:
         if "is_transposed" not in vars(module) or chosen_implementation(module) != NAME:

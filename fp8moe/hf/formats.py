@@ -131,7 +131,7 @@ def _check_loaded(model: Any, load_config: Any, report: Any) -> None:
     quantizer = load_config.hf_quantizer
     if isinstance(quantizer, Rehearsal):  # the caller of the rehearsal checks the report
         return
-    # If transformers quantizes the weights now, its report calls the scales that it makes "missing".
+    # If transformers quantizes the weights during this load, its report lists the new scales as "missing".
     made = quantizer is not None and not quantizer.pre_quantized
     missing = {name for name in report.missing_keys if not (made and name.endswith(SCALE))}
     if not _runs_experts(model.config):

@@ -83,7 +83,7 @@ def _packed(codes: Tensor) -> Tensor:
 def _by_matrix(
     quantize: Callable[[Tensor, int], tuple[Tensor, Tensor]], w: Tensor, group: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Quantize the matrices of w (..., N, K) one after the other: temporary memory is several times that of one."""
+    """Quantize the matrices of w (..., N, K) one at a time. Temporary memory is several times the size of a matrix."""
     results = _empty(w, group, dtype)
     stacked = [value.reshape(math.prod(w.shape[:-2]), *value.shape[-2:]) for value in (w, *results)]
     for matrix, *parts in zip(*stacked, strict=True):

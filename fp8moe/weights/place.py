@@ -382,7 +382,10 @@ def copy_weights(moves: Iterable[Move], directory: Path, state: Mapping[str, Ten
 
 
 def _scale_to_judge(move: Move, state: Mapping[str, Tensor]) -> TensorInfo | None:
-    """Return the stored scale of a move, to check its values; None if this process loads no part of a scale."""
+    """Return the stored scale of a move, whose values are to be checked.
+
+    None if the move has no scale, or if this process loads no part of the scale.
+    """
     weight, place, scale_place = move
     info = weight.scale if scale_place is not None else weight.codes
     scale_place = scale_place or (place if weight.name.role == SCALE_ROLE else None)

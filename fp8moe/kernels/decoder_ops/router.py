@@ -119,7 +119,11 @@ def route(
 
 
 def by_kernel(tokens: int, row_bytes: int) -> bool:
-    """Return whether router_logits.cu computes the logits of `tokens` tokens; for more, a GEMM reads less memory."""
+    """Return whether router_logits.cu, rather than a GEMM, computes the logits of `tokens` tokens.
+
+    Each of its thread blocks reads all tokens. So above a limit on their size a GEMM reads less memory; in
+    batch-invariant mode there is no such limit.
+    """
     if not 0 < row_bytes <= _MAX_ROW_BYTES:
         return False
     return config.settings.batch_invariant or tokens <= min(MAX_TOKENS, _MAX_BYTES // row_bytes)

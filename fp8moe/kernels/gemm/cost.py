@@ -286,7 +286,11 @@ def grouped_time(
 def _grouped_time(
     tile: TileConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int, skewed: bool
 ) -> float:
-    """Return the expected microseconds for even or for skewed routing: a mix of both would blur the number of waves."""
+    """Return the expected microseconds if routing is skewed, or if it is even.
+
+    The two have times of their own, because the number of waves is rounded up: a mean number of tiles would give a
+    number of waves that neither has.
+    """
     expected_m = max(expected_m, 1 / groups)
     steps, columns, height = ceil(k / 128), ceil(n / tile.block_n), tile.block_m
     by_height = _tiles_by_height(height, tile.weights_as_rows, expected_m, skewed)

@@ -21,10 +21,10 @@ _HEIGHTS, _NARROW = (64, 128, 192, 256), 512  # tile heights for over _FEW rows;
 
 
 class Family(NamedTuple):
-    """GEMMs that differ in their number of rows only.
+    """GEMMs that differ only in their number of rows.
 
-    n, k: shape of the weights. groups: number of weight matrices, 0 for a dense GEMM. columns: kind of weight scales
-    and dtype of the bias.
+    n, k: shape of the weights. groups: number of weight matrices, 0 for a dense GEMM. columns: what is applied to each
+    output feature; see `epilogue.Columns`.
     """
 
     n: int
