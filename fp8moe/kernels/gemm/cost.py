@@ -119,7 +119,7 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
     loaded = fullest * shared * c.shared
     steps = rounds * ceil(ceil(k / 128) / tile.split_k)
     compute = steps * max(alone, fullest * mma, loaded) / _CYCLES
-    dram = (n * k + m * k + 2 * m * n) / c.dram * (1 - c.crowded * (fullest - mean))
+    dram = (n * k * tile.weight_size + m * k + 2 * m * n) / c.dram * (1 - c.crowded * (fullest - mean))
     # L2 is no bottleneck if rows are multiples of 128 bytes.
     l2 = tiles * (rows + tile.block_n) * k / _l2_rate(k) if k % 128 else 0
     overlapped = (compute**c.overlap + dram**c.overlap + l2**c.overlap) ** (1 / c.overlap)
@@ -144,6 +144,7 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
 # These constants are microseconds, unless a comment says otherwise.
 _GROUPED_START = 3.619
 _GROUPED_STEP = 331.8  # cycles that a stage (128 along K) takes for one slab of a warpgroup, besides its MMAs
+_GROUPED_UNPACK = 150  # cycles that a stage takes to unpack weights in four bits, for one slab of a warpgroup
 _GROUPED_SWAPPED = 3.526  # factor of the MMA cycles of a stage if weights, not tokens, are the 64-row operand
 _GROUPED_OVERLAPPED = 100  # like _GROUPED_STEP, for tiles that overlap MMAs (`TileConfig.overlaps`)
 _GROUPED_OVERLAPPED_PRODUCT = 0.6  # factor of the MMA cycles of a stage, for tiles that overlap MMAs
@@ -247,7 +248,9 @@ def _step_cycles(tile: TileConfig, rows: int) -> float:
         alone = _GROUPED_OVERLAPPED + _GROUPED_OVERLAPPED_PRODUCT * product
     else:
         alone = max(slabs) * (_GROUPED_STEP + product * (_GROUPED_SWAPPED if tile.weights_as_rows else 1))
-    loaded = (height + tile.block_n) * 128 / _GROUPED_LOAD
+    if tile.packed:
+        alone += max(slabs) * _GROUPED_UNPACK
+    loaded = (height + tile.block_n * tile.weight_size) * 128 / _GROUPED_LOAD
     return max(alone, sum(slabs) * product, loaded, _GROUPED_LATENCY / tile.stages)
 
 
@@ -304,7 +307,9 @@ def _grouped_time(
         share -= 1 - _HALF
 
     # Blocks that share an SM hide each other's waiting times, but not each other's MMAs and loads.
-    loaded = (sum(rows * count for rows, count in by_height.items()) / in_column + tile.block_n) * 128
+    loaded = (
+        sum(rows * count for rows, count in by_height.items()) / in_column + tile.block_n * tile.weight_size
+    ) * 128
     per_sm = max(1.0, min(tiles, slots) * tile.split_k / num_sms)
     step = fullest + (1 - _GROUPED_FULLEST) * (cycles / tiles - fullest)
     if not tile.weights_as_rows and tile.mma_n < tile.block_n:
@@ -318,7 +323,7 @@ def _grouped_time(
 
     rows = expected_m * groups
     active = _not_empty(expected_m, skewed) * groups
-    dram = (active * n * k + rows * k + 2 * rows * n) / _GROUPED_DRAM
+    dram = (active * n * k * tile.weight_size + rows * k + 2 * rows * n) / _GROUPED_DRAM
     l2 = tiles * loaded * steps / _l2_rate(k)
     overlapped = (compute**_GROUPED_OVERLAP + dram**_GROUPED_OVERLAP + l2**_GROUPED_OVERLAP) ** (1 / _GROUPED_OVERLAP)
     area = height * tile.block_n / 128**2

@@ -27,11 +27,12 @@ class Columns(NamedTuple):
     """Operations on the sums of each output feature, applied before the epilogue.
 
     channel_scales: multiply by one weight scale per feature, instead of one per 128x128 block. bias_dtype: dtype of the
-    bias to add, bfloat16 or float32, or None.
+    bias to add, bfloat16 or float32, or None. packed: the weights have four bits.
     """
 
     channel_scales: bool = False
     bias_dtype: torch.dtype | None = None
+    packed: bool = False
 
     @property
     def bytes(self) -> int:

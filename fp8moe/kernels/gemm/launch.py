@@ -125,17 +125,17 @@ def build(
     tile: overrides the cost model's choice. pdl: start before the previous kernel in the stream has ended.
     """
     a, b = operands.a, operands.b
-    if is_packed(b):
-        raise NotImplementedError("b: the CUDA kernels take no weights in four bits yet; set FP8MOE_BACKEND=reference")
     (m, k), n, groups = a.shape, b.shape[-2], b.shape[0] if grouping else 0
     if out is None and not isinstance(epilogue, PeerStore):
         out = torch.empty((m, n // 2 if epilogue.gated else n), dtype=epilogue.out_dtype, device=a.device)
     grouping = grouping or Grouping()
     sms = num_sms(a.get_device())
     bias_dtype = None if operands.bias is None else operands.bias.dtype
-    problem, columns = DenseProblem(m, n, k, sms), Columns(has_channel_scales(b, operands.b_scale), bias_dtype)
+    packed = is_packed(b)
+    problem = DenseProblem(m, n, k, sms, packed)
+    columns = Columns(has_channel_scales(b, operands.b_scale), bias_dtype, packed)
     if groups:
-        problem = grouping.problem(m, groups, n, k, sms, swiglu=epilogue.gated)
+        problem = grouping.problem(m, groups, n, k, sms, swiglu=epilogue.gated, packed=packed)
     if tile is None:
         if grouping.max_m is None:
             # A part of a GEMM may have any number of rows, so record the number of rows of the whole GEMM.

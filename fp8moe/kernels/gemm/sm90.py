@@ -143,6 +143,11 @@ class TileConfig:
         return self.depth * (self.block_m * 128 + align(scales * 4, 128)) + self.block_n * 128 + 16 + following
 
     @property
+    def weight_size(self) -> float:
+        """Bytes of device memory of a weight, scales of groups included."""
+        return 17 / 32 if self.packed else 1
+
+    @property
     def depth(self) -> int:
         """Number of blocks of 128 along K in a stage."""
         return 2 if self.packed else 1
@@ -197,7 +202,13 @@ class TileConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block in bytes: ``struct Shared`` of gemm_layout.cuh, and alignment padding."""
-        return self.stages * self.stage_bytes + self.epilogue_bytes + self.tail_bytes + SWIZZLE_ALIGNMENT + 2048 * self.packed
+        return (
+            self.stages * self.stage_bytes
+            + self.epilogue_bytes
+            + self.tail_bytes
+            + SWIZZLE_ALIGNMENT
+            + 2048 * self.packed
+        )
 
     @property
     def tail_bytes(self) -> int:
@@ -246,7 +257,10 @@ def fits(tile: TileConfig, k: int) -> bool:
         and shared <= SHARED_LIMIT
         and (shared + 1024) * tile.blocks_per_sm <= SHARED_PER_SM
         and tile.stages >= min(2 if tile.k_parts == 1 else 3, ceil(blocks / tile.split_k))
-        and (tile.split_k == 1 or tile.stages * (tile.depth * tile.block_m * 128 + tile.block_n * 128) >= tile.partial_bytes)
+        and (
+            tile.split_k == 1
+            or tile.stages * (tile.depth * tile.block_m * 128 + tile.block_n * 128) >= tile.partial_bytes
+        )
     )
 
 
