@@ -7,7 +7,8 @@
 //   FIRST_STAGES               stages that are loaded before everything else
 //   GATED                      the weights are the gate projection followed by the up projection
 //   DYNAMIC                    blocks take their tiles from a counter, see below
-//   PACKED                     the weights are MXFP4 (gemm_packed.cuh); only with SWAP
+//   PACKED, GROUP, FLOAT32_SCALES, ARRANGED    four-bit weights, only with SWAP: their format, the values along K that
+//                              share a scale, its dtype, and the order of the codes (gemm_packed.cuh)
 //   CHANNEL, BIAS              a weight scale, a bias for each output feature; BIAS = 0: none, 1: bfloat16, 2: float32
 //   OUT_FLOAT32, SWIGLU_FORM   properties of the epilogue
 #pragma once
@@ -15,7 +16,7 @@
 #include "gemm_block.cuh"
 
 constexpr int K_BLOCKS = ceil_div(K, BLOCK_K);
-constexpr int DEPTH = PACKED ? 2 : 1;  // K blocks in a stage
+constexpr int DEPTH = PACKED > 0 ? 2 : 1;  // K blocks in a stage
 constexpr int WEIGHT_BYTES = 128;      // bytes of an output feature in a stage
 
 constexpr int ROWS = SWAP ? BLOCK_N : BLOCK_M;  // the side of wgmma that is a multiple of 64 rows
@@ -132,7 +133,7 @@ struct Magnitudes {
 template <>
 struct Magnitudes<false> {};
 
-struct Shared : Magnitudes<PACKED> {
+struct Shared : Magnitudes<(PACKED > 0)> {
   u8 a[STAGES][A_BYTES];
   u8 b[STAGES][B_BYTES];
   u8 epilogue[EPILOGUE_BYTES];  // staging tiles, sums of parts, Columns; or the tile's own or received sums
@@ -153,7 +154,7 @@ static_assert(COLUMN_SLABS == 1 || COLUMN_SLABS == SLABS);
 static_assert(!STAGED || (!REDUCES && COLUMNS % STORE_COLUMNS == 0));
 static_assert(!DYNAMIC || (PARTIAL && K_BLOCKS > 8));
 static_assert(COLUMN_BYTES == 0 || STAGES <= K_BLOCKS, "a stage of the tile before has been handed back");
-static_assert(!PACKED || (SWAP && !CHANNEL && K % 32 == 0));
+static_assert(!PACKED || (SWAP && !CHANNEL && K % GROUP == 0));
 static_assert(PARTS == 1 || (!REDUCES && GROUPS == 0 && PARTS <= K_BLOCKS && PART_REGISTERS % 4 == 0));
 static_assert(!GATED || (BLOCK_N == 256 && GROUPS > 0 && (SWAP || SPLIT_K == 1)));
 static_assert(!HALVES || (BLOCK_M == 128 && BLOCK_N == 256 && WARPGROUPS == 2 && !REDUCES && !GATED && PARTS == 1));

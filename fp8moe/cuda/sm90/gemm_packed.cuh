@@ -1,63 +1,56 @@
-// MXFP4 weights (OCP Microscaling Formats v1.0): four-bit E2M1 codes and, for each 32 along K, an E8M0 exponent.
+// Weights in four bits: MXFP4 (OCP Microscaling Formats v1.0: E2M1 codes, an E8M0 exponent for each 32 along K), or INT4
+// (two's complement, a scale in bfloat16 or float32 for each GROUP along K).
 //
-// Math warps unpack the codes of a stage to E4M3 in registers, where wgmma takes its 64-row side from. Within a row and
-// a K block the four exponents are taken relative to the largest: this power of two is the row's weight scale, and the
-// rest goes into the E4M3 values. They are exact if it is 14 or less, otherwise rounded.
+// Math warps unpack the codes of a stage to E4M3 in registers, where wgmma takes its 64-row side from. All integers are
+// exact in E4M3. Of MXFP4, the four exponents of a row and a K block are taken relative to the largest: this power of
+// two is the row's weight scale, and the rest goes into the E4M3 values, which are exact if it is 14 or less, otherwise
+// rounded.
 #pragma once
 
 #include "gemm_math.cuh"
 
-constexpr int K_GROUPS = K / 32;  // exponents of an output feature
+enum Packing : int { NOT_PACKED, MXFP4, INT4 };
 
-// The exponents of one K block of two rows of a slab: those of this lane in an accumulator. relative: how far each of
-// the four is below the largest, one byte each. scale: the power of two of the row.
-struct Exponents {
+// Products of a K block: one for all values that share the row's scale. Units are what these products multiply.
+constexpr int PIECES = PACKED == INT4 ? BLOCK_K / GROUP : 1;
+constexpr int UNITS = DEPTH * PIECES;  // of a stage
+constexpr int HELD = ceil_div(UNITS, 4);
+constexpr int ROW_SCALES = K / GROUP;  // scales of an output feature in memory
+
+// What scales one unit of two rows of a slab: those of this lane in an accumulator. relative: of MXFP4, how far each of
+// the four exponents is below the largest, one byte each.
+struct RowScales {
   u32 relative[2];
   float scale[2];
-
-  Exponents() = default;
-  __device__ __forceinline__ explicit Exponents(const u32 (&biased)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      u32 pair, most;
-      asm("max.u16x2 %0, %1, %2;" : "=r"(pair) : "r"(biased[i] & 0x00FF00FF), "r"(biased[i] >> 8 & 0x00FF00FF));
-      most = max(pair & 0xFFFF, pair >> 16);
-      relative[i] = most * 0x01010101 - biased[i];
-      // 2^(most - 127) / 2^6; E8M0 has no zero, and 255 is NaN.
-      const u32 bits = most == 0 ? 0x00400000 : most == 255 ? 0x7FC00000 : most << 23;
-      scale[i] = __uint_as_float(bits) * 0.015625f;
-    }
-  }
 };
 
-// The exponents of a warp's rows. Each lane holds those of its two rows of each slab for one of four K blocks; the next
-// four are fetched one turn ahead.
+// The scales of a warp's rows. Four lanes share two rows of each slab, and each holds every fourth unit of a turn; the
+// units of the next turn are fetched one turn ahead.
 struct PackedWeights {
-  const u8* exponents;
+  static constexpr int TURN = UNITS < 4 ? 4 / UNITS : 1;  // stages
+
+  const u8* scales;
   int k_first;  // the first K block of this thread block
-  u32 next[SLABS][2];
-  Exponents held[SLABS];
+  u32 next[HELD][SLABS][2];
+  RowScales held[HELD][SLABS];
 
   __device__ __forceinline__ PackedWeights(const float* b_scale, int k_first)
-      : exponents(reinterpret_cast<const u8*>(b_scale)), k_first(k_first) {}
+      : scales(reinterpret_cast<const u8*>(b_scale)), k_first(k_first) {}
 
-  // Fetches the exponents of stages `first` and `first` + 1. Past the end of K exponents are 0, the least.
+  // Fetches the scales of the turn that begins with stage `first`. Past the end of K they are 0.
   __device__ __forceinline__ void fetch(const Tile& tile, int first, int) {
-    const int group = 4 * (k_first + DEPTH * first + static_cast<int>(lane_id() % 4)), warp = threadIdx.x / WARP;
+    const int warp = threadIdx.x / WARP;
 #pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab) {
+    for (int h = 0; h < HELD; ++h) {
+      const int unit = (k_first + DEPTH * first) * PIECES + static_cast<int>(lane_id() % 4) + 4 * h;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = slab_row(warp / 4, slab) + warp % 4 * 16 + lane_id() / 4 + 8 * i;
-        const int feature = GATED ? min(tile.n / 2 + row % 128, INTERMEDIATE - 1) + (row < 128 ? 0 : INTERMEDIATE)
-                                  : min(tile.n + row, N - 1);
-        const u8* there = exponents + (static_cast<long long>(tile.group) * N + feature) * K_GROUPS + group;
-        next[slab][i] = 0;
-        if constexpr (K_GROUPS % 4 == 0) {
-          if (group < K_GROUPS) next[slab][i] = *reinterpret_cast<const u32*>(there);
-        } else {
+      for (int slab = 0; slab < SLABS; ++slab) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) next[slab][i] |= group + j < K_GROUPS ? u32{there[j]} << 8 * j : 0;
+        for (int i = 0; i < 2; ++i) {
+          const int row = slab_row(warp / 4, slab) + warp % 4 * 16 + lane_id() / 4 + 8 * i;
+          const int feature = GATED ? min(tile.n / 2 + row % 128, INTERMEDIATE - 1) + (row < 128 ? 0 : INTERMEDIATE)
+                                    : min(tile.n + row, N - 1);
+          next[h][slab][i] = load((static_cast<long long>(tile.group) * N + feature) * ROW_SCALES, unit);
         }
       }
     }
@@ -65,62 +58,117 @@ struct PackedWeights {
 
   __device__ __forceinline__ void turn() {
 #pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab) held[slab] = Exponents(next[slab]);
+    for (int h = 0; h < HELD; ++h) {
+#pragma unroll
+      for (int slab = 0; slab < SLABS; ++slab) held[h][slab] = scales_of(next[h][slab]);
+    }
   }
 
-  // The exponents of K block `source` of this turn, of four.
-  __device__ __forceinline__ Exponents at(int slab, int source) const {
-    Exponents there;
+  // The scales of a unit of this turn.
+  __device__ __forceinline__ RowScales at(int slab, int unit) const {
+    RowScales there;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      there.relative[i] = __shfl_sync(FULL_WARP, held[slab].relative[i], source, 4);
-      there.scale[i] = __shfl_sync(FULL_WARP, held[slab].scale[i], source, 4);
+      const RowScales& kept = held[HELD > 1 ? unit / 4 : 0][slab];
+      if (PACKED == MXFP4) there.relative[i] = __shfl_sync(FULL_WARP, kept.relative[i], unit, 4);
+      there.scale[i] = __shfl_sync(FULL_WARP, kept.scale[i], unit, 4);
     }
     return there;
   }
+
+ private:
+  // What memory has of a unit: the four exponents of a K block, or a scale. first: the row's first scale.
+  __device__ __forceinline__ u32 load(long long first, int unit) const {
+    if constexpr (PACKED == INT4 && FLOAT32_SCALES) {
+      return unit < ROW_SCALES ? reinterpret_cast<const u32*>(scales)[first + unit] : 0;
+    } else if constexpr (PACKED == INT4) {
+      return unit < ROW_SCALES ? u32{reinterpret_cast<const u16*>(scales)[first + unit]} << 16 : 0;
+    } else if constexpr (ROW_SCALES % 4 == 0) {
+      return 4 * unit < ROW_SCALES ? reinterpret_cast<const u32*>(scales + first)[unit] : 0;
+    } else {
+      u32 word = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) word |= 4 * unit + j < ROW_SCALES ? u32{scales[first + 4 * unit + j]} << 8 * j : 0;
+      return word;
+    }
+  }
+
+  static __device__ __forceinline__ RowScales scales_of(const u32 (&loaded)[2]) {
+    RowScales rows;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (PACKED == INT4) {
+        rows.scale[i] = __uint_as_float(loaded[i]);
+      } else {
+        const u32 pairs = max_of_pairs(loaded[i] & 0x00FF00FF, loaded[i] >> 8 & 0x00FF00FF);
+        const u32 most = max(pairs & 0xFFFF, pairs >> 16);
+        rows.relative[i] = most * 0x01010101 - loaded[i];
+        // 2^(most - 127) / 2^6. E8M0 has no zero, and 255 is NaN.
+        const u32 bits = most == 0 ? 0x00400000 : most == 255 ? 0x7FC00000 : most << 23;
+        rows.scale[i] = __uint_as_float(bits) * 0.015625f;
+      }
+    }
+    return rows;
+  }
 };
 
-// A slab's weights of one K block as wgmma takes them from registers: rows lane / 4 and lane / 4 + 8 of each warp, and of
-// each 32 along K the values 4 * (lane % 4) to + 3, of both rows, and the same 16 further on.
-struct Fragments {
-  u32 values[4][4];
+// The E4M3 bytes of eight values.
+struct Bytes {
+  u32 low, high;
 
-  // codes: the address of the slab in a stage. block: 0 or 1, the K block within the stage.
-  __device__ __forceinline__ void unpack(const u64* scaled, u32 codes, int block, const Exponents& exponents) {
-    const int lane = lane_id(), first = threadIdx.x / WARP % 4 * 16;
+  // values: their numbers, 0 to 7, in the four lowest nibbles.
+  __device__ __forceinline__ u32 pick(u32 values) const { return select_bytes(low, high, values); }
+};
+constexpr Bytes COUNTING_UP{0x44403800, 0x4E4C4A48};             // 0 to 7
+constexpr Bytes COUNTING_DOWN_BELOW_ZERO{0xCACCCED0, 0xB8C0C4C8};  // -8 to -1
+
+// The E4M3 bytes of four codes, given the three low bits of each in a nibble, and a word whose bytes have their fourth
+// bits on top.
+__device__ __forceinline__ u32 unpack_four(const Bytes& magnitudes, u32 low_bits, u32 signs) {
+  if constexpr (PACKED == MXFP4) return magnitudes.pick(low_bits) | (signs & 0x80808080);
+  const u32 negative = select_bytes(signs, 0, 0xBA98);  // each byte's sign in all of its bits
+  return COUNTING_UP.pick(low_bits) & ~negative | COUNTING_DOWN_BELOW_ZERO.pick(low_bits) & negative;
+}
+
+// Weights of a slab as wgmma takes them from registers: rows lane / 4 and lane / 4 + 8 of each warp, and of each 32 along
+// K the values 4 * (lane % 4) to + 3, of both rows, and the same 16 further on. `Steps` steps of 32 along K.
+template <int Steps>
+struct Fragments {
+  u32 values[Steps][4];
+
+  // codes: the address of the slab in a stage. first: the first step of the stage.
+  __device__ __forceinline__ void unpack(const Shared& s, u32 codes, int first, const RowScales& scales) {
+    const int lane = lane_id(), row = threadIdx.x / WARP % 4 * 16;
     if constexpr (ARRANGED) {
-      const int row = lane % 16;
-      const u32 mine = codes + (first + row) * WEIGHT_BYTES + (lane / 16 ^ row % 8) * 16;
+      static_assert(Steps % 2 == 0);
+      const u32 mine = codes + (row + lane % 16) * WEIGHT_BYTES + (lane / 16 ^ lane % 8) * 16;
 #pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
+      for (int pair = 0; pair < Steps / 2; ++pair) {
         u32 words[4];
-        load_matrices(mine ^ (4 * block + 2 * pair) * 16, words);
+        load_matrices(mine ^ (first + 2 * pair) * 16, words);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int i = j % 2, k = 2 * pair + j / 2;
-          const u64 table = scaled[exponents.relative[i] >> 8 * k & 0xFF];
-          const u32 low = static_cast<u32>(table), high = static_cast<u32>(table >> 32);
-          const u32 magnitudes = words[j] & 0x77777777;
-          values[k][i] = __byte_perm(low, high, magnitudes) | (words[j] & 0x80808080);
-          values[k][i + 2] = __byte_perm(low, high, magnitudes >> 16) | (words[j] << 4 & 0x80808080);
+          const Bytes magnitudes = scaled(s, scales.relative[i], k);
+          const u32 low_bits = words[j] & 0x77777777;
+          values[k][i] = unpack_four(magnitudes, low_bits, words[j]);
+          values[k][i + 2] = unpack_four(magnitudes, low_bits >> 16, words[j] << 4);
         }
       }
       return;
     }
-    const u32 mine = codes + (first + lane / 4) * WEIGHT_BYTES + lane / 4 * 16 + lane % 4 * 2;
+    const u32 mine = codes + (row + lane / 4) * WEIGHT_BYTES + lane / 4 * 16 + lane % 4 * 2;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const u32 at = mine ^ (4 * block + k) * 16;
+    for (int k = 0; k < Steps; ++k) {
+      const u32 at = mine ^ (first + k) * 16;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const u64 table = scaled[exponents.relative[i] >> 8 * k & 0xFF];
-        const u32 low = static_cast<u32>(table), high = static_cast<u32>(table >> 32);
+        const Bytes magnitudes = scaled(s, scales.relative[i], k);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const u32 four = load_shared_2(at + 8 * i * WEIGHT_BYTES + 8 * half);
-          const u32 magnitudes = __byte_perm(low, high, four & 0x7777);
-          const u32 signs = __byte_perm(four, four << 4, 0x1504);
-          values[k][i + 2 * half] = magnitudes | (signs & 0x80808080);
+          values[k][i + 2 * half] =
+              unpack_four(magnitudes, four & 0x7777, select_bytes(four, four << 4, 0x1504));
         }
       }
     }
@@ -129,27 +177,35 @@ struct Fragments {
   // Keeps the values in their registers until here, as wgmma reads them while it runs.
   __device__ __forceinline__ void keep() const {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int k = 0; k < Steps; ++k) {
       asm volatile("" ::"r"(values[k][0]), "r"(values[k][1]), "r"(values[k][2]), "r"(values[k][3]));
     }
+  }
+
+ private:
+  // The magnitudes of E2M1, scaled for step k of a K block.
+  static __device__ __forceinline__ Bytes scaled(const Shared& s, u32 relative, int k) {
+    if constexpr (PACKED == INT4) return {};
+    const u64 table = s.scaled[relative >> 8 * k & 0xFF];
+    return {static_cast<u32>(table), static_cast<u32>(table >> 32)};
   }
 };
 
 // promote_swapped(), with a weight scale for each row.
 template <bool First>
 __device__ __forceinline__ void promote_packed(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS],
-                                               const float (&tokens)[ACCUMULATORS / 2], const Exponents& exponents) {
+                                               const float (&tokens)[ACCUMULATORS / 2], const RowScales& scales) {
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      add_product<First>(sum[4 * j + i], tokens[2 * j + i % 2] * exponents.scale[i / 2], partial[4 * j + i]);
+      add_product<First>(sum[4 * j + i], tokens[2 * j + i % 2] * scales.scale[i / 2], partial[4 * j + i]);
     }
   }
 }
 
 struct PackedMathWarp : MathWarp {
-  static constexpr int TURN = 2;
+  static constexpr int TURN = PackedWeights::TURN;
 
   PackedWeights weights;
   bool odd;  // the last stage of this thread block has one K block that the block multiplies, and one that it does not
@@ -158,6 +214,7 @@ struct PackedMathWarp : MathWarp {
       : MathWarp(s, b_scale, k, warpgroup), weights(b_scale, k.first), odd(SPLIT_K > 1 && k.blocks % DEPTH) {}
 
   static __device__ __forceinline__ void prepare(Shared& s) {
+    if (PACKED == INT4) return;
     for (int i = threadIdx.x; i < 256; i += THREADS) {
       const float one = __uint_as_float(max(0, 127 + 6 - i) << 23);
       const u32 low = u32{pack_e4m3(0.f, 0.5f * one)} | u32{pack_e4m3(one, 1.5f * one)} << 16;
@@ -170,12 +227,14 @@ struct PackedMathWarp : MathWarp {
   // products of other warps run.
   static constexpr int FLIGHT = BLOCKS_PER_SM == 1 ? 2 : 1;  // products that a warp starts before it waits for the first
 
-  // The product of a slab and a K block. tokens: scales, which are loaded before the wait for the product, since handing
+  static constexpr int STEPS = BLOCK_K / 32 / PIECES;  // of 32 along K, in a product
+
+  // The product of a slab and a unit. tokens: scales, which are loaded before the wait for the product, since handing
   // a stage back does not wait for loads in flight.
   struct Product {
-    Fragments rows;
+    Fragments<STEPS> rows;
     float partial[ACCUMULATORS], tokens[ACCUMULATORS / 2];
-    Exponents exponents;
+    RowScales scales;
   };
 
   template <bool First, int Used, typename Meanwhile>
@@ -200,7 +259,7 @@ struct PackedMathWarp : MathWarp {
   template <bool First, int Used, int Blocks, typename Meanwhile>
   __device__ __forceinline__ void multiply_blocks(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source,
                                                   const Meanwhile& meanwhile) {
-    constexpr int COUNT = Blocks * Used;
+    constexpr int COUNT = Blocks * PIECES * Used;
     pipeline.arrived();
     const TileStart columns(shared_address(s.a[pipeline.stage]));
     const u32 codes = shared_address(s.b[pipeline.stage]);
@@ -210,15 +269,15 @@ struct PackedMathWarp : MathWarp {
 #pragma unroll
     for (int i = 0; i < COUNT + FLIGHT - 1; ++i) {
       if (i < COUNT) {
-        const int slab = i % Used, block = i / Used;
+        const int slab = i % Used, unit = i / Used, block = unit / PIECES, step = unit % PIECES * STEPS;
         Product& next = products[i % FLIGHT];
-        next.exponents = weights.at(slab, DEPTH * source + block);
-        next.rows.unpack(s.scaled, codes + slab_row(warpgroup, slab) * WEIGHT_BYTES, block, next.exponents);
+        next.scales = weights.at(slab, unit + (TURN > 1 ? UNITS * source : 0));
+        next.rows.unpack(s, codes + slab_row(warpgroup, slab) * WEIGHT_BYTES, STEPS * unit, next.scales);
         load_tokens(next, a_scale + block * A_SCALE_PITCH);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < BLOCK_K / 32; ++k) {
-          wgmma(next.partial, next.rows.values[k], columns + (block * BLOCK_M * ROW_STEP + 2 * k), k > 0);
+        for (int k = 0; k < STEPS; ++k) {
+          wgmma(next.partial, next.rows.values[k], columns + (block * BLOCK_M * ROW_STEP + 2 * (step + k)), k > 0);
         }
         wgmma_commit();
         if (i == 0) meanwhile();
@@ -238,9 +297,9 @@ struct PackedMathWarp : MathWarp {
           last.rows.keep();
         }
         if (First && ended < Used) {
-          promote_packed<true>(sum[ended % Used], last.partial, last.tokens, last.exponents);
+          promote_packed<true>(sum[ended % Used], last.partial, last.tokens, last.scales);
         } else {
-          promote_packed<false>(sum[ended % Used], last.partial, last.tokens, last.exponents);
+          promote_packed<false>(sum[ended % Used], last.partial, last.tokens, last.scales);
         }
       }
     }

@@ -344,6 +344,21 @@ __device__ __forceinline__ void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u3
                : "memory");
 }
 
+// Picks four of the eight bytes of two words, by the nibbles of `selector`: three bits are a byte's number, and the fourth
+// asks for its top bit in all eight.
+__device__ __forceinline__ u32 select_bytes(u32 low, u32 high, u32 selector) {
+  u32 picked;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(low), "r"(high), "r"(selector));
+  return picked;
+}
+
+// The larger of two numbers of 16 bits, for each half of a word.
+__device__ __forceinline__ u32 max_of_pairs(u32 a, u32 b) {
+  u32 larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
 __device__ __forceinline__ u32 load_shared_2(u32 address) {
   u16 v;
   asm volatile("ld.shared::cta.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8moe.kernels.gemm.epilogue import AddAndStore, Columns, Epilogue, PeerStore, PlainStore
+from fp8moe.kernels.gemm.epilogue import AddAndStore, Columns, Epilogue, Packing, PeerStore, PlainStore
 from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile, with_columns
 from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, is_dynamic, kernel_spec
 from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose, choose_grouped_k, raster_group, row_tiles_bound
 from fp8moe.kernels.gemm.warmup import Family, note
-from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales, is_packed
+from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales, is_packed, packed_format, packed_group
 from fp8moe.runtime import config
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, TensorMap, current_stream, device_guard, num_sms, planned, tensor_map
@@ -131,11 +131,11 @@ def build(
     grouping = grouping or Grouping()
     sms = num_sms(a.get_device())
     bias_dtype = None if operands.bias is None else operands.bias.dtype
-    packed = is_packed(b)
-    problem = DenseProblem(m, n, k, sms, packed)
-    columns = Columns(has_channel_scales(b, operands.b_scale), bias_dtype, packed)
+    packing = packing_of(b, operands.b_scale) if is_packed(b) else None
+    problem = DenseProblem(m, n, k, sms, packing is not None)
+    columns = Columns(has_channel_scales(b, operands.b_scale), bias_dtype, packing)
     if groups:
-        problem = grouping.problem(m, groups, n, k, sms, swiglu=epilogue.gated, packed=packed)
+        problem = grouping.problem(m, groups, n, k, sms, swiglu=epilogue.gated, packed=packing is not None)
     if tile is None:
         if grouping.max_m is None:
             # A part of a GEMM may have any number of rows, so record the number of rows of the whole GEMM.
@@ -177,6 +177,11 @@ def build(
         smem=tile.shared_bytes,
         pdl=pdl,
     )
+
+
+def packing_of(b: Tensor, scale: Tensor) -> Packing:
+    """Return how packed weights and their scales are stored."""
+    return Packing(packed_format(scale), packed_group(b, scale), scale.dtype)
 
 
 def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Tensor | None) -> Iterable[TensorMap]:

@@ -27,7 +27,6 @@ def kernel_spec(
     values = _common(tile, n, arguments_type(epilogue)) | {
         "K": k,
         "SWAP": int(tile.weights_as_rows),
-        "PACKED": int(tile.packed),
         "ARRANGED": int(tile.arranged),
         "COLUMNS": tile.mma_n,
         "OVERLAPS": int(tile.overlaps),
