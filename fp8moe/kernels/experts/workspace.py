@@ -14,7 +14,7 @@ from fp8moe.kernels.gemm.checks import bias_vector
 from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.launch import GemmOperands
 from fp8moe.kernels.gemm.launch import build as build_gemm
-from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized, has_channel_scales
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized, has_channel_scales, is_packed
 from fp8moe.runtime.checks import aligned, row_major
 from fp8moe.runtime.launch import current_stream, device_guard, planned
 from fp8moe.runtime.peer_table import Targets
@@ -41,7 +41,9 @@ class Workspace:
         tokens, top_k = index.shape
         count, hidden, size = layer.sizes
         self.hidden, self.size = hidden, size
-        self.has_channel_scales = has_channel_scales(*layer.up) or has_channel_scales(*layer.down)
+        self.aligned_scales = any(
+            has_channel_scales(*weight) or is_packed(weight.data) for weight in (layer.up, layer.down)
+        )
         num_rows = shard.rows(tokens * top_k) if capacity is None else count * capacity
         row_dtype, out_dtype = shard.dtypes(x.dtype)
         self.pitch = align(num_rows, 4)
@@ -114,7 +116,7 @@ class Workspace:
         norm = operands.norm
         norm_address = 0 if norm is None else norm.norm_weight.data_ptr()
         addresses = x | up_address | down_address | residual | up_bias | down_bias | norm_address
-        if self.has_channel_scales:
+        if self.aligned_scales:
             addresses |= up_scale.data_ptr() | down_scale.data_ptr()
         if addresses & 15:
             return self(_as_kernels_load(operands), targets, out)

@@ -165,7 +165,7 @@ def activations(a: Tensor, a_scale: Tensor) -> FP8Tensor:
 
 def weight_scale(b: Tensor, scale: Tensor) -> Tensor:
     """Return ``scale``, contiguous; channel scales also start at a multiple of 16 bytes. Copies if necessary."""
-    return aligned(scale) if has_channel_scales(b, scale) else scale.contiguous()
+    return aligned(scale) if has_channel_scales(b, scale) or is_packed(b) else scale.contiguous()
 
 
 def bias_vector(bias: Tensor | None) -> Tensor | None:
