@@ -8,6 +8,7 @@ import torch
 
 import fp8moe
 from fp8moe.decode import GraphDecoder, attention, memory, prefill, probe
+from fp8moe.decode import decoder as decoder_module
 from fp8moe.decode.step import Capabilities, Step
 from fp8moe.runtime.jit import KernelSpec
 from tests import linear_attention_models
@@ -37,8 +38,21 @@ def decoder():
     return GraphDecoder(tiny_mixtral(sliding_window=6), batch_sizes=(1, 4), max_length=MAX_LENGTH)
 
 
+@pytest.fixture
+def probed_once(monkeypatch):
+    """All decoders of a model have the capabilities that the first has found."""
+    known, find = {}, decoder_module.find_capabilities
+
+    def find_once(model, *others):
+        if model not in known:
+            known[model] = find(model, *others)
+        return known[model]
+
+    monkeypatch.setattr(decoder_module, "find_capabilities", find_once)
+
+
 @pytest.mark.parametrize("name", KINDS)
-def test_chunks_change_no_tokens(name):
+def test_chunks_change_no_tokens(name, probed_once):
     model = linear_attention_models.build(name)
     asked = []
     for batch, padding in ((1, [0]), (3, [4, 0, 16])):
