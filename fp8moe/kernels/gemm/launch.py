@@ -16,7 +16,7 @@ from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile, w
 from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, is_dynamic, kernel_spec
 from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose, choose_grouped_k, raster_group, row_tiles_bound
 from fp8moe.kernels.gemm.warmup import Family, note
-from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales, is_packed
+from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales
 from fp8moe.runtime import config
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, TensorMap, current_stream, device_guard, num_sms, planned, tensor_map
@@ -125,8 +125,6 @@ def build(
     tile: overrides the cost model's choice. pdl: start before the previous kernel in the stream has ended.
     """
     a, b = operands.a, operands.b
-    if is_packed(b):
-        raise NotImplementedError("b: the CUDA kernels take no weights in four bits yet; set FP8MOE_BACKEND=reference")
     (m, k), n, groups = a.shape, b.shape[-2], b.shape[0] if grouping else 0
     if out is None and not isinstance(epilogue, PeerStore):
         out = torch.empty((m, n // 2 if epilogue.gated else n), dtype=epilogue.out_dtype, device=a.device)
