@@ -17,9 +17,10 @@ demo: .venv/.installed  ## a small language model in bfloat16, in FP8 and as a m
 test: style  ## lint, then all tests; those of the GPU where there is a Hopper GPU
 	$(MAKE) -j2 types suite
 
-# A process for each CPU. With -m "" the GPU tests are selected too; tests/conftest.py deselects them elsewhere.
+# A process for each CPU. With -m "" the GPU tests are selected too; tests/conftest.py deselects them elsewhere. Test
+# modules are compiled once: pytest takes as long to rewrite their assertions as to import them.
 suite: .venv/.installed  ## the tests alone
-	$(BIN)/python -m pytest -m "" -n auto --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "" -n auto --dist worksteal
 
 # Tests compile what is not in the file, so a change of a kernel only makes them slower until this has run.
 variants: .venv/.installed  ## compile every kernel variant, and write what ptxas says of it into validation/ptxas.json

@@ -1,5 +1,7 @@
 """Shared by all tests: reproducible hypothesis runs, seeds, GPU tests left out where they cannot run, and fixtures."""
 
+import gc
+import logging
 import os
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -16,7 +18,8 @@ settings.load_profile("fp8moe")
 # Of several processes each has its share of the CPUs, and so have those that it starts.
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))
 os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-
+# pytest catches what loggers write that do not propagate, and of each graph PyTorch would then write traces in JSON.
+logging.getLogger("torch.__trace").propagate = True
 
 SLOW = (
     *("test_transformers_parallel", "test_demo", "test_digest", "test_gemm_tiles", "test_grouped_tiles", "test_warmup"),
@@ -47,6 +50,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _deselect(config, gpu_items, reason)
         if hasattr(config, "workeroutput"):  # a process of pytest-xdist tells the one that counts
             config.workeroutput[DESELECTED] = len(gpu_items), reason
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # modules and tests stay: no collection need look at them again
 
 
 def _deselect(config: pytest.Config, items: Sequence, reason: str) -> None:

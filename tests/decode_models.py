@@ -1,5 +1,6 @@
 """For tests of GraphDecoder: a tiny model, tokenizers for its vocabulary, a streamer, copies as late as a GPU's."""
 
+from functools import cache
 from string import ascii_lowercase
 
 from fp8moe.decode.transfers import Readback
@@ -31,6 +32,7 @@ def tiny_mixtral(**changes):
     return random_model("mixtral", BASE | shape | experts | changes)
 
 
+@cache
 def byte_level_tokenizer():
     """Tokens of one byte and of several characters, as byte-level BPE has them: GPT-2, Llama 3, Qwen."""
     from tokenizers import decoders
@@ -41,6 +43,7 @@ def byte_level_tokenizer():
     return _tokenizer(pieces, [letters[byte] for byte in BYTES], decoders.ByteLevel())
 
 
+@cache
 def byte_fallback_tokenizer():
     """Tokens with a sign for spaces, and <0xNN> for bytes: Llama 2, Mistral."""
     from tokenizers import decoders

@@ -18,6 +18,8 @@ WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 IMPORTED = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "networkx"),
     *("transformers", "transformers.generation", "transformers.models.mixtral.modeling_mixtral"),
+    *("transformers.trainer_utils", "transformers.models.auto.tokenization_auto"),  # from_pretrained imports them
+    *("transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.models.deepseek_v3.modeling_deepseek_v3"),
     *("fp8moe", "fp8moe.decode", "fp8moe.hf", "fp8moe.commands.warmup"),
     *("pytest", "hypothesis"),
 )

@@ -10,6 +10,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -169,6 +170,7 @@ def row_of(layout: str, directory: Path, columns: Iterable[str] = COLUMNS) -> di
     return {"format": find_format(trial.directory)._asdict(), "cells": cells}
 
 
+@cache
 def versions() -> dict[str, str]:
     installed = {found.metadata["Name"]: found.version for found in metadata.distributions()}
     return {name: installed[name] for name in PACKAGES if name in installed}

@@ -26,7 +26,7 @@ TESTS = ("import", "quantize", "gemm", "linear", "experts", "transformers", "tra
 MODEL = "Qwen3-30B-A3B-FP8"
 """The model that README's second code block loads; `run_readme` puts a tiny model in its place."""
 
-_MAKE_MODEL = f"""
+MAKE_MODEL = f"""
 import shutil, sys
 from tests.docs_pages import models
 with models() as folder:
@@ -123,7 +123,12 @@ def without_package(tree: Path, target: Path) -> None:
 
 def run_readme(python: str, work: Path) -> None:
     """Run README's Python blocks in ``work``, next to a tiny model. `without_package` has made ``work / "tree"``."""
-    run([python, "-c", _MAKE_MODEL, work], cwd=work / "tree")
+    run([python, "-c", MAKE_MODEL, work], cwd=work / "tree")
+    run_blocks(python, work)
+
+
+def run_blocks(python: str, work: Path) -> None:
+    """Run README's Python blocks in ``work``, which has the tiny model."""
     (work / "block.py").write_text(readme_blocks() + _AFTER_BLOCKS)
     run([python, "-I", "block.py"], cwd=work)
 

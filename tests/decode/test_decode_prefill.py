@@ -8,6 +8,7 @@ import torch
 
 import fp8moe
 from fp8moe.decode import GraphDecoder, attention, memory, prefill, probe
+from fp8moe.decode import decoder as decoder_module
 from fp8moe.decode.step import Capabilities, Step
 from fp8moe.runtime.jit import KernelSpec
 from tests import linear_attention_models
@@ -37,21 +38,38 @@ def decoder():
     return GraphDecoder(tiny_mixtral(sliding_window=6), batch_sizes=(1, 4), max_length=MAX_LENGTH)
 
 
+@pytest.fixture
+def probed_once(monkeypatch):
+    """All decoders of a model have the capabilities that the first has found."""
+    known, find = {}, decoder_module.find_capabilities
+
+    def find_once(model, *others):
+        if model not in known:
+            known[model] = find(model, *others)
+        return known[model]
+
+    monkeypatch.setattr(decoder_module, "find_capabilities", find_once)
+
+
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("chunk", [1, 5, 16])
-def test_chunks_change_no_tokens(name, chunk):
+def test_chunks_change_no_tokens(name, probed_once):
     model = linear_attention_models.build(name)
-    decoder = GraphDecoder(model, batch_sizes=(1, 3), max_length=MAX_LENGTH, prefill_chunk=chunk)
+    asked = []
     for batch, padding in ((1, [0]), (3, [4, 0, 16])):
         ids = prompts(batch, 17, seed=batch)
         mask = left_padded(ids, *padding)
-        with reads(model) as calls:
-            found = decoder.generate(ids, attention_mask=mask, max_new_tokens=6)
-        assert torch.equal(found, model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6))
-        assert calls[0]["input_ids"].shape[1] == (max(2, chunk) if decoder.capabilities.chunked_prefill else 17)
+        tokens = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6)
+        asked.append((ids, mask, tokens))
+    for chunk in (1, 5, 16):
+        decoder = GraphDecoder(model, batch_sizes=(1, 3), max_length=MAX_LENGTH, prefill_chunk=chunk)
         assert decoder.capabilities.chunked_prefill == (name != "JambaForCausalLM")
-        if "logits_to_keep" in calls[0]:
-            assert all(call["logits_to_keep"] == 1 for call in calls if call["input_ids"].shape[1] > 1)
+        for ids, mask, expected in asked:
+            with reads(model) as calls:
+                found = decoder.generate(ids, attention_mask=mask, max_new_tokens=6)
+            assert torch.equal(found, expected), chunk
+            assert calls[0]["input_ids"].shape[1] == (max(2, chunk) if decoder.capabilities.chunked_prefill else 17)
+            if "logits_to_keep" in calls[0]:
+                assert all(call["logits_to_keep"] == 1 for call in calls if call["input_ids"].shape[1] > 1)
 
 
 @contextmanager

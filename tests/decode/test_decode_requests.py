@@ -1,7 +1,9 @@
 """GraphDecoder.run: each request gets the tokens that generate gives it alone, whatever shares the rows with it."""
 
+import functools
 import itertools
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -45,11 +47,19 @@ def mixed(count, seed=0):
         yield request
 
 
+ALONE = weakref.WeakKeyDictionary()
+
+
 def alone(decoder, request):
-    """The new tokens of generate, with return_logprobs (tokens, logprobs)."""
-    ids = request["input_ids"]
-    result = decoder.generate(**{**request, "input_ids": ids[None]})
-    return (result[0][0, len(ids) :], result[1][0]) if isinstance(result, tuple) else result[0, len(ids) :]
+    """The new tokens of generate, with return_logprobs (tokens, logprobs); each request is generated once."""
+    lists = (list, torch.Tensor)
+    key = tuple((name, repr(value) if isinstance(value, lists) else value) for name, value in request.items())
+    results = ALONE.setdefault(decoder, {})
+    if key not in results:
+        ids = request["input_ids"]
+        found = decoder.generate(**{**request, "input_ids": ids[None]})
+        results[key] = (found[0][0, len(ids) :], found[1][0]) if isinstance(found, tuple) else found[0, len(ids) :]
+    return results[key]
 
 
 def check(decoder, given):
@@ -76,7 +86,7 @@ SEVERAL = (
 def test_kinds_of_models(name):
     """Compressed keys, sinks, states of linear attention and of convolutions, windows with other heads."""
     decoder = GraphDecoder(linear_attention_models.build(name), batch_sizes=(3,), max_length=MAX_LENGTH)
-    check(decoder, [*mixed(8, seed=1)])
+    check(decoder, [*mixed(6, seed=1)])
 
 
 def test_eager_attention():
@@ -186,18 +196,22 @@ def test_requests_that_are_refused_stop_nothing(decoder):
                 raise found[index]
 
 
-@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3NextForCausalLM"])
-def test_nan_ends_its_own_sequence(name, readback):
-    """Also one in a row that others take after it."""
+@functools.cache
+def two_rows(name):
     model = linear_attention_models.build(name)
-    poisoned = 100
     model.generation_config.eos_token_id = None
-    with torch.no_grad():
-        decoder = GraphDecoder(model, batch_sizes=(2,), max_length=MAX_LENGTH)
-        given = [request for request in mixed(9) if not (request["input_ids"] == poisoned).any()]
-        expected = [alone(decoder, request) for request in given]
-        clean = [not (new == poisoned).any() for new in expected]
-        model.get_input_embeddings().weight[poisoned] = torch.nan
+    return model, GraphDecoder(model, batch_sizes=(2,), max_length=MAX_LENGTH)
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3NextForCausalLM"])
+def test_nan_ends_its_own_sequence(name, readback, monkeypatch):
+    """Also one in a row that others take after it."""
+    (model, decoder), poisoned = two_rows(name), 100
+    given = [request for request in mixed(9) if not (request["input_ids"] == poisoned).any()]
+    expected = [alone(decoder, request) for request in given]
+    clean = [not (new == poisoned).any() for new in expected]
+    weight = model.get_input_embeddings().weight
+    monkeypatch.setattr(weight, "data", weight.data.index_fill(0, torch.tensor([poisoned]), torch.nan))
     bad = {"input_ids": torch.tensor([5, poisoned, 7]), "max_new_tokens": 20}
     found = dict(decoder.run([bad, given[0], bad, *given[1:]]))
     for index in (0, 2):

@@ -2,15 +2,18 @@
 
 import json
 import re
-import subprocess
 import sys
+from contextlib import redirect_stdout
 from importlib import metadata
+from io import StringIO
 
 import pytest
 
 transformers = pytest.importorskip("transformers")
 from tests.tiny_moe_models import LEFT_OUT, MODELS, moe_classes  # noqa: E402
-from tools.model_matrix import COLUMNS, MARK, PAGE, ROOT, page, read_page  # noqa: E402
+from tests.warmup_processes import in_processes  # noqa: E402
+from tools import model_matrix  # noqa: E402
+from tools.model_matrix import COLUMNS, MARK, PAGE, page, read_page  # noqa: E402
 
 SAMPLE = ("MixtralForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "DeepseekV4ForCausalLM")
 """Rows that are tried anew here: `python -m tools.model_matrix` does all."""
@@ -63,9 +66,16 @@ def test_models_by_name_are_of_classes_in_the_table(table):
             assert limited == bool(but.strip()), name
 
 
+def printed(*arguments):
+    """What the command prints, in a process that has imported transformers."""
+    sys.argv = ["model_matrix", *arguments]
+    with redirect_stdout(StringIO()) as output:
+        model_matrix.main()
+    return output.getvalue()
+
+
 def test_a_sample_of_the_rows(table):
-    command = [sys.executable, "-m", "tools.model_matrix", *SAMPLE]
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (output,) = in_processes((printed, *SAMPLE))
     rows = [json.loads(line) for line in output.splitlines()]
     assert rows == [{name: table[name]} for name in SAMPLE]
 

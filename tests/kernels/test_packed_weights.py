@@ -26,9 +26,7 @@ from fp8moe import (
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.operands import Layer
 from fp8moe.kernels.experts.operator import experts_of_rows
-from fp8moe.kernels.gemm import launch
-from fp8moe.kernels.gemm.epilogue import PlainStore
-from fp8moe.kernels.gemm.launch import GemmOperands
+from fp8moe.quant import checks
 from fp8moe.weights.views import _mxfp4
 from tests.errors import error_in_its_dtype, refused, relative_error
 from tests.gemm_cases import activations, exact, int32, offsets
@@ -233,7 +231,13 @@ def test_what_experts_refuse():
     refused(RuntimeError, "backward", out.sum().backward)
 
 
-def test_the_kernels_say_that_they_take_none_yet():
-    operands = GemmOperands(*A, *part(B, 0)[:2])
-    message = "^b: the CUDA kernels take no weights in four bits yet; set FP8MOE_BACKEND=reference"
-    refused(NotImplementedError, message, launch.build, operands, PlainStore(torch.bfloat16))
+def test_the_cuda_backend_refuses_them_before_it_launches(monkeypatch):
+    """Whichever operation asks, in the check that all share."""
+    monkeypatch.setattr(checks, "use_cuda", lambda *tensors: True)
+    x, bounds = torch.randn(11, 96, dtype=torch.bfloat16), offsets([4, 0, 7])
+    message = r": no CUDA kernel takes weights in four bits; set FP8MOE_BACKEND=reference"
+    refused(NotImplementedError, r"^b\.data" + message, gemm, A, PackedTensor(B.data[0], B.scale[0], B.format))
+    refused(NotImplementedError, r"^b\.data" + message, grouped_gemm, A, B, int32([0] * (len(B.data) + 1)))
+    refused(NotImplementedError, "^gate_up_proj" + message, experts_rows, x, bounds, UP, DOWN)
+    activation = Activation.from_key("gelu")
+    refused(NotImplementedError, "^gate_up_proj" + message, experts_rows, x, bounds, UP, DOWN, activation=activation)

@@ -17,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import fp8moe
+from tests.processes import start_processes
 from tools import matrix, release
 
 ROOT = Path(__file__).parents[2]
@@ -205,7 +206,13 @@ def test_every_import_is_a_dependency(wheel_files):
     assert {IMPORTED_AS.get(name, name) for name in names} - declared == set()
 
 
-def test_readmes_blocks_run_from_the_wheel(wheel, tree, tmp_path):
+def make_model(rank, work):
+    """As the matrix does it, in a process that has imported transformers."""
+    sys.argv = ["-c", str(work)]
+    exec(matrix.MAKE_MODEL, {})
+
+
+def test_readmes_blocks_run_from_the_wheel(wheel, tmp_path):
     """In an environment that has the dependencies of this one and, of fp8moe, nothing but the wheel."""
     pytest.importorskip("transformers")
     environment = tmp_path / "environment"
@@ -217,8 +224,9 @@ def test_readmes_blocks_run_from_the_wheel(wheel, tree, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)  # pure Python: as pip lays it out
     work = tmp_path / "work"
-    matrix.without_package(tree, work / "tree")
-    matrix.run_readme(str(environment / "bin" / "python"), work)
+    work.mkdir()
+    start_processes(make_model, (work,), 1)
+    matrix.run_blocks(str(environment / "bin" / "python"), work)
 
 
 def test_a_kernel_compiles_from_the_wheel(wheel, tmp_path):

@@ -289,10 +289,11 @@ def reference(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     # On a CPU, noise is computed only for rows that need noise. On a GPU, noise is computed for all rows: to know which
     # rows need noise, the host would have to wait for the GPU.
     some = (~greedy).nonzero()[:, 0] if greedy.is_cpu else slice(None)
-    options, scaled = SamplingState(*(value[some] for value in state)), scaled[some]
-    scores = scaled + gumbel_noise(options.seed, options.step, logits.shape[1])
-    drawn = torch.where(kept(scaled, largest[some], options), scores, -torch.inf).argmax(1)
-    tokens[some] = torch.where(greedy[some], tokens[some], drawn)
+    if not greedy.is_cpu or len(some):
+        options, scaled = SamplingState(*(value[some] for value in state)), scaled[some]
+        scores = scaled + gumbel_noise(options.seed, options.step, logits.shape[1])
+        drawn = torch.where(kept(scaled, largest[some], options), scores, -torch.inf).argmax(1)
+        tokens[some] = torch.where(greedy[some], tokens[some], drawn)
     logprobs = raw.log_softmax(1).gather(1, tokens[:, None])[:, 0]
 
     valid = _valid_parameters(state) & raw.amax(1).isfinite() & penalized.amax(1).isfinite()
