@@ -19,7 +19,6 @@ from fp8moe.quant.formats import (
     padded_rows,
     weight_k,
 )
-from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_device, check_dtype, check_tensor, describe
 
 FLOAT8 = (torch.float8_e4m3fn,)  # the dtypes that quantized data may have
@@ -83,15 +82,10 @@ def check_packed(name: str, weight: PackedTensor) -> None:
 
 
 def weight_data(name: str, data: Tensor, dimensions: str) -> tuple[int, ...]:
-    """Check that weights are FP8 or packed data with these dimensions, as `fp8_data` does. Returns (..., N, K).
-
-    Raises NotImplementedError for packed data on the CUDA backend.
-    """
+    """Check that weights are FP8 or packed data with these dimensions, as `fp8_data` does. Returns (..., N, K)."""
     shape = fp8_data(name, data, dimensions, torch.uint8)
     if not is_packed(data):
         return shape
-    if use_cuda(data):  # refused here, as an experts layer launches other kernels before its GEMMs
-        raise NotImplementedError(f"{name}: no CUDA kernel takes weights in four bits; set FP8MOE_BACKEND=reference")
     _check_k(name, data)
     return *shape[:-1], weight_k(data)
 

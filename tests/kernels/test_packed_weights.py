@@ -229,15 +229,3 @@ def test_what_experts_refuse():
     refused(ValueError, message, experts_of_rows, x.requires_grad_(), BOUNDS, layer)
     out = experts_rows(x, BOUNDS, UP, DOWN)
     refused(RuntimeError, "backward", out.sum().backward)
-
-
-def test_the_cuda_backend_refuses_them_before_it_launches(monkeypatch):
-    """Whichever operation asks, in the check that all share."""
-    monkeypatch.setattr(checks, "use_cuda", lambda *tensors: True)
-    x, bounds = torch.randn(11, 96, dtype=torch.bfloat16), offsets([4, 0, 7])
-    message = r": no CUDA kernel takes weights in four bits; set FP8MOE_BACKEND=reference"
-    refused(NotImplementedError, r"^b\.data" + message, gemm, A, PackedTensor(B.data[0], B.scale[0], B.format))
-    refused(NotImplementedError, r"^b\.data" + message, grouped_gemm, A, B, int32([0] * (len(B.data) + 1)))
-    refused(NotImplementedError, "^gate_up_proj" + message, experts_rows, x, bounds, UP, DOWN)
-    activation = Activation.from_key("gelu")
-    refused(NotImplementedError, "^gate_up_proj" + message, experts_rows, x, bounds, UP, DOWN, activation=activation)
