@@ -16,9 +16,10 @@
 // SWAP = 0: tokens are the 64-row side of wgmma. SWAP = 1: weights are, and a tile may have as few as 8 tokens.
 // SPLIT_K > 1: the blocks of a cluster share the K of a tile (gemm_reduction.cuh).
 // PARTS > 1: one block sums PARTS parts of K separately and adds them in the order of such a cluster (gemm_parts.cuh).
-// The prelude (kernels/gemm/source.py) defines the constants, wgmma(), Math, which is MathWarp or PackedMathWarp, and
-// Epilogue, which is one of epilogue_*.cuh.
+// The prelude (kernels/gemm/source.py) defines the constants, wgmma(), Math, which is MathWarp or PackedMathWarp, Helpers,
+// which is Idle or Unpacker, and Epilogue, which is one of epilogue_*.cuh.
 
+#include "gemm_codes.cuh"
 #include "gemm_load.cuh"
 #include "gemm_math.cuh"
 #include "gemm_parts.cuh"
@@ -158,9 +159,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     schedule.prepare();
     schedule.ready();
   }
-  Math::prepare(s);
+  fill_magnitudes(s);
   if (loads) {
-    s.ring.init(1, MATH_WARPS);
+    s.ring.init(UNPACKS ? 1 + UNPACK_WARPS : 1, MATH_WARPS);
+    init_codes(s);
     if constexpr (SPLIT_K > 1) s.sums.init(1);
     mbarrier_init_fence();
     fill_ring(loader, schedule, k, split, args.schedule.early_stages);
@@ -176,6 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   if (warpgroup == WARPGROUPS) {
     if constexpr (MATH_REGISTERS > 0) registers_decrease<PRODUCER_REGISTERS>();
     if (loads) produce(loader, schedule, k, args.schedule.early_stages);
+    if (warp > MATH_WARPS) Helpers::run(s, schedule, args.b_scale);
     __syncwarp();
     Split::await_peers();
     Split::received();

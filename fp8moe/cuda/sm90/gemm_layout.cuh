@@ -7,8 +7,8 @@
 //   FIRST_STAGES               stages that are loaded before everything else
 //   GATED                      the weights are the gate projection followed by the up projection
 //   DYNAMIC                    blocks take their tiles from a counter, see below
-//   PACKED, GROUP, FLOAT32_SCALES, ARRANGED    four-bit weights, only with SWAP: their format, the values along K that
-//                              share a scale, its dtype, and the order of the codes (gemm_packed.cuh)
+//   PACKED, GROUP, FLOAT32_SCALES, ARRANGED    weights in four bits: their format (gemm_codes.cuh), the values along K
+//                              that share a scale, its dtype, and the order of the codes (gemm_packed.cuh)
 //   CHANNEL, BIAS              a weight scale, a bias for each output feature; BIAS = 0: none, 1: bfloat16, 2: float32
 //   OUT_FLOAT32, SWIGLU_FORM   properties of the epilogue
 #pragma once
@@ -16,8 +16,12 @@
 #include "gemm_block.cuh"
 
 constexpr int K_BLOCKS = ceil_div(K, BLOCK_K);
-constexpr int DEPTH = PACKED > 0 ? 2 : 1;  // K blocks in a stage
-constexpr int WEIGHT_BYTES = 128;      // bytes of an output feature in a stage
+// Weights in four bits become E4M3 in registers if they are the 64-row side (gemm_packed.cuh), otherwise in their stage,
+// before math warps get it (gemm_unpack.cuh).
+constexpr bool UNPACKS = PACKED > 0 && !SWAP;
+constexpr int UNPACK_WARPS = 3;  // the loader's warpgroup has as many others
+constexpr int DEPTH = PACKED > 0 && SWAP ? 2 : 1;  // K blocks in a stage
+constexpr int WEIGHT_BYTES = UNPACKS ? 64 : 128;   // bytes of an output feature that are loaded into a stage
 
 constexpr int ROWS = SWAP ? BLOCK_N : BLOCK_M;  // the side of wgmma that is a multiple of 64 rows
 constexpr int COLUMN_SLABS = SWAP ? 1 : BLOCK_N / COLUMNS;
@@ -56,7 +60,7 @@ constexpr int TILE_SCALE_ROWS = (128 - GRANULE + BLOCK_N - 1) / 128 + 1;  // row
 constexpr bool REDUCES = SWAP || SPLIT_K > 1;  // sums reach the epilogue through shared memory
 
 constexpr int A_BLOCK_BYTES = BLOCK_M * BLOCK_K, A_BYTES = DEPTH * A_BLOCK_BYTES;
-constexpr int B_BYTES = BLOCK_N * WEIGHT_BYTES;
+constexpr int B_BYTES = BLOCK_N * 128;
 constexpr int A_SCALE_LOADS = ceil_div(BLOCK_M, 128), A_SCALE_STEP = BLOCK_M / A_SCALE_LOADS;
 constexpr int A_SCALE_BYTES = A_SCALE_LOADS * A_SCALE_BOX * 4;  // bytes per stage; an upright tile loads twice as many
 constexpr int A_SCALE_PITCH = round_up(((UPRIGHTS ? 2 * BLOCK_M : BLOCK_M) + (GROUPS ? 4 : 0)) * 4, 128) / 4;
@@ -125,15 +129,25 @@ struct GroupTable<0> {
   __device__ Tile& next(u32) { __builtin_unreachable(); }
 };
 
-// PACKED: the eight magnitudes of E2M1 in E4M3, times 2^(6 - i) at index i; one byte each.
-template <bool Packed>
-struct Magnitudes {
+// What weights in four bits need besides. scaled: the eight magnitudes of E2M1 in E4M3, times 2^(6 - i) at index i; one
+// byte each.
+template <bool Packed, bool Unpacks>
+struct PackedShared {
   u64 scaled[256];
 };
 template <>
-struct Magnitudes<false> {};
+struct PackedShared<false, false> {};
+template <>
+struct PackedShared<true, true> {
+  u64 scaled[256];
+  u32 exponents[2][BLOCK_N];    // of each feature: those of this and of the next K block, see Unpacker
+  u32 largest[2][UNPACK_WARPS][2];
+  float weight_scale[STAGES][2];  // of each 128 features
+  Barrier codes[STAGES];          // completed when codes have arrived, as ring.full is when they are unpacked
+  u8 padding[SWIZZLE_ALIGNMENT - (8 * BLOCK_N + 8 * UNPACK_WARPS * 2 + 16 * STAGES) % SWIZZLE_ALIGNMENT];
+};
 
-struct Shared : Magnitudes<(PACKED > 0)> {
+struct Shared : PackedShared<(PACKED > 0), UNPACKS> {
   u8 a[STAGES][A_BYTES];
   u8 b[STAGES][B_BYTES];
   u8 epilogue[EPILOGUE_BYTES];  // staging tiles, sums of parts, Columns; or the tile's own or received sums
@@ -154,7 +168,8 @@ static_assert(COLUMN_SLABS == 1 || COLUMN_SLABS == SLABS);
 static_assert(!STAGED || (!REDUCES && COLUMNS % STORE_COLUMNS == 0));
 static_assert(!DYNAMIC || (PARTIAL && K_BLOCKS > 8));
 static_assert(COLUMN_BYTES == 0 || STAGES <= K_BLOCKS, "a stage of the tile before has been handed back");
-static_assert(!PACKED || (SWAP && !CHANNEL && K % GROUP == 0));
+static_assert(!PACKED || (!CHANNEL && K % GROUP == 0));
+static_assert(!UNPACKS || (!HALVES && PARTS == 1 && SPLIT_K == 1 && K_BLOCKS >= 4 && BLOCK_N % 128 == 0));
 static_assert(PARTS == 1 || (!REDUCES && GROUPS == 0 && PARTS <= K_BLOCKS && PART_REGISTERS % 4 == 0));
 static_assert(!GATED || (BLOCK_N == 256 && GROUPS > 0 && (SWAP || SPLIT_K == 1)));
 static_assert(!HALVES || (BLOCK_M == 128 && BLOCK_N == 256 && WARPGROUPS == 2 && !REDUCES && !GATED && PARTS == 1));

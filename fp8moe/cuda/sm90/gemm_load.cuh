@@ -15,6 +15,19 @@ struct KRange {
   __device__ __forceinline__ int block(int stage) const { return first + DEPTH * stage; }
 };
 
+// UNPACKS: codes lie in the second half of the stage's weights.
+constexpr int CODES_AT = B_BYTES / 2;
+
+// The barrier that the load of a stage's weights completes.
+template <typename S>
+__device__ __forceinline__ Barrier& weights_arrived(S& s, u32 stage) {
+  if constexpr (UNPACKS) {
+    return s.codes[stage];
+  } else {
+    return s.ring.full[stage];
+  }
+}
+
 struct Loader {
   Shared& s;
   const TensorMap &a, &a_scale, &b;
@@ -35,13 +48,18 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_weights(const Tile& tile, int k_block, u32 stage) const {
-    Barrier& full = s.ring.full[stage];
-    full.expect(tile.columns() * WEIGHT_BYTES + (tile.upright() ? 2 : DEPTH) * A_SCALE_BYTES +
-                (PARTIAL ? pieces(tile) * A_PIECE_BYTES : DEPTH * tile_m * BLOCK_K));
-    const u32 target = shared_address(s.b[stage]);
+    const int tokens = (tile.upright() ? 2 : DEPTH) * A_SCALE_BYTES +
+                       (PARTIAL ? pieces(tile) * A_PIECE_BYTES : DEPTH * tile_m * BLOCK_K);
+    const int weights = tile.columns() * WEIGHT_BYTES;
+    Barrier& full = weights_arrived(s, stage);
+    if constexpr (UNPACKS) s.ring.full[stage].expect(tokens);
+    full.expect(UNPACKS ? weights : tokens + weights);
+    const u32 target = shared_address(s.b[stage]) + (UNPACKS ? CODES_AT : 0);
     const int row = tile.group * N + (GATED ? tile.n / 2 : tile.n), column = k_block * (WEIGHT_BYTES / DEPTH);
     tma_load(target, b, full.address(), column, row);
-    if constexpr (GATED) tma_load(target + B_BYTES / 2, b, full.address(), column, row + INTERMEDIATE);
+    if constexpr (GATED) {
+      tma_load(target + BLOCK_N / 2 * WEIGHT_BYTES, b, full.address(), column, row + INTERMEDIATE);
+    }
     if constexpr (HALVES) {
       if (tile.shape == WHOLE) tma_load(target + B_BYTES / 2, b, full.address(), column, row + HALF_N);
     }

@@ -32,9 +32,6 @@ struct MathWarp {
     find_tiles();
   }
 
-  // Fills what all math warps share; called by all threads, before they synchronize.
-  static __device__ __forceinline__ void prepare(Shared&) {}
-
   __device__ __forceinline__ void find_tiles() {
     const TileStart a = TileStart(shared_address(s.a)) + static_cast<int>(pipeline.stage * BLOCK_M * ROW_STEP);
     const TileStart b = TileStart(shared_address(s.b)) + static_cast<int>(pipeline.stage * BLOCK_N * ROW_STEP);
@@ -49,8 +46,9 @@ struct MathWarp {
   __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source, bool more,
                                            const Meanwhile& meanwhile) {
     const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
-    const TileScales weight_scales(weights, source, tile);
+    TileScales weight_scales(weights, source, tile);
     if (First || !AHEAD) pipeline.arrived();
+    weight_scales.read(s, pipeline.stage);
     if (!AHEAD) find_tiles();
     const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0);
     // SWAP: token scales are loaded before the products. Handing a stage back does not wait for loads in flight, so
@@ -101,6 +99,7 @@ struct MathWarp {
     const int lane = lane_id(), warp = threadIdx.x / WARP % 4, row = slab_row(warpgroup, 0);
     product.weights = TileScales(weights, source, tile);
     pipeline.arrived();
+    product.weights.read(s, pipeline.stage);
     const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0) + row + warp * 16 + lane / 4;
     start_product(product.partial, wgmma_descriptor(shared_address(s.a[pipeline.stage]) + row * BLOCK_K),
                   wgmma_descriptor(shared_address(s.b[pipeline.stage])));
@@ -187,4 +186,9 @@ struct MathWarp {
     }
     if (AHEAD) find_tiles();
   }
+};
+
+// What the other warps of the loader's warpgroup do: nothing, or see gemm_unpack.cuh.
+struct Idle {
+  static __device__ __forceinline__ void run(Shared&, Schedule<GROUPS>&, const float*) {}
 };

@@ -7,15 +7,13 @@
 // rounded.
 #pragma once
 
+#include "gemm_codes.cuh"
 #include "gemm_math.cuh"
-
-enum Packing : int { NOT_PACKED, MXFP4, INT4 };
 
 // Products of a K block: one for all values that share the row's scale. Units are what these products multiply.
 constexpr int PIECES = PACKED == INT4 ? BLOCK_K / GROUP : 1;
 constexpr int UNITS = DEPTH * PIECES;  // of a stage
 constexpr int HELD = ceil_div(UNITS, 4);
-constexpr int ROW_SCALES = K / GROUP;  // scales of an output feature in memory
 
 // What scales one unit of two rows of a slab: those of this lane in an accumulator. relative: of MXFP4, how far each of
 // the four exponents is below the largest, one byte each.
@@ -83,13 +81,8 @@ struct PackedWeights {
       return unit < ROW_SCALES ? reinterpret_cast<const u32*>(scales)[first + unit] : 0;
     } else if constexpr (PACKED == INT4) {
       return unit < ROW_SCALES ? u32{reinterpret_cast<const u16*>(scales)[first + unit]} << 16 : 0;
-    } else if constexpr (ROW_SCALES % 4 == 0) {
-      return 4 * unit < ROW_SCALES ? reinterpret_cast<const u32*>(scales + first)[unit] : 0;
     } else {
-      u32 word = 0;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) word |= 4 * unit + j < ROW_SCALES ? u32{scales[first + 4 * unit + j]} << 8 * j : 0;
-      return word;
+      return load_exponents(scales + first, unit);
     }
   }
 
@@ -100,35 +93,14 @@ struct PackedWeights {
       if constexpr (PACKED == INT4) {
         rows.scale[i] = __uint_as_float(loaded[i]);
       } else {
-        const u32 pairs = max_of_pairs(loaded[i] & 0x00FF00FF, loaded[i] >> 8 & 0x00FF00FF);
-        const u32 most = max(pairs & 0xFFFF, pairs >> 16);
+        const u32 most = largest_of_four(loaded[i]);
         rows.relative[i] = most * 0x01010101 - loaded[i];
-        // 2^(most - 127) / 2^6. E8M0 has no zero, and 255 is NaN.
-        const u32 bits = most == 0 ? 0x00400000 : most == 255 ? 0x7FC00000 : most << 23;
-        rows.scale[i] = __uint_as_float(bits) * 0.015625f;
+        rows.scale[i] = scale_of(most);
       }
     }
     return rows;
   }
 };
-
-// The E4M3 bytes of eight values.
-struct Bytes {
-  u32 low, high;
-
-  // values: their numbers, 0 to 7, in the four lowest nibbles.
-  __device__ __forceinline__ u32 pick(u32 values) const { return select_bytes(low, high, values); }
-};
-constexpr Bytes COUNTING_UP{0x44403800, 0x4E4C4A48};             // 0 to 7
-constexpr Bytes COUNTING_DOWN_BELOW_ZERO{0xCACCCED0, 0xB8C0C4C8};  // -8 to -1
-
-// The E4M3 bytes of four codes, given the three low bits of each in a nibble, and a word whose bytes have their fourth
-// bits on top.
-__device__ __forceinline__ u32 unpack_four(const Bytes& magnitudes, u32 low_bits, u32 signs) {
-  if constexpr (PACKED == MXFP4) return magnitudes.pick(low_bits) | (signs & 0x80808080);
-  const u32 negative = select_bytes(signs, 0, 0xBA98);  // each byte's sign in all of its bits
-  return COUNTING_UP.pick(low_bits) & ~negative | COUNTING_DOWN_BELOW_ZERO.pick(low_bits) & negative;
-}
 
 // Weights of a slab as wgmma takes them from registers: rows lane / 4 and lane / 4 + 8 of each warp, and of each 32 along
 // K the values 4 * (lane % 4) to + 3, of both rows, and the same 16 further on. `Steps` steps of 32 along K.
@@ -186,8 +158,7 @@ struct Fragments {
   // The magnitudes of E2M1, scaled for step k of a K block.
   static __device__ __forceinline__ Bytes scaled(const Shared& s, u32 relative, int k) {
     if constexpr (PACKED == INT4) return {};
-    const u64 table = s.scaled[relative >> 8 * k & 0xFF];
-    return {static_cast<u32>(table), static_cast<u32>(table >> 32)};
+    return magnitudes(s, relative >> 8 * k & 0xFF);
   }
 };
 
@@ -212,16 +183,6 @@ struct PackedMathWarp : MathWarp {
 
   __device__ __forceinline__ PackedMathWarp(Shared& s, const float* b_scale, KRange k, int warpgroup)
       : MathWarp(s, b_scale, k, warpgroup), weights(b_scale, k.first), odd(SPLIT_K > 1 && k.blocks % DEPTH) {}
-
-  static __device__ __forceinline__ void prepare(Shared& s) {
-    if (PACKED == INT4) return;
-    for (int i = threadIdx.x; i < 256; i += THREADS) {
-      const float one = __uint_as_float(max(0, 127 + 6 - i) << 23);
-      const u32 low = u32{pack_e4m3(0.f, 0.5f * one)} | u32{pack_e4m3(one, 1.5f * one)} << 16;
-      const u32 high = u32{pack_e4m3(2 * one, 3 * one)} | u32{pack_e4m3(4 * one, 6 * one)} << 16;
-      s.scaled[i] = u64{high} << 32 | low;
-    }
-  }
 
   // With one block per SM, a warp unpacks while its last product runs. With several, it has no registers for that, and
   // products of other warps run.

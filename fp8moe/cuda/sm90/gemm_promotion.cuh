@@ -16,7 +16,7 @@ struct WeightScales {
 
   // Fetches the scales of K blocks `first` to `first` + 31, out of `count` blocks.
   __device__ __forceinline__ void fetch(const Tile& tile, int first, int count) {
-    if constexpr (CHANNEL) return;
+    if constexpr (CHANNEL || UNPACKS) return;
     const int block = min(first + static_cast<int>(lane_id()), count - 1);
 #pragma unroll
     for (int r = 0; r < TILE_SCALE_ROWS; ++r) {
@@ -29,7 +29,7 @@ struct WeightScales {
   // Makes the fetched scales current.
   __device__ __forceinline__ void turn() {
 #pragma unroll
-    for (int r = 0; r < TILE_SCALE_ROWS; ++r) held[r] = CHANNEL ? 1.f : next[r];
+    for (int r = 0; r < TILE_SCALE_ROWS; ++r) held[r] = CHANNEL || UNPACKS ? 1.f : next[r];
   }
 };
 
@@ -45,7 +45,16 @@ struct TileScales {
       : end(128 - (BLOCK_N % 128 == 0 ? 0 : tile.n % 128)) {
 #pragma unroll
     for (int r = 0; r < TILE_SCALE_ROWS; ++r) {
-      rows[r] = CHANNEL ? 1.f : __shfl_sync(FULL_WARP, weights.held[r], source);
+      rows[r] = CHANNEL || UNPACKS ? 1.f : __shfl_sync(FULL_WARP, weights.held[r], source);
+    }
+  }
+
+  // UNPACKS: reads the scales that came with a stage.
+  template <typename S>
+  __device__ __forceinline__ void read(const S& s, u32 stage) {
+    if constexpr (UNPACKS) {
+#pragma unroll
+      for (int r = 0; r < TILE_SCALE_ROWS; ++r) rows[r] = s.weight_scale[stage][r];
     }
   }
 

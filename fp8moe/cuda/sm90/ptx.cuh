@@ -379,3 +379,8 @@ __device__ __forceinline__ uint4 load_shared_16(u32 address) {
                : "memory");
   return v;
 }
+
+__device__ __forceinline__ void store_shared_16(u32 address, uint4 v) {
+  asm volatile("st.shared::cta.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}

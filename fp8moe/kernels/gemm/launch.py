@@ -132,10 +132,11 @@ def build(
     sms = num_sms(a.get_device())
     bias_dtype = None if operands.bias is None else operands.bias.dtype
     packing = packing_of(b, operands.b_scale) if is_packed(b) else None
-    problem = DenseProblem(m, n, k, sms, packing is not None)
+    packed = None if packing is None else packing.format
+    problem = DenseProblem(m, n, k, sms, packed)
     columns = Columns(has_channel_scales(b, operands.b_scale), bias_dtype, packing)
     if groups:
-        problem = grouping.problem(m, groups, n, k, sms, swiglu=epilogue.gated, packed=packing is not None)
+        problem = grouping.problem(m, groups, n, k, sms, swiglu=epilogue.gated, packed=packed)
     if tile is None:
         if grouping.max_m is None:
             # A part of a GEMM may have any number of rows, so record the number of rows of the whole GEMM.
@@ -199,8 +200,8 @@ def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Ten
         b,
         shape=(max(groups, 1) * n, b.shape[-1]),
         strides=(b.stride(-2), 1),
-        box=(b_rows, 128),
-        swizzle=128,
+        box=(b_rows, 64 if tile.unpacks else 128),
+        swizzle=0 if tile.unpacks else 128,
     )
     # TMA writes contiguous results only.
     if tile.tma_store and out is not None and out.dtype == torch.bfloat16 and out.stride(0) == n:

@@ -11,6 +11,7 @@ from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, S
 PRODUCER_REGISTERS = 24
 # Registers of a producer thread with extra work (see `source.kernel_spec`); math threads then get 8 registers fewer.
 BUSY_PRODUCER_REGISTERS = 40
+UNPACK_REGISTERS = 72  # of a producer thread if it unpacks weights; math threads then get 24 registers fewer
 MAX_STAGES = 16
 _TILE_BYTES = 24  # size of ``struct Tile`` of cuda/sm90/gemm_layout.cuh
 _OTHER_REGISTERS = 28  # registers of a math thread for everything but accumulators
@@ -74,7 +75,7 @@ class TileConfig:
     @property
     def mma_source(self) -> str:
         """CUDA source of the function ``wgmma`` with `mma_n` columns."""
-        more = wgmma_source(self.mma_n, rows_in_registers=True) if self.packed else ""
+        more = wgmma_source(self.mma_n, rows_in_registers=True) if self.packed and self.weights_as_rows else ""
         return wgmma_source(self.mma_n) + more
 
     @property
@@ -150,7 +151,17 @@ class TileConfig:
     @property
     def depth(self) -> int:
         """Number of blocks of 128 along K in a stage."""
-        return 2 if self.packed else 1
+        return 2 if self.packed and self.weights_as_rows else 1
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether weights in four bits become E4M3 in shared memory, before math warps get a stage; not in registers."""
+        return self.packed and not self.weights_as_rows
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of shared memory for `packed` weights: ``struct PackedShared`` of gemm_layout.cuh."""
+        return align(2048 + 8 * self.block_n + 512, SWIZZLE_ALIGNMENT) if self.unpacks else 2048 * self.packed
 
     @property
     def first_stages(self) -> int:
@@ -202,13 +213,8 @@ class TileConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block in bytes: ``struct Shared`` of gemm_layout.cuh, and alignment padding."""
-        return (
-            self.stages * self.stage_bytes
-            + self.epilogue_bytes
-            + self.tail_bytes
-            + SWIZZLE_ALIGNMENT
-            + 2048 * self.packed
-        )
+        rest = self.epilogue_bytes + self.tail_bytes + self.packed_bytes + SWIZZLE_ALIGNMENT
+        return self.stages * self.stage_bytes + rest
 
     @property
     def tail_bytes(self) -> int:
@@ -226,7 +232,8 @@ def with_stages(tile: TileConfig, k: int) -> TileConfig:
     hold this tile.
     """
     budget = min(SHARED_LIMIT, SHARED_PER_SM // tile.blocks_per_sm - 1024)
-    fit = (budget - SWIZZLE_ALIGNMENT - 2048 * tile.packed - tile.tail_bytes - tile.epilogue_bytes) // tile.stage_bytes
+    rest = tile.epilogue_bytes + tile.tail_bytes + tile.packed_bytes + SWIZZLE_ALIGNMENT
+    fit = (budget - rest) // tile.stage_bytes
     most = ceil(ceil(k / (128 * tile.depth)) / tile.split_k) if tile.single_tile or tile.column_bytes else MAX_STAGES
     if tile.split_k > 1:
         most = max(most, ceil(tile.partial_bytes / (tile.depth * tile.block_m * 128 + tile.block_n * 128)))
@@ -248,7 +255,7 @@ def fits(tile: TileConfig, k: int) -> bool:
 
     With only two stages, tiles that sum parts of K would take 1.5 times as long.
     """
-    blocks = ceil(k / 128)
+    stages = ceil(ceil(k / 128) / tile.split_k / tile.depth)
     others = _OTHER_REGISTERS + (8 if tile.groups and not tile.weights_as_rows else 0)
     registers = tile.accumulators * (tile.slabs + 1) + others
     shared = tile.shared_bytes
@@ -256,7 +263,7 @@ def fits(tile: TileConfig, k: int) -> bool:
         registers <= tile.registers
         and shared <= SHARED_LIMIT
         and (shared + 1024) * tile.blocks_per_sm <= SHARED_PER_SM
-        and tile.stages >= min(2 if tile.k_parts == 1 else 3, ceil(blocks / tile.split_k))
+        and tile.stages >= min(2 if tile.k_parts == 1 else 3, stages)
         and (
             tile.split_k == 1
             or tile.stages * (tile.depth * tile.block_m * 128 + tile.block_n * 128) >= tile.partial_bytes

@@ -3,7 +3,13 @@
 import ctypes
 
 from fp8moe.kernels.gemm.epilogue import Columns, Epilogue, PeerStore
-from fp8moe.kernels.gemm.sm90 import BUSY_PRODUCER_REGISTERS, PRODUCER_REGISTERS, GroupedKTile, TileConfig
+from fp8moe.kernels.gemm.sm90 import (
+    BUSY_PRODUCER_REGISTERS,
+    PRODUCER_REGISTERS,
+    UNPACK_REGISTERS,
+    GroupedKTile,
+    TileConfig,
+)
 from fp8moe.runtime.jit import KernelSpec, constants
 
 
@@ -43,12 +49,17 @@ def kernel_spec(
         "DYNAMIC": int(dynamic),
     }
     busy = dynamic or tile.column_bytes or (tile.half_tiles and isinstance(epilogue, PeerStore))
-    if tile.math_registers and busy:
+    if tile.math_registers and tile.unpacks:
+        values |= {"MATH_REGISTERS": tile.math_registers - 24, "PRODUCER_REGISTERS": UNPACK_REGISTERS}
+    elif tile.math_registers and busy:
         values |= {"MATH_REGISTERS": tile.math_registers - 8, "PRODUCER_REGISTERS": BUSY_PRODUCER_REGISTERS}
     values |= columns.constants | epilogue.constants
-    header, math = ("gemm_packed.cuh", "PackedMathWarp") if tile.packed else ("gemm_math.cuh", "MathWarp")
+    header, math, helpers = ("gemm_math.cuh", "MathWarp", "Idle")
+    if tile.packed:
+        header, math = ("gemm_unpack.cuh", math) if tile.unpacks else ("gemm_packed.cuh", "PackedMathWarp")
+        helpers = "Unpacker" if tile.unpacks else helpers
     prelude = f'{constants(values)}{tile.mma_source}\n#include "{header}"\n#include "{epilogue.header}"\n'
-    prelude += f"using Math = {math};\nusing Epilogue = {type(epilogue).__name__};\n"
+    prelude += f"using Math = {math};\nusing Helpers = {helpers};\nusing Epilogue = {type(epilogue).__name__};\n"
     return KernelSpec("gemm.cu", "gemm", epilogue.defines, prelude)
 
 

@@ -42,17 +42,17 @@ def _fitting(shape: TileConfig, split_k: int, blocks_per_sm: int, groups: int, p
 
 
 class DenseProblem(NamedTuple):
-    """A GEMM of m tokens and weights (n, k). packed: whether the weights have four bits."""
+    """A GEMM of m tokens and weights (n, k). packed: the format of weights in four bits."""
 
     m: int
     n: int
     k: int
     num_sms: int
-    packed: bool = False
+    packed: str | None = None
 
 
 def _packed_tiles(heights: Iterable[int], *, swiglu: bool = False) -> list[TileConfig]:
-    """Return tile shapes for weights in four bits, of `heights` tokens. Registers hold the weights as 64-row operand."""
+    """Return tile shapes of `heights` tokens for weights in four bits, which registers hold as the 64-row operand."""
     shapes = ((256, 2),) if swiglu else ((64, 1), (128, 2), (256, 2))
     return [
         TileConfig(tokens, block_n, weights_as_rows=True, warpgroups=warpgroups, packed=True)
@@ -62,7 +62,7 @@ def _packed_tiles(heights: Iterable[int], *, swiglu: bool = False) -> list[TileC
 
 
 def dense_candidates(
-    m: int, n: int, k: int, num_sms: int, parts: int | None = None, *, packed: bool = False
+    m: int, n: int, k: int, num_sms: int, parts: int | None = None, *, packed: str | None = None
 ) -> list[TileConfig]:
     """Return the tiles worth considering for (m, n, k): they fit an SM, and splits of K fit in one wave.
 
@@ -122,7 +122,9 @@ def _splits(shape: TileConfig, k: int, parts: int | None) -> Iterable[int]:
 
 
 @lru_cache(maxsize=4096)
-def choose_dense(m: int, n: int, k: int, num_sms: int, parts: int | None = None, packed: bool = False) -> TileConfig:
+def choose_dense(
+    m: int, n: int, k: int, num_sms: int, parts: int | None = None, packed: str | None = None
+) -> TileConfig:
     """Return the dense candidate with the least expected time. parts: see `dense_candidates`."""
     found = dense_candidates(m, n, k, num_sms, parts, packed=packed)
     return min(found, key=lambda tile: dense_time(tile, m, n, k, num_sms))
@@ -187,7 +189,8 @@ class GroupedProblem(NamedTuple):
     """A grouped GEMM: `rows` rows in all, `expected_m` expected rows per group, and weights (n, k) for each group.
 
     max_m: as in `Grouping`. swiglu: the weights are a gate_up projection; a tile has 128 columns of gate and 128 of up,
-    which give one quantization block. packed: the weights have four bits.
+    which give one quantization block. packed: the format of weights in
+    four bits.
     """
 
     rows: int
@@ -198,7 +201,7 @@ class GroupedProblem(NamedTuple):
     num_sms: int
     max_m: int | None = None
     swiglu: bool = False
-    packed: bool = False
+    packed: str | None = None
 
 
 def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
@@ -207,6 +210,10 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
     tiles = []
     if packed:
         tiles = _packed_tiles((8, 16, 32, 64), swiglu=swiglu)
+        if packed == "mxfp4" and expected_m >= _FEWEST_AS_ROWS and k > 384:
+            tiles += [TileConfig(128, 256, packed=True)]
+            if not swiglu:
+                tiles += [TileConfig(256, 128, packed=True), TileConfig(128, 128, packed=True)]
     if expected_m <= _MOST_AS_COLUMNS and not packed:
         shapes = [(8, 256, 2), (16, 256, 2), (32, 256, 2)]
         if not swiglu:
@@ -298,7 +305,7 @@ class Grouping(NamedTuple):
         return self
 
     def problem(
-        self, rows: int, groups: int, n: int, k: int, num_sms: int, *, swiglu: bool, packed: bool = False
+        self, rows: int, groups: int, n: int, k: int, num_sms: int, *, swiglu: bool, packed: str | None = None
     ) -> GroupedProblem:
         """Return the `GroupedProblem` for `rows` rows, `groups` groups, weights (n, k) and these options."""
         expected_m = self.expected_m

@@ -56,7 +56,7 @@ class Family(NamedTuple):
     def _choice(self, num_sms: int) -> Callable[[int], TileConfig]:
         """Return a function that maps a number of rows to the tile that `launch.build` chooses."""
         n, k, groups, epilogue, columns = self
-        packed = columns.packing is not None
+        packed = None if columns.packing is None else columns.packing.format
         if not groups:
             return lambda rows: choose(DenseProblem(rows, n, k, num_sms, packed), epilogue)
         options = {"swiglu": epilogue.gated, "packed": packed}
