@@ -13,6 +13,7 @@ import torch
 import fp8moe
 from benchmarks import calls
 from benchmarks.calls import Case, Operands
+from fp8moe import PackedTensor
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.decode_attention import DTYPES as ATTENTION_DTYPES
 from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention
@@ -166,25 +167,22 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     yield from column_calls(make)
     yield from block_calls(make)
     yield from held_calls(make)
+    yield from packed_calls(make)
 
 
 def batch_invariant_calls(make: Operands) -> Iterator[Callable[[], object]]:
     """Yield calls that launch other kernels in batch-invariant mode than outside of it."""
 
-    def invariant(call: Callable[[], object]) -> None:
-        with fp8moe.batch_invariant():
-            call()
-
     for m, (n, k) in product((1, 60, 100, 400, 5000), ((576, 7168), (2112, 7168), (4096, 4096), (7168, 1536))):
         a, b = make.rows(m, k), make.weights(n, k)
-        yield lambda a=a, b=b: invariant(lambda: fp8moe.gemm(a, b))
-        yield lambda a=a, b=b: invariant(lambda: fp8moe.gemm(a, b, out_dtype=torch.float32))
+        yield lambda a=a, b=b: _invariantly(fp8moe.gemm, a, b)
+        yield lambda a=a, b=b: _invariantly(partial(fp8moe.gemm, a, b, out_dtype=torch.float32))
     for tokens, groups, (n, k) in product((8, 3000), (2, 64), ((512, 7168), (4096, 1024))):
         a, b, offsets = make.rows(tokens, k), make.weights(groups, n, k), make.integers([0] * groups + [tokens])
-        yield lambda a=a, b=b, offsets=offsets: invariant(lambda: fp8moe.grouped_gemm(a, b, offsets))
+        yield lambda a=a, b=b, offsets=offsets: _invariantly(fp8moe.grouped_gemm, a, b, offsets)
     for tokens, experts in product((1, 500), (60, 256)):
         x, weight = make.normal(tokens, 2048), make.normal(experts, 2048)
-        yield lambda x=x, weight=weight: invariant(lambda: router_logits(x, weight, dtype=torch.float32))
+        yield lambda x=x, weight=weight: _invariantly(partial(router_logits, x, weight, dtype=torch.float32))
 
 
 def layout_calls(make: Operands) -> Iterator[Callable[[], object]]:
@@ -416,3 +414,42 @@ def all_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for case in cases():
         yield calls.build(case, make)
     yield from operator_calls(make)
+
+
+def packed_calls(make: Operands) -> Iterator[Callable[[], object]]:
+    """Yield calls with weights in four bits: each layout of their scales, few tokens and many."""
+    for form, group, dtype in (
+        ("mxfp4", 32, torch.uint8),
+        *(("int4", group, dtype) for group in (32, 128) for dtype in (torch.bfloat16, torch.float32)),
+    ):
+
+        def weights(*shape: int, form: str = form, group: int = group, dtype: torch.dtype = dtype) -> PackedTensor:
+            *lead, n, k = shape
+            data = make.zeros(*lead, n, k // 2, dtype=torch.uint8)
+            return PackedTensor(data, make.zeros(*lead, n, k // group, dtype=dtype), form)
+
+        for m, (n, k) in product((1, 64, 600), ((1000, 1024), (576, 7168))):
+            a, b, bias = make.rows(m, k), weights(n, k), make.normal(n)
+            yield partial(fp8moe.gemm, a, b)
+            yield partial(fp8moe.gemm, a, b, bias=bias, out_dtype=torch.float32)
+            yield partial(_invariantly, fp8moe.gemm, a, b)
+        for rows, (n, k) in product((8, 600, 4000), ((1000, 640), (512, 2048))):
+            a, b = make.rows(rows, k), weights(8, n, k)
+            yield partial(fp8moe.grouped_gemm, a, b, make.integers([0] * 8 + [rows]))
+            yield partial(_invariantly, fp8moe.grouped_gemm, a, b, make.integers([0] * 8 + [rows]))
+            masked = fp8moe.FP8Tensor(*(part.unflatten(0, (8, rows // 8)) for part in a))
+            yield partial(fp8moe.grouped_gemm_masked, masked, b, make.integers([0] * 8))
+        for tokens in (1, 64, 4000):
+            up, down, index = weights(16, 1024, 1024), weights(16, 1024, 512), make.zeros(tokens, 4, dtype=torch.int64)
+            operands = make.normal(tokens, 1024), index, make.uniform(tokens, 4, mean=1.0), up, down
+            yield partial(fp8moe.experts, *operands)
+            layer = Layer(
+                up, down, Activation(limit=7.0, alpha=1.702), Biases(make.normal(16, 1024), make.normal(16, 1024))
+            )
+            shard = Shard(0, 16, row_dtype=torch.bfloat16)
+            yield partial(experts_partial, operands[0], index.int(), operands[2], layer, shard)
+
+
+def _invariantly(call: Callable[..., object], *operands: object) -> object:
+    with fp8moe.batch_invariant():
+        return call(*operands)

@@ -26,7 +26,6 @@ from fp8moe import (
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.operands import Layer
 from fp8moe.kernels.experts.operator import experts_of_rows
-from fp8moe.quant import checks
 from fp8moe.weights.views import _mxfp4
 from tests.errors import error_in_its_dtype, refused, relative_error
 from tests.gemm_cases import activations, exact, int32, offsets

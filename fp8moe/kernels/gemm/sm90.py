@@ -155,7 +155,7 @@ class TileConfig:
 
     @property
     def unpacks(self) -> bool:
-        """Whether weights in four bits become E4M3 in shared memory, before math warps get a stage; not in registers."""
+        """Whether weights in four bits become E4M3 in shared memory, not in registers."""
         return self.packed and not self.weights_as_rows
 
     @property
