@@ -33,6 +33,19 @@ __device__ __forceinline__ Bytes magnitudes(const S& s, u32 relative) {
   return {static_cast<u32>(table), static_cast<u32>(table >> 32)};
 }
 
+// What exponents ask of the table of magnitudes, one byte each: how far they are below `largest`, or NAN_ENTRY.
+constexpr u32 NAN_ENTRY = 255;
+__device__ __forceinline__ u32 below(u32 largest, u32 exponents) {
+  return largest * 0x01010101 - exponents | __vcmpeq4(exponents, 0xFFFFFFFF);
+}
+
+// The largest of four exponents, one byte each, that are not NaN.
+__device__ __forceinline__ u32 largest_exponent(u32 exponents) {
+  const u32 numbers = exponents & ~__vcmpeq4(exponents, 0xFFFFFFFF);
+  const u32 pairs = max_of_pairs(numbers & 0x00FF00FF, numbers >> 8 & 0x00FF00FF);
+  return max(pairs & 0xFFFF, pairs >> 16);
+}
+
 // Fills the table of magnitudes; called by all threads of the block, before they synchronize.
 template <typename S>
 __device__ __forceinline__ void fill_magnitudes(S& s) {
@@ -41,7 +54,7 @@ __device__ __forceinline__ void fill_magnitudes(S& s) {
       const float one = __uint_as_float(max(0, 127 + 6 - i) << 23);
       const u32 low = u32{pack_e4m3(0.f, 0.5f * one)} | u32{pack_e4m3(one, 1.5f * one)} << 16;
       const u32 high = u32{pack_e4m3(2 * one, 3 * one)} | u32{pack_e4m3(4 * one, 6 * one)} << 16;
-      s.scaled[i] = u64{high} << 32 | low;
+      s.scaled[i] = i == NAN_ENTRY ? 0x7F7F7F7F7F7F7F7F : u64{high} << 32 | low;
     }
   }
 }
@@ -67,12 +80,7 @@ __device__ __forceinline__ u32 load_exponents(const u8* row, int block) {
   }
 }
 
-__device__ __forceinline__ u32 largest_of_four(u32 bytes) {
-  const u32 pairs = max_of_pairs(bytes & 0x00FF00FF, bytes >> 8 & 0x00FF00FF);
-  return max(pairs & 0xFFFF, pairs >> 16);
-}
-
-// 2^(exponent - 127) / 2^6. E8M0 has no zero, and 255 is NaN.
+// 2^(exponent - 127) / 2^6. E8M0 has no zero.
 __device__ __forceinline__ float scale_of(u32 exponent) {
-  return __uint_as_float(exponent == 0 ? 0x00400000 : exponent == 255 ? 0x7FC00000 : exponent << 23) * 0.015625f;
+  return __uint_as_float(exponent == 0 ? 0x00400000 : exponent << 23) * 0.015625f;
 }

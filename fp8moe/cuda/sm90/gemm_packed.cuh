@@ -2,9 +2,9 @@
 // (two's complement, a scale in bfloat16 or float32 for each GROUP along K).
 //
 // Math warps unpack the codes of a stage to E4M3 in registers, where wgmma takes its 64-row side from. All integers are
-// exact in E4M3. Of MXFP4, the four exponents of a row and a K block are taken relative to the largest: this power of
-// two is the row's weight scale, and the rest goes into the E4M3 values, which are exact if it is 14 or less, otherwise
-// rounded.
+// exact in E4M3. Of MXFP4, the exponents of a K block are taken relative to the largest of a lane's two rows: this power
+// of two is the weight scale of both rows, and the rest goes into the E4M3 values, which are exact if it is 14 or less,
+// otherwise rounded.
 #pragma once
 
 #include "gemm_codes.cuh"
@@ -15,11 +15,14 @@ constexpr int PIECES = PACKED == INT4 ? BLOCK_K / GROUP : 1;
 constexpr int UNITS = DEPTH * PIECES;  // of a stage
 constexpr int HELD = ceil_div(UNITS, 4);
 
-// What scales one unit of two rows of a slab: those of this lane in an accumulator. relative: of MXFP4, how far each of
-// the four exponents is below the largest, one byte each.
+// What scales one unit of two rows of a slab: those of this lane in an accumulator. relative: of MXFP4, see below().
 struct RowScales {
+  static constexpr int SCALES = PACKED == INT4 ? 2 : 1;  // INT4: one for each row
+
   u32 relative[2];
-  float scale[2];
+  float scale[SCALES];
+
+  __device__ __forceinline__ float of(int row) const { return scale[row % SCALES]; }
 };
 
 // The scales of a warp's rows. Four lanes share two rows of each slab, and each holds every fourth unit of a turn; the
@@ -64,12 +67,12 @@ struct PackedWeights {
 
   // The scales of a unit of this turn.
   __device__ __forceinline__ RowScales at(int slab, int unit) const {
+    const RowScales& kept = held[HELD > 1 ? unit / 4 : 0][slab];
     RowScales there;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const RowScales& kept = held[HELD > 1 ? unit / 4 : 0][slab];
       if (PACKED == MXFP4) there.relative[i] = __shfl_sync(FULL_WARP, kept.relative[i], unit, 4);
-      there.scale[i] = __shfl_sync(FULL_WARP, kept.scale[i], unit, 4);
+      if (i < RowScales::SCALES) there.scale[i] = __shfl_sync(FULL_WARP, kept.scale[i], unit, 4);
     }
     return there;
   }
@@ -88,15 +91,14 @@ struct PackedWeights {
 
   static __device__ __forceinline__ RowScales scales_of(const u32 (&loaded)[2]) {
     RowScales rows;
+    if constexpr (PACKED == INT4) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if constexpr (PACKED == INT4) {
-        rows.scale[i] = __uint_as_float(loaded[i]);
-      } else {
-        const u32 most = largest_of_four(loaded[i]);
-        rows.relative[i] = most * 0x01010101 - loaded[i];
-        rows.scale[i] = scale_of(most);
-      }
+      for (int i = 0; i < 2; ++i) rows.scale[i] = __uint_as_float(loaded[i]);
+    } else {
+      const u32 largest = max(largest_exponent(loaded[0]), largest_exponent(loaded[1]));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) rows.relative[i] = below(largest, loaded[i]);
+      rows.scale[0] = scale_of(largest);
     }
     return rows;
   }
@@ -162,7 +164,7 @@ struct Fragments {
   }
 };
 
-// promote_swapped(), with a weight scale for each row.
+// promote_swapped(), with the weight scales of a lane's rows.
 template <bool First>
 __device__ __forceinline__ void promote_packed(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS],
                                                const float (&tokens)[ACCUMULATORS / 2], const RowScales& scales) {
@@ -170,7 +172,7 @@ __device__ __forceinline__ void promote_packed(float (&sum)[ACCUMULATORS], const
   for (int j = 0; j < COLUMNS / 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      add_product<First>(sum[4 * j + i], tokens[2 * j + i % 2] * scales.scale[i / 2], partial[4 * j + i]);
+      add_product<First>(sum[4 * j + i], tokens[2 * j + i % 2] * scales.of(i / 2), partial[4 * j + i]);
     }
   }
 }

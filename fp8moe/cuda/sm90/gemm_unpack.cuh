@@ -20,7 +20,6 @@ struct Unpacker {
   static constexpr int OVER = BLOCK_N / 2 / FEATURES, LAST = (BLOCK_N / 2 + FEATURES * OVER / 2) / FEATURES;
   static constexpr int HELD = ceil_div(BLOCK_N, THREADS_HERE);
   static constexpr int BARRIER = 8;  // named barrier of these warps
-  static constexpr u32 ALL_NAN = 0x7F7F7F7F;
 
   Shared& s;
   const u8* scales;
@@ -52,7 +51,7 @@ struct Unpacker {
     for (int i = 0; i < HELD; ++i) {
       const int row = thread + THREADS_HERE * i;
       if (row < BLOCK_N) s.exponents[buffer][row] = held[i];
-      const u32 most = largest_of_four(held[i] & ~__vcmpeq4(held[i], 0xFFFFFFFF));
+      const u32 most = largest_exponent(held[i]);
       if (row < 128) {
         largest[0] = max(largest[0], most);
       } else {
@@ -85,8 +84,8 @@ struct Unpacker {
   __device__ __forceinline__ void write(const Place& place, int round, uint4 codes) const {
     const int row = thread / 4 + FEATURES * round;
     const u32 exponent = place.exponents[4 * FEATURES * round];
-    Bytes bytes = magnitudes(s, (row < 128 ? place.largest[0] : place.largest[1]) - exponent & 0xFF);
-    if (exponent == 255) bytes = {ALL_NAN, ALL_NAN};
+    const u32 largest = row < 128 ? place.largest[0] : place.largest[1];
+    const Bytes bytes = magnitudes(s, exponent == 255 ? NAN_ENTRY : largest - exponent);
     const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
     u32 values[8];
 #pragma unroll

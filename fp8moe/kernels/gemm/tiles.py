@@ -236,6 +236,8 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
         for split_k in range(1, min(8, ceil(k / 128)) + 1 if shape.weights_as_rows else 2):
             # Largest number of blocks per SM to try; more blocks would leave each too few registers.
             most = (3 if shape.block_n == 256 else 4) if shape.weights_as_rows else 3 if shape.warpgroups == 1 else 1
+            if shape.packed:  # unpacking needs registers
+                most = min(most, 3 if shape.warpgroups == 1 else 2)
             for blocks_per_sm in range(1, most + 1):
                 tile = _fitting(shape, split_k, blocks_per_sm, groups, 1, k)
                 if tile is None:
