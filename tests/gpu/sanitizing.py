@@ -52,7 +52,7 @@ def differing(pairs: list[tuple[Tensor, Tensor]]) -> int:
 def product(a: fp8moe.FP8Tensor, b: fp8moe.FP8Tensor | fp8moe.PackedTensor) -> Tensor:
     """In float64, on the CPU."""
     b = on_cpu(b)
-    weights = fp8moe.dequantize(b, torch.float32).double() if isinstance(b, fp8moe.PackedTensor) else exact(b)
+    weights = fp8moe.dequantize(b, dtype=torch.float64) if isinstance(b, fp8moe.PackedTensor) else exact(b)
     return exact(on_cpu(a)) @ weights.T
 
 

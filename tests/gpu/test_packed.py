@@ -20,6 +20,7 @@ from fp8moe import (
 )
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm import tiles
+from fp8moe.kernels.gemm.checks import weight_scale
 from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
 from fp8moe.kernels.gemm.sm90 import fits, with_stages
 from fp8moe.kernels.gemm.tiles import Grouping
@@ -77,16 +78,16 @@ def test_every_tile_has_the_bits_of_blocks(n, k):
     b = weights("mxfp4", len(SIZES), n, k)
     same, bounds, m = blocks(b), offsets(list(SIZES)).cuda(), sum(SIZES)
     a = rows_of(m, k)
-    problem = tiles.GroupedProblem(m, len(SIZES), m / len(SIZES), n, k, 132, packed=True)
+    problem = tiles.GroupedProblem(m, len(SIZES), m / len(SIZES), n, k, 132, packed="mxfp4")
     wrong = {}
     for tile in {replace(one, stages=0) for one in tiles.grouped_candidates(problem)}:
         outs = []
-        for weight, packed in ((same, False), (b, True)):
+        for weight, packed in ((same, None), (b, "mxfp4")):
             config = with_stages(replace(tile, packed=packed, blocks_per_sm=tile.blocks_per_sm if packed else 1), k)
             if not fits(config, k):
                 break
             out = torch.full((m, n), torch.nan, device="cuda")
-            operands = GemmOperands(*a, weight.data, weight.scale, groups=bounds)
+            operands = GemmOperands(*a, weight.data, weight_scale(weight.data, weight.scale), groups=bounds)
             for _ in range(20 if packed else 1):
                 multiply_with(config, operands, out, Grouping())
                 outs.append(out.clone())

@@ -140,10 +140,11 @@ __device__ __forceinline__ void consume(Math& math, Schedule<GROUPS>& schedule, 
   epilogue.finish();
 }
 
-// out_map: tensor map of the result, which assumes a pitch of N.
+// below: tensor map of arranged exponents, only of MXFP4. out_map: that of the result, which assumes a pitch of N.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gemm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a_scale,
-         const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap out_map,
+         const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap below,
+         const __grid_constant__ TensorMap out_map,
          const __grid_constant__ Arguments args) {
   Shared& s = aligned_shared<Shared>();
   // The order of these lines matters: otherwise ptxas does not see that a single thread loads, and wraps each load in a
@@ -152,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   const bool loads = warp == MATH_WARPS && lane == 0;
   const Split split;
   const KRange k(split.rank);
-  const Loader loader{s, a, a_scale, b, {args.b_scale, args.bias}, args.schedule.tokens_of_tile()};
+  const Loader loader{s, a, a_scale, b, below, {args.b_scale, args.bias}, args.schedule.tokens_of_tile()};
   Schedule<GROUPS> schedule(args.schedule, s.groups);
 
   if (warp == MATH_WARPS) {
@@ -168,6 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fill_ring(loader, schedule, k, split, args.schedule.early_stages);
   } else if (warp == MATH_WARPS + 1) {
     prefetch_map(b), prefetch_map(a), prefetch_map(a_scale);
+    if constexpr (PACKED == MXFP4) prefetch_map(below);
     if constexpr (STAGED) prefetch_map(out_map);
   }
   __syncthreads();
@@ -178,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   if (warpgroup == WARPGROUPS) {
     if constexpr (MATH_REGISTERS > 0) registers_decrease<PRODUCER_REGISTERS>();
     if (loads) produce(loader, schedule, k, args.schedule.early_stages);
-    if (warp > MATH_WARPS) Helpers::run(s, schedule, args.b_scale);
+    if (warp > MATH_WARPS) Helpers::run(s, schedule);
     __syncwarp();
     Split::await_peers();
     Split::received();

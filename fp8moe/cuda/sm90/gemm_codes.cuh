@@ -1,12 +1,12 @@
-// Codes of four bits and their scales: MXFP4 (OCP Microscaling Formats v1.0: E2M1 codes, an E8M0 exponent for each 32
-// along K), or INT4 (two's complement, a scale in bfloat16 or float32 for each GROUP along K).
+// Codes of four bits become E4M3: those of MXFP4 (OCP Microscaling Formats v1.0: E2M1 codes, an E8M0 exponent for each 32
+// along K), or of INT4 (two's complement, a scale in bfloat16 or float32 for each GROUP along K).
+//
+// All integers are exact in E4M3. In MXFP4 the weight scale of a block of 128 features and 128 along K is the power of
+// two that belongs to its largest exponent (cuda/ops/arrange_exponents.cu). What other exponents lack goes into the E4M3
+// values, which are exact if it is 14 or less, otherwise rounded.
 #pragma once
 
 #include "gemm_layout.cuh"
-
-enum Packing : int { NOT_PACKED, MXFP4, INT4 };
-
-constexpr int ROW_SCALES = K / GROUP;  // scales of an output feature in memory
 
 // The E4M3 bytes of eight values.
 struct Bytes {
@@ -26,25 +26,14 @@ __device__ __forceinline__ u32 unpack_four(const Bytes& magnitudes, u32 low_bits
   return COUNTING_UP.pick(low_bits) & ~negative | COUNTING_DOWN_BELOW_ZERO.pick(low_bits) & negative;
 }
 
-// The magnitudes of E2M1 times 2^(6 - relative).
+// The magnitudes of E2M1 times 2^(6 - relative), or NaN.
 template <typename S>
 __device__ __forceinline__ Bytes magnitudes(const S& s, u32 relative) {
   const u64 table = s.scaled[relative];
   return {static_cast<u32>(table), static_cast<u32>(table >> 32)};
 }
 
-// What exponents ask of the table of magnitudes, one byte each: how far they are below `largest`, or NAN_ENTRY.
-constexpr u32 NAN_ENTRY = 255;
-__device__ __forceinline__ u32 below(u32 largest, u32 exponents) {
-  return largest * 0x01010101 - exponents | __vcmpeq4(exponents, 0xFFFFFFFF);
-}
-
-// The largest of four exponents, one byte each, that are not NaN.
-__device__ __forceinline__ u32 largest_exponent(u32 exponents) {
-  const u32 numbers = exponents & ~__vcmpeq4(exponents, 0xFFFFFFFF);
-  const u32 pairs = max_of_pairs(numbers & 0x00FF00FF, numbers >> 8 & 0x00FF00FF);
-  return max(pairs & 0xFFFF, pairs >> 16);
-}
+constexpr u32 NAN_ENTRY = 255;  // of the table of magnitudes
 
 // Fills the table of magnitudes; called by all threads of the block, before they synchronize.
 template <typename S>
@@ -65,22 +54,4 @@ __device__ __forceinline__ void init_codes(S& s) {
 #pragma unroll 1
     for (int i = 0; i < STAGES; ++i) s.codes[i].init(1);
   }
-}
-
-// The four exponents of a K block, one byte each, of the row whose exponents begin at `row`. Past the end of K they are
-// 0.
-__device__ __forceinline__ u32 load_exponents(const u8* row, int block) {
-  if constexpr (ROW_SCALES % 4 == 0) {
-    return 4 * block < ROW_SCALES ? reinterpret_cast<const u32*>(row)[block] : 0;
-  } else {
-    u32 word = 0;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) word |= 4 * block + j < ROW_SCALES ? u32{row[4 * block + j]} << 8 * j : 0;
-    return word;
-  }
-}
-
-// 2^(exponent - 127) / 2^6. E8M0 has no zero.
-__device__ __forceinline__ float scale_of(u32 exponent) {
-  return __uint_as_float(exponent == 0 ? 0x00400000 : exponent << 23) * 0.015625f;
 }

@@ -28,9 +28,13 @@ __device__ __forceinline__ Barrier& weights_arrived(S& s, u32 stage) {
   }
 }
 
+__device__ __forceinline__ u32* exponents_below(Shared& s, u32 stage) {
+  return reinterpret_cast<u32*>(s.a_scale[stage] + DEPTH * A_SCALE_PITCH);
+}
+
 struct Loader {
   Shared& s;
-  const TensorMap &a, &a_scale, &b;
+  const TensorMap &a, &a_scale, &b, &below;  // below: of MXFP4, see BELOW_WORDS
   Columns columns;
   int tile_m;  // tokens per load of a tile that is not partial
 
@@ -53,12 +57,18 @@ struct Loader {
     const int weights = tile.columns() * WEIGHT_BYTES;
     Barrier& full = weights_arrived(s, stage);
     if constexpr (UNPACKS) s.ring.full[stage].expect(tokens);
-    full.expect(UNPACKS ? weights : tokens + weights);
+    full.expect((UNPACKS ? weights : tokens + weights) + BELOW_WORDS * 4);
     const u32 target = shared_address(s.b[stage]) + (UNPACKS ? CODES_AT : 0);
     const int row = tile.group * N + (GATED ? tile.n / 2 : tile.n), column = k_block * (WEIGHT_BYTES / DEPTH);
     tma_load(target, b, full.address(), column, row);
     if constexpr (GATED) {
       tma_load(target + BLOCK_N / 2 * WEIGHT_BYTES, b, full.address(), column, row + INTERMEDIATE);
+    }
+    if constexpr (PACKED == MXFP4) {
+      const u32 words = shared_address(exponents_below(s, stage));
+      const int first = GATED ? tile.n / 2 : tile.n, block = tile.group * K_BLOCKS + k_block;
+      tma_load(words, below, full.address(), first, block);
+      if constexpr (GATED) tma_load(words + BELOW_WORDS / 2 * 4, below, full.address(), first + INTERMEDIATE, block);
     }
     if constexpr (HALVES) {
       if (tile.shape == WHOLE) tma_load(target + B_BYTES / 2, b, full.address(), column, row + HALF_N);

@@ -28,7 +28,7 @@ struct MathWarp {
   int warpgroup;
 
   __device__ __forceinline__ MathWarp(Shared& s, const float* b_scale, KRange k, int warpgroup)
-      : s(s), pipeline(s.ring), weights(b_scale + k.first), warpgroup(warpgroup) {
+      : s(s), pipeline(s.ring), weights(first_scale(b_scale, k.first)), warpgroup(warpgroup) {
     find_tiles();
   }
 
@@ -46,9 +46,8 @@ struct MathWarp {
   __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source, bool more,
                                            const Meanwhile& meanwhile) {
     const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
-    TileScales weight_scales(weights, source, tile);
+    const TileScales weight_scales(weights, source, tile);
     if (First || !AHEAD) pipeline.arrived();
-    weight_scales.read(s, pipeline.stage);
     if (!AHEAD) find_tiles();
     const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0);
     // SWAP: token scales are loaded before the products. Handing a stage back does not wait for loads in flight, so
@@ -99,7 +98,6 @@ struct MathWarp {
     const int lane = lane_id(), warp = threadIdx.x / WARP % 4, row = slab_row(warpgroup, 0);
     product.weights = TileScales(weights, source, tile);
     pipeline.arrived();
-    product.weights.read(s, pipeline.stage);
     const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0) + row + warp * 16 + lane / 4;
     start_product(product.partial, wgmma_descriptor(shared_address(s.a[pipeline.stage]) + row * BLOCK_K),
                   wgmma_descriptor(shared_address(s.b[pipeline.stage])));
@@ -190,5 +188,5 @@ struct MathWarp {
 
 // What the other warps of the loader's warpgroup do: nothing, or see gemm_unpack.cuh.
 struct Idle {
-  static __device__ __forceinline__ void run(Shared&, Schedule<GROUPS>&, const float*) {}
+  static __device__ __forceinline__ void run(Shared&, Schedule<GROUPS>&) {}
 };

@@ -1,10 +1,5 @@
-// Weights in four bits: MXFP4 (OCP Microscaling Formats v1.0: E2M1 codes, an E8M0 exponent for each 32 along K), or INT4
-// (two's complement, a scale in bfloat16 or float32 for each GROUP along K).
-//
-// Math warps unpack the codes of a stage to E4M3 in registers, where wgmma takes its 64-row side from. All integers are
-// exact in E4M3. Of MXFP4, the exponents of a K block are taken relative to the largest of a lane's two rows: this power
-// of two is the weight scale of both rows, and the rest goes into the E4M3 values, which are exact if it is 14 or less,
-// otherwise rounded.
+// Weights in four bits as the 64-row side: math warps unpack the codes of a stage in registers, where wgmma takes this
+// side from.
 #pragma once
 
 #include "gemm_codes.cuh"
@@ -15,28 +10,20 @@ constexpr int PIECES = PACKED == INT4 ? BLOCK_K / GROUP : 1;
 constexpr int UNITS = DEPTH * PIECES;  // of a stage
 constexpr int HELD = ceil_div(UNITS, 4);
 
-// What scales one unit of two rows of a slab: those of this lane in an accumulator. relative: of MXFP4, see below().
+constexpr int ROW_SCALES = K / GROUP;  // scales of an output feature in memory
+
+// INT4: the scales of a warp's rows. Four lanes share two rows of each slab, and each holds every fourth unit of a turn;
+// the units of the next turn are fetched one turn ahead.
 struct RowScales {
-  static constexpr int SCALES = PACKED == INT4 ? 2 : 1;  // INT4: one for each row
-
-  u32 relative[2];
-  float scale[SCALES];
-
-  __device__ __forceinline__ float of(int row) const { return scale[row % SCALES]; }
-};
-
-// The scales of a warp's rows. Four lanes share two rows of each slab, and each holds every fourth unit of a turn; the
-// units of the next turn are fetched one turn ahead.
-struct PackedWeights {
   static constexpr int TURN = UNITS < 4 ? 4 / UNITS : 1;  // stages
 
   const u8* scales;
   int k_first;  // the first K block of this thread block
   u32 next[HELD][SLABS][2];
-  RowScales held[HELD][SLABS];
+  float held[HELD][SLABS][2];
 
-  __device__ __forceinline__ PackedWeights(const float* b_scale, int k_first)
-      : scales(reinterpret_cast<const u8*>(b_scale)), k_first(k_first) {}
+  __device__ __forceinline__ RowScales(const float* b_scale, KRange k)
+      : scales(reinterpret_cast<const u8*>(b_scale)), k_first(k.first) {}
 
   // Fetches the scales of the turn that begins with stage `first`. Past the end of K they are 0.
   __device__ __forceinline__ void fetch(const Tile& tile, int first, int) {
@@ -61,46 +48,56 @@ struct PackedWeights {
 #pragma unroll
     for (int h = 0; h < HELD; ++h) {
 #pragma unroll
-      for (int slab = 0; slab < SLABS; ++slab) held[h][slab] = scales_of(next[h][slab]);
+      for (int slab = 0; slab < SLABS; ++slab) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) held[h][slab][i] = __uint_as_float(next[h][slab][i]);
+      }
     }
   }
 
-  // The scales of a unit of this turn.
-  __device__ __forceinline__ RowScales at(int slab, int unit) const {
-    const RowScales& kept = held[HELD > 1 ? unit / 4 : 0][slab];
-    RowScales there;
+  // The scales of a lane's two rows in a unit of the turn's stage `source`.
+  struct Pair {
+    float rows[2];
+
+    __device__ __forceinline__ float of(int row) const { return rows[row]; }
+  };
+  __device__ __forceinline__ Pair at(int slab, int source, int unit, const Tile&) const {
+    const int lane = unit + (TURN > 1 ? UNITS * source : 0);
+    Pair pair;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (PACKED == MXFP4) there.relative[i] = __shfl_sync(FULL_WARP, kept.relative[i], unit, 4);
-      if (i < RowScales::SCALES) there.scale[i] = __shfl_sync(FULL_WARP, kept.scale[i], unit, 4);
-    }
-    return there;
+    for (int i = 0; i < 2; ++i) pair.rows[i] = __shfl_sync(FULL_WARP, held[HELD > 1 ? unit / 4 : 0][slab][i], lane, 4);
+    return pair;
   }
 
  private:
-  // What memory has of a unit: the four exponents of a K block, or a scale. first: the row's first scale.
+  // first: the row's first scale.
   __device__ __forceinline__ u32 load(long long first, int unit) const {
-    if constexpr (PACKED == INT4 && FLOAT32_SCALES) {
-      return unit < ROW_SCALES ? reinterpret_cast<const u32*>(scales)[first + unit] : 0;
-    } else if constexpr (PACKED == INT4) {
-      return unit < ROW_SCALES ? u32{reinterpret_cast<const u16*>(scales)[first + unit]} << 16 : 0;
-    } else {
-      return load_exponents(scales + first, unit);
-    }
+    if (unit >= ROW_SCALES) return 0;
+    if constexpr (FLOAT32_SCALES) return reinterpret_cast<const u32*>(scales)[first + unit];
+    return u32{reinterpret_cast<const u16*>(scales)[first + unit]} << 16;
   }
+};
 
-  static __device__ __forceinline__ RowScales scales_of(const u32 (&loaded)[2]) {
-    RowScales rows;
-    if constexpr (PACKED == INT4) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) rows.scale[i] = __uint_as_float(loaded[i]);
-    } else {
-      const u32 largest = max(largest_exponent(loaded[0]), largest_exponent(loaded[1]));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) rows.relative[i] = below(largest, loaded[i]);
-      rows.scale[0] = scale_of(largest);
-    }
-    return rows;
+// MXFP4: WeightScales, whose lanes hold K blocks, for stages of DEPTH blocks.
+struct BlockScales {
+  static constexpr int TURN = WARP / DEPTH;
+
+  WeightScales blocks;
+  int count, warpgroup;
+
+  __device__ __forceinline__ BlockScales(const float* b_scale, KRange k)
+      : blocks(first_scale(b_scale, k.first)), count(k.blocks), warpgroup(threadIdx.x / WARPGROUP) {}
+
+  __device__ __forceinline__ void fetch(const Tile& tile, int first, int) { blocks.fetch(tile, DEPTH * first, count); }
+  __device__ __forceinline__ void turn() { blocks.turn(); }
+
+  struct One {
+    float scale;
+
+    __device__ __forceinline__ float of(int) const { return scale; }
+  };
+  __device__ __forceinline__ One at(int slab, int source, int unit, const Tile& tile) const {
+    return {TileScales(blocks, DEPTH * source + unit, tile).at(slab_row(warpgroup, slab))};
   }
 };
 
@@ -110,39 +107,27 @@ template <int Steps>
 struct Fragments {
   u32 values[Steps][4];
 
-  // codes: the address of the slab in a stage. first: the first step of the stage.
-  __device__ __forceinline__ void unpack(const Shared& s, u32 codes, int first, const RowScales& scales) {
-    const int lane = lane_id(), row = threadIdx.x / WARP % 4 * 16;
-    if constexpr (ARRANGED) {
-      static_assert(Steps % 2 == 0);
-      const u32 mine = codes + (row + lane % 16) * WEIGHT_BYTES + (lane / 16 ^ lane % 8) * 16;
+  // codes: the address of the slab in a stage. below: of MXFP4, the words of the slab's exponents. first: the first step
+  // of the stage.
+  __device__ __forceinline__ void unpack(const Shared& s, u32 codes, const u32* below, int first) {
+    const int lane = lane_id(), row = threadIdx.x / WARP % 4 * 16 + lane / 4;
+    const u32 mine = codes + row * WEIGHT_BYTES + lane / 4 * 16 + lane % 4 * 2;
+    u32 relative[2] = {0, 0};
+    if constexpr (PACKED == MXFP4) {
 #pragma unroll
-      for (int pair = 0; pair < Steps / 2; ++pair) {
-        u32 words[4];
-        load_matrices(mine ^ (first + 2 * pair) * 16, words);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int i = j % 2, k = 2 * pair + j / 2;
-          const Bytes magnitudes = scaled(s, scales.relative[i], k);
-          const u32 low_bits = words[j] & 0x77777777;
-          values[k][i] = unpack_four(magnitudes, low_bits, words[j]);
-          values[k][i + 2] = unpack_four(magnitudes, low_bits >> 16, words[j] << 4);
-        }
-      }
-      return;
+      for (int i = 0; i < 2; ++i) relative[i] = load_shared_4(below + row + 8 * i);
     }
-    const u32 mine = codes + (row + lane / 4) * WEIGHT_BYTES + lane / 4 * 16 + lane % 4 * 2;
 #pragma unroll
     for (int k = 0; k < Steps; ++k) {
       const u32 at = mine ^ (first + k) * 16;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const Bytes magnitudes = scaled(s, scales.relative[i], k);
+        Bytes bytes{};
+        if constexpr (PACKED == MXFP4) bytes = magnitudes(s, relative[i] >> 8 * k & 0xFF);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const u32 four = load_shared_2(at + 8 * i * WEIGHT_BYTES + 8 * half);
-          values[k][i + 2 * half] =
-              unpack_four(magnitudes, four & 0x7777, select_bytes(four, four << 4, 0x1504));
+          values[k][i + 2 * half] = unpack_four(bytes, four & 0x7777, select_bytes(four, four << 4, 0x1504));
         }
       }
     }
@@ -155,19 +140,12 @@ struct Fragments {
       asm volatile("" ::"r"(values[k][0]), "r"(values[k][1]), "r"(values[k][2]), "r"(values[k][3]));
     }
   }
-
- private:
-  // The magnitudes of E2M1, scaled for step k of a K block.
-  static __device__ __forceinline__ Bytes scaled(const Shared& s, u32 relative, int k) {
-    if constexpr (PACKED == INT4) return {};
-    return magnitudes(s, relative >> 8 * k & 0xFF);
-  }
 };
 
 // promote_swapped(), with the weight scales of a lane's rows.
-template <bool First>
+template <bool First, typename Scales>
 __device__ __forceinline__ void promote_packed(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS],
-                                               const float (&tokens)[ACCUMULATORS / 2], const RowScales& scales) {
+                                               const float (&tokens)[ACCUMULATORS / 2], const Scales& scales) {
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j) {
 #pragma unroll
@@ -177,14 +155,30 @@ __device__ __forceinline__ void promote_packed(float (&sum)[ACCUMULATORS], const
   }
 }
 
-struct PackedMathWarp : MathWarp {
-  static constexpr int TURN = PackedWeights::TURN;
+// The place of a row in BELOW_WORDS.
+__device__ __forceinline__ constexpr int exponent_word(int block, int row) {
+  return GATED ? row / 128 * (BELOW_WORDS / 2) + block * 128 + row % 128 : block * BLOCK_N + row;
+}
 
-  PackedWeights weights;
+template <bool Condition, typename A, typename B>
+struct Conditional {
+  using Type = A;
+};
+template <typename A, typename B>
+struct Conditional<false, A, B> {
+  using Type = B;
+};
+
+struct PackedMathWarp : MathWarp {
+  using Weights = Conditional<PACKED == MXFP4, BlockScales, RowScales>::Type;
+  using Scales = decltype(Weights(nullptr, KRange(0)).at(0, 0, 0, Tile{}));
+  static constexpr int TURN = Weights::TURN;
+
+  Weights weights;
   bool odd;  // the last stage of this thread block has one K block that the block multiplies, and one that it does not
 
   __device__ __forceinline__ PackedMathWarp(Shared& s, const float* b_scale, KRange k, int warpgroup)
-      : MathWarp(s, b_scale, k, warpgroup), weights(b_scale, k.first), odd(SPLIT_K > 1 && k.blocks % DEPTH) {}
+      : MathWarp(s, b_scale, k, warpgroup), weights(b_scale, k), odd(SPLIT_K > 1 && k.blocks % DEPTH) {}
 
   // With one block per SM, a warp unpacks while its last product runs. With several, it has no registers for that, and
   // products of other warps run.
@@ -197,7 +191,7 @@ struct PackedMathWarp : MathWarp {
   struct Product {
     Fragments<STEPS> rows;
     float partial[ACCUMULATORS], tokens[ACCUMULATORS / 2];
-    RowScales scales;
+    Scales scales;
   };
 
   template <bool First, int Used, typename Meanwhile>
@@ -227,6 +221,7 @@ struct PackedMathWarp : MathWarp {
     const TileStart columns(shared_address(s.a[pipeline.stage]));
     const u32 codes = shared_address(s.b[pipeline.stage]);
     const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0) + 2 * (lane_id() % 4);
+    const u32* below = exponents_below(s, pipeline.stage);
     const Released stage(pipeline);
     Product products[FLIGHT];
 #pragma unroll
@@ -234,8 +229,9 @@ struct PackedMathWarp : MathWarp {
       if (i < COUNT) {
         const int slab = i % Used, unit = i / Used, block = unit / PIECES, step = unit % PIECES * STEPS;
         Product& next = products[i % FLIGHT];
-        next.scales = weights.at(slab, unit + (TURN > 1 ? UNITS * source : 0));
-        next.rows.unpack(s, codes + slab_row(warpgroup, slab) * WEIGHT_BYTES, STEPS * unit, next.scales);
+        const int row = slab_row(warpgroup, slab);
+        next.scales = weights.at(slab, source, unit, tile);
+        next.rows.unpack(s, codes + row * WEIGHT_BYTES, below + exponent_word(block, row), STEPS * unit);
         load_tokens(next, a_scale + block * A_SCALE_PITCH);
         wgmma_fence();
 #pragma unroll

@@ -352,16 +352,21 @@ __device__ __forceinline__ u32 select_bytes(u32 low, u32 high, u32 selector) {
   return picked;
 }
 
-// The larger of two numbers of 16 bits, for each half of a word.
-__device__ __forceinline__ u32 max_of_pairs(u32 a, u32 b) {
-  u32 larger;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  return larger;
+__device__ __forceinline__ u32 load_shared_1(u32 address) {
+  u32 v;
+  asm volatile("ld.shared::cta.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
 }
 
 __device__ __forceinline__ u32 load_shared_2(u32 address) {
   u16 v;
   asm volatile("ld.shared::cta.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u32 load_shared_4(const u32* p) {
+  u32 v;
+  asm volatile("ld.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(p)) : "memory");
   return v;
 }
 

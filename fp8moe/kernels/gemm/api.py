@@ -454,7 +454,7 @@ def _swiglu_cuda(call: _SwigluOperands) -> tuple[Tensor, Tensor]:
     if data.numel() and b.data.shape[0]:
         rows = checks.activations(*a)
         bias, groups = checks.bias_vector(bias), groups.contiguous()
-        operands = GemmOperands(*rows, aligned(b.data), checks.weight_scale(*b), bias, groups=groups)
+        operands = GemmOperands(*rows, aligned(b.data), checks.weight_scale(*b, 2), bias, groups=groups)
         epilogue, grouping = SwigluQuantize(Activation(limit, alpha)), Grouping(expected_m, max_m, whole)
         found = launch.grouped(a.data.get_device(), operands, epilogue, grouping)
         launch.run(found, operands, data, scale.data_ptr(), scale.stride(1))

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from fp8moe.kernels.gemm.exponents import arranged
 from fp8moe.quant.checks import check_scale, check_weight_scale, fp8_data, mn_major, weight_data
-from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major, has_channel_scales, is_packed
+from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major, has_channel_scales, is_packed, packed_format
 from fp8moe.runtime.checks import (
     FLOATING,
     aligned,
@@ -163,8 +164,13 @@ def activations(a: Tensor, a_scale: Tensor) -> FP8Tensor:
     return FP8Tensor(row_major(a.reshape(rows, a.shape[-1])), mn_major(a_scale.reshape(rows, k_blocks)))
 
 
-def weight_scale(b: Tensor, scale: Tensor) -> Tensor:
-    """Return ``scale``, contiguous; channel scales also start at a multiple of 16 bytes. Copies if necessary."""
+def weight_scale(b: Tensor, scale: Tensor, projections: int = 1) -> Tensor:
+    """Return the scale of weights as kernels load it: contiguous, that of MXFP4 as `arranged` returns it.
+
+    Scales of channels and of INT4 start at multiples of 16 bytes. projections: number of matrices stacked along N.
+    """
+    if is_packed(b) and packed_format(scale) == "mxfp4":
+        return arranged(scale.contiguous(), projections)
     return aligned(scale) if has_channel_scales(b, scale) or is_packed(b) else scale.contiguous()
 
 

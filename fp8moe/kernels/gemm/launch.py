@@ -16,7 +16,15 @@ from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile, w
 from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, is_dynamic, kernel_spec
 from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose, choose_grouped_k, raster_group, row_tiles_bound
 from fp8moe.kernels.gemm.warmup import Family, note
-from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales, is_packed, packed_format, packed_group
+from fp8moe.quant.formats import (
+    MX_BLOCK,
+    FP8Tensor,
+    ceil_div,
+    has_channel_scales,
+    is_packed,
+    packed_format,
+    packed_group,
+)
 from fp8moe.runtime import config
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, TensorMap, current_stream, device_guard, num_sms, planned, tensor_map
@@ -27,7 +35,8 @@ class GemmOperands(NamedTuple):
 
     a, a_scale: activations (M, K) float8_e4m3fn and (M, ceil(K / 128)) float32; (E, max_m, ...) for masked groups.
     b, b_scale: weights (N, K), or (E, N, K) for groups, float8_e4m3fn; a float32 scale for each 128x128 block, or for
-        each output channel, (..., N, 1). Or data and scale of a PackedTensor.
+        each output channel, (..., N, 1). Or data and scale of a PackedTensor; for `build`,
+        the scale of MXFP4 as `exponents.arranged` returns it.
     bias: (N,), or (E, N) for groups. c: (M, N) of the result's dtype.
     groups: int32: row offsets (E + 1,), row ranges (E, 2) of first row and end, or numbers of rows in use (E,).
     """
@@ -52,10 +61,11 @@ class GemmLauncher:
     """A kernel with its tensor maps and arguments. The kernel's device must be current to build or launch it.
 
     maps: tensor maps of the operands and, if TMA stores the result, of the result, in the order of `mapped` in
-    `launch`. arguments: the kernel's argument structure. pointers: number of leading fields of that structure that are
-    addresses and pitches. out: a tensor with the layout of the results, or None; if given, `new_out` allocates results
-    and `shape` is their shape. dynamic: blocks take tiles from a counter. The counter is an int32 directly behind
-    the groups in memory, and must be 0 before the launch.
+    `launch`. exponents: tensor map of the weight scales if they are arranged exponents. arguments: the kernel's
+    argument structure. pointers: number of leading fields of that structure that are addresses and pitches. out: a
+    tensor with the layout of the results, or None; if given, `new_out` allocates results and `shape` is their shape.
+    dynamic: blocks take tiles from a counter. The counter is an int32 directly behind the groups in memory, and must be
+    0 before the launch.
     """
 
     def __init__(
@@ -66,6 +76,7 @@ class GemmLauncher:
         pointers: int,
         out: Tensor | None,
         dynamic: bool = False,
+        exponents: TensorMap | None = None,
         **configuration: int | bool,
     ):
         self.dynamic = dynamic
@@ -74,9 +85,12 @@ class GemmLauncher:
         self._arguments = arguments
         # This array shares memory with the first fields: assigning to it sets all of them, faster than one by one.
         self._pointers = (ctypes.c_int64 * pointers).from_buffer(arguments)
-        # The kernel has a parameter for the tensor map of the result, unused if the result has none: pass any map.
-        unused = maps[:1] if len(maps) == 3 else ()
-        parameters = (*maps, *unused, arguments)
+        self._move_exponents = None if exponents is None else exponents.replace_address
+        # gemm.cu has parameters for the tensor maps of exponents and of the result. Where it has no use for them, pass
+        # any map.
+        parameters = (*maps, arguments)
+        if len(maps) <= 4:
+            parameters = (*maps[:3], exponents or maps[0], maps[-1], arguments)
         self._launcher = Launcher(load(spec), args=parameters, **configuration)
         if out is not None:
             self.shape = tuple(out.shape)
@@ -98,6 +112,8 @@ class GemmLauncher:
         with launcher.lock:
             for move, address in zip(self._move, mapped):  # noqa: B905 (the result may have no map)
                 move(address)
+            if self._move_exponents is not None:
+                self._move_exponents(pointers[0])
             self._pointers[:] = pointers
             if groups:
                 self._arguments.groups = groups
@@ -172,6 +188,7 @@ def build(
         2 + sum(kind is ctypes.c_int64 for _, kind in epilogue.fields),
         out,
         is_dynamic(tile, k, epilogue),
+        _map_of_exponents(operands.b_scale, tile, epilogue) if tile.packed == "mxfp4" else None,
         grid=concurrent * tile.split_k,
         block=tile.threads,
         cluster=tile.split_k,
@@ -182,7 +199,15 @@ def build(
 
 def packing_of(b: Tensor, scale: Tensor) -> Packing:
     """Return how packed weights and their scales are stored."""
-    return Packing(packed_format(scale), packed_group(b, scale), scale.dtype)
+    form = packed_format(scale)
+    return Packing(form, MX_BLOCK if form == "mxfp4" else packed_group(b, scale), scale.dtype)
+
+
+def _map_of_exponents(scale: Tensor, tile: TileConfig, epilogue: Epilogue) -> TensorMap:
+    """Make the tensor map of `arranged` exponents."""
+    words = scale.view(torch.int32).flatten(0, -3).squeeze(-1)
+    rows = tile.block_n // 2 if epilogue.gated else tile.block_n
+    return tensor_map(words, shape=tuple(words.shape), strides=(words.shape[1], 1), box=(tile.depth, rows))
 
 
 def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Tensor | None) -> Iterable[TensorMap]:

@@ -48,8 +48,7 @@ class TileConfig:
     groups: int = 0
     k_parts: int = 1
     half_tiles: bool = False
-    packed: bool = False
-    arranged: bool = False
+    packed: str | None = None
     column_bytes: int = 0
 
     @property
@@ -141,7 +140,9 @@ class TileConfig:
         if self.groups:
             scales = self.block_m * (2 if self.half_tiles else 1) + 4  # a tile of 192x128 loads 128 scales twice
         following = 0 if self.weights_as_rows or not self.groups else _TILE_BYTES
-        return self.depth * (self.block_m * 128 + align(scales * 4, 128)) + self.block_n * 128 + 16 + following
+        exponents = self.block_n * 4 if self.packed == "mxfp4" else 0
+        a_block = self.block_m * 128 + align(scales * 4, 128) + exponents
+        return self.depth * a_block + self.block_n * 128 + 16 + following
 
     @property
     def weight_size(self) -> float:
@@ -156,12 +157,12 @@ class TileConfig:
     @property
     def unpacks(self) -> bool:
         """Whether weights in four bits become E4M3 in shared memory, not in registers."""
-        return self.packed and not self.weights_as_rows
+        return self.packed is not None and not self.weights_as_rows
 
     @property
     def packed_bytes(self) -> int:
         """Bytes of shared memory for `packed` weights: ``struct PackedShared`` of gemm_layout.cuh."""
-        return align(2048 + 8 * self.block_n + 512, SWIZZLE_ALIGNMENT) if self.unpacks else 2048 * self.packed
+        return (2048 + SWIZZLE_ALIGNMENT * self.unpacks) if self.packed == "mxfp4" else 0
 
     @property
     def first_stages(self) -> int:

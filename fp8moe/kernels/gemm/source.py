@@ -33,7 +33,6 @@ def kernel_spec(
     values = _common(tile, n, arguments_type(epilogue)) | {
         "K": k,
         "SWAP": int(tile.weights_as_rows),
-        "ARRANGED": int(tile.arranged),
         "COLUMNS": tile.mma_n,
         "OVERLAPS": int(tile.overlaps),
         "A_SCALE_BOX": tile.scale_box,

@@ -51,11 +51,11 @@ class DenseProblem(NamedTuple):
     packed: str | None = None
 
 
-def _packed_tiles(heights: Iterable[int], *, swiglu: bool = False) -> list[TileConfig]:
+def _packed_tiles(packed: str, heights: Iterable[int], *, swiglu: bool = False) -> list[TileConfig]:
     """Return tile shapes of `heights` tokens for weights in four bits, which registers hold as the 64-row operand."""
     shapes = ((256, 2),) if swiglu else ((64, 1), (128, 2), (256, 2))
     return [
-        TileConfig(tokens, block_n, weights_as_rows=True, warpgroups=warpgroups, packed=True)
+        TileConfig(tokens, block_n, weights_as_rows=True, warpgroups=warpgroups, packed=packed)
         for tokens in heights
         for block_n, warpgroups in shapes
     ]
@@ -74,7 +74,7 @@ def dense_candidates(
     narrow = [TileConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
     tokens = max(8, 1 << (m - 1).bit_length())
     if packed:
-        tiles = _packed_tiles([min(tokens, 64)])
+        tiles = _packed_tiles(packed, [min(tokens, 64)])
     elif m <= 32:
         tiles = [TileConfig(tokens, 64, weights_as_rows=True, warpgroups=1)]
     elif m <= 64:
@@ -209,11 +209,11 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
     rows, groups, expected_m, n, k, num_sms, max_m, swiglu, packed = problem
     tiles = []
     if packed:
-        tiles = _packed_tiles((8, 16, 32, 64), swiglu=swiglu)
+        tiles = _packed_tiles(packed, (8, 16, 32, 64), swiglu=swiglu)
         if packed == "mxfp4" and expected_m >= _FEWEST_AS_ROWS and k > 384:
-            tiles += [TileConfig(128, 256, packed=True)]
+            tiles += [TileConfig(128, 256, packed=packed)]
             if not swiglu:
-                tiles += [TileConfig(256, 128, packed=True), TileConfig(128, 128, packed=True)]
+                tiles += [TileConfig(256, 128, packed=packed), TileConfig(128, 128, packed=packed)]
     if expected_m <= _MOST_AS_COLUMNS and not packed:
         shapes = [(8, 256, 2), (16, 256, 2), (32, 256, 2)]
         if not swiglu:

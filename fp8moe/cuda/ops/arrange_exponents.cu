@@ -1,0 +1,41 @@
+// Arranges the exponents of MXFP4 weights, one for each feature and 32 values along K, for the GEMM kernels: by blocks of
+// 128 along K, one word for each feature, so that those of a tile are contiguous. They become what they are below the
+// largest exponent of a block of 128 features and 128 along K. These largest exponents follow behind the words of all
+// features. An exponent of 255, which is NaN, stays 255 and does not count.
+//
+// Compile-time constants: BLOCK; BLOCKS (along K, that a thread block of BLOCK threads arranges).
+#include "ptx.cuh"
+
+// exponents (e, n, groups); arranged (e, k_blocks, words). The n features are projections of `size` features, each of
+// which begins a new block. Grid: (n / size * ceil(size / BLOCK), ceil(k_blocks / BLOCKS), e).
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    arrange_exponents(const u8* exponents, u32* arranged, long long n, long long size, long long groups, long long k_blocks, long long words) {
+  __shared__ u32 largest[2][BLOCK / WARP];
+  const int rows_of_blocks = static_cast<int>((size + BLOCK - 1) / BLOCK), block = blockIdx.x;
+  const long long within = block % rows_of_blocks * BLOCK + threadIdx.x, feature = block / rows_of_blocks * size + within;
+  const bool valid = within < size;
+  const u8* mine = exponents + (blockIdx.z * n + feature) * groups;
+#pragma unroll 1
+  for (int i = 0; i < BLOCKS; ++i) {
+    const long long k_block = static_cast<long long>(blockIdx.y) * BLOCKS + i;
+    if (k_block >= k_blocks) break;
+    u32 word = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (valid && 4 * k_block + j < groups) word |= u32{mine[4 * k_block + j]} << 8 * j;
+    }
+    const u32 not_number = __vcmpeq4(word, 0xFFFFFFFF), numbers = word & ~not_number;
+    u32 most = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) most = max(most, numbers >> 8 * j & 0xFF);
+    most = __reduce_max_sync(0xFFFFFFFF, most);
+    if (threadIdx.x % WARP == 0) largest[i % 2][threadIdx.x / WARP] = most;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < BLOCK / WARP; ++warp) most = max(most, largest[i % 2][warp]);
+    u32* row = arranged + (blockIdx.z * k_blocks + k_block) * words;
+    if (valid) row[feature] = most * 0x01010101 - word | not_number;
+    if (threadIdx.x == 0) row[n + block] = most;
+    if (block == gridDim.x - 1 && n + gridDim.x + threadIdx.x < words) row[n + gridDim.x + threadIdx.x] = 0;
+  }
+}
