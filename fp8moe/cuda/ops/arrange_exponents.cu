@@ -6,7 +6,7 @@
 // Compile-time constants: BLOCK; BLOCKS (along K, that a thread block of BLOCK threads arranges).
 #include "ptx.cuh"
 
-// exponents (e, n, groups); arranged (e, k_blocks, words). The n features are projections of `size` features, each of
+// exponents (e, n, groups), aligned to 4 bytes; arranged (e, k_blocks, words). The n features are projections of `size` features, each of
 // which begins a new block. Grid: (n / size * ceil(size / BLOCK), ceil(k_blocks / BLOCKS), e).
 extern "C" __global__ void __launch_bounds__(BLOCK)
     arrange_exponents(const u8* exponents, u32* arranged, long long n, long long size, long long groups, long long k_blocks, long long words) {
@@ -20,9 +20,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     const long long k_block = static_cast<long long>(blockIdx.y) * BLOCKS + i;
     if (k_block >= k_blocks) break;
     u32 word = 0;
+    if (groups % 4 == 0) {
+      if (valid) word = reinterpret_cast<const u32*>(mine)[k_block];
+    } else {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (valid && 4 * k_block + j < groups) word |= u32{mine[4 * k_block + j]} << 8 * j;
+      for (int j = 0; j < 4; ++j) {
+        if (valid && 4 * k_block + j < groups) word |= u32{mine[4 * k_block + j]} << 8 * j;
+      }
     }
     const u32 not_number = __vcmpeq4(word, 0xFFFFFFFF), numbers = word & ~not_number;
     u32 most = 0;
@@ -34,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #pragma unroll
     for (int warp = 0; warp < BLOCK / WARP; ++warp) most = max(most, largest[i % 2][warp]);
     u32* row = arranged + (blockIdx.z * k_blocks + k_block) * words;
-    if (valid) row[feature] = most * 0x01010101 - word | not_number;
+    if (valid) row[feature] = most * 0x01010101 - numbers | not_number;
     if (threadIdx.x == 0) row[n + block] = most;
     if (block == gridDim.x - 1 && n + gridDim.x + threadIdx.x < words) row[n + gridDim.x + threadIdx.x] = 0;
   }

@@ -1,8 +1,8 @@
-// MXFP4 weights for tiles of many tokens: the three warps beside the loader unpack the codes of a stage to E4M3, in place,
+// MXFP4 weights for tiles of many tokens: seven warps beside the loader unpack the codes of a stage to E4M3, in place,
 // before the math warps get it.
 //
 // A feature takes 128 bytes of a stage, and its codes take 64 in the second half. So the first features are written below
-// all codes, and later ones over codes of features that have been unpacked. Features are unpacked in rounds of 24:
+// all codes, and later ones over codes of features that have been unpacked. Features are unpacked in rounds of 56:
 //
 //   rounds [0, OVER)     write below all codes
 //   rounds [OVER, LAST)  write over codes of the rounds before OVER
@@ -24,10 +24,10 @@ struct Unpacker {
   __device__ __forceinline__ explicit Unpacker(Shared& s)
       : s(s), thread(static_cast<int>(threadIdx.x) - (MATH_WARPS + 1) * WARP) {}
 
-  // The codes of a group of 32, and the magnitudes of its values.
+  // The codes of a group of 32, and where the table has the magnitudes of its values.
   struct Group {
     uint4 codes;
-    Bytes magnitudes;
+    u32 entry;
   };
 
   // Whether a round has a feature for this thread.
@@ -38,18 +38,14 @@ struct Unpacker {
   // Reads rounds First to End - 1. Loads are issued before what depends on them, to hide their latency.
   template <int First, int End>
   __device__ __forceinline__ void read(u32 codes, u32 below, Group (&groups)[End - First]) const {
-    u32 entries[End - First];
 #pragma unroll
     for (int i = 0; i < End - First; ++i) {
-      entries[i] = 0;
-      if (exists(First + i)) entries[i] = load_shared_1(below + (First + i) * THREADS_HERE);
+      groups[i].entry = exists(First + i) ? load_shared_1(below + (First + i) * THREADS_HERE) : 0;
     }
 #pragma unroll
     for (int i = 0; i < End - First; ++i) {
       if (exists(First + i)) groups[i].codes = load_shared_16(codes + (First + i) * THREADS_HERE * 16);
     }
-#pragma unroll
-    for (int i = 0; i < End - First; ++i) groups[i].magnitudes = magnitudes(s, entries[i]);
   }
 
   // Writes them, each as two chunks of 16 values.
@@ -58,13 +54,14 @@ struct Unpacker {
 #pragma unroll
     for (int round = First; round < End; ++round) {
       const Group& group = groups[round - First];
+      const Bytes bytes = magnitudes(s, group.entry);
       const u32 words[4] = {group.codes.x, group.codes.y, group.codes.z, group.codes.w};
       u32 values[8];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const u32 low_bits = words[i] & 0x77777777, moved = words[i] << 4;
-        values[2 * i] = unpack_four(group.magnitudes, low_bits, select_bytes(words[i], moved, 0x1504));
-        values[2 * i + 1] = unpack_four(group.magnitudes, low_bits >> 16, select_bytes(words[i], moved, 0x3726));
+        values[2 * i] = unpack_four(bytes, low_bits, select_bytes(words[i], moved, 0x1504));
+        values[2 * i + 1] = unpack_four(bytes, low_bits >> 16, select_bytes(words[i], moved, 0x3726));
       }
       if (exists(round)) {
 #pragma unroll

@@ -11,7 +11,7 @@ from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, S
 PRODUCER_REGISTERS = 24
 # Registers of a producer thread with extra work (see `source.kernel_spec`); math threads then get 8 registers fewer.
 BUSY_PRODUCER_REGISTERS = 40
-UNPACK_REGISTERS = 72  # of a producer thread if it unpacks weights; math threads then get 24 registers fewer
+UNPACK_REGISTERS = 40  # of a producer thread if another warpgroup unpacks; math threads then get 24 registers fewer
 MAX_STAGES = 16
 _TILE_BYTES = 24  # size of ``struct Tile`` of cuda/sm90/gemm_layout.cuh
 _OTHER_REGISTERS = 28  # registers of a math thread for everything but accumulators
@@ -60,7 +60,7 @@ class TileConfig:
 
     @property
     def threads(self) -> int:
-        return 128 * (self.warpgroups + 1)
+        return 128 * (self.warpgroups + 1 + self.unpacks)
 
     @property
     def mma_n(self) -> int:
