@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   Split::announce();
   allow_next_kernel();
 
-  if (warpgroup >= WARPGROUPS) {
+  if (warpgroup == WARPGROUPS) {
     if constexpr (MATH_REGISTERS > 0) registers_decrease<PRODUCER_REGISTERS>();
     if (loads) produce(loader, schedule, k, args.schedule.early_stages);
     if (warp > MATH_WARPS) Helpers::run(s, schedule);

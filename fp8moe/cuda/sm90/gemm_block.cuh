@@ -1,6 +1,6 @@
 // Shared by the kernels gemm and gemm_k: the roles of a block, the order of its tiles, and one product.
 //
-// kernels/gemm/source.py defines the constants of both kernels: N, BLOCK_M, BLOCK_N, WARPGROUPS, OTHER_WARPGROUPS, STAGES, SHARED_BYTES,
+// kernels/gemm/source.py defines the constants of both kernels: N, BLOCK_M, BLOCK_N, WARPGROUPS, STAGES, SHARED_BYTES,
 // ARGUMENTS_BYTES, MATH_REGISTERS, PRODUCER_REGISTERS. It also generates wgmma() for the tile's width.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 constexpr int BLOCK_K = 128;  // depth of a tile along K: one quantization block
 constexpr int MATH_WARPS = 4 * WARPGROUPS;
-constexpr int THREADS = WARPGROUP * (WARPGROUPS + OTHER_WARPGROUPS);  // the first of the others is the loader
+constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);  // the last warpgroup is the loader
 constexpr int TILE_COLUMNS = ceil_div(N, BLOCK_N);
 
 // The position of tile `index` in a grid of `rows` x TILE_COLUMNS tiles. Indices walk bands of `raster` tile rows,

@@ -20,7 +20,7 @@ constexpr int K_BLOCKS = ceil_div(K, BLOCK_K);
 // before math warps get it (gemm_unpack.cuh).
 enum Packing : int { NOT_PACKED, MXFP4, INT4 };
 constexpr bool UNPACKS = PACKED == MXFP4 && !SWAP;
-constexpr int UNPACK_WARPS = 7;  // the others of the loader's warpgroup, and a warpgroup of their own
+constexpr int UNPACK_WARPS = 3;  // the others of the loader's warpgroup
 constexpr int DEPTH = PACKED > 0 && SWAP ? 2 : 1;  // K blocks in a stage
 constexpr int WEIGHT_BYTES = UNPACKS ? 64 : 128;   // bytes of an output feature that are loaded into a stage
 

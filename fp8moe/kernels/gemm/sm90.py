@@ -11,7 +11,7 @@ from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, S
 PRODUCER_REGISTERS = 24
 # Registers of a producer thread with extra work (see `source.kernel_spec`); math threads then get 8 registers fewer.
 BUSY_PRODUCER_REGISTERS = 40
-UNPACK_REGISTERS = 40  # of a producer thread if another warpgroup unpacks; math threads then get 24 registers fewer
+UNPACK_REGISTERS = 72  # of a producer thread if its warpgroup unpacks; math threads then get 24 registers fewer
 MAX_STAGES = 16
 _TILE_BYTES = 24  # size of ``struct Tile`` of cuda/sm90/gemm_layout.cuh
 _OTHER_REGISTERS = 28  # registers of a math thread for everything but accumulators
@@ -60,7 +60,7 @@ class TileConfig:
 
     @property
     def threads(self) -> int:
-        return 128 * (self.warpgroups + 1 + self.unpacks)
+        return 128 * (self.warpgroups + 1)
 
     @property
     def mma_n(self) -> int:
@@ -259,6 +259,8 @@ def fits(tile: TileConfig, k: int) -> bool:
     stages = ceil(ceil(k / 128) / tile.split_k / tile.depth)
     others = _OTHER_REGISTERS + (8 if tile.groups and not tile.weights_as_rows else 0)
     registers = tile.accumulators * (tile.slabs + 1) + others
+    if tile.packed and tile.weights_as_rows:  # a product's weights and token scales
+        registers += 16 + tile.accumulators // 2
     shared = tile.shared_bytes
     return (
         registers <= tile.registers

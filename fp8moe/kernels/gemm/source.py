@@ -90,7 +90,6 @@ def _common(tile: TileConfig | GroupedKTile, n: int, arguments: type[ctypes.Stru
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "WARPGROUPS": tile.warpgroups,
-        "OTHER_WARPGROUPS": tile.threads // 128 - tile.warpgroups,
         "STAGES": tile.stages,
         "MATH_REGISTERS": tile.math_registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
