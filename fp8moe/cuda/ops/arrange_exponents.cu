@@ -1,18 +1,20 @@
-// Arranges the exponents of MXFP4 weights, one for each feature and 32 values along K, for the GEMM kernels: by blocks of
-// 128 along K, one word for each feature, so that those of a tile are contiguous. They become what they are below the
-// largest exponent of a block of 128 features and 128 along K. These largest exponents follow behind the words of all
-// features. An exponent of 255, which is NaN, stays 255 and does not count.
+// Arranges the exponents of MXFP4 weights, one for each feature and 32 values along K, for the GEMM kernels: by blocks
+// of 128 along K, one word for each feature, so that those of a tile are contiguous. They become what they are below
+// the largest exponent of a block of 128 features and 128 along K. These largest exponents follow behind the words of
+// all features. An exponent of 255, which is NaN, stays 255 and does not count.
 //
 // Compile-time constants: BLOCK; BLOCKS (along K, that a thread block of BLOCK threads arranges).
 #include "ptx.cuh"
 
-// exponents (e, n, groups), aligned to 4 bytes; arranged (e, k_blocks, words). The n features are projections of `size` features, each of
-// which begins a new block. Grid: (n / size * ceil(size / BLOCK), ceil(k_blocks / BLOCKS), e).
+// exponents (e, n, groups), aligned to 4 bytes; arranged (e, k_blocks, words). The n features are projections of `size`
+// features, each of which begins a new block. Grid: (n / size * ceil(size / BLOCK), ceil(k_blocks / BLOCKS), e).
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    arrange_exponents(const u8* exponents, u32* arranged, long long n, long long size, long long groups, long long k_blocks, long long words) {
+    arrange_exponents(const u8* exponents, u32* arranged, long long n, long long size, long long groups,
+                      long long k_blocks, long long words) {
   __shared__ u32 largest[2][BLOCK / WARP];
   const int rows_of_blocks = static_cast<int>((size + BLOCK - 1) / BLOCK), block = blockIdx.x;
-  const long long within = block % rows_of_blocks * BLOCK + threadIdx.x, feature = block / rows_of_blocks * size + within;
+  const long long within = block % rows_of_blocks * BLOCK + threadIdx.x,
+                  feature = block / rows_of_blocks * size + within;
   const bool valid = within < size;
   const u8* mine = exponents + (blockIdx.z * n + feature) * groups;
 #pragma unroll 1

@@ -16,8 +16,8 @@
 // SWAP = 0: tokens are the 64-row side of wgmma. SWAP = 1: weights are, and a tile may have as few as 8 tokens.
 // SPLIT_K > 1: the blocks of a cluster share the K of a tile (gemm_reduction.cuh).
 // PARTS > 1: one block sums PARTS parts of K separately and adds them in the order of such a cluster (gemm_parts.cuh).
-// The prelude (kernels/gemm/source.py) defines the constants, wgmma(), Math, which is MathWarp or PackedMathWarp, Helpers,
-// which is Idle or Unpacker, and Epilogue, which is one of epilogue_*.cuh.
+// The prelude (kernels/gemm/source.py) defines the constants, wgmma(), Math, which is MathWarp or PackedMathWarp,
+// Helpers, which is Idle or Unpacker, and Epilogue, which is one of epilogue_*.cuh.
 
 #include "gemm_codes.cuh"
 #include "gemm_load.cuh"
@@ -65,8 +65,8 @@ __device__ __forceinline__ void consume(Math& math, Schedule<GROUPS>& schedule, 
       part_end = part_begin(++part + 1);
     };
     parts.clear();
-    // Stages per turn: at most TURN, because each lane holds the weight scales of one stage. A turn does not extend past
-    // a part of K. DYNAMIC: the last turn begins at the stage at which the next tile is announced.
+    // Stages per turn: at most TURN, because each lane holds the weight scales of one stage. A turn does not extend
+    // past a part of K. DYNAMIC: the last turn begins at the stage at which the next tile is announced.
     int step = Math::TURN;
 #pragma unroll 1
     for (int base = 0; base < k.count; base += step) {
@@ -144,8 +144,7 @@ __device__ __forceinline__ void consume(Math& math, Schedule<GROUPS>& schedule, 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gemm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a_scale,
          const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap below,
-         const __grid_constant__ TensorMap out_map,
-         const __grid_constant__ Arguments args) {
+         const __grid_constant__ TensorMap out_map, const __grid_constant__ Arguments args) {
   Shared& s = aligned_shared<Shared>();
   // The order of these lines matters: otherwise ptxas does not see that a single thread loads, and wraps each load in a
   // loop over threads.

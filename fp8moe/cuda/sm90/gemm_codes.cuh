@@ -1,9 +1,9 @@
-// Codes of four bits become E4M3: those of MXFP4 (OCP Microscaling Formats v1.0: E2M1 codes, an E8M0 exponent for each 32
-// along K), or of INT4 (two's complement, a scale in bfloat16 or float32 for each GROUP along K).
+// Codes of four bits become E4M3: those of MXFP4 (OCP Microscaling Formats v1.0: E2M1 codes, an E8M0 exponent for each
+// 32 along K), or of INT4 (two's complement, a scale in bfloat16 or float32 for each GROUP along K).
 //
 // All integers are exact in E4M3. In MXFP4 the weight scale of a block of 128 features and 128 along K is the power of
-// two that belongs to its largest exponent (cuda/ops/arrange_exponents.cu). What other exponents lack goes into the E4M3
-// values, which are exact if it is 14 or less, otherwise rounded.
+// two that belongs to its largest exponent (cuda/ops/arrange_exponents.cu). What other exponents lack goes into the
+// E4M3 values, which are exact if it is 14 or less, otherwise rounded.
 #pragma once
 
 #include "gemm_layout.cuh"
@@ -15,7 +15,7 @@ struct Bytes {
   // values: their numbers, 0 to 7, in the four lowest nibbles.
   __device__ __forceinline__ u32 pick(u32 values) const { return select_bytes(low, high, values); }
 };
-constexpr Bytes COUNTING_UP{0x44403800, 0x4E4C4A48};             // 0 to 7
+constexpr Bytes COUNTING_UP{0x44403800, 0x4E4C4A48};               // 0 to 7
 constexpr Bytes COUNTING_DOWN_BELOW_ZERO{0xCACCCED0, 0xB8C0C4C8};  // -8 to -1
 
 // The E4M3 bytes of four codes, given the three low bits of each in a nibble, and a word whose bytes have their fourth

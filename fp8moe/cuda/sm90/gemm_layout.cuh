@@ -16,11 +16,11 @@
 #include "gemm_block.cuh"
 
 constexpr int K_BLOCKS = ceil_div(K, BLOCK_K);
-// Weights in four bits become E4M3 in registers if they are the 64-row side (gemm_packed.cuh), otherwise in their stage,
-// before math warps get it (gemm_unpack.cuh).
+// Weights in four bits become E4M3 in registers if they are the 64-row side (gemm_packed.cuh), otherwise in their
+// stage, before math warps get it (gemm_unpack.cuh).
 enum Packing : int { NOT_PACKED, MXFP4, INT4 };
 constexpr bool UNPACKS = PACKED == MXFP4 && !SWAP;
-constexpr int UNPACK_WARPS = 3;  // the others of the loader's warpgroup
+constexpr int UNPACK_WARPS = 3;                    // the others of the loader's warpgroup
 constexpr int DEPTH = PACKED > 0 && SWAP ? 2 : 1;  // K blocks in a stage
 constexpr int WEIGHT_BYTES = UNPACKS ? 64 : 128;   // bytes of an output feature that are loaded into a stage
 
@@ -71,8 +71,8 @@ constexpr int A_SCALE_LOADS = ceil_div(BLOCK_M, 128), A_SCALE_STEP = BLOCK_M / A
 constexpr int A_SCALE_BYTES = A_SCALE_LOADS * A_SCALE_BOX * 4;  // bytes per stage; an upright tile loads twice as many
 constexpr int A_SCALE_PITCH = round_up(((UPRIGHTS ? 2 * BLOCK_M : BLOCK_M) + (GROUPS ? 4 : 0)) * 4, 128) / 4;
 
-// MXFP4: how far the exponents of a feature are below that of its weight scale, one byte each. They come with the codes,
-// behind the token scales. GATED: the gate projection's, then the up projection's.
+// MXFP4: how far the exponents of a feature are below that of its weight scale, one byte each. They come with the
+// codes, behind the token scales. GATED: the gate projection's, then the up projection's.
 constexpr int BELOW_WORDS = PACKED == MXFP4 ? DEPTH * BLOCK_N : 0;
 
 constexpr int SLICE_M = ceil_div(BLOCK_M, SPLIT_K);  // tokens that each block of a split sums and stores

@@ -12,8 +12,8 @@ constexpr int HELD = ceil_div(UNITS, 4);
 
 constexpr int ROW_SCALES = K / GROUP;  // scales of an output feature in memory
 
-// INT4: the scales of a warp's rows. Four lanes share two rows of each slab, and each holds every fourth unit of a turn;
-// the units of the next turn are fetched one turn ahead.
+// INT4: the scales of a warp's rows. Four lanes share two rows of each slab, and each holds every fourth unit of a
+// turn; the units of the next turn are fetched one turn ahead.
 struct RowScales {
   static constexpr int TURN = UNITS < 4 ? 4 / UNITS : 1;  // stages
 
@@ -101,14 +101,14 @@ struct BlockScales {
   }
 };
 
-// Weights of a slab as wgmma takes them from registers: rows lane / 4 and lane / 4 + 8 of each warp, and of each 32 along
-// K the values 4 * (lane % 4) to + 3, of both rows, and the same 16 further on. `Steps` steps of 32 along K.
+// Weights of a slab as wgmma takes them from registers: rows lane / 4 and lane / 4 + 8 of each warp, and of each 32
+// along K the values 4 * (lane % 4) to + 3, of both rows, and the same 16 further on. `Steps` steps of 32 along K.
 template <int Steps>
 struct Fragments {
   u32 values[Steps][4];
 
-  // codes: the address of the slab in a stage. below: of MXFP4, the words of the slab's exponents. first: the first step
-  // of the stage.
+  // codes: the address of the slab in a stage. below: of MXFP4, the words of the slab's exponents. first: the first
+  // step of the stage.
   __device__ __forceinline__ void unpack(const Shared& s, u32 codes, const u32* below, int first) {
     const int lane = lane_id(), row = threadIdx.x / WARP % 4 * 16 + lane / 4;
     const u32 mine = codes + row * WEIGHT_BYTES + lane / 4 * 16 + lane % 4 * 2;
@@ -182,7 +182,8 @@ struct PackedMathWarp : MathWarp {
 
   // With one block per SM, a warp unpacks while its last product runs. With several, it has no registers for that, and
   // products of other warps run.
-  static constexpr int FLIGHT = BLOCKS_PER_SM == 1 ? 2 : 1;  // products that a warp starts before it waits for the first
+  static constexpr int FLIGHT =
+      BLOCKS_PER_SM == 1 ? 2 : 1;  // products that a warp starts before it waits for the first
 
   static constexpr int STEPS = BLOCK_K / 32 / PIECES;  // of 32 along K, in a product
 

@@ -1,8 +1,9 @@
 // MXFP4 weights for tiles of many tokens: the three warps beside the loader unpack the codes of a stage to E4M3, in
 // place, before the math warps get it. Seven warps take as long (docs/findings/four-bit-weights.md).
 //
-// A feature takes 128 bytes of a stage, and its codes take 64 in the second half. So the first features are written below
-// all codes, and later ones over codes of features that have been unpacked. Features are unpacked in rounds of 24:
+// A feature takes 128 bytes of a stage, and its codes take 64 in the second half. So the first features are written
+// below all codes, and later ones over codes of features that have been unpacked. Features are unpacked in rounds of
+// 24:
 //
 //   rounds [0, OVER)     write below all codes
 //   rounds [OVER, LAST)  write over codes of the rounds before OVER

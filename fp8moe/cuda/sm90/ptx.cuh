@@ -344,8 +344,8 @@ __device__ __forceinline__ void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u3
                : "memory");
 }
 
-// Picks four of the eight bytes of two words, by the nibbles of `selector`: three bits are a byte's number, and the fourth
-// asks for its top bit in all eight.
+// Picks four of the eight bytes of two words, by the nibbles of `selector`: three bits are a byte's number, and the
+// fourth asks for its top bit in all eight.
 __device__ __forceinline__ u32 select_bytes(u32 low, u32 high, u32 selector) {
   u32 picked;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(low), "r"(high), "r"(selector));

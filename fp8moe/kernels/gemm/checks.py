@@ -170,7 +170,7 @@ def weight_scale(b: Tensor, scale: Tensor, projections: int = 1) -> Tensor:
     Scales of channels and of INT4 start at multiples of 16 bytes. projections: number of matrices stacked along N.
     """
     if is_packed(b) and packed_format(scale) == "mxfp4":
-        return arranged(scale.contiguous(), projections)
+        return arranged(aligned(scale), projections)
     return aligned(scale) if has_channel_scales(b, scale) or is_packed(b) else scale.contiguous()
 
 

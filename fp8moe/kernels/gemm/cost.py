@@ -144,7 +144,6 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
 # These constants are microseconds, unless a comment says otherwise.
 _GROUPED_START = 3.619
 _GROUPED_STEP = 331.8  # cycles that a stage (128 along K) takes for one slab of a warpgroup, besides its MMAs
-_GROUPED_UNPACK = 150  # cycles that a stage takes to unpack weights in four bits, for one slab of a warpgroup
 _GROUPED_SWAPPED = 3.526  # factor of the MMA cycles of a stage if weights, not tokens, are the 64-row operand
 _GROUPED_OVERLAPPED = 100  # like _GROUPED_STEP, for tiles that overlap MMAs (`TileConfig.overlaps`)
 _GROUPED_OVERLAPPED_PRODUCT = 0.6  # factor of the MMA cycles of a stage, for tiles that overlap MMAs
@@ -190,6 +189,13 @@ _GROUPED_TILES = {
     "256x128*1": 0.953,
     "256x128s*1": 1.027,
 }
+
+# Of weights in four bits; fitted to products of MXFP4 (docs/findings/four-bit-weights.md).
+_PACKED_STEP = 520.9  # like _GROUPED_STEP, if registers hold the weights
+_PACKED_SWAPPED = 1.247  # like _GROUPED_SWAPPED
+_PACKED_SLAB = 222.0  # cycles that an SM takes at least for a slab of any of its blocks
+_UNPACKED = 2.01  # cycles that a stage takes longer for each feature that is unpacked in shared memory
+_PACKED_DRAM = 3.829e6  # like _GROUPED_DRAM
 
 SKEWED = 0.5  # assumed probability that routing is skewed rather than even
 _QUANTILES = 16
@@ -244,14 +250,17 @@ def _step_cycles(tile: TileConfig, rows: int) -> float:
     height = tile.block_m if tile.weights_as_rows else 64 * ceil(rows / 64)
     product = 64 * tile.mma_n * _GROUPED_MMA  # cycles for the MMAs of one slab (64 rows) over 128 elements of K
     slabs = _slabs_in_use(tile, rows)
+    together = sum(slabs) * product
     if tile.overlaps:
         alone = _GROUPED_OVERLAPPED + _GROUPED_OVERLAPPED_PRODUCT * product
+    elif tile.packed and tile.weights_as_rows:
+        alone = max(slabs) * (_PACKED_STEP + product * _PACKED_SWAPPED)
     else:
         alone = max(slabs) * (_GROUPED_STEP + product * (_GROUPED_SWAPPED if tile.weights_as_rows else 1))
-    if tile.packed:
-        alone += max(slabs) * _GROUPED_UNPACK
+    if tile.unpacks:
+        alone, together = (cycles + tile.block_n * _UNPACKED for cycles in (alone, together))
     loaded = (height + tile.block_n * tile.weight_size) * 128 / _GROUPED_LOAD
-    return max(alone, sum(slabs) * product, loaded, _GROUPED_LATENCY / tile.stages)
+    return max(alone, together, loaded, _GROUPED_LATENCY / (tile.stages * tile.depth))
 
 
 @lru_cache(maxsize=256)
@@ -319,11 +328,15 @@ def _grouped_time(
         if tile.weights_as_rows:
             several = _GROUPED_WIDE_SM_LOAD if tile.block_n == 256 else _GROUPED_SWAPPED_SM_LOAD
         step = max(step, per_sm * height * tile.block_n * _GROUPED_MMA, per_sm * loaded / (several * _GROUPED_LOAD))
+        if tile.packed:
+            step = max(step, per_sm * tile.slabs * tile.warpgroups * _PACKED_SLAB)
     compute = share * ceil(steps / tile.split_k) * step / _CYCLES
 
     rows = expected_m * groups
     active = _not_empty(expected_m, skewed) * groups
-    dram = (active * n * k * tile.weight_size + rows * k + 2 * rows * n) / _GROUPED_DRAM
+    dram = (active * n * k * tile.weight_size + rows * k + 2 * rows * n) / (
+        _PACKED_DRAM if tile.packed else _GROUPED_DRAM
+    )
     l2 = tiles * loaded * steps / _l2_rate(k)
     overlapped = (compute**_GROUPED_OVERLAP + dram**_GROUPED_OVERLAP + l2**_GROUPED_OVERLAP) ** (1 / _GROUPED_OVERLAP)
     area = height * tile.block_n / 128**2
@@ -331,4 +344,4 @@ def _grouped_time(
     ends += _GROUPED_LAST_EPILOGUE * area
     if tile.split_k > 1:
         ends += _GROUPED_PER_SPLIT * (tile.split_k - 1) + _GROUPED_REDUCTION * area
-    return _GROUPED_TILES.get(tile.name, 1) * (_GROUPED_START + overlapped + ends)
+    return (1 if tile.packed else _GROUPED_TILES.get(tile.name, 1)) * (_GROUPED_START + overlapped + ends)

@@ -211,9 +211,7 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
     if packed:
         tiles = _packed_tiles(packed, (8, 16, 32, 64), swiglu=swiglu)
         if packed == "mxfp4" and expected_m >= _FEWEST_AS_ROWS and k > 384:
-            tiles += [TileConfig(128, 256, packed=packed)]
-            if not swiglu:
-                tiles += [TileConfig(256, 128, packed=packed), TileConfig(128, 128, packed=packed)]
+            tiles += [TileConfig(128, 256, packed=packed), *([] if swiglu else [TileConfig(256, 128, packed=packed)])]
     if expected_m <= _MOST_AS_COLUMNS and not packed:
         shapes = [(8, 256, 2), (16, 256, 2), (32, 256, 2)]
         if not swiglu:
