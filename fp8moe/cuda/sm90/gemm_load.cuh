@@ -66,9 +66,11 @@ struct Loader {
     }
     if constexpr (PACKED == MXFP4) {
       const u32 words = shared_address(exponents_below(s, stage));
-      const int first = GATED ? tile.n / 2 : tile.n, block = tile.group * K_BLOCKS + k_block;
-      tma_load(words, below, full.address(), first, block);
-      if constexpr (GATED) tma_load(words + BELOW_WORDS / 2 * 4, below, full.address(), first + INTERMEDIATE, block);
+      const int first = GATED ? tile.n / 2 : tile.n;
+      tma_load(words, below, full.address(), first, k_block, tile.group);
+      if constexpr (GATED) {
+        tma_load(words + BELOW_WORDS / 2 * 4, below, full.address(), first + INTERMEDIATE, k_block, tile.group);
+      }
     }
     if constexpr (HALVES) {
       if (tile.shape == WHOLE) tma_load(target + B_BYTES / 2, b, full.address(), column, row + HALF_N);

@@ -9,7 +9,6 @@
 constexpr int PIECES = PACKED == INT4 ? BLOCK_K / GROUP : 1;
 constexpr int UNITS = DEPTH * PIECES;  // of a stage
 constexpr int HELD = ceil_div(UNITS, 4);
-
 constexpr int ROW_SCALES = K / GROUP;  // scales of an output feature in memory
 
 // INT4: the scales of a warp's rows. Four lanes share two rows of each slab, and each holds every fourth unit of a
@@ -180,10 +179,9 @@ struct PackedMathWarp : MathWarp {
   __device__ __forceinline__ PackedMathWarp(Shared& s, const float* b_scale, KRange k, int warpgroup)
       : MathWarp(s, b_scale, k, warpgroup), weights(b_scale, k), odd(SPLIT_K > 1 && k.blocks % DEPTH) {}
 
-  // With one block per SM, a warp unpacks while its last product runs. With several, it has no registers for that, and
-  // products of other warps run.
-  static constexpr int FLIGHT =
-      BLOCKS_PER_SM == 1 ? 2 : 1;  // products that a warp starts before it waits for the first
+  // Products that a warp starts before it waits for the first. With one block per SM, it unpacks while its last product
+  // runs. With several, it has no registers for that, and products of other warps run.
+  static constexpr int FLIGHT = BLOCKS_PER_SM == 1 ? 2 : 1;
 
   static constexpr int STEPS = BLOCK_K / 32 / PIECES;  // of 32 along K, in a product
 

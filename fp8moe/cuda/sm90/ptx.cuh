@@ -121,6 +121,14 @@ __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 b
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
 // Like tma_load, for data that is read once: L2 evicts it first.
 __device__ __forceinline__ void tma_load_once(u32 target, const TensorMap& map, u32 barrier, int x, int y) {
   u64 policy;

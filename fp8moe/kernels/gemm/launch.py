@@ -205,9 +205,9 @@ def packing_of(b: Tensor, scale: Tensor) -> Packing:
 
 def _map_of_exponents(scale: Tensor, tile: TileConfig, epilogue: Epilogue) -> TensorMap:
     """Make the tensor map of `arranged` exponents."""
-    words = scale.view(torch.int32).flatten(0, -3).squeeze(-1)
+    words = scale.view(torch.int32).view(-1, *scale.shape[-3:-1])  # by experts, or one matrix
     rows = tile.block_n // 2 if epilogue.gated else tile.block_n
-    return tensor_map(words, shape=tuple(words.shape), strides=(words.shape[1], 1), box=(tile.depth, rows))
+    return tensor_map(words, shape=tuple(words.shape), strides=words.stride(), box=(1, tile.depth, rows))
 
 
 def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Tensor | None) -> Iterable[TensorMap]:
