@@ -25,7 +25,7 @@ def case(name, tokens, gated, codes, exps, fp8, E, n, k, K):
         out, sc = torch.zeros(rows, n, dtype=torch.bfloat16, device=dev), None
     more = () if not gated else (sc.data_ptr(), sc.stride(1))
     fo = GemmOperands(x.data, x.scale, fp8.data, fp8.scale, None, None, offs)
-    from fp8moe.kernels.gemm.exponents import arranged
+    from fp8moe.quant.exponents import arrange as arranged
     ordered = arranged(exps, 2 if gated else 1)
     ta = timed(lambda: arranged(exps, 2 if gated else 1), 5)
     po = GemmOperands(x.data, x.scale, codes, ordered, None, None, offs)

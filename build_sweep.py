@@ -4,7 +4,7 @@ import torch
 exec(open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "build_bench.py")).read().split("MODELS =")[0])
 from fp8moe.kernels.gemm.tiles import grouped_candidates
 from fp8moe.kernels.gemm.epilogue import Columns, Packing
-from fp8moe.kernels.gemm.exponents import arranged
+from fp8moe.quant.exponents import arrange as arranged
 from fp8moe.runtime import jit
 MX = Columns(False, None, Packing("mxfp4", 32, torch.uint8))
 MODELS = {"qwen": (128, 2048, 768, 8), "oss20": (32, 2880, 2880, 4), "oss120": (128, 2880, 2880, 4), "dsv3": (256, 7168, 2048, 8)}

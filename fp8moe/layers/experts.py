@@ -1,6 +1,7 @@
 """GroupedExperts: the experts of a mixture-of-experts layer, with FP8 weights or trained in FP8."""
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,15 +14,36 @@ from fp8moe.kernels.experts.checks import MAX_EXPERTS
 from fp8moe.kernels.experts.operands import Biases, Layer, Masters, Norm, TokenOperands, row_dtype
 from fp8moe.kernels.experts.operator import experts_of_rows, experts_of_tokens
 from fp8moe.layers import experts_source
-from fp8moe.layers.master import MASTER_DTYPES, MasterModule, check_master_dtype, part_of, quantized, quantized_gate_up
-from fp8moe.layers.parameters import check_not_parametrized, frozen, local
+from fp8moe.layers.master import (
+    MASTER_DTYPES,
+    MasterModule,
+    WeightFormat,
+    check_master_dtype,
+    part_of,
+    quantized,
+    quantized_gate_up,
+)
+from fp8moe.layers.parameters import check_not_parametrized, frozen, is_sharded, local
 from fp8moe.layers.replaced import check_no_hooks
-from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div, has_channel_scales
+from fp8moe.quant.exponents import arrange, arranged_shape, as_stored
+from fp8moe.quant.formats import BLOCK, MX_BLOCK, PACKED_FORMATS, FP8Tensor, ceil_div, has_channel_scales, is_packed
+from fp8moe.quant.packed import quantize_int4, quantize_mxfp4
 from fp8moe.quant.quantize import quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
 from fp8moe.runtime.checks import check_dtype, check_floating, check_int, check_like, check_tensor
 
 _NAME = "fp8moe.GroupedExperts"
+
+
+PACKED_WEIGHTS = {"mxfp4": ("mxfp4", 32), "int4": ("int4", 128), "int4-32": ("int4", 32)}
+"""The formats of four bits: maps a `weight_format` to the format of a `PackedTensor` and its values in a group."""
+
+
+def packed_weights(weight_format: str) -> WeightFormat:
+    """Return how a module keeps weights of four bits."""
+    form, _ = PACKED_WEIGHTS[weight_format]
+    dtypes = PACKED_FORMATS[form].scale_dtypes
+    return WeightFormat("_scale", (torch.uint8,), (*dtypes, torch.float8_e8m0fnu) if form == "mxfp4" else dtypes)
 
 
 class Weights(NamedTuple):
@@ -49,6 +71,11 @@ class GroupedExperts(MasterModule):
         down_proj_scale_inv     (E, ceil(H/128), ceil(I/128)) float32; value = weight * its block's scale
 
     Without a gate, up_proj (E, I, H) and up_proj_scale_inv (E, ceil(I/128), ceil(H/128)) replace the first two.
+    With a ``weight_format`` of four bits, data uint8 (..., N, K/2) and scales take the place of these, as in a
+    `PackedTensor`: gate_up_proj (E, 2I, H/2), gate_up_proj_scale (E, 2I, H/32) or (E, 2I, H/128), down_proj
+    (E, H, I/2), down_proj_scale. The state dict has scales of "mxfp4", uint8, in this order; the parameter itself has
+    them in the order of the kernels (`fp8moe.quant.exponents`).
+
     With ``bias`` there are also
 
         gate_up_proj_bias       (E, 2I) of ``dtype``, added to gate and up before the activation
@@ -99,6 +126,8 @@ class GroupedExperts(MasterModule):
         weight_scales: "block", or "channel" for one scale per output channel, (E, 2I, 1) and (E, H, 1), as in FP8
             checkpoints of compressed-tensors: the accumulators of both GEMMs are multiplied by these scales. For
             inference only: ValueError with a master_dtype, RuntimeError in the backward.
+        weight_format: "fp8"; or four bits: "mxfp4", or "int4" with a bfloat16 scale for 128 values along K, "int4-32"
+            for 32. H and I must then be multiples of the 32 or 128. For inference only, like "channel".
         bias: whether both projections have biases. For inference only, like "channel".
 
     Raises TypeError for a size that is not an int, ValueError for a size or decode_capacity below one, more than 1024
@@ -139,6 +168,7 @@ class GroupedExperts(MasterModule):
         decode_capacity: int | None = None,
         master_dtype: torch.dtype | None = None,
         weight_scales: str = "block",
+        weight_format: str = "fp8",
         bias: bool = False,
     ):
         super().__init__()
@@ -164,13 +194,48 @@ class GroupedExperts(MasterModule):
         up_shape = (num_experts, projections * intermediate_size, hidden_size)
         down_shape = (num_experts, hidden_size, intermediate_size)
         up_blocks = (num_experts, projections * blocks, hidden_blocks)
-        options = (device, master_dtype, weight_scales)
-        self._register_weight(self.up_name, up_shape, up_blocks, *options)
-        self._register_weight("down_proj", down_shape, (num_experts, hidden_blocks, blocks), *options)
+        self.weight_format = weight_format
+        if weight_format == "fp8":
+            options = (device, master_dtype, weight_scales)
+            self._register_weight(self.up_name, up_shape, up_blocks, *options)
+            self._register_weight("down_proj", down_shape, (num_experts, hidden_blocks, blocks), *options)
+        else:
+            self._check_packed(weight_format, master_dtype, weight_scales)
+            self.kept = packed_weights(weight_format)
+            self._register_packed(self.up_name, up_shape, projections, device)
+            self._register_packed("down_proj", down_shape, 1, device)
         for name, shape in zip(self.bias_names, (up_shape, down_shape), strict=True):
             value = frozen(torch.empty(shape[:2], dtype=dtype, device=device)) if bias else None
             self.register_parameter(name, value)
         self.reset_parameters()
+
+    def _check_packed(self, weight_format: str, master_dtype: torch.dtype | None, weight_scales: str) -> None:
+        if weight_format not in PACKED_WEIGHTS:
+            raise ValueError(f"weight_format: expected one of {('fp8', *PACKED_WEIGHTS)}, got {weight_format!r}")
+        for name, value, expected in (("master_dtype", master_dtype, None), ("weight_scales", weight_scales, "block")):
+            if value != expected:
+                raise ValueError(f"{name}: expected {expected!r} with weight_format {weight_format!r}, got {value!r}")
+        group = PACKED_WEIGHTS[weight_format][1]
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(self, name) % group:
+                raise ValueError(
+                    f"{name}: expected a multiple of {group} with weight_format {weight_format!r}, got "
+                    f"{getattr(self, name)}"
+                )
+
+    def _register_packed(
+        self, name: str, shape: tuple[int, ...], projections: int, device: torch.device | str | None
+    ) -> None:
+        """Register uninitialized weights in four bits, shape (E, N, K), and their scales."""
+        experts, n, k = shape
+        form, group = PACKED_WEIGHTS[self.weight_format]
+        scale_shape, dtype = (experts, n, k // group), torch.bfloat16
+        if form == "mxfp4":
+            scale_shape, dtype = (experts, *arranged_shape(n, k, projections)), torch.uint8
+        data = torch.empty((experts, n, k // 2), dtype=torch.uint8, device=device)
+        self.register_parameter(name, frozen(data))
+        scale = torch.empty(scale_shape, dtype=dtype, device=device)
+        self.register_parameter(f"{name}{self.kept.scale}", frozen(scale))
 
     @classmethod
     def from_experts(
@@ -267,7 +332,7 @@ class GroupedExperts(MasterModule):
     @property
     def trainable(self) -> bool:
         """Whether the weights are masters, made with a ``master_dtype``."""
-        return self.down_proj_scale_inv is None
+        return self.down_proj.dtype in MASTER_DTYPES
 
     @property
     def up_name(self) -> str:
@@ -277,7 +342,7 @@ class GroupedExperts(MasterModule):
     @property
     def weight_names(self) -> tuple[str, str, str, str]:
         """The parameter names of the first projection, its scale, the second projection and its scale."""
-        return self.up_name, f"{self.up_name}_scale_inv", "down_proj", "down_proj_scale_inv"
+        return self.up_name, f"{self.up_name}{self.kept.scale}", "down_proj", f"down_proj{self.kept.scale}"
 
     @property
     def bias_names(self) -> tuple[str, str]:
@@ -297,16 +362,48 @@ class GroupedExperts(MasterModule):
             if self.trainable:
                 data.uniform_(-bound, bound)
                 continue
-            data, scale = local(data), local(getattr(self, f"{name}_scale_inv"))
+            data, scale = local(data), local(getattr(self, f"{name}{self.kept.scale}"))
             for expert in range(len(data)):
                 weight = torch.empty(shape, dtype=self.dtype, device=data.device).uniform_(-bound, bound)
-                channels = has_channel_scales(data, scale)
-                quantized = (quantize_channels if channels else quantize_128x128)(weight)
+                quantized = self._quantize(weight, channels=has_channel_scales(data, scale))
                 data[expert].copy_(quantized.data.flatten(0, 1))
                 scale[expert].copy_(quantized.scale.flatten(0, 1))
             bias = getattr(self, f"{name}_bias")
             if bias is not None:
                 bias.uniform_(-bound, bound)
+
+    def _quantize(self, weight: Tensor, *, channels: bool = False) -> FP8Tensor:
+        """Quantize the matrices (P, N, K) of an expert to this layer's format; the results are (P, ...)."""
+        if self.weight_format == "fp8":
+            return (quantize_channels if channels else quantize_128x128)(weight)
+        form, group = PACKED_WEIGHTS[self.weight_format]
+        data, scale, *_ = quantize_mxfp4(weight) if form == "mxfp4" else quantize_int4(weight, group=group)
+        return FP8Tensor(data, arrange(scale) if form == "mxfp4" else scale)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        """Save exponents of MXFP4 as checkpoints have them, unless the parameters themselves are asked for."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.weight_format != "mxfp4" or keep_vars:
+            return
+        for name, scale_name in pairs(self.weight_names):
+            data, key = destination[prefix + name], prefix + scale_name
+            destination[key] = _by_shard(as_stored, data, destination[key])
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        for name, scale_name in pairs(self.weight_names) if self.weight_format != "fp8" else ():
+            key, projections = prefix + scale_name, 2 if name == "gate_up_proj" else 1
+            scale = state_dict.get(key)
+            if scale is None or scale.dtype not in self.kept.scale_dtypes:
+                continue
+            if self.weight_format == "mxfp4":
+                scale = scale.view(torch.uint8)
+                n, k = getattr(self, name).shape[1], 2 * getattr(self, name).shape[2]
+                if scale.shape[1:] == (n, k // MX_BLOCK):
+                    scale = _by_shard(lambda scale, count=projections: arrange(scale, count), scale)
+                state_dict[key] = scale
+            elif scale.dtype != getattr(self, scale_name).dtype:  # scales keep their dtype
+                setattr(self, scale_name, frozen(torch.empty_like(getattr(self, scale_name), dtype=scale.dtype)))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def forward(
         self,
@@ -434,7 +531,8 @@ class GroupedExperts(MasterModule):
             return self.training or recorded(*inputs, *weights.tensors())
         # If this returns False although gradients are recorded, the backward of `experts_of_tokens` raises an error.
         layer = weights.layer
-        differentiable = layer.biases.down_bias is None and not has_channel_scales(*layer.up)
+        blocks = not (has_channel_scales(*layer.up) or is_packed(layer.up.data))
+        differentiable = layer.biases.down_bias is None and blocks
         return recorded(*inputs) and differentiable and not recorded(*weights.tensors())
 
     def extra_repr(self) -> str:
@@ -446,6 +544,8 @@ class GroupedExperts(MasterModule):
             text += ", gated=False"
         if self.trainable:
             text += f", master_dtype={self.down_proj.dtype}"
+        if self.weight_format != "fp8":
+            text += f", weight_format={self.weight_format!r}"
         if self.down_proj_bias is not None:
             text += ", bias=True"
         for name, value in (
@@ -456,6 +556,22 @@ class GroupedExperts(MasterModule):
             if value is not None:
                 text += f", {name}={value}"
         return text
+
+
+def pairs(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each weight's name with that of its scale."""
+    return zip(names[::2], names[1::2], strict=True)
+
+
+def _by_shard(convert: Callable[..., Tensor], *values: Tensor) -> Tensor:
+    """Apply ``convert`` to tensors, or to this rank's shards of DTensors, which are sharded by experts."""
+    made = convert(*map(local, values))
+    if not is_sharded(values[0]):
+        return made
+    of = values[0]
+    shape = torch.Size((of.shape[0], *made.shape[1:]))
+    options = {"run_check": False, "shape": shape, "stride": made.stride()}
+    return type(of).from_local(made, of.device_mesh, of.placements, **options)
 
 
 def experts_rows_training(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fp8moe.quant.exponents import projections_of
 from fp8moe.quant.formats import (
     BLOCK,
     MX_BLOCK,
@@ -129,11 +130,15 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, int], device: torch.
 def check_weight_scale(name: str, weight: FP8Tensor, device: torch.device, projections: int = 1) -> None:
     """Check the scales of weights (..., N, K), of any form that GEMMs take, whose data is on `device`.
 
-    projections: number of matrices stacked along N, each of which has blocks of its own.
+    projections: number of matrices stacked along N, each of which has blocks of its own. Exponents of MXFP4 may be
+    arranged (quant/exponents.py), as `GroupedExperts` keeps them.
     """
     data, scale = weight
     if is_packed(data):
-        _check_packed_scale(name, data, scale, *OPERAND_FORMATS)
+        if scale.dtype is torch.uint8 and projections_of(data, scale):
+            check_device(name, scale, data.device, "the data")
+        else:
+            _check_packed_scale(name, data, scale, *OPERAND_FORMATS)
         return
     if not has_channel_scales(data, scale):
         *lead, n, k = data.shape

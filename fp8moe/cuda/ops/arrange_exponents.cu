@@ -1,22 +1,20 @@
 // Arranges the exponents of MXFP4 weights, one for each feature and 32 values along K, for the GEMM kernels: by blocks
 // of 128 along K, one word for each feature, so that those of a tile are contiguous. They become what they are below
 // the largest exponent of a block of 128 features and 128 along K. These largest exponents follow behind the words of
-// all features. An exponent of 255, which is NaN, stays 255 and does not count.
+// all features of a projection. An exponent of 255, which is NaN, stays 255 and does not count.
 //
 // Compile-time constants: BLOCK; BLOCKS (along K, that a thread block of BLOCK threads arranges).
 #include "ptx.cuh"
 
-// exponents (e, n, groups), aligned to 4 bytes; arranged (e, k_blocks, words). The n features are projections of `size`
-// features, each of which begins a new block. Grid: (n / size * ceil(size / BLOCK), ceil(k_blocks / BLOCKS), e).
+// exponents (projections, size, groups), aligned to 4 bytes; arranged (projections, k_blocks, words).
+// Grid: (ceil(size / BLOCK), ceil(k_blocks / BLOCKS), projections).
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    arrange_exponents(const u8* exponents, u32* arranged, long long n, long long size, long long groups,
-                      long long k_blocks, long long words) {
+    arrange_exponents(const u8* exponents, u32* arranged, long long size, long long groups, long long k_blocks,
+                      long long words) {
   __shared__ u32 largest[2][BLOCK / WARP];
-  const int rows_of_blocks = static_cast<int>((size + BLOCK - 1) / BLOCK), block = blockIdx.x;
-  const long long within = block % rows_of_blocks * BLOCK + threadIdx.x,
-                  feature = block / rows_of_blocks * size + within;
-  const bool valid = within < size;
-  const u8* mine = exponents + (blockIdx.z * n + feature) * groups;
+  const long long feature = static_cast<long long>(blockIdx.x) * BLOCK + threadIdx.x, projection = blockIdx.z;
+  const bool valid = feature < size;
+  const u8* mine = exponents + (projection * size + feature) * groups;
 #pragma unroll 1
   for (int i = 0; i < BLOCKS; ++i) {
     const long long k_block = static_cast<long long>(blockIdx.y) * BLOCKS + i;
@@ -39,9 +37,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     __syncthreads();
 #pragma unroll
     for (int warp = 0; warp < BLOCK / WARP; ++warp) most = max(most, largest[i % 2][warp]);
-    u32* row = arranged + (blockIdx.z * k_blocks + k_block) * words;
+    u32* row = arranged + (projection * k_blocks + k_block) * words;
     if (valid) row[feature] = most * 0x01010101 - numbers | not_number;
-    if (threadIdx.x == 0) row[n + block] = most;
-    if (block == gridDim.x - 1 && n + gridDim.x + threadIdx.x < words) row[n + gridDim.x + threadIdx.x] = 0;
+    if (threadIdx.x == 0) row[size + blockIdx.x] = most;
+    const long long behind = size + gridDim.x + threadIdx.x;
+    if (blockIdx.x == gridDim.x - 1 && behind < words) row[behind] = 0;
   }
 }

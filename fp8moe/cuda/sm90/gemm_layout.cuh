@@ -57,9 +57,10 @@ constexpr int SCALE_ROWS = GATED ? 2 * PROJECTION_SCALE_ROWS : ceil_div(N, 128);
 // Within a tile, the weight scale changes only at columns that are multiples of GRANULE.
 constexpr int GRANULE = (BLOCK_N & -BLOCK_N) < 128 ? (BLOCK_N & -BLOCK_N) : 128;
 
-// MXFP4: a row of arranged exponents (cuda/ops/arrange_exponents.cu): a word for each feature, then one for each row of
-// weight scales.
-constexpr int EXPONENT_WORDS = round_up(N + SCALE_ROWS, 4);
+// MXFP4: a row of arranged exponents (cuda/ops/arrange_exponents.cu): a word for each feature of a projection, then one
+// for each row of its weight scales.
+constexpr int PROJECTIONS = GATED ? 2 : 1;
+constexpr int EXPONENT_WORDS = round_up((N + SCALE_ROWS) / PROJECTIONS, 4);
 
 constexpr int TILE_SCALE_ROWS = (128 - GRANULE + BLOCK_N - 1) / 128 + 1;  // rows of weight scales that a tile can touch
 

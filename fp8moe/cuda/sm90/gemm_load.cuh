@@ -66,10 +66,10 @@ struct Loader {
     }
     if constexpr (PACKED == MXFP4) {
       const u32 words = shared_address(exponents_below(s, stage));
-      const int first = GATED ? tile.n / 2 : tile.n;
-      tma_load(words, below, full.address(), first, k_block, tile.group);
-      if constexpr (GATED) {
-        tma_load(words + BELOW_WORDS / 2 * 4, below, full.address(), first + INTERMEDIATE, k_block, tile.group);
+#pragma unroll
+      for (int i = 0; i < PROJECTIONS; ++i) {
+        tma_load(words + BELOW_WORDS / PROJECTIONS * 4 * i, below, full.address(), tile.n / PROJECTIONS, k_block,
+                 tile.group * PROJECTIONS + i);
       }
     }
     if constexpr (HALVES) {

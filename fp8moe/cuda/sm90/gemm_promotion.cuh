@@ -19,7 +19,9 @@ struct WeightScales {
   // The scale in this row of scales and in this K block of all groups.
   __device__ __forceinline__ float load(int group, int row, int block) const {
     if constexpr (PACKED == MXFP4) {
-      const long long at = (static_cast<long long>(group) * K_BLOCKS + block) * EXPONENT_WORDS + N + row;
+      constexpr int ROWS = SCALE_ROWS / PROJECTIONS;
+      const long long projection = static_cast<long long>(group) * PROJECTIONS + row / ROWS;
+      const long long at = (projection * K_BLOCKS + block) * EXPONENT_WORDS + N / PROJECTIONS + row % ROWS;
       const u32 exponent = reinterpret_cast<const u32*>(b_scale)[at];
       return __uint_as_float(exponent == 0 ? 0x00400000 : exponent << 23) * 0.015625f;  // E8M0 has no zero
     }

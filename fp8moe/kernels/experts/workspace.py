@@ -10,9 +10,8 @@ from fp8moe.kernels.experts.combine import launcher as combine_launcher
 from fp8moe.kernels.experts.operands import Biases, Norm, TokenOperands, grouping_of
 from fp8moe.kernels.experts.permute import launcher as permute_launcher
 from fp8moe.kernels.experts.routing import launcher as sort_launcher
-from fp8moe.kernels.gemm.checks import bias_vector
+from fp8moe.kernels.gemm.checks import bias_vector, weight_scale
 from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
-from fp8moe.kernels.gemm.exponents import arranged
 from fp8moe.kernels.gemm.launch import GemmOperands
 from fp8moe.kernels.gemm.launch import build as build_gemm
 from fp8moe.quant.formats import (
@@ -23,7 +22,6 @@ from fp8moe.quant.formats import (
     empty_quantized,
     has_channel_scales,
     is_packed,
-    packed_format,
 )
 from fp8moe.runtime.checks import aligned, row_major
 from fp8moe.runtime.launch import current_stream, device_guard, planned
@@ -191,12 +189,6 @@ def run(operands: TokenOperands, targets: Targets | None = None, out: Tensor | N
     return workspace(loaded.hidden_states.get_device(), targets and targets.form, loaded)(loaded, targets, out)
 
 
-def _as_gemms_load(weight: FP8Tensor, projections: int) -> FP8Tensor:
-    data, scale = map(aligned, weight)
-    arranges = is_packed(data) and packed_format(scale) == "mxfp4" and scale.dim() == data.dim()
-    return FP8Tensor(data, arranged(scale, projections) if arranges else scale)
-
-
 def _as_kernels_load(operands: TokenOperands) -> TokenOperands:
     """Return the operands, with copies of tensors whose memory layouts the kernels cannot read."""
     layer = operands.layer
@@ -207,8 +199,8 @@ def _as_kernels_load(operands: TokenOperands) -> TokenOperands:
         hidden_states=row_major(operands.hidden_states),
         top_k_index=operands.top_k_index.contiguous(),
         layer=layer._replace(
-            up=_as_gemms_load(layer.up, 2),
-            down=_as_gemms_load(layer.down, 1),
+            up=FP8Tensor(aligned(layer.up.data), weight_scale(*layer.up, 2)),
+            down=FP8Tensor(aligned(layer.down.data), weight_scale(*layer.down)),
             biases=Biases(*map(bias_vector, layer.biases)),
         ),
         norm=None if norm is None else norm._replace(norm_weight=aligned(norm.norm_weight)),

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.gemm.exponents import arranged
 from fp8moe.quant.checks import check_scale, check_weight_scale, fp8_data, mn_major, weight_data
+from fp8moe.quant.exponents import arrange, as_stored, projections_of
 from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major, has_channel_scales, is_packed, packed_format
 from fp8moe.runtime.checks import (
     FLOATING,
@@ -165,12 +165,13 @@ def activations(a: Tensor, a_scale: Tensor) -> FP8Tensor:
 
 
 def weight_scale(b: Tensor, scale: Tensor, projections: int = 1) -> Tensor:
-    """Return the scale of weights as kernels load it: contiguous, that of MXFP4 as `arranged` returns it.
+    """Return the scale of weights as kernels load it: contiguous, that of MXFP4 arranged.
 
     Scales of channels and of INT4 start at multiples of 16 bytes. projections: number of matrices stacked along N.
     """
     if is_packed(b) and packed_format(scale) == "mxfp4":
-        return arranged(aligned(scale), projections)
+        arranged = projections_of(b, scale) == projections
+        return aligned(scale) if arranged else arrange(as_stored(b, scale), projections)
     return aligned(scale) if has_channel_scales(b, scale) or is_packed(b) else scale.contiguous()
 
 

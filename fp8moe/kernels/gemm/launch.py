@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ class GemmOperands(NamedTuple):
     a, a_scale: activations (M, K) float8_e4m3fn and (M, ceil(K / 128)) float32; (E, max_m, ...) for masked groups.
     b, b_scale: weights (N, K), or (E, N, K) for groups, float8_e4m3fn; a float32 scale for each 128x128 block, or for
         each output channel, (..., N, 1). Or data and scale of a PackedTensor; for `build`,
-        the scale of MXFP4 as `exponents.arranged` returns it.
+        the scale of MXFP4 arranged (quant/exponents.py).
     bias: (N,), or (E, N) for groups. c: (M, N) of the result's dtype.
     groups: int32: row offsets (E + 1,), row ranges (E, 2) of first row and end, or numbers of rows in use (E,).
     """
@@ -204,10 +205,12 @@ def packing_of(b: Tensor, scale: Tensor) -> Packing:
 
 
 def _map_of_exponents(scale: Tensor, tile: TileConfig, epilogue: Epilogue) -> TensorMap:
-    """Make the tensor map of `arranged` exponents."""
-    words = scale.view(torch.int32).view(-1, *scale.shape[-3:-1])  # by experts, or one matrix
-    rows = tile.block_n // 2 if epilogue.gated else tile.block_n
-    return tensor_map(words, shape=tuple(words.shape), strides=words.stride(), box=(1, tile.depth, rows))
+    """Make the tensor map of arranged exponents, by projections of all experts."""
+    projections = 2 if epilogue.gated else 1
+    *lead, rows, _ = scale.shape
+    words = scale.view(torch.int32).view(math.prod(lead) * projections, rows // projections, -1)
+    box = (1, tile.depth, tile.block_n // projections)
+    return tensor_map(words, shape=tuple(words.shape), strides=words.stride(), box=box)
 
 
 def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Tensor | None) -> Iterable[TensorMap]:
