@@ -84,7 +84,7 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
         raise ValueError(f"config.json: transformers cannot run this model in FP8 ({reason_of(error)})") from error
     names = [name for name, module in theirs.named_modules() if isinstance(module, FP8Experts | FP8Linear)]
     try:
-        replace_modules(model, [*names, *biased])
+        replace_modules(model, dict.fromkeys([*names, *biased], "block"))
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"config.json: fp8moe cannot run this model in FP8 ({error})") from error
 

@@ -329,6 +329,29 @@ class GroupedExperts(MasterModule):
             setattr(new, name, bias if bias is None else frozen(bias.detach()))
         return new
 
+    def in_format(self, weight_format: str) -> "GroupedExperts":
+        """Return a layer of these sizes without values, on the meta device, with weights in another format.
+
+        weight_format: see `GroupedExperts`. The biases, if any, are shared.
+        """
+        new = GroupedExperts(
+            num_experts=self.num_experts,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            device="meta",
+            dtype=self.dtype,
+            activation=self.activation.name,
+            gated=self.activation.gated,
+            swiglu_limit=self.activation.limit,
+            swiglu_alpha=self.activation.alpha,
+            decode_capacity=self.decode_capacity,
+            weight_format=weight_format,
+            bias=self.down_proj_bias is not None,
+        )
+        for name in self.bias_names:
+            setattr(new, name, getattr(self, name))
+        return new.train(self.training)
+
     @property
     def trainable(self) -> bool:
         """Whether the weights are masters, made with a ``master_dtype``."""

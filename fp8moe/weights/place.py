@@ -30,7 +30,7 @@ from fp8moe.weights.source import (
     printable,
     unmappable,
 )
-from fp8moe.weights.stored import StoredWeight, Weights
+from fp8moe.weights.stored import PACKED, StoredWeight, Weights
 
 TIED = "but the model ties the two"  # ends the problem line of tied tensors that differ
 EXTRA = "extra, the model has no such tensor"  # ends the problem line of a tensor without a place in the model
@@ -40,6 +40,9 @@ _FORMER_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids
 
 Maps the end of a buffer's name in a model to a regex for the names that old checkpoints give the buffer.
 """
+
+_SCALES = {torch.float8_e4m3fn: SCALE, torch.uint8: "_scale"}
+"""How the name of a quantized weight's scale ends in a model, by the weight's dtype."""
 
 Part = tuple[int | None, int | None]
 """Where a tensor starts in a fused parameter: (expert, row of that expert's matrix), or WHOLE for a whole parameter."""
@@ -169,8 +172,8 @@ class Target:
 
     def __init__(self, state: Mapping[str, Tensor]):
         self.state = state
-        fp8 = (key for key, value in state.items() if value.dtype == torch.float8_e4m3fn)
-        self.scales = {key + SCALE for key in fp8} & state.keys()
+        self.scales = {key + suffix for key, value in state.items() if (suffix := _SCALES.get(value.dtype))}
+        self.scales &= state.keys()
         names = defaultdict(list)
         for key, value in state.items():
             names[id(value)].append(key)
@@ -200,8 +203,8 @@ class Target:
         return Place(key, (size, target.shape[2]), (name.expert, row))
 
     def scale_of(self, place: Place) -> Place | None:
-        """Return the place of the scale of the FP8 weight at ``place``; None if the weight there is not FP8."""
-        key = place.key + SCALE
+        """Return the place of the scale of the weight at ``place``; None if the weight there is not quantized."""
+        key = place.key + _SCALES.get(self.state[place.key].dtype, "")
         if key not in self.scales:
             return None
         scale = self.state[key]
@@ -219,8 +222,10 @@ class Target:
                 return f"{spec.dtype}, but the model's module is FP8; {_way_out(place.key)}"
             if spec.dtype != FP8:
                 return f"dtype {spec.dtype}, expected {FP8}"
+        elif target == torch.uint8 and spec.dtype != PACKED:
+            return f"dtype {spec.dtype}, but the model's module has weights in four bits"
         elif place.key in self.scales:
-            allowed = SCALE_DTYPES if target == torch.float32 else ("F8_E8M0",)
+            allowed = {torch.float32: SCALE_DTYPES, torch.uint8: ("U8",)}.get(target, ("F8_E8M0",))
             if spec.dtype not in allowed:
                 return f"dtype {spec.dtype}, expected a scale in {' or '.join(allowed)}"
             if fits_scale(spec.shape, place.shape):

@@ -53,6 +53,8 @@ from fp8moe.weights.source import (
 _IN_TURNS = {"gpt_oss": "GPT-OSS"}
 """Models whose fused experts are stored (E, columns, rows) with gate and up rows interleaved, by model_type."""
 INTERLEAVED = " or ".join(_IN_TURNS.values())
+PACKED = "U8"
+"""The safetensors dtype of codes of four bits, two a byte, as a model holds them."""
 _OF_THEIR_OWN = {"llama4": "Llama 4", "llama4_text": "Llama 4"}
 """Models whose experts compute something that fp8moe's do not, by model_type."""
 
@@ -84,6 +86,11 @@ class StoredWeight(NamedTuple):
     @property
     def is_expert(self) -> bool:
         return self.name.projection is not None and (self.name.expert is not None or len(self.shape) == 3)
+
+    @property
+    def packed(self) -> bool:
+        """Return whether a view presents codes of four bits with their scales."""
+        return self.dtype == PACKED and self.grid is not None
 
     @property
     def interleaved(self) -> bool:

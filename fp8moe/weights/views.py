@@ -3,40 +3,60 @@
 A view computes one matrix at a time from the stored tensors: no file is written, and no second copy is held.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8moe.quant.exponents import arrange, arranged_shape
 from fp8moe.quant.formats import BLOCK, E2M1, FP8_MAX, MX_BLOCK, FP8Tensor, as_float
 from fp8moe.quant.packed import e2m1_values, unpacked
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.weights.formats import SCALE_DTYPES, scale_dtype, scale_grid
 from fp8moe.weights.names import BIAS, GATE_UP
 from fp8moe.weights.source import FP8, Reader
-from fp8moe.weights.stored import StoredWeight, Weights
+from fp8moe.weights.stored import PACKED, StoredWeight, Weights
 
 _FP4_SHIFT = 6  # exponent of the largest factor from FP4 to E4M3: the largest value, 6, becomes 6 * 2^6 < 448
 _FP4_SPREAD = 14  # largest exponent difference at which 0.5 is exact in E4M3: it becomes 0.5 * 2^(6 - 14) = 2^-9
+_NAN = 255  # an exponent of E8M0
 _FP4_LOWEST = 17  # largest exponent difference at which any FP4 value but 0 is exact: 4 becomes 4 * 2^(6 - 17) = 2^-9
 
 
-def in_blocks(weights: Weights) -> list[StoredWeight]:
+def in_blocks(weights: Weights, *, packed: Collection[str] = ()) -> list[StoredWeight]:
     """Return a view of each weight as FP8 with float32 scales per 128x128 block or per channel.
 
-    weights: weights in any format that fp8moe loads.
+    weights: weights in any format that fp8moe loads. packed: the names of weights in MXFP4 to present as a
+    `GroupedExperts` with weight_format "mxfp4" holds them.
 
     Weights without a scale of their own, or with a scale of an unsupported dtype, stay as they are stored; `match`
     reports what is wrong with them.
     """
     exponents = weights.declared is not None and weights.declared.power_of_two
     in_turns = {weight.name.bias for weight in weights.stored if weight.interleaved}
-    return [
-        bias_in_rows(weight) if weight.name.text in in_turns else _in_blocks(weight, exponents)
-        for weight in weights.stored
-    ]
+    views = []
+    for weight in weights.stored:
+        if weight.name.text in packed:
+            views.append(_in_four_bits(weight))
+        else:
+            views.append(bias_in_rows(weight) if weight.name.text in in_turns else _in_blocks(weight, exponents))
+    return views
+
+
+def _in_four_bits(weight: StoredWeight) -> StoredWeight:
+    *lead, rows, columns = weight.shape
+    grid = (*lead, *arranged_shape(rows, columns, weight.name.matrices))
+    make = partial(_of_each, weight, _mxfp4_arranged)
+    return weight._replace(dtype=PACKED, shape=(*lead, rows, columns // 2), grid=grid, make=make, scale_dtype="U8")
+
+
+def _mxfp4_arranged(codes: Tensor, exponents: Tensor) -> FP8Tensor:
+    """Return the codes (N, K/2) of a matrix, and its exponents arranged; those of groups of zeros do not count."""
+    data, power = codes.view(torch.uint8).flatten(1), exponents.view(torch.uint8)
+    used = (data.unflatten(1, (-1, MX_BLOCK // 2)) & 0x77 != 0).any(-1) | (power == _NAN)
+    return FP8Tensor(data, arrange(torch.where(used, power, 0)))
 
 
 def _in_blocks(weight: StoredWeight, bytes_are_exponents: bool) -> StoredWeight:
