@@ -43,10 +43,10 @@ for name in sys.argv[1].split(","):
             for t in cand:
                 found = launch.build(po, ep, Grouping(), tile=t)
                 us = timed(lambda: launch.run(found, po, out, *more), 5)
-                res.append((us, t.block_m, t.block_n, t.split_k, t.blocks_per_sm, t.weights_as_rows))
+                res.append((us, t.block_m, t.block_n, t.split_k, t.blocks_per_sm, t.weights_as_rows, t.warpgroups))
             res.sort()
             out_file.write(json.dumps({"name": name, "gated": gated, "tokens": tokens, "E": E, "n": n, "k": k, "expected_m": prob.expected_m, "times": res}) + "\n")
             chosen = choose_grouped(prob)
-            c = next((r[0] for r in res if r[1:] == (chosen.block_m, chosen.block_n, chosen.split_k, chosen.blocks_per_sm, chosen.weights_as_rows)), None)
-            print(name, gated, tokens, "best", [(round(r[0], 1), f"{r[1]}x{r[2]}/{r[3]}*{r[4]}") for r in res[:4]], "chosen", chosen.name, c and round(c, 1), f"{time.time()-T0:.0f}s", flush=True)
+            c = next((r[0] for r in res if r[1:] == (chosen.block_m, chosen.block_n, chosen.split_k, chosen.blocks_per_sm, chosen.weights_as_rows, chosen.warpgroups)), None)
+            print(name, gated, tokens, "best", [(round(r[0], 1), f"{r[1]}x{r[2]}/{r[3]}*{r[4]}w{r[6]}") for r in res[:4]], "chosen", chosen.name, c and round(c, 1), f"{time.time()-T0:.0f}s", flush=True)
         del codes, exps, ordered; torch.cuda.empty_cache()

@@ -179,10 +179,6 @@ struct PackedMathWarp : MathWarp {
   __device__ __forceinline__ PackedMathWarp(Shared& s, const float* b_scale, KRange k, int warpgroup)
       : MathWarp(s, b_scale, k, warpgroup), weights(b_scale, k), odd(SPLIT_K > 1 && k.blocks % DEPTH) {}
 
-  // Products that a warp starts before it waits for the first. With one block per SM, it unpacks while its last product
-  // runs. With several, it has no registers for that, and products of other warps run.
-  static constexpr int FLIGHT = BLOCKS_PER_SM == 1 ? 2 : 1;
-
   static constexpr int STEPS = BLOCK_K / 32 / PIECES;  // of 32 along K, in a product
 
   // The product of a slab and a unit. tokens: scales, which are loaded before the wait for the product, since handing
@@ -222,12 +218,12 @@ struct PackedMathWarp : MathWarp {
     const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0) + 2 * (lane_id() % 4);
     const u32* below = exponents_below(s, pipeline.stage);
     const Released stage(pipeline);
-    Product products[FLIGHT];
+    Product products[PRODUCTS];
 #pragma unroll
-    for (int i = 0; i < COUNT + FLIGHT - 1; ++i) {
+    for (int i = 0; i < COUNT + PRODUCTS - 1; ++i) {
       if (i < COUNT) {
         const int slab = i % Used, unit = i / Used, block = unit / PIECES, step = unit % PIECES * STEPS;
-        Product& next = products[i % FLIGHT];
+        Product& next = products[i % PRODUCTS];
         const int row = slab_row(warpgroup, slab);
         next.scales = weights.at(slab, source, unit, tile);
         next.rows.unpack(s, codes + row * WEIGHT_BYTES, below + exponent_word(block, row), STEPS * unit);
@@ -240,15 +236,15 @@ struct PackedMathWarp : MathWarp {
         wgmma_commit();
         if (i == 0) meanwhile();
       }
-      if (i >= FLIGHT - 1) {
-        const int ended = i - (FLIGHT - 1);
-        Product& last = products[ended % FLIGHT];
+      if (i >= PRODUCTS - 1) {
+        const int ended = i - (PRODUCTS - 1);
+        Product& last = products[ended % PRODUCTS];
         if (ended == COUNT - 1) {
           wgmma_wait<0>(last.partial);
           last.rows.keep();
           stage.arrive();
         } else if (i < COUNT) {
-          wgmma_wait<FLIGHT - 1>(last.partial);
+          wgmma_wait<PRODUCTS - 1>(last.partial);
           last.rows.keep();
         } else {
           wgmma_wait<0>(last.partial);

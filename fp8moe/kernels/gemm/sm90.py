@@ -53,8 +53,12 @@ class TileConfig:
 
     @property
     def name(self) -> str:
-        """A short name: tokens x features, s for `tma_store`, h for `half_tiles`, / `split_k`, * `blocks_per_sm`."""
+        """A short name: tokens x features, / `split_k`, * `blocks_per_sm`.
+
+        Marks: s for `tma_store`, h for `half_tiles`, q for four warpgroups.
+        """
         marks = ("s" if self.tma_store else "") + ("h" if self.half_tiles else "")
+        marks += "q" if self.warpgroups == 4 else ""
         split = f"/{self.split_k}" if self.split_k > 1 else ""
         return f"{self.block_m}x{self.block_n}{marks}{split}*{self.blocks_per_sm}"
 
@@ -153,6 +157,16 @@ class TileConfig:
     def depth(self) -> int:
         """Number of blocks of 128 along K in a stage."""
         return 2 if self.packed and self.weights_as_rows else 1
+
+    @property
+    def products(self) -> int:
+        """Number of products of weights in registers that a math warp starts before it waits for the first."""
+        return 2 if self._registers_of_products(2) <= self.registers else 1
+
+    def _registers_of_products(self, count: int) -> int:
+        """Return the registers that a thread needs for its sums, and for weights, sums and token scales of products."""
+        product = 16 + self.accumulators + self.accumulators // 2
+        return self.accumulators * self.slabs + count * product + _OTHER_REGISTERS
 
     @property
     def unpacks(self) -> bool:
@@ -259,8 +273,8 @@ def fits(tile: TileConfig, k: int) -> bool:
     stages = ceil(ceil(k / 128) / tile.split_k / tile.depth)
     others = _OTHER_REGISTERS + (8 if tile.groups and not tile.weights_as_rows else 0)
     registers = tile.accumulators * (tile.slabs + 1) + others
-    if tile.packed and tile.weights_as_rows:  # a product's weights and token scales
-        registers += 16 + tile.accumulators // 2
+    if tile.packed and tile.weights_as_rows:
+        registers = tile._registers_of_products(1)
     shared = tile.shared_bytes
     return (
         registers <= tile.registers

@@ -34,6 +34,7 @@ def kernel_spec(
         "K": k,
         "SWAP": int(tile.weights_as_rows),
         "COLUMNS": tile.mma_n,
+        "PRODUCTS": tile.products,
         "OVERLAPS": int(tile.overlaps),
         "A_SCALE_BOX": tile.scale_box,
         "FIRST_STAGES": tile.first_stages,

@@ -53,7 +53,7 @@ class DenseProblem(NamedTuple):
 
 def _packed_tiles(packed: str, heights: Iterable[int], *, swiglu: bool = False) -> list[TileConfig]:
     """Return tile shapes of `heights` tokens for weights in four bits, which registers hold as the 64-row operand."""
-    shapes = ((256, 2),) if swiglu else ((64, 1), (128, 2), (256, 2))
+    shapes = ((256, 2), (256, 4)) if swiglu else ((64, 1), (128, 2), (256, 2), (256, 4))
     return [
         TileConfig(tokens, block_n, weights_as_rows=True, warpgroups=warpgroups, packed=packed)
         for tokens in heights
@@ -235,7 +235,7 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
             # Largest number of blocks per SM to try; more blocks would leave each too few registers.
             most = (3 if shape.block_n == 256 else 4) if shape.weights_as_rows else 3 if shape.warpgroups == 1 else 1
             if shape.packed:  # unpacking needs registers
-                most = min(most, 3 if shape.warpgroups == 1 else 2)
+                most = min(most, {1: 3, 2: 2, 4: 1}[shape.warpgroups])
             for blocks_per_sm in range(1, most + 1):
                 tile = _fitting(shape, split_k, blocks_per_sm, groups, 1, k)
                 if tile is None:
