@@ -191,10 +191,10 @@ _GROUPED_TILES = {
 }
 
 # Of weights in four bits; fitted to products of MXFP4 (docs/findings/four-bit-weights.md).
-_PACKED_STEP = 520.9  # like _GROUPED_STEP, if registers hold the weights
-_PACKED_SWAPPED = 1.247  # like _GROUPED_SWAPPED
-_PACKED_SLAB = 222.0  # cycles that an SM takes at least for a slab of any of its blocks
-_UNPACKED = 2.01  # cycles that a stage takes longer for each feature that is unpacked in shared memory
+_PACKED_STEP = 529.5  # like _GROUPED_STEP, if registers hold the weights
+_PACKED_SWAPPED = 0.9966  # like _GROUPED_SWAPPED
+_PACKED_SLAB = 224.9  # cycles that an SM takes at least for a slab of any of its blocks
+_UNPACKED = 1.93  # cycles that a stage takes longer for each feature that is unpacked in shared memory
 _PACKED_DRAM = 3.829e6  # like _GROUPED_DRAM
 
 SKEWED = 0.5  # assumed probability that routing is skewed rather than even

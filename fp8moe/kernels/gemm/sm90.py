@@ -160,8 +160,11 @@ class TileConfig:
 
     @property
     def products(self) -> int:
-        """Number of products of weights in registers that a math warp starts before it waits for the first."""
-        return 2 if self._registers_of_products(2) <= self.registers else 1
+        """Number of products of weights in registers that a math warp starts before it waits for the first.
+
+        With several blocks per SM, products of other warps run meanwhile.
+        """
+        return 2 if self.blocks_per_sm == 1 and self._registers_of_products(2) <= self.registers else 1
 
     def _registers_of_products(self, count: int) -> int:
         """Return the registers that a thread needs for its sums, and for weights, sums and token scales of products."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
@@ -51,10 +51,11 @@ class DenseProblem(NamedTuple):
     packed: str | None = None
 
 
-def _packed_tiles(packed: str, heights: Iterable[int], *, swiglu: bool = False) -> list[TileConfig]:
+def _packed_tiles(packed: str, heights: Collection[int], *, swiglu: bool = False) -> list[TileConfig]:
     """Return tile shapes of `heights` tokens for weights in four bits, which registers hold as the 64-row operand."""
-    shapes = ((256, 2), (256, 4)) if swiglu else ((64, 1), (128, 2), (256, 2), (256, 4))
-    return [
+    shapes = ((256, 2),) if swiglu else ((64, 1), (128, 2), (256, 2))
+    four = [TileConfig(32, 256, weights_as_rows=True, warpgroups=4, packed=packed)] if 32 in heights else []
+    return four + [
         TileConfig(tokens, block_n, weights_as_rows=True, warpgroups=warpgroups, packed=packed)
         for tokens in heights
         for block_n, warpgroups in shapes
