@@ -14,6 +14,7 @@ from fp8moe.hf.patches import take_offsets_of_rows
 from fp8moe.kernels.decoder_ops import decode_attention as one_token
 from fp8moe.kernels.decoder_ops.decode_attention import AttentionHeads, decode_attention, kernel_spec
 from tests import decode_attention_cases
+from tests.decode_models import kernels_in_float32
 from tests.ptxas import without_spills
 from tests.tiny_moe_models import MODELS
 from tests.transformers_models import left_padded, prompts
@@ -136,7 +137,7 @@ def test_other_masks_are_not_served(changes):
     ("changes", "named"),
     [
         ({"softcap": 30.0}, "softcap"),
-        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({"learnable_sink": torch.zeros(4)}, "learnable_sink"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"dropout": 0.1}, "dropout"),
         ({"dtype": torch.float32}, "float32"),
@@ -163,36 +164,14 @@ def test_what_the_kernel_lacks_is_not_served(changes, named, new):
         attention.attend(torch.nn.Module(), query, key, value, metadata, scaling=1.0, **others)
 
 
-def flash_attention(query, key, value, rows, most_queries, most_keys, window, scale):
-    """What the kernel computes, in float32."""
-    results = torch.zeros(query.shape)
-    groups = query.shape[1] // key.shape[1]
-    first_query, first_key, count = rows.tolist()
-    for sequence in range(len(first_query) - 1):
-        queries = query[first_query[sequence] : first_query[sequence + 1]].float()
-        columns = slice(first_key[sequence], first_key[sequence] + count[sequence])
-        assert len(queries) <= most_queries and count[sequence] <= most_keys
-        keys, values = (x[columns].float().repeat_interleave(groups, 1) for x in (key, value))
-        last = torch.arange(len(queries))[:, None] + count[sequence] - len(queries)
-        column = torch.arange(count[sequence])
-        seen = column <= last
-        if window is not None:
-            seen &= column > last - window
-        scores = (torch.einsum("qhd,khd->hqk", queries, keys) * scale).masked_fill(~seen, -torch.inf)
-        some = slice(first_query[sequence], first_query[sequence + 1])
-        results[some] = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0), values)
-    return results.to(query.dtype)
-
-
 SERVED = (
     *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "Glm4MoeForCausalLM", "AfmoeForCausalLM"),
     *("GraniteMoeForCausalLM", "Cohere2MoeForCausalLM", "Qwen3NextForCausalLM", "Ernie4_5_MoeForCausalLM"),
+    *("GptOssForCausalLM", "GraniteMoeSWAForCausalLM"),
 )
 NOT_SERVED = {
     "DeepseekV3ForCausalLM": "no static cache",
-    "GptOssForCausalLM": "s_aux",
     "InklingForCausalLM": "position_bias",
-    "GraniteMoeSWAForCausalLM": "s_aux",
 }
 
 
@@ -211,22 +190,7 @@ def logits(model, name, chunk, fused=None):
 
 @pytest.fixture
 def in_float32(monkeypatch):
-    """Float32 through the reference backend; records whether one token or several were attended to."""
-    called = set()
-
-    def flash(*args):
-        called.add("several")
-        return flash_attention(*args)
-
-    def attend(*args, **how):
-        called.add("one, appended" if how.get("new") else "one")
-        return decode_attention(*args, **how)
-
-    monkeypatch.setattr(one_token, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(one_token, "decode_attention", attend)
-    monkeypatch.setattr(attention, "decode_attention", attend)
-    monkeypatch.setattr(attention, "_flash_attention", flash)
-    return called
+    return kernels_in_float32(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "AfmoeForCausalLM", "Glm4MoeForCausalLM"])
