@@ -387,9 +387,10 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
             tokens_of = NewTokens(*rows[1:], *(table[:, 0] for table in tables), weight, weight, 1e-6) if new else None
             cached = [make.zeros(batch, key_heads, 40, size, dtype=dtype) for _ in range(2)]
             places = [make.zeros(batch, dtype=torch.int64)] * 2
-            sinks = [make.normal(heads, dtype=kind) for kind in (dtype, torch.float32)]
-            for quantized, (window, sink) in product((False, True), ((None, None), *zip((128, None), sinks, strict=True))):
-                options = {"new": tokens_of, "quantized": quantized, "window": window, "sinks": sink}
+            of_model, in_float32 = (make.normal(heads, dtype=kind) for kind in (dtype, torch.float32))
+            forms = (None, None), (128, of_model), (None, in_float32)
+            for quantized, (window, sinks) in product((False, True), forms):
+                options = {"new": tokens_of, "quantized": quantized, "window": window, "sinks": sinks}
                 operands = rows[0], StaticCache(*cached, *places)
                 yield lambda operands=operands, options=options: decode_attention(*operands, **options)
     for tokens, (columns, hidden) in product((1, 64, 300), ((2112, 7168), (1040, 272))):
