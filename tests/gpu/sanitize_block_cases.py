@@ -3,10 +3,9 @@
 Norms whose rows are of a part of a warp, of a warp, of a thread block, and of no whole vectors; routers with few
 experts and many, with groups and a bias; heads that fill a part of a warp, a warp, two vectors of a lane, at places
 inside and outside of the cache; attention of one token, by one thread block and by clusters, with sinks of either type
-or none and windows; index scores with every
-number of math warpgroups and every swizzle, ranges, lengths and block ids that mean nothing, more sequences than
-threads, more tiles than stages; sampling with every parameter in some row, lists that hold what is left and lists that
-do not, ties, rows without a distribution.
+or none and windows; index scores with every number of math warpgroups and every swizzle, ranges, lengths and block ids
+that mean nothing, more sequences than threads, more tiles than stages; sampling with every parameter in some row,
+lists that hold what is left and lists that do not, ties, rows without a distribution.
 """
 
 import torch
