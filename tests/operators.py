@@ -420,6 +420,16 @@ def _new_token(draw: Draw, *, appends: bool, norm: bool) -> tuple:
     return q, keys, values, columns // 2, columns, *new, *norms
 
 
+def _sinks(draw: Draw) -> Tensor:
+    return draw.normal(32 if draw.large else 4)
+
+
+def _second_head(arguments) -> slice:
+    """Its columns of the result of decode_attention."""
+    size = arguments.q.shape[2]
+    return slice(size, 2 * size)
+
+
 def _sampling(draw: Draw) -> tuple:
     vocab = 40_000 if draw.large else 33
     logits = sampling_cases.random_logits(draw.rows, vocab, torch.bfloat16, seed=draw.seed)
@@ -464,15 +474,16 @@ DECODER = {
         names={"k": "k|q"},
     ),
     "decode_attention": Case(
-        lambda draw: (*_new_token(draw, appends=False, norm=False), 4, 0.25, False, False),
+        lambda draw: (*_new_token(draw, appends=False, norm=False), _sinks(draw), 4, 0.25, False, False),
         bad={
-            "q": ((BAD_ROW, 1, 3), lambda a: [(BAD_ROW, slice(a.q.shape[2], 2 * a.q.shape[2])), None, None, None, None])
+            "q": ((BAD_ROW, 1, 3), lambda a: [(BAD_ROW, _second_head(a)), None, None, None, None]),
+            "sinks": ((1,), lambda a: [(slice(None), _second_head(a)), None, None, None, None]),
         },
         fixed=("keys", "values"),
         names={"k": "k|q"},
     ),
     "decode_attention, new tokens": Case(
-        lambda draw: (*_new_token(draw, appends=True, norm=True), None, 0.25, True, False),
+        lambda draw: (*_new_token(draw, appends=True, norm=True), _sinks(draw).float(), None, 0.25, True, False),
         bad={"q": ((BAD_ROW, 1, 3), lambda a: [None, BAD_ROW, BAD_ROW, None, None])},
         fixed=("keys", "values"),
     ),

@@ -38,7 +38,10 @@ from fp8moe.runtime.record import reserved
 DTYPES = ("bfloat16", "float16", "float32")
 ODD_M = (1, 5, 17, 40, 72, 129, 200, 300, 1000, 8192)
 ODD_SHAPES = ((8, 16), (72, 144), (576, 272), (1000, 4096), (2048, 7168))  # (n, k) of GEMMs
-HEADS = ((32, 4, 128, 128, True), (96, 8, 128, 64, True), (8, 2, 256, 256, False), (14, 2, 64, 64, False))
+HEADS = (  # query heads, key heads, values of a head, of which are rotated, with norms
+    *((32, 4, 128, 128, True), (96, 8, 128, 64, True), (8, 2, 256, 256, False), (14, 2, 64, 64, False)),
+    (64, 8, 64, 64, False),
+)
 EXPERTS = {"hidden": 1024, "intermediate": 512, "experts": 16, "top_k": 4}
 ODD_EXPERTS = {"hidden": 200, "intermediate": 72, "experts": 5, "top_k": 2}
 FORMS = (
@@ -367,11 +370,7 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         for norm in (Norm(weight, 1e-6, quantized) for quantized in (False, True)):
             operands = TokenOperands(x, index, routing, layer, residual=x, norm=norm)
             yield lambda operands=operands: torch.ops.fp8moe.experts(*Signature(TokenOperands).pack(operands))
-    for dtype, tokens, (heads, key_heads, size, rotated, norm) in product(
-        DTYPES,
-        (1, 300),
-        ((32, 4, 128, 128, True), (96, 8, 128, 64, True), (8, 2, 256, 256, False), (14, 2, 64, 64, False)),
-    ):
+    for dtype, tokens, (heads, key_heads, size, rotated, norm) in product(DTYPES, (1, 300), HEADS):
         dtype = getattr(torch, dtype)
         q, k, v = (make.normal(1, tokens, count, size, dtype=dtype) for count in (heads, key_heads, key_heads))
         tables = [make.normal(1, tokens, rotated, dtype=dtype) for _ in range(2)]
@@ -386,8 +385,10 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
             tokens_of = NewTokens(*rows[1:], *(table[:, 0] for table in tables), weight, weight, 1e-6) if new else None
             cached = [make.zeros(batch, key_heads, 40, size, dtype=dtype) for _ in range(2)]
             places = [make.zeros(batch, dtype=torch.int64)] * 2
-            for quantized in (False, True):
-                options = {"new": tokens_of, "quantized": quantized}
+            of_model, in_float32 = (make.normal(heads, dtype=kind) for kind in (dtype, torch.float32))
+            forms = (None, None), (128, of_model), (None, in_float32)
+            for quantized, (window, sinks) in product((False, True), forms):
+                options = {"new": tokens_of, "quantized": quantized, "window": window, "sinks": sinks}
                 operands = rows[0], StaticCache(*cached, *places)
                 yield lambda operands=operands, options=options: decode_attention(*operands, **options)
     for tokens, (columns, hidden) in product((1, 64, 300), ((2112, 7168), (1040, 272))):

@@ -22,14 +22,19 @@ SHAPE = BASE | {"hidden_size": 128, "max_position_embeddings": 256, "initializer
 MODELS = {
     "mixtral": {"intermediate_size": 128, "num_local_experts": 8, "num_key_value_heads": 2, "sliding_window": 8},
     "qwen3_moe": {"moe_intermediate_size": 128, "num_experts": 8, "num_key_value_heads": 2, "head_dim": 32},
+    "gpt_oss": {
+        **{"intermediate_size": 128, "num_local_experts": 8, "num_key_value_heads": 2, "head_dim": 64},
+        "sliding_window": 8,
+    },
     "deepseek_v3": MLA | {"moe_intermediate_size": 128},
 }
-FLASH = ("mixtral", "qwen3_moe")
+FLASH = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
 def make_model(name):
     register()
-    how = dict(dtype=torch.bfloat16, experts_implementation="fp8moe", attn_implementation="sdpa")
+    own = "eager" if name == "gpt_oss" else "sdpa"  # sdpa has no sinks
+    how = dict(dtype=torch.bfloat16, experts_implementation="fp8moe", attn_implementation=own)
     return random_model(name, SHAPE | MODELS[name], **how).to(DEVICE)
 
 
