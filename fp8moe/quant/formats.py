@@ -105,7 +105,11 @@ def packed_group(data: torch.Tensor, scale: torch.Tensor) -> int:
 
 def as_float(scale: torch.Tensor) -> torch.Tensor:
     """Return scales in float32, exactly; uint8 values are exponents of two (E8M0)."""
-    return (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).float()
+    if scale.dtype is not torch.uint8:
+        return scale.float()
+    # By their bits: torch 2.11 does not save exported programs that have a tensor in float8_e8m0fnu.
+    bits = torch.where(scale == 0, 1 << 22, scale.int() << 23)  # 2^-127 is no normal number
+    return torch.where(scale == 255, 0x7FC00000, bits).view(torch.float32)
 
 
 def has_channel_scales(data: torch.Tensor, scale: torch.Tensor) -> bool:
