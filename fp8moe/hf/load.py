@@ -27,6 +27,7 @@ from fp8moe.hf.architecture import (
     read_generation_config,
 )
 from fp8moe.hf.versions import conversions_to_save
+from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.layers.replaced import as_patterns, casts_to_weight
 from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.settings import standard_device
@@ -74,8 +75,8 @@ def load_model(
     dtype: the dtype of activations and of everything that is not FP8. "auto" or None: the dtype in config.json or, if
         it has none, the dtype of the first unquantized tensor.
     device: the model's device.
-    experts: "stored": experts in MXFP4 keep their four bits; "fp8": they become FP8 in 128x128 blocks, as all other
-        weights do, which takes 1.9 times the memory. Both compute the same.
+    experts: "stored": experts in MXFP4 or INT4 keep their four bits; "fp8": those in MXFP4 become FP8 in 128x128
+        blocks, as all other weights do, which takes 1.9 times the memory and computes the same, and INT4 is refused.
     ignore: fnmatch patterns of tensors in the checkpoint to leave out.
     Returns the model in eval mode. Its quantization_config describes the FP8 weights, and save_pretrained writes it.
     save_pretrained raises ValueError for a model with a scale for each output channel; save_fp8_checkpoint stores such
@@ -136,7 +137,8 @@ def load_model(
     left = [f"{key}: {kind}" for kind, keys in report.items() for key in sorted(map(str, keys))]
     if left:
         raise CheckpointError(f"{what}, transformers reports", left)
-    channels, packed = ({name for name, form in forms.items() if form == kind} for kind in ("channel", "mxfp4"))
+    channels = [name for name, form in forms.items() if form == "channel"]
+    packed = [name for name, form in forms.items() if form not in ("channel", "block")]
     if channels:
         model.save_pretrained = _refuse_to_save  # transformers has other names for channel scales
     if forms:
@@ -255,7 +257,7 @@ def _read(targets: Mapping[str, Tensor], moves: list[tuple], reader: Reader, dev
     values = {}
     for key, target in targets.items():
         dtype = target.dtype
-        if dtype != torch.float8_e4m3fn and not key.endswith(SCALE):
+        if dtype != torch.float8_e4m3fn and not key.endswith((SCALE, CHANNEL_SCALE)):
             dtype = reduce(torch.promote_types, (DTYPES[weight.dtype] for weight, *_ in moves))
         values[key] = torch.empty(target.shape, dtype=dtype, device=device)
     for weight, place, scale_place in moves:
@@ -286,8 +288,9 @@ def _match(
     """
     from fp8moe.hf.quantizer import replace_modules
 
-    packed = [weight.name.text for weight in weights.stored if weight.kind == "mxfp4" and weight.is_expert]
-    target, blocks = Target(state_of(model)), in_blocks(weights, packed=packed if experts == "stored" else ())
+    kinds = ("mxfp4", "int4") if experts == "stored" else ()
+    packed = [weight.name.text for weight in weights.stored if weight.kind in kinds and weight.is_expert]
+    target, blocks = Target(state_of(model)), in_blocks(weights, packed=packed)
     names = {weight.name.text: _name_to_locate(weight, weights) for weight in blocks}
     locations = locate(model, names.values())
     for weight in blocks:
@@ -321,7 +324,7 @@ def _match(
             problems.append(f"{text}: {FP8}, but of {kind.__name__}: fp8moe runs linears and experts in FP8")
         else:
             try:
-                form = "mxfp4" if weight.packed else "channel" if weight.kind == "fp8-channel" else "block"
+                form = _form(weight)
                 replace_modules(model, {module: form})
                 forms[module] = form
             except (TypeError, ValueError) as error:
@@ -351,6 +354,17 @@ def _match(
         located,
     )
     return forms, moves, conversions, problems + unfit
+
+
+def _form(weight: StoredWeight) -> str:
+    """Return how a module keeps a weight; see `replace_modules`."""
+    if not weight.packed:
+        return "channel" if weight.kind == "fp8-channel" else "block"
+    if weight.kind == "mxfp4":
+        return "mxfp4"
+    group = 2 * weight.shape[-1] // weight.grid[-1]
+    form = next(form for form, (name, size) in PACKED_WEIGHTS.items() if (name, size) == ("int4", group))
+    return form if weight.scale_dtype == "BF16" else f"{form}, float32"
 
 
 def _name_to_locate(weight: StoredWeight, weights: Weights) -> Name:

@@ -58,15 +58,18 @@ def replace_modules(model: nn.Module, forms: Mapping[str, str]) -> None:
     """Replace linears with FP8Linear, and experts modules with GroupedExperts.
 
     forms: maps the name of each module to how its weights are kept: "block" or "channel", FP8 with such scales; or, of
-    experts, a `weight_format` of GroupedExperts in four bits.
+    experts, a `weight_format` of GroupedExperts in four bits, followed by ", float32" if scales have that dtype.
 
     Raises TypeError or ValueError for a module that is neither a linear nor experts.
     """
     for name, form in forms.items():
         module = model.get_submodule(name)
         module = (FP8Linear.from_linear if type(module) is nn.Linear else grouped_experts)(module)
-        if form in PACKED_WEIGHTS:
-            module = module.in_format(form)
+        weight_format, _, dtype = form.partition(", ")
+        if weight_format in PACKED_WEIGHTS:
+            module = module.in_format(weight_format)
+            for scale in module.weight_names[1::2] if dtype else ():
+                setattr(module, scale, frozen(getattr(module, scale).float()))
         for weight, scale in zip(module.weight_names[::2], module.weight_names[1::2], strict=True):
             if form == "channel":
                 value = getattr(module, weight)

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from fp8moe.quant.formats import BLOCK, MX_BLOCK, ceil_div
+from fp8moe.quant.formats import BLOCK, MX_BLOCK, PACKED_FORMATS, ceil_div
 from fp8moe.weights.names import CHANNEL_SCALE, GATE_UP, SCALE, WEIGHT, Name
 from fp8moe.weights.source import CONFIG, FLOATS, FP8, HF_QUANT_CONFIG, Layout, TensorSpec, shown
 
+INT4_GROUPS = PACKED_FORMATS["int4"].groups
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 """Dtypes that scales may be stored in. float32 represents every value of these dtypes exactly."""
 GATE_UP_LAYOUT = "gate_up_layout"
@@ -107,7 +108,8 @@ KINDS = {
         Kind("fp8-channel", 8, "channel", "FP8 with a scale for each output channel", exact=False),
         Kind("fp8-e5m2", 8, "unknown", "FP8 of type E5M2", exact=False, refusal=_E5M2),
         Kind("nvfp4", 4, "1x16", "NVFP4", exact=False, refusal=_OTHERS),
-        Kind("int4", 4, "group", "INT4", exact=False, refusal=_OTHERS),
+        Kind("int4", 4, "group", "INT4, with a scale for 32 or 128 values", exact=False),
+        Kind("int4-other", 4, "group", "INT4", exact=False, refusal=_OTHERS),
         Kind("int8", 8, "channel", "INT8", exact=False, refusal=_OTHERS),
         Kind("w4a8", 4, f"1x{BLOCK}", "W4A8, with INT4 codes", exact=False, refusal=_OTHERS),
     )
@@ -231,7 +233,10 @@ def _scheme(weights: Mapping[str, Any], group: Mapping[str, Any]) -> str:
         return "mxfp4" if size == MX_BLOCK else "nvfp4"
     if kind == "int" and bits == 4:
         inputs = group.get("input_activations")
-        return "w4a8" if _is(inputs) and inputs.get("num_bits") == 8 else "int4"
+        if _is(inputs) and inputs.get("num_bits") == 8:
+            return "w4a8"
+        plain = weights.get("symmetric") is True and weights.get("actorder") is None and size in INT4_GROUPS
+        return "int4" if plain else "int4-other"
     return "int8" if kind == "int" and bits == 8 else f"{shown(bits)}-bit {shown(kind)} weights"
 
 
@@ -245,7 +250,7 @@ _MODELOPT = {
     "MXFP4": "mxfp4",
     "NVFP4": "nvfp4",
     "NVFP4_AWQ": "nvfp4",
-    "W4A16_AWQ": "int4",
+    "W4A16_AWQ": "int4-other",
     "W4A8_AWQ": "w4a8",
     "W4A16_MXFP4": "mxfp4",
     "W4A8_MXFP4_FP8": "mxfp4",

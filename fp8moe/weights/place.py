@@ -44,6 +44,9 @@ Maps the end of a buffer's name in a model to a regex for the names that old che
 _SCALES = {torch.float8_e4m3fn: SCALE, torch.uint8: "_scale"}
 """How the name of a quantized weight's scale ends in a model, by the weight's dtype."""
 
+_ALLOWED = {torch.float32: SCALE_DTYPES, torch.uint8: ("U8",), torch.bfloat16: ("BF16",)}
+"""The dtypes in which scales of quantized weights may be stored, by their dtype in the model."""
+
 Part = tuple[int | None, int | None]
 """Where a tensor starts in a fused parameter: (expert, row of that expert's matrix), or WHOLE for a whole parameter."""
 WHOLE: Part = (None, None)
@@ -225,7 +228,7 @@ class Target:
         elif target == torch.uint8 and spec.dtype != PACKED:
             return f"dtype {spec.dtype}, but the model's module has weights in four bits"
         elif place.key in self.scales:
-            allowed = {torch.float32: SCALE_DTYPES, torch.uint8: ("U8",)}.get(target, ("F8_E8M0",))
+            allowed = _ALLOWED.get(target, ("F8_E8M0",))
             if spec.dtype not in allowed:
                 return f"dtype {spec.dtype}, expected a scale in {' or '.join(allowed)}"
             if fits_scale(spec.shape, place.shape):

@@ -18,6 +18,7 @@ from fp8moe.weights.formats import (
     CONCATENATED,
     FP8_KINDS,
     GATE_UP_LAYOUT,
+    INT4_GROUPS,
     KINDS,
     Declared,
     declared,
@@ -264,6 +265,8 @@ def _paired(checkpoint: Checkpoint, declaration: Declared | None) -> tuple[list[
     names = {text: parse(text, len(info.shape)) for text, info in tensors.items()}
     stored, own_scales = [], set()
     for text, info in tensors.items():
+        if f"{text.removesuffix('_shape')}_packed" in tensors:
+            continue  # the shape of packed values, which codes and scales tell
         name = _weight_of(names[text], info, tensors)
         scale = None if name is None else next(filter(tensors.__contains__, scale_spellings(name, text)), None)
         if name is None:
@@ -318,7 +321,7 @@ def _values_shape(weight: StoredWeight) -> tuple[int, ...]:
         *lead, rows, columns = shape
         return (*lead, columns, rows) if weight.transposed else shape
     lead = shape[: -2 if weight.codes.name.endswith(GROUPS) else -1]
-    return *lead, 2 * math.prod(shape[len(lead) :])
+    return *lead, (8 if weight.codes.dtype == "I32" else 2) * math.prod(shape[len(lead) :])
 
 
 def _kind(weight: StoredWeight, declaration: Declared | None) -> str | None:
@@ -361,10 +364,13 @@ def _other_kind(codes: TensorInfo, scale: TensorInfo | None) -> str | None:
     if len(codes.shape) not in ((4,) if in_groups else (2, 3)):
         return None
     if scale is None:
-        return "int4"
+        return "int4-other"
     if scale.dtype == FP8:
         return "nvfp4"
     *rows, columns = codes.shape
+    if codes.name.endswith(".weight_packed") and codes.dtype == "I32" and scale.dtype in ("F32", "BF16", "F16"):
+        shapes = [(*rows, 8 * columns // group) for group in INT4_GROUPS if 8 * columns % group == 0]
+        return "int4" if scale.shape in shapes else "int4-other"
     if codes.dtype in ("I8", "U8") and scale.dtype in ("F8_E8M0", "U8"):
         grouped = tuple(rows) if in_groups else (*rows, 2 * columns // MX_BLOCK)
         if scale.shape == grouped and 2 * columns % MX_BLOCK == 0 and (not in_groups or 2 * columns == MX_BLOCK):
@@ -374,7 +380,7 @@ def _other_kind(codes: TensorInfo, scale: TensorInfo | None) -> str | None:
             return "w4a8"
         if math.prod(scale.shape) <= math.prod(rows):
             return "int8"
-    return "int4"
+    return "int4-other"
 
 
 # The format of a whole checkpoint.
@@ -405,7 +411,7 @@ def _format(checkpoint: Checkpoint, declarations: list[Declared], stored: list[S
         return Format("bf16" if loads else "unknown", 16, "none", loads, loads, problem)
     scales = {weight.scale.dtype for weight in weights if weight.scale is not None}
     exponents = scales == {"F8_E8M0"} or any(declaration.power_of_two for declaration in declarations)
-    name = "fp8-block-ue8m0" if named == "fp8-block" and exponents else named
+    name = "fp8-block-ue8m0" if named == "fp8-block" and exponents else named.removesuffix("-other")
     exact = all(KINDS[other].exact for other in kinds if other)
     return Format(name, KINDS[named].bits, KINDS[named].scales, exact, loads, problem)
 
@@ -422,6 +428,10 @@ def _problem(checkpoint: Checkpoint, declarations: list[Declared], weights: list
         if weight.kind and KINDS[weight.kind].refusal:
             kind = KINDS[weight.kind]
             return f"{_prefix(declarations)}{kind.words} ({weight.codes.name}), {kind.refusal}"
+        if weight.kind == "int4":
+            problem = _int4_problem(weight, checkpoint)
+            if problem is not None:
+                return f"{_prefix(declarations)}{problem}"
     refusal = experts_of_their_own(checkpoint.config)
     if refusal is not None:
         for weight in weights:
@@ -439,6 +449,17 @@ def _problem(checkpoint: Checkpoint, declarations: list[Declared], weights: list
                 )
     problems = (_gate_up_problem(weight, checkpoint) for weight in weights if weight.name.projection == GATE_UP)
     return next(filter(None, problems), None)
+
+
+def _int4_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None:
+    """Return why fp8moe does not run weights in INT4, or None."""
+    text = weight.name.text
+    if not weight.is_expert:
+        return f"{weight.codes.name}: INT4 in a linear; fp8moe keeps four bits in experts only"
+    for suffix, what in (("_zero_point", "zero points"), ("_g_idx", "an order of columns of its own")):
+        if text + suffix in checkpoint.tensors:
+            return f"{text}{suffix}: INT4 with {what}, which fp8moe does not run"
+    return None
 
 
 def _gate_up_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None:

@@ -28,8 +28,8 @@ _FP4_LOWEST = 17  # largest exponent difference at which any FP4 value but 0 is 
 def in_blocks(weights: Weights, *, packed: Collection[str] = ()) -> list[StoredWeight]:
     """Return a view of each weight as FP8 with float32 scales per 128x128 block or per channel.
 
-    weights: weights in any format that fp8moe loads. packed: the names of weights in MXFP4 to present as a
-    `GroupedExperts` with weight_format "mxfp4" holds them.
+    weights: weights in any format that fp8moe loads. packed: the names of weights in four bits to present as a
+    `GroupedExperts` with a weight_format of four bits holds them. Weights in INT4 have no other view.
 
     Weights without a scale of their own, or with a scale of an unsupported dtype, stay as they are stored; `match`
     reports what is wrong with them.
@@ -47,9 +47,17 @@ def in_blocks(weights: Weights, *, packed: Collection[str] = ()) -> list[StoredW
 
 def _in_four_bits(weight: StoredWeight) -> StoredWeight:
     *lead, rows, columns = weight.shape
+    view = weight._replace(dtype=PACKED, shape=(*lead, rows, columns // 2))
+    if weight.kind == "int4":
+        dtype = "BF16" if weight.scale.dtype == "BF16" else "F32"
+        return view._replace(grid=weight.scale.shape, make=_int4, scale_dtype=dtype)
     grid = (*lead, *arranged_shape(rows, columns, weight.name.matrices))
-    make = partial(_of_each, weight, _mxfp4_arranged)
-    return weight._replace(dtype=PACKED, shape=(*lead, rows, columns // 2), grid=grid, make=make, scale_dtype="U8")
+    return view._replace(grid=grid, make=partial(_of_each, weight, _mxfp4_arranged), scale_dtype="U8")
+
+
+def _int4(codes: Tensor, scale: Tensor) -> FP8Tensor:
+    """Return codes (N, K/8), which are integers plus 8 and the lowest bits first, as a PackedTensor has them."""
+    return FP8Tensor(codes.view(torch.uint8) ^ 0x88, scale if scale.dtype is torch.bfloat16 else scale.float())
 
 
 def _mxfp4_arranged(codes: Tensor, exponents: Tensor) -> FP8Tensor:
