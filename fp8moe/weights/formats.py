@@ -80,6 +80,50 @@ def quantization_config(
     }
 
 
+_EXPERTS = "re:.*\\.experts\\..*"
+_GPT_OSS_KEPT = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+
+
+def packed_config(layout: Layout, *, in_turns: bool) -> dict:
+    """Make the quantization_config of a checkpoint with experts in four bits.
+
+    layout: all tensors. in_turns: whether experts are stored as GPT-OSS's; otherwise they are as in compressed-tensors.
+    """
+    if in_turns:
+        return {"quant_method": "mxfp4", "modules_to_not_convert": [*_GPT_OSS_KEPT]}
+    name, scale = next(
+        (name, spec) for name, spec in layout.items() if name.endswith(".weight_scale") and ".experts." in name
+    )
+    columns = layout[f"{name.removesuffix('_scale')}_packed"]
+    values = (8 if columns.dtype == "I32" else 2) * columns.shape[-1]
+    kind, form = ("int", "pack-quantized") if columns.dtype == "I32" else ("float", "mxfp4-pack-quantized")
+    four = {"num_bits": 4, "type": kind, "symmetric": True, "strategy": "group"}
+    four |= {"group_size": values // scale.shape[-1], "dynamic": False}
+    groups = {"group_0": {"targets": [_EXPERTS], "weights": four, "input_activations": None, "format": form}}
+    fp8 = {name.removesuffix(".weight") for name, spec in layout.items() if spec.dtype == FP8}
+    if fp8:
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "dynamic": False}
+        tokens = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": BLOCK}
+        groups["group_1"] = {
+            "targets": ["Linear"],
+            "weights": weights | {"block_structure": [BLOCK, BLOCK]},
+            "input_activations": tokens | {"dynamic": True},
+            "format": "float-quantized",
+        }
+    kept = {name.removesuffix(".weight") for name, spec in layout.items() if _is_kept(name, spec)}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision" if fp8 else form,
+        "quantization_status": "compressed",
+        "ignore": sorted({"lm_head", *kept} - fp8),
+        "config_groups": groups,
+    }
+
+
+def _is_kept(name: str, spec: TensorSpec) -> bool:
+    return name.endswith(".weight") and spec.dtype in FLOATS and len(spec.shape) > 1
+
+
 class Kind(NamedTuple):
     """A way to quantize weights. words: a description for messages.
 

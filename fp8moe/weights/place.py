@@ -195,6 +195,11 @@ class Target:
                     return place
         return None
 
+    def packed(self, weights: Iterable[StoredWeight]) -> list[str]:
+        """Return the names of the weights in four bits that go into modules that keep four bits."""
+        places = {weight.name.text: self.find(weight.name) for weight in weights if weight.kind in ("mxfp4", "int4")}
+        return [name for name, place in places.items() if place and self.state[place.key].dtype == torch.uint8]
+
     def _of_expert(self, name: Name, module: str) -> Place | None:
         fused = name.projection in (GATE, UP) and f"{module}.{GATE_UP}" in self.state
         key = f"{module}.{GATE_UP if fused else name.projection}{SCALE if name.role == SCALE_ROLE else ''}"
