@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from fp8moe.quant.formats import BLOCK, MX_BLOCK, PACKED_FORMATS, ceil_div
-from fp8moe.weights.names import CHANNEL_SCALE, GATE_UP, SCALE, WEIGHT, Name
+from fp8moe.weights.names import CHANNEL_SCALE, GATE_UP, GROUPS, SCALE, WEIGHT, Name
 from fp8moe.weights.source import CONFIG, FLOATS, FP8, HF_QUANT_CONFIG, Layout, TensorSpec, shown
 
 INT4_GROUPS = PACKED_FORMATS["int4"].groups
@@ -399,8 +399,11 @@ def fractions(sizes: Mapping[str, int], total: int) -> str:
 
 
 def low_fp8_fraction(layout: Layout) -> str | None:
-    """Return a warning if less than half of the parameters in matrices are FP8, otherwise None."""
+    """Return a warning if less than half of the parameters in matrices are in FP8 or four bits, otherwise None."""
     fp8 = {name: math.prod(spec.shape) for name, spec in layout.items() if spec.dtype == FP8}
+    for name, spec in layout.items():
+        if name.endswith(("_packed", GROUPS)):
+            fp8[name] = (8 if spec.dtype == "I32" else 2) * math.prod(spec.shape)
     scales = {name + suffix for name in fp8 for suffix in (SCALE, CHANNEL_SCALE)}
     rest = unquantized_matrices({name: spec for name, spec in layout.items() if name not in scales})
     total = sum(fp8.values()) + sum(rest.values())

@@ -70,6 +70,8 @@ def _mxfp4_arranged(codes: Tensor, exponents: Tensor) -> FP8Tensor:
 def _in_blocks(weight: StoredWeight, bytes_are_exponents: bool) -> StoredWeight:
     if weight.kind is None or weight.shared:
         return weight
+    if weight.kind == "int4":  # has no view in FP8; `match` reports the dtype of its codes
+        return weight._replace(shape=weight.codes.shape)
     scale, grid = weight.scale, scale_grid(weight.name.matrices, weight.shape)
     grid = (*weight.shape[:-1], 1) if weight.kind == "fp8-channel" else grid
     make, known = None, scale.dtype in SCALE_DTYPES or (scale.dtype == "U8" and bytes_are_exponents)

@@ -1,0 +1,94 @@
+"""Experts in four bits of checkpoints: load_model keeps them, save_fp8_checkpoint stores them again."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8moe import GroupedExperts, batch_invariant
+from fp8moe.weights import CheckpointError, find_format, load_fp8_checkpoint, save_fp8_checkpoint
+from tests.checkpoint_formats import LAYOUTS
+
+pytest.importorskip("transformers")
+from fp8moe.hf import load_model  # noqa: E402
+from tools.format_matrix import source_of, wanted  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread", "registered")
+MXFP4 = ("GPT-OSS", "FP8 with FP4 experts", "compressed-tensors MXFP4", "quark block, MXFP4 experts")
+IDS = torch.arange(24).view(2, 12)
+
+
+def write(name, directory, layout=None):
+    """A checkpoint in a layout; of INT4 only its experts. Returns the model of its values."""
+    of_experts = None if name in MXFP4 else lambda tensor: "experts" in tensor
+    return source_of(name, directory / "source").write(
+        layout or LAYOUTS[name], directory / "stored", of_experts or wanted(name)
+    )
+
+
+def experts_of(model):
+    return [module for module in model.modules() if isinstance(module, GroupedExperts)]
+
+
+def logits(model):
+    with torch.no_grad(), batch_invariant():
+        return model(IDS).logits
+
+
+def nbytes(model):
+    return sum(value.nbytes for module in experts_of(model) for value in module.parameters())
+
+
+@pytest.mark.parametrize("name", MXFP4)
+def test_mxfp4_stays_and_computes_what_blocks_do(tmp_path, name):
+    write(name, tmp_path)
+    kept, blocks = load_model(tmp_path / "stored"), load_model(tmp_path / "stored", experts="fp8")
+    assert {layer.weight_format for layer in experts_of(kept)} == {"mxfp4"}
+    assert {layer.weight_format for layer in experts_of(blocks)} == {"fp8"}
+    assert nbytes(kept) < 0.75 * nbytes(blocks)  # small sizes are padded
+    assert torch.equal(logits(kept), logits(blocks))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_int4(tmp_path, dtype):
+    name = "compressed-tensors INT4"
+
+    def quantize(weight):
+        made = LAYOUTS[name].quantize(weight)
+        return made._replace(stored=made.stored | {"weight_scale": made.stored["weight_scale"].to(dtype)})
+
+    expected = write(name, tmp_path, LAYOUTS[name]._replace(quantize=quantize))
+    model = load_model(tmp_path / "stored", dtype=torch.float32)
+    for layer in experts_of(model):
+        assert layer.weight_format == "int4-32" and layer.down_proj_scale.dtype is dtype
+    cosine = torch.cosine_similarity(logits(model), logits(expected).float(), dim=-1)
+    assert float(cosine.median()) > 0.999
+    with pytest.raises(CheckpointError, match="I32"):
+        load_model(tmp_path / "stored", experts="fp8")
+
+
+@pytest.mark.parametrize("name", [*MXFP4, "compressed-tensors INT4"])
+def test_saved_and_loaded_again(tmp_path, name):
+    write(name, tmp_path)
+    model = load_model(tmp_path / "stored")
+    save_fp8_checkpoint(model, tmp_path / "saved")
+    stored, saved = (load_file(tmp_path / part / "model.safetensors") for part in ("stored", "saved"))
+    of_experts = {key: value for key, value in saved.items() if ".experts." in key and not key.endswith("_bias")}
+    if name not in ("FP8 with FP4 experts", "quark block, MXFP4 experts"):  # which have other names
+        assert of_experts and all(torch.equal(value, stored[key]) for key, value in of_experts.items())
+    assert find_format(tmp_path / "saved").name == find_format(tmp_path / "stored").name
+    again = load_model(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(model))
+    for value in again.parameters():
+        value.data.zero_()
+    load_fp8_checkpoint(again, tmp_path / "stored")
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_refusals(tmp_path):
+    source_of("compressed-tensors INT4", tmp_path / "source").write(
+        LAYOUTS["compressed-tensors INT4"], tmp_path / "all"
+    )
+    with pytest.raises(CheckpointError, match="INT4 in a linear; fp8moe keeps four bits in experts only"):
+        load_model(tmp_path / "all")
+    with pytest.raises(ValueError, match="experts: expected one of"):
+        load_model(tmp_path / "all", experts="four")
