@@ -26,7 +26,7 @@ from fp8moe.layers.master import (
 from fp8moe.layers.parameters import check_not_parametrized, frozen, is_sharded, local
 from fp8moe.layers.replaced import check_no_hooks
 from fp8moe.quant.exponents import arrange, arranged_shape, as_stored
-from fp8moe.quant.formats import BLOCK, MX_BLOCK, PACKED_FORMATS, FP8Tensor, ceil_div, has_channel_scales, is_packed
+from fp8moe.quant.formats import BLOCK, MX_BLOCK, PACKED_FORMATS, FP8Tensor, ceil_div, has_channel_scales
 from fp8moe.quant.packed import quantize_int4, quantize_mxfp4
 from fp8moe.quant.quantize import quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
@@ -554,8 +554,7 @@ class GroupedExperts(MasterModule):
             return self.training or recorded(*inputs, *weights.tensors())
         # If this returns False although gradients are recorded, the backward of `experts_of_tokens` raises an error.
         layer = weights.layer
-        blocks = not (has_channel_scales(*layer.up) or is_packed(layer.up.data))
-        differentiable = layer.biases.down_bias is None and blocks
+        differentiable = layer.biases.down_bias is None and not has_channel_scales(*layer.up)
         return recorded(*inputs) and differentiable and not recorded(*weights.tensors())
 
     def extra_repr(self) -> str:

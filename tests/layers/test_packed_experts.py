@@ -102,3 +102,25 @@ def test_refusals():
     refused(RuntimeError, "down_proj: expected uint8, got torch.float32", layer.load_state_dict, wrong)
     scale = {**layer.state_dict(), "down_proj_scale": torch.zeros(4, 256, 12)}
     refused(RuntimeError, "down_proj_scale: expected scales in uint8, float8_e8m0fnu", layer.load_state_dict, scale)
+
+
+@pytest.mark.parametrize("size", [384, 96])
+@pytest.mark.parametrize("form", ["mxfp4", "int4-32"])
+def test_backward_to_the_input(form, size):
+    """Of MXFP4 with the bits of FP8 blocks of the same values."""
+    layer, (x, index, weights) = make(form, intermediate_size=size), inputs(20)
+    blocks = GroupedExperts(**SIZES | {"intermediate_size": size}).eval()
+    here = layer.local_weights().layer.in_blocks()
+    for name, value in zip(blocks.weight_names, (*here.up, *here.down), strict=True):
+        getattr(blocks, name).data.copy_(value)
+    grad, results = torch.randn(20, 256).bfloat16(), []
+    for module in (layer, blocks):
+        leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        out = module(leaves[0], index, leaves[1])
+        out.backward(grad)
+        results.append((out.detach(), *(leaf.grad for leaf in leaves)))
+    for got, expected in zip(*results, strict=True):
+        if form == "mxfp4":
+            assert torch.equal(got, expected)
+        else:
+            assert float((got - expected).norm() / expected.norm()) < 6e-2  # both weights are rounded to E4M3

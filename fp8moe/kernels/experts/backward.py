@@ -246,15 +246,17 @@ class TrainingBackwardOperands(NamedTuple):
 def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
     """Return the result (a weighted sum per token, or a result per row), then the tensors of `SavedForBackward`."""
     order, masters, low = operands.order, operands.masters, operands.low_rank
-    hidden, size = operands.layer.down.data.shape[1:]
-    layer = operands.layer.padded(BLOCK)
+    _, hidden, size = operands.layer.sizes
+    # Weights in four bits cannot be padded. They become FP8 for the time of this call.
+    layer = operands.layer.in_blocks() if size % BLOCK else operands.layer
+    layer = layer.padded(BLOCK)
     x = operands.x if operands.x_scale is None else FP8Tensor(operands.x, operands.x_scale)
     up_ranks, down_ranks, kept, *empty = (layer.up.data.new_empty(0) for _ in range(7))
     up_addition = down_addition = None
     if low is not None:
         up_ranks = lora_shrink(low.multiplied(operands.x), low.up_a, order.groups, order.tokens())
         up_addition = up_ranks, low.up_b
-    a, x_columns, _ = order.gather(x, layer.down.data.shape[1], None, masters.of_up)
+    a, x_columns, _ = order.gather(x, layer.sizes[1], None, masters.of_up)
     projected = order.multiply(a, layer.up, torch.bfloat16, low_rank=up_addition)
     del a
     h, h_columns, _, values = activate(projected, order.groups, layer.activation, size, operands.beside)
@@ -274,6 +276,7 @@ def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
 def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     """Return the gradients of the operands named by `operands.wanted`, in that order."""
     grad, order, top_k_weights, layer, masters, saved, input_dtype, routing_grad, low, x = operands
+    layer = layer.in_blocks()
     hidden, size = layer.down.data.shape[1:]
     layer = layer.padded(BLOCK)
     grads: dict[str, Tensor] = {}
