@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8moe.hf import linears
 from fp8moe.layers.parameters import is_sharded
-from fp8moe.quant.formats import FP8Tensor, has_channel_scales
+from fp8moe.quant.formats import FP8Tensor, has_channel_scales, is_packed
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 
 _log = logging.getLogger(__name__)
@@ -357,6 +357,8 @@ def check_base(name: str, module: nn.Module) -> None:
     for parameter, value in module.named_parameters(recurse=False):
         if parameter.endswith("_bias"):
             raise ValueError(f"{name}: expected experts without biases to adapt, got {parameter}")
+        if is_packed(value):
+            raise ValueError(f"{name}: expected experts in FP8 or unquantized to adapt, got {parameter} in four bits")
         scale = getattr(module, f"{parameter}_scale_inv", None)
         if scale is not None and has_channel_scales(value, scale):
             raise ValueError(f"{name}: expected scales of 128x128 blocks to adapt, got one for each output channel")

@@ -573,6 +573,12 @@ def _inside(model: nn.Module) -> nn.Module:
     """Return the model to refit, without its wrappers. Raises ValueError if it cannot be refitted."""
     inner = unwrapped("model", model)
     check_unmerged("model", model)
+    for name, module in inner.named_modules():
+        if isinstance(module, GroupedExperts) and module.weight_format != "fp8":
+            raise ValueError(
+                f"model: expected experts in FP8 to refit, got {name} in {module.weight_format}; load it with "
+                "experts='fp8'"
+            )
     return inner
 
 

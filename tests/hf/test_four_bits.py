@@ -92,3 +92,28 @@ def test_refusals(tmp_path):
         load_model(tmp_path / "all")
     with pytest.raises(ValueError, match="experts: expected one of"):
         load_model(tmp_path / "all", experts="four")
+
+
+def test_what_takes_no_four_bits_yet(tmp_path):
+    peft = pytest.importorskip("peft")
+    from fp8moe.peft import register as register_peft
+    from fp8moe.weights.refit import refit
+
+    expected = write("compressed-tensors MXFP4", tmp_path)
+    model = load_model(tmp_path / "stored")
+    with pytest.raises(ValueError, match=r"^model: expected experts in FP8 to refit, got .* in mxfp4"):
+        refit(model, expected.state_dict())
+    config = register_peft(peft.LoraConfig(target_parameters=["experts.gate_up_proj", "experts.down_proj"]), model)
+    with pytest.raises(ValueError, match="expected experts in FP8 or unquantized to adapt, got .* in four bits"):
+        peft.get_peft_model(model, config)
+
+
+def test_decoder(tmp_path):
+    from fp8moe.decode import GraphDecoder
+
+    write("GPT-OSS", tmp_path)
+    model = load_model(tmp_path / "stored", dtype=torch.float32)
+    decoder = GraphDecoder(model, batch_sizes=(2,), max_length=40)
+    expected = model.generate(IDS, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert torch.equal(decoder.generate(IDS, max_new_tokens=8, eos_token_id=()), expected)
+    decoder.close()
