@@ -103,9 +103,9 @@ def test_what_takes_no_four_bits_yet(tmp_path):
     model = load_model(tmp_path / "stored")
     with pytest.raises(ValueError, match=r"^model: expected experts in FP8 to refit, got .* in mxfp4"):
         refit(model, expected.state_dict())
-    config = register_peft(peft.LoraConfig(target_parameters=["experts.gate_up_proj", "experts.down_proj"]), model)
+    config = peft.LoraConfig(target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     with pytest.raises(ValueError, match="expected experts in FP8 or unquantized to adapt, got .* in four bits"):
-        peft.get_peft_model(model, config)
+        register_peft(config, model)
 
 
 def test_decoder(tmp_path):

@@ -41,7 +41,7 @@ def gemm(
     a: activations, FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major as
         `quantize_1x128` writes it. M may be 0; K must be a multiple of 16.
     b: weights, FP8Tensor or (data, scale): data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) float32,
-        contiguous. Or a PackedTensor of "mxfp4" or "int4" (CPU and reference backend); K must then be a multiple of 32
+        contiguous. Or a PackedTensor of "mxfp4" or "int4"; K must then be a multiple of 32
         and of the group. N must be a multiple of 8.
     bias: (N,) bfloat16, float16 or float32, added in float32 before the result is rounded.
     c: (M, N) of the result's dtype, added like bias: ``out`` itself, or a tensor that shares no memory with it.
@@ -57,7 +57,7 @@ def gemm(
     Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
-    that does not fit or overlaps an operand, NotImplementedError for a PackedTensor of "nvfp4" or on the CUDA backend.
+    that does not fit or overlaps an operand, NotImplementedError for a PackedTensor of "nvfp4".
     """
     a_data, a_scale = fp8_operand("a", a)
     b_data, b_scale = weight_operand("b", b)
@@ -177,7 +177,7 @@ def grouped_gemm(
     RuntimeError. Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
-    that does not fit or overlaps an operand, NotImplementedError for a PackedTensor of "nvfp4" or on the CUDA backend.
+    that does not fit or overlaps an operand, NotImplementedError for a PackedTensor of "nvfp4".
     """
     operands = (*fp8_operand("a", a), *weight_operand("b", b))
     check_tensor("group_offsets", group_offsets)
