@@ -79,9 +79,9 @@ def load_model(
         blocks, as all other weights do, which takes 1.9 times the memory and computes the same, and INT4 is refused.
     ignore: fnmatch patterns of tensors in the checkpoint to leave out.
     Returns the model in eval mode. Its quantization_config describes the FP8 weights, and save_pretrained writes it.
-    save_pretrained raises ValueError for a model with a scale for each output channel; save_fp8_checkpoint stores such
-    a model. Warns (UserWarning) if nothing in the model is FP8. transformers' Trainer raises ValueError for the model
-    unless it gets adapters or masters.
+    save_pretrained raises ValueError for a model with a scale for each output channel or with experts in four bits;
+    save_fp8_checkpoint stores such models. Warns (UserWarning) if nothing in the model is FP8. transformers' Trainer
+    raises ValueError for the model unless it gets adapters or masters.
 
     During the call, transformers changes PyTorch's default dtype, and how transformers' models tie weights, for all
     threads. Modules that other threads make meanwhile are not affected in any other way.
@@ -139,8 +139,9 @@ def load_model(
         raise CheckpointError(f"{what}, transformers reports", left)
     channels = [name for name, form in forms.items() if form == "channel"]
     packed = [name for name, form in forms.items() if form not in ("channel", "block")]
-    if channels:
-        model.save_pretrained = _refuse_to_save  # transformers has other names for channel scales
+    if channels or packed:  # transformers has other names for them
+        what = "a scale for each output channel" if channels else "experts in four bits"
+        model.save_pretrained = partial(_refuse_to_save, what)
     if forms:
         as_stored = quantization is not None and all(map(_is_as_in_the_model, weights.quantized))
         model.config.quantization_config = quantization if as_stored else _quantization_of(model, bool(channels))
@@ -167,8 +168,8 @@ def _quantization_of(model: nn.Module, channels: bool) -> dict[str, Any]:
     return quantization_config(tensors, "float32", (), channels=channels)
 
 
-def _refuse_to_save(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError("save_pretrained: the model has a scale for each output channel; save_fp8_checkpoint stores it")
+def _refuse_to_save(what: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(f"save_pretrained: the model has {what}; save_fp8_checkpoint stores it")
 
 
 def _dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Checkpoint) -> torch.dtype:

@@ -212,8 +212,9 @@ class Target:
 
     def scale_of(self, place: Place) -> Place | None:
         """Return the place of the scale of the weight at ``place``; None if the weight there is not quantized."""
-        key = place.key + _SCALES.get(self.state[place.key].dtype, "")
-        if key not in self.scales:
+        suffix = _SCALES.get(self.state[place.key].dtype)
+        key = f"{place.key}{suffix}"
+        if suffix is None or key not in self.scales:
             return None
         scale = self.state[key]
         if place.part == WHOLE:

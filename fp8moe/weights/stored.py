@@ -455,7 +455,7 @@ def _int4_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None:
     """Return why fp8moe does not run weights in INT4, or None."""
     text = weight.name.text
     if not weight.is_expert:
-        return f"{weight.codes.name}: INT4 in a linear; fp8moe keeps four bits in experts only"
+        return f"{weight.codes.name}: INT4 in a linear, which fp8moe does not run; it keeps four bits in experts only"
     for suffix, what in (("_zero_point", "zero points"), ("_g_idx", "an order of columns of its own")):
         if text + suffix in checkpoint.tensors:
             return f"{text}{suffix}: INT4 with {what}, which fp8moe does not run"

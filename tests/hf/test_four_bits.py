@@ -88,7 +88,7 @@ def test_refusals(tmp_path):
     source_of("compressed-tensors INT4", tmp_path / "source").write(
         LAYOUTS["compressed-tensors INT4"], tmp_path / "all"
     )
-    with pytest.raises(CheckpointError, match="INT4 in a linear; fp8moe keeps four bits in experts only"):
+    with pytest.raises(CheckpointError, match="INT4 in a linear, which fp8moe does not run"):
         load_model(tmp_path / "all")
     with pytest.raises(ValueError, match="experts: expected one of"):
         load_model(tmp_path / "all", experts="four")
