@@ -238,6 +238,19 @@ QUANTIZERS = {
         lambda draw: (draw.normal(2, draw.rows, 160, dtype=torch.float32), 32),
         bad={"w": ((1, BAD_ROW, 130), lambda a: [(1, BAD_ROW, slice(64, 80)), (1, BAD_ROW, 4)])},
     ),
+    "packed_in_blocks": Case(
+        lambda draw: (*draw.mxfp4(2, 2 * draw.rows, 160), 2),
+        exempt={
+            "bad values": "test_packed.py: the scale is a byte",
+            "wrong operands": INTERNAL,
+            "ranks are refused": INTERNAL,
+        },
+    ),
+    "packed_in_blocks, int4": Case(
+        lambda draw: (*draw.int4(2, draw.rows, 160), 1),
+        bad={"scale": ((1, BAD_ROW, 1), lambda a: [(1, slice(128), slice(128)), (1, 0, 0)])},
+        exempt={"wrong operands": INTERNAL, "ranks are refused": INTERNAL},
+    ),
     "quantize_with_transpose": Case(
         lambda draw: (draw.normal(draw.rows, draw.hidden), draw.offsets(), None, None),
         _transposed_defined,

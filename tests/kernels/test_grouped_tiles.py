@@ -174,7 +174,7 @@ def test_weights_in_four_bits_keep_to_their_registers(epilogue, packing):
     assert any(config.unpacks for config, _, _ in found) == (packing.format == "mxfp4")
     for config, (memory, complaints, static, registers) in faults(found, epilogue, torch.bfloat16, packing).items():
         # Values that only the ends of a tile need.
-        assert config.name == "16x256*2" and max(memory) <= 24, (config, memory)
+        assert config.name in ("8x256*2", "16x256*2") and max(memory) <= 24, (config, memory)
         assert not complaints and not static and registers == 80, (config, complaints, static, registers)
 
 
@@ -203,5 +203,8 @@ def test_shared_memory_is_what_the_kernel_lays_out(config, groups, epilogue):
 @pytest.mark.parametrize("config", [TileConfig(128, 256), TileConfig(256, 128), TileConfig(8, 256, True)], ids=str)
 @pytest.mark.parametrize("groups", [1, 33])
 def test_shared_memory_of_weights_in_four_bits(config, groups):
-    config, columns = with_stages(replace(config, groups=groups, packed=True), 7168), Columns(packing=PACKINGS["mxfp4"])
+    config, columns = (
+        with_stages(replace(config, groups=groups, packed="mxfp4"), 7168),
+        Columns(packing=PACKINGS["mxfp4"]),
+    )
     assert counts_shared_memory_alike(kernel_spec(config, 4096, 7168, STORE, columns), config.shared_bytes)
