@@ -185,7 +185,7 @@ def packed(codes_name, scale_name, codes_dtype, scale_dtype, *, values_each, gro
 class Layout(NamedTuple):
     """quantize: a weight. name: of the format. loads. config: quantization_config, or a whole config for the root.
 
-    experts: "separate", or "gpt-oss" for those that `as_gpt_oss` makes, and nothing besides.
+    experts: "separate"; or, where nothing else is quantized, "alone", or "gpt-oss" for those that `as_gpt_oss` makes.
     """
 
     quantize: Callable[[torch.Tensor], Weight]
@@ -368,6 +368,13 @@ LAYOUTS = {
         "int4",
         False,
         _compressed("group", "pack-quantized", bits=4, kind="int", group_size=32),
+    ),
+    "compressed-tensors INT4 experts": Layout(
+        int4,
+        "int4",
+        True,
+        _compressed("group", "pack-quantized", bits=4, kind="int", group_size=32),
+        experts="alone",
     ),
     "INT4, no quantization_config": Layout(int4, "int4", False, None),
     "GPTQ": Layout(

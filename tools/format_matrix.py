@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fp8moe import FP8Linear, GroupedExperts, dequantize
+from fp8moe import FP8Linear, GroupedExperts, PackedTensor, dequantize
 from fp8moe.hf import load_model, report
 from fp8moe.weights import convert_checkpoint, find_format, inspect_checkpoint, load_fp8_checkpoint, quantize_checkpoint
 from tests.checkpoint_formats import LAYOUTS, Source
@@ -72,7 +72,9 @@ class Trial:
 
     def load_fp8_checkpoint(self) -> str:
         model = self.models[0] if self.models else load_model(self.other)
-        before = {name: value.fill_(0.5).float() for name, value in model.state_dict().items()}
+        for value in (*model.parameters(), *model.state_dict().values()):
+            value.data.fill_(0.5)
+        before = {name: value.float() for name, value in model.state_dict().items()}
         try:
             load_fp8_checkpoint(model, self.directory)
         except ValueError:
@@ -115,31 +117,32 @@ class Trial:
 
     @torch.no_grad()
     def _error(self, model: nn.Module) -> str:
-        """Return as text how far FP8 weights are from the checkpoint's values; raise Wrong if they are too far."""
+        """Return as text how far weights are from the checkpoint's values; raise Wrong if they are too far."""
         largest, count = 0.0, 0
         for name, module in model.named_modules():
             if not isinstance(module, FP8Linear | GroupedExperts):
                 continue
+            stored, form = module.state_dict(), getattr(module, "weight_format", "fp8")
             for weight, scale in zip(module.weight_names[::2], module.weight_names[1::2], strict=True):
                 matrices = 2 if weight == "gate_up_proj" else 1
-                value = _dequantized(getattr(module, weight), getattr(module, scale), matrices)
+                value = _dequantized(stored[weight], stored[scale], form, matrices)
                 expected = _in_rows(self.expected.get_submodule(name), weight, matrices)
                 largest = max(largest, float((value - expected).abs().max() / expected.abs().max()))
                 count += 1
         if not count or largest > LARGEST_ERROR:
-            raise Wrong(f"{count} FP8 weights, with an error of {largest:.1e}")
+            raise Wrong(f"{count} weights, with an error of {largest:.1e}")
         return f"within {largest:.1e}" if largest else "exact"
 
 
 def wanted(layout: str) -> Callable[[str], bool]:
     """Return a function that tells from a weight's name whether to quantize the weight.
 
-    True for linear layers and experts of the language model; in GPT-OSS only for experts.
+    True for linear layers and experts of the language model, or only for experts if the layout has no others.
     """
-    only_experts = LAYOUTS[layout].experts == "gpt-oss"
+    only_experts = LAYOUTS[layout].experts != "separate"
 
     def quantized(name: str) -> bool:
-        if "visual" in name or (only_experts and name.endswith(".weight")):
+        if "visual" in name or (only_experts and "experts" not in name):
             return False
         return name.removesuffix(".weight").endswith("_proj")
 
@@ -156,8 +159,10 @@ def _in_rows(module: nn.Module, weight: str, matrices: int) -> Tensor:
     return torch.cat([value[:, first::matrices] for first in range(matrices)], 1)
 
 
-def _dequantized(data: Tensor, scale: Tensor, matrices: int) -> Tensor:
-    """Return the values of an FP8 weight; an expert's gate and up projections have separate scale blocks."""
+def _dequantized(data: Tensor, scale: Tensor, form: str, matrices: int) -> Tensor:
+    """Return the values of a weight; an expert's gate and up projections have separate scale blocks."""
+    if form != "fp8":
+        return dequantize(PackedTensor(data, scale, form.partition("-")[0]))
     parts = zip(data.chunk(matrices, -2), scale.chunk(matrices, -2), strict=True)
     return torch.cat([dequantize(part) for part in parts], -2)
 

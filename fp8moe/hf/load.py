@@ -143,7 +143,10 @@ def load_model(
         what = "a scale for each output channel" if channels else "experts in four bits"
         model.save_pretrained = partial(_refuse_to_save, what)
     if forms:
-        as_stored = quantization is not None and all(map(_is_as_in_the_model, weights.quantized))
+        as_stored = quantization is not None and all(
+            weight.kind == "fp8-block" and not weight.transposed and not weight.scale.name.endswith(CHANNEL_SCALE)
+            for weight in weights.quantized
+        )
         model.config.quantization_config = quantization if as_stored else _quantization_of(model, bool(channels))
         for part in parts_of(model.config):
             if hasattr(part, "expert_dtype") and not packed:  # DeepSeek-V4's config.json says "fp4"
@@ -152,11 +155,6 @@ def load_model(
         model.generation_config = generation_config
     model._weight_conversions = conversions_to_save(model)
     return model
-
-
-def _is_as_in_the_model(weight: StoredWeight) -> bool:
-    """Return whether a weight is stored as transformers' FP8 models store it: in blocks, not transposed, same names."""
-    return weight.kind == "fp8-block" and not weight.transposed and not weight.scale.name.endswith(CHANNEL_SCALE)
 
 
 def _quantization_of(model: nn.Module, channels: bool) -> dict[str, Any]:
@@ -290,7 +288,7 @@ def _match(
     from fp8moe.hf.quantizer import replace_modules
 
     kinds = ("mxfp4", "int4") if experts == "stored" else ()
-    packed = [weight.name.text for weight in weights.stored if weight.kind in kinds and weight.is_expert]
+    packed = {weight.name.text for weight in weights.stored if weight.kind in kinds and weight.is_expert}
     target, blocks = Target(state_of(model)), in_blocks(weights, packed=packed)
     names = {weight.name.text: _name_to_locate(weight, weights) for weight in blocks}
     locations = locate(model, names.values())
@@ -307,7 +305,7 @@ def _match(
 
     modules = defaultdict(list)  # by the name of a module: the FP8 weights that go into it
     for weight in blocks:
-        place = target.find(located(weight)) if weight.dtype == FP8 or weight.packed else None
+        place = target.find(located(weight)) if weight.dtype == FP8 or weight.name.text in packed else None
         if place is not None:
             modules[place.key.rpartition(".")[0]].append(weight)
     plain = {module for module, parts in modules.items() if not _can_be_fp8(model, module, parts, locations)}
@@ -325,7 +323,8 @@ def _match(
             problems.append(f"{text}: {FP8}, but of {kind.__name__}: fp8moe runs linears and experts in FP8")
         else:
             try:
-                form = _form(weight)
+                form = "channel" if weight.kind == "fp8-channel" else "block"
+                form = _packed_form(weight) if text in packed else form
                 replace_modules(model, {module: form})
                 forms[module] = form
             except (TypeError, ValueError) as error:
@@ -357,10 +356,8 @@ def _match(
     return forms, moves, conversions, problems + unfit
 
 
-def _form(weight: StoredWeight) -> str:
-    """Return how a module keeps a weight; see `replace_modules`."""
-    if not weight.packed:
-        return "channel" if weight.kind == "fp8-channel" else "block"
+def _packed_form(weight: StoredWeight) -> str:
+    """Return how a module keeps a weight in four bits; see `replace_modules`."""
     if weight.kind == "mxfp4":
         return "mxfp4"
     group = 2 * weight.shape[-1] // weight.grid[-1]

@@ -204,6 +204,7 @@ class GroupedExperts(MasterModule):
             self.kept = packed_weights(weight_format)
             self._register_packed(self.up_name, up_shape, projections, device)
             self._register_packed("down_proj", down_shape, 1, device)
+            self.register_state_dict_post_hook(_as_stored)
         for name, shape in zip(self.bias_names, (up_shape, down_shape), strict=True):
             value = frozen(torch.empty(shape[:2], dtype=dtype, device=device)) if bias else None
             self.register_parameter(name, value)
@@ -403,15 +404,6 @@ class GroupedExperts(MasterModule):
         data, scale, *_ = quantize_mxfp4(weight) if form == "mxfp4" else quantize_int4(weight, group=group)
         return FP8Tensor(data, arrange(scale) if form == "mxfp4" else scale)
 
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        """Save exponents of MXFP4 as checkpoints have them, unless the parameters themselves are asked for."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.weight_format != "mxfp4" or keep_vars:
-            return
-        for name, scale_name in pairs(self.weight_names):
-            data, key = destination[prefix + name], prefix + scale_name
-            destination[key] = _by_shard(as_stored, data, destination[key])
-
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         for name, scale_name in pairs(self.weight_names) if self.weight_format != "fp8" else ():
             key, projections = prefix + scale_name, 2 if name == "gate_up_proj" else 1
@@ -583,6 +575,14 @@ class GroupedExperts(MasterModule):
 def pairs(names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each weight's name with that of its scale."""
     return zip(names[::2], names[1::2], strict=True)
+
+
+def _as_stored(layer: GroupedExperts, state: dict, prefix: str, local_metadata: dict) -> None:
+    """Save exponents of MXFP4 as checkpoints have them, unless the parameters themselves are asked for."""
+    for name, scale_name in pairs(layer.weight_names) if layer.weight_format == "mxfp4" else ():
+        scale = state[prefix + scale_name]
+        if not isinstance(scale, nn.Parameter):
+            state[prefix + scale_name] = _by_shard(as_stored, state[prefix + name], scale)
 
 
 def _by_shard(convert: Callable[..., Tensor], *values: Tensor) -> Tensor:

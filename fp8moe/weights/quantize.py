@@ -213,7 +213,7 @@ def convert_checkpoint(
     activations, keys and values are left out.
 
     src_dir: a checkpoint in any format that `find_format` says loads; or its name on the Hugging Face Hub.
-    requantize: also accept weights with per-channel scales, and MXFP4 weights whose exponents E4M3 cannot hold; the
+    requantize: also accept weights with per-channel scales, INT4, and MXFP4 whose exponents E4M3 cannot hold; the
         values of these weights are quantized again.
     device: where to quantize; by default a GPU if there is one.
     dst_dir, force: as for `quantize_checkpoint`.
@@ -227,9 +227,9 @@ def convert_checkpoint(
     weights.check(what)
     if not weights.quantized:
         raise CheckpointError(what, [f"{weights.format.reason}; quantize it instead"])
-    channels = {weight.name.text: weight for weight in weights.quantized if weight.kind == "fp8-channel"}
-    if channels and not requantize:
-        name = next(iter(channels.values())).codes.name
+    rounded = {weight.name.text: weight for weight in weights.quantized if weight.kind in ("fp8-channel", "int4")}
+    if rounded and not requantize:
+        name = next(iter(rounded.values())).codes.name
         why = f"{weights.format.reason} ({name}), which blocks cannot hold; requantize=True (--requantize) rounds it"
         raise CheckpointError(what, [why])
     blocks = in_blocks(weights)
@@ -246,7 +246,7 @@ def convert_checkpoint(
         difference = dequantize(made, dtype=torch.float32).double() - whole
         squares.add_(torch.stack([difference.square().sum(), whole.square().sum()]).cpu())
 
-    rounded = channels | {weight.name.text: weight for weight in inexact(weights)} if requantize else {}
+    rounded |= {weight.name.text: weight for weight in inexact(weights)} if requantize else {}
     make = partial(quantized, scale_format="float32", device=device)
     outputs = [
         make(as_values(found), take=partial(add, found)) if (found := rounded.get(weight.name.text)) else weight

@@ -89,11 +89,6 @@ class StoredWeight(NamedTuple):
         return self.name.projection is not None and (self.name.expert is not None or len(self.shape) == 3)
 
     @property
-    def packed(self) -> bool:
-        """Return whether a view presents codes of four bits with their scales."""
-        return self.dtype == PACKED and self.grid is not None
-
-    @property
     def interleaved(self) -> bool:
         """Return whether these are packed codes with gate and up rows interleaved."""
         return self.name.projection == GATE_UP and self.codes.name.endswith(GROUPS)

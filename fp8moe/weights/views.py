@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8moe.quant.exponents import arrange, arranged_shape
-from fp8moe.quant.formats import BLOCK, E2M1, FP8_MAX, MX_BLOCK, FP8Tensor, as_float
+from fp8moe.quant.formats import BLOCK, E2M1, FP8_MAX, MX_BLOCK, FP8Tensor, PackedTensor, as_float
 from fp8moe.quant.packed import e2m1_values, unpacked
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.weights.formats import SCALE_DTYPES, scale_dtype, scale_grid
@@ -58,6 +58,10 @@ def _in_four_bits(weight: StoredWeight) -> StoredWeight:
 def _int4(codes: Tensor, scale: Tensor) -> FP8Tensor:
     """Return codes (N, K/8), which are integers plus 8 and the lowest bits first, as a PackedTensor has them."""
     return FP8Tensor(codes.view(torch.uint8) ^ 0x88, scale if scale.dtype is torch.bfloat16 else scale.float())
+
+
+def _int4_values(codes: Tensor, scale: Tensor) -> Tensor:
+    return dequantize(PackedTensor(*_int4(codes, scale), "int4"), dtype=torch.float32)
 
 
 def _mxfp4_arranged(codes: Tensor, exponents: Tensor) -> FP8Tensor:
@@ -111,9 +115,11 @@ def _gate_then_up(in_turns: Tensor) -> Tensor:
 
 
 def as_values(weight: StoredWeight) -> StoredWeight:
-    """View a weight as float32 values. weight: FP8 with per-channel scales, or MXFP4."""
+    """View a weight as float32 values. weight: FP8 with per-channel scales, MXFP4, or INT4."""
     if weight.kind == "fp8-channel":
         make = partial(_channels, transposed=weight.transposed)
+    elif weight.kind == "int4":
+        make = _int4_values
     else:
         make = partial(_of_each, weight, lambda *matrix: _mxfp4_values(*matrix).float())
     return weight._replace(dtype="F32", grid=None, make=make)
