@@ -108,6 +108,8 @@ def _add_quantize(commands: Any) -> argparse.ArgumentParser:
     add = parser.add_argument
     form = "ue8m0: powers of two, one byte a scale; default: %(default)s"
     add("--scale-format", choices=("float32", "ue8m0"), default="float32", help=form)
+    four = "format of experts; four bits are rounded to nearest; default: %(default)s"
+    add("--experts", choices=("fp8", "mxfp4", "int4", "int4-32"), default="fp8", help=four)
     skip = (
         "modules to leave unquantized, by name or the last part of it, such as '*.layers.0.*' or 'v_proj'; may be "
         "repeated; default: output layers, embeddings, norms and routers, which are always left out"

@@ -69,6 +69,8 @@ class StoredWeight(NamedTuple):
     scale. coded: whether the weight is stored as FP8 codes or packed integers. transposed: whether fused experts are
     stored (E, K, N). shared: whether experts stored one by one share one scale, which is then a StoredWeight itself.
     make: function (codes, scale) that computes a matrix (a Tensor or an FP8Tensor); None to use the codes as stored.
+    layout: dtype and shape by name of the tensors to write, of which ``make`` then computes a tuple; None for values,
+    and their scale if there is one, under the names of the weight.
     """
 
     name: Name
@@ -82,7 +84,8 @@ class StoredWeight(NamedTuple):
     coded: bool = False
     transposed: bool = False
     shared: bool = False
-    make: Callable[[Tensor, Tensor | None], Tensor | FP8Tensor] | None = None
+    make: Callable[[Tensor, Tensor | None], Tensor | FP8Tensor | tuple[Tensor, ...]] | None = None
+    layout: Layout | None = None
 
     @property
     def is_expert(self) -> bool:
@@ -105,6 +108,8 @@ class StoredWeight(NamedTuple):
 
     def specs(self) -> Layout:
         """Return dtype and shape of the tensors that this weight is written as, by name: values and, if any, scale."""
+        if self.layout is not None:
+            return self.layout
         specs = {self.name.text: TensorSpec(self.dtype, self.shape)}
         return specs if self.grid is None else specs | {self.name.scale: TensorSpec(self.scale_dtype, self.grid)}
 
@@ -114,7 +119,9 @@ class StoredWeight(NamedTuple):
             return self.make(codes, scale)
         return codes if self.grid is None else FP8Tensor(codes, as_float(scale).reshape(self.grid[-2:]))
 
-    def seen(self, function: Callable[[Any], Tensor | FP8Tensor], dtype: str, **changes: Any) -> "StoredWeight":
+    def seen(
+        self, function: Callable[[Any], Tensor | FP8Tensor | tuple[Tensor, ...]], dtype: str, **changes: Any
+    ) -> "StoredWeight":
         """Return a view of this weight that applies ``function`` to the value of each matrix.
 
         dtype: the dtype of the view. changes: other fields to replace.

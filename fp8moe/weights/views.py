@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.quant.exponents import arrange, arranged_shape
 from fp8moe.quant.formats import BLOCK, E2M1, FP8_MAX, MX_BLOCK, FP8Tensor, PackedTensor, as_float
-from fp8moe.quant.packed import e2m1_values, unpacked
+from fp8moe.quant.packed import e2m1_values, quantize_int4, quantize_mxfp4, unpacked
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.weights.formats import SCALE_DTYPES, scale_dtype, scale_grid
-from fp8moe.weights.names import BIAS, GATE_UP
-from fp8moe.weights.source import FP8, Reader
+from fp8moe.weights.names import BIAS, GATE_UP, GROUPS
+from fp8moe.weights.source import FP8, Reader, TensorSpec
 from fp8moe.weights.stored import PACKED, StoredWeight, Weights
 
 _FP4_SHIFT = 6  # exponent of the largest factor from FP4 to E4M3: the largest value, 6, becomes 6 * 2^6 < 448
@@ -143,6 +144,39 @@ def quantized(
 
     grid, stored = scale_grid(weight.name.matrices, weight.shape), scale_dtype(scale_format)
     return weight.seen(quantize, FP8, grid=grid, scale_dtype=stored)
+
+
+def in_four_bits(
+    weight: StoredWeight, weight_format: str, *, device: torch.device, take: Callable[[Tensor, PackedTensor], None]
+) -> StoredWeight:
+    """View an unquantized weight of experts in four bits, to be written as compressed-tensors stores them.
+
+    weight: of one expert; or, in MXFP4, fused as GPT-OSS has them, (E, K, N), which are written as GPT-OSS stores them.
+    weight_format: a key of `PACKED_WEIGHTS`. take: called with each matrix and its quantized form.
+    """
+    fused, text = len(weight.shape) == 3, weight.name.text
+    *lead, n, k = (weight.shape[0], *weight.shape[:0:-1]) if fused else weight.shape
+    form, group = PACKED_WEIGHTS[weight_format]
+
+    def quantize(values: Tensor) -> tuple[Tensor, ...]:
+        matrix = values.to(device).mT if fused else values.to(device)
+        made = quantize_mxfp4(matrix) if form == "mxfp4" else quantize_int4(matrix, group=group)
+        take(matrix, made)
+        data, scale = made.data.cpu(), made.scale.cpu()
+        return (data, scale) if form == "mxfp4" else ((data ^ 0x88).view(torch.int32), scale, torch.tensor([n, k]))
+
+    groups = k // group
+    if fused:
+        layout = {
+            f"{text}{GROUPS}": ("U8", (*lead, n, groups, group // 2)),
+            f"{text}_scales": ("U8", (*lead, n, groups)),
+        }
+    elif form == "mxfp4":
+        layout = {f"{text}_packed": ("U8", (n, k // 2)), f"{text}_scale": ("U8", (n, groups))}
+    else:
+        layout = {f"{text}_packed": ("I32", (n, k // 8)), f"{text}_scale": ("BF16", (n, groups))}
+        layout[f"{text}_shape"] = ("I64", (2,))
+    return weight.seen(quantize, "U8", layout={name: TensorSpec(*spec) for name, spec in layout.items()})
 
 
 def inexact(weights: Weights) -> Iterator[StoredWeight]:

@@ -4,13 +4,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8moe import GroupedExperts, batch_invariant
-from fp8moe.weights import CheckpointError, find_format, load_fp8_checkpoint, save_fp8_checkpoint
+from fp8moe import GroupedExperts, batch_invariant, quantize_int4, quantize_mxfp4
+from fp8moe.cli import main
+from fp8moe.weights import (
+    DEFAULT_SKIP,
+    CheckpointError,
+    find_format,
+    load_fp8_checkpoint,
+    quantize_checkpoint,
+    save_fp8_checkpoint,
+)
 from tests.checkpoint_formats import LAYOUTS
+from tests.small_checkpoints import same
+from tests.tiny_moe_models import TinyModel
 
 pytest.importorskip("transformers")
 from fp8moe.hf import load_model  # noqa: E402
-from tools.format_matrix import source_of, wanted  # noqa: E402
+from tools.format_matrix import SIZES, source_of, wanted  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "registered")
 MXFP4 = ("GPT-OSS", "FP8 with FP4 experts", "compressed-tensors MXFP4", "quark block, MXFP4 experts")
@@ -117,3 +127,65 @@ def test_decoder(tmp_path):
     expected = model.generate(IDS, max_new_tokens=8, min_new_tokens=8, do_sample=False)
     assert torch.equal(decoder.generate(IDS, max_new_tokens=8, eos_token_id=()), expected)
     decoder.close()
+
+
+@pytest.mark.parametrize("weight_format", ["mxfp4", "int4", "int4-32"])
+def test_quantized_from_a_bfloat16_checkpoint(tmp_path, weight_format, capsys):
+    """Experts are rounded to nearest; the rest is what it is beside experts in FP8."""
+    sizes, group = SIZES | {"hidden_size": 256, "moe_intermediate_size": 128}, 32 if weight_format == "int4-32" else 128
+    source = TinyModel("qwen3_moe", "AutoModelForCausalLM", sizes).build(torch.bfloat16)
+    source.save_pretrained(tmp_path / "source")
+    command = ["quantize", str(tmp_path / "source"), str(tmp_path / "x"), "--experts", weight_format]
+    assert main(command) == 0
+    assert f"{weight_format.partition('-')[0]}, loads" in capsys.readouterr().out.splitlines()[0]
+    model = load_model(tmp_path / "x")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "fp8")
+    fp8 = load_model(tmp_path / "fp8").state_dict()
+    for name, value in model.state_dict().items():
+        if "experts" not in name:
+            assert torch.equal(value.float(), fp8[name].float()), name
+    for layer, own in zip(model.model.layers, source.model.layers, strict=True):
+        assert layer.mlp.experts.weight_format == weight_format
+        state = layer.mlp.experts.state_dict()
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(own.mlp.experts, name)
+            made = quantize_mxfp4(weight) if weight_format == "mxfp4" else quantize_int4(weight, group=group)
+            assert torch.equal(state[name], made.data) and torch.equal(state[f"{name}_scale"], made.scale)
+    save_fp8_checkpoint(model, tmp_path / "saved")
+    same(*(load_file(tmp_path / part / "model.safetensors") for part in ("saved", "x")))
+
+
+def test_gpt_oss_quantized(tmp_path):
+    """As published: of values that MXFP4 holds, the same tensors."""
+    write("GPT-OSS", tmp_path)
+    published = load_file(tmp_path / "stored" / "model.safetensors")
+    theirs = source_of("GPT-OSS", tmp_path / "other").kind.from_pretrained(tmp_path / "stored", dtype=torch.bfloat16)
+    theirs.config.__dict__.pop("quantization_config", None)
+    theirs.save_pretrained(tmp_path / "source")
+    with pytest.raises(CheckpointError, match="has unquantized weights beside experts in four bits; skip"):
+        quantize_checkpoint(tmp_path / "source", tmp_path / "x", experts="mxfp4")
+    with pytest.raises(CheckpointError, match="experts: expected 'mxfp4' for experts of GPT-OSS"):
+        quantize_checkpoint(tmp_path / "source", tmp_path / "x", experts="int4-32")
+    with pytest.warns(UserWarning, match="2 experts modules have biases"):
+        quantize_checkpoint(tmp_path / "source", tmp_path / "x", experts="mxfp4", skip=(*DEFAULT_SKIP, "*.self_attn.*"))
+    made = load_file(tmp_path / "x" / "model.safetensors")
+    assert torch.equal(logits(load_model(tmp_path / "x")), logits(load_model(tmp_path / "stored")))
+    assert made.keys() == published.keys()
+
+
+def test_what_is_not_quantized_to_four_bits(tmp_path):
+    source_of("block", tmp_path / "source")
+    for experts, why in (
+        ("int4", r"down_proj.weight: 96 columns, expected a multiple of 128"),
+        ("fp4", "expected one of"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            quantize_checkpoint(tmp_path / "source", tmp_path / "x", experts=experts)
+    with pytest.raises(ValueError, match="scale_format: expected 'float32' beside experts in four bits"):
+        quantize_checkpoint(tmp_path / "source", tmp_path / "x", experts="mxfp4", scale_format="ue8m0")
+    with pytest.raises(CheckpointError, match="expected 'fp8' for a checkpoint without experts"):
+        quantize_checkpoint(tmp_path / "source", tmp_path / "x", experts="mxfp4", skip=(*DEFAULT_SKIP, "*experts*"))
+    source_of("block, config in text_config", tmp_path / "fused")
+    with pytest.raises(CheckpointError, match="gate_up_proj: fused experts, which fp8moe stores in FP8 only"):
+        quantize_checkpoint(tmp_path / "fused", tmp_path / "x", experts="mxfp4", skip=(*DEFAULT_SKIP, "*visual*"))
+    assert not (tmp_path / "x").exists()
