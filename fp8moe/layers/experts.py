@@ -28,7 +28,7 @@ from fp8moe.layers.replaced import check_no_hooks
 from fp8moe.quant.exponents import arrange, arranged_shape, as_stored
 from fp8moe.quant.formats import BLOCK, MX_BLOCK, PACKED_FORMATS, FP8Tensor, ceil_div, has_channel_scales
 from fp8moe.quant.packed import quantize_int4, quantize_mxfp4
-from fp8moe.quant.quantize import quantize_128x128, quantize_channels
+from fp8moe.quant.quantize import dequantize, quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
 from fp8moe.runtime.checks import check_dtype, check_floating, check_int, check_like, check_tensor
 
@@ -246,6 +246,7 @@ class GroupedExperts(MasterModule):
         scale_format: str = "float32",
         decode_capacity: int | None = None,
         master_dtype: torch.dtype | None = None,
+        weight_format: str = "fp8",
     ) -> "GroupedExperts":
         """Make FP8 experts that compute the same function as ``module``, experts of transformers or fp8moe.
 
@@ -271,6 +272,7 @@ class GroupedExperts(MasterModule):
         master_dtype: see `GroupedExperts`. Fused weights that already have this dtype become the masters: the same
             Parameters, so that existing optimizers keep working. Other weights are converted, FP8 weights dequantized.
             A master requires a gradient if the source weight requires one or is FP8.
+        weight_format: see `GroupedExperts`; weights are rounded to four bits, FP8 weights too.
 
         Raises TypeError for a module or weights of another kind, ValueError for what GroupedExperts cannot express:
         biases of one projection only or with a master_dtype, transposed or interleaved weights in FP8 or with a
@@ -280,7 +282,11 @@ class GroupedExperts(MasterModule):
         source = experts_source.read(module)
         check_no_hooks("module", module)
         new = cls.from_source(
-            source, scale_format=scale_format, decode_capacity=decode_capacity, master_dtype=master_dtype
+            source,
+            scale_format=scale_format,
+            decode_capacity=decode_capacity,
+            master_dtype=master_dtype,
+            weight_format=weight_format,
         )
         own = isinstance(module, GroupedExperts)
         new.parallel = getattr(module, "parallel" if own else "_fp8moe_parallel", None)
@@ -294,6 +300,7 @@ class GroupedExperts(MasterModule):
         scale_format: str = "float32",
         decode_capacity: int | None = None,
         master_dtype: torch.dtype | None = None,
+        weight_format: str = "fp8",
     ) -> "GroupedExperts":
         """Make the layer from a result of `experts_source.read`. The module that was read may stay in use.
 
@@ -315,17 +322,19 @@ class GroupedExperts(MasterModule):
             swiglu_alpha=source.activation.alpha,
             decode_capacity=decode_capacity,
             master_dtype=master_dtype,
+            weight_format=weight_format,
             bias=source.biases.down_bias is not None,
         )
-        if master_dtype is not None and scale_format != "float32":
-            raise ValueError(f"scale_format: expected 'float32' with a master_dtype, got {scale_format!r}")
+        if scale_format != "float32" and (master_dtype is not None or weight_format != "fp8"):
+            beside = "a master_dtype" if weight_format == "fp8" else f"weight_format {weight_format!r}"
+            raise ValueError(f"scale_format: expected 'float32' with {beside}, got {scale_format!r}")
         for name, weight in ((new.up_name, source.up), ("down_proj", source.down)):
             if master_dtype is not None:
                 setattr(new, name, weight.master(master_dtype))
                 continue
-            quantized = weight.quantize(scale_format)
+            quantized = weight.quantize(scale_format) if weight_format == "fp8" else new._packed(name, weight)
             setattr(new, name, frozen(quantized.data))
-            setattr(new, f"{name}_scale_inv", frozen(quantized.scale))
+            setattr(new, f"{name}{new.kept.scale}", frozen(quantized.scale))
         for name, bias in zip(new.bias_names, source.biases, strict=True):
             setattr(new, name, bias if bias is None else frozen(bias.detach()))
         return new
@@ -403,6 +412,18 @@ class GroupedExperts(MasterModule):
         form, group = PACKED_WEIGHTS[self.weight_format]
         data, scale, *_ = quantize_mxfp4(weight) if form == "mxfp4" else quantize_int4(weight, group=group)
         return FP8Tensor(data, arrange(scale) if form == "mxfp4" else scale)
+
+    def _packed(self, name: str, weight: experts_source.Weight) -> FP8Tensor:
+        """Quantize weights of experts to four bits, an expert at a time."""
+        kept = getattr(self, name), getattr(self, f"{name}{self.kept.scale}")
+        sizes = ((len(weight.parts), *value.shape[1:]) for value in kept)
+        data, scale = (value.new_empty(size, device=weight.device) for value, size in zip(kept, sizes, strict=True))
+        for expert, parts in enumerate(weight.parts if weight.device.type != "meta" else ()):
+            values = torch.stack([part.detach() if isinstance(part, Tensor) else dequantize(part) for part in parts])
+            made = self._quantize(values)
+            data[expert].copy_(made.data.flatten(0, 1))
+            scale[expert].copy_(made.scale.flatten(0, 1))
+        return FP8Tensor(weight.sharded(data), weight.sharded(scale))
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         for name, scale_name in pairs(self.weight_names) if self.weight_format != "fp8" else ():

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 
-from fp8moe import GroupedExperts, PackedTensor, experts
+from fp8moe import GroupedExperts, PackedTensor, dequantize, experts, quantize_int4, quantize_mxfp4
 from fp8moe.layers.experts import PACKED_WEIGHTS
 from tests.errors import refused
 
@@ -124,3 +124,46 @@ def test_backward_to_the_input(form, size):
             assert torch.equal(got, expected)
         else:
             assert float((got - expected).norm() / expected.norm()) < 6e-2  # both weights are rounded to E4M3
+
+
+@pytest.mark.parametrize("form", PACKED_WEIGHTS)
+def test_from_experts(form):
+    """Unquantized weights, masters and FP8 weights are rounded to nearest."""
+    trained = GroupedExperts(**SIZES, master_dtype=torch.float32, bias=False)
+    frozen = GroupedExperts.from_experts(trained)
+    group = PACKED_WEIGHTS[form][1]
+    for source in (trained, frozen):
+        layer = GroupedExperts.from_experts(source, weight_format=form)
+        state, training = layer.state_dict(), layer.training
+        assert layer.weight_format == form and training == source.training
+        for name in ("gate_up_proj", "down_proj"):
+            values = getattr(source, name)
+            if source is frozen:
+                count = 2 if name == "gate_up_proj" else 1
+                parts = zip(
+                    values.chunk(count, 1),
+                    source.gate_up_proj_scale_inv.chunk(2, 1) if count == 2 else [source.down_proj_scale_inv],
+                    strict=True,
+                )
+                values = torch.cat([dequantize(part) for part in parts], 1)
+            made = quantize_mxfp4(values) if form == "mxfp4" else quantize_int4(values, group=group)
+            assert torch.equal(state[name], made.data) and torch.equal(state[f"{name}_scale"], made.scale)
+        assert layer.eval()(*inputs()).isfinite().all()
+    meta = GroupedExperts.from_experts(copy.deepcopy(trained).to("meta"), weight_format=form)
+    assert meta.down_proj.is_meta and meta.down_proj.shape == layer.down_proj.shape
+    refused(
+        ValueError,
+        rf"^scale_format: expected 'float32' with weight_format {form!r}, got 'ue8m0'",
+        GroupedExperts.from_experts,
+        trained,
+        weight_format=form,
+        scale_format="ue8m0",
+    )
+    refused(
+        ValueError,
+        "^master_dtype: expected None",
+        GroupedExperts.from_experts,
+        trained,
+        weight_format=form,
+        master_dtype=torch.float32,
+    )
