@@ -132,6 +132,15 @@ def int4(weight):
     return Weight(stored | {"weight_shape": torch.tensor(weight.shape)}, values)
 
 
+def gptq(weight):
+    """(K/8, N) codes, 8 more than they stand for, of which the zero points say one less; scales (K/32, N)."""
+    made = int4(weight)
+    codes, scale = (made.stored[name].t().contiguous() for name in ("weight_packed", "weight_scale"))
+    stored = {"qweight": codes, "scales": scale, "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // 32}
+    zeros = torch.full((len(scale), len(weight) // 8), 0x77777777, dtype=torch.int32)
+    return Weight(stored | {"qzeros": zeros}, made.values)
+
+
 def gpt_oss(weight):
     """MXFP4 of what GPT-OSS has as (K, N): codes (N, K/32, 16), scales (N, K/32)."""
     made = mxfp4("weight_blocks", "weight_scales", torch.uint8, torch.uint8)(weight.T)
@@ -383,6 +392,7 @@ LAYOUTS = {
         False,
         {"quant_method": "gptq", "bits": 4, "group_size": 128},
     ),
+    "GPTQ experts": Layout(gptq, "int4", True, {"quant_method": "gptq", "bits": 4, "group_size": 32}, experts="alone"),
     "MLX": Layout(
         packed("weight", "scales", torch.uint32, torch.bfloat16, values_each=8, group=64),
         "int4",

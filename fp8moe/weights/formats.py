@@ -319,6 +319,24 @@ def _modelopt(where: str, content: Mapping[str, Any]) -> Declared:
     return _of_kinds(where, method, kinds)
 
 
+def _gptq(where: str, content: Mapping[str, Any]) -> Declared:
+    """Parse GPTQ's configuration: four bits, symmetric, in groups of columns in their own order.
+
+    Source: https://github.com/ModelCloud/GPTQModel, class QuantizeConfig, with its defaults.
+    """
+    for name, default, known in (
+        ("bits", None, (4,)),
+        ("sym", True, (True,)),
+        ("desc_act", False, (False,)),
+        ("group_size", None, INT4_GROUPS),
+        ("checkpoint_format", "gptq", ("gptq", "gptq_v2")),
+    ):
+        value = content.get(name, default)
+        if value not in known:
+            return Declared(where, "gptq", refusal=f"gptq with {name} {shown(value)}, {_OTHERS}")
+    return _of_kinds(where, "gptq", ["int4"])
+
+
 _QUARK = {
     ("fp8_e4m3", "per_tensor"): "fp8-tensor",
     ("fp8_e4m3", "per_channel"): "fp8-channel",
@@ -358,13 +376,14 @@ _METHODS: Mapping[str, Callable[[str, Mapping[str, Any]], Declared]] = {
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "quark": _quark,
+    "gptq": _gptq,
     "fbgemm_fp8": _of("fbgemm_fp8", "fp8-channel"),
 }
 _TELLTALES = {"quant_algo": "modelopt", "config_groups": "compressed-tensors"}
 """Keys that identify the quantization method of a configuration without quant_method."""
 
 _INTEGER_METHODS = {
-    *("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "hqq", "quanto", "aqlm", "eetq", "vptq", "higgs"),
+    *("awq", "auto-round", "bitsandbytes", "torchao", "hqq", "quanto", "aqlm", "eetq", "vptq", "higgs"),
     *("spqr", "w4afp8", "gguf", "bitnet", "quip", "modelopt_fp4", "intel/auto-round", "auto_round", "fouroversix"),
 }
 

@@ -54,6 +54,10 @@ from fp8moe.weights.source import (
 _IN_TURNS = {"gpt_oss": "GPT-OSS"}
 """Models whose fused experts are stored (E, columns, rows) with gate and up rows interleaved, by model_type."""
 INTERLEAVED = " or ".join(_IN_TURNS.values())
+QWEIGHT = ".qweight"
+"""The end of the name of GPTQ's codes: (K/8, N), eight in an integer, beside scales (K/group, N)."""
+_BESIDE = ("qzeros", "g_idx")
+"""What GPTQ has beside codes and scales: zero points, and the group of each column."""
 PACKED = "U8"
 """The safetensors dtype of codes of four bits, two a byte, as a model holds them."""
 _OF_THEIR_OWN = {"llama4": "Llama 4", "llama4_text": "Llama 4"}
@@ -218,8 +222,31 @@ class Weights(NamedTuple):
         that a model would miss are not listed: they may be in that shard.
         """
         refusals = [] if self.format.loads else [self.format.reason]
+        refusals += gptq_problems(self) if not self.checkpoint.incomplete and not refusals else []
         if refusals or self.checkpoint.incomplete:
             raise CheckpointError(what, [*refusals, *self.checkpoint.problems])
+
+
+def gptq_problems(weights: Weights) -> list[str]:
+    """List tensors of GPTQ that say that codes are not integers plus 8, in groups of adjacent columns."""
+    checkpoint, expected = weights.checkpoint, {}
+    second = any(content.get("checkpoint_format") == "gptq_v2" for content in checkpoint.declarations.values())
+    zero = int.from_bytes((b"\x88" if second else b"\x77") * 4, signed=True)  # the first version stores 8 less one
+    for weight in weights.quantized:
+        if weight.kind == "int4" and weight.codes.name.endswith(QWEIGHT):
+            columns, groups = weight.shape[1], weight.scale.shape[0]
+            for end, values in zip(
+                _BESIDE, (torch.tensor([zero]), torch.arange(columns) // (columns // max(groups, 1) or 1)), strict=True
+            ):
+                info = checkpoint.tensors.get(weight.codes.name.removesuffix(QWEIGHT[1:]) + end)
+                if info is not None:
+                    expected[info] = values
+    whats = dict(zip(_BESIDE, ("zero points", "an order of columns of its own"), strict=True))
+    return [
+        f"{info.name}: INT4 with {whats[info.name.rpartition('.')[2]]}, which fp8moe does not run"
+        for info, values in checkpoint.read_unmapped(expected)
+        if expected[info].numel() not in (1, values.numel()) or bool((values != expected[info]).any())
+    ][:1]
 
 
 def is_interleaved(config: dict) -> bool:
@@ -267,8 +294,9 @@ def _paired(checkpoint: Checkpoint, declaration: Declared | None) -> tuple[list[
     names = {text: parse(text, len(info.shape)) for text, info in tensors.items()}
     stored, own_scales = [], set()
     for text, info in tensors.items():
-        if f"{text.removesuffix('_shape')}_packed" in tensors:
-            continue  # the shape of packed values, which codes and scales tell
+        stem, _, end = text.rpartition(".")
+        if f"{text.removesuffix('_shape')}_packed" in tensors or (end in _BESIDE and f"{stem}{QWEIGHT}" in tensors):
+            continue  # the shape of packed values, which codes and scales tell; what `Weights.check` reads
         name = _weight_of(names[text], info, tensors)
         scale = None if name is None else next(filter(tensors.__contains__, scale_spellings(name, text)), None)
         if name is None:
@@ -322,6 +350,8 @@ def _values_shape(weight: StoredWeight) -> tuple[int, ...]:
     if weight.codes.dtype == FP8:
         *lead, rows, columns = shape
         return (*lead, columns, rows) if weight.transposed else shape
+    if weight.codes.name.endswith(QWEIGHT) and len(shape) == 2:
+        return shape[1], 8 * shape[0]
     lead = shape[: -2 if weight.codes.name.endswith(GROUPS) else -1]
     return *lead, (8 if weight.codes.dtype == "I32" else 2) * math.prod(shape[len(lead) :])
 
@@ -370,6 +400,8 @@ def _other_kind(codes: TensorInfo, scale: TensorInfo | None) -> str | None:
     if scale.dtype == FP8:
         return "nvfp4"
     *rows, columns = codes.shape
+    if codes.name.endswith(QWEIGHT) and codes.dtype == "I32" and scale.dtype in ("F32", "BF16", "F16"):
+        return "int4" if any(scale.shape == (8 * rows[-1] / group, columns) for group in INT4_GROUPS) else "int4-other"
     if codes.name.endswith(".weight_packed") and codes.dtype == "I32" and scale.dtype in ("F32", "BF16", "F16"):
         shapes = [(*rows, 8 * columns // group) for group in INT4_GROUPS if 8 * columns % group == 0]
         return "int4" if scale.shape in shapes else "int4-other"

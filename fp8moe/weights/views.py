@@ -18,7 +18,7 @@ from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.weights.formats import SCALE_DTYPES, scale_dtype, scale_grid
 from fp8moe.weights.names import BIAS, GATE_UP, GROUPS
 from fp8moe.weights.source import FP8, Reader, TensorSpec
-from fp8moe.weights.stored import PACKED, StoredWeight, Weights
+from fp8moe.weights.stored import PACKED, QWEIGHT, StoredWeight, Weights
 
 _FP4_SHIFT = 6  # exponent of the largest factor from FP4 to E4M3: the largest value, 6, becomes 6 * 2^6 < 448
 _FP4_SPREAD = 14  # largest exponent difference at which 0.5 is exact in E4M3: it becomes 0.5 * 2^(6 - 14) = 2^-9
@@ -51,18 +51,23 @@ def _in_four_bits(weight: StoredWeight) -> StoredWeight:
     view = weight._replace(dtype=PACKED, shape=(*lead, rows, columns // 2))
     if weight.kind == "int4":
         dtype = "BF16" if weight.scale.dtype == "BF16" else "F32"
-        return view._replace(grid=weight.scale.shape, make=_int4, scale_dtype=dtype)
+        grid = weight.scale.shape[::-1] if weight.codes.name.endswith(QWEIGHT) else weight.scale.shape
+        return view._replace(grid=grid, make=_int4_of(weight), scale_dtype=dtype)
     grid = (*lead, *arranged_shape(rows, columns, weight.name.matrices))
     return view._replace(grid=grid, make=partial(_of_each, weight, _mxfp4_arranged), scale_dtype="U8")
+
+
+def _int4_of(weight: StoredWeight) -> Callable[[Tensor, Tensor], FP8Tensor]:
+    return _gptq if weight.codes.name.endswith(QWEIGHT) else _int4
+
+
+def _gptq(codes: Tensor, scale: Tensor) -> FP8Tensor:
+    return _int4(codes.t().contiguous(), scale.t().contiguous())
 
 
 def _int4(codes: Tensor, scale: Tensor) -> FP8Tensor:
     """Return codes (N, K/8), which are integers plus 8 and the lowest bits first, as a PackedTensor has them."""
     return FP8Tensor(codes.view(torch.uint8) ^ 0x88, scale if scale.dtype is torch.bfloat16 else scale.float())
-
-
-def _int4_values(codes: Tensor, scale: Tensor) -> Tensor:
-    return dequantize(PackedTensor(*_int4(codes, scale), "int4"), dtype=torch.float32)
 
 
 def _mxfp4_arranged(codes: Tensor, exponents: Tensor) -> FP8Tensor:
@@ -120,7 +125,8 @@ def as_values(weight: StoredWeight) -> StoredWeight:
     if weight.kind == "fp8-channel":
         make = partial(_channels, transposed=weight.transposed)
     elif weight.kind == "int4":
-        make = _int4_values
+        codes_of = _int4_of(weight)
+        make = lambda *matrix: dequantize(PackedTensor(*codes_of(*matrix), "int4"), dtype=torch.float32)  # noqa: E731
     else:
         make = partial(_of_each, weight, lambda *matrix: _mxfp4_values(*matrix).float())
     return weight._replace(dtype="F32", grid=None, make=make)

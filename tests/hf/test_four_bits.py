@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fp8moe import GroupedExperts, batch_invariant, quantize_int4, quantize_mxfp4
 from fp8moe.cli import main
@@ -10,6 +10,7 @@ from fp8moe.weights import (
     DEFAULT_SKIP,
     CheckpointError,
     find_format,
+    inspect_checkpoint,
     load_fp8_checkpoint,
     quantize_checkpoint,
     save_fp8_checkpoint,
@@ -189,3 +190,50 @@ def test_what_is_not_quantized_to_four_bits(tmp_path):
     with pytest.raises(CheckpointError, match="gate_up_proj: fused experts, which fp8moe stores in FP8 only"):
         quantize_checkpoint(tmp_path / "fused", tmp_path / "x", experts="mxfp4", skip=(*DEFAULT_SKIP, "*visual*"))
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_gptq(tmp_path, version):
+    """The codes and scales of compressed-tensors' form; what is not symmetric, or in another order, is refused."""
+    layout = LAYOUTS["GPTQ experts"]
+    layout = layout._replace(config=layout.config | {"checkpoint_format": version})
+    source = source_of("GPTQ experts", tmp_path / "source")
+    experts_only = wanted("GPTQ experts")
+    source.write(layout, tmp_path / "x", experts_only)
+    source.write(LAYOUTS["compressed-tensors INT4 experts"], tmp_path / "other", experts_only)
+    file = tmp_path / "x" / "model.safetensors"
+    tensors = load_file(file)
+    for name, value in tensors.items():
+        if name.endswith("qzeros") and version == "gptq_v2":
+            value.fill_(int.from_bytes(b"\x88" * 4, signed=True))
+    save_file(tensors, file, {"format": "pt"})
+    model = load_model(tmp_path / "x")
+    same(dict(model.state_dict()), dict(load_model(tmp_path / "other").state_dict()))
+    assert inspect_checkpoint(tmp_path / "x").problems == []
+    for end, change, what in (
+        ("qzeros", lambda value: value.add_(1), "zero points"),
+        ("g_idx", lambda value: value.copy_(value.flip(0)), "an order of columns of its own"),
+        ("g_idx", lambda value: value.resize_(1), "an order of columns of its own"),
+    ):
+        changed = {name: value.clone() for name, value in tensors.items()}
+        name = next(name for name in changed if name.endswith(f"3.up_proj.{end}"))
+        change(changed[name])
+        save_file(changed, file, {"format": "pt"})
+        problem = f"{name}: INT4 with {what}, which fp8moe does not run"
+        assert inspect_checkpoint(tmp_path / "x").problems == [problem]
+        for read in (load_model, lambda path: load_fp8_checkpoint(model, path)):
+            with pytest.raises(CheckpointError) as error:
+                read(tmp_path / "x")
+            assert error.value.problems == [problem]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sym", False), ("desc_act", True), ("bits", 8), ("group_size", -1), ("checkpoint_format", "marlin")],
+)
+def test_other_gptq_is_refused(tmp_path, key, value):
+    layout = LAYOUTS["GPTQ experts"]
+    source = source_of("GPTQ experts", tmp_path / "source")
+    source.write(layout._replace(config=layout.config | {key: value}), tmp_path / "x", wanted("GPTQ experts"))
+    with pytest.raises(CheckpointError, match=rf"gptq with {key} {value!r}, which fp8moe does not run"):
+        load_model(tmp_path / "x")
