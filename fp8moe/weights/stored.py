@@ -222,7 +222,8 @@ class Weights(NamedTuple):
         that a model would miss are not listed: they may be in that shard.
         """
         refusals = [] if self.format.loads else [self.format.reason]
-        refusals += gptq_problems(self) if not self.checkpoint.incomplete and not refusals else []
+        if self.format.name == "int4" and self.format.loads and not self.checkpoint.incomplete:
+            refusals += gptq_problems(self)
         if refusals or self.checkpoint.incomplete:
             raise CheckpointError(what, [*refusals, *self.checkpoint.problems])
 
