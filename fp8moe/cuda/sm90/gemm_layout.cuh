@@ -7,9 +7,10 @@
 //   FIRST_STAGES               stages that are loaded before everything else
 //   GATED                      the weights are the gate projection followed by the up projection
 //   DYNAMIC                    blocks take their tiles from a counter, see below
-//   PRODUCTS                   products that a math warp starts before it waits for the first, if registers hold weights
-//   PACKED, GROUP, FLOAT32_SCALES    weights in four bits: their format, the values along K that share a scale, and for
-//                              INT4 its dtype
+//   PRODUCTS                   products that a math warp starts before it waits, if registers hold weights
+//   PACKED, GROUP, FLOAT32_SCALES
+//                              weights in four bits: their format, the values along K that share a scale, and
+//                              whether scales of INT4 are float32
 //   CHANNEL, BIAS              a weight scale, a bias for each output feature; BIAS = 0: none, 1: bfloat16, 2: float32
 //   OUT_FLOAT32, SWIGLU_FORM   properties of the epilogue
 #pragma once
