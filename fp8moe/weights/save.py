@@ -285,7 +285,7 @@ def _packed_experts(tensors: Mapping[str, Tensor], name: Name, names: ExpertName
             StoredTensor(part._replace(text=f"{part.text}_scale"), f"{name.text}_scale", boxes[1], scales, exponents),
         ]
         if not mxfp4:
-            shape = torch.tensor([n, k])
+            shape = torch.tensor([n, k], dtype=torch.int64, device="cpu")
             box = (*boxes[1][:1], range(1), range(1))
             spec = TensorSpec("I64", (2,))
             shape_name = part._replace(text=f"{part.text}_shape")

@@ -237,7 +237,12 @@ def gptq_problems(weights: Weights) -> list[str]:
         if weight.kind == "int4" and weight.codes.name.endswith(QWEIGHT):
             columns, groups = weight.shape[1], weight.scale.shape[0]
             for end, values in zip(
-                _BESIDE, (torch.tensor([zero]), torch.arange(columns) // (columns // max(groups, 1) or 1)), strict=True
+                _BESIDE,
+                (
+                    torch.tensor([zero], dtype=torch.int32, device="cpu"),
+                    torch.arange(columns, dtype=torch.int32, device="cpu") // (columns // max(groups, 1) or 1),
+                ),
+                strict=True,
             ):
                 info = checkpoint.tensors.get(weight.codes.name.removesuffix(QWEIGHT[1:]) + end)
                 if info is not None:

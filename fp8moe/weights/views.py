@@ -169,7 +169,11 @@ def in_four_bits(
         made = quantize_mxfp4(matrix) if form == "mxfp4" else quantize_int4(matrix, group=group)
         take(matrix, made)
         data, scale = made.data.cpu(), made.scale.cpu()
-        return (data, scale) if form == "mxfp4" else ((data ^ 0x88).view(torch.int32), scale, torch.tensor([n, k]))
+        return (
+            (data, scale)
+            if form == "mxfp4"
+            else ((data ^ 0x88).view(torch.int32), scale, torch.tensor([n, k], dtype=torch.int64, device="cpu"))
+        )
 
     groups = k // group
     if fused:

@@ -132,7 +132,9 @@ def test_rows_of_a_token_are_known_without_a_call_of_one(monkeypatch):
 
 
 SHAPES = [(272, 160), (8, 96, 160, 2)]
-OPTIONS = warm_module._Options(Activation(), bias=False, weight_scales="block", dtype=torch.bfloat16)
+OPTIONS = warm_module._Options(
+    Activation(), bias=False, weight_scales="block", weight_format="fp8", dtype=torch.bfloat16
+)
 
 
 @pytest.fixture
@@ -294,7 +296,7 @@ def test_wrong_numbers(option, value, expected, capsys):
         ({"model_type": "mixtral", "hidden_size": "wide"}, "config.json: transformers cannot"),
         (
             {"model_type": "mixtral", "quantization_config": {"quant_method": "gptq"}},
-            "quantization_config: quantized by gptq, which fp8moe does not run",
+            "quantization_config: gptq with bits None, which fp8moe does not run",
         ),
         (
             {"model_type": "mixtral", "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
