@@ -194,7 +194,7 @@ def wide_error(sizes: tuple[int, ...], n: int, k: int, staged: bool) -> float:
 
 
 def packed_error(form: str, group: int, sizes: tuple[int, ...], n: int, k: int, tile: TileConfig | None) -> float:
-    """Of weights in four bits, whose codes become E4M3 in registers or in shared memory."""
+    """Call GEMMs with weights in four bits, whose codes become E4M3 in registers or in shared memory."""
     weights, a = torch.randn(len(sizes), n, k), random_rows(sum(sizes), k)
     b = on_gpu(quantize_mxfp4(weights) if form == "mxfp4" else quantize_int4(weights, group=group))
     groups = int32((0, *accumulate(sizes)))

@@ -157,7 +157,7 @@ def test_quantized_from_a_bfloat16_checkpoint(tmp_path, weight_format, capsys):
 
 
 def test_gpt_oss_quantized(tmp_path):
-    """As published: of values that MXFP4 holds, the same tensors."""
+    """Values that MXFP4 holds become the tensors that are published."""
     write("GPT-OSS", tmp_path)
     published = load_file(tmp_path / "stored" / "model.safetensors")
     theirs = source_of("GPT-OSS", tmp_path / "other").kind.from_pretrained(tmp_path / "stored", dtype=torch.bfloat16)

@@ -107,7 +107,7 @@ def test_refusals():
 @pytest.mark.parametrize("size", [384, 96])
 @pytest.mark.parametrize("form", ["mxfp4", "int4-32"])
 def test_backward_to_the_input(form, size):
-    """Of MXFP4 with the bits of FP8 blocks of the same values."""
+    """The backward through MXFP4 has the bits of that through FP8 blocks of equal values."""
     layer, (x, index, weights) = make(form, intermediate_size=size), inputs(20)
     blocks = GroupedExperts(**SIZES | {"intermediate_size": size}).eval()
     here = layer.local_weights().layer.in_blocks()
