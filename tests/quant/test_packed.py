@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8moe import FP8Tensor, PackedTensor, dequantize, quantize_int4, quantize_mxfp4
+from fp8moe.quant.formats import as_float
 from tests.errors import refused
 from tests.global_settings import SETTINGS
 from tests.random_values import random
@@ -111,6 +112,13 @@ def test_extreme_magnitudes(form):
         assert (values.double() - w.double()).abs().max() <= max(largest_error, 2.0**-127)
         if not magnitude:
             assert not (t.data & 0x77).any()
+
+
+def test_every_exponent():
+    """Subnormal 2^-127 and NaN among them."""
+    scale = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(as_float(scale)[:255].double(), 2.0 ** (torch.arange(255).double() - 127))
+    assert as_float(scale)[255].isnan()
 
 
 def test_values_of_every_code():
