@@ -77,6 +77,7 @@ def load_model(
     device: the model's device.
     experts: "stored": experts in MXFP4 or INT4 keep their four bits; "fp8": those in MXFP4 become FP8 in 128x128
         blocks, as all other weights do, which takes 1.9 times the memory and computes the same, and INT4 is refused.
+        Four bits are faster for few tokens, as in decoding, and slower than FP8 for many, as in prompts.
     ignore: fnmatch patterns of tensors in the checkpoint to leave out.
     Returns the model in eval mode. Its quantization_config describes the FP8 weights, and save_pretrained writes it.
     save_pretrained raises ValueError for a model with a scale for each output channel or with experts in four bits;
