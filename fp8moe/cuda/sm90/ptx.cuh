@@ -384,6 +384,12 @@ __device__ __forceinline__ float load_shared_float(const float* p) {
   return v;
 }
 
+__device__ __forceinline__ uint2 load_shared_8(const u64* p) {
+  uint2 v;
+  asm volatile("ld.shared::cta.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared_address(p)) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ uint4 load_shared_16(u32 address) {
   uint4 v;
   asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];"
