@@ -243,8 +243,8 @@ def int4_layout(codes: TensorInfo, scale: TensorInfo | None) -> tuple[str, tuple
         shapes = {"gptq": (columns, 8 * rows), "awq": (8 * columns, rows)}
     elif codes.dtype == "I32" and codes.name.endswith(".weight_packed"):
         shapes = {"compressed-tensors": (*lead, rows, 8 * columns)}
-    elif codes.dtype == "I8" and scale.name.endswith(SCALE):
-        groups, shapes = (BLOCK,), {"w4afp8": (*lead, rows, 2 * columns)}
+    elif codes.dtype == "I8" and scale.name.endswith(SCALE) and not lead:
+        groups, shapes = (BLOCK,), {"w4afp8": (rows, 2 * columns)}
     for method, shape in shapes.items():
         grids = [(*shape[:-1], shape[-1] // group) for group in groups if shape[-1] % group == 0]
         if scale.shape in [grid[::-1] if codes.name.endswith(_QWEIGHT) else grid for grid in grids]:

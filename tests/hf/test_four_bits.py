@@ -23,7 +23,10 @@ pytest.importorskip("transformers")
 from fp8moe.hf import load_model  # noqa: E402
 from tools.format_matrix import SIZES, source_of, wanted  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread", "registered")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "registered"),
+    pytest.mark.filterwarnings("ignore:.*static scales"),
+]
 MXFP4 = ("GPT-OSS", "FP8 with FP4 experts", "compressed-tensors MXFP4", "quark block, MXFP4 experts")
 IDS = torch.arange(24).view(2, 12)
 
