@@ -31,7 +31,7 @@ PACKAGES = ("fp8moe", "torch", "transformers", "compressed-tensors")
 LARGEST_ERROR = 4.1e-6  # limit of a weight's largest error / largest value; MXFP8 converted to blocks has this ratio
 LEAST_COSINE = 0.99  # least cosine between the median token's logits and the logits of the checkpoint's exact values
 SIZES = {"hidden_size": 160, "moe_intermediate_size": 96, "num_hidden_layers": 1, "tie_word_embeddings": False}
-"""The model's sizes: multiples of 32, but not of 128."""
+"""The model's sizes: multiples of 32, but not of 128; `source_of` rounds them up for layouts that need it."""
 
 
 def source_of(layout: str, directory: Path) -> Source:
@@ -42,7 +42,9 @@ def source_of(layout: str, directory: Path) -> Source:
         sizes = {"hidden_size": 160, "intermediate_size": 160, "num_hidden_layers": 2, "num_local_experts": 4}
         tiny = TinyModel("gpt_oss", "AutoModelForCausalLM", sizes)
     else:
-        tiny = TinyModel("qwen3_moe", "AutoModelForCausalLM", SIZES)
+        multiple = LAYOUTS[layout].multiple
+        sizes = {name: SIZES[name] - SIZES[name] % -multiple for name in ("hidden_size", "moe_intermediate_size")}
+        tiny = TinyModel("qwen3_moe", "AutoModelForCausalLM", SIZES | sizes)
     return Source.of_random(directory, tiny.build())
 
 

@@ -277,7 +277,7 @@ def _scheme(weights: Mapping[str, Any], group: Mapping[str, Any]) -> str:
         return "mxfp4" if size == MX_BLOCK else "nvfp4"
     if kind == "int" and bits == 4:
         inputs = group.get("input_activations")
-        if _is(inputs) and inputs.get("num_bits") == 8:
+        if _is(inputs) and inputs.get("num_bits") == 8 and inputs.get("type") != "float":
             return "w4a8"
         plain = weights.get("symmetric") is True and weights.get("actorder") is None and size in INT4_GROUPS
         return "int4" if plain else "int4-other"
@@ -309,6 +309,8 @@ def _modelopt(where: str, content: Mapping[str, Any]) -> Declared:
     algorithm = content.get("quant_algo")
     if algorithm == "MIXED_PRECISION":
         layers = content.get("quantized_layers")
+        if not layers and "config_groups" not in content:  # W4AFP8, which lists no layers
+            return _of_kinds(where, "ModelOpt's MIXED_PRECISION", ["int4", "fp8-block"])
         algorithms = [layer.get("quant_algo") for layer in layers.values() if _is(layer)] if _is(layers) else []
     else:
         algorithms = [algorithm]
@@ -319,22 +321,40 @@ def _modelopt(where: str, content: Mapping[str, Any]) -> Declared:
     return _of_kinds(where, method, kinds)
 
 
-def _gptq(where: str, content: Mapping[str, Any]) -> Declared:
-    """Parse GPTQ's configuration: four bits, symmetric, in groups of columns in their own order.
-
-    Source: https://github.com/ModelCloud/GPTQModel, class QuantizeConfig, with its defaults.
-    """
-    for name, default, known in (
+_SETTINGS: Mapping[str, tuple[tuple[str, Any, tuple[Any, ...]], ...]] = {
+    "gptq": (
         ("bits", None, (4,)),
         ("sym", True, (True,)),
         ("desc_act", False, (False,)),
         ("group_size", None, INT4_GROUPS),
         ("checkpoint_format", "gptq", ("gptq", "gptq_v2")),
-    ):
-        value = content.get(name, default)
-        if value not in known:
-            return Declared(where, "gptq", refusal=f"gptq with {name} {shown(value)}, {_OTHERS}")
-    return _of_kinds(where, "gptq", ["int4"])
+    ),
+    "awq": (
+        ("bits", None, (4,)),
+        ("zero_point", True, (False,)),
+        ("group_size", None, INT4_GROUPS),
+        ("version", "gemm", ("gemm",)),
+    ),
+    "w4afp8": (("group_size", BLOCK, (BLOCK,)),),
+}
+"""Settings of INT4 that fp8moe reads, by method: name, default, and the values that it knows.
+
+Sources: https://github.com/ModelCloud/GPTQModel, class QuantizeConfig; class AwqConfig of transformers;
+https://github.com/sgl-project/sglang, class W4AFp8Config.
+"""
+
+
+def _int4(method: str, *others: str) -> Callable[[str, Mapping[str, Any]], Declared]:
+    """Return a parser of a method's configuration of experts in INT4. others: kinds that other weights may have."""
+
+    def parse(where: str, content: Mapping[str, Any]) -> Declared:
+        for name, default, known in _SETTINGS[method]:
+            value = content.get(name, default)
+            if value not in known:
+                return Declared(where, method, refusal=f"{method} with {name} {shown(value)}, {_OTHERS}")
+        return _of_kinds(where, method, ["int4", *others])
+
+    return parse
 
 
 _QUARK = {
@@ -376,15 +396,17 @@ _METHODS: Mapping[str, Callable[[str, Mapping[str, Any]], Declared]] = {
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "quark": _quark,
-    "gptq": _gptq,
+    "gptq": _int4("gptq"),
+    "awq": _int4("awq"),
+    "w4afp8": _int4("w4afp8", "fp8-block"),
     "fbgemm_fp8": _of("fbgemm_fp8", "fp8-channel"),
 }
 _TELLTALES = {"quant_algo": "modelopt", "config_groups": "compressed-tensors"}
 """Keys that identify the quantization method of a configuration without quant_method."""
 
 _INTEGER_METHODS = {
-    *("awq", "auto-round", "bitsandbytes", "torchao", "hqq", "quanto", "aqlm", "eetq", "vptq", "higgs"),
-    *("spqr", "w4afp8", "gguf", "bitnet", "quip", "modelopt_fp4", "intel/auto-round", "auto_round", "fouroversix"),
+    *("auto-round", "bitsandbytes", "torchao", "hqq", "quanto", "aqlm", "eetq", "vptq", "higgs", "spqr"),
+    *("gguf", "bitnet", "quip", "modelopt_fp4", "intel/auto-round", "auto_round", "fouroversix"),
 }
 
 

@@ -29,6 +29,7 @@ from fp8moe.weights.names import (
     DOWN,
     GATE_UP,
     GROUPS,
+    SCALE,
     WEIGHT,
     Name,
     is_own_scale,
@@ -54,10 +55,9 @@ from fp8moe.weights.source import (
 _IN_TURNS = {"gpt_oss": "GPT-OSS"}
 """Models whose fused experts are stored (E, columns, rows) with gate and up rows interleaved, by model_type."""
 INTERLEAVED = " or ".join(_IN_TURNS.values())
-QWEIGHT = ".qweight"
-"""The end of the name of GPTQ's codes: (K/8, N), eight in an integer, beside scales (K/group, N)."""
+_QWEIGHT = ".qweight"
 _BESIDE = ("qzeros", "g_idx")
-"""What GPTQ has beside codes and scales: zero points, and the group of each column."""
+"""What GPTQ and AWQ have beside codes and scales: zero points, and the group of each column."""
 PACKED = "U8"
 """The safetensors dtype of codes of four bits, two a byte, as a model holds them."""
 _OF_THEIR_OWN = {"llama4": "Llama 4", "llama4_text": "Llama 4"}
@@ -223,28 +223,52 @@ class Weights(NamedTuple):
         """
         refusals = [] if self.format.loads else [self.format.reason]
         if self.format.name == "int4" and self.format.loads and not self.checkpoint.incomplete:
-            refusals += gptq_problems(self)
+            refusals += int4_problems(self)
         if refusals or self.checkpoint.incomplete:
             raise CheckpointError(what, [*refusals, *self.checkpoint.problems])
 
 
-def gptq_problems(weights: Weights) -> list[str]:
-    """List tensors of GPTQ that say that codes are not integers plus 8, in groups of adjacent columns."""
+def int4_layout(codes: TensorInfo, scale: TensorInfo | None) -> tuple[str, tuple[int, ...]] | None:
+    """Return the method whose layout codes in INT4 and their scale have, and the values' shape (..., N, K); or None.
+
+    "compressed-tensors" has eight of K in an integer, lowest bits first, and "gptq" has that transposed. "awq" has
+    (K, N/8), with eight of N in an integer, the even ones first. "w4afp8" has two of K in a byte, in two's complement.
+    The other three store integers plus 8.
+    """
+    if scale is None or scale.dtype not in ("F32", "BF16", "F16") or len(codes.shape) not in (2, 3):
+        return None
+    *lead, rows, columns = codes.shape
+    groups, shapes = INT4_GROUPS, {}
+    if codes.dtype == "I32" and codes.name.endswith(_QWEIGHT) and not lead:
+        shapes = {"gptq": (columns, 8 * rows), "awq": (8 * columns, rows)}
+    elif codes.dtype == "I32" and codes.name.endswith(".weight_packed"):
+        shapes = {"compressed-tensors": (*lead, rows, 8 * columns)}
+    elif codes.dtype == "I8" and scale.name.endswith(SCALE) and not lead:
+        groups, shapes = (BLOCK,), {"w4afp8": (rows, 2 * columns)}
+    for method, shape in shapes.items():
+        grids = [(*shape[:-1], shape[-1] // group) for group in groups if shape[-1] % group == 0]
+        if scale.shape in [grid[::-1] if codes.name.endswith(_QWEIGHT) else grid for grid in grids]:
+            return method, shape
+    return None
+
+
+def int4_problems(weights: Weights) -> list[str]:
+    """List a tensor of GPTQ or AWQ that says that codes are not integers plus 8, in groups of adjacent columns."""
     checkpoint, expected = weights.checkpoint, {}
-    second = any(content.get("checkpoint_format") == "gptq_v2" for content in checkpoint.declarations.values())
-    zero = int.from_bytes((b"\x88" if second else b"\x77") * 4, signed=True)  # the first version stores 8 less one
+    first = all(content.get("checkpoint_format") != "gptq_v2" for content in checkpoint.declarations.values())
     for weight in weights.quantized:
-        if weight.kind == "int4" and weight.codes.name.endswith(QWEIGHT):
-            columns, groups = weight.shape[1], weight.scale.shape[0]
+        if weight.kind == "int4" and weight.codes.name.endswith(_QWEIGHT):
+            (method, (_, columns)), groups = int4_layout(weight.codes, weight.scale), weight.scale.shape[0]
+            zero = b"\x77" if method == "gptq" and first else b"\x88"  # GPTQ's first version stores 8 less one
             for end, values in zip(
                 _BESIDE,
                 (
-                    torch.tensor([zero], dtype=torch.int32, device="cpu"),
+                    torch.tensor([int.from_bytes(4 * zero, signed=True)], dtype=torch.int32, device="cpu"),
                     torch.arange(columns, dtype=torch.int32, device="cpu") // (columns // max(groups, 1) or 1),
                 ),
                 strict=True,
             ):
-                info = checkpoint.tensors.get(weight.codes.name.removesuffix(QWEIGHT[1:]) + end)
+                info = checkpoint.tensors.get(weight.codes.name.removesuffix(_QWEIGHT[1:]) + end)
                 if info is not None:
                     expected[info] = values
     whats = dict(zip(_BESIDE, ("zero points", "an order of columns of its own"), strict=True))
@@ -301,7 +325,7 @@ def _paired(checkpoint: Checkpoint, declaration: Declared | None) -> tuple[list[
     stored, own_scales = [], set()
     for text, info in tensors.items():
         stem, _, end = text.rpartition(".")
-        if f"{text.removesuffix('_shape')}_packed" in tensors or (end in _BESIDE and f"{stem}{QWEIGHT}" in tensors):
+        if f"{text.removesuffix('_shape')}_packed" in tensors or (end in _BESIDE and f"{stem}{_QWEIGHT}" in tensors):
             continue  # the shape of packed values, which codes and scales tell; what `Weights.check` reads
         name = _weight_of(names[text], info, tensors)
         scale = None if name is None else next(filter(tensors.__contains__, scale_spellings(name, text)), None)
@@ -356,8 +380,8 @@ def _values_shape(weight: StoredWeight) -> tuple[int, ...]:
     if weight.codes.dtype == FP8:
         *lead, rows, columns = shape
         return (*lead, columns, rows) if weight.transposed else shape
-    if weight.codes.name.endswith(QWEIGHT) and len(shape) == 2:
-        return shape[1], 8 * shape[0]
+    if found := int4_layout(weight.codes, weight.scale):
+        return found[1]
     lead = shape[: -2 if weight.codes.name.endswith(GROUPS) else -1]
     return *lead, (8 if weight.codes.dtype == "I32" else 2) * math.prod(shape[len(lead) :])
 
@@ -406,11 +430,8 @@ def _other_kind(codes: TensorInfo, scale: TensorInfo | None) -> str | None:
     if scale.dtype == FP8:
         return "nvfp4"
     *rows, columns = codes.shape
-    if codes.name.endswith(QWEIGHT) and codes.dtype == "I32" and scale.dtype in ("F32", "BF16", "F16"):
-        return "int4" if any(scale.shape == (8 * rows[-1] / group, columns) for group in INT4_GROUPS) else "int4-other"
-    if codes.name.endswith(".weight_packed") and codes.dtype == "I32" and scale.dtype in ("F32", "BF16", "F16"):
-        shapes = [(*rows, 8 * columns // group) for group in INT4_GROUPS if 8 * columns % group == 0]
-        return "int4" if scale.shape in shapes else "int4-other"
+    if int4_layout(codes, scale) is not None:
+        return "int4"
     if codes.dtype in ("I8", "U8") and scale.dtype in ("F8_E8M0", "U8"):
         grouped = tuple(rows) if in_groups else (*rows, 2 * columns // MX_BLOCK)
         if scale.shape == grouped and 2 * columns % MX_BLOCK == 0 and (not in_groups or 2 * columns == MX_BLOCK):
@@ -499,7 +520,10 @@ def _int4_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None:
     for suffix, what in (("_zero_point", "zero points"), ("_g_idx", "an order of columns of its own")):
         if text + suffix in checkpoint.tensors:
             return f"{text}{suffix}: INT4 with {what}, which fp8moe does not run"
-    return None
+    zeros = f"{weight.codes.name.removesuffix(_QWEIGHT)}.qzeros"
+    if int4_layout(weight.codes, weight.scale)[0] != "awq" or zeros in checkpoint.tensors or checkpoint.incomplete:
+        return None
+    return f"{zeros}: missing, expected the zero points of AWQ"
 
 
 def _gate_up_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None:

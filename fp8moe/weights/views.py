@@ -18,8 +18,9 @@ from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.weights.formats import SCALE_DTYPES, scale_dtype, scale_grid
 from fp8moe.weights.names import BIAS, GATE_UP, GROUPS
 from fp8moe.weights.source import FP8, Reader, TensorSpec
-from fp8moe.weights.stored import PACKED, QWEIGHT, StoredWeight, Weights
+from fp8moe.weights.stored import PACKED, StoredWeight, Weights, int4_layout
 
+_BY_COLUMN = ("gptq", "awq")  # methods that store INT4 as (K, N), packed along either
 _FP4_SHIFT = 6  # exponent of the largest factor from FP4 to E4M3: the largest value, 6, becomes 6 * 2^6 < 448
 _FP4_SPREAD = 14  # largest exponent difference at which 0.5 is exact in E4M3: it becomes 0.5 * 2^(6 - 14) = 2^-9
 _NAN = 255  # an exponent of E8M0
@@ -50,24 +51,29 @@ def _in_four_bits(weight: StoredWeight) -> StoredWeight:
     *lead, rows, columns = weight.shape
     view = weight._replace(dtype=PACKED, shape=(*lead, rows, columns // 2))
     if weight.kind == "int4":
+        method, _ = int4_layout(weight.codes, weight.scale)
         dtype = "BF16" if weight.scale.dtype == "BF16" else "F32"
-        grid = weight.scale.shape[::-1] if weight.codes.name.endswith(QWEIGHT) else weight.scale.shape
-        return view._replace(grid=grid, make=_int4_of(weight), scale_dtype=dtype)
+        grid = weight.scale.shape[::-1] if method in _BY_COLUMN else weight.scale.shape
+        return view._replace(grid=grid, make=partial(_int4, method), scale_dtype=dtype)
     grid = (*lead, *arranged_shape(rows, columns, weight.name.matrices))
     return view._replace(grid=grid, make=partial(_of_each, weight, _mxfp4_arranged), scale_dtype="U8")
 
 
-def _int4_of(weight: StoredWeight) -> Callable[[Tensor, Tensor], FP8Tensor]:
-    return _gptq if weight.codes.name.endswith(QWEIGHT) else _int4
+def _int4(method: str, codes: Tensor, scale: Tensor) -> FP8Tensor:
+    """Return codes and scale of a matrix as a PackedTensor has them. method: as `int4_layout` returns it."""
+    if method in _BY_COLUMN:
+        scale = scale.t().contiguous()
+        codes = codes.t().contiguous() if method == "gptq" else _awq(codes)
+    data = codes.view(torch.uint8) if method == "w4afp8" else codes.view(torch.uint8) ^ 0x88
+    return FP8Tensor(data, scale if scale.dtype is torch.bfloat16 else scale.float())
 
 
-def _gptq(codes: Tensor, scale: Tensor) -> FP8Tensor:
-    return _int4(codes.t().contiguous(), scale.t().contiguous())
-
-
-def _int4(codes: Tensor, scale: Tensor) -> FP8Tensor:
-    """Return codes (N, K/8), which are integers plus 8 and the lowest bits first, as a PackedTensor has them."""
-    return FP8Tensor(codes.view(torch.uint8) ^ 0x88, scale if scale.dtype is torch.bfloat16 else scale.float())
+def _awq(codes: Tensor) -> Tensor:
+    """Return codes (K, N/8) as (N, K/2). An integer has eight of N, the even ones first."""
+    first, second = codes.unflatten(0, (-1, 2)).unbind(1)
+    low = 0x0F0F0F0F
+    pairs = torch.stack((first & low | (second & low) << 4, first >> 4 & low | second & ~low))  # a byte has two of K
+    return pairs.mT.contiguous().view(torch.uint8).unflatten(2, (-1, 2, 2)).permute(1, 4, 0, 3, 2).flatten(0, 3)
 
 
 def _mxfp4_arranged(codes: Tensor, exponents: Tensor) -> FP8Tensor:
@@ -125,8 +131,8 @@ def as_values(weight: StoredWeight) -> StoredWeight:
     if weight.kind == "fp8-channel":
         make = partial(_channels, transposed=weight.transposed)
     elif weight.kind == "int4":
-        codes_of = _int4_of(weight)
-        make = lambda *matrix: dequantize(PackedTensor(*codes_of(*matrix), "int4"), dtype=torch.float32)  # noqa: E731
+        method, _ = int4_layout(weight.codes, weight.scale)
+        make = lambda *matrix: dequantize(PackedTensor(*_int4(method, *matrix), "int4"), dtype=torch.float32)  # noqa: E731
     else:
         make = partial(_of_each, weight, lambda *matrix: _mxfp4_values(*matrix).float())
     return weight._replace(dtype="F32", grid=None, make=make)

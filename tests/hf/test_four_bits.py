@@ -23,14 +23,17 @@ pytest.importorskip("transformers")
 from fp8moe.hf import load_model  # noqa: E402
 from tools.format_matrix import SIZES, source_of, wanted  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread", "registered")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "registered"),
+    pytest.mark.filterwarnings("ignore:.*static scales"),
+]
 MXFP4 = ("GPT-OSS", "FP8 with FP4 experts", "compressed-tensors MXFP4", "quark block, MXFP4 experts")
 IDS = torch.arange(24).view(2, 12)
 
 
 def write(name, directory, layout=None):
     """A checkpoint in a layout; of INT4 only its experts. Returns the model of its values."""
-    of_experts = None if name in MXFP4 else lambda tensor: "experts" in tensor
+    of_experts = None if name in (*MXFP4, "W4AFP8") else lambda tensor: "experts" in tensor
     return source_of(name, directory / "source").write(
         layout or LAYOUTS[name], directory / "stored", of_experts or wanted(name)
     )
@@ -77,14 +80,14 @@ def test_int4(tmp_path, dtype):
         load_model(tmp_path / "stored", experts="fp8")
 
 
-@pytest.mark.parametrize("name", [*MXFP4, "compressed-tensors INT4"])
+@pytest.mark.parametrize("name", [*MXFP4, "compressed-tensors INT4", "W4AFP8"])
 def test_saved_and_loaded_again(tmp_path, name):
     write(name, tmp_path)
     model = load_model(tmp_path / "stored")
     save_fp8_checkpoint(model, tmp_path / "saved")
     stored, saved = (load_file(tmp_path / part / "model.safetensors") for part in ("stored", "saved"))
     of_experts = {key: value for key, value in saved.items() if ".experts." in key and not key.endswith("_bias")}
-    if name not in ("FP8 with FP4 experts", "quark block, MXFP4 experts"):  # which have other names
+    if name not in ("FP8 with FP4 experts", "quark block, MXFP4 experts", "W4AFP8"):  # which have other names
         assert of_experts and all(torch.equal(value, stored[key]) for key, value in of_experts.items())
     assert find_format(tmp_path / "saved").name == find_format(tmp_path / "stored").name
     again = load_model(tmp_path / "saved")
@@ -192,35 +195,45 @@ def test_what_is_not_quantized_to_four_bits(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
-def test_gptq(tmp_path, version):
+@pytest.mark.parametrize(
+    ("name", "version"), [("GPTQ experts", "gptq"), ("GPTQ experts", "gptq_v2"), ("AWQ experts", None)]
+)
+def test_gptq_and_awq(tmp_path, name, version):
     """The codes and scales of compressed-tensors' form; what is not symmetric, or in another order, is refused."""
-    layout = LAYOUTS["GPTQ experts"]
+    layout = LAYOUTS[name]
     layout = layout._replace(config=layout.config | {"checkpoint_format": version})
-    source = source_of("GPTQ experts", tmp_path / "source")
-    experts_only = wanted("GPTQ experts")
+    source = source_of(name, tmp_path / "source")
+    experts_only = wanted(name)
     source.write(layout, tmp_path / "x", experts_only)
     source.write(LAYOUTS["compressed-tensors INT4 experts"], tmp_path / "other", experts_only)
     file = tmp_path / "x" / "model.safetensors"
     tensors = load_file(file)
-    for name, value in tensors.items():
-        if name.endswith("qzeros") and version == "gptq_v2":
+    for key, value in tensors.items():
+        if key.endswith("qzeros") and version == "gptq_v2":
             value.fill_(int.from_bytes(b"\x88" * 4, signed=True))
     save_file(tensors, file, {"format": "pt"})
     model = load_model(tmp_path / "x")
-    same(dict(model.state_dict()), dict(load_model(tmp_path / "other").state_dict()))
+    if version is not None:  # AWQ has other scales, in float16
+        same(dict(model.state_dict()), dict(load_model(tmp_path / "other").state_dict()))
     assert inspect_checkpoint(tmp_path / "x").problems == []
+    zeros, order = "INT4 with zero points, which", "INT4 with an order of columns of its own, which"
     for end, change, what in (
-        ("qzeros", lambda value: value.add_(1), "zero points"),
-        ("g_idx", lambda value: value.copy_(value.flip(0)), "an order of columns of its own"),
-        ("g_idx", lambda value: value.resize_(1), "an order of columns of its own"),
+        ("qzeros", lambda value: value.add_(1), f"{zeros} fp8moe does not run"),
+        ("qzeros", None, None if version else "missing, expected the zero points of AWQ"),
+        ("g_idx", lambda value: value.copy_(value.flip(0)), f"{order} fp8moe does not run"),
+        ("g_idx", lambda value: value.resize_(1), f"{order} fp8moe does not run"),
     ):
-        changed = {name: value.clone() for name, value in tensors.items()}
-        name = next(name for name in changed if name.endswith(f"3.up_proj.{end}"))
-        change(changed[name])
+        changed = {key: value.clone() for key, value in tensors.items()}
+        key = next((key for key in changed if key.endswith(f"3.up_proj.{end}")), None)
+        if key is None or what is None:
+            continue
+        if change is None:
+            del changed[key]
+        else:
+            change(changed[key])
         save_file(changed, file, {"format": "pt"})
-        problem = f"{name}: INT4 with {what}, which fp8moe does not run"
-        assert inspect_checkpoint(tmp_path / "x").problems == [problem]
+        (problem,) = inspect_checkpoint(tmp_path / "x").problems
+        assert problem.removeprefix("awq: ") == f"{key}: {what}"
         for read in (load_model, lambda path: load_fp8_checkpoint(model, path)):
             with pytest.raises(CheckpointError) as error:
                 read(tmp_path / "x")
@@ -228,12 +241,21 @@ def test_gptq(tmp_path, version):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("sym", False), ("desc_act", True), ("bits", 8), ("group_size", -1), ("checkpoint_format", "marlin")],
+    ("name", "key", "value"),
+    [
+        ("GPTQ experts", "sym", False),
+        ("GPTQ experts", "desc_act", True),
+        ("GPTQ experts", "bits", 8),
+        ("GPTQ experts", "group_size", -1),
+        ("GPTQ experts", "checkpoint_format", "marlin"),
+        ("AWQ experts", "zero_point", True),
+        ("AWQ experts", "version", "gemv"),
+        ("W4AFP8", "group_size", 64),
+    ],
 )
-def test_other_gptq_is_refused(tmp_path, key, value):
-    layout = LAYOUTS["GPTQ experts"]
-    source = source_of("GPTQ experts", tmp_path / "source")
-    source.write(layout._replace(config=layout.config | {key: value}), tmp_path / "x", wanted("GPTQ experts"))
-    with pytest.raises(CheckpointError, match=rf"gptq with {key} {value!r}, which fp8moe does not run"):
+def test_other_settings_are_refused(tmp_path, name, key, value):
+    layout, source = LAYOUTS[name], source_of(name, tmp_path / "source")
+    source.write(layout._replace(config=layout.config | {key: value}), tmp_path / "x", wanted(name))
+    method = layout.config["quant_method"]
+    with pytest.raises(CheckpointError, match=rf"{method} with {key} {value!r}, which fp8moe does not run"):
         load_model(tmp_path / "x")

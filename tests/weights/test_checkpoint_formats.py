@@ -30,6 +30,7 @@ from tests.small_checkpoints import Model, bits, same, unquantized
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*static scales")]
 
 HIDDEN, INTERMEDIATE = 160, 96  # multiples of 32, not of 128
+FLOAT32_SCALES = ("AWQ experts", "W4AFP8, hf_quant_config.json")  # of INT4, as `load_model` makes them
 MXFP8_ERROR = 2**-10 / 240  # of a block's largest value; other formats are exact
 
 
@@ -38,11 +39,13 @@ FUSED = {"gate_up_proj": (512, 384), "down_proj": (384, 256)}
 
 
 @pytest.fixture(autouse=True)
-def sizes(monkeypatch):
+def sizes(request, monkeypatch):
     from tests import small_checkpoints
 
-    monkeypatch.setattr(small_checkpoints, "HIDDEN", HIDDEN)
-    monkeypatch.setattr(small_checkpoints, "INTERMEDIATE", INTERMEDIATE)
+    layout = LAYOUTS.get(request.node.callspec.params.get("layout") if hasattr(request.node, "callspec") else None)
+    multiple = 32 if layout is None else layout.multiple
+    monkeypatch.setattr(small_checkpoints, "HIDDEN", HIDDEN - HIDDEN % -multiple)
+    monkeypatch.setattr(small_checkpoints, "INTERMEDIATE", INTERMEDIATE - INTERMEDIATE % -multiple)
 
 
 def wanted(name):
@@ -83,12 +86,18 @@ def written(directory, layout):
 
 
 def model_for(layout):
-    _, name, loads, *_ = LAYOUTS[layout]
-    return Model(
+    _, name, loads, *_, experts, multiple = LAYOUTS[layout]
+    model = Model(
         weight_scales="channel" if name == "fp8-channel" else "block",
-        gpt_oss=LAYOUTS[layout].experts == "gpt-oss",
-        weight_format="int4-32" if name == "int4" and loads else "fp8",
+        gpt_oss=experts == "gpt-oss",
+        weight_format={32: "int4-32", 128: "int4"}[multiple] if name == "int4" and loads else "fp8",
     )
+    for layer in model.layers:
+        if LAYOUTS[layout].dense:
+            layer.q_proj = FP8Linear(layer.q_proj.in_features, 200)
+        for parameter in layer.experts.parameters() if layout in FLOAT32_SCALES else ():
+            parameter.data = parameter.float() if parameter.dtype == torch.bfloat16 else parameter.data
+    return model
 
 
 def dequantized(experts, name, scale, projections):
@@ -185,10 +194,11 @@ def test_conversions_that_need_to_quantize_again(tmp_path, layout, capsys):
     model, squares = Model(), torch.zeros(2, dtype=torch.float64)
     if alone:
         for layer in model.layers:
-            layer.q_proj = torch.nn.Linear(HIDDEN, 200, dtype=torch.bfloat16)
+            layer.q_proj = torch.nn.Linear(layer.q_proj.in_features, 200, dtype=torch.bfloat16)
     load_fp8_checkpoint(model, tmp_path / "blocks")
     for name, value in loaded_values(model).items():
-        squares += torch.stack([(value - expected[name]).square().sum(), expected[name].square().sum()])
+        if "experts" in name or LAYOUTS[layout].dense is None:
+            squares += torch.stack([(value - expected[name]).square().sum(), expected[name].square().sum()])
     error = float((squares[0] / squares[1]).sqrt())
     assert 0.01 < error < 0.04 and f"a relative error of {error:.2%} added" in capsys.readouterr().out
 
