@@ -1,6 +1,5 @@
 """GraphDecoder.run, prefixes and chunks with CUDA graphs: the model itself finds the tokens likely that they gave."""
 
-import copy
 import itertools
 import random
 
@@ -62,16 +61,18 @@ def rounds_alike(name):
 
 
 @torch.no_grad()
-def check_likely(model, prompt, new):
-    """Tokens are the model's own choice, or as good as that but for rounding in 16 bits.
-
-    One in ten may be worse: of a tiny model an expert that is chosen otherwise in a near tie is an eighth of a layer.
-    """
+def unlikely(model, prompt, new):
+    """Count the tokens that are neither the model's own choice nor as good as that but for rounding in 16 bits."""
     tokens = torch.cat([prompt, new]).to(DEVICE)[None, :-1]
     logits = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 :].float()
+    assert logits.isfinite().all()
     chosen = logits.gather(1, new.to(DEVICE)[:, None])[:, 0]
-    worse = (chosen < logits.amax(1) - 0.15 * logits.std()).sum()
-    assert logits.isfinite().all() and worse <= max(1, 0.1 * len(new))
+    return int((chosen < logits.amax(1) - 0.15 * logits.std()).sum())
+
+
+def check_likely(model, prompt, new):
+    """One token in ten may be unlikely: an expert of a tiny model, chosen otherwise in a near tie, is a large part."""
+    assert unlikely(model, prompt, new) <= max(1, 0.1 * len(new))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -81,10 +82,12 @@ def test_requests_get_likely_tokens(name):
     assert decoder.capabilities[:3] == (FLASH_NAME if name in FLASH else None, True, True), decoder.attention
     given = [*mixed(40)]
     found = dict(decoder.run(given))
-    judge = copy.deepcopy(model).float() if name == "gpt_oss" else model  # its softmax is bfloat16, as its inputs are
+    count = 0
     for index, request in enumerate(given):
         assert len(found[index]) == request["max_new_tokens"] and found[index].device == request["input_ids"].device
-        check_likely(judge, request["input_ids"], found[index])
+        count += unlikely(model, request["input_ids"], found[index])
+    # GPT-OSS, whose own softmax is in bfloat16, had 9 of 1000; Qwen3 3.
+    assert count <= 0.02 * sum(map(len, found.values()))
 
 
 def test_a_request_alone_gets_what_generate_gives(model):

@@ -1,8 +1,8 @@
 // MXFP4 weights for tiles of many tokens: the three warps beside the loader unpack the codes of a stage to E4M3, in
 // place, before the math warps get it.
 //
-// A feature takes 128 bytes of a stage, and its codes take 64 in the second half. Features are unpacked in rounds of 24.
-// Rounds before OVER are written below all codes; the others, over codes that all threads have read.
+// A feature takes 128 bytes of a stage, and its codes take 64 in the second half. Features are unpacked in rounds
+// of 24. Rounds before OVER are written below all codes; the others, over codes that all threads have read.
 #pragma once
 
 #include "gemm_codes.cuh"
@@ -13,7 +13,7 @@ struct Unpacker {
   static constexpr int ROUNDS = ceil_div(BLOCK_N, FEATURES);
   static constexpr int OVER = BLOCK_N / 2 / FEATURES;
   static constexpr int AHEAD_ROUNDS = 2;  // rounds whose magnitudes are loaded ahead
-  static constexpr int BARRIER = 8;  // named barrier of these warps
+  static constexpr int BARRIER = 8;       // named barrier of these warps
 
   Shared& s;
   int thread;
@@ -38,7 +38,8 @@ struct Unpacker {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      store_shared_16(chunks[i] + offset, uint4{values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]});
+      store_shared_16(chunks[i] + offset,
+                      uint4{values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]});
     }
   }
 

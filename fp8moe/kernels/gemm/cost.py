@@ -191,11 +191,10 @@ _GROUPED_TILES = {
 }
 
 # Of weights in four bits; fitted to products of MXFP4 (docs/findings/four-bit-weights.md).
-_PACKED_STEP = 529.5  # like _GROUPED_STEP, if registers hold the weights
-_PACKED_SWAPPED = 0.9966  # like _GROUPED_SWAPPED
-_PACKED_SLAB = 224.9  # cycles that an SM takes at least for a slab of any of its blocks
-_UNPACKED = 1.93  # cycles that a stage takes longer for each feature that is unpacked in shared memory
-_PACKED_DRAM = 3.829e6  # like _GROUPED_DRAM
+_PACKED_STEP = 741.2  # like _GROUPED_STEP, if registers hold the weights
+_PACKED_SWAPPED = 0.63  # like _GROUPED_SWAPPED
+_PACKED_SLAB = 283.2  # cycles that an SM takes at least for a slab of any of its blocks
+_UNPACKED = 1.56  # cycles that a stage takes longer for each feature that is unpacked in shared memory
 
 SKEWED = 0.5  # assumed probability that routing is skewed rather than even
 _QUANTILES = 16
@@ -334,9 +333,7 @@ def _grouped_time(
 
     rows = expected_m * groups
     active = _not_empty(expected_m, skewed) * groups
-    dram = (active * n * k * tile.weight_size + rows * k + 2 * rows * n) / (
-        _PACKED_DRAM if tile.packed else _GROUPED_DRAM
-    )
+    dram = (active * n * k * tile.weight_size + rows * k + 2 * rows * n) / _GROUPED_DRAM
     l2 = tiles * loaded * steps / _l2_rate(k)
     overlapped = (compute**_GROUPED_OVERLAP + dram**_GROUPED_OVERLAP + l2**_GROUPED_OVERLAP) ** (1 / _GROUPED_OVERLAP)
     area = height * tile.block_n / 128**2
