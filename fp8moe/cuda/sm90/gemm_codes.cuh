@@ -29,8 +29,8 @@ __device__ __forceinline__ u32 unpack_four(const Bytes& magnitudes, u32 low_bits
 // The magnitudes of E2M1 times 2^(6 - relative), or NaN.
 template <typename S>
 __device__ __forceinline__ Bytes magnitudes(const S& s, u32 relative) {
-  const uint2 table = load_shared_8(s.scaled + relative);
-  return {table.x, table.y};
+  const u64 table = s.scaled[relative];
+  return {static_cast<u32>(table), static_cast<u32>(table >> 32)};
 }
 
 constexpr u32 NAN_ENTRY = 255;  // of the table of magnitudes

@@ -26,6 +26,12 @@ struct Unpacker {
     return FEATURES * (round + 1) <= BLOCK_N || thread / 4 + FEATURES * round < BLOCK_N;
   }
 
+  // magnitudes(), loaded here and not later.
+  __device__ __forceinline__ Bytes load_magnitudes(u32 relative) const {
+    const uint2 table = load_shared_8(s.scaled + relative);
+    return {table.x, table.y};
+  }
+
   // Writes a group of 32 values as two chunks of 16.
   static __device__ __forceinline__ void write(const u32 (&chunks)[2], int offset, const Bytes& bytes, uint4 codes) {
     const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
@@ -61,11 +67,11 @@ struct Unpacker {
 #pragma unroll
     for (int i = 0; i < ROUNDS - OVER; ++i) load(i);
 #pragma unroll
-    for (int i = 0; i < AHEAD_ROUNDS; ++i) bytes[i] = magnitudes(s, relative[i]);
+    for (int i = 0; i < AHEAD_ROUNDS; ++i) bytes[i] = load_magnitudes(relative[i]);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
       if (i < OVER) load(i + ROUNDS - OVER);
-      if (i + AHEAD_ROUNDS < ROUNDS) bytes[i + AHEAD_ROUNDS] = magnitudes(s, relative[i + AHEAD_ROUNDS]);
+      if (i + AHEAD_ROUNDS < ROUNDS) bytes[i + AHEAD_ROUNDS] = load_magnitudes(relative[i + AHEAD_ROUNDS]);
       if (i == OVER) named_barrier(BARRIER, THREADS_HERE);
       if (exists(i)) write(chunks, i * FEATURES * 128, bytes[i], codes[i]);
     }
