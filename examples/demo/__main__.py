@@ -12,6 +12,7 @@ import torch
 from examples.demo import report, smollm2
 from examples.demo.measure import Measurement, encode, measure, passage, perplexity_of_passage, runs_kernels
 from examples.demo.smollm2 import SetupError
+from examples.demo.upcycle import quantize, upcycle
 from fp8moe import replace_linears
 from fp8moe.hf import load_model
 from fp8moe.layers.experts import PACKED_WEIGHTS
@@ -93,15 +94,19 @@ def run(prompt: str, *, new_tokens: int = 48, device: str = "auto", gguf: str | 
 
 
 def perplexities_in_four_bits(device: str, gguf: str | None) -> dict[str, float]:
-    """Return the perplexity of the mixture for each format of experts in four bits, rounded to nearest."""
+    """Return the perplexity of the mixture for each format of experts in four bits, rounded to nearest.
+
+    The mixture has one expert in each layer, which computes what the equal experts of the printed one do.
+    """
     place, found = pick_device(device), {}
     dense = smollm2.prepare(smollm2.find_gguf(gguf), config.settings.cache_dir)
     for weight_format in PACKED_WEIGHTS:
         model, tokenizer = smollm2.load(dense)
-        moe = smollm2.mixture_of(model, weight_format)
+        moe = upcycle(model, num_experts=1, top_k=1)
+        quantize(moe, smollm2.kept_in_bf16(model.config.num_hidden_layers), weight_format)
         moe.to(place, torch.bfloat16 if place.type == "cuda" else torch.float32)
         tokens = tokenizer(passage(), return_tensors="pt")["input_ids"][0].to(place)
-        found[weight_format] = perplexity_of_passage(moe, tokens, f"FP8 MoE, experts in {weight_format}")
+        found[weight_format] = perplexity_of_passage(moe, tokens, f"experts in {weight_format}")
     return found
 
 

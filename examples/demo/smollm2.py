@@ -117,21 +117,15 @@ def _convert(gguf: Path, target: Path) -> None:
     transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(target)
 
 
-def mixture_of(model: Any, weight_format: str = "fp8") -> Any:
-    """The mixture of experts made of a model, quantized, with its experts in a `weight_format` of GroupedExperts."""
-    from examples.demo.upcycle import quantize, upcycle
-
-    mixture = upcycle(model, num_experts=NUM_EXPERTS, top_k=TOP_K, seed=SEED)
-    quantize(mixture, kept_in_bf16(mixture.config.num_hidden_layers), weight_format)
-    return mixture
-
-
 def _write_mixture(dense: Path, target: Path) -> None:
+    from examples.demo.upcycle import quantize, upcycle
     from fp8moe.weights import save_fp8_checkpoint
 
     print("Making a mixture of experts of it, in FP8 (only once, some seconds)", file=sys.stderr, flush=True)
     model, tokenizer = load(dense)
-    save_fp8_checkpoint(mixture_of(model), target)
+    mixture = upcycle(model, num_experts=NUM_EXPERTS, top_k=TOP_K, seed=SEED)
+    quantize(mixture, kept_in_bf16(mixture.config.num_hidden_layers))
+    save_fp8_checkpoint(mixture, target)
     tokenizer.save_pretrained(target)
 
 
