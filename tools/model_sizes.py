@@ -64,11 +64,6 @@ class Stored(NamedTuple):
 
 
 _GLM = {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552}
-_KIMI_K2 = {
-    **{"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1},
-    **{"vocab_size": 163840, "n_group": 1, "topk_group": 1},
-}
-_NO_KIMI_K2 = "transformers has no `kimi_k2`"
 _QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128}
 MODELS = {
     "Qwen3-30B-A3B": Published(
@@ -119,8 +114,13 @@ MODELS = {
         *("mixtral", 141, "bfloat16"),
         {"hidden_size": 6144, "num_hidden_layers": 56, "num_attention_heads": 48, "intermediate_size": 16384},
     ),
-    "Kimi-K2": Published("deepseek_v3", 1026, "FP8", _KIMI_K2, _NO_KIMI_K2),
-    "Kimi-K2-Thinking": Published("deepseek_v3", 1026, "INT4", _KIMI_K2, _NO_KIMI_K2, Stored("int4-32")),
+    "Kimi-K2, K2-Thinking": Published(
+        *("deepseek_v3", 1026, "FP8, Thinking in INT4"),
+        {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1}
+        | {"vocab_size": 163840, "n_group": 1, "topk_group": 1},
+        "transformers has no `kimi_k2`",
+        Stored("int4-32"),
+    ),
 }
 
 
@@ -188,13 +188,15 @@ def works(name: str, matrix: dict[str, dict[str, str]]) -> str:
     return f"all but {' and '.join(missing)}" if missing else "all"
 
 
-def cells(name: str, size: Sizes) -> list[str]:
-    count = [str(size.gpus(memory) or f"more than {COUNTS[-1]}") for memory in GPUS.values()]
-    return [name, f"{(size.experts + size.rest) / 1e9:.0f}", *count]
+def cells(sizes: Sizes) -> list[str]:
+    """Return GB and GPUs, as text."""
+    count = [str(sizes.gpus(memory) or f"more than {COUNTS[-1]}") for memory in GPUS.values()]
+    return [f"{(sizes.experts + sizes.rest) / 1e9:.0f}", *count]
 
 
-HEADER = ("experts in", "GB", *(f"GPUs: {name}" for name in GPUS))
-LLAMA_4 = ["Llama-4-Scout, Maverick", "109, 400", "", "", "", "", "bfloat16, FP8", "refused by name"]
+GPU_HEADER = [f"GPUs: {name}" for name in GPUS]
+HEADER = ["", "billions", "GB in FP8", *GPU_HEADER]
+LLAMA_4 = ["Llama-4-Scout, Maverick", "109, 400", "", "", "", "bfloat16, FP8", "refused by name"]
 
 
 def readme() -> str:
@@ -202,13 +204,13 @@ def readme() -> str:
     _, matrix = read_page(MATRIX_PAGE.read_text(encoding="utf-8").partition(MATRIX)[2])
     rows = []
     for name, model in MODELS.items():
-        around = [name, f"{model.billions:g}"], [model.formats, works(name, matrix)]
+        counted = cells(published(name))
         if model.stored is not None:
-            form, _ = PACKED_WEIGHTS[model.stored.experts]
-            rows.append([*around[0], *cells(form.upper(), published(name, model.stored)), *around[1]])
-            around = ["", ""], ["", ""]
-        rows.append([*around[0], *cells("FP8", published(name)), *around[1]])
-    return table(("", "billions", *HEADER, "published in", "what works"), [*rows, LLAMA_4])
+            pairs = zip(counted, cells(published(name, model.stored)), strict=True)
+            counted = [one if one == other else f"{one} ({other})" for one, other in pairs]
+        rows.append([name, f"{model.billions:g}", *counted, model.formats, works(name, matrix)])
+    header = ["", "billions", "GB in FP8 (experts in four bits, as published)", *GPU_HEADER, "published in", "what works"]
+    return table(header, [*rows, LLAMA_4])
 
 
 def main() -> None:
@@ -217,8 +219,7 @@ def main() -> None:
     directories = parser.parse_args().directories
     if directories:
         found = [(name, sizes(on_meta(AutoConfig.from_pretrained(name)))) for name in directories]
-        rows = [[name, f"{size.parameters / 1e9:.0f}", *cells("FP8", size)] for name, size in found]
-        print(table(("", "billions", *HEADER), rows), end="")
+        print(table(HEADER, [[name, f"{one.parameters / 1e9:.0f}", *cells(one)] for name, one in found]), end="")
     else:
         text = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(with_tables(text, readme(), BEGIN, END), encoding="utf-8")
