@@ -209,7 +209,14 @@ def readme() -> str:
             pairs = zip(counted, cells(published(name, model.stored)), strict=True)
             counted = [one if one == other else f"{one} ({other})" for one, other in pairs]
         rows.append([name, f"{model.billions:g}", *counted, model.formats, works(name, matrix)])
-    header = ["", "billions", "GB in FP8 (experts in four bits, as published)", *GPU_HEADER, "published in", "what works"]
+    header = [
+        "",
+        "billions",
+        "GB in FP8 (experts in four bits, as published)",
+        *GPU_HEADER,
+        "published in",
+        "what works",
+    ]
     return table(header, [*rows, LLAMA_4])
 
 

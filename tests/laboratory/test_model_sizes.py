@@ -1,4 +1,4 @@
-"""README's table of models: GB are what `fp8moe quantize` writes, in each format; parameters are as many as published."""
+"""README's table of models: GB are what `fp8moe quantize` writes in each format; parameters are as published."""
 
 import warnings
 from importlib import metadata
