@@ -41,10 +41,18 @@ WORKS = {
 }
 
 
+class Stored(NamedTuple):
+    """How a checkpoint with experts in four bits is published: the experts' `weight_format`, and linears' format."""
+
+    experts: str
+    linears: str = "bfloat16"
+
+
 class Published(NamedTuple):
     """A published model. formats: the formats in which it is published.
 
-    billions: billions of parameters according to its authors. numbers: the sizes in its config.json.
+    billions: billions of parameters according to its authors. numbers: the sizes in its config.json. stored: None for
+    a model that is not published with experts in four bits.
     """
 
     model_type: str
@@ -53,14 +61,7 @@ class Published(NamedTuple):
     numbers: dict = {}
     instead: str = ""
     """Text that replaces what docs/models.md says about what works; "" if nothing replaces it."""
-    stored: "Stored | None" = None
-
-
-class Stored(NamedTuple):
-    """How a checkpoint with experts in four bits is published: the experts' `weight_format`, and linears' format."""
-
-    experts: str
-    linears: str = "bfloat16"
+    stored: Stored | None = None
 
 
 _GLM = {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552}
@@ -188,14 +189,13 @@ def works(name: str, matrix: dict[str, dict[str, str]]) -> str:
     return f"all but {' and '.join(missing)}" if missing else "all"
 
 
-def cells(sizes: Sizes) -> list[str]:
+def cells(size: Sizes) -> list[str]:
     """Return GB and GPUs, as text."""
-    count = [str(sizes.gpus(memory) or f"more than {COUNTS[-1]}") for memory in GPUS.values()]
-    return [f"{(sizes.experts + sizes.rest) / 1e9:.0f}", *count]
+    count = [str(size.gpus(memory) or f"more than {COUNTS[-1]}") for memory in GPUS.values()]
+    return [f"{(size.experts + size.rest) / 1e9:.0f}", *count]
 
 
-GPU_HEADER = [f"GPUs: {name}" for name in GPUS]
-HEADER = ["", "billions", "GB in FP8", *GPU_HEADER]
+HEADER = ["", "billions", "GB in FP8", *(f"GPUs: {name}" for name in GPUS)]
 LLAMA_4 = ["Llama-4-Scout, Maverick", "109, 400", "", "", "", "bfloat16, FP8", "refused by name"]
 
 
@@ -209,14 +209,8 @@ def readme() -> str:
             pairs = zip(counted, cells(published(name, model.stored)), strict=True)
             counted = [one if one == other else f"{one} ({other})" for one, other in pairs]
         rows.append([name, f"{model.billions:g}", *counted, model.formats, works(name, matrix)])
-    header = [
-        "",
-        "billions",
-        "GB in FP8 (experts in four bits, as published)",
-        *GPU_HEADER,
-        "published in",
-        "what works",
-    ]
+    header = [*HEADER, "published in", "what works"]
+    header[2] += " (experts in four bits, as published)"
     return table(header, [*rows, LLAMA_4])
 
 
