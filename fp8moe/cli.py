@@ -188,6 +188,8 @@ def _add_warmup(commands: Any) -> argparse.ArgumentParser:
     add("--max-length", type=_count, default=4096, metavar="L", help="that of GraphDecoder; default: %(default)s")
     tokens = partial(_count, most=1 << 20)
     add("--tokens", type=tokens, default=8192, metavar="T", help="most tokens of a prefill; default: %(default)s")
+    stored = "how load_model keeps experts in four bits: as stored, or in FP8; default: %(default)s"
+    add("--experts", choices=("stored", "fp8"), default="stored", help=stored)
     sms = f"SMs of the target GPU; default: those of the GPU here, or {USUAL_SMS}"
     add("--sms", type=_count, metavar="N", help=sms)
     add("--output", type=Path, metavar="DIR", help="where to keep the kernels; default: FP8MOE_CACHE_DIR")

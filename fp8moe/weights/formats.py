@@ -167,6 +167,7 @@ class Declared(NamedTuple):
 
     where: the object's file and key. kinds: the keys of `KINDS` that the object allows; None for any. power_of_two:
     whether scales stored as U8 are E8M0. refusal: why fp8moe cannot run any checkpoint that declares this, or None.
+    groups: how many INT4 values share a scale.
     """
 
     where: str
@@ -174,6 +175,7 @@ class Declared(NamedTuple):
     kinds: frozenset[str] | None = None
     power_of_two: bool = False
     refusal: str | None = None
+    groups: frozenset[int] = frozenset()
 
 
 def declared(where: str, content: Mapping[str, Any]) -> Declared:
@@ -254,11 +256,14 @@ def _compressed_tensors(where: str, content: Mapping[str, Any]) -> Declared:
     sparsity = content.get("sparsity_config")
     if _is(sparsity) and sparsity.get("format", "dense") != "dense":
         return Declared(where, "compressed-tensors", refusal="compressed-tensors with sparse weights")
-    kinds = {_scheme(scheme, group) for scheme, group in zip(schemes, groups.values(), strict=True)}
+    found = zip(schemes, groups.values(), strict=True)
+    sizes = [(_scheme(scheme, group), scheme.get("group_size")) for scheme, group in found]
+    kinds = {kind for kind, _ in sizes}
     unknown = next((kind for kind in kinds if kind not in KINDS), None)
     if unknown is not None:
         return Declared(where, "compressed-tensors", refusal=f"compressed-tensors with {unknown}, {_OTHERS}")
-    return _of_kinds(where, "compressed-tensors", kinds)
+    of_int4 = frozenset(size for kind, size in sizes if kind == "int4")
+    return _of_kinds(where, "compressed-tensors", kinds)._replace(groups=of_int4)
 
 
 def _scheme(weights: Mapping[str, Any], group: Mapping[str, Any]) -> str:
@@ -348,11 +353,11 @@ def _int4(method: str, *others: str) -> Callable[[str, Mapping[str, Any]], Decla
     """Return a parser of a method's configuration of experts in INT4. others: kinds that other weights may have."""
 
     def parse(where: str, content: Mapping[str, Any]) -> Declared:
-        for name, default, known in _SETTINGS[method]:
-            value = content.get(name, default)
-            if value not in known:
-                return Declared(where, method, refusal=f"{method} with {name} {shown(value)}, {_OTHERS}")
-        return _of_kinds(where, method, ["int4", *others])
+        values = {name: content.get(name, default) for name, default, _ in _SETTINGS[method]}
+        for name, _, known in _SETTINGS[method]:
+            if values[name] not in known:
+                return Declared(where, method, refusal=f"{method} with {name} {shown(values[name])}, {_OTHERS}")
+        return _of_kinds(where, method, ["int4", *others])._replace(groups=frozenset([values["group_size"]]))
 
     return parse
 
