@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from fp8moe.layers.master import (
 )
 from fp8moe.layers.parameters import check_not_parametrized, frozen, is_sharded, local
 from fp8moe.layers.replaced import check_no_hooks
-from fp8moe.quant.exponents import arrange, arranged_shape, as_stored
+from fp8moe.quant.arranged import arrange, arranged_codes, arranged_exponents, arranged_shape, as_stored
 from fp8moe.quant.formats import BLOCK, MX_BLOCK, PACKED_FORMATS, FP8Tensor, ceil_div, has_channel_scales
 from fp8moe.quant.packed import quantize_int4, quantize_mxfp4
 from fp8moe.quant.quantize import dequantize, quantize_128x128, quantize_channels
@@ -411,7 +412,7 @@ class GroupedExperts(MasterModule):
             return (quantize_channels if channels else quantize_128x128)(weight)
         form, group = PACKED_WEIGHTS[self.weight_format]
         data, scale, *_ = quantize_mxfp4(weight) if form == "mxfp4" else quantize_int4(weight, group=group)
-        return FP8Tensor(data, arrange(scale) if form == "mxfp4" else scale)
+        return arrange(data, scale) if form == "mxfp4" else FP8Tensor(data, scale)
 
     def _packed(self, name: str, weight: experts_source.Weight) -> FP8Tensor:
         """Quantize weights of experts to four bits, an expert at a time."""
@@ -435,7 +436,9 @@ class GroupedExperts(MasterModule):
                 scale = scale.view(torch.uint8)
                 n, k = getattr(self, name).shape[1], 2 * getattr(self, name).shape[2]
                 if scale.shape[1:] == (n, k // MX_BLOCK):
-                    scale = _by_shard(lambda scale, count=projections: arrange(scale, count), scale)
+                    scale = _by_shard(partial(arranged_exponents, projections=projections), scale)
+                    if prefix + name in state_dict:
+                        state_dict[prefix + name] = _by_shard(arranged_codes, state_dict[prefix + name])
                 state_dict[key] = scale
             elif scale.dtype != getattr(self, scale_name).dtype:  # scales keep their dtype
                 setattr(self, scale_name, frozen(torch.empty_like(getattr(self, scale_name), dtype=scale.dtype)))
@@ -599,11 +602,14 @@ def pairs(names: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _as_stored(layer: GroupedExperts, state: dict, prefix: str, local_metadata: dict) -> None:
-    """Save exponents of MXFP4 as checkpoints have them, unless the parameters themselves are asked for."""
+    """Save MXFP4 as checkpoints have it, unless the parameters themselves are asked for."""
     for name, scale_name in pairs(layer.weight_names) if layer.weight_format == "mxfp4" else ():
-        scale = state[prefix + scale_name]
+        data, scale = state[prefix + name], state[prefix + scale_name]
         if not isinstance(scale, nn.Parameter):
-            state[prefix + scale_name] = _by_shard(as_stored, state[prefix + name], scale)
+            for key, part in ((name, "data"), (scale_name, "scale")):
+                state[prefix + key] = _by_shard(
+                    lambda *weight, part=part: getattr(as_stored(*weight), part), data, scale
+                )
 
 
 def _by_shard(convert: Callable[..., Tensor], *values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from fp8moe.kernels.experts.api import experts
 from fp8moe.kernels.gemm.warmup import RequiredKernels, lengths, required_by
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
-from fp8moe.quant.exponents import as_stored
+from fp8moe.quant.arranged import as_stored
 from fp8moe.quant.formats import FP8Tensor, PackedTensor, is_packed, packed_format
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import config, jit
@@ -157,4 +157,4 @@ def _weight(data: torch.Tensor, scale: torch.Tensor) -> FP8Tensor | PackedTensor
     if not is_packed(data):
         return FP8Tensor(data, scale)
     form = packed_format(scale)
-    return PackedTensor(data, as_stored(data, scale) if form == "mxfp4" else scale, form)
+    return PackedTensor(*(as_stored(data, scale) if form == "mxfp4" else (data, scale)), form)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fp8moe.quant.exponents import projections_of
+from fp8moe.quant.arranged import projections_of
 from fp8moe.quant.formats import (
     BLOCK,
     MX_BLOCK,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fp8moe.layers.parameters import is_sharded
 from fp8moe.layers.wrapped import check_merged, unwrapped
+from fp8moe.quant.arranged import stored_codes, stored_exponents
 from fp8moe.quant.checks import check_scale_format
-from fp8moe.quant.exponents import stored
 from fp8moe.quant.formats import MX_BLOCK, has_channel_scales
 from fp8moe.weights.formats import low_fp8_fraction, packed_config, quantization_config, scale_dtype
 from fp8moe.weights.names import (
@@ -248,11 +248,17 @@ def _fused_mxfp4(tensors: Mapping[str, Tensor], name: Name) -> Iterator[list[Sto
     data, scale = tensors[name.text], tensors[f"{name.text}_scale"]
     experts, n, half = data.shape
     order = _in_turns if name.projection == GATE_UP else Tensor.clone
-    exponents = partial(stored, n=n, k=2 * half, projections=name.matrices)
+    exponents = partial(stored_exponents, n=n, k=2 * half, projections=name.matrices)
     groups = 2 * half // MX_BLOCK
     blocks = TensorSpec("U8", (experts, n, groups, MX_BLOCK // 2))
     yield [
-        StoredTensor(name._replace(text=f"{name.text}{GROUPS}"), name.text, whole(data.shape), blocks, order),
+        StoredTensor(
+            name._replace(text=f"{name.text}{GROUPS}"),
+            name.text,
+            whole(data.shape),
+            blocks,
+            lambda part: order(stored_codes(part)),
+        ),
         StoredTensor(
             name._replace(text=f"{name.text}_scales"),
             f"{name.text}_scale",
@@ -278,8 +284,8 @@ def _packed_experts(tensors: Mapping[str, Tensor], name: Name, names: ExpertName
         codes = TensorSpec("U8", (n, k // 2)) if mxfp4 else TensorSpec("I32", (n, k // 8))
         groups = k // MX_BLOCK if mxfp4 else scale.shape[2]
         scales = TensorSpec(DTYPE_NAMES[scale.dtype], (n, groups))
-        exponents = partial(stored, n=n, k=k) if mxfp4 else None
-        integers = None if mxfp4 else lambda values: (values ^ 0x88).contiguous().view(torch.int32)
+        exponents = partial(stored_exponents, n=n, k=k) if mxfp4 else None
+        integers = stored_codes if mxfp4 else lambda values: (values ^ 0x88).contiguous().view(torch.int32)
         group = [
             StoredTensor(part._replace(text=f"{part.text}_packed"), name.text, boxes[0], codes, integers),
             StoredTensor(part._replace(text=f"{part.text}_scale"), f"{name.text}_scale", boxes[1], scales, exponents),

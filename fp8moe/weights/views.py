@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8moe.layers.experts import PACKED_WEIGHTS
-from fp8moe.quant.exponents import arrange, arranged_shape
+from fp8moe.quant.arranged import arrange, arranged_shape
 from fp8moe.quant.formats import BLOCK, E2M1, FP8_MAX, MX_BLOCK, FP8Tensor, PackedTensor, as_float
 from fp8moe.quant.packed import e2m1_values, quantize_int4, quantize_mxfp4, unpacked
 from fp8moe.quant.quantize import dequantize, quantize_128x128
@@ -77,10 +77,10 @@ def _awq(codes: Tensor) -> Tensor:
 
 
 def _mxfp4_arranged(codes: Tensor, exponents: Tensor) -> FP8Tensor:
-    """Return the codes (N, K/2) of a matrix, and its exponents arranged; those of groups of zeros do not count."""
+    """Return a matrix, codes (N, K/2), arranged; exponents of groups of zeros do not count."""
     data, power = codes.view(torch.uint8).flatten(1), exponents.view(torch.uint8)
     used = (data.unflatten(1, (-1, MX_BLOCK // 2)) & 0x77 != 0).any(-1) | (power == _NAN)
-    return FP8Tensor(data, arrange(torch.where(used, power, 0)))
+    return arrange(data, torch.where(used, power, 0))
 
 
 def _in_blocks(weight: StoredWeight, bytes_are_exponents: bool) -> StoredWeight:

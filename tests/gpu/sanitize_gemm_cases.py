@@ -24,7 +24,7 @@ from fp8moe.kernels.experts.swiglu import (
     swiglu_quantize,
 )
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
-from fp8moe.kernels.gemm.checks import weight_scale
+from fp8moe.kernels.gemm.checks import weights as weights_as_loaded
 from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
 from fp8moe.kernels.gemm.reference import group_ranges, group_rows
@@ -203,7 +203,7 @@ def packed_error(form: str, group: int, sizes: tuple[int, ...], n: int, k: int, 
         if tile is None:
             fp8moe.grouped_gemm(a, b, groups.cuda(), out=out)
         else:
-            operands = GemmOperands(*a, b.data, weight_scale(b.data, b.scale), groups=groups.cuda())
+            operands = GemmOperands(*a, *weights_as_loaded(b.data, b.scale), groups=groups.cuda())
             multiply_with(with_stages(replace(tile, groups=len(sizes), packed=form), k), operands, out, Grouping())
 
     return groups_error(a, b, groups, write)

@@ -19,8 +19,7 @@ from fp8moe import (
     quantize_mxfp4,
 )
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.gemm import tiles
-from fp8moe.kernels.gemm.checks import weight_scale
+from fp8moe.kernels.gemm import checks, tiles
 from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
 from fp8moe.kernels.gemm.sm90 import fits, with_stages
 from fp8moe.kernels.gemm.tiles import Grouping
@@ -87,7 +86,7 @@ def test_every_tile_has_the_bits_of_blocks(n, k):
             if not fits(config, k):
                 break
             out = torch.full((m, n), torch.nan, device="cuda")
-            operands = GemmOperands(*a, weight.data, weight_scale(weight.data, weight.scale), groups=bounds)
+            operands = GemmOperands(*a, *checks.weights(weight.data, weight.scale), groups=bounds)
             for _ in range(20 if packed else 1):
                 multiply_with(config, operands, out, Grouping())
                 outs.append(out.clone())

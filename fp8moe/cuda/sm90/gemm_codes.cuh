@@ -18,13 +18,23 @@ struct Bytes {
 constexpr Bytes COUNTING_UP{0x44403800, 0x4E4C4A48};               // 0 to 7
 constexpr Bytes COUNTING_DOWN_BELOW_ZERO{0xCACCCED0, 0xB8C0C4C8};  // -8 to -1
 
-// The E4M3 bytes of four codes, given the three low bits of each in a nibble, and a word whose bytes have their fourth
-// bits on top.
-__device__ __forceinline__ u32 unpack_four(const Bytes& magnitudes, u32 low_bits, u32 signs) {
-  if constexpr (PACKED == MXFP4) return magnitudes.pick(low_bits) | (signs & 0x80808080);
+// The E4M3 bytes of four codes of INT4, given the three low bits of each in a nibble, and a word whose bytes have their
+// fourth bits on top.
+__device__ __forceinline__ u32 unpack_integers(u32 low_bits, u32 signs) {
   const u32 negative = select_bytes(signs, 0, 0xBA98);  // each byte's sign in all of its bits
   return COUNTING_UP.pick(low_bits) & ~negative | COUNTING_DOWN_BELOW_ZERO.pick(low_bits) & negative;
 }
+
+// The E4M3 bytes of eight codes of MXFP4 (quant/arranged.py): of four values, and of the four that are 16 further on.
+struct Eight {
+  u32 first, second;
+
+  __device__ __forceinline__ Eight(const Bytes& magnitudes, u32 word) {
+    const u32 low_bits = word & 0x77777777;
+    first = magnitudes.pick(low_bits) | word & 0x80808080;
+    second = magnitudes.pick(low_bits >> 16) | word << 4 & 0x80808080;
+  }
+};
 
 // The magnitudes of E2M1 times 2^(6 - relative), or NaN.
 template <typename S>

@@ -109,24 +109,32 @@ struct Fragments {
   // codes: the address of the slab in a stage. below: of MXFP4, the words of the slab's exponents. first: the first
   // step of the stage.
   __device__ __forceinline__ void unpack(const Shared& s, u32 codes, const u32* below, int first) {
-    const int lane = lane_id(), row = threadIdx.x / WARP % 4 * 16 + lane / 4;
-    const u32 mine = codes + row * WEIGHT_BYTES + lane / 4 * 16 + lane % 4 * 2;
-    u32 relative[2] = {0, 0};
+    const int lane = lane_id(), rows = threadIdx.x / WARP % 4 * 16;
     if constexpr (PACKED == MXFP4) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) relative[i] = load_shared_4(below + row + 8 * i);
-    }
-#pragma unroll
-    for (int k = 0; k < Steps; ++k) {
-      const u32 at = mine ^ (first + k) * 16;
+      static_assert(Steps == 4);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        Bytes bytes{};
-        if constexpr (PACKED == MXFP4) bytes = magnitudes(s, relative[i] >> 8 * k & 0xFF);
+        u32 words[4];
+        load_matrices(codes + (rows + 8 * i + lane % 8) * WEIGHT_BYTES + (first + lane / 8 ^ lane % 8) * 16, words);
+        const u32 relative = load_shared_4(below + rows + lane / 4 + 8 * i);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const u32 four = load_shared_2(at + 8 * i * WEIGHT_BYTES + 8 * half);
-          values[k][i + 2 * half] = unpack_four(bytes, four & 0x7777, select_bytes(four, four << 4, 0x1504));
+        for (int k = 0; k < 4; ++k) {
+          const Eight eight(magnitudes(s, relative >> 8 * k & 0xFF), words[k]);
+          values[k][i] = eight.first, values[k][i + 2] = eight.second;
+        }
+      }
+    } else {
+      const u32 mine = codes + (rows + lane / 4) * WEIGHT_BYTES + lane / 4 * 16 + lane % 4 * 2;
+#pragma unroll
+      for (int k = 0; k < Steps; ++k) {
+        const u32 at = mine ^ (first + k) * 16;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const u32 four = load_shared_2(at + 8 * i * WEIGHT_BYTES + 8 * half);
+            values[k][i + 2 * half] = unpack_integers(four & 0x7777, select_bytes(four, four << 4, 0x1504));
+          }
         }
       }
     }

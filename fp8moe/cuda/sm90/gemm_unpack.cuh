@@ -38,9 +38,8 @@ struct Unpacker {
     u32 values[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const u32 low_bits = words[i] & 0x77777777, moved = words[i] << 4;
-      values[2 * i] = unpack_four(bytes, low_bits, select_bytes(words[i], moved, 0x1504));
-      values[2 * i + 1] = unpack_four(bytes, low_bits >> 16, select_bytes(words[i], moved, 0x3726));
+      const Eight eight(bytes, words[i]);
+      values[i] = eight.first, values[4 + i] = eight.second;
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -10,7 +10,7 @@ from fp8moe.kernels.experts.combine import launcher as combine_launcher
 from fp8moe.kernels.experts.operands import Biases, Norm, TokenOperands, grouping_of
 from fp8moe.kernels.experts.permute import launcher as permute_launcher
 from fp8moe.kernels.experts.routing import launcher as sort_launcher
-from fp8moe.kernels.gemm.checks import bias_vector, weight_scale
+from fp8moe.kernels.gemm.checks import bias_vector, weights
 from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.launch import GemmOperands
 from fp8moe.kernels.gemm.launch import build as build_gemm
@@ -199,8 +199,8 @@ def _as_kernels_load(operands: TokenOperands) -> TokenOperands:
         hidden_states=row_major(operands.hidden_states),
         top_k_index=operands.top_k_index.contiguous(),
         layer=layer._replace(
-            up=FP8Tensor(aligned(layer.up.data), weight_scale(*layer.up, 2)),
-            down=FP8Tensor(aligned(layer.down.data), weight_scale(*layer.down)),
+            up=weights(*layer.up, 2),
+            down=weights(*layer.down),
             biases=Biases(*map(bias_vector, layer.biases)),
         ),
         norm=None if norm is None else norm._replace(norm_weight=aligned(norm.norm_weight)),

@@ -37,7 +37,7 @@ class GemmOperands(NamedTuple):
     a, a_scale: activations (M, K) float8_e4m3fn and (M, ceil(K / 128)) float32; (E, max_m, ...) for masked groups.
     b, b_scale: weights (N, K), or (E, N, K) for groups, float8_e4m3fn; a float32 scale for each 128x128 block, or for
         each output channel, (..., N, 1). Or data and scale of a PackedTensor; for `build`,
-        the scale of MXFP4 arranged (quant/exponents.py).
+        MXFP4 arranged (quant/arranged.py).
     bias: (N,), or (E, N) for groups. c: (M, N) of the result's dtype.
     groups: int32: row offsets (E + 1,), row ranges (E, 2) of first row and end, or numbers of rows in use (E,).
     """
