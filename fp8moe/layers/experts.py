@@ -428,19 +428,20 @@ class GroupedExperts(MasterModule):
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         for name, scale_name in pairs(self.weight_names) if self.weight_format != "fp8" else ():
-            key, projections = prefix + scale_name, 2 if name == "gate_up_proj" else 1
-            scale = state_dict.get(key)
-            if scale is None or scale.dtype not in self.kept.scale_dtypes:
-                continue
+            key, own = prefix + scale_name, getattr(self, name)
+            data, scale = state_dict.get(prefix + name), state_dict.get(key)
+            known = scale is not None and scale.dtype in self.kept.scale_dtypes
             if self.weight_format == "mxfp4":
-                scale = scale.view(torch.uint8)
-                n, k = getattr(self, name).shape[1], 2 * getattr(self, name).shape[2]
-                if scale.shape[1:] == (n, k // MX_BLOCK):
-                    scale = _by_shard(partial(arranged_exponents, projections=projections), scale)
-                    if prefix + name in state_dict:
-                        state_dict[prefix + name] = _by_shard(arranged_codes, state_dict[prefix + name])
-                state_dict[key] = scale
-            elif scale.dtype != getattr(self, scale_name).dtype:  # scales keep their dtype
+                shape = (own.shape[1], own.shape[2] * 2 // MX_BLOCK)
+                if known:
+                    state_dict[key] = scale = scale.view(torch.uint8)
+                if known and scale.shape[1:] == shape:
+                    arranged = partial(arranged_exponents, projections=2 if name == "gate_up_proj" else 1)
+                    state_dict[key] = _by_shard(arranged, scale)
+                stored = scale is None or scale.shape[1:] == shape
+                if stored and data is not None and (data.dtype, data.shape[1:]) == (own.dtype, own.shape[1:]):
+                    state_dict[prefix + name] = _by_shard(arranged_codes, data)
+            elif known and scale.dtype != getattr(self, scale_name).dtype:  # scales keep their dtype
                 setattr(self, scale_name, frozen(torch.empty_like(getattr(self, scale_name), dtype=scale.dtype)))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 

@@ -60,6 +60,11 @@ def test_copies(form):
     for other in (loaded, copy.deepcopy(layer), copy.deepcopy(layer).half(), copy.deepcopy(layer).to(torch.float64)):
         assert torch.equal(other(*operands), expected)
         assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
+    for end in ("_proj", "_scale"):  # either alone
+        loaded.load_state_dict({name: value + (value == 1) for name, value in state.items()})
+        loaded.load_state_dict({name: value for name, value in state.items() if not name.endswith(end)}, strict=False)
+        loaded.load_state_dict({name: value for name, value in state.items() if name.endswith(end)}, strict=False)
+    assert torch.equal(loaded(*operands), expected)
     assert f"weight_format={form!r}" in repr(layer) and not any(p.requires_grad for p in layer.parameters())
 
 
