@@ -109,17 +109,48 @@ def test_refusals(tmp_path):
 
 
 def test_what_takes_no_four_bits_yet(tmp_path):
-    peft = pytest.importorskip("peft")
-    from fp8moe.peft import register as register_peft
     from fp8moe.weights.refit import refit
 
     expected = write("compressed-tensors MXFP4", tmp_path)
     model = load_model(tmp_path / "stored")
     with pytest.raises(ValueError, match=r"^model: expected experts in FP8 to refit, got .* in mxfp4"):
         refit(model, expected.state_dict())
-    config = peft.LoraConfig(target_parameters=["experts.gate_up_proj", "experts.down_proj"])
-    with pytest.raises(ValueError, match="expected experts in FP8 or unquantized to adapt, got .* in four bits"):
-        register_peft(config, model)
+
+
+def test_adapters(tmp_path):
+    """A step of training is that over FP8 blocks of equal values, and the adapter is loaded again."""
+    peft = pytest.importorskip("peft")
+    from fp8moe.hf.training import check_trained
+    from fp8moe.peft import merge_and_unload
+    from fp8moe.peft import register as adaptable
+
+    write("compressed-tensors MXFP4", tmp_path)
+    found, targets = [], ["experts.gate_up_proj", "experts.down_proj"]
+    for experts in ("stored", "fp8"):
+        model = load_model(tmp_path / "stored", experts=experts)
+        config = peft.LoraConfig(r=4, target_parameters=targets, target_modules=["o_proj"], init_lora_weights=False)
+        if experts == "stored":
+            with pytest.raises(ValueError, match="^model: its experts in four bits are frozen, .* train adapters"):
+                check_trained(model)
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, adaptable(config, model)).train()
+        check_trained(model)
+        trained = {name: value for name, value in adapted.named_parameters() if value.requires_grad}
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+        adapted(IDS, labels=IDS).loss.backward()
+        grads = {name: value.grad for name, value in trained.items()}
+        optimizer.step()
+        found.append(grads | {"logits": logits(adapted.eval())})
+        if experts == "stored":
+            adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+            with pytest.raises(ValueError, match="to merge into, got four bits"):
+                merge_and_unload(adapted)
+    same(*found)
+    assert all(value.any() for value in found[0].values())
+    base = load_model(tmp_path / "stored")
+    config = adaptable(peft.LoraConfig.from_pretrained(tmp_path / "adapter"), base)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", config=config)
+    assert torch.equal(logits(loaded.eval()), found[0]["logits"])
 
 
 def test_decoder(tmp_path):
