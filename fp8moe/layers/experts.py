@@ -435,7 +435,7 @@ class GroupedExperts(MasterModule):
                 scale = scale.view(torch.uint8)
                 n, k = getattr(self, name).shape[1], 2 * getattr(self, name).shape[2]
                 if scale.shape[1:] == (n, k // MX_BLOCK):
-                    scale = _by_shard(lambda scale, count=projections: arrange(scale, count), scale)
+                    scale = _by_shard(key, lambda scale, count=projections: arrange(scale, count), scale)
                 state_dict[key] = scale
             elif scale.dtype != getattr(self, scale_name).dtype:  # scales keep their dtype
                 setattr(self, scale_name, frozen(torch.empty_like(getattr(self, scale_name), dtype=scale.dtype)))
@@ -603,11 +603,19 @@ def _as_stored(layer: GroupedExperts, state: dict, prefix: str, local_metadata: 
     for name, scale_name in pairs(layer.weight_names) if layer.weight_format == "mxfp4" else ():
         scale = state[prefix + scale_name]
         if not isinstance(scale, nn.Parameter):
-            state[prefix + scale_name] = _by_shard(as_stored, state[prefix + name], scale)
+            state[prefix + scale_name] = _by_shard(prefix + scale_name, as_stored, state[prefix + name], scale)
 
 
-def _by_shard(convert: Callable[..., Tensor], *values: Tensor) -> Tensor:
-    """Apply ``convert`` to tensors, or to this rank's shards of DTensors, which are sharded by experts."""
+def _by_shard(name: str, convert: Callable[..., Tensor], *values: Tensor) -> Tensor:
+    """Apply ``convert`` to tensors, or to this rank's shards of DTensors.
+
+    Raises ValueError, which begins with ``name``, for DTensors that are not sharded by experts.
+    """
+    for value in values:
+        if local(value).shape[1:] != value.shape[1:]:
+            raise ValueError(
+                f"{name}: expected whole experts on each rank, sharded by the first dimension, got {value.placements}"
+            )
     made = convert(*map(local, values))
     if not is_sharded(values[0]):
         return made

@@ -626,7 +626,9 @@ def test_nothing_is_merged_into_four_bits():
         lambda: adapted_model.base_model.model.experts.merge(),
     )
     for merge in ways:
-        with pytest.raises(ValueError, match=r"^experts.* expected experts in FP8 or unquantized to merge into, got fo"):
+        with pytest.raises(
+            ValueError, match=r"^experts.* expected experts in FP8 or unquantized to merge into, got fo"
+        ):
             merge()
         assert torch.equal(adapted_model(x), out) and not adapted_model.base_model.model.proj.merged
     config = register(peft.LoraConfig(r=2, target_modules=["proj"], init_lora_weights=False), base)
