@@ -46,6 +46,12 @@ def packed_weights(weight_format: str) -> WeightFormat:
     return WeightFormat("_scale", (torch.uint8,), (*dtypes, torch.float8_e8m0fnu) if form == "mxfp4" else dtypes)
 
 
+def packed_as_kept(weight: Tensor, form: str, group: int) -> FP8Tensor:
+    """Quantize matrices (P, N, K) to four bits, with scales in the order in which modules keep them."""
+    data, scale, *_ = quantize_mxfp4(weight) if form == "mxfp4" else quantize_int4(weight, group=group)
+    return FP8Tensor(data, arrange(scale) if form == "mxfp4" else scale)
+
+
 class Weights(NamedTuple):
     """FP8 weights with biases and activation, and the master weights that they were quantized from, if any."""
 
@@ -409,9 +415,7 @@ class GroupedExperts(MasterModule):
         """Quantize the matrices (P, N, K) of an expert to this layer's format; the results are (P, ...)."""
         if self.weight_format == "fp8":
             return (quantize_channels if channels else quantize_128x128)(weight)
-        form, group = PACKED_WEIGHTS[self.weight_format]
-        data, scale, *_ = quantize_mxfp4(weight) if form == "mxfp4" else quantize_int4(weight, group=group)
-        return FP8Tensor(data, arrange(scale) if form == "mxfp4" else scale)
+        return packed_as_kept(weight, *PACKED_WEIGHTS[self.weight_format])
 
     def _packed(self, name: str, weight: experts_source.Weight) -> FP8Tensor:
         """Quantize weights of experts to four bits, an expert at a time."""

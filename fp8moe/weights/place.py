@@ -18,7 +18,7 @@ from fp8moe.layers.parameters import is_sharded, local
 from fp8moe.layers.wrapped import names_inside
 from fp8moe.quant.formats import FP8Tensor, as_float
 from fp8moe.weights.formats import SCALE_DTYPES, fits_scale
-from fp8moe.weights.names import BLOCK_IN_MODEL, GATE, GATE_UP, SCALE, SCALE_ROLE, UP, W_BLOCK, Name
+from fp8moe.weights.names import BLOCK_IN_MODEL, CHANNEL_SCALE, GATE, GATE_UP, SCALE, SCALE_ROLE, UP, W_BLOCK, Name
 from fp8moe.weights.source import (
     DTYPES,
     FLOATS,
@@ -41,7 +41,7 @@ _FORMER_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids
 Maps the end of a buffer's name in a model to a regex for the names that old checkpoints give the buffer.
 """
 
-_SCALES = {torch.float8_e4m3fn: SCALE, torch.uint8: "_scale"}
+_SCALES = {torch.float8_e4m3fn: SCALE, torch.uint8: CHANNEL_SCALE}
 """How the name of a quantized weight's scale ends in a model, by the weight's dtype."""
 
 _ALLOWED = {torch.float32: SCALE_DTYPES, torch.uint8: ("U8",), torch.bfloat16: ("BF16",)}
@@ -275,7 +275,8 @@ class Target:
         experts, rows = self.state[key].shape[:2]
         module, _, parameter = key.rpartition(".")
         suffix = "weight" + SCALE * (key in self.scales)
-        projections = {GATE: 0, UP: rows // 2} if parameter.startswith(GATE_UP) else {parameter.removesuffix(SCALE): 0}
+        projection = parameter.removesuffix(SCALE).removesuffix(CHANNEL_SCALE)
+        projections = {GATE: 0, UP: rows // 2} if projection == GATE_UP else {projection: 0}
         if len(parts) == experts * len(projections):
             return []
         return [

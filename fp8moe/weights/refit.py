@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from fp8moe.layers.experts import GroupedExperts
+from fp8moe.layers.experts import GroupedExperts, packed_as_kept
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.parameters import is_sharded
 from fp8moe.layers.wrapped import chain, check_merged, check_unmerged, unwrapped
-from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.formats import FP8Tensor, is_packed, packed_format
 from fp8moe.quant.quantize import Requantizer, quantize_128x128, quantize_channels
 from fp8moe.runtime.checks import FLOATING, describe
 from fp8moe.weights.closing import close, open_again
 from fp8moe.weights.formats import scale_grid
-from fp8moe.weights.names import GATE_UP, SCALE_ROLE, WEIGHT, Location, Name, from_vllm, parse
+from fp8moe.weights.names import CHANNEL_SCALE, GATE_UP, SCALE_ROLE, WEIGHT, Location, Name, from_vllm, parse
 from fp8moe.weights.place import (
     WHOLE,
     Part,
@@ -41,6 +41,7 @@ from fp8moe.weights.stored import INTERLEAVED, StoredWeight, is_interleaved, ope
 from fp8moe.weights.views import in_blocks, inexact_problems, tensor_in_rows
 
 _SHOWN = 8  # the most problems that an error lists
+_ONLY_FLOATS = "the model has these experts in four bits, which a refit makes of weights in BF16, F16 or F32"
 Source = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | nn.Module | str | os.PathLike
 
 
@@ -57,7 +58,7 @@ class RefitReport(NamedTuple):
 
 @torch.inference_mode(False)
 def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitReport:
-    """Write new weights into a model's own memory, quantized to FP8 where the model is FP8.
+    """Write new weights into a model's own memory, quantized to FP8 or four bits where the model is.
 
     No pointer changes: CUDA graphs, a `GraphDecoder` and compiled kernels continue with the new weights. The result is
     bit for bit that of quantizing the whole checkpoint anew (``fp8moe quantize``) and loading it. Whatever derives from
@@ -70,12 +71,13 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
     tensors: pairs (name, tensor) in any order, as in the model's checkpoint: linears and norms by name, experts one by
         one (gate_proj or w1...) or fused (gate_up_proj, vLLM's w13_weight), and whatever else transformers converts.
         In models that interleave gate and up, experts are (E, columns, rows); FP8 experts must come from a directory or
-        module. Dtypes are bfloat16, float16 or float32; or float8_e4m3fn, with the scale before or after the weight. A
-        DTensor is gathered, so all ranks must pass the same tensors. An iterable is read once, and the memory of a
-        tensor may be reused when the next tensor is requested. Instead of pairs, pass a mapping; or a checkpoint's
-        directory, in any format that `find_format` says loads; or a module in training, with master weights or
-        unquantized. The names in a module's state dict are read without the names of wrappers. Adapters of peft in the
-        module must be merged: call merge_adapter before the refit and unmerge_adapter after it.
+        module. Dtypes are bfloat16, float16 or float32; or, but for experts that the model has in four bits,
+        float8_e4m3fn, with the scale before or after the weight. A DTensor is gathered, so all ranks must pass the same
+        tensors. An iterable is read once, and the memory of a tensor may be reused when the next tensor is requested.
+        Instead of pairs, pass a mapping; or a checkpoint's directory, in any format that `find_format` says loads; or a
+        module in training, with master weights or unquantized. The names in a module's state dict are read without the
+        names of wrappers. Adapters of peft in the module must be merged: call merge_adapter before the refit and
+        unmerge_adapter after it.
     strict: require every tensor of the model; after a failed refit, every tensor is required in any case. With False,
         tensors that are not given stay as they are.
     Returns which tensors got values and which did not. Within `refitting`, this call is one of several pieces; missing
@@ -280,6 +282,8 @@ class _Refit:
     def _copy(self, reader: Reader, weight: StoredWeight, place: Place) -> None:
         """Copy a weight that the checkpoint stores quantized, and its scale."""
         scale, text = self.target.scale_of(place), weight.name.text
+        if self._is_packed(place.key):
+            raise ValueError(f"{text}: {_ONLY_FLOATS}")
         specs = [(text, place, TensorSpec(weight.dtype, weight.shape))]
         if scale is not None:
             specs.append((weight.scale_name, scale, TensorSpec(weight.scale_dtype, weight.grid)))
@@ -354,7 +358,9 @@ class _Refit:
     def _missing(self) -> list[str]:
         """Return a line for each tensor not received, but none for the scale of a weight that was not received."""
         lines = {line.partition(":")[0]: line for line in self.target.missing(self.sources)}
-        return [line for name, line in lines.items() if (weight := parse(name).weight) == name or weight not in lines]
+        scales = self.target.scales
+        weights = {name: parse(name.removesuffix(CHANNEL_SCALE) if name in scales else name).weight for name in lines}
+        return [line for name, line in lines.items() if weights[name] == name or weights[name] not in lines]
 
     def _place(self, text: str) -> tuple[Location, Place | None]:
         """Return the Location and the Place of the tensor ``text``; the Place is None if the model lacks the tensor."""
@@ -409,7 +415,9 @@ class _Refit:
         target = self.state[place.key]
         scale = self.target.scale_of(place) if tensor.dtype in FLOATING else None
         if scale is not None:
-            problem = _unfit(place, scale, tensor)
+            problem = _unfit(place, scale, tensor, self._is_packed(place.key))
+        elif self._is_packed(place.key.removesuffix(CHANNEL_SCALE)):
+            problem = _ONLY_FLOATS
         elif target.dtype == torch.float8_e4m3fn != tensor.dtype:
             problem = f"dtype {_dtype(tensor)}, expected {FP8}, BF16, F16 or F32"
         else:
@@ -442,6 +450,14 @@ class _Refit:
             tensor, part, scale_part = tensor[part[0]], (slice(None), *part[1:]), (slice(None), *scale_part[1:])
         as_given = as_given if tensor.device == data.device else None
         tensor = tensor.to(data.device)
+        if is_packed(data):
+            form, group = packed_format(scale), tensor.shape[-1] // self.state[scale_place.key].shape[-1]
+            for index in range(len(tensor)) if tensor.dim() == 3 else [...]:
+                values = packed_as_kept(tensor[index].unflatten(0, (_matrices(place), -1)), form, group)
+                data[index].copy_(values.data.flatten(0, 1)[part[-2:]])
+                scale[index].copy_(values.scale.flatten(0, 1)[scale_part[-2:]])
+            self._scales.add(scale_place.key)  # exponents of MXFP4 are judged, too
+            return
         if _has_channels(place, scale_place):
             for index in range(len(tensor)) if tensor.dim() == 3 else [...]:
                 values = quantize_channels(tensor[index])
@@ -477,19 +493,28 @@ class _Refit:
         convert = provider().convert
         try:
             tried = convert(self._model, locations, {other: value.to("meta") for other, value in parts.items()})
-            complete = all(value.shape == self.state[key].shape for key, value in tried.items())
+            complete = all(value.shape == self._shape(key) for key, value in tried.items())
         except Exception:  # given too few tensors, transformers' operations raise errors of any type
             complete = False
         if not complete:
             parts[name] = tensor.clone()
             return
         for key, value in convert(self._model, locations, self._parts.pop(location.key)).items():
-            self._write(key, Place(key, tuple(value.shape)), value)
+            self._write(key, Place(key, tuple(self.state[key].shape)), value)
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a tensor of the model; for weights in four bits, the shape of their values."""
+        shape = tuple(self.state[key].shape)
+        return (*shape[:-1], 2 * shape[-1]) if self._is_packed(key) else shape
+
+    def _is_packed(self, key: str) -> bool:
+        """Return whether the model has weights in four bits under this key."""
+        return f"{key}{CHANNEL_SCALE}" in self.target.scales
 
     def _any_bad(self) -> bool:
         """Return whether any received tensor holds invalid values. Synchronizes with the device once."""
         entries = {key: held(self.state[key])[0] for key in self.came}
-        entries = {key: values for key, values in entries.items() if values.numel() and values.is_floating_point()}
+        entries = {key: values for key, values in entries.items() if values.numel() and self._has_flag(key, values)}
         judged = {place.key for place in self._codes.values()} | self._scales
         flags = [*self._differ.values(), *(self._flag(key, entries[key]) for key in judged & {*entries})]
         # Detached, because get_total_norm takes Parameters one by one.
@@ -505,7 +530,7 @@ class _Refit:
         flags = {
             key: self._flag(key, values)
             for key, values in entries.items()
-            if values.numel() and values.is_floating_point() and (values.dtype != torch.float8_e4m3fn or key in codes)
+            if values.numel() and self._has_flag(key, values) and (values.dtype != torch.float8_e4m3fn or key in codes)
         } | self._differ
         problems = []
         for key in [key for key, flag in flags.items() if flag]:
@@ -521,9 +546,13 @@ class _Refit:
                     problems.append(f"{name}: holds a NaN or an infinity, or scales that are not positive")
         return problems
 
+    def _has_flag(self, key: str, values: Tensor) -> bool:
+        """Return whether `_flag` can tell of values of a state-dict entry: of floats, and of exponents."""
+        return values.is_floating_point() or key in self.target.scales
+
     def _flag(self, key: str, values: Tensor) -> Tensor:
         """Return whether values of a state-dict entry are not finite or, if they are scales, not positive."""
-        if values.dtype == torch.float8_e8m0fnu:
+        if values.dtype in (torch.float8_e8m0fnu, torch.uint8):  # uint8: arranged, a byte that only NaN has
             return values.view(torch.uint8).amax() == 255
         if values.dtype == torch.float8_e4m3fn:
             return (values.view(torch.uint8) & 127).amax() == 127
@@ -545,10 +574,13 @@ def _has_channels(weight: Place, scale: Place) -> bool:
     return weight.shape[-2] > 2 and scale.shape[-2:] == (weight.shape[-2], 1)
 
 
-def _unfit(weight: Place, scale: Place, tensor: Tensor) -> str | None:
-    """Return why a tensor cannot be quantized for its place, or None."""
-    if tensor.shape != weight.shape:
-        return f"shape {tuple(tensor.shape)}, expected {weight.shape}"
+def _unfit(weight: Place, scale: Place, tensor: Tensor, packed: bool) -> str | None:
+    """Return why a tensor cannot be quantized for its place, or None. packed: the place has codes of four bits."""
+    shape = (*weight.shape[:-1], 2 * weight.shape[-1]) if packed else weight.shape
+    if tensor.shape != shape:
+        return f"shape {tuple(tensor.shape)}, expected {shape}"
+    if packed:
+        return None
     if scale.shape != scale_grid(_matrices(weight), weight.shape) and not _has_channels(weight, scale):
         return f"the model's scale has shape {scale.shape}, expected one for each 128x128 or each channel"
     return None
@@ -573,12 +605,6 @@ def _inside(model: nn.Module) -> nn.Module:
     """Return the model to refit, without its wrappers. Raises ValueError if it cannot be refitted."""
     inner = unwrapped("model", model)
     check_unmerged("model", model)
-    for name, module in inner.named_modules():
-        if isinstance(module, GroupedExperts) and module.weight_format != "fp8":
-            raise ValueError(
-                f"model: expected experts in FP8 to refit, got {name} in {module.weight_format}; load it with "
-                "experts='fp8'"
-            )
     return inner
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8moe import GroupedExperts, batch_invariant, quantize_int4, quantize_mxfp4
+from fp8moe import GroupedExperts, batch_invariant, quantize_int4, quantize_mxfp4, refit
 from fp8moe.cli import main
 from fp8moe.weights import (
     DEFAULT_SKIP,
@@ -108,13 +108,38 @@ def test_refusals(tmp_path):
         load_model(tmp_path / "all", experts="four")
 
 
-def test_what_takes_no_four_bits_yet(tmp_path):
-    from fp8moe.weights.refit import refit
-
-    expected = write("compressed-tensors MXFP4", tmp_path)
-    model = load_model(tmp_path / "stored")
-    with pytest.raises(ValueError, match=r"^model: expected experts in FP8 to refit, got .* in mxfp4"):
-        refit(model, expected.state_dict())
+@pytest.mark.parametrize("weight_format", ["mxfp4", "int4", "int4-32"])
+def test_refit(tmp_path, weight_format):
+    """From experts one by one or fused: the bits of the quantized checkpoint, where the old weights were."""
+    sizes = SIZES | {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 1}
+    for seed, name in enumerate(("old", "new")):
+        torch.manual_seed(seed)
+        source = TinyModel("qwen3_moe", "AutoModelForCausalLM", sizes).build(torch.bfloat16)
+        source.save_pretrained(tmp_path / name)
+        quantize_checkpoint(tmp_path / name, tmp_path / f"{name}-x", experts=weight_format)
+    fresh = load_model(tmp_path / "new-x")
+    given = load_file(tmp_path / "new" / "model.safetensors")
+    (key,) = (key for key in given if key.endswith("layers.0.mlp.experts.3.up_proj.weight"))
+    for tensors in (given, source.state_dict(), source, tmp_path / "new"):
+        model = load_model(tmp_path / "old-x")
+        places = [value.data_ptr() for value in model.state_dict(keep_vars=True).values()]
+        assert refit(model, tensors).left == ()
+        same(model.state_dict(), fresh.state_dict())
+        assert [value.data_ptr() for value in model.state_dict(keep_vars=True).values()] == places
+        assert torch.equal(logits(model), logits(fresh))
+    bad, name = given[key].clone(), key.removesuffix("weight")
+    bad[5, 70] = torch.nan
+    for tensors, problem in (
+        (given | {key: bad}, f"{name}weight: holds a NaN or an infinity"),
+        (given | {key: bad[:, 32:]}, rf"{name}weight: shape \(128, 224\), expected \(128, 256\)"),
+        ([(other, value) for other, value in given.items() if other != key], f"one: {name}weight: missing$"),
+        (fresh.state_dict(), "gate_up_proj: the model has these experts in four bits, which a refit makes of weights"),
+        (tmp_path / "new-x", r"gate_proj.weight: the model has these experts in four bits"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            refit(model, tensors)
+    refit(model, given)
+    same(model.state_dict(), fresh.state_dict())
 
 
 def test_adapters(tmp_path):

@@ -56,8 +56,8 @@ def experts_training(
 
     hidden_states: (T, H) bfloat16, float16 or float32; any H. top_k_index: (T, K) int32 or int64.
     top_k_weights: (T, K) float32, bfloat16 or float16.
-    layer: the weights in FP8 or four bits, without biases. masters: master weights; masters that require gradients get gradients of
-        their own dtype.
+    layer: the weights in FP8 or four bits, without biases. masters: master weights; masters that require gradients get
+        gradients of their own dtype.
     shard: the experts held by this rank; assignments to other experts, and assignments beyond shard.num_rows rows, add
         nothing and get no gradient. num_rows, if given, must be at least 1 unless there are no assignments.
     low_rank: LoRA factors, added to weights without masters; multiplied in bfloat16 with sums in float32.
