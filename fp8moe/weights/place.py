@@ -195,9 +195,13 @@ class Target:
                     return place
         return None
 
-    def packed(self, weights: Iterable[StoredWeight]) -> list[str]:
-        """Return the names of the weights in four bits that go into modules that keep four bits."""
-        places = {weight.name.text: self.find(weight.name) for weight in weights if weight.kind in ("mxfp4", "int4")}
+    def packed(self, weights: Iterable[StoredWeight], locate: Callable[[Name], Name] = lambda name: name) -> list[str]:
+        """Return the names of the weights in four bits that go into modules that keep four bits.
+
+        locate: maps names in the checkpoint to those in the model.
+        """
+        stored = (weight.name for weight in weights if weight.kind in ("mxfp4", "int4"))
+        places = {name.text: self.find(locate(name)) for name in stored}
         return [name for name, place in places.items() if place and self.state[place.key].dtype == torch.uint8]
 
     def _of_expert(self, name: Name, module: str) -> Place | None:

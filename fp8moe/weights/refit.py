@@ -41,7 +41,7 @@ from fp8moe.weights.stored import INTERLEAVED, StoredWeight, is_interleaved, ope
 from fp8moe.weights.views import in_blocks, inexact_problems, tensor_in_rows
 
 _SHOWN = 8  # the most problems that an error lists
-_ONLY_FLOATS = "the model has these experts in four bits, which a refit makes of weights in BF16, F16 or F32"
+_ONLY_FLOATS = "the model has these experts in four bits; expected weights in BF16, F16 or F32, or a directory"
 Source = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | nn.Module | str | os.PathLike
 
 
@@ -72,12 +72,12 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
         one (gate_proj or w1...) or fused (gate_up_proj, vLLM's w13_weight), and whatever else transformers converts.
         In models that interleave gate and up, experts are (E, columns, rows); FP8 experts must come from a directory or
         module. Dtypes are bfloat16, float16 or float32; or, but for experts that the model has in four bits,
-        float8_e4m3fn, with the scale before or after the weight. A DTensor is gathered, so all ranks must pass the same
-        tensors. An iterable is read once, and the memory of a tensor may be reused when the next tensor is requested.
-        Instead of pairs, pass a mapping; or a checkpoint's directory, in any format that `find_format` says loads; or a
-        module in training, with master weights or unquantized. The names in a module's state dict are read without the
-        names of wrappers. Adapters of peft in the module must be merged: call merge_adapter before the refit and
-        unmerge_adapter after it.
+        float8_e4m3fn, with the scale before or after the weight; four bits must come from a directory. A DTensor is
+        gathered, so all ranks must pass the same tensors. An iterable is read once, and the memory of a tensor may be
+        reused when the next tensor is requested. Instead of pairs, pass a mapping; or a checkpoint's directory, in any
+        format that `find_format` says loads; or a module in training, with master weights or unquantized. The names in
+        a module's state dict are read without the names of wrappers. Adapters of peft in the module must be merged:
+        call merge_adapter before the refit and unmerge_adapter after it.
     strict: require every tensor of the model; after a failed refit, every tensor is required in any case. With False,
         tensors that are not given stay as they are.
     Returns which tensors got values and which did not. Within `refitting`, this call is one of several pieces; missing
@@ -104,9 +104,10 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
     work = _under_way.get(chain(model)[-1])  # not by `_inside`, which visits every module and is slow for many pieces
     if work is not None and work.thread == threading.get_ident():
         before = work.came
-        work.take(_opened(tensors))
+        work.take(_opened(tensors, work.model))
         return work.report(before)
-    inner, source = _inside(model), _opened(tensors)
+    inner = _inside(model)
+    source = _opened(tensors, inner)
     with _work(model, inner, source.names, strict) as work:
         work.take(source)
     return work.report()
@@ -199,7 +200,7 @@ class _Refit:
         self.ranks = Ranks(self.state.values())
         self.sources: dict[str, dict[Part, str]] = defaultdict(dict)
         self._came: dict[str, Place] = {}  # places of tensors, by tensor name
-        self._model = model
+        self.model = model
         self._first = {key: keys[0] for keys in self.target.ties for key in keys}
         self._tied = {key for keys in self.target.ties if len(keys) > 1 for key in keys}
         self._expected: set[str] | None = None
@@ -282,8 +283,6 @@ class _Refit:
     def _copy(self, reader: Reader, weight: StoredWeight, place: Place) -> None:
         """Copy a weight that the checkpoint stores quantized, and its scale."""
         scale, text = self.target.scale_of(place), weight.name.text
-        if self._is_packed(place.key):
-            raise ValueError(f"{text}: {_ONLY_FLOATS}")
         specs = [(text, place, TensorSpec(weight.dtype, weight.shape))]
         if scale is not None:
             specs.append((weight.scale_name, scale, TensorSpec(weight.scale_dtype, weight.grid)))
@@ -321,14 +320,14 @@ class _Refit:
 
     @cached_property
     def _has_experts_in_turns(self) -> bool:
-        config = getattr(self._model, "config", None)
+        config = getattr(self.model, "config", None)
         return is_interleaved({"model_type": getattr(config, "model_type", None)})
 
     def _is_in_turns(self, key: str) -> bool:
         """Return whether ``key`` is a tensor of `GroupedExperts` whose checkpoints have gate and up interleaved."""
         if not self._has_experts_in_turns:
             return False
-        return isinstance(self._model.get_submodule(key.rpartition(".")[0]), GroupedExperts)
+        return isinstance(self.model.get_submodule(key.rpartition(".")[0]), GroupedExperts)
 
     @torch.no_grad()
     def finish(self, strict: bool) -> None:
@@ -373,7 +372,12 @@ class _Refit:
             if name.role == SCALE_ROLE:
                 weight = self._locate(name._replace(text=name.weight, role=WEIGHT)).name
                 scale = weight._replace(text=weight.scale, role=SCALE_ROLE)
-                found = Location(scale, scale.text), self.target.find(scale)
+                place = self.target.find(weight)
+                if place is None or not self._is_packed(place.key):
+                    place = self.target.find(scale)
+                else:
+                    place = self.target.scale_of(place)
+                found = Location(scale, scale.text), place
             if found is None or found[1] is None:  # not a scale, or the model's weight is not FP8
                 location = self._locate(name)
                 found = location, self.target.find(location.name)
@@ -384,7 +388,7 @@ class _Refit:
 
     @cached_property
     def _locate(self) -> Callable[[Name], Location]:
-        return provider().locator(self._model)
+        return provider().locator(self.model)
 
     def _check_ignored(self, name: str) -> None:
         if not self._ignored(name):
@@ -492,14 +496,14 @@ class _Refit:
         locations = {other: self._place(other)[0] for other in parts}
         convert = provider().convert
         try:
-            tried = convert(self._model, locations, {other: value.to("meta") for other, value in parts.items()})
+            tried = convert(self.model, locations, {other: value.to("meta") for other, value in parts.items()})
             complete = all(value.shape == self._shape(key) for key, value in tried.items())
         except Exception:  # given too few tensors, transformers' operations raise errors of any type
             complete = False
         if not complete:
             parts[name] = tensor.clone()
             return
-        for key, value in convert(self._model, locations, self._parts.pop(location.key)).items():
+        for key, value in convert(self.model, locations, self._parts.pop(location.key)).items():
             self._write(key, Place(key, tuple(self.state[key].shape)), value)
 
     def _shape(self, key: str) -> tuple[int, ...]:
@@ -608,14 +612,15 @@ def _inside(model: nn.Module) -> nn.Module:
     return inner
 
 
-def _opened(source: Source) -> _Source:
+def _opened(source: Source, model: nn.Module) -> _Source:
+    """Open the new weights for a refit of ``model``, which is without wrappers."""
     if isinstance(source, nn.Module):
         unwrapped("tensors", source)
         check_merged("tensors", source)
         state = state_of(source)
         return _Source(state.items(), state, not any(isinstance(part, GroupedExperts) for part in source.modules()))
     if isinstance(source, str | os.PathLike):
-        return _of_directory(source)
+        return _of_directory(source, model)
     if isinstance(source, Mapping):
         return _Source(source.items(), source, True)
     if isinstance(source, Tensor) or not isinstance(source, Iterable):
@@ -626,8 +631,8 @@ def _opened(source: Source) -> _Source:
     return _Source(source, None, True)
 
 
-def _of_directory(directory: str | os.PathLike) -> _Source:
-    """Open a checkpoint for a refit, as views of its weights in FP8 blocks.
+def _of_directory(directory: str | os.PathLike, model: nn.Module) -> _Source:
+    """Open a checkpoint for a refit, as views of its weights in FP8 blocks, or in four bits where the model has them.
 
     Raises CheckpointError unless every weight can be loaded.
     """
@@ -638,7 +643,9 @@ def _of_directory(directory: str | os.PathLike) -> _Source:
     problems += inexact_problems(weights) if not problems else ()
     if problems:
         raise CheckpointError(what, problems)
-    blocks = [weight for weight in in_blocks(weights) if weight.name.text not in weights.unused]
+    locate = provider().locator(model)
+    packed = Target(state_of(model)).packed(weights.stored, lambda name: locate(name).name)
+    blocks = [weight for weight in in_blocks(weights, packed=packed) if weight.name.text not in weights.unused]
     names = [name for weight in blocks for name in (weight.name.text, weight.scale_name)[: 1 + weight.has_scale]]
     tensors = ((weight.name.text, weight) for weight in blocks)
     return _Source(tensors, names, not weights.quantized, Reader(checkpoint.directory))

@@ -120,7 +120,8 @@ def test_refit(tmp_path, weight_format):
     fresh = load_model(tmp_path / "new-x")
     given = load_file(tmp_path / "new" / "model.safetensors")
     (key,) = (key for key in given if key.endswith("layers.0.mlp.experts.3.up_proj.weight"))
-    for tensors in (given, source.state_dict(), source, tmp_path / "new"):
+    quantize_checkpoint(tmp_path / "new", tmp_path / "new-fp8")
+    for tensors in (given, source.state_dict(), source, tmp_path / "new", tmp_path / "new-x"):
         model = load_model(tmp_path / "old-x")
         places = [value.data_ptr() for value in model.state_dict(keep_vars=True).values()]
         assert refit(model, tensors).left == ()
@@ -133,8 +134,8 @@ def test_refit(tmp_path, weight_format):
         (given | {key: bad}, f"{name}weight: holds a NaN or an infinity"),
         (given | {key: bad[:, 32:]}, rf"{name}weight: shape \(128, 224\), expected \(128, 256\)"),
         ([(other, value) for other, value in given.items() if other != key], f"one: {name}weight: missing$"),
-        (fresh.state_dict(), "gate_up_proj: the model has these experts in four bits, which a refit makes of weights"),
-        (tmp_path / "new-x", r"gate_proj.weight: the model has these experts in four bits"),
+        (fresh.state_dict(), "gate_up_proj: the model has these experts in four bits; expected weights in BF16"),
+        (tmp_path / "new-fp8", "down_proj.weight: dtype F8_E4M3, but the model's module has weights in four bits"),
     ):
         with pytest.raises(ValueError, match=problem):
             refit(model, tensors)
@@ -176,6 +177,9 @@ def test_adapters(tmp_path):
     config = adaptable(peft.LoraConfig.from_pretrained(tmp_path / "adapter"), base)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", config=config)
     assert torch.equal(logits(loaded.eval()), found[0]["logits"])
+    base.model.layers[-1].mlp.experts.get_base_layer().down_proj.data.zero_()
+    refit(loaded, tmp_path / "stored")
+    assert torch.equal(logits(loaded), found[0]["logits"])
 
 
 def test_decoder(tmp_path):

@@ -1,5 +1,6 @@
 """FP8 checkpoints of models that are shared out among processes: the files of one process, and errors on all."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -106,7 +107,7 @@ def one_rank_cannot_refit(directory):
 
 
 def experts_in_four_bits(directory):
-    """As files, and as states of whole experts; parts of experts have other exponents."""
+    """As files, refitted, and as states of whole experts; parts of experts have other exponents."""
     world = dist.get_world_size()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HIDDEN", "INTERMEDIATE"):
@@ -127,6 +128,12 @@ def experts_in_four_bits(directory):
                 save_fp8_checkpoint(model, directory / f"{form}-{name}")
                 dist.barrier()
                 assert files_of(directory / f"{form}-{name}") == files_of(directory / form)
+                expected, tensors = copy.deepcopy(whole), unquantized(3, layers=1)
+                refit(expected, tensors)
+                refit(model, tensors)
+                equal(model, expected.state_dict())
+                refit(model, directory / form)
+                equal(model, whole.state_dict())
         if world == 2:
             parts = shard_all(Model(1, weight_format="mxfp4"), init_device_mesh("cpu", (world,)), dim=1)
             assert sentence_of(ValueError, parts.state_dict) == (
