@@ -373,10 +373,8 @@ class _Refit:
                 weight = self._locate(name._replace(text=name.weight, role=WEIGHT)).name
                 scale = weight._replace(text=weight.scale, role=SCALE_ROLE)
                 place = self.target.find(weight)
-                if place is None or not self._is_packed(place.key):
-                    place = self.target.find(scale)
-                else:
-                    place = self.target.scale_of(place)
+                packed = place is not None and self._is_packed(place.key)
+                place = self.target.scale_of(place) if packed else self.target.find(scale)
                 found = Location(scale, scale.text), place
             if found is None or found[1] is None:  # not a scale, or the model's weight is not FP8
                 location = self._locate(name)
