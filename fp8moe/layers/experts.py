@@ -26,8 +26,8 @@ from fp8moe.layers.master import (
 from fp8moe.layers.parameters import check_not_parametrized, frozen, is_sharded, local
 from fp8moe.layers.replaced import check_no_hooks
 from fp8moe.quant.exponents import arrange, arranged_shape, as_stored
-from fp8moe.quant.formats import BLOCK, MX_BLOCK, PACKED_FORMATS, FP8Tensor, ceil_div, has_channel_scales
-from fp8moe.quant.packed import quantize_int4, quantize_mxfp4
+from fp8moe.quant.formats import BLOCK, MX_BLOCK, PACKED_FORMATS, FP8Tensor, PackedTensor, ceil_div, has_channel_scales
+from fp8moe.quant.packed import quantize_arranged
 from fp8moe.quant.quantize import dequantize, quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
 from fp8moe.runtime.checks import check_dtype, check_floating, check_int, check_like, check_tensor
@@ -44,12 +44,6 @@ def packed_weights(weight_format: str) -> WeightFormat:
     form, _ = PACKED_WEIGHTS[weight_format]
     dtypes = PACKED_FORMATS[form].scale_dtypes
     return WeightFormat("_scale", (torch.uint8,), (*dtypes, torch.float8_e8m0fnu) if form == "mxfp4" else dtypes)
-
-
-def packed_as_kept(weight: Tensor, form: str, group: int) -> FP8Tensor:
-    """Quantize matrices (P, N, K) to four bits, with scales in the order in which modules keep them."""
-    data, scale, *_ = quantize_mxfp4(weight) if form == "mxfp4" else quantize_int4(weight, group=group)
-    return FP8Tensor(data, arrange(scale) if form == "mxfp4" else scale)
 
 
 class Weights(NamedTuple):
@@ -411,11 +405,11 @@ class GroupedExperts(MasterModule):
             if bias is not None:
                 bias.uniform_(-bound, bound)
 
-    def _quantize(self, weight: Tensor, *, channels: bool = False) -> FP8Tensor:
+    def _quantize(self, weight: Tensor, *, channels: bool = False) -> FP8Tensor | PackedTensor:
         """Quantize the matrices (P, N, K) of an expert to this layer's format; the results are (P, ...)."""
         if self.weight_format == "fp8":
             return (quantize_channels if channels else quantize_128x128)(weight)
-        return packed_as_kept(weight, *PACKED_WEIGHTS[self.weight_format])
+        return quantize_arranged(weight, *PACKED_WEIGHTS[self.weight_format])
 
     def _packed(self, name: str, weight: experts_source.Weight) -> FP8Tensor:
         """Quantize weights of experts to four bits, an expert at a time."""
@@ -617,13 +611,10 @@ def _by_shard(name: str, convert: Callable[..., Tensor], *values: Tensor) -> Ten
     """
     for value in values:
         if local(value).shape[1:] != value.shape[1:]:
-            raise ValueError(
-                f"{name}: expected whole experts on each rank, sharded by the first dimension, got {value.placements}"
-            )
-    made = convert(*map(local, values))
-    if not is_sharded(values[0]):
+            raise ValueError(f"{name}: expected whole experts on each rank, got a DTensor with {value.placements}")
+    of, made = values[0], convert(*map(local, values))
+    if not is_sharded(of):
         return made
-    of = values[0]
     shape = torch.Size((of.shape[0], *made.shape[1:]))
     options = {"run_check": False, "shape": shape, "stride": made.stride()}
     return type(of).from_local(made, of.device_mesh, of.placements, **options)

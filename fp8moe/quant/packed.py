@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.checks import check_packed
+from fp8moe.quant.exponents import arrange
 from fp8moe.quant.formats import MX_BLOCK, PACKED_FORMATS, PackedTensor, as_float
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_tensor
@@ -42,6 +43,12 @@ def quantize_int4(w: Tensor, *, group: int = 128) -> PackedTensor:
     check_tensor("w", w)
     check_int("group", group)
     return PackedTensor(*_quantize_int4(detached(w), group), "int4")
+
+
+def quantize_arranged(w: Tensor, form: str, group: int) -> PackedTensor:
+    """Quantize w (..., N, K) to a format, "mxfp4" or "int4". Exponents of "mxfp4" are arranged (`quant.exponents`)."""
+    made = quantize_mxfp4(w) if form == "mxfp4" else quantize_int4(w, group=group)
+    return made._replace(scale=arrange(made.scale)) if form == "mxfp4" else made
 
 
 def dequantized(t: PackedTensor) -> Tensor:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from fp8moe.layers.experts import GroupedExperts, packed_as_kept
+from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.parameters import is_sharded
 from fp8moe.layers.wrapped import chain, check_merged, check_unmerged, unwrapped
 from fp8moe.quant.formats import FP8Tensor, is_packed, packed_format
+from fp8moe.quant.packed import quantize_arranged
 from fp8moe.quant.quantize import Requantizer, quantize_128x128, quantize_channels
 from fp8moe.runtime.checks import FLOATING, describe
 from fp8moe.weights.closing import close, open_again
@@ -455,7 +456,7 @@ class _Refit:
         if is_packed(data):
             form, group = packed_format(scale), tensor.shape[-1] // self.state[scale_place.key].shape[-1]
             for index in range(len(tensor)) if tensor.dim() == 3 else [...]:
-                values = packed_as_kept(tensor[index].unflatten(0, (_matrices(place), -1)), form, group)
+                values = quantize_arranged(tensor[index].unflatten(0, (_matrices(place), -1)), form, group)
                 data[index].copy_(values.data.flatten(0, 1)[part[-2:]])
                 scale[index].copy_(values.scale.flatten(0, 1)[scale_part[-2:]])
             self._scales.add(scale_place.key)  # exponents of MXFP4 are judged, too
@@ -641,8 +642,10 @@ def _of_directory(directory: str | os.PathLike, model: nn.Module) -> _Source:
     problems += inexact_problems(weights) if not problems else ()
     if problems:
         raise CheckpointError(what, problems)
-    locate = provider().locator(model)
-    packed = Target(state_of(model)).packed(weights.stored, lambda name: locate(name).name)
+    packed = []
+    if any(weight.kind in ("mxfp4", "int4") for weight in weights.stored):  # visits the model
+        locate = provider().locator(model)
+        packed = Target(state_of(model)).packed(weights.stored, lambda name: locate(name).name)
     blocks = [weight for weight in in_blocks(weights, packed=packed) if weight.name.text not in weights.unused]
     names = [name for weight in blocks for name in (weight.name.text, weight.scale_name)[: 1 + weight.has_scale]]
     tensors = ((weight.name.text, weight) for weight in blocks)
