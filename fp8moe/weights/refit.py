@@ -210,7 +210,9 @@ class _Refit:
         self._memory: dict[str, tuple] = {}  # address and layout of tensors, by state-dict key
         self._parts: dict[str, dict[str, Tensor]] = {}  # tensors that transformers combines, by the result's key
         self._codes: dict[str, Place] = {}  # places of weights received in FP8, by tensor name
-        self._scales: set[str] = set()  # state-dict keys of scales received for FP8 weights
+        self._scales: set[str] = set()  # state-dict keys of scales received for FP8 weights, or made for four bits
+        scales = {key for key in self.target.scales if key.endswith(CHANNEL_SCALE)}
+        self._packed = {key.removesuffix(CHANNEL_SCALE) for key in scales}  # state-dict keys of weights in four bits
         self._left: list[str] | None = None  # problem lines for the tensors that are missing at the end
         self._differ: dict[str, Tensor] = {}  # by tensor name: whether it differs from the tensor it is tied to
         self._ignored = ignored_names(model, provider().ignored_layers(model), ())
@@ -374,7 +376,7 @@ class _Refit:
                 weight = self._locate(name._replace(text=name.weight, role=WEIGHT)).name
                 scale = weight._replace(text=weight.scale, role=SCALE_ROLE)
                 place = self.target.find(weight)
-                packed = place is not None and self._is_packed(place.key)
+                packed = place is not None and place.key in self._packed
                 place = self.target.scale_of(place) if packed else self.target.find(scale)
                 found = Location(scale, scale.text), place
             if found is None or found[1] is None:  # not a scale, or the model's weight is not FP8
@@ -418,8 +420,8 @@ class _Refit:
         target = self.state[place.key]
         scale = self.target.scale_of(place) if tensor.dtype in FLOATING else None
         if scale is not None:
-            problem = _unfit(place, scale, tensor, self._is_packed(place.key))
-        elif self._is_packed(place.key.removesuffix(CHANNEL_SCALE)):
+            problem = _unfit(place, scale, tensor, place.key in self._packed)
+        elif place.key.removesuffix(CHANNEL_SCALE) in self._packed:
             problem = _ONLY_FLOATS
         elif target.dtype == torch.float8_e4m3fn != tensor.dtype:
             problem = f"dtype {_dtype(tensor)}, expected {FP8}, BF16, F16 or F32"
@@ -508,16 +510,16 @@ class _Refit:
     def _shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a tensor of the model; for weights in four bits, the shape of their values."""
         shape = tuple(self.state[key].shape)
-        return (*shape[:-1], 2 * shape[-1]) if self._is_packed(key) else shape
-
-    def _is_packed(self, key: str) -> bool:
-        """Return whether the model has weights in four bits under this key."""
-        return f"{key}{CHANNEL_SCALE}" in self.target.scales
+        return (*shape[:-1], 2 * shape[-1]) if key in self._packed else shape
 
     def _any_bad(self) -> bool:
         """Return whether any received tensor holds invalid values. Synchronizes with the device once."""
         entries = {key: held(self.state[key])[0] for key in self.came}
-        entries = {key: values for key, values in entries.items() if values.numel() and self._has_flag(key, values)}
+        entries = {
+            key: values
+            for key, values in entries.items()
+            if values.numel() and (values.is_floating_point() or key in self._scales)
+        }
         judged = {place.key for place in self._codes.values()} | self._scales
         flags = [*self._differ.values(), *(self._flag(key, entries[key]) for key in judged & {*entries})]
         # Detached, because get_total_norm takes Parameters one by one.
@@ -533,7 +535,9 @@ class _Refit:
         flags = {
             key: self._flag(key, values)
             for key, values in entries.items()
-            if values.numel() and self._has_flag(key, values) and (values.dtype != torch.float8_e4m3fn or key in codes)
+            if values.numel()
+            and (values.is_floating_point() or key in self._scales)
+            and (values.dtype != torch.float8_e4m3fn or key in codes)
         } | self._differ
         problems = []
         for key in [key for key, flag in flags.items() if flag]:
@@ -548,10 +552,6 @@ class _Refit:
                 if values.numel() and self._flag(key, values):
                     problems.append(f"{name}: holds a NaN or an infinity, or scales that are not positive")
         return problems
-
-    def _has_flag(self, key: str, values: Tensor) -> bool:
-        """Return whether `_flag` can tell of values of a state-dict entry: of floats, and of exponents."""
-        return values.is_floating_point() or key in self.target.scales
 
     def _flag(self, key: str, values: Tensor) -> Tensor:
         """Return whether values of a state-dict entry are not finite or, if they are scales, not positive."""
