@@ -16,6 +16,15 @@ def scaled(layer, factor):
     return layer
 
 
+def in_blocks(layer):
+    """The same experts in FP8 blocks."""
+    blocks = layer.in_format("fp8").to_empty(device=layer.down_proj.device)
+    here = layer.local_weights().layer.in_blocks()
+    for name, value in zip(blocks.weight_names, (*here.up, *here.down), strict=True):
+        getattr(blocks, name).data.copy_(value)
+    return blocks
+
+
 def adapted(base=None, *, r=4, alpha=8, adapter="default", device="cpu", **options):
     """A LoRA layer in training mode around experts, with values in all factors."""
     from peft import LoraConfig, get_peft_model

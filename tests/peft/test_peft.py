@@ -27,7 +27,16 @@ from tests.processes import in_processes
 
 peft = pytest.importorskip("peft")
 from fp8moe.peft import merge_and_unload, register  # noqa: E402
-from tests.peft_reference import Model, adapted, additions, by_projection, expected, run, scaled  # noqa: E402
+from tests.peft_reference import (  # noqa: E402
+    Model,
+    adapted,
+    additions,
+    by_projection,
+    expected,
+    in_blocks,
+    run,
+    scaled,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -579,15 +588,6 @@ def test_masters_are_added_to():
 
 
 # Experts in four bits.
-
-
-def in_blocks(layer):
-    """The same experts in FP8 blocks."""
-    blocks = layer.in_format("fp8").to_empty(device="cpu")
-    here = layer.local_weights().layer.in_blocks()
-    for name, value in zip(blocks.weight_names, (*here.up, *here.down), strict=True):
-        getattr(blocks, name).data.copy_(value)
-    return blocks
 
 
 @pytest.mark.parametrize(
