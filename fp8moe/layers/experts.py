@@ -1,8 +1,6 @@
 """GroupedExperts: the experts of a mixture-of-experts layer, with FP8 weights or trained in FP8."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +12,7 @@ from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.checks import MAX_EXPERTS
 from fp8moe.kernels.experts.operands import Biases, Layer, Masters, Norm, TokenOperands, row_dtype
 from fp8moe.kernels.experts.operator import experts_of_rows, experts_of_tokens
-from fp8moe.layers import experts_source
+from fp8moe.layers import experts_source, packed_state
 from fp8moe.layers.master import (
     MASTER_DTYPES,
     MasterModule,
@@ -24,11 +22,11 @@ from fp8moe.layers.master import (
     quantized,
     quantized_gate_up,
 )
-from fp8moe.layers.parameters import check_not_parametrized, frozen, is_sharded, local
+from fp8moe.layers.parameters import check_not_parametrized, frozen, local
 from fp8moe.layers.replaced import check_no_hooks
-from fp8moe.quant.arranged import arrange, arranged_codes, arranged_exponents, arranged_shape, as_stored
-from fp8moe.quant.formats import BLOCK, MX_BLOCK, PACKED_FORMATS, FP8Tensor, ceil_div, has_channel_scales
-from fp8moe.quant.packed import quantize_int4, quantize_mxfp4
+from fp8moe.quant.arranged import arranged_shape
+from fp8moe.quant.formats import BLOCK, PACKED_FORMATS, FP8Tensor, PackedTensor, ceil_div, has_channel_scales
+from fp8moe.quant.packed import quantize_arranged
 from fp8moe.quant.quantize import dequantize, quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
 from fp8moe.runtime.checks import check_dtype, check_floating, check_int, check_like, check_tensor
@@ -75,7 +73,7 @@ class GroupedExperts(MasterModule):
     With a ``weight_format`` of four bits, data uint8 (..., N, K/2) and scales take the place of these, as in a
     `PackedTensor`: gate_up_proj (E, 2I, H/2), gate_up_proj_scale (E, 2I, H/32) or (E, 2I, H/128), down_proj
     (E, H, I/2), down_proj_scale. The state dict has scales of "mxfp4", uint8, in this order; the parameter itself has
-    them in the order of the kernels (`fp8moe.quant.exponents`).
+    them in the order of the kernels (`fp8moe.quant.arranged`).
 
     With ``bias`` there are also
 
@@ -205,7 +203,7 @@ class GroupedExperts(MasterModule):
             self.kept = packed_weights(weight_format)
             self._register_packed(self.up_name, up_shape, projections, device)
             self._register_packed("down_proj", down_shape, 1, device)
-            self.register_state_dict_post_hook(_as_stored)
+            self.register_state_dict_post_hook(packed_state.as_stored)
         for name, shape in zip(self.bias_names, (up_shape, down_shape), strict=True):
             value = frozen(torch.empty(shape[:2], dtype=dtype, device=device)) if bias else None
             self.register_parameter(name, value)
@@ -406,13 +404,11 @@ class GroupedExperts(MasterModule):
             if bias is not None:
                 bias.uniform_(-bound, bound)
 
-    def _quantize(self, weight: Tensor, *, channels: bool = False) -> FP8Tensor:
+    def _quantize(self, weight: Tensor, *, channels: bool = False) -> FP8Tensor | PackedTensor:
         """Quantize the matrices (P, N, K) of an expert to this layer's format; the results are (P, ...)."""
         if self.weight_format == "fp8":
             return (quantize_channels if channels else quantize_128x128)(weight)
-        form, group = PACKED_WEIGHTS[self.weight_format]
-        data, scale, *_ = quantize_mxfp4(weight) if form == "mxfp4" else quantize_int4(weight, group=group)
-        return arrange(data, scale) if form == "mxfp4" else FP8Tensor(data, scale)
+        return quantize_arranged(weight, *PACKED_WEIGHTS[self.weight_format])
 
     def _packed(self, name: str, weight: experts_source.Weight) -> FP8Tensor:
         """Quantize weights of experts to four bits, an expert at a time."""
@@ -426,24 +422,10 @@ class GroupedExperts(MasterModule):
             scale[expert].copy_(made.scale.flatten(0, 1))
         return FP8Tensor(weight.sharded(data), weight.sharded(scale))
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        for name, scale_name in pairs(self.weight_names) if self.weight_format != "fp8" else ():
-            key, own = prefix + scale_name, getattr(self, name)
-            data, scale = state_dict.get(prefix + name), state_dict.get(key)
-            known = scale is not None and scale.dtype in self.kept.scale_dtypes
-            if self.weight_format == "mxfp4":
-                shape = (own.shape[1], own.shape[2] * 2 // MX_BLOCK)
-                if known:
-                    state_dict[key] = scale = scale.view(torch.uint8)
-                if known and scale.shape[1:] == shape:
-                    arranged = partial(arranged_exponents, projections=2 if name == "gate_up_proj" else 1)
-                    state_dict[key] = _by_shard(arranged, scale)
-                stored = scale is None or scale.shape[1:] == shape
-                if stored and data is not None and (data.dtype, data.shape[1:]) == (own.dtype, own.shape[1:]):
-                    state_dict[prefix + name] = _by_shard(arranged_codes, data)
-            elif known and scale.dtype != getattr(self, scale_name).dtype:  # scales keep their dtype
-                setattr(self, scale_name, frozen(torch.empty_like(getattr(self, scale_name), dtype=scale.dtype)))
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        if self.weight_format != "fp8":
+            packed_state.as_kept(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def forward(
         self,
@@ -595,33 +577,6 @@ class GroupedExperts(MasterModule):
             if value is not None:
                 text += f", {name}={value}"
         return text
-
-
-def pairs(names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each weight's name with that of its scale."""
-    return zip(names[::2], names[1::2], strict=True)
-
-
-def _as_stored(layer: GroupedExperts, state: dict, prefix: str, local_metadata: dict) -> None:
-    """Save MXFP4 as checkpoints have it, unless the parameters themselves are asked for."""
-    for name, scale_name in pairs(layer.weight_names) if layer.weight_format == "mxfp4" else ():
-        data, scale = state[prefix + name], state[prefix + scale_name]
-        if not isinstance(scale, nn.Parameter):
-            for key, part in ((name, "data"), (scale_name, "scale")):
-                state[prefix + key] = _by_shard(
-                    lambda *weight, part=part: getattr(as_stored(*weight), part), data, scale
-                )
-
-
-def _by_shard(convert: Callable[..., Tensor], *values: Tensor) -> Tensor:
-    """Apply ``convert`` to tensors, or to this rank's shards of DTensors, which are sharded by experts."""
-    made = convert(*map(local, values))
-    if not is_sharded(values[0]):
-        return made
-    of = values[0]
-    shape = torch.Size((of.shape[0], *made.shape[1:]))
-    options = {"run_check": False, "shape": shape, "stride": made.stride()}
-    return type(of).from_local(made, of.device_mesh, of.placements, **options)
 
 
 def experts_rows_training(

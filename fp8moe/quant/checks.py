@@ -131,7 +131,7 @@ def check_weight_scale(name: str, weight: FP8Tensor, device: torch.device, proje
     """Check the scales of weights (..., N, K), of any form that GEMMs take, whose data is on `device`.
 
     projections: number of matrices stacked along N, each of which has blocks of its own. Exponents of MXFP4 may be
-    arranged (quant/exponents.py), as `GroupedExperts` keeps them.
+    arranged (quant/arranged.py), as `GroupedExperts` keeps them.
     """
     data, scale = weight
     if is_packed(data):

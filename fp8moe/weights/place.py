@@ -18,7 +18,7 @@ from fp8moe.layers.parameters import is_sharded, local
 from fp8moe.layers.wrapped import names_inside
 from fp8moe.quant.formats import FP8Tensor, as_float
 from fp8moe.weights.formats import SCALE_DTYPES, fits_scale
-from fp8moe.weights.names import BLOCK_IN_MODEL, GATE, GATE_UP, SCALE, SCALE_ROLE, UP, W_BLOCK, Name
+from fp8moe.weights.names import BLOCK_IN_MODEL, CHANNEL_SCALE, GATE, GATE_UP, SCALE, SCALE_ROLE, UP, W_BLOCK, Name
 from fp8moe.weights.source import (
     DTYPES,
     FLOATS,
@@ -41,7 +41,7 @@ _FORMER_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids
 Maps the end of a buffer's name in a model to a regex for the names that old checkpoints give the buffer.
 """
 
-_SCALES = {torch.float8_e4m3fn: SCALE, torch.uint8: "_scale"}
+_SCALES = {torch.float8_e4m3fn: SCALE, torch.uint8: CHANNEL_SCALE}
 """How the name of a quantized weight's scale ends in a model, by the weight's dtype."""
 
 _ALLOWED = {torch.float32: SCALE_DTYPES, torch.uint8: ("U8",), torch.bfloat16: ("BF16",)}
@@ -195,9 +195,13 @@ class Target:
                     return place
         return None
 
-    def packed(self, weights: Iterable[StoredWeight]) -> list[str]:
-        """Return the names of the weights in four bits that go into modules that keep four bits."""
-        places = {weight.name.text: self.find(weight.name) for weight in weights if weight.kind in ("mxfp4", "int4")}
+    def packed(self, weights: Iterable[StoredWeight], locate: Callable[[Name], Name] = lambda name: name) -> list[str]:
+        """Return the names of the weights in four bits that go into modules that keep four bits.
+
+        locate: maps names in the checkpoint to those in the model.
+        """
+        stored = (weight.name for weight in weights if weight.kind in ("mxfp4", "int4"))
+        places = {name.text: self.find(locate(name)) for name in stored}
         return [name for name, place in places.items() if place and self.state[place.key].dtype == torch.uint8]
 
     def _of_expert(self, name: Name, module: str) -> Place | None:
@@ -275,7 +279,8 @@ class Target:
         experts, rows = self.state[key].shape[:2]
         module, _, parameter = key.rpartition(".")
         suffix = "weight" + SCALE * (key in self.scales)
-        projections = {GATE: 0, UP: rows // 2} if parameter.startswith(GATE_UP) else {parameter.removesuffix(SCALE): 0}
+        projection = parameter.removesuffix(SCALE).removesuffix(CHANNEL_SCALE)
+        projections = {GATE: 0, UP: rows // 2} if projection == GATE_UP else {projection: 0}
         if len(parts) == experts * len(projections):
             return []
         return [

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8moe import GroupedExperts, batch_invariant, quantize_int4, quantize_mxfp4
+from fp8moe import GroupedExperts, batch_invariant, quantize_int4, quantize_mxfp4, refit
 from fp8moe.cli import main
 from fp8moe.weights import (
     DEFAULT_SKIP,
@@ -92,10 +92,11 @@ def test_saved_and_loaded_again(tmp_path, name):
     assert find_format(tmp_path / "saved").name == find_format(tmp_path / "stored").name
     again = load_model(tmp_path / "saved")
     assert torch.equal(logits(again), logits(model))
-    for value in again.parameters():
-        value.data.zero_()
-    load_fp8_checkpoint(again, tmp_path / "stored")
-    assert torch.equal(logits(again), logits(model))
+    for load in (load_fp8_checkpoint, refit):
+        for value in again.parameters():
+            value.data.zero_()
+        load(again, tmp_path / "stored")
+        assert torch.equal(logits(again), logits(model))
 
 
 def test_refusals(tmp_path):
@@ -108,18 +109,81 @@ def test_refusals(tmp_path):
         load_model(tmp_path / "all", experts="four")
 
 
-def test_what_takes_no_four_bits_yet(tmp_path):
-    peft = pytest.importorskip("peft")
-    from fp8moe.peft import register as register_peft
-    from fp8moe.weights.refit import refit
+@pytest.mark.parametrize("weight_format", ["mxfp4", "int4", "int4-32"])
+def test_refit(tmp_path, weight_format):
+    """From experts one by one or fused: the bits of the quantized checkpoint, where the old weights were."""
+    sizes = SIZES | {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 1}
+    for seed, name in enumerate(("old", "new")):
+        torch.manual_seed(seed)
+        source = TinyModel("qwen3_moe", "AutoModelForCausalLM", sizes).build(torch.bfloat16)
+        source.save_pretrained(tmp_path / name)
+        quantize_checkpoint(tmp_path / name, tmp_path / f"{name}-x", experts=weight_format)
+    fresh = load_model(tmp_path / "new-x")
+    given = load_file(tmp_path / "new" / "model.safetensors")
+    (key,) = (key for key in given if key.endswith("layers.0.mlp.experts.3.up_proj.weight"))
+    quantize_checkpoint(tmp_path / "new", tmp_path / "new-fp8")
+    for tensors in (given, source.state_dict(), source, tmp_path / "new", tmp_path / "new-x"):
+        model = load_model(tmp_path / "old-x")
+        places = [value.data_ptr() for value in model.state_dict(keep_vars=True).values()]
+        assert refit(model, tensors).left == ()
+        same(model.state_dict(), fresh.state_dict())
+        assert [value.data_ptr() for value in model.state_dict(keep_vars=True).values()] == places
+        assert torch.equal(logits(model), logits(fresh))
+    bad, name = given[key].clone(), key.removesuffix("weight")
+    bad[5, 70] = torch.nan
+    for tensors, problem in (
+        (given | {key: bad}, f"{name}weight: holds a NaN or an infinity"),
+        (given | {key: bad[:, 32:]}, rf"{name}weight: shape \(128, 224\), expected \(128, 256\)"),
+        ([(other, value) for other, value in given.items() if other != key], f"one: {name}weight: missing$"),
+        (fresh.state_dict(), "gate_up_proj: the model has these experts in four bits; expected weights in BF16"),
+        (tmp_path / "new-fp8", "down_proj.weight: dtype F8_E4M3, but the model's module has weights in four bits"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            refit(model, tensors)
+    refit(model, given)
+    same(model.state_dict(), fresh.state_dict())
+    left = [name for name in refit(model, {key: given[key]}, strict=False).left if "experts" in name]
+    down = key.replace(".3.up_proj.weight", ".down_proj")
+    assert {*left} == {name for name in given if "experts" in name and "down" not in name} - {key} | {down}
 
-    expected = write("compressed-tensors MXFP4", tmp_path)
-    model = load_model(tmp_path / "stored")
-    with pytest.raises(ValueError, match=r"^model: expected experts in FP8 to refit, got .* in mxfp4"):
-        refit(model, expected.state_dict())
-    config = peft.LoraConfig(target_parameters=["experts.gate_up_proj", "experts.down_proj"])
-    with pytest.raises(ValueError, match="expected experts in FP8 or unquantized to adapt, got .* in four bits"):
-        register_peft(config, model)
+
+def test_adapters(tmp_path):
+    """A step of training is that over FP8 blocks of equal values, and the adapter is loaded again."""
+    peft = pytest.importorskip("peft")
+    from fp8moe.hf.training import check_trained
+    from fp8moe.peft import merge_and_unload
+    from fp8moe.peft import register as adaptable
+
+    write("compressed-tensors MXFP4", tmp_path)
+    found, targets = [], ["experts.gate_up_proj", "experts.down_proj"]
+    for experts in ("stored", "fp8"):
+        model = load_model(tmp_path / "stored", experts=experts)
+        config = peft.LoraConfig(r=4, target_parameters=targets, target_modules=["o_proj"], init_lora_weights=False)
+        if experts == "stored":
+            with pytest.raises(ValueError, match="^model: its experts in four bits are frozen, .* train adapters"):
+                check_trained(model)
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, adaptable(config, model)).train()
+        check_trained(model)
+        trained = {name: value for name, value in adapted.named_parameters() if value.requires_grad}
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+        adapted(IDS, labels=IDS).loss.backward()
+        grads = {name: value.grad for name, value in trained.items()}
+        optimizer.step()
+        found.append(grads | {"logits": logits(adapted.eval())})
+        if experts == "stored":
+            adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+            with pytest.raises(ValueError, match="to merge into, got four bits"):
+                merge_and_unload(adapted)
+    same(*found)
+    assert all(value.any() for value in found[0].values())
+    base = load_model(tmp_path / "stored")
+    config = adaptable(peft.LoraConfig.from_pretrained(tmp_path / "adapter"), base)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", config=config)
+    assert torch.equal(logits(loaded.eval()), found[0]["logits"])
+    base.model.layers[-1].mlp.experts.get_base_layer().down_proj.data.zero_()
+    refit(loaded, tmp_path / "stored")
+    assert torch.equal(logits(loaded), found[0]["logits"])
 
 
 def test_decoder(tmp_path):

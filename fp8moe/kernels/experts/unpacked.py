@@ -1,4 +1,4 @@
-"""Convert experts in four bits to FP8 in blocks, for kernels that take no others: those of a backward."""
+"""Convert experts in four bits to FP8 in blocks, for kernels that take no others: those of a backward, and of LoRA."""
 
 import torch
 from torch import Tensor
