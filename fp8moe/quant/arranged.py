@@ -29,6 +29,8 @@ _GROUPS = BLOCK // MX_BLOCK  # exponents of a feature in a block along K
 _NAN = 255
 _MOST_BELOW, _NAN_BELOW = 30, 31
 _ENTRY = 8  # bytes of an entry of the table
+NAN_BYTE = _ENTRY * _NAN_BELOW
+"""The byte of NaN among arranged exponents; no finite weights that are below 2^121 have it."""
 _BLOCKS = 8  # blocks along K that a thread block arranges
 _THREADS = 256  # in a thread block that arranges codes
 _GROUP_BYTES = MX_BLOCK // 2
