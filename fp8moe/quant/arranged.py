@@ -5,10 +5,10 @@ Codes: of 32 values with an exponent, bytes 4q to 4q + 3 have values 4q to 4q + 
 in bit 8j + 7, that of the high half in bit 8j + 3: one shift brings four signs to where E4M3 has them.
 
 Exponents: by blocks of 128 along K, and relative to their largest. The words of a projection (N, K) and a block of 128
-along K are contiguous: a word for each feature, whose bytes are 8 times how far its four exponents are below the largest
-of a block of 128 features, at most 30, or 248 for NaN; then a word (int32) with the largest exponent of each block; then
-zeros, up to a multiple of 4 words. So a byte is the offset of an entry in the kernels' table of magnitudes, which are
-zero from 19 on.
+along K are contiguous: a word for each feature, whose bytes are 8 times how far its four exponents are below the
+largest of a block of 128 features, at most 30, or 248 for NaN; then a word (int32) with the largest exponent of each
+block; then zeros, up to a multiple of 4 words. So a byte is the offset of an entry in the kernels' table of magnitudes,
+which are zero from 19 on.
 """
 
 import ctypes
@@ -113,8 +113,8 @@ def arranged_exponents(exponents: Tensor, projections: int = 1) -> Tensor:
     """Arrange the exponents of weights (..., N, K).
 
     exponents: uint8 (..., N, K/32), E8M0. projections: number of matrices stacked along N, each arranged for itself.
-    Returns uint8 (..., *`arranged_shape`). An exponent counts even if all codes of its group are 0. One that is more than
-    30 below the largest of its block becomes 30 below it.
+    Returns uint8 (..., *`arranged_shape`). An exponent counts even if all codes of its group are 0. One that is more
+    than 30 below the largest of its block becomes 30 below it.
     """
     *lead, n, groups = exponents.shape
     size, k_blocks = n // projections, ceil_div(groups, _GROUPS)
