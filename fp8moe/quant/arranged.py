@@ -5,9 +5,10 @@ Codes: of 32 values with an exponent, bytes 4q to 4q + 3 have values 4q to 4q + 
 in bit 8j + 7, that of the high half in bit 8j + 3: one shift brings four signs to where E4M3 has them.
 
 Exponents: by blocks of 128 along K, and relative to their largest. The words of a projection (N, K) and a block of 128
-along K are contiguous: a word for each feature, whose bytes say how far its four exponents are below the largest of a
-block of 128 features, or 255 for NaN; then a word (int32) with the largest exponent of each block; then zeros, up to a
-multiple of 4 words.
+along K are contiguous: a word for each feature, whose bytes are 8 times how far its four exponents are below the
+largest of a block of 128 features, at most 30, or 248 for NaN; then a word (int32) with the largest exponent of each
+block; then zeros, up to a multiple of 4 words. So a byte is the offset of an entry in the kernels' table of magnitudes,
+which are zero from 19 on.
 """
 
 import ctypes
@@ -26,6 +27,10 @@ from fp8moe.runtime.launch import PointerLauncher, planned
 
 _GROUPS = BLOCK // MX_BLOCK  # exponents of a feature in a block along K
 _NAN = 255
+_MOST_BELOW, _NAN_BELOW = 30, 31
+_ENTRY = 8  # bytes of an entry of the table
+NAN_BYTE = _ENTRY * _NAN_BELOW
+"""The byte of NaN among arranged exponents; no finite weights that are below 2^121 have it."""
 _BLOCKS = 8  # blocks along K that a thread block arranges
 _THREADS = 256  # in a thread block that arranges codes
 _GROUP_BYTES = MX_BLOCK // 2
@@ -108,7 +113,8 @@ def arranged_exponents(exponents: Tensor, projections: int = 1) -> Tensor:
     """Arrange the exponents of weights (..., N, K).
 
     exponents: uint8 (..., N, K/32), E8M0. projections: number of matrices stacked along N, each arranged for itself.
-    Returns uint8 (..., *`arranged_shape`). An exponent counts even if all codes of its group are 0.
+    Returns uint8 (..., *`arranged_shape`). An exponent counts even if all codes of its group are 0. One that is more
+    than 30 below the largest of its block becomes 30 below it.
     """
     *lead, n, groups = exponents.shape
     size, k_blocks = n // projections, ceil_div(groups, _GROUPS)
@@ -124,7 +130,7 @@ def arranged_exponents(exponents: Tensor, projections: int = 1) -> Tensor:
     whole = whole.view(-1, rows, BLOCK, k_blocks, _GROUPS)
     is_number = whole < _NAN
     largest = whole.where(is_number, 0).amax((2, 4), keepdim=True)
-    below = (largest - whole).where(is_number, _NAN).flatten(1, 2)[:, :size]
+    below = (largest - whole).clamp(max=_MOST_BELOW).where(is_number, _NAN_BELOW).flatten(1, 2)[:, :size] * _ENTRY
     words = out.view(len(whole), k_blocks, _words(size), 4).zero_()
     words[:, :, :size] = below.transpose(1, 2).to(torch.uint8)
     words[:, :, size : size + rows, 0] = largest.flatten(1).view(-1, rows, k_blocks).transpose(1, 2).to(torch.uint8)
@@ -132,13 +138,13 @@ def arranged_exponents(exponents: Tensor, projections: int = 1) -> Tensor:
 
 
 def stored_exponents(arranged: Tensor, n: int, k: int, projections: int = 1) -> Tensor:
-    """Return the exponents (..., n, k/32) that `arranged_exponents` has arranged."""
+    """Return the exponents (..., n, k/32) that `arranged_exponents` has arranged, at most 30 below their largest."""
     size, k_blocks = n // projections, ceil_div(k, BLOCK)
     words = arranged.reshape(math.prod(arranged.shape[:-2]) * projections, k_blocks, _words(size), 4)
     rows = ceil_div(size, BLOCK)
-    below = words[:, :, :size].int()
+    below = words[:, :, :size].int() // _ENTRY
     largest = words[:, :, size : size + rows, :1].int().repeat_interleave(BLOCK, 2)[:, :, :size]
-    exponents = (largest - below).where(below < _NAN, _NAN).to(torch.uint8).transpose(1, 2)
+    exponents = (largest - below).clamp(min=0).where(below < _NAN_BELOW, _NAN).to(torch.uint8).transpose(1, 2)
     return exponents.flatten(2)[..., : k // MX_BLOCK].reshape(*arranged.shape[:-2], n, k // MX_BLOCK)
 
 

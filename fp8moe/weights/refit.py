@@ -17,6 +17,7 @@ from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.parameters import is_sharded
 from fp8moe.layers.wrapped import chain, check_merged, check_unmerged, unwrapped
+from fp8moe.quant.arranged import NAN_BYTE
 from fp8moe.quant.formats import FP8Tensor, is_packed, packed_format
 from fp8moe.quant.packed import quantize_arranged
 from fp8moe.quant.quantize import Requantizer, quantize_128x128, quantize_channels
@@ -555,7 +556,9 @@ class _Refit:
 
     def _flag(self, key: str, values: Tensor) -> Tensor:
         """Return whether values of a state-dict entry are not finite or, if they are scales, not positive."""
-        if values.dtype in (torch.float8_e8m0fnu, torch.uint8):  # uint8: arranged, a byte that only NaN has
+        if values.dtype is torch.uint8:
+            return (values == NAN_BYTE).any()
+        if values.dtype is torch.float8_e8m0fnu:
             return values.view(torch.uint8).amax() == 255
         if values.dtype == torch.float8_e4m3fn:
             return (values.view(torch.uint8) & 127).amax() == 127

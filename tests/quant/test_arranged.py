@@ -12,9 +12,10 @@ SHAPES = [(1, 2, 1), (3, 136, 5), (2, 392, 90), (5, 1536, 64), (256, 36), (0, 8,
 
 
 def drawn(*shape):
-    """Exponents that differ little, of some rows much, among them NaN (255)."""
+    """Exponents that differ little, of some rows by up to 30, among them NaN (255)."""
     exponents = torch.randint(100, 110, shape, dtype=torch.uint8)
-    exponents[..., ::7, :] = torch.randint(0, 256, exponents[..., ::7, :].shape, dtype=torch.uint8)
+    exponents[..., ::7, :] = torch.randint(90, 121, exponents[..., ::7, :].shape, dtype=torch.uint8)
+    exponents[..., ::11, ::3] = 255
     return exponents
 
 
@@ -46,14 +47,14 @@ def test_codes():
 
 
 def test_exponents():
-    """For each feature how far it is below the block's largest, then the largest, by blocks along K."""
+    """For each feature 8 times how far it is below the block's largest, then the largest, by blocks along K."""
     exponents = drawn(1, 300, 6)
-    exponents[0, 7, 5], exponents[0, 129] = 255, 255
+    exponents[0, 7, 5], exponents[0, 129], exponents[0, 8, 1] = 255, 255, 3
     words = arranged_exponents(exponents)[0].view(2, -1, 4).int()
     for block, rows in itertools.product(range(2), range(3)):
         here = exponents[0, 128 * rows : 128 * rows + 128, 4 * block : 4 * block + 4].int()
         largest = here[here < 255].max()
         assert words[block, 300 + rows].tolist() == [largest, 0, 0, 0]
-        expected = torch.where(here < 255, largest - here, 255)
+        expected = 8 * torch.where(here < 255, (largest - here).clamp(max=30), 31)
         assert torch.equal(words[block, 128 * rows : 128 * rows + 128][: len(here), : here.shape[1]], expected)
     assert words.shape == (2, 304, 4) and not words[:, 303].any()

@@ -1,7 +1,8 @@
 // Arranges the exponents of MXFP4 weights, one for each feature and 32 values along K, for the GEMM kernels: by blocks
-// of 128 along K, one word for each feature, so that those of a tile are contiguous. They become what they are below
-// the largest exponent of a block of 128 features and 128 along K. These largest exponents follow behind the words of
-// all features of a projection. An exponent of 255, which is NaN, stays 255 and does not count.
+// of 128 along K, one word for each feature, so that those of a tile are contiguous. They become 8 times
+// what they are below the largest exponent of a block of 128 features and 128 along K, at most 240. These largest
+// exponents follow behind the words of all features of a projection. An exponent of 255, which is NaN, becomes 248 and
+// does not count.
 //
 // Compile-time constants: BLOCK; BLOCKS (along K, that a thread block of BLOCK threads arranges).
 #include "ptx.cuh"
@@ -38,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #pragma unroll
     for (int warp = 0; warp < BLOCK / WARP; ++warp) most = max(most, largest[i % 2][warp]);
     u32* row = arranged + (projection * k_blocks + k_block) * words;
-    if (valid) row[feature] = most * 0x01010101 - numbers | not_number;
+    if (valid) row[feature] = __vminu4(most * 0x01010101 - numbers, 0x1E1E1E1E) << 3 | not_number & 0xF8F8F8F8;
     if (threadIdx.x == 0) row[size + blockIdx.x] = most;
     const long long behind = size + gridDim.x + threadIdx.x;
     if (blockIdx.x == gridDim.x - 1 && behind < words) row[behind] = 0;

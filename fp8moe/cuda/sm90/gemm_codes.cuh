@@ -36,25 +36,23 @@ struct Eight {
   }
 };
 
-// The magnitudes of E2M1 times 2^(6 - relative), or NaN.
+// The magnitudes of E2M1 times 2^(6 - i), or NaN, given 8 * i, which arranged exponents are.
 template <typename S>
-__device__ __forceinline__ Bytes magnitudes(const S& s, u32 relative) {
-  const u64 table = s.scaled[relative];
+__device__ __forceinline__ Bytes magnitudes(const S& s, u32 offset) {
+  const u64 table = *reinterpret_cast<const u64*>(reinterpret_cast<const u8*>(s.scaled) + offset);
   return {static_cast<u32>(table), static_cast<u32>(table >> 32)};
 }
 
-constexpr u32 NAN_ENTRY = 255;  // of the table of magnitudes
-
-// Fills the table of magnitudes; called by all threads of the block, before they synchronize.
+// Fills the table of magnitudes, whose last entry is NaN; called by all threads of the block, before they synchronize.
 template <typename S>
 __device__ __forceinline__ void fill_magnitudes(S& s) {
   if constexpr (PACKED == MXFP4) {
-    for (int i = threadIdx.x; i < 256; i += THREADS) {
-      const float one = __uint_as_float(max(0, 127 + 6 - i) << 23);
-      const u32 low = u32{pack_e4m3(0.f, 0.5f * one)} | u32{pack_e4m3(one, 1.5f * one)} << 16;
-      const u32 high = u32{pack_e4m3(2 * one, 3 * one)} | u32{pack_e4m3(4 * one, 6 * one)} << 16;
-      s.scaled[i] = i == NAN_ENTRY ? 0x7F7F7F7F7F7F7F7F : u64{high} << 32 | low;
-    }
+    const int i = threadIdx.x;
+    if (i >= ENTRIES) return;
+    const float one = __uint_as_float(127 + 6 - i << 23);
+    const u32 low = u32{pack_e4m3(0.f, 0.5f * one)} | u32{pack_e4m3(one, 1.5f * one)} << 16;
+    const u32 high = u32{pack_e4m3(2 * one, 3 * one)} | u32{pack_e4m3(4 * one, 6 * one)} << 16;
+    s.scaled[i] = i == ENTRIES - 1 ? 0x7F7F7F7F7F7F7F7F : u64{high} << 32 | low;
   }
 }
 

@@ -143,17 +143,19 @@ struct GroupTable<0> {
 };
 
 // What MXFP4 needs besides. scaled: the eight magnitudes of E2M1 in E4M3, times 2^(6 - i) at index i; one byte each.
+constexpr int ENTRIES = 32;
 template <bool Mxfp4, bool Unpacks>
 struct PackedShared {
-  u64 scaled[256];
+  u64 scaled[ENTRIES];
+  u8 padding[SWIZZLE_ALIGNMENT - sizeof(scaled)];
 };
 template <>
 struct PackedShared<false, false> {};
 template <>
 struct PackedShared<true, true> {
-  u64 scaled[256];
+  u64 scaled[ENTRIES];
   Barrier codes[STAGES];  // completed when codes have arrived, as ring.full is when they are unpacked
-  u8 padding[SWIZZLE_ALIGNMENT - sizeof(codes)];
+  u8 padding[SWIZZLE_ALIGNMENT - sizeof(scaled) - sizeof(codes)];
 };
 
 struct Shared : PackedShared<PACKED == MXFP4, UNPACKS> {

@@ -119,7 +119,7 @@ struct Fragments {
         const u32 relative = load_shared_4(below + rows + lane / 4 + 8 * i);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const Eight eight(magnitudes(s, relative >> 8 * k & 0xFF), words[k]);
+          const Eight eight(magnitudes(s, select_bytes(relative, 0, 0x4440 + k)), words[k]);
           values[k][i] = eight.first, values[k][i + 2] = eight.second;
         }
       }

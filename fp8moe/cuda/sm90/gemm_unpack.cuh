@@ -27,8 +27,8 @@ struct Unpacker {
   }
 
   // magnitudes(), loaded here and not later.
-  __device__ __forceinline__ Bytes load_magnitudes(u32 relative) const {
-    const uint2 table = load_shared_8(s.scaled + relative);
+  __device__ __forceinline__ Bytes load_magnitudes(u32 offset) const {
+    const uint2 table = load_shared_8(shared_address(s.scaled) + offset);
     return {table.x, table.y};
   }
 
@@ -55,22 +55,22 @@ struct Unpacker {
     u32 chunks[2];  // of round 0, in the swizzled stage
 #pragma unroll
     for (int i = 0; i < 2; ++i) chunks[i] = values + row * 128 + (2 * group + i ^ row % 8) * 16;
-    u32 relative[ROUNDS];
+    u32 offsets[ROUNDS];
     uint4 codes[ROUNDS];
     Bytes bytes[ROUNDS];
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) relative[i] = exists(i) ? load_shared_1(below + i * THREADS_HERE) : 0;
+    for (int i = 0; i < ROUNDS; ++i) offsets[i] = exists(i) ? load_shared_1(below + i * THREADS_HERE) : 0;
     const auto load = [&](int i) {
       if (exists(i)) codes[i] = load_shared_16(mine + i * THREADS_HERE * 16);
     };
 #pragma unroll
     for (int i = 0; i < ROUNDS - OVER; ++i) load(i);
 #pragma unroll
-    for (int i = 0; i < AHEAD_ROUNDS; ++i) bytes[i] = load_magnitudes(relative[i]);
+    for (int i = 0; i < AHEAD_ROUNDS; ++i) bytes[i] = load_magnitudes(offsets[i]);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
       if (i < OVER) load(i + ROUNDS - OVER);
-      if (i + AHEAD_ROUNDS < ROUNDS) bytes[i + AHEAD_ROUNDS] = load_magnitudes(relative[i + AHEAD_ROUNDS]);
+      if (i + AHEAD_ROUNDS < ROUNDS) bytes[i + AHEAD_ROUNDS] = load_magnitudes(offsets[i + AHEAD_ROUNDS]);
       if (i == OVER) named_barrier(BARRIER, THREADS_HERE);
       if (exists(i)) write(chunks, i * FEATURES * 128, bytes[i], codes[i]);
     }

@@ -384,9 +384,9 @@ __device__ __forceinline__ float load_shared_float(const float* p) {
   return v;
 }
 
-__device__ __forceinline__ uint2 load_shared_8(const u64* p) {
+__device__ __forceinline__ uint2 load_shared_8(u32 address) {
   uint2 v;
-  asm volatile("ld.shared::cta.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared_address(p)) : "memory");
+  asm volatile("ld.shared::cta.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
   return v;
 }
 

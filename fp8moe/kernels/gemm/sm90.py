@@ -179,7 +179,7 @@ class TileConfig:
     @property
     def packed_bytes(self) -> int:
         """Bytes of shared memory for `packed` weights: ``struct PackedShared`` of gemm_layout.cuh."""
-        return (2048 + SWIZZLE_ALIGNMENT * self.unpacks) if self.packed == "mxfp4" else 0
+        return SWIZZLE_ALIGNMENT if self.packed == "mxfp4" else 0
 
     @property
     def first_stages(self) -> int:
