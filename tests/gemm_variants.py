@@ -51,7 +51,7 @@ def faults(
     """Of the variants compiled with an epilogue and a bias: spills, complaints, too many registers."""
     found, columns = {}, Columns(bias_dtype=bias_dtype)
     for config, n, k in variants:
-        report = compile_report(kernel_spec(with_columns(config, columns.bytes, n, k), n, k, epilogue, columns))
+        report = compile_report(kernel_spec(with_columns(config, columns.bytes, k), n, k, epilogue, columns))
         memory = (report.spill_stores, report.spill_loads, report.stack)
         complaints = report.complaints
         # Threads start with even shares, so that all blocks fit; setmaxnreg gives the math threads more afterwards.

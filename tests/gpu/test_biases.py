@@ -28,12 +28,6 @@ def test_groups(sizes, n, k, dtype, kind):
     bias_cases.check_swiglu(DEVICE, sizes, n // 2 // 16 * 16, k, kind, dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_last_wave_of_few_tiles(kind):
-    """It would be halved, and the second half of tiles has no features: GPT-OSS-20b's prompts of some 2000 tokens."""
-    bias_cases.check_groups(DEVICE, [128] * 34, 2880, 2880, kind, torch.bfloat16)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("hidden", "size"), [(144, 72), (100, 50), (2048, 768), (2880, 2880)])
 @pytest.mark.parametrize("tokens", [1, 9, 300])

@@ -12,8 +12,7 @@ from fp8moe.kernels.experts import experts_of_rows
 from fp8moe.kernels.experts.operands import Biases
 from fp8moe.kernels.gemm import launch
 from fp8moe.kernels.gemm.epilogue import Columns, PeerStore, PlainStore, SwigluQuantize
-from fp8moe.kernels.gemm.sm90 import TileConfig, with_columns
-from fp8moe.kernels.gemm.tiles import Grouping, choose
+from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.kernels.gemm.warmup import Family
 from fp8moe.quant.formats import empty_mn_major
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM
@@ -139,15 +138,6 @@ def test_variants_compile_without_spills(family):
     variants = sorted(family.variants(2048 * max(family.groups // 4, 1), 132), key=str)
     for spec in variants[:: math.ceil(len(variants) / 4)]:
         assert without_spills(spec).registers < REGISTERS_PER_SM
-
-
-def test_no_half_of_a_tile_lies_past_the_last_feature():
-    wide = TileConfig(128, 256, half_tiles=True, groups=32)
-    assert wide.half_tiles and with_columns(wide, 0, 2880, 2880) is wide
-    for n in (8, 128, 136, 256, 384, 392, 2880, 5760, 6144):
-        assert with_columns(wide, 2, n, 2880).half_tiles == (-n % 256 < 128)
-    problem = Grouping().problem(8192, 32, 2880, 2880, 132, swiglu=False)  # GPT-OSS-20b with prompts of 2048 tokens
-    assert choose(problem, PlainStore(torch.bfloat16)).half_tiles
 
 
 def test_kernels_are_noted_with_what_their_columns_get(monkeypatch):

@@ -139,7 +139,7 @@ def build(
             # A part of a GEMM may have any number of rows, so record the number of rows of the whole GEMM.
             note(Family(n, k, groups, epilogue.kind, columns), grouping.whole[0] if grouping.whole else m)
         tile = choose(problem, epilogue, grouping.whole)
-    tile = with_columns(tile, columns.bytes, n, k)
+    tile = with_columns(tile, columns.bytes, k)
     if config.settings.print_configs:
         about = f"grouped_gemm m={m} groups={groups} expected_m={problem.expected_m}" if groups else f"gemm m={m}"
         config.log.info(f"{about} n={n} k={k} {epilogue} {columns}: {tile}")

@@ -214,16 +214,9 @@ def with_stages(tile: TileConfig, k: int) -> TileConfig:
     return replace(tile, stages=max(1, min(fit, most, MAX_STAGES)))
 
 
-def with_columns(tile: TileConfig, column_bytes: int, n: int, k: int) -> TileConfig:
-    """Return ``tile`` with shared memory for scales and biases of its output features, and so perhaps fewer stages.
-
-    If the second half of the last tile has no output features, the kernel has no scales and biases to load for it, and
-    so tiles are not halved.
-    """
-    if not column_bytes or tile.reduces:
-        return tile
-    halves = tile.half_tiles and not 0 < n % tile.block_n <= tile.block_n // 2
-    return with_stages(replace(tile, column_bytes=column_bytes, half_tiles=halves), k)
+def with_columns(tile: TileConfig, column_bytes: int, k: int) -> TileConfig:
+    """Return ``tile`` with shared memory for scales and biases of its output features, and so perhaps fewer stages."""
+    return with_stages(replace(tile, column_bytes=column_bytes), k) if column_bytes and not tile.reduces else tile
 
 
 def without_tma_store(tile: TileConfig, k: int) -> TileConfig:

@@ -62,7 +62,7 @@ class Family(NamedTuple):
 
     def _kernels(self, tiles: Iterable[TileConfig]) -> set[KernelSpec]:
         n, k, _, epilogue, columns = self
-        return {kernel_spec(with_columns(tile, columns.bytes, n, k), n, k, epilogue, columns) for tile in set(tiles)}
+        return {kernel_spec(with_columns(tile, columns.bytes, k), n, k, epilogue, columns) for tile in set(tiles)}
 
 
 families: dict[Family, int] = {}
