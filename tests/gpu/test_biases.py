@@ -30,7 +30,7 @@ def test_groups(sizes, n, k, dtype, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_last_wave_of_few_tiles(kind):
-    """It would be halved, and the second half of tiles has no features: GPT-OSS-20b's prompts of some 2000 tokens."""
+    """Halve a last tile whose second half has no features, as prompts of 2000 tokens do with GPT-OSS-20b."""
     bias_cases.check_groups(DEVICE, [128] * 34, 2880, 2880, kind, torch.bfloat16)
 
 

@@ -22,7 +22,7 @@ def test_dense(m, n, k):
 
 @pytest.mark.parametrize("n", [264, 576, 2112])
 def test_a_last_wave_of_few_tiles(n):
-    """It would be halved, and the second half of the last tiles has no features."""
+    """Halve last tiles whose second half has no features."""
     m = 128 * (132 // -(-n // 256) + 1)
     a, b, outs = rows("cuda", m, 2048), weight("cuda", n, 2048), []
     for tile in (TileConfig(128, 256, half_tiles=True), TileConfig(128, 128)):
