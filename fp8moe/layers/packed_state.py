@@ -46,14 +46,13 @@ def as_kept(layer: Any, state: dict[str, Tensor], prefix: str) -> None:
 def as_stored(layer: Any, state: dict[str, Tensor], prefix: str, local_metadata: dict) -> None:
     """Save MXFP4 as checkpoints have it, unless the parameters themselves are asked for."""
     for name, scale_name in pairs(layer.weight_names) if layer.weight_format == "mxfp4" else ():
-        weight = state[prefix + name], state[prefix + scale_name]
-        if not isinstance(weight[1], nn.Parameter):
-            for key, part in ((name, "data"), (scale_name, "scale")):
-                state[prefix + key] = _by_shard(prefix + scale_name, partial(_stored, part), *weight)
-
-
-def _stored(part: str, data: Tensor, scale: Tensor) -> Tensor:
-    return getattr(arranged.as_stored(data, scale), part)
+        data, scale = state[prefix + name], state[prefix + scale_name]
+        if isinstance(scale, nn.Parameter):
+            continue
+        shape = {"n": data.shape[1], "k": 2 * data.shape[2], "projections": arranged.projections_of(data, scale)}
+        exponents = partial(arranged.stored_exponents, **shape)
+        state[prefix + scale_name] = _by_shard(prefix + scale_name, exponents, scale)
+        state[prefix + name] = _by_shard(prefix + name, arranged.stored_codes, data)
 
 
 def _by_shard(name: str, convert: Callable[..., Tensor], *values: Tensor) -> Tensor:
