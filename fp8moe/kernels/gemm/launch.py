@@ -189,7 +189,7 @@ def build(
         2 + sum(kind is ctypes.c_int64 for _, kind in epilogue.fields),
         out,
         is_dynamic(tile, k, epilogue),
-        _map_of_exponents(operands.b_scale, tile, epilogue) if tile.packed == "mxfp4" else None,
+        _map_of_exponents(operands.b_scale, n, tile, epilogue) if tile.packed == "mxfp4" else None,
         grid=concurrent * tile.split_k,
         block=tile.threads,
         cluster=tile.split_k,
@@ -204,13 +204,16 @@ def packing_of(b: Tensor, scale: Tensor) -> Packing:
     return Packing(form, MX_BLOCK if form == "mxfp4" else packed_group(b, scale), scale.dtype)
 
 
-def _map_of_exponents(scale: Tensor, tile: TileConfig, epilogue: Epilogue) -> TensorMap:
-    """Make the tensor map of arranged exponents, by projections of all experts."""
+def _map_of_exponents(scale: Tensor, n: int, tile: TileConfig, epilogue: Epilogue) -> TensorMap:
+    """Make the tensor map of arranged exponents, by projections of all experts.
+
+    It ends with the last feature: rows of a tile past that get zeros, which are offsets of the kernel's table.
+    """
     projections = 2 if epilogue.gated else 1
     *lead, rows, _ = scale.shape
     words = scale.view(torch.int32).view(math.prod(lead) * projections, rows // projections, -1)
-    box = (1, tile.depth, tile.block_n // projections)
-    return tensor_map(words, shape=tuple(words.shape), strides=words.stride(), box=box)
+    shape, box = (*words.shape[:-1], n // projections), (1, tile.depth, tile.block_n // projections)
+    return tensor_map(words, shape=shape, strides=words.stride(), box=box)
 
 
 def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Tensor | None) -> Iterable[TensorMap]:
