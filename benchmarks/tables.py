@@ -484,8 +484,8 @@ def titan(benchmarks: dict) -> str:
 
 
 def of(name: str, tables: Callable[[dict], str]) -> Callable[[dict], str]:
-    """Wrap a function that makes tables: return "" if benchmark `name` has no result measured with these kernels."""
-    return lambda benchmarks: tables(benchmarks) if benchmarks.get(name) else ""
+    """Wrap a function that makes tables: say so if benchmark `name` has no result measured with these kernels."""
+    return lambda benchmarks: tables(benchmarks) if benchmarks.get(name) else "Not measured with these kernels yet.\n"
 
 
 FILES: dict[str, Callable[[dict], str]] = {

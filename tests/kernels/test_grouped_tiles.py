@@ -174,7 +174,7 @@ def test_weights_in_four_bits_keep_to_their_registers(epilogue, packing):
     assert any(config.unpacks for config, _, _ in found) == (packing.format == "mxfp4")
     for config, (memory, complaints, static, registers) in faults(found, epilogue, torch.bfloat16, packing).items():
         # Values that only the ends of a tile need.
-        assert config.name in ("8x256*2", "16x256*2") and max(memory) <= 32, (config, memory)
+        assert config.name in ("8x256*2", "16x256*2") and max(memory) <= 40, (config, memory)
         assert not complaints and not static and registers == 80, (config, complaints, static, registers)
 
 
