@@ -1,4 +1,4 @@
-"""Adapters that run other libraries on fp8moe's operands: DeepGEMM, cuBLAS, and the experts of vLLM and transformers.
+"""Adapters that run other libraries on fp8moe's operands: DeepGEMM, cuBLAS, and experts of vLLM, transformers, Humming.
 
 Each function does the one-time preparation that its library needs, and returns the call to time. The function raises
 LookupError if no installed version of the library offers that call.
@@ -7,6 +7,7 @@ LookupError if no installed version of the library offers that call.
 import functools
 import importlib.metadata
 import importlib.util
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -18,13 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.shapes import Model
-from fp8moe import FP8Tensor, GroupedExperts, dequantize
+from fp8moe import FP8Tensor, GroupedExperts, PackedTensor, dequantize
 from fp8moe.kernels.indexer.mqa_cache import BLOCK_TOKENS
 from fp8moe.quant.formats import BLOCK, align, empty_mn_major
 
 DEEP_GEMMS = ("deep_gemm", "vllm.third_party.deep_gemm")
 DISTRIBUTIONS = (
     *("sgl-deep-gemm", "deep-gemm", "apache-tvm-ffi", "vllm", "transformers", "triton"),
+    "humming-kernels",
     *("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13"),
 )
 
@@ -197,6 +199,64 @@ def vllm_experts(layer: GroupedExperts, x: Tensor, index: Tensor, weights: Tenso
     config = fp8_w8a8_moe_quant_config(w1_scale=up_scale, w2_scale=down_scale, block_shape=[BLOCK, BLOCK])
     forward = partial(fused_experts, x, up, down, weights, index.int(), quant_config=config)
     return Call(forward, lambda out: out)
+
+
+def humming_experts(up: PackedTensor, down: PackedTensor, x: Tensor, index: Tensor) -> Call:
+    """Prepare Humming's experts with MXFP4 weights and FP8 activations in groups of 128, up to a result for each row.
+
+    Rows are sorted beforehand, and the weighted sum is left out.
+    """
+    from humming.forward import may_process_input
+    from humming.layer import HummingLayer
+    from humming.tune import get_heuristics_config
+
+    flat = index.flatten().long()
+    rows, count = len(flat), len(up.data)
+    order = flat.argsort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(rows, device=x.device)
+    place = place.view_as(index).int()
+    offsets = F.pad(torch.bincount(flat, minlength=count).cumsum(0), (1, 0))
+
+    def prepared(weight: PackedTensor) -> tuple[Any, Callable]:
+        n, k = weight.data.shape[1], 2 * weight.data.shape[2]
+        with torch.device(x.device):
+            layer = HummingLayer(
+                shape_n=n,
+                shape_k=k,
+                weight_config={"quant_method": "mxfp4"},
+                input_config={"dtype": "float8e4m3", "group_size": 128},
+                pad_n_to_multiple=128,
+                pad_k_to_multiple=128,
+                num_experts=count,
+                torch_dtype=torch.bfloat16,
+            )
+        layer.to(x.device)
+        layer.weight.data.copy_(weight.data)
+        layer.weight_scale.data.copy_(weight.scale)
+        layer.transform()
+        config, kind = layer.humming_config, "grouped_contiguous"
+        options = {
+            "compute_config": json.dumps({"gemm_type": kind}),
+            "tuning_config": json.dumps(get_heuristics_config(config, shape_m=rows, gemm_type=kind, device=0)),
+            "expert_layout": offsets,
+        }
+        out = x.new_empty(rows, n)
+
+        def multiply(a: Tensor, groups: Tensor | None, tokens: Tensor | None) -> Tensor:
+            layer(a, outputs=out, input_scale=tokens if groups is None else groups, **options)
+            return out
+
+        return config, multiply
+
+    (first, project), (second, combine) = prepared(up), prepared(down)
+    swiglu = {"activation_type": "binary_split", "activation_impl": "a / (1.0f + __expf(-a)) * b"}
+
+    def chain() -> Tensor:
+        h = project(*may_process_input(first, x, layout="scatter", scatter_idx=place))
+        return combine(*may_process_input(second, h, **swiglu))
+
+    return Call(chain, None)
 
 
 def transformers_experts(model: Model, *, device: str = "cuda") -> nn.Module:

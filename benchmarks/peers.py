@@ -18,6 +18,9 @@ CPU times of eager calls.
 `difference`: relative difference of each library's result from ours. A call counts as failed if it raises or if its
 result differs too much.
 
+- `four_bits` compares CUDA graphs of a layer in FP8, with random weights of its own, and in MXFP4: ours (`mxfp4`), and
+  Humming's GEMMs with FP8 activations (`humming`), without sorting and weighted sum.
+
 With `--whole-model` instead: decode steps and a prefill of a model of Qwen3-30B-A3B's sizes with random weights, in
 milliseconds: this checkout (`fp8moe`), another revision (`--against DIRECTORY`: `before`), and, if installed, vLLM's
 engine (`vllm`) and vLLM's engine with integrations/vllm (`vllm_fp8moe`). They run one after another, in separate
@@ -53,8 +56,8 @@ from benchmarks import adapters, calls, operands, report, roofline, shapes, timi
 from benchmarks.adapters import Call
 from benchmarks.calls import ceil_div, group_sizes
 from benchmarks.report import ROOT, digest, format_value, versions, write_json
-from benchmarks.shapes import MODELS, Model
-from fp8moe import FP8Tensor, GroupedExperts, grouped_gemm
+from benchmarks.shapes import FOUR_BITS, MODELS, Model
+from fp8moe import FP8Tensor, GroupedExperts, PackedTensor, grouped_gemm, quantize_mxfp4
 
 FILE = ROOT / "validation" / "peers.json"
 REPEATS, REST_S = 12, 0.2
@@ -187,6 +190,7 @@ def peers_there(makers: Makers) -> Makers:
     """Return the implementations whose library is installed."""
     needs = {"deep_gemm": adapters.deep_gemms, "vllm": lambda: adapters.installed("vllm")}
     needs["transformers_bf16"] = lambda: adapters.installed("transformers")
+    needs["humming"] = lambda: adapters.installed("humming")
     return {
         name: make
         for name, make in makers.items()
@@ -322,6 +326,42 @@ def measure_layer(model: str, tokens: int, routing: str = "random", *, device: s
     return row
 
 
+@functools.lru_cache(maxsize=1)
+def mxfp4_of(model: Model, device: str) -> tuple[PackedTensor, PackedTensor, GroupedExperts]:
+    """Return both weights of experts in MXFP4, of which every eighth has the same values, and their layer."""
+    make, (hidden, size, count, _) = calls.Operands(device), model
+    up, down = (
+        PackedTensor(*(part.repeat(count // 8, 1, 1) for part in quantize_mxfp4(drawn)[:2]), "mxfp4")
+        for drawn in (make.normal(8, 2 * size, hidden, std=hidden**-0.5), make.normal(8, hidden, size, std=size**-0.5))
+    )
+    sizes = {"num_experts": count, "hidden_size": hidden, "intermediate_size": size}
+    layer = GroupedExperts(**sizes, weight_format="mxfp4", device=device).eval()
+    layer.load_state_dict(dict(zip(layer.weight_names, (up.data, up.scale, down.data, down.scale), strict=True)))
+    return up, down, layer
+
+
+def make_four_bits(model: str, tokens: int, *, device: str = "cuda") -> Makers:
+    """Make the calls of a layer in FP8 and in MXFP4; their weights differ."""
+    shape = FOUR_BITS[model]
+    inputs = calls.layer_inputs(shape, route(shape, tokens, "random"), device)
+    up, down, layer = mxfp4_of(shape, device)
+    return {
+        "fp8moe": lambda: Call(partial(layer_of(shape, device), *inputs), same),
+        "mxfp4": lambda: Call(partial(layer, *inputs), None),
+        "humming": lambda: adapters.humming_experts(up, down, *inputs[:2]),
+    }
+
+
+@torch.no_grad()
+def measure_four_bits(model: str, tokens: int, *, device: str = "cuda") -> dict:
+    """Time CUDA graphs of a layer in FP8 and in MXFP4."""
+    row = empty_row()
+    graphs = compared(make_four_bits(model, tokens, device=device), MAX_LAYER_DIFFERENCE, row, timing.capture)
+    elapsed = timing.elapsed_in_turn(list(graphs.values()), repeats=REPEATS, rest=REST_S)
+    row["us"] |= dict(zip(graphs, elapsed, strict=True))
+    return row
+
+
 def gemms_in_layer(kernels: Sequence[tuple[str, float, float]]) -> float:
     """Return microseconds from the start of GEMM 1 to the end of GEMM 2. RuntimeError unless there are two GEMMs."""
     found = [(start, end) for name, start, end in kernels if re.match(r"gemm\b", name)]
@@ -351,6 +391,7 @@ CASES = [
                 for tokens in TOKENS
                 for more in ({}, *([{"routing": "skewed"}] if (model, tokens) == SKEWED else []))
             ],
+            "four_bits": [{"model": model, "tokens": tokens} for model in FOUR_BITS for tokens in TOKENS],
             "host": [{"m": 1, "n": n, "k": k} for n, k in ((7168, 2048), (4096, 7168))],
         }.items()
         for sizes in many
@@ -366,9 +407,14 @@ MAKE: dict[str, Callable[..., Makers]] = {
     "mqa_logits": make_mqa,
     "paged_mqa_logits": make_paged,
     "layer": make_layer,
+    "four_bits": make_four_bits,
     "host": make_gemm,
 }
-MEASURE: dict[str, Callable[..., dict]] = {"layer": measure_layer, "host": measure_host}
+MEASURE: dict[str, Callable[..., dict]] = {
+    "layer": measure_layer,
+    "four_bits": measure_four_bits,
+    "host": measure_host,
+}
 """Maps a kind of case to the function that measures it; all other kinds use `measure_kernels`."""
 WHOLE_MODEL = [
     Case(what, {"batch": batch, "prompt": prompt})

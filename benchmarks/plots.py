@@ -22,7 +22,7 @@ from matplotlib.patches import Patch  # noqa: E402
 
 from benchmarks import tables  # noqa: E402
 from benchmarks.report import geomean, select  # noqa: E402
-from benchmarks.shapes import DENSE_M  # noqa: E402
+from benchmarks.shapes import DENSE_M, MODEL_NAMES  # noqa: E402
 
 # A name has the same colour in all pictures. Most colours are Okabe and Ito's, which colour-blind readers can tell
 # apart.
@@ -31,12 +31,6 @@ OURS, BEHIND, DEEP_GEMM, CUBLAS, CUBLAS_ONE_SCALE = "#0072B2", "#D55E00", "#A6A6
 BFLOAT16, VLLM, MARK = "#CC79A7", "#009E73", "#000000"
 STAGES = ("#03395C", "#2A6F9E", "#56B4E9", "#9CCBEA", "#D4E7F5")  # blues for the kernels of our layer, in launch order
 COLOURS = {"vllm": VLLM, "transformers_bf16": BFLOAT16, "deep_gemm_two_gemms": DEEP_GEMM}
-MODEL_NAMES = {
-    "dsv3": "DeepSeek-V3",
-    "dsv3_ep8": "DeepSeek-V3, 32 of its 256 experts",
-    "qwen3_30b": "Qwen3-30B-A3B",
-    "qwen3_235b": "Qwen3-235B-A22B",
-}
 STYLE: dict[str, Any] = {f"axes.spines.{side}": False for side in ("top", "right")}
 STYLE |= {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "figure.dpi": 150}
 

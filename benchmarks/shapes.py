@@ -22,6 +22,22 @@ MODELS = {
     "qwen3_235b": Model(4096, 1536, 128, 8),
     "dsv3": Model(7168, 2048, 256, 8),
 }
+FOUR_BITS = {
+    "qwen3_30b": MODELS["qwen3_30b"],
+    "gpt_oss_20b": Model(2880, 2880, 32, 4),
+    "gpt_oss_120b": Model(2880, 2880, 128, 4),
+    "dsv3": MODELS["dsv3"],
+}
+"""Models whose experts are measured in MXFP4 as well. Those of GPT-OSS have biases, which are left out."""
+
+MODEL_NAMES = {
+    "dsv3": "DeepSeek-V3",
+    "dsv3_ep8": "DeepSeek-V3, 32 of its 256 experts",
+    "qwen3_30b": "Qwen3-30B-A3B",
+    "qwen3_235b": "Qwen3-235B-A22B",
+    "gpt_oss_20b": "GPT-OSS-20b",
+    "gpt_oss_120b": "GPT-OSS-120b",
+}
 
 EXPERT_SHAPES = ((6144, 7168), (7168, 3072), (4096, 7168), (7168, 2048))
 """(n, k) of the two GEMMs of experts, for two models.

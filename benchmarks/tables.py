@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.report import ROOT, geomean, select
 from benchmarks.roofline import NODE, least_us, predicted
-from benchmarks.shapes import MODELS
+from benchmarks.shapes import MODEL_NAMES, MODELS
 
 VALIDATION = ROOT / "validation" / "kernels.json"
 WHOLE_MODELS = VALIDATION.with_name("models.json")
@@ -115,6 +115,23 @@ def layer(peers: dict) -> str:
             (inside[0], *(mean_and_worst(some, *inside[1:], worst=max) for some in by_tokens)),
         ],
     )
+
+
+def four_bits(peers: dict) -> str:
+    """Make the table of layers in FP8 beside MXFP4, a line for each model."""
+    rows = [row for row in select(peers["rows"], "four_bits") if {"fp8moe", "mxfp4"} <= row["us"].keys()]
+    tokens = sorted({row["tokens"] for row in rows})
+
+    def line(model: str, name: str) -> list[str]:
+        by_tokens = {row["tokens"]: row["us"] for row in rows if row["model"] == model}
+        there = [by_tokens.get(count, {}) for count in tokens]
+        return [f"{us[name] / us['mxfp4']:.2f}" if name in us else "" for us in there]
+
+    models = dict.fromkeys(row["model"] for row in rows)
+    names = {"fp8moe": "our layer in FP8", "humming": "Humming's GEMMs, without sorting and weighted sum"}
+    there = {name: what for name, what in names.items() if any(name in row["us"] for row in rows)}
+    lines = [(f"{MODEL_NAMES[model]}: {what}", *line(model, name)) for model in models for name, what in there.items()]
+    return table(("experts layer: time over ours in MXFP4", *map(count_of_tokens, tokens)), lines) if lines else ""
 
 
 def count_of_tokens(count: int) -> str:
@@ -246,7 +263,9 @@ def figures(benchmarks: dict) -> str:
     """Make all tables of docs/benchmarks.md, and links to the pictures of the same run."""
     peers = benchmarks["peers"]
     others_there = (
-        [f"{measured_with(peers)}\n", *filter(None, (gemms(peers), layer(peers), whole_model(peers)))] if peers else []
+        [f"{measured_with(peers)}\n", *filter(None, (gemms(peers), layer(peers), four_bits(peers), whole_model(peers)))]
+        if peers
+        else []
     )
     passes = training(benchmarks["training"]["rows"])
     model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
@@ -465,8 +484,8 @@ def titan(benchmarks: dict) -> str:
 
 
 def of(name: str, tables: Callable[[dict], str]) -> Callable[[dict], str]:
-    """Wrap a function that makes tables: return "" if benchmark `name` has no result measured with these kernels."""
-    return lambda benchmarks: tables(benchmarks) if benchmarks.get(name) else ""
+    """Wrap a function that makes tables: say so if benchmark `name` has no result measured with these kernels."""
+    return lambda benchmarks: tables(benchmarks) if benchmarks.get(name) else "Not measured with these kernels yet.\n"
 
 
 FILES: dict[str, Callable[[dict], str]] = {

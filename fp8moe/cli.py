@@ -108,6 +108,8 @@ def _add_quantize(commands: Any) -> argparse.ArgumentParser:
     add = parser.add_argument
     form = "ue8m0: powers of two, one byte a scale; default: %(default)s"
     add("--scale-format", choices=("float32", "ue8m0"), default="float32", help=form)
+    four = "format of experts; four bits are rounded to nearest; default: %(default)s"
+    add("--experts", choices=("fp8", "mxfp4", "int4", "int4-32"), default="fp8", help=four)
     skip = (
         "modules to leave unquantized, by name or the last part of it, such as '*.layers.0.*' or 'v_proj'; may be "
         "repeated; default: output layers, embeddings, norms and routers, which are always left out"
@@ -186,6 +188,8 @@ def _add_warmup(commands: Any) -> argparse.ArgumentParser:
     add("--max-length", type=_count, default=4096, metavar="L", help="that of GraphDecoder; default: %(default)s")
     tokens = partial(_count, most=1 << 20)
     add("--tokens", type=tokens, default=8192, metavar="T", help="most tokens of a prefill; default: %(default)s")
+    stored = "how load_model keeps experts in four bits: as stored, or in FP8; default: %(default)s"
+    add("--experts", choices=("stored", "fp8"), default="stored", help=stored)
     sms = f"SMs of the target GPU; default: those of the GPU here, or {USUAL_SMS}"
     add("--sms", type=_count, metavar="N", help=sms)
     add("--output", type=Path, metavar="DIR", help="where to keep the kernels; default: FP8MOE_CACHE_DIR")

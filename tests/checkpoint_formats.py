@@ -121,15 +121,51 @@ def nvfp4(weight):
     return Weight(stored | {"weight_global_scale": whole.reshape(1)}, (FP4[codes] * factor).flatten(1))
 
 
-def int4(weight):
-    """compressed-tensors' form: eight codes, 8 more than they stand for, in an integer, and a scale for each 1x32."""
-    groups = weight.unflatten(1, (-1, 32))
-    scale = (groups.abs().amax(-1) / 7).bfloat16()
+def _int4(weight, group, dtype):
+    """Codes from -8 to 7 (N, K), scales for each 1xgroup, and values."""
+    groups = weight.unflatten(1, (-1, group))
+    scale = (groups.abs().amax(-1) / 7).to(dtype)
     codes = (groups / scale.float().unsqueeze(-1)).round().clamp(-8, 7)
-    shifted = (codes.flatten(1).long() + 8).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
-    stored = {"weight_packed": shifted.sum(-1).to(torch.int32), "weight_scale": scale}
-    values = (codes.double() * scale.double().unsqueeze(-1)).flatten(1)
-    return Weight(stored | {"weight_shape": torch.tensor(weight.shape)}, values)
+    return codes.flatten(1).long(), scale, (codes.double() * scale.double().unsqueeze(-1)).flatten(1)
+
+
+def _in_words(codes, order=range(8)):
+    """Eight codes, 8 more than they stand for, in an integer, in an order."""
+    return (codes.unflatten(1, (-1, 8))[..., [*order]] + 8 << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+
+
+def int4(weight, group=32):
+    """compressed-tensors' form: (N, K/8) codes, and a scale for each 1xgroup."""
+    codes, scale, values = _int4(weight, group, torch.bfloat16)
+    stored = {"weight_packed": _in_words(codes), "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+    return Weight(stored, values)
+
+
+def awq(weight):
+    """(K, N/8) codes, scales (K/32, N) and zero points (K/32, N/8)."""
+    codes, scale, values = _int4(weight, 32, torch.float16)
+    zeros = torch.full((scale.shape[1], len(weight) // 8), int.from_bytes(b"\x88" * 4, signed=True))
+    stored = {"qweight": _in_words(codes.t(), (0, 2, 4, 6, 1, 3, 5, 7)), "qzeros": zeros.to(torch.int32)}
+    return Weight(stored | {"scales": scale.t().contiguous()}, values)
+
+
+def w4afp8(dtype):
+    def quantize(weight):
+        """(N, K/2) bytes of two codes in two's complement, scales (N, K/128), and a static scale of the input."""
+        codes, scale, values = _int4(weight, 128, dtype)
+        stored = {"weight": (codes[:, ::2] & 15 | codes[:, 1::2] << 4).to(torch.int8), "weight_scale_inv": scale}
+        return Weight(stored | {"input_scale": torch.full((1,), 0.02)}, values)
+
+    return quantize
+
+
+def gptq(weight):
+    """(K/8, N) codes, 8 more than they stand for, of which the zero points say one less; scales (K/32, N)."""
+    made = int4(weight)
+    codes, scale = (made.stored[name].t().contiguous() for name in ("weight_packed", "weight_scale"))
+    stored = {"qweight": codes, "scales": scale, "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // 32}
+    zeros = torch.full((len(scale), len(weight) // 8), 0x77777777, dtype=torch.int32)
+    return Weight(stored | {"qzeros": zeros}, made.values)
 
 
 def gpt_oss(weight):
@@ -185,7 +221,8 @@ def packed(codes_name, scale_name, codes_dtype, scale_dtype, *, values_each, gro
 class Layout(NamedTuple):
     """quantize: a weight. name: of the format. loads. config: quantization_config, or a whole config for the root.
 
-    experts: "separate", or "gpt-oss" for those that `as_gpt_oss` makes, and nothing besides.
+    experts: "separate"; or, where nothing else is quantized, "alone", or "gpt-oss" for those that `as_gpt_oss` makes.
+    multiple: what sizes of the model are multiples of.
     """
 
     quantize: Callable[[torch.Tensor], Weight]
@@ -197,11 +234,12 @@ class Layout(NamedTuple):
     exact: bool = True
     dense: Callable[[torch.Tensor], Weight] | None = None
     experts: str = "separate"
+    multiple: int = 32
 
 
-def _compressed(strategy, form="float-quantized", bits=8, kind="float", **weights):
+def _compressed(strategy, form="float-quantized", bits=8, kind="float", inputs=None, **weights):
     scheme = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, **weights}
-    group = {"targets": ["Linear"], "weights": scheme, "input_activations": None}
+    group = {"targets": ["Linear"], "weights": scheme, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -229,6 +267,8 @@ def _four_dimensions(scale):
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": False, "version": "gemm"}
+FP8_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 NOT_EXACT = {"exact": False}
 GPT_OSS = {"model_type": "gpt_oss"}
 
@@ -369,6 +409,13 @@ LAYOUTS = {
         False,
         _compressed("group", "pack-quantized", bits=4, kind="int", group_size=32),
     ),
+    "compressed-tensors INT4 experts": Layout(
+        int4,
+        "int4",
+        True,
+        _compressed("group", "pack-quantized", bits=4, kind="int", group_size=32),
+        experts="alone",
+    ),
     "INT4, no quantization_config": Layout(int4, "int4", False, None),
     "GPTQ": Layout(
         packed("qweight", "scales", torch.int32, torch.float16, values_each=8, group=128),
@@ -376,6 +423,9 @@ LAYOUTS = {
         False,
         {"quant_method": "gptq", "bits": 4, "group_size": 128},
     ),
+    "GPTQ experts": Layout(gptq, "int4", True, {"quant_method": "gptq", "bits": 4, "group_size": 32}, experts="alone"),
+    "AWQ": Layout(awq, "int4", False, AWQ),
+    "AWQ experts": Layout(awq, "int4", True, AWQ, experts="alone"),
     "MLX": Layout(
         packed("weight", "scales", torch.uint32, torch.bfloat16, values_each=8, group=64),
         "int4",
@@ -384,11 +434,35 @@ LAYOUTS = {
         root={"quantization": {"group_size": 64, "bits": 4}},
     ),
     "W4AFP8": Layout(
-        packed("weight", "weight_scale_inv", torch.int8, torch.float32, values_each=2, group=128),
+        w4afp8(torch.bfloat16),
+        "int4",
+        True,
+        {"quant_method": "w4afp8", "group_size": 128},
+        dense=block("weight_scale_inv"),
+        multiple=128,
+    ),
+    "W4AFP8, hf_quant_config.json": Layout(
+        w4afp8(torch.float32),
+        "int4",
+        True,
+        None,
+        files=_hf_quant("MIXED_PRECISION"),
+        dense=block("weight_scale_inv"),
+        multiple=128,
+    ),
+    "compressed-tensors W4AFP8 experts": Layout(
+        lambda weight: int4(weight, 128),
+        "int4",
+        True,
+        _compressed("group", "pack-quantized", bits=4, kind="int", group_size=128, inputs=FP8_TOKENS),
+        experts="alone",
+        multiple=128,
+    ),
+    "ModelOpt W4A8_AWQ": Layout(
+        packed("weight", "weight_scale", torch.int8, torch.float32, values_each=2, group=128),
         "w4a8",
         False,
-        {"quant_method": "w4afp8"},
-        dense=block("weight_scale_inv"),
+        _modelopt("W4A8_AWQ"),
     ),
 }
 

@@ -16,10 +16,13 @@ SHAPES = (
     (4, (20, 2, 64, 64, True), 300, None),
     (40, (12, 8, 128, 64, False), 90, None),
     (3, (2, 2, 16, 16, False), 1, None),
+    (6, (8, 8, 64, 64, False), 700, 128),  # GPT-OSS
+    (4, (3, 2, 64, 64, False), 37, 1),
+    (2, (8, 2, 64, 64, False), 50, 1000),
 )
 
 
-def make(batch, heads, length, dtype=torch.bfloat16, seed=0):
+def make(batch, heads, length, dtype=torch.bfloat16, seed=0, window=None):
     """q, keys, values, begin, columns, and the new tokens: views of one projection. Unseen columns are full of NaN."""
     group, key_heads, size, rotated, norm = heads
     generator = torch.Generator().manual_seed(seed)
@@ -34,12 +37,22 @@ def make(batch, heads, length, dtype=torch.bfloat16, seed=0):
     begin[-1] = columns[-1]  # a single token
     begin[0], columns[0] = 0, length - 1
     column = torch.arange(length)
-    unseen = (column < begin[:, None]) | (column >= columns[:, None])
+    first = begin if window is None else torch.maximum(begin, columns + 1 - window)
+    unseen = (column < first[:, None]) | (column >= columns[:, None])
     cache = [normal(batch, key_heads, length, size).masked_fill(unseen[:, None, :, None], torch.nan) for _ in range(2)]
     angles = torch.rand(batch, rotated // 2, generator=generator) * 6
     cos, sin = (torch.cat([table(angles)] * 2, 1).to(dtype) for table in (torch.cos, torch.sin))
     weights = (1 + 0.1 * normal(2, size)).unbind() if norm else (None, None)
     return (q, *cache, begin, columns), NewTokens(k, v, cos, sin, *weights, eps=1e-6)
+
+
+def make_sinks(heads, dtype):
+    """A sink of each query head, or None without a dtype; those of the first and the last head take nothing and all."""
+    if dtype is None:
+        return None
+    sinks = 2 * torch.randn(heads[0] * heads[1], generator=torch.Generator().manual_seed(1))
+    sinks[0], sinks[-1] = -torch.inf, 3e38 if dtype is not torch.float16 else 6e4
+    return sinks.to(dtype)
 
 
 def attend(q, keys, values, begin, columns, **how):
@@ -53,7 +66,7 @@ def moved(value, device):
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def expected(q, keys, values, begin, columns, new, window=None):
+def expected(q, keys, values, begin, columns, new, window=None, sinks=None):
     """The attention (B, heads * D) in float64, and the cache with the new tokens."""
     keys, values = keys.clone(), values.clone()
     if new is not None:
@@ -67,5 +80,8 @@ def expected(q, keys, values, begin, columns, new, window=None):
         first = int(begin[b]) if window is None else max(int(begin[b]), last + 1 - window)
         for head in range(heads):
             seen_keys, seen_values = (x[b, head // group, first : last + 1].double() for x in (keys, values))
-            out[b, head] = (seen_keys @ q[b, head].double() * size**-0.5).softmax(0) @ seen_values
+            scores = seen_keys @ q[b, head].double() * size**-0.5
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head, None].double()])
+            out[b, head] = scores.softmax(0)[: len(seen_keys)] @ seen_values
     return out.flatten(1), keys, values

@@ -1,9 +1,14 @@
-"""For tests of GraphDecoder: a tiny model, tokenizers for its vocabulary, a streamer, copies as late as a GPU's."""
+"""For tests of GraphDecoder: tiny models, tokenizers for their vocabulary, a streamer, copies as late as a GPU's,
+the kernels of attention in float32."""
 
 from functools import cache
 from string import ascii_lowercase
 
+import torch
+
+from fp8moe.decode import attention
 from fp8moe.decode.transfers import Readback
+from fp8moe.kernels.decoder_ops import decode_attention as one_token
 from tests.transformers_models import BASE, random_model
 
 VOCABULARY = BASE["vocab_size"]
@@ -30,6 +35,61 @@ def tiny_mixtral(**changes):
     shape = {"hidden_size": 64, "max_position_embeddings": 128, "initializer_range": 0.2}
     experts = {"intermediate_size": 96, "num_local_experts": 4, "num_key_value_heads": 2}
     return random_model("mixtral", BASE | shape | experts | changes)
+
+
+def tiny_gpt_oss(**how):
+    """Every other layer has a window of 6 tokens. Sinks are as large as scores; one of a layer takes nothing."""
+    shape = {"hidden_size": 64, "max_position_embeddings": 128, "initializer_range": 0.2, "head_dim": 64}
+    experts = {"intermediate_size": 96, "num_local_experts": 4, "num_key_value_heads": 2}
+    model = random_model("gpt_oss", BASE | shape | experts | {"sliding_window": 6}, **how)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.copy_(torch.tensor([2.0, -torch.inf, -1.0, 4.0]))
+    return model
+
+
+def kernels_in_float32(monkeypatch):
+    """Let attention of float32 models run as on a GPU, the reference in place of the kernels.
+
+    Returns a set that records whether one token or several were attended to.
+    """
+    called, decode_attention = set(), one_token.decode_attention
+
+    def several(*args):
+        called.add("several")
+        return flash_attention(*args)
+
+    def one(*args, **how):
+        called.add("one, appended" if how.get("new") else "one")
+        return decode_attention(*args, **how)
+
+    monkeypatch.setattr(one_token, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(one_token, "decode_attention", one)
+    monkeypatch.setattr(attention, "decode_attention", one)
+    monkeypatch.setattr(attention, "_flash_attention", several)
+    return called
+
+
+def flash_attention(query, key, value, rows, most_queries, most_keys, window, scale):
+    """What the kernel computes, in float32; the logsumexp of a query that sees nothing is infinite, as the kernel's."""
+    results, logsumexp = torch.zeros(query.shape), torch.zeros(query.shape[1::-1])
+    groups = query.shape[1] // key.shape[1]
+    first_query, first_key, count = rows.tolist()
+    for sequence in range(len(first_query) - 1):
+        queries = query[first_query[sequence] : first_query[sequence + 1]].float()
+        columns = slice(first_key[sequence], first_key[sequence] + count[sequence])
+        assert len(queries) <= most_queries and count[sequence] <= most_keys
+        keys, values = (x[columns].float().repeat_interleave(groups, 1) for x in (key, value))
+        last = torch.arange(len(queries))[:, None] + count[sequence] - len(queries)
+        column = torch.arange(count[sequence])
+        seen = column <= last
+        if window is not None:
+            seen &= column > last - window
+        scores = (torch.einsum("qhd,khd->hqk", queries, keys) * scale).masked_fill(~seen, -torch.inf)
+        some = slice(first_query[sequence], first_query[sequence + 1])
+        results[some] = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0), values)
+        logsumexp[:, some] = scores.logsumexp(-1).nan_to_num(neginf=torch.inf)
+    return results.to(query.dtype), logsumexp
 
 
 @cache

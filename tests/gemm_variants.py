@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8moe.kernels.gemm import launch
-from fp8moe.kernels.gemm.epilogue import Columns, Epilogue
+from fp8moe.kernels.gemm.epilogue import Columns, Epilogue, Packing
 from fp8moe.kernels.gemm.sm90 import TileConfig, with_columns
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.runtime import compilers
@@ -46,10 +46,13 @@ def largest(variants: list[tuple[TileConfig, int, int]]) -> list[tuple[TileConfi
 
 
 def faults(
-    variants: Iterable[tuple[TileConfig, int, int]], epilogue: Epilogue, bias_dtype: torch.dtype | None = None
+    variants: Iterable[tuple[TileConfig, int, int]],
+    epilogue: Epilogue,
+    bias_dtype: torch.dtype | None = None,
+    packing: Packing | None = None,
 ) -> dict[TileConfig, tuple]:
     """Of the variants compiled with an epilogue and a bias: spills, complaints, too many registers."""
-    found, columns = {}, Columns(bias_dtype=bias_dtype)
+    found, columns = {}, Columns(bias_dtype=bias_dtype, packing=packing)
     for config, n, k in variants:
         report = compile_report(kernel_spec(with_columns(config, columns.bytes, k), n, k, epilogue, columns))
         memory = (report.spill_stores, report.spill_loads, report.stack)

@@ -238,6 +238,19 @@ QUANTIZERS = {
         lambda draw: (draw.normal(2, draw.rows, 160, dtype=torch.float32), 32),
         bad={"w": ((1, BAD_ROW, 130), lambda a: [(1, BAD_ROW, slice(64, 80)), (1, BAD_ROW, 4)])},
     ),
+    "packed_in_blocks": Case(
+        lambda draw: (*draw.mxfp4(2, 2 * draw.rows, 160), 2),
+        exempt={
+            "bad values": "test_packed.py: the scale is a byte",
+            "wrong operands": INTERNAL,
+            "ranks are refused": INTERNAL,
+        },
+    ),
+    "packed_in_blocks, int4": Case(
+        lambda draw: (*draw.int4(2, draw.rows, 160), 1),
+        bad={"scale": ((1, BAD_ROW, 1), lambda a: [(1, slice(128), slice(128)), (1, 0, 0)])},
+        exempt={"wrong operands": INTERNAL, "ranks are refused": INTERNAL},
+    ),
     "quantize_with_transpose": Case(
         lambda draw: (draw.normal(draw.rows, draw.hidden), draw.offsets(), None, None),
         _transposed_defined,
@@ -420,6 +433,16 @@ def _new_token(draw: Draw, *, appends: bool, norm: bool) -> tuple:
     return q, keys, values, columns // 2, columns, *new, *norms
 
 
+def _sinks(draw: Draw) -> Tensor:
+    return draw.normal(32 if draw.large else 4)
+
+
+def _second_head(arguments) -> slice:
+    """Its columns of the result of decode_attention."""
+    size = arguments.q.shape[2]
+    return slice(size, 2 * size)
+
+
 def _sampling(draw: Draw) -> tuple:
     vocab = 40_000 if draw.large else 33
     logits = sampling_cases.random_logits(draw.rows, vocab, torch.bfloat16, seed=draw.seed)
@@ -464,15 +487,16 @@ DECODER = {
         names={"k": "k|q"},
     ),
     "decode_attention": Case(
-        lambda draw: (*_new_token(draw, appends=False, norm=False), 4, 0.25, False, False),
+        lambda draw: (*_new_token(draw, appends=False, norm=False), _sinks(draw), 4, 0.25, False, False),
         bad={
-            "q": ((BAD_ROW, 1, 3), lambda a: [(BAD_ROW, slice(a.q.shape[2], 2 * a.q.shape[2])), None, None, None, None])
+            "q": ((BAD_ROW, 1, 3), lambda a: [(BAD_ROW, _second_head(a)), None, None, None, None]),
+            "sinks": ((1,), lambda a: [(slice(None), _second_head(a)), None, None, None, None]),
         },
         fixed=("keys", "values"),
         names={"k": "k|q"},
     ),
     "decode_attention, new tokens": Case(
-        lambda draw: (*_new_token(draw, appends=True, norm=True), None, 0.25, True, False),
+        lambda draw: (*_new_token(draw, appends=True, norm=True), _sinks(draw).float(), None, 0.25, True, False),
         bad={"q": ((BAD_ROW, 1, 3), lambda a: [None, BAD_ROW, BAD_ROW, None, None])},
         fixed=("keys", "values"),
     ),

@@ -16,6 +16,15 @@ def scaled(layer, factor):
     return layer
 
 
+def in_blocks(layer):
+    """The same experts in FP8 blocks."""
+    blocks = layer.in_format("fp8").to_empty(device=layer.down_proj.device)
+    here = layer.local_weights().layer.in_blocks()
+    for name, value in zip(blocks.weight_names, (*here.up, *here.down), strict=True):
+        getattr(blocks, name).data.copy_(value)
+    return blocks
+
+
 def adapted(base=None, *, r=4, alpha=8, adapter="default", device="cpu", **options):
     """A LoRA layer in training mode around experts, with values in all factors."""
     from peft import LoraConfig, get_peft_model
@@ -105,12 +114,13 @@ def run(layer, x, index, weights, grad):
 class Model(nn.Module):
     """A linear and experts behind a router, two for each token, with residuals."""
 
-    def __init__(self, device="cpu"):
+    def __init__(self, device="cpu", hidden_size=144, intermediate_size=80, **options):
         super().__init__()
         torch.manual_seed(0)
-        self.proj = FP8Linear(144, 144, bias=False, device=device)
-        self.gate = nn.Linear(144, 4, dtype=torch.bfloat16, device=device)
-        self.experts = GroupedExperts(num_experts=4, hidden_size=144, intermediate_size=80, device=device)
+        self.proj = FP8Linear(hidden_size, hidden_size, bias=False, device=device)
+        self.gate = nn.Linear(hidden_size, 4, dtype=torch.bfloat16, device=device)
+        sizes = {"num_experts": 4, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        self.experts = GroupedExperts(**sizes, device=device, **options)
 
     def forward(self, x):
         x = x + self.proj(x)

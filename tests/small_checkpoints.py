@@ -28,10 +28,10 @@ def same(first, second):
 
 
 class Layer(nn.Module):
-    def __init__(self, gated, weight_scales, gpt_oss):
+    def __init__(self, gated, weight_scales, gpt_oss, weight_format):
         super().__init__()
         self.norm = nn.RMSNorm(HIDDEN, dtype=torch.bfloat16)
-        if gpt_oss:
+        if gpt_oss or weight_format != "fp8":
             self.q_proj = nn.Linear(HIDDEN, 200, dtype=torch.bfloat16)
         else:
             self.q_proj = FP8Linear(HIDDEN, 200, weight_scales=weight_scales)
@@ -42,6 +42,7 @@ class Layer(nn.Module):
             intermediate_size=INTERMEDIATE,
             gated=gated,
             weight_scales=weight_scales,
+            weight_format=weight_format,
             bias=gpt_oss,
         )
 
@@ -49,13 +50,13 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """The names of a small mixture-of-experts model; lm_head is tied to the embedding if asked for.
 
-    gpt_oss: experts with biases, all else unquantized.
+    gpt_oss: experts with biases. weight_format: of experts. All else is unquantized with biases or with four bits.
     """
 
-    def __init__(self, layers=2, *, tied=False, gated=True, weight_scales="block", gpt_oss=False):
+    def __init__(self, layers=2, *, tied=False, gated=True, weight_scales="block", gpt_oss=False, weight_format="fp8"):
         super().__init__()
         self.embed_tokens = nn.Embedding(50, HIDDEN, dtype=torch.bfloat16)
-        self.layers = nn.ModuleList([Layer(gated, weight_scales, gpt_oss) for _ in range(layers)])
+        self.layers = nn.ModuleList([Layer(gated, weight_scales, gpt_oss, weight_format) for _ in range(layers)])
         self.lm_head = nn.Linear(HIDDEN, 50, bias=False, dtype=torch.bfloat16)
         self.register_buffer("steps", torch.tensor(7))
         if tied:

@@ -217,7 +217,7 @@ _ALL = {
     "Glm4MoeForCausalLM": _causal("glm4_moe", first_k_dense_replace=1),
     "Glm4MoeLiteForCausalLM": _causal("glm4_moe_lite", **_MLA, **_ONE_DENSE),
     "GlmMoeDsaForCausalLM": _causal("glm_moe_dsa", **_MLA, **_INDEXER, **_ONE_DENSE),
-    "GptOssForCausalLM": _causal("gpt_oss"),
+    "GptOssForCausalLM": _causal("gpt_oss", sliding_window=8),
     "GraniteMoeForCausalLM": _causal("granitemoe"),
     "GraniteMoeSWAForCausalLM": _causal("granitemoe_swa"),
     "GraniteMoeHybridForCausalLM": _causal(

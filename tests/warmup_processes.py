@@ -69,12 +69,12 @@ def launched(directory, batch_sizes, lengths):
 
     model = load_model(directory)
     recorder = Recorder(SMS)
-    attention._flash_attention = lambda query, *_: query
+    attention._flash_attention = lambda query, *_: (query, query.new_zeros(query.shape[1::-1], dtype=torch.float32))
     router._gemm = lambda x, weight: x.float() @ weight.float().t()
 
     def capabilities(self, fuse):
         fused = find_fused(model)
-        own = hasattr(model.config, "kv_lora_rank") or model.config.model_type == "gpt_oss"
+        own = hasattr(model.config, "kv_lora_rank")
         self.attention = model.config._attn_implementation if own else "flash"
         flash = decoder.FLASH if self.attention == "flash" else None
         found = Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused)

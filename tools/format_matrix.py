@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fp8moe import FP8Linear, GroupedExperts, dequantize
+from fp8moe import FP8Linear, GroupedExperts, PackedTensor, dequantize
 from fp8moe.hf import load_model, report
 from fp8moe.weights import convert_checkpoint, find_format, inspect_checkpoint, load_fp8_checkpoint, quantize_checkpoint
 from tests.checkpoint_formats import LAYOUTS, Source
@@ -31,7 +31,7 @@ PACKAGES = ("fp8moe", "torch", "transformers", "compressed-tensors")
 LARGEST_ERROR = 4.1e-6  # limit of a weight's largest error / largest value; MXFP8 converted to blocks has this ratio
 LEAST_COSINE = 0.99  # least cosine between the median token's logits and the logits of the checkpoint's exact values
 SIZES = {"hidden_size": 160, "moe_intermediate_size": 96, "num_hidden_layers": 1, "tie_word_embeddings": False}
-"""The model's sizes: multiples of 32, but not of 128."""
+"""The model's sizes: multiples of 32, but not of 128; `source_of` rounds them up for layouts that need it."""
 
 
 def source_of(layout: str, directory: Path) -> Source:
@@ -42,7 +42,9 @@ def source_of(layout: str, directory: Path) -> Source:
         sizes = {"hidden_size": 160, "intermediate_size": 160, "num_hidden_layers": 2, "num_local_experts": 4}
         tiny = TinyModel("gpt_oss", "AutoModelForCausalLM", sizes)
     else:
-        tiny = TinyModel("qwen3_moe", "AutoModelForCausalLM", SIZES)
+        multiple = LAYOUTS[layout].multiple
+        sizes = {name: SIZES[name] - SIZES[name] % -multiple for name in ("hidden_size", "moe_intermediate_size")}
+        tiny = TinyModel("qwen3_moe", "AutoModelForCausalLM", SIZES | sizes)
     return Source.of_random(directory, tiny.build())
 
 
@@ -72,7 +74,9 @@ class Trial:
 
     def load_fp8_checkpoint(self) -> str:
         model = self.models[0] if self.models else load_model(self.other)
-        before = {name: value.fill_(0.5).float() for name, value in model.state_dict().items()}
+        for value in (*model.parameters(), *model.state_dict().values()):
+            value.data.fill_(0.5)
+        before = {name: value.float() for name, value in model.state_dict().items()}
         try:
             load_fp8_checkpoint(model, self.directory)
         except ValueError:
@@ -115,31 +119,32 @@ class Trial:
 
     @torch.no_grad()
     def _error(self, model: nn.Module) -> str:
-        """Return as text how far FP8 weights are from the checkpoint's values; raise Wrong if they are too far."""
+        """Return as text how far weights are from the checkpoint's values; raise Wrong if they are too far."""
         largest, count = 0.0, 0
         for name, module in model.named_modules():
             if not isinstance(module, FP8Linear | GroupedExperts):
                 continue
+            stored, form = module.state_dict(), getattr(module, "weight_format", "fp8")
             for weight, scale in zip(module.weight_names[::2], module.weight_names[1::2], strict=True):
                 matrices = 2 if weight == "gate_up_proj" else 1
-                value = _dequantized(getattr(module, weight), getattr(module, scale), matrices)
+                value = _dequantized(stored[weight], stored[scale], form, matrices)
                 expected = _in_rows(self.expected.get_submodule(name), weight, matrices)
                 largest = max(largest, float((value - expected).abs().max() / expected.abs().max()))
                 count += 1
         if not count or largest > LARGEST_ERROR:
-            raise Wrong(f"{count} FP8 weights, with an error of {largest:.1e}")
+            raise Wrong(f"{count} weights, with an error of {largest:.1e}")
         return f"within {largest:.1e}" if largest else "exact"
 
 
 def wanted(layout: str) -> Callable[[str], bool]:
     """Return a function that tells from a weight's name whether to quantize the weight.
 
-    True for linear layers and experts of the language model; in GPT-OSS only for experts.
+    True for linear layers and experts of the language model, or only for experts if the layout has no others.
     """
-    only_experts = LAYOUTS[layout].experts == "gpt-oss"
+    only_experts = LAYOUTS[layout].experts != "separate"
 
     def quantized(name: str) -> bool:
-        if "visual" in name or (only_experts and name.endswith(".weight")):
+        if "visual" in name or (only_experts and "experts" not in name):
             return False
         return name.removesuffix(".weight").endswith("_proj")
 
@@ -156,8 +161,10 @@ def _in_rows(module: nn.Module, weight: str, matrices: int) -> Tensor:
     return torch.cat([value[:, first::matrices] for first in range(matrices)], 1)
 
 
-def _dequantized(data: Tensor, scale: Tensor, matrices: int) -> Tensor:
-    """Return the values of an FP8 weight; an expert's gate and up projections have separate scale blocks."""
+def _dequantized(data: Tensor, scale: Tensor, form: str, matrices: int) -> Tensor:
+    """Return the values of a weight; an expert's gate and up projections have separate scale blocks."""
+    if form != "fp8":
+        return dequantize(PackedTensor(data, scale, form.partition("-")[0]))
     parts = zip(data.chunk(matrices, -2), scale.chunk(matrices, -2), strict=True)
     return torch.cat([dequantize(part) for part in parts], -2)
 

@@ -1,16 +1,16 @@
-"""Size in FP8 and number of GPUs for well-known models: `python -m tools.model_sizes` writes the table of README.
+"""Sizes and number of GPUs for well-known models: `python -m tools.model_sizes` writes the table of README.
 
 Each model is built from transformers' class on the meta device, with the sizes of its published config.json. Experts
 and linear layers count as `fp8moe quantize` writes them: one byte for each weight and a float32 scale for each 128x128
-block. Everything else, such as embeddings, output layer, norms and routers, counts as bfloat16. Layers for multi-token
-prediction are not counted, as transformers leaves them out. What works is read from docs/models.md. With DIR..., it
-prints the sizes of the models in these directories.
+block. Models that are published with experts in four bits are counted a second time, with experts and linear layers as
+published. Everything else, such as embeddings, output layer, norms and routers, counts as bfloat16. Layers for
+multi-token prediction are not counted, as transformers leaves them out. What works is read from docs/models.md. With
+DIR..., it prints the sizes in FP8 of the models in these directories.
 """
 
 import argparse
 import functools
 import re
-from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from benchmarks.tables import table, with_tables
+from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.layers.replaced import DEFAULT_SKIP, matches
 from fp8moe.quant.formats import ceil_div
 from tools.model_matrix import MARK as MATRIX
@@ -40,10 +41,18 @@ WORKS = {
 }
 
 
+class Stored(NamedTuple):
+    """How a checkpoint with experts in four bits is published: the experts' `weight_format`, and linears' format."""
+
+    experts: str
+    linears: str = "bfloat16"
+
+
 class Published(NamedTuple):
     """A published model. formats: the formats in which it is published.
 
-    billions: billions of parameters according to its authors. numbers: the sizes in its config.json.
+    billions: billions of parameters according to its authors. numbers: the sizes in its config.json. stored: None for
+    a model that is not published with experts in four bits.
     """
 
     model_type: str
@@ -52,6 +61,7 @@ class Published(NamedTuple):
     numbers: dict = {}
     instead: str = ""
     """Text that replaces what docs/models.md says about what works; "" if nothing replaces it."""
+    stored: Stored | None = None
 
 
 _GLM = {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552}
@@ -70,13 +80,14 @@ MODELS = {
     "Qwen3-Next-80B-A3B": Published("qwen3_next", 80, "bfloat16, FP8"),
     "DeepSeek-V3, R1": Published("deepseek_v3", 671, "FP8"),
     "DeepSeek-V3.2": Published("deepseek_v32", 671, "FP8"),
-    "DeepSeek-V4-Flash": Published("deepseek_v4", 284, "FP8 with FP4 experts"),
+    "DeepSeek-V4-Flash": Published("deepseek_v4", 284, "FP8 with MXFP4 experts", stored=Stored("mxfp4", "fp8")),
     "DeepSeek-V4-Pro": Published(
-        *("deepseek_v4", 1600, "FP8 with FP4 experts"),
+        *("deepseek_v4", 1600, "FP8 with MXFP4 experts"),
         {
             **{"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536},
             **{"n_routed_experts": 384, "moe_intermediate_size": 3072, "o_groups": 16},
         },
+        stored=Stored("mxfp4", "fp8"),
     ),
     "GLM-4.5, 4.6": Published(
         *("glm4_moe", 355, "bfloat16, FP8"),
@@ -94,25 +105,28 @@ MODELS = {
         }
         | _GLM,
     ),
-    "GPT-OSS-20b": Published("gpt_oss", 20.9, "MXFP4", {"num_hidden_layers": 24, "num_local_experts": 32}),
-    "GPT-OSS-120b": Published("gpt_oss", 116.8, "MXFP4"),
+    "GPT-OSS-20b": Published(
+        *("gpt_oss", 20.9, "MXFP4", {"num_hidden_layers": 24, "num_local_experts": 32}), stored=Stored("mxfp4")
+    ),
+    "GPT-OSS-120b": Published("gpt_oss", 116.8, "MXFP4", stored=Stored("mxfp4")),
     "MiniMax-M2": Published("minimax_m2", 229, "FP8"),
     "Mixtral-8x7B": Published("mixtral", 46.7, "bfloat16"),
     "Mixtral-8x22B": Published(
         *("mixtral", 141, "bfloat16"),
         {"hidden_size": 6144, "num_hidden_layers": 56, "num_attention_heads": 48, "intermediate_size": 16384},
     ),
-    "Kimi-K2": Published(
-        *("deepseek_v3", 1026, "FP8"),
+    "Kimi-K2, K2-Thinking": Published(
+        *("deepseek_v3", 1026, "FP8, Thinking in INT4"),
         {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1}
         | {"vocab_size": 163840, "n_group": 1, "topk_group": 1},
         "transformers has no `kimi_k2`",
+        Stored("int4-32"),
     ),
 }
 
 
 class Sizes(NamedTuple):
-    """Bytes of a model in FP8 (routed experts, everything else) and the number of its parameters."""
+    """Bytes of a model (routed experts, everything else) and the number of its parameters."""
 
     experts: int
     rest: int
@@ -139,20 +153,24 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 @functools.cache
-def published(name: str) -> Sizes:
-    """Return the bytes and parameters of a model in MODELS, with its published sizes."""
-    return sizes(on_meta(config_of(name)))
+def published(name: str, stored: Stored | None = None) -> Sizes:
+    """Return the bytes and parameters of a model in MODELS, with its published sizes. stored: see `sizes`."""
+    return sizes(on_meta(config_of(name)), stored)
 
 
-def sizes(model: nn.Module) -> Sizes:
-    """Count the bytes of a model as `fp8moe quantize` writes it, and its parameters."""
+def sizes(model: nn.Module, stored: Stored | None = None) -> Sizes:
+    """Count the bytes of a model and its parameters. stored: None for a model as `fp8moe quantize` writes it."""
     experts = rest = parameters = 0
+    fp8_linears = stored is None or stored.linears == "fp8"
     for name, weight in model.named_parameters():
         module, _, last = name.rpartition(".")
         fused = weight.dim() == 3 and bool(re.search(r"\bexperts\.(gate_up|up|down)_proj$", name))
         linear = last == "weight" and type(model.get_submodule(module)) is nn.Linear
         size = 2 * weight.numel()
-        if fused or (linear and not matches(module, DEFAULT_SKIP)):
+        if fused and stored is not None:
+            form, group = PACKED_WEIGHTS[stored.experts]  # scales are E8M0 or bfloat16
+            size = weight.numel() // 2 + weight.numel() // group * (1 if form == "mxfp4" else 2)
+        elif fused or (fp8_linears and linear and not matches(module, DEFAULT_SKIP)):
             *lead, rows, columns = weight.shape
             parts = 2 if fused and last == "gate_up_proj" else 1  # gate and up projections have separate scale blocks
             blocks = prod(lead) * parts * ceil_div(rows // parts, 128) * ceil_div(columns, 128)
@@ -171,25 +189,29 @@ def works(name: str, matrix: dict[str, dict[str, str]]) -> str:
     return f"all but {' and '.join(missing)}" if missing else "all"
 
 
-def lines(found: Iterable[tuple[str, Sizes]]) -> Iterable[list[str]]:
-    for name, size in found:
-        count = [str(size.gpus(memory) or f"more than {COUNTS[-1]}") for memory in GPUS.values()]
-        yield [name, f"{size.parameters / 1e9:.0f}", f"{(size.experts + size.rest) / 1e9:.0f}", *count]
+def cells(size: Sizes) -> list[str]:
+    """Return GB and GPUs, as text."""
+    count = [str(size.gpus(memory) or f"more than {COUNTS[-1]}") for memory in GPUS.values()]
+    return [f"{(size.experts + size.rest) / 1e9:.0f}", *count]
 
 
-HEADER = ("", "billions", "GB in FP8", *(f"GPUs: {name}" for name in GPUS))
+HEADER = ["", "billions", "GB in FP8", *(f"GPUs: {name}" for name in GPUS)]
 LLAMA_4 = ["Llama-4-Scout, Maverick", "109, 400", "", "", "", "bfloat16, FP8", "refused by name"]
 
 
 def readme() -> str:
     """Return the table for README, as text."""
     _, matrix = read_page(MATRIX_PAGE.read_text(encoding="utf-8").partition(MATRIX)[2])
-    found = lines((name, published(name)) for name in MODELS)
-    rows = [
-        [name, f"{MODELS[name].billions:g}", *cells, MODELS[name].formats, works(name, matrix)]
-        for name, _, *cells in found
-    ]
-    return table((*HEADER, "published in", "what works"), [*rows, LLAMA_4])
+    rows = []
+    for name, model in MODELS.items():
+        counted = cells(published(name))
+        if model.stored is not None:
+            pairs = zip(counted, cells(published(name, model.stored)), strict=True)
+            counted = [one if one == other else f"{one} ({other})" for one, other in pairs]
+        rows.append([name, f"{model.billions:g}", *counted, model.formats, works(name, matrix)])
+    header = [*HEADER, "published in", "what works"]
+    header[2] += " (experts in four bits, as published)"
+    return table(header, [*rows, LLAMA_4])
 
 
 def main() -> None:
@@ -197,8 +219,8 @@ def main() -> None:
     parser.add_argument("directories", nargs="*", metavar="DIR", help="with a config.json that transformers knows")
     directories = parser.parse_args().directories
     if directories:
-        configs = ((name, AutoConfig.from_pretrained(name)) for name in directories)
-        print(table(HEADER, lines((name, sizes(on_meta(config))) for name, config in configs)), end="")
+        found = [(name, sizes(on_meta(AutoConfig.from_pretrained(name)))) for name in directories]
+        print(table(HEADER, [[name, f"{one.parameters / 1e9:.0f}", *cells(one)] for name, one in found]), end="")
     else:
         text = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(with_tables(text, readme(), BEGIN, END), encoding="utf-8")

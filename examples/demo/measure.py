@@ -49,19 +49,23 @@ def measure(model: Any, tokenizer: Any, question: Tensor, tokens: Tensor, new_to
     speed = (len(answer) - 1) / (clock[-1] - clock[0]) if len(answer) > 1 else math.nan
     # The reference reads the routing on the host, which a graph cannot hold.
     graphs = decode_with_graphs(model, question, new_tokens) if runs_kernels(question.device) else None
-
-    windows = [window for window in tokens.split(WINDOW) if len(window) > 1]
-    with passes(model, len(windows), f"{label}: perplexity"):
-        perplexity_of_passage = perplexity(model, windows)
     return Measurement(
         label=label,
         text=tokenizer.decode(answer, skip_special_tokens=True).strip(),
-        perplexity=perplexity_of_passage,
+        perplexity=perplexity_of_passage(model, tokens, label),
         tokens_per_second=speed,
         graph_tokens_per_second=graphs and graphs[0],
         graph_tokens_equal=graphs and Count(equal_tokens(answer, graphs[1]), len(answer)),
         weights=weights(model),
     )
+
+
+@torch.inference_mode()
+def perplexity_of_passage(model: Any, tokens: Tensor, label: str) -> float:
+    """Return the perplexity of the passage ``tokens`` (T,), in windows."""
+    windows = [window for window in tokens.split(WINDOW) if len(window) > 1]
+    with passes(model, len(windows), f"{label}: perplexity"):
+        return perplexity(model, windows)
 
 
 def passage() -> str:

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from fp8moe.layers.experts import GroupedExperts
+from fp8moe.layers.experts import PACKED_WEIGHTS, GroupedExperts
 from fp8moe.layers.linear import replace_linears
 from fp8moe.layers.replaced import as_patterns, matches
 from fp8moe.runtime.progress import progress
@@ -64,14 +66,49 @@ def upcycle(model: Any, *, num_experts: int = 8, top_k: int = 2, seed: int = 0) 
     return moe.eval()
 
 
-def quantize(moe: Any, keep: Iterable[str] = ()) -> None:
-    """Put FP8 experts and linears into a Mixtral model in place.
+def quantize(moe: Any, keep: Iterable[str] = (), weight_format: str = "fp8") -> None:
+    """Put FP8 linears, and experts in FP8 or four bits, into a Mixtral model in place.
 
-    keep: patterns of modules that stay as they are, as `replace_linears` takes them.
+    keep: patterns of modules that stay as they are, as `replace_linears` takes them. weight_format: of the experts, as
+        in `GroupedExperts`.
     """
     keep = as_patterns("keep", keep)
     replace_linears(moe, skip=("lm_head", *keep))
     layers = moe.model.layers
     for index, layer in enumerate(progress(layers, total=len(layers), label="quantizing experts", unit=" layers")):
-        if not matches(f"model.layers.{index}.mlp.experts", keep):
+        if matches(f"model.layers.{index}.mlp.experts", keep):
+            continue
+        if weight_format == "fp8":
             layer.mlp.experts = GroupedExperts.from_experts(layer.mlp.experts)
+        else:
+            layer.mlp.experts = PaddedExperts(layer.mlp.experts, weight_format, moe.config.hidden_act)
+
+
+class PaddedExperts(nn.Module):
+    """Experts in four bits whose sizes may be any: zeros fill the last group of values that share a scale.
+
+    experts: of Mixtral, unquantized. activation: as in `GroupedExperts`.
+    """
+
+    def __init__(self, experts: nn.Module, weight_format: str, activation: str):
+        super().__init__()
+        _, group = PACKED_WEIGHTS[weight_format]
+        down = experts.down_proj.detach()
+        count, hidden_size, intermediate_size = down.shape
+        columns, rows = -hidden_size % group, -intermediate_size % group
+        gate_up = experts.gate_up_proj.detach().unflatten(1, (2, -1))
+        masters = GroupedExperts(
+            num_experts=count,
+            hidden_size=hidden_size + columns,
+            intermediate_size=intermediate_size + rows,
+            activation=activation,
+            master_dtype=down.dtype,
+            device="meta",
+        )
+        masters.gate_up_proj = nn.Parameter(F.pad(gate_up, (0, columns, 0, rows)).flatten(1, 2))
+        masters.down_proj = nn.Parameter(F.pad(down, (0, rows, 0, columns)))
+        self.experts = GroupedExperts.from_experts(masters, weight_format=weight_format)
+
+    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+        size = hidden_states.shape[-1]
+        return self.experts(F.pad(hidden_states, (0, self.experts.hidden_size - size)), *routing)[..., :size]

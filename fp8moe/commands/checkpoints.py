@@ -12,7 +12,7 @@ from fp8moe.weights import DEFAULT_SKIP, convert_checkpoint, inspect_checkpoint,
 
 
 def quantize(options: argparse.Namespace) -> int:
-    own = {"skip": (*DEFAULT_SKIP, *options.skip), "scale_format": options.scale_format}
+    own = {"skip": (*DEFAULT_SKIP, *options.skip), "scale_format": options.scale_format, "experts": options.experts}
     own |= {"allow_nonfinite": options.allow_nonfinite, **_writing(options)}
     with shown(not options.quiet):
         quantize_checkpoint(options.source, options.target, **own)

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import re
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -93,17 +93,19 @@ def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argpars
     decoder = min(max(options.batch_sizes) * options.max_length, MOST_WHOLE_TOKENS)
     tokens = max(options.tokens, decoder)
     few = min(tokens, _FEW_ENOUGH)
-    kernels, families = in_own_process(_record, source, options.batch_sizes, few, sms, dict(options.set))
+    kernels, families = in_own_process(
+        _record, source, options.batch_sizes, few, sms, options.experts, dict(options.set)
+    )
     variants = [pool.submit(_variants, *item, tokens, decoder, sms) for item in families.items()]
     return list(kernels.union(*(future.result() for future in variants)))
 
 
 def _record(
-    source: dict[str, Any], batch_sizes: list[int], tokens: int, sms: int, given: Collection[str] = ()
+    source: dict, batch_sizes: list[int], tokens: int, sms: int, experts: str = "stored", given: Iterable[str] = ()
 ) -> RequiredKernels:
     """Return the kernels and GEMM families that a model needs.
 
-    source: the model's configuration. given: the names of the configuration values that --set sets.
+    source: the model's configuration. experts: see `load_model`. given: names of the values that --set sets.
     """
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
@@ -122,7 +124,7 @@ def _record(
         made = CONFIG_MAPPING[model_type].from_dict(source)
     except Exception as error:  # transformers may raise anything for a broken config.json
         raise ValueError(f"config.json: transformers cannot read it ({reason_of(error)})") from None
-    return required_kernels([made], batch_sizes, tokens, sms)
+    return required_kernels([made], batch_sizes, tokens, sms, experts)
 
 
 def _variants(family: Family, rows: int, tokens: int, decoder: int, sms: int) -> set[KernelSpec]:

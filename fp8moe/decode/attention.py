@@ -2,7 +2,8 @@
 
 A decode step runs `kernels.decoder_ops.decode_attention`. Calls with several tokens run PyTorch's flash attention: each
 row of the batch is a sequence, whose keys the kernel finds in the cache by strides. Whole prompts without padding run
-the causal attention that PyTorch chooses. On a GPU this is cuDNN's attention, which is faster than flash attention.
+the causal attention that PyTorch chooses. On a GPU this is cuDNN's attention, which is faster than flash attention. It
+does not return the sum that sinks need, so prompts of models with sinks always run flash attention.
 
 An `AttentionMetadata` replaces the mask. Other attention implementations get transformers' masks, in which
 `hf.patches.take_offsets_of_rows` allows rows of different lengths.
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8moe.hf.fused.attention import AttentionMetadata, UnsupportedAttention, check_metadata
-from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention
+from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention, share_of_keys
 from fp8moe.runtime import config
 
 NAME = "fp8moe_decode"
@@ -117,15 +118,17 @@ def attend(
     attention_mask: AttentionMetadata,
     scaling: float | None = None,
     dropout: float = 0.0,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention over the cache; transformers calls this function as the attention implementation `NAME`.
 
     query: (B, heads, T, D). key, value: (B, key heads, columns, D), all columns of the cache or its first columns.
+    s_aux: (heads,), the sink of each head.
     Returns (B, T, heads, D), and None for the attention weights. The query of a padded token gives 0.
 
     Raises UnsupportedAttention for dropout, float32, head sizes that the kernel does not support, and any other feature
-    that the model asks for: soft caps, sinks, position biases, selected tokens.
+    that the model asks for: soft caps, position biases, selected tokens.
     """
     metadata = attention_mask
     batch, heads, new, size = query.shape
@@ -134,24 +137,29 @@ def attend(
         shape = batch, metadata.key_heads, metadata.length, size
         cache = (x.as_strided(shape, x.stride()) for x in (key, value))
         cache = StaticCache(*cache, metadata.begin, metadata.columns)
-        out = decode_attention(query[:, :, 0], cache, window=metadata.window, scale=scaling)
+        out = decode_attention(query[:, :, 0], cache, window=metadata.window, sinks=s_aux, scale=scaling)
         return out.view(batch, 1, heads, size), None
-    if metadata.whole:
+    if metadata.whole and s_aux is None:
         keys, values = key[:, :, :new], value[:, :, :new]
         output = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
         return output.transpose(1, 2), None
-    return _several_tokens(query, key, value, metadata, scaling), None
+    return _several_tokens(query, key, value, metadata, scaling, s_aux), None
 
 
 def _several_tokens(
-    query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    metadata: AttentionMetadata,
+    scale: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     batch, heads, new, size = query.shape
     length = metadata.length
     key_heads, end = key.shape[1:3]
     # In the strided view, row b * key_heads * length + j at head h is key j of sequence b and head h.
     strided = (batch * key_heads * length - (key_heads - 1) * length, key_heads, size), (size, length * size, 1)
-    output = _flash_attention(
+    output, logsumexp = _flash_attention(
         query.transpose(1, 2).reshape(batch * new, heads, size),
         key.as_strided(*strided),
         value.as_strided(*strided),
@@ -161,6 +169,8 @@ def _several_tokens(
         metadata.window,
         scale,
     )
+    if sinks is not None:
+        output.mul_(share_of_keys(logsumexp, sinks[:, None]).T[..., None])
     return output.view(batch, new, heads, size)
 
 
@@ -173,8 +183,10 @@ def _flash_attention(
     most_keys: int,
     window: int | None,
     scale: float | None,
-) -> Tensor:
-    """Run PyTorch's flash attention on packed sequences; return the output, shaped like ``query``.
+) -> tuple[Tensor, Tensor]:
+    """Run PyTorch's flash attention on packed sequences.
+
+    Returns the output, shaped like ``query``, and logsumexp(scores), (heads, queries) float32.
 
     query (queries, heads, D); key, value (keys, key heads, D); sequences: as in AttentionMetadata. The last query of a
     sequence attends to all keys of the sequence. Each query before the last attends to one key less than the query
@@ -182,7 +194,7 @@ def _flash_attention(
     """
     first_query, first_key, count = sequences
     windows = {"window_size_left": window - 1, "window_size_right": 0} if window is not None else {}
-    output, *_ = torch.ops.aten._flash_attention_forward(
+    output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
@@ -197,4 +209,4 @@ def _flash_attention(
         seqused_k=count[:-1],
         **windows,
     )
-    return output
+    return output, logsumexp

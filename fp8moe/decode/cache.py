@@ -62,7 +62,7 @@ def static_cache(config: Any, max_length: int, position: CachePosition) -> Any:
     """Return a StaticCache whose attention layers all hold ``max_length`` tokens and write where ``position`` says.
 
     transformers' own layers write all rows at the same column, and its sliding-window layers count tokens on the host,
-    which a CUDA graph cannot follow. They are replaced by full-length layers; the mask limits attention to the window.
+    which a CUDA graph cannot follow. They are replaced by full-length layers; attention sees only the window of them.
     Layers of linear attention, which hold states of a fixed size, stay.
 
     Raises ValueError for layers of other kinds.

@@ -90,12 +90,12 @@ class GraphDecoder:
     On a CPU the same step runs without a graph; the results are the same.
 
     On a GPU, flash attention reads the cache in place, without a mask and without repeating the key heads, if it
-    supports the model: 16-bit dtypes, keys and values of one size up to 256, no soft cap, sinks or position bias, and
-    only causal and sliding-window masks. Otherwise the model's own attention runs. ``attention`` is "flash", or the
-    name of the model's own attention and the reason for it.
+    supports the model: 16-bit dtypes, keys and values of one size up to 256, no soft cap or position bias, and only
+    causal and sliding-window masks; heads may have sinks. Otherwise the model's own attention runs. ``attention`` is
+    "flash", or the name of the model's own attention and the reason for it.
 
     Memory: each batch size has its own cache of ``max_length`` tokens per sequence, also for layers with a sliding
-    window (the mask limits attention to the window); the graphs share one memory pool. Closing or deleting the decoder
+    window, of which attention reads only the window; the graphs share one memory pool. Closing or deleting the decoder
     frees both.
 
     A decoder made inside `fp8moe.batch_invariant`, or with FP8MOE_BATCH_INVARIANT=1, gives a sequence the same tokens

@@ -23,17 +23,20 @@ from fp8moe.runtime.record import reserved
 _CPU = torch.device("cpu")
 
 
-def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: int, num_sms: int) -> RequiredKernels:
+def required_kernels(
+    configs: Iterable[Any], batch_sizes: Sequence[int], tokens: int, num_sms: int, experts: str = "stored"
+) -> RequiredKernels:
     """Find the kernel launches of models with these transformers configurations. Call it in a process of its own.
 
     batch_sizes: sizes of decode steps. tokens: the most tokens to prefill at once. num_sms: the GPU's number of SMs.
+    experts: see `load_model`.
 
     The process is unfit for other use afterwards (`runtime.record`). Prompts of 1, 2, 4... tokens are prefilled: each
     kernel other than a GEMM is used for at least one of these lengths.
 
     Raises ValueError for a model that `skeletons` or GraphDecoder refuses.
     """
-    models = [model for config in configs for model in skeletons(config)]
+    models = [model for config in configs for model in skeletons(config, experts)]
     # Replace PyTorch's own kernels: some of them need a GPU, and the others would take hours on a CPU.
     attention._flash_attention = _no_flash_attention
     F.scaled_dot_product_attention = _no_attention
@@ -56,8 +59,8 @@ def _run(model: Any, batch_sizes: Iterable[int], lengths: Iterable[int]) -> None
         step.read_several(torch.zeros(1, count, dtype=torch.int64, device=_CPU), 0, 0, False)
 
 
-def _no_flash_attention(query: Tensor, *others: Any) -> Tensor:
-    return torch.zeros_like(query)
+def _no_flash_attention(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(query), query.new_zeros(query.shape[1::-1], dtype=torch.float32)
 
 
 def _no_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:

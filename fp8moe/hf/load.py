@@ -27,6 +27,7 @@ from fp8moe.hf.architecture import (
     read_generation_config,
 )
 from fp8moe.hf.versions import conversions_to_save
+from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.layers.replaced import as_patterns, casts_to_weight
 from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.settings import standard_device
@@ -47,6 +48,8 @@ from fp8moe.weights.source import (
 from fp8moe.weights.stored import StoredWeight, Weights, open_weights
 from fp8moe.weights.views import dequantized, in_blocks, inexact_problems
 
+EXPERTS = ("stored", "fp8")
+
 
 @torch.inference_mode(False)
 def load_model(
@@ -54,6 +57,7 @@ def load_model(
     *,
     dtype: torch.dtype | str | None = torch.bfloat16,
     device: torch.device | str = "cpu",
+    experts: str = "stored",
     ignore: Iterable[str] = (),
 ) -> Any:
     """Load a checkpoint into a transformers model, with its weights in FP8, on any device.
@@ -71,11 +75,14 @@ def load_model(
     dtype: the dtype of activations and of everything that is not FP8. "auto" or None: the dtype in config.json or, if
         it has none, the dtype of the first unquantized tensor.
     device: the model's device.
+    experts: "stored": experts in MXFP4 or INT4 keep their four bits; "fp8": those in MXFP4 become FP8 in 128x128
+        blocks, as all other weights do, which takes 1.9 times the memory and computes the same, and INT4 is refused.
+        Four bits are faster for few tokens, as in decoding, and slower than FP8 for many, as in prompts.
     ignore: fnmatch patterns of tensors in the checkpoint to leave out.
     Returns the model in eval mode. Its quantization_config describes the FP8 weights, and save_pretrained writes it.
-    save_pretrained raises ValueError for a model with a scale for each output channel; save_fp8_checkpoint stores such
-    a model. Warns (UserWarning) if nothing in the model is FP8. transformers' Trainer raises ValueError for the model
-    unless it gets adapters or masters.
+    save_pretrained raises ValueError for a model with a scale for each output channel or with experts in four bits;
+    save_fp8_checkpoint stores such models. Warns (UserWarning) if nothing in the model is FP8. transformers' Trainer
+    raises ValueError for the model unless it gets adapters or masters.
 
     During the call, transformers changes PyTorch's default dtype, and how transformers' models tie weights, for all
     threads. Modules that other threads make meanwhile are not affected in any other way.
@@ -87,6 +94,8 @@ def load_model(
     from fp8moe.hf.quantizer import ReplaceModules
 
     check_training()
+    if experts not in EXPERTS:
+        raise ValueError(f"experts: expected one of {EXPERTS}, got {experts!r}")
     device, patterns, weights = torch.device(device), as_patterns("ignore", ignore), open_weights(directory)
     stored, what = weights.checkpoint, f"cannot load {directory}"
     if not stored.config:
@@ -99,11 +108,11 @@ def load_model(
         quantization = _without_quantization(config)  # else transformers would quantize the model
         patterns += predicted_layers(config)
         model = empty_model(config)
-        replaced, channels, moves, conversions, problems = _match(weights, model, patterns)
+        forms, moves, conversions, problems = _match(weights, model, patterns, experts)
         if any(problem.endswith(TIED) for problem in problems):  # tied weights differ in the checkpoint: untie them
             config.tie_word_embeddings = config.get_text_config(decoder=True).tie_word_embeddings = False
             model = empty_model(config)
-            replaced, channels, moves, conversions, problems = _match(weights, model, patterns)
+            forms, moves, conversions, problems = _match(weights, model, patterns, experts)
     except CheckpointError:
         raise
     except ValueError as error:
@@ -112,7 +121,7 @@ def load_model(
     problems += inexact_problems(weights) if not problems else ()
     if problems:
         raise CheckpointError(what, problems)
-    if not replaced:
+    if not forms:
         warnings.warn(printable(f"{directory}: {weights.format.reason}; nothing of it runs on fp8moe"), stacklevel=2)
     warn_of_unused(weights, moves)
     reader = Reader(stored.directory)
@@ -122,20 +131,26 @@ def load_model(
             config=model.config,
             dtype=dtype,
             state_dict=_tensors(model, moves, conversions, reader, device),
-            quantization_config=ReplaceModules(replaced, channels, device),
+            quantization_config=ReplaceModules(forms, device),
             output_loading_info=True,
         )
     reader.close()
     left = [f"{key}: {kind}" for kind, keys in report.items() for key in sorted(map(str, keys))]
     if left:
         raise CheckpointError(f"{what}, transformers reports", left)
-    if channels:
-        model.save_pretrained = _refuse_to_save  # transformers has other names for channel scales
-    if replaced:
-        as_stored = quantization is not None and all(map(_is_as_in_the_model, weights.quantized))
-        model.config.quantization_config = quantization if as_stored else _quantization_of(model, channels)
+    channels = [name for name, form in forms.items() if form == "channel"]
+    packed = [name for name, form in forms.items() if form not in ("channel", "block")]
+    if channels or packed:  # transformers has other names for them
+        what = "a scale for each output channel" if channels else "experts in four bits"
+        model.save_pretrained = partial(_refuse_to_save, what)
+    if forms:
+        as_stored = quantization is not None and all(
+            weight.kind == "fp8-block" and not weight.transposed and not weight.scale.name.endswith(CHANNEL_SCALE)
+            for weight in weights.quantized
+        )
+        model.config.quantization_config = quantization if as_stored else _quantization_of(model, bool(channels))
         for part in parts_of(model.config):
-            if hasattr(part, "expert_dtype"):  # DeepSeek-V4's config.json says "fp4"
+            if hasattr(part, "expert_dtype") and not packed:  # DeepSeek-V4's config.json says "fp4"
                 part.expert_dtype = "fp8"
     if generation_config is not None:
         model.generation_config = generation_config
@@ -143,22 +158,17 @@ def load_model(
     return model
 
 
-def _is_as_in_the_model(weight: StoredWeight) -> bool:
-    """Return whether a weight is stored as transformers' FP8 models store it: in blocks, not transposed, same names."""
-    return weight.kind == "fp8-block" and not weight.transposed and not weight.scale.name.endswith(CHANNEL_SCALE)
-
-
-def _quantization_of(model: nn.Module, channels: set[str]) -> dict[str, Any]:
+def _quantization_of(model: nn.Module, channels: bool) -> dict[str, Any]:
     """Make a quantization_config from the model's tensors, for a checkpoint that was stored in another format."""
     tensors = (
         (parse(key, value.dim()), TensorSpec(DTYPE_NAMES[value.dtype], tuple(value.shape)))
         for key, value in state_of(model).items()
     )
-    return quantization_config(tensors, "float32", (), channels=bool(channels))
+    return quantization_config(tensors, "float32", (), channels=channels)
 
 
-def _refuse_to_save(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError("save_pretrained: the model has a scale for each output channel; save_fp8_checkpoint stores it")
+def _refuse_to_save(what: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(f"save_pretrained: the model has {what}; save_fp8_checkpoint stores it")
 
 
 def _dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Checkpoint) -> torch.dtype:
@@ -247,7 +257,7 @@ def _read(targets: Mapping[str, Tensor], moves: list[tuple], reader: Reader, dev
     values = {}
     for key, target in targets.items():
         dtype = target.dtype
-        if dtype != torch.float8_e4m3fn and not key.endswith(SCALE):
+        if dtype != torch.float8_e4m3fn and not key.endswith((SCALE, CHANNEL_SCALE)):
             dtype = reduce(torch.promote_types, (DTYPES[weight.dtype] for weight, *_ in moves))
         values[key] = torch.empty(target.shape, dtype=dtype, device=device)
     for weight, place, scale_place in moves:
@@ -268,17 +278,19 @@ def _convert(
 
 
 def _match(
-    weights: Weights, model: nn.Module, ignore: tuple[str, ...]
-) -> tuple[list[str], set[str], list[Move], list[Conversion], list[str]]:
+    weights: Weights, model: nn.Module, ignore: tuple[str, ...], experts: str
+) -> tuple[dict[str, str], list[Move], list[Conversion], list[str]]:
     """Put fp8moe's modules into a meta model where the checkpoint has FP8 weights, and match their tensors.
 
-    ignore: name patterns of tensors that may be left over.
-    Returns the names of fp8moe's modules; the names of the modules with a scale for each output channel; a `Move` for
-    each weight to copy into the model; the conversions that transformers makes; and an error line for each misfit.
+    ignore: name patterns of tensors that may be left over. experts: see `load_model`.
+    Returns how fp8moe's modules keep their weights (`replace_modules`); a `Move` for each weight to copy into the
+    model; the conversions that transformers makes; and an error line for each misfit.
     """
     from fp8moe.hf.quantizer import replace_modules
 
-    target, blocks = Target(state_of(model)), in_blocks(weights)
+    kinds = ("mxfp4", "int4") if experts == "stored" else ()
+    packed = {weight.name.text for weight in weights.stored if weight.kind in kinds and weight.is_expert}
+    target, blocks = Target(state_of(model)), in_blocks(weights, packed=packed)
     names = {weight.name.text: _name_to_locate(weight, weights) for weight in blocks}
     locations = locate(model, names.values())
     for weight in blocks:
@@ -294,13 +306,13 @@ def _match(
 
     modules = defaultdict(list)  # by the name of a module: the FP8 weights that go into it
     for weight in blocks:
-        place = target.find(located(weight)) if weight.dtype == FP8 else None
+        place = target.find(located(weight)) if weight.dtype == FP8 or weight.name.text in packed else None
         if place is not None:
             modules[place.key.rpartition(".")[0]].append(weight)
     plain = {module for module, parts in modules.items() if not _can_be_fp8(model, module, parts, locations)}
     in_bfloat16 = {weight.name.text for module in plain for weight in modules.pop(module) if weight.grid is not None}
     blocks = [dequantized(weight) if weight.name.text in in_bfloat16 else weight for weight in blocks]
-    problems, replaced, channels = [], [], set()
+    problems, forms = [], {}
     tied = {key: keys for keys in target.ties for key in keys}
     for module, (weight, *_) in sorted(modules.items()):
         text = weight.name.text
@@ -312,9 +324,10 @@ def _match(
             problems.append(f"{text}: {FP8}, but of {kind.__name__}: fp8moe runs linears and experts in FP8")
         else:
             try:
-                replace_modules(model, [module], [module] if weight.kind == "fp8-channel" else [])
-                replaced.append(module)
-                channels |= {module} if weight.kind == "fp8-channel" else set()
+                form = "channel" if weight.kind == "fp8-channel" else "block"
+                form = _packed_form(weight) if text in packed else form
+                replace_modules(model, {module: form})
+                forms[module] = form
             except (TypeError, ValueError) as error:
                 problems.append(f"{text}: {error}")
     groups: dict[str, dict[str, StoredWeight]] = defaultdict(dict)
@@ -341,7 +354,16 @@ def _match(
         ignored_names(model, ignore, weights.unused),
         located,
     )
-    return replaced, channels, moves, conversions, problems + unfit
+    return forms, moves, conversions, problems + unfit
+
+
+def _packed_form(weight: StoredWeight) -> str:
+    """Return how a module keeps a weight in four bits; see `replace_modules`."""
+    if weight.kind == "mxfp4":
+        return "mxfp4"
+    group = 2 * weight.shape[-1] // weight.grid[-1]
+    form = next(form for form, (name, size) in PACKED_WEIGHTS.items() if (name, size) == ("int4", group))
+    return form if weight.scale_dtype == "BF16" else f"{form}, float32"
 
 
 def _name_to_locate(weight: StoredWeight, weights: Weights) -> Name:

@@ -1,6 +1,6 @@
 """A transformers quantizer with which from_pretrained builds a model with fp8moe's modules; imports transformers."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8moe.hf.experts import NAME, grouped_experts
+from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.layers.parameters import frozen
 
@@ -18,14 +19,12 @@ from fp8moe.layers.parameters import frozen
 class ReplaceModules(QuantizationConfigMixin):
     """The quantization config for `_Quantizer`.
 
-    names: the names of the modules to replace with fp8moe's modules. channels: the names of those that get channel
-    scales. device: the device of the model.
+    forms: see `replace_modules`. device: the device of the model.
     """
 
-    def __init__(self, names: Iterable[str], channels: Collection[str], device: torch.device):
+    def __init__(self, forms: Mapping[str, str], device: torch.device):
         self.quant_method = NAME
-        self.names = list(names)
-        self.channels = set(channels)
+        self.forms = dict(forms)
         self.device = device
 
 
@@ -42,7 +41,7 @@ class _Quantizer(HfQuantizer):
         return []
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        replace_modules(model, self.quantization_config.names, self.quantization_config.channels)
+        replace_modules(model, self.quantization_config.forms)
 
     def postprocess_model(self, model: nn.Module, **kwargs: Any) -> None:
         self.remove_quantization_config(model)
@@ -55,18 +54,24 @@ class _Quantizer(HfQuantizer):
         return False
 
 
-def replace_modules(model: nn.Module, names: Iterable[str], channels: Collection[str] = ()) -> None:
-    """Replace the named linears with FP8Linear, and the named experts modules with GroupedExperts.
+def replace_modules(model: nn.Module, forms: Mapping[str, str]) -> None:
+    """Replace linears with FP8Linear, and experts modules with GroupedExperts.
 
-    channels: the names of modules that get a scale for each output channel in place of block scales.
+    forms: maps the name of each module to how its weights are kept: "block" or "channel", FP8 with such scales; or, of
+    experts, a `weight_format` of GroupedExperts in four bits, followed by ", float32" if scales have that dtype.
 
     Raises TypeError or ValueError for a module that is neither a linear nor experts.
     """
-    for name in names:
+    for name, form in forms.items():
         module = model.get_submodule(name)
         module = (FP8Linear.from_linear if type(module) is nn.Linear else grouped_experts)(module)
+        weight_format, _, dtype = form.partition(", ")
+        if weight_format in PACKED_WEIGHTS:
+            module = module.in_format(weight_format)
+            for scale in module.weight_names[1::2] if dtype else ():
+                setattr(module, scale, frozen(getattr(module, scale).float()))
         for weight, scale in zip(module.weight_names[::2], module.weight_names[1::2], strict=True):
-            if name in channels:
+            if form == "channel":
                 value = getattr(module, weight)
                 shape = (*value.shape[:-1], 1)
                 setattr(module, scale, frozen(torch.empty(shape, dtype=torch.float32, device=value.device)))

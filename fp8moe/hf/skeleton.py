@@ -2,59 +2,85 @@
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from fp8moe.hf.architecture import empty_model, reason_of
+from fp8moe.hf.architecture import empty_model, parts_of, reason_of
 from fp8moe.hf.experts import NAME
 from fp8moe.hf.patches import register
 from fp8moe.hf.quantizer import replace_modules
+from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.layers.replaced import DEFAULT_SKIP, matches
 from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime.record import reserve_memory
-from fp8moe.weights.formats import declared
+from fp8moe.weights.formats import FP8_KINDS, KINDS, Declared, declared
 
 _UNCONVERTED = ("modules_to_not_convert", "ignore", "exclude_modules")
 """Keys of quantization_config that list unquantized modules, in transformers, compressed-tensors and ModelOpt."""
 
 
-def skeletons(config: Any) -> list[Any]:
+def skeletons(config: Any, experts: str = "stored") -> list[Any]:
     """Build the skeletons of a model, which run all kernels that layers of the whole model run.
 
-    A configuration with FP8 weights gives one skeleton. An unquantized one gives two: the unquantized model, whose
+    A configuration with FP8 weights gives one skeleton; one with experts in INT4 gives a skeleton for each dtype that
+    the scales may have, which only the tensors tell. An unquantized one gives two: the unquantized model, whose
     experts `register` quantizes, and the model that `quantize_checkpoint` would write. Weights are reserved memory
     (`reserve_memory`). The dtype is the configuration's if that has 16 bits, otherwise bfloat16.
 
+    experts: see `load_model`.
     Raises ValueError if transformers cannot make a model from the configuration, or cannot make it in FP8, or if the
     configuration declares a quantization that fp8moe does not run.
     """
     register()
-    quantization = getattr(config, "quantization_config", None)
+    found = (getattr(part, "quantization_config", None) for part in parts_of(config))
+    quantization = next((dict(content) for content in found if content is not None), None)
     if quantization is not None:
-        return [_skeleton(config, quantization)]
+        fp4 = "fp4" in [place.get("expert_dtype") for place in (quantization, *map(vars, parts_of(config)))]
+        says = declared("config.json: quantization_config", quantization)
+        return [_skeleton(config, quantization, says, *forms) for forms in _forms(says, fp4, experts)]
     default = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": None}
-    return [_skeleton(config, None), _skeleton(config, default)]
+    return [_skeleton(config), _skeleton(config, default, declared("", default), "block", "block")]
 
 
-def _skeleton(config: Any, quantization: Mapping[str, Any] | None) -> Any:
+def _forms(says: Declared, fp4: bool, experts: str) -> list[tuple[str, str]]:
+    """Return how `load_model` may keep quantized linears and experts, as `replace_modules` takes it.
+
+    fp4: whether config.json says that experts are MXFP4, beside a quantization_config of the linears.
+    """
+    if says.refusal is not None:
+        raise ValueError(f"{says.where}: {says.refusal}")
+    kinds = says.kinds or frozenset()
+    linears = "channel" if kinds.intersection(FP8_KINDS) == {"fp8-channel"} else "block"
+    int4 = [form for form, packing in PACKED_WEIGHTS.items() if packing in {("int4", size) for size in says.groups}]
+    if int4 and experts == "fp8":
+        raise ValueError(f"{says.where}: {KINDS['int4'].words}, which load_model refuses with experts='fp8'")
+    if int4:
+        return [(linears, form + dtype) for form in int4 for dtype in ("", ", float32")]
+    packed = experts == "stored" and "mxfp4" in kinds and (fp4 or not says.method.startswith("fp8"))
+    return [(linears, "mxfp4" if packed else linears)]
+
+
+def _skeleton(config: Any, quantization: dict[str, Any] | None = None, *how: Any) -> Any:
     config = copy.deepcopy(config)  # layers are removed from it below
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # else transformers would quantize the model
+    for part in parts_of(config):
+        vars(part).pop("quantization_config", None)  # else transformers would quantize the model
     own = getattr(config.get_text_config(decoder=True), "dtype", None)
     model = empty_model(config, own if own in (torch.bfloat16, torch.float16) else torch.bfloat16)
     if quantization is not None:
-        _put_fp8_modules(model, dict(quantization))
+        _put_quantized_modules(model, quantization, *how)
     _keep_one_layer_of_each_kind(model)
     reserve_memory(model)
     model.set_experts_implementation(NAME)
     return model.eval()
 
 
-def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
-    """Replace all modules that from_pretrained would make FP8 for this quantization_config with fp8moe's FP8 modules.
+def _put_quantized_modules(
+    model: Any, quantization: dict[str, Any], says: Declared, linear_form: str, experts_form: str
+) -> None:
+    """Replace the modules that from_pretrained would make FP8 for this quantization_config with fp8moe's modules.
 
     Experts with biases, which transformers does not make FP8, are replaced too. Raises ValueError if that fails.
     """
@@ -62,9 +88,6 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
     from transformers.utils.quantization_config import FineGrainedFP8Config
 
-    says = declared("config.json: quantization_config", quantization)
-    if says.refusal is not None:
-        raise ValueError(f"{says.where}: {says.refusal}")
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     given = next((quantization[name] for name in _UNCONVERTED if quantization.get(name) is not None), None)
     if given is None:
@@ -72,6 +95,8 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
     else:
         kept = [name for name in given if not name.startswith("re:") and "*" not in name]
         kept += [name for name in linears if _is_named(name, given)]
+    if says.kinds == {"int4"}:  # in linears, it is refused
+        kept += linears
     # transformers' FP8 experts have no biases.
     experts = {name: module for name, module in model.named_modules() if name.endswith(".experts")}
     biased = [name for name, module in experts.items() if getattr(module, "has_bias", False) and name not in kept]
@@ -82,9 +107,10 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
         quantizer._process_model_before_weight_loading(theirs)
     except Exception as error:  # transformers has assertions for models that it cannot run in FP8
         raise ValueError(f"config.json: transformers cannot run this model in FP8 ({reason_of(error)})") from error
-    names = [name for name, module in theirs.named_modules() if isinstance(module, FP8Experts | FP8Linear)]
+    forms = {name: linear_form for name, module in theirs.named_modules() if isinstance(module, FP8Linear)}
+    of_experts = [name for name, module in theirs.named_modules() if isinstance(module, FP8Experts)]
     try:
-        replace_modules(model, [*names, *biased])
+        replace_modules(model, forms | dict.fromkeys([*of_experts, *biased], experts_form))
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"config.json: fp8moe cannot run this model in FP8 ({error})") from error
 

@@ -1,4 +1,4 @@
-"""Makes transformers' Trainer refuse models with frozen FP8 weights that have neither adapters nor masters."""
+"""Makes transformers' Trainer refuse models with frozen quantized weights that have neither adapters nor masters."""
 
 import functools
 import sys
@@ -36,16 +36,23 @@ def is_there(module: str) -> bool:
 
 
 def check_trained(model: nn.Module) -> None:
-    """Raise ValueError for a model with frozen FP8 weights whose training would silently change only other weights."""
+    """Raise ValueError for a model with frozen weights in FP8, or experts in four bits, without adapters or masters.
+
+    Its training would silently change only other weights.
+    """
     parameters = [*model.parameters()]
-    if not any(value.dtype == torch.float8_e4m3fn for value in parameters):
+    layers = [module for module in model.modules() if isinstance(module, MasterModule)]
+    four = any(getattr(layer, "weight_format", "fp8") != "fp8" for layer in layers)
+    if not four and not any(value.dtype == torch.float8_e4m3fn for value in parameters):
         return
     if not any(value.requires_grad for value in parameters) or any(adapters_in(model)):
         return
-    if any(isinstance(module, MasterModule) and module.trainable for module in model.modules()):
+    if any(layer.trainable for layer in layers):
         return
+    what, masters = "weights in FP8", " masters (GroupedExperts.from_experts(module, master_dtype=...)),"
+    if four:
+        what, masters = "experts in four bits", ""
     raise ValueError(
-        "model: its weights in FP8 are frozen, and embeddings, norms and routers alone would be trained; train "
-        "adapters (fp8moe.peft.register), masters (GroupedExperts.from_experts(module, master_dtype=...)), or "
-        "the unquantized model, whose weights fp8moe.refit puts in"
+        f"model: its {what} are frozen, and embeddings, norms and routers alone would be trained; train adapters "
+        f"(fp8moe.peft.register),{masters} or the unquantized model, whose weights fp8moe.refit puts in"
     )

@@ -12,16 +12,37 @@ from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.checks import MAX_EXPERTS
 from fp8moe.kernels.experts.operands import Biases, Layer, Masters, Norm, TokenOperands, row_dtype
 from fp8moe.kernels.experts.operator import experts_of_rows, experts_of_tokens
-from fp8moe.layers import experts_source
-from fp8moe.layers.master import MASTER_DTYPES, MasterModule, check_master_dtype, part_of, quantized, quantized_gate_up
+from fp8moe.layers import experts_source, packed_state
+from fp8moe.layers.master import (
+    MASTER_DTYPES,
+    MasterModule,
+    WeightFormat,
+    check_master_dtype,
+    part_of,
+    quantized,
+    quantized_gate_up,
+)
 from fp8moe.layers.parameters import check_not_parametrized, frozen, local
 from fp8moe.layers.replaced import check_no_hooks
-from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div, has_channel_scales
-from fp8moe.quant.quantize import quantize_128x128, quantize_channels
+from fp8moe.quant.arranged import arranged_shape
+from fp8moe.quant.formats import BLOCK, PACKED_FORMATS, FP8Tensor, PackedTensor, ceil_div, has_channel_scales
+from fp8moe.quant.packed import quantize_arranged
+from fp8moe.quant.quantize import dequantize, quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
 from fp8moe.runtime.checks import check_dtype, check_floating, check_int, check_like, check_tensor
 
 _NAME = "fp8moe.GroupedExperts"
+
+
+PACKED_WEIGHTS = {"mxfp4": ("mxfp4", 32), "int4": ("int4", 128), "int4-32": ("int4", 32)}
+"""The formats of four bits: maps a `weight_format` to the format of a `PackedTensor` and its values in a group."""
+
+
+def packed_weights(weight_format: str) -> WeightFormat:
+    """Return how a module keeps weights of four bits."""
+    form, _ = PACKED_WEIGHTS[weight_format]
+    dtypes = PACKED_FORMATS[form].scale_dtypes
+    return WeightFormat("_scale", (torch.uint8,), (*dtypes, torch.float8_e8m0fnu) if form == "mxfp4" else dtypes)
 
 
 class Weights(NamedTuple):
@@ -49,6 +70,11 @@ class GroupedExperts(MasterModule):
         down_proj_scale_inv     (E, ceil(H/128), ceil(I/128)) float32; value = weight * its block's scale
 
     Without a gate, up_proj (E, I, H) and up_proj_scale_inv (E, ceil(I/128), ceil(H/128)) replace the first two.
+    With a ``weight_format`` of four bits, data uint8 (..., N, K/2) and scales take the place of these, as in a
+    `PackedTensor`: gate_up_proj (E, 2I, H/2), gate_up_proj_scale (E, 2I, H/32) or (E, 2I, H/128), down_proj
+    (E, H, I/2), down_proj_scale. The state dict has scales of "mxfp4", uint8, in this order; the parameter itself has
+    them in the order of the kernels (`fp8moe.quant.arranged`).
+
     With ``bias`` there are also
 
         gate_up_proj_bias       (E, 2I) of ``dtype``, added to gate and up before the activation
@@ -99,6 +125,8 @@ class GroupedExperts(MasterModule):
         weight_scales: "block", or "channel" for one scale per output channel, (E, 2I, 1) and (E, H, 1), as in FP8
             checkpoints of compressed-tensors: the accumulators of both GEMMs are multiplied by these scales. For
             inference only: ValueError with a master_dtype, RuntimeError in the backward.
+        weight_format: "fp8"; or four bits: "mxfp4", or "int4" with a bfloat16 scale for 128 values along K, "int4-32"
+            for 32. H and I must then be multiples of the 32 or 128. For inference only, like "channel".
         bias: whether both projections have biases. For inference only, like "channel".
 
     Raises TypeError for a size that is not an int, ValueError for a size or decode_capacity below one, more than 1024
@@ -139,6 +167,7 @@ class GroupedExperts(MasterModule):
         decode_capacity: int | None = None,
         master_dtype: torch.dtype | None = None,
         weight_scales: str = "block",
+        weight_format: str = "fp8",
         bias: bool = False,
     ):
         super().__init__()
@@ -164,13 +193,49 @@ class GroupedExperts(MasterModule):
         up_shape = (num_experts, projections * intermediate_size, hidden_size)
         down_shape = (num_experts, hidden_size, intermediate_size)
         up_blocks = (num_experts, projections * blocks, hidden_blocks)
-        options = (device, master_dtype, weight_scales)
-        self._register_weight(self.up_name, up_shape, up_blocks, *options)
-        self._register_weight("down_proj", down_shape, (num_experts, hidden_blocks, blocks), *options)
+        self.weight_format = weight_format
+        if weight_format == "fp8":
+            options = (device, master_dtype, weight_scales)
+            self._register_weight(self.up_name, up_shape, up_blocks, *options)
+            self._register_weight("down_proj", down_shape, (num_experts, hidden_blocks, blocks), *options)
+        else:
+            self._check_packed(weight_format, master_dtype, weight_scales)
+            self.kept = packed_weights(weight_format)
+            self._register_packed(self.up_name, up_shape, projections, device)
+            self._register_packed("down_proj", down_shape, 1, device)
+            self.register_state_dict_post_hook(packed_state.as_stored)
         for name, shape in zip(self.bias_names, (up_shape, down_shape), strict=True):
             value = frozen(torch.empty(shape[:2], dtype=dtype, device=device)) if bias else None
             self.register_parameter(name, value)
         self.reset_parameters()
+
+    def _check_packed(self, weight_format: str, master_dtype: torch.dtype | None, weight_scales: str) -> None:
+        if weight_format not in PACKED_WEIGHTS:
+            raise ValueError(f"weight_format: expected one of {('fp8', *PACKED_WEIGHTS)}, got {weight_format!r}")
+        for name, value, expected in (("master_dtype", master_dtype, None), ("weight_scales", weight_scales, "block")):
+            if value != expected:
+                raise ValueError(f"{name}: expected {expected!r} with weight_format {weight_format!r}, got {value!r}")
+        group = PACKED_WEIGHTS[weight_format][1]
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(self, name) % group:
+                raise ValueError(
+                    f"{name}: expected a multiple of {group} with weight_format {weight_format!r}, got "
+                    f"{getattr(self, name)}"
+                )
+
+    def _register_packed(
+        self, name: str, shape: tuple[int, ...], projections: int, device: torch.device | str | None
+    ) -> None:
+        """Register uninitialized weights in four bits, shape (E, N, K), and their scales."""
+        experts, n, k = shape
+        form, group = PACKED_WEIGHTS[self.weight_format]
+        scale_shape, dtype = (experts, n, k // group), torch.bfloat16
+        if form == "mxfp4":
+            scale_shape, dtype = (experts, *arranged_shape(n, k, projections)), torch.uint8
+        data = torch.empty((experts, n, k // 2), dtype=torch.uint8, device=device)
+        self.register_parameter(name, frozen(data))
+        scale = torch.empty(scale_shape, dtype=dtype, device=device)
+        self.register_parameter(f"{name}{self.kept.scale}", frozen(scale))
 
     @classmethod
     def from_experts(
@@ -180,6 +245,7 @@ class GroupedExperts(MasterModule):
         scale_format: str = "float32",
         decode_capacity: int | None = None,
         master_dtype: torch.dtype | None = None,
+        weight_format: str = "fp8",
     ) -> "GroupedExperts":
         """Make FP8 experts that compute the same function as ``module``, experts of transformers or fp8moe.
 
@@ -205,6 +271,7 @@ class GroupedExperts(MasterModule):
         master_dtype: see `GroupedExperts`. Fused weights that already have this dtype become the masters: the same
             Parameters, so that existing optimizers keep working. Other weights are converted, FP8 weights dequantized.
             A master requires a gradient if the source weight requires one or is FP8.
+        weight_format: see `GroupedExperts`; weights are rounded to four bits, FP8 weights too.
 
         Raises TypeError for a module or weights of another kind, ValueError for what GroupedExperts cannot express:
         biases of one projection only or with a master_dtype, transposed or interleaved weights in FP8 or with a
@@ -214,7 +281,11 @@ class GroupedExperts(MasterModule):
         source = experts_source.read(module)
         check_no_hooks("module", module)
         new = cls.from_source(
-            source, scale_format=scale_format, decode_capacity=decode_capacity, master_dtype=master_dtype
+            source,
+            scale_format=scale_format,
+            decode_capacity=decode_capacity,
+            master_dtype=master_dtype,
+            weight_format=weight_format,
         )
         own = isinstance(module, GroupedExperts)
         new.parallel = getattr(module, "parallel" if own else "_fp8moe_parallel", None)
@@ -228,6 +299,7 @@ class GroupedExperts(MasterModule):
         scale_format: str = "float32",
         decode_capacity: int | None = None,
         master_dtype: torch.dtype | None = None,
+        weight_format: str = "fp8",
     ) -> "GroupedExperts":
         """Make the layer from a result of `experts_source.read`. The module that was read may stay in use.
 
@@ -249,25 +321,50 @@ class GroupedExperts(MasterModule):
             swiglu_alpha=source.activation.alpha,
             decode_capacity=decode_capacity,
             master_dtype=master_dtype,
+            weight_format=weight_format,
             bias=source.biases.down_bias is not None,
         )
-        if master_dtype is not None and scale_format != "float32":
-            raise ValueError(f"scale_format: expected 'float32' with a master_dtype, got {scale_format!r}")
+        if scale_format != "float32" and (master_dtype is not None or weight_format != "fp8"):
+            beside = "a master_dtype" if weight_format == "fp8" else f"weight_format {weight_format!r}"
+            raise ValueError(f"scale_format: expected 'float32' with {beside}, got {scale_format!r}")
         for name, weight in ((new.up_name, source.up), ("down_proj", source.down)):
             if master_dtype is not None:
                 setattr(new, name, weight.master(master_dtype))
                 continue
-            quantized = weight.quantize(scale_format)
+            quantized = weight.quantize(scale_format) if weight_format == "fp8" else new._packed(name, weight)
             setattr(new, name, frozen(quantized.data))
-            setattr(new, f"{name}_scale_inv", frozen(quantized.scale))
+            setattr(new, f"{name}{new.kept.scale}", frozen(quantized.scale))
         for name, bias in zip(new.bias_names, source.biases, strict=True):
             setattr(new, name, bias if bias is None else frozen(bias.detach()))
         return new
 
+    def in_format(self, weight_format: str) -> "GroupedExperts":
+        """Return a layer of these sizes without values, on the meta device, with weights in another format.
+
+        weight_format: see `GroupedExperts`. The biases, if any, are shared.
+        """
+        new = GroupedExperts(
+            num_experts=self.num_experts,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            device="meta",
+            dtype=self.dtype,
+            activation=self.activation.name,
+            gated=self.activation.gated,
+            swiglu_limit=self.activation.limit,
+            swiglu_alpha=self.activation.alpha,
+            decode_capacity=self.decode_capacity,
+            weight_format=weight_format,
+            bias=self.down_proj_bias is not None,
+        )
+        for name in self.bias_names:
+            setattr(new, name, getattr(self, name))
+        return new.train(self.training)
+
     @property
     def trainable(self) -> bool:
         """Whether the weights are masters, made with a ``master_dtype``."""
-        return self.down_proj_scale_inv is None
+        return self.down_proj.dtype in MASTER_DTYPES
 
     @property
     def up_name(self) -> str:
@@ -277,7 +374,7 @@ class GroupedExperts(MasterModule):
     @property
     def weight_names(self) -> tuple[str, str, str, str]:
         """The parameter names of the first projection, its scale, the second projection and its scale."""
-        return self.up_name, f"{self.up_name}_scale_inv", "down_proj", "down_proj_scale_inv"
+        return self.up_name, f"{self.up_name}{self.kept.scale}", "down_proj", f"down_proj{self.kept.scale}"
 
     @property
     def bias_names(self) -> tuple[str, str]:
@@ -297,16 +394,38 @@ class GroupedExperts(MasterModule):
             if self.trainable:
                 data.uniform_(-bound, bound)
                 continue
-            data, scale = local(data), local(getattr(self, f"{name}_scale_inv"))
+            data, scale = local(data), local(getattr(self, f"{name}{self.kept.scale}"))
             for expert in range(len(data)):
                 weight = torch.empty(shape, dtype=self.dtype, device=data.device).uniform_(-bound, bound)
-                channels = has_channel_scales(data, scale)
-                quantized = (quantize_channels if channels else quantize_128x128)(weight)
+                quantized = self._quantize(weight, channels=has_channel_scales(data, scale))
                 data[expert].copy_(quantized.data.flatten(0, 1))
                 scale[expert].copy_(quantized.scale.flatten(0, 1))
             bias = getattr(self, f"{name}_bias")
             if bias is not None:
                 bias.uniform_(-bound, bound)
+
+    def _quantize(self, weight: Tensor, *, channels: bool = False) -> FP8Tensor | PackedTensor:
+        """Quantize the matrices (P, N, K) of an expert to this layer's format; the results are (P, ...)."""
+        if self.weight_format == "fp8":
+            return (quantize_channels if channels else quantize_128x128)(weight)
+        return quantize_arranged(weight, *PACKED_WEIGHTS[self.weight_format])
+
+    def _packed(self, name: str, weight: experts_source.Weight) -> FP8Tensor:
+        """Quantize weights of experts to four bits, an expert at a time."""
+        kept = getattr(self, name), getattr(self, f"{name}{self.kept.scale}")
+        sizes = ((len(weight.parts), *value.shape[1:]) for value in kept)
+        data, scale = (value.new_empty(size, device=weight.device) for value, size in zip(kept, sizes, strict=True))
+        for expert, parts in enumerate(weight.parts if weight.device.type != "meta" else ()):
+            values = torch.stack([part.detach() if isinstance(part, Tensor) else dequantize(part) for part in parts])
+            made = self._quantize(values)
+            data[expert].copy_(made.data.flatten(0, 1))
+            scale[expert].copy_(made.scale.flatten(0, 1))
+        return FP8Tensor(weight.sharded(data), weight.sharded(scale))
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        if self.weight_format != "fp8":
+            packed_state.as_kept(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def forward(
         self,
@@ -446,6 +565,8 @@ class GroupedExperts(MasterModule):
             text += ", gated=False"
         if self.trainable:
             text += f", master_dtype={self.down_proj.dtype}"
+        if self.weight_format != "fp8":
+            text += f", weight_format={self.weight_format!r}"
         if self.down_proj_bias is not None:
             text += ", bias=True"
         for name, value in (

@@ -73,7 +73,7 @@ class Weight:
                     part = quantize_128x128(part.detach(), scale_format=scale_format)
                 data[expert, i * rows : (i + 1) * rows].copy_(part.data)
                 scale[expert, i * blocks[0] : (i + 1) * blocks[0]].copy_(part.scale)
-        return FP8Tensor(self._sharded(data), self._sharded(scale))
+        return FP8Tensor(self.sharded(data), self.sharded(scale))
 
     def master(self, dtype: torch.dtype) -> nn.Parameter:
         """Return unquantized weights (E, matrices * rows, columns) of this dtype.
@@ -87,9 +87,9 @@ class Weight:
         for expert, parts in zip(weight, self.parts, strict=True):
             for out, part in zip(expert.split(rows), parts, strict=True):
                 out.copy_(part.detach() if isinstance(part, Tensor) else dequantize(part))
-        return nn.Parameter(self._sharded(weight), requires_grad=self.trains)
+        return nn.Parameter(self.sharded(weight), requires_grad=self.trains)
 
-    def _sharded(self, values: Tensor) -> Tensor:
+    def sharded(self, values: Tensor) -> Tensor:
         """Return ``values`` (E, ...) of this rank's experts, as a DTensor if the weights are sharded DTensors."""
         like = self.fused.data if isinstance(self.fused, FP8Tensor) else self.fused
         if like is None or not is_sharded(like):

@@ -12,7 +12,7 @@ for several weights that it computes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.utils.checkpoint
@@ -121,20 +121,32 @@ WEIGHT_SCALES = ("block", "channel")
 """Granularities of weight scales: one per 128x128 block, or one per output channel."""
 
 
+class WeightFormat(NamedTuple):
+    """How a module keeps frozen weights. scale: the suffix of a scale's name. dtypes, scale_dtypes: as loaded."""
+
+    scale: str
+    dtypes: tuple[torch.dtype, ...]
+    scale_dtypes: tuple[torch.dtype, ...]
+
+
+FP8_WEIGHTS = WeightFormat("_scale_inv", (torch.float8_e4m3fn,), _SCALE_DTYPES)
+
+
 class MasterModule(nn.Module):
-    """Base class of modules whose weights are master weights if `trainable`, and frozen FP8 tensors otherwise.
+    """Base class of modules whose weights are master weights if `trainable`, and frozen tensors otherwise.
 
     It drops outdated FP8 copies of masters: when FSDP2 or a caller replaces the Parameter, when a state dict is loaded,
     and on a switch between train and eval mode. A module of another library that trains masters inherits from this
     class with ``trainable = True`` and no weight_names.
 
-    weight_names: parameter names, each FP8 weight followed by its scale.
+    weight_names: parameter names, each frozen weight followed by its scale. kept: the format of frozen weights.
     _ways_out: two texts of advice for the error about a state dict whose weights have the wrong kind. The first is for
         a module with FP8 weights, the second for a module with masters.
     """
 
     trainable: bool
     weight_names: tuple[str, ...] = ()
+    kept: WeightFormat = FP8_WEIGHTS
     _ways_out: tuple[str, str]
 
     def train(self, mode: bool = True) -> Self:
@@ -195,7 +207,7 @@ class MasterModule(nn.Module):
         self._mark_masters()
 
     def _keeping_dtypes(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Wrap the ``fn`` of nn.Module._apply so that it keeps the dtype of FP8 weights and their scales."""
+        """Wrap the ``fn`` of nn.Module._apply so that it keeps the dtype of frozen weights and their scales."""
         kept = {id(getattr(self, name)) for name in self.weight_names}
 
         def apply(value: Tensor) -> Tensor:
@@ -216,13 +228,13 @@ class MasterModule(nn.Module):
         masters = self.trainable
         if masters:
             invalidate_masters()
-        allowed = FLOATING if masters else (torch.float8_e4m3fn,)
-        expected = "bfloat16, float16 or float32 for a master weight" if masters else "float8_e4m3fn"
+        allowed = FLOATING if masters else self.kept.dtypes
+        expected = "bfloat16, float16 or float32 for a master weight" if masters else _listed(allowed)
         wrong = []
         for name in self.weight_names[1::2]:
             value = state_dict.get(prefix + name)
-            if value is not None and not masters and value.dtype not in _SCALE_DTYPES:
-                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SCALE_DTYPES)
+            if value is not None and not masters and value.dtype not in self.kept.scale_dtypes:
+                known = _listed(self.kept.scale_dtypes)
                 wrong.append(
                     f"{prefix}{name}: expected scales in {known}, got {value.dtype}, whose numbers are not their values"
                 )
@@ -239,6 +251,10 @@ class MasterModule(nn.Module):
         for value in self._parameters.values():
             if isinstance(value, nn.Parameter) and value.dtype in MASTER_DTYPES and not value.is_meta:
                 _copies(local(value).untyped_storage())
+
+
+def _listed(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def check_master_dtype(dtype: torch.dtype | None) -> None:

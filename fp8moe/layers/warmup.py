@@ -13,7 +13,8 @@ from fp8moe.kernels.experts.api import experts
 from fp8moe.kernels.gemm.warmup import RequiredKernels, lengths, required_by
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
-from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.arranged import as_stored
+from fp8moe.quant.formats import FP8Tensor, PackedTensor, is_packed, packed_format
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import config, jit
 from fp8moe.runtime.backend import use_cuda
@@ -29,6 +30,7 @@ class _Options(NamedTuple):
     activation: Activation
     bias: bool
     weight_scales: str
+    weight_format: str
     dtype: torch.dtype
 
 
@@ -39,6 +41,7 @@ def warm(
     activation: Activation = Activation(),  # noqa: B008 (immutable)
     bias: bool = False,
     weight_scales: str = "block",
+    weight_format: str = "fp8",
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Compile the inference kernels of `FP8Linear`, `GroupedExperts` and `experts` for these shapes.
@@ -49,7 +52,8 @@ def warm(
     shapes: (N, K) of a linear with N output and K input features; (E, I, H, top_k) of E experts with intermediate size
         I and hidden size H, of which each token is routed to top_k.
     token_counts: numbers of tokens per call. Kernels are compiled for every number up to the largest.
-    activation, bias, weight_scales: as in `GroupedExperts` and `FP8Linear`.
+    activation, bias, weight_scales: as in `GroupedExperts` and `FP8Linear`. weight_format: as in `GroupedExperts`, of
+        experts only.
     dtype: bfloat16, float16 or float32, of inputs, results and biases.
 
     For layers without biases, the kernels for tokens that are already quantized are compiled too. Kernels of training,
@@ -78,7 +82,7 @@ def warm(
     tokens = max(counts)
     on_gpu = torch.cuda.is_available() and use_cuda(torch.empty(0, dtype=torch.float32, device="cuda"))
     sms = num_sms(torch.cuda.current_device()) if on_gpu else min(USUAL_SMS, config.settings.num_sms or USUAL_SMS)
-    options = _Options(activation, bias, weight_scales, dtype)
+    options = _Options(activation, bias, weight_scales, weight_format, dtype)
     kernels, found = in_own_process(_record, sizes, tokens, options, sms)
     for family, rows in found.items():
         kernels |= family.all_variants(rows, rows * tokens, sms)
@@ -110,7 +114,7 @@ def _calls(
 
 def _module(shape: tuple[int, ...], options: _Options) -> nn.Module:
     """Make the linear or experts of a given shape, with weights in reserved memory (`reserve_memory`)."""
-    activation, bias, weight_scales, dtype = options
+    activation, bias, weight_scales, weight_format, dtype = options
     own = {"bias": bias, "weight_scales": weight_scales, "dtype": dtype, "device": "meta"}
     if len(shape) == 2:
         module: nn.Module = FP8Linear(shape[1], shape[0], **own)
@@ -124,6 +128,7 @@ def _module(shape: tuple[int, ...], options: _Options) -> nn.Module:
             gated=activation.gated,
             swiglu_limit=activation.limit,
             swiglu_alpha=activation.alpha,
+            weight_format=weight_format,
             **own,
         )
     reserve_memory(module)
@@ -143,5 +148,13 @@ def _call(module: nn.Module, shape: tuple[int, ...], tokens: int, options: _Opti
         weights = torch.zeros(tokens, top_k, dtype=weight_dtype, device="cpu")
         module(x, index, weights)
         if not options.bias:
-            layer = FP8Tensor(up, up_scale), FP8Tensor(down, down_scale)
+            layer = _weight(up, up_scale), _weight(down, down_scale)
             experts(quantize_1x128(x), index, weights, *layer, activation=options.activation)
+
+
+def _weight(data: torch.Tensor, scale: torch.Tensor) -> FP8Tensor | PackedTensor:
+    """Return weights of a module as the functions take them."""
+    if not is_packed(data):
+        return FP8Tensor(data, scale)
+    form = packed_format(scale)
+    return PackedTensor(*(as_stored(data, scale) if form == "mxfp4" else (data, scale)), form)

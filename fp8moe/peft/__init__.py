@@ -1,4 +1,4 @@
-"""LoRA with peft on FP8 models: adapters for linears and experts whose base weights stay in FP8 on fp8moe's kernels."""
+"""LoRA with peft on FP8 models: adapters for linears and experts whose base weights stay as they are."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,12 @@ def register(config: Any, model: nn.Module) -> Any:
 
         - target_modules: FP8Linear and transformers' FP8 linears, beside what peft supports itself.
         - target_parameters: the projections of experts, in most models "experts.gate_up_proj" ("experts.up_proj"
-          without a gate) and "experts.down_proj". The experts may be GroupedExperts or, under
+          without a gate) and "experts.down_proj". The experts may be GroupedExperts, in FP8 or four bits, or, under
           experts_implementation="fp8moe", transformers' experts modules, quantized or not. An adapter of a projection
           has LoRA factors of rank r for each expert. "experts" in a list of target_modules is replaced by both
           projections.
 
-    model: the model to adapt. Its FP8 weights stay unchanged, in FP8, and frozen.
+    model: the model to adapt. Its weights in FP8 or four bits stay unchanged, in their format, and frozen.
 
     Adapters are saved and loaded in the format that peft has for the bfloat16 model. peft stores the registration in
     the config object, not in the file: to load an adapter, register the config that ``LoraConfig.from_pretrained(
@@ -75,7 +75,8 @@ def merge_and_unload(
     Returns the base model, and a dict from the name of each merged linear or projection of experts to its `MergeError`.
     The error relative to W + BA is 2.6e-2 for normally distributed weights in E4M3.
 
-    With safe_merge, raises ValueError for an FP8 module where W + BA is not finite, before anything is merged.
+    Raises ValueError before anything is merged: for experts in four bits, which adapters are not merged into; with
+    safe_merge, for an FP8 module where W + BA is not finite.
     """
     from fp8moe.peft.layer import FP8LoraLayer
 

@@ -13,7 +13,7 @@ from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.operands import Layer, LowRank
 from fp8moe.layers.experts import GroupedExperts, flattened
 from fp8moe.peft.layer import FP8LoraLayer, Stored, check_base, check_config
-from fp8moe.quant.formats import BLOCK
+from fp8moe.quant.formats import BLOCK, is_packed, weight_k
 from fp8moe.runtime.checks import FLOATING
 
 
@@ -56,7 +56,7 @@ class ExpertsB(nn.Module):
 
 
 class LoraExperts(FP8LoraLayer, ParamWrapper):
-    """A peft layer that adds ``scaling * B @ A`` to one projection of experts with frozen FP8 weights.
+    """A peft layer that adds ``scaling * B @ A`` to one projection of experts with frozen weights in FP8 or four bits.
 
     LoRA: arXiv:2106.09685. If both projections have adapters, one LoraExperts is the base_layer of the other, as with
     peft's own layers for parameters. The outer LoraExperts then runs the experts with the adapters of both layers.
@@ -91,7 +91,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         if r <= 0:
             raise ValueError(f"r: expected a rank of at least 1 for {self.name}, got {r}")
         weight = self.get_param()
-        count, rows, columns = weight.shape
+        count, rows, columns = _shape(weight)
         dtype = weight.dtype if weight.dtype in FLOATING else torch.bfloat16
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.use_rslora[adapter_name] = config.use_rslora
@@ -164,6 +164,8 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
             return sum(scaling * (b[expert].float() @ a[expert].float()) for scaling, a, b in factors)
 
         weight, scale = self.get_param(), getattr(self.get_base_layer(), f"{self.parameter_name}_scale_inv", None)
+        if is_packed(weight):
+            raise ValueError(f"{self.name}: expected experts in FP8 or unquantized to merge into, got four bits")
         matrices = 2 if self.parameter_name == "gate_up_proj" else 1
         return [Stored(weight.detach(), scale if scale is None else scale.detach(), matrices, added)]
 
@@ -187,7 +189,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return a, b
 
     def _layer(self) -> Layer:
-        """Return the FP8 weights of the base layer or, if the base layer is unquantized, of its FP8 copy."""
+        """Return the quantized weights of the base layer or, if the base layer is unquantized, of its FP8 copy."""
         base = self.get_base_layer()
         check_base(self.name, base)  # check again: the base layer may have been spread over ranks since it was adapted
         return (base if isinstance(base, GroupedExperts) else cached_layer(base)).whole_weights().layer
@@ -198,7 +200,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         added: maps a projection's name to its LoRA layer and the names of its active adapters.
         """
         base = self.get_base_layer()
-        hidden, size = base.down_proj.shape[1:]
+        _, hidden, size = _shape(base.down_proj)
         (up_a, up_b), (down_a, down_b) = (
             added[name][0].joined(added[name][1]) if name in added else _no_factors(getattr(base, name))
             for name in projections(base)
@@ -229,7 +231,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         return values.pop() if values else 0.0
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        _, rows, columns = self.get_param().shape
+        _, rows, columns = _shape(self.get_param())
         return columns, rows
 
 
@@ -243,9 +245,14 @@ def projections(base: nn.Module) -> tuple[str, str]:
     return "gate_up_proj" if gated else "up_proj", "down_proj"
 
 
+def _shape(weight: Tensor) -> tuple[int, int, int]:
+    """Return E, N and K of a weight (E, N, K), which may be in four bits."""
+    return *weight.shape[:2], weight_k(weight)
+
+
 def _no_factors(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return all-zero factors A and B, for a projection without adapters."""
-    count, rows, columns = weight.shape
+    count, rows, columns = _shape(weight)
     options = {"dtype": torch.bfloat16, "device": weight.device}
     return torch.zeros(count, 16, columns, **options), torch.zeros(count, rows, 16, **options)
 

@@ -1,6 +1,8 @@
 """peft LoRA layers on FP8 weights: merging with rounding, unmerging bit for bit, and checks of targets."""
 
 import copy
+import functools
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
+from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import Linear, LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge, check_target_module_exists
 from torch import Tensor, nn
@@ -100,7 +103,10 @@ class FP8LoraLayer(LoraLayer):
     _said_idle = False
 
     def stored(self, adapters: Iterable[str]) -> list[Stored]:
-        """Return the weights of the base layer with the products BA of these adapters to add."""
+        """Return the weights of the base layer with the products BA of these adapters to add.
+
+        Raises ValueError for weights that cannot be merged into.
+        """
         raise NotImplementedError
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config, **kwargs) -> None:
@@ -163,6 +169,14 @@ class FP8LoraLayer(LoraLayer):
         """Return those of the given adapters, by default the active ones, that this layer has but has not merged."""
         return [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
 
+    def check_mergeable(self, adapter_names: list[str] | None) -> None:
+        """Raise ValueError if the given adapters, by default the active ones, cannot be merged into the base layer."""
+        names = self.active_adapters if adapter_names is None else adapter_names
+        if any(name in self.lora_A and name not in self.merged_adapters for name in names):
+            # check again: the base layer may have been spread over ranks since it was adapted
+            check_base(self.name, self.get_base_layer())
+            self.stored(())
+
     @torch.no_grad()
     def check_finite(self, adapter_names: list[str] | None) -> None:
         """Raise ValueError if W + BA, for the given unmerged adapters, is not finite."""
@@ -177,8 +191,7 @@ class FP8LoraLayer(LoraLayer):
     @torch.no_grad()
     def _merge(self, safe_merge: bool, adapters: list[str]) -> None:
         """Overwrite W with W + BA, one expert at a time; every FP8 block gets a new scale."""
-        # check again: the base layer may have been spread over ranks since it was adapted
-        check_base(self.name, self.get_base_layer())
+        self.check_mergeable(adapters)
         if safe_merge:
             self.check_finite(adapters)
         weights = self.stored(adapters)
@@ -204,6 +217,24 @@ class FP8LoraLayer(LoraLayer):
         check_target(self.name, type(self), kwargs.get("parameter_name"))
         check_config(self.name, config)
         check_base(self.name, base_layer.get_base_layer() if isinstance(base_layer, FP8LoraLayer) else base_layer)
+
+
+def _checked(merge: Callable) -> Callable:
+    """Wrap a merging method of peft's LoraModel: raise ValueError before any layer is changed if one cannot merge."""
+
+    @functools.wraps(merge)
+    def method(self: LoraModel, *args, **options):
+        given = inspect.signature(merge).bind(self, *args, **options).arguments
+        for layer in self.model.modules():
+            if isinstance(layer, FP8LoraLayer):
+                layer.check_mergeable(given.get("adapter_names"))
+        return merge(self, *args, **options)
+
+    return method
+
+
+LoraModel.merge_adapter = _checked(LoraModel.merge_adapter)
+LoraModel.merge_and_unload = _checked(LoraModel.merge_and_unload)
 
 
 class LoraFP8Linear(FP8LoraLayer, Linear):
@@ -286,10 +317,10 @@ def check_targets(config: Any, modules: Modules) -> None:
     owners: dict[int, str] = {}
     for name, (module, layer) in modules.items():
         parameters = [value for value in module._parameters if _ends(f"{name}.{value}", config.target_parameters)]
-        if _ends(name, config.modules_to_save) and any(
-            weight.dtype == torch.float8_e4m3fn for weight in module.parameters(recurse=False)
-        ):
-            raise ValueError(f"modules_to_save: {name} is in FP8, which is not trained")
+        kinds = {weight.dtype for weight in module.parameters(recurse=False)} & {torch.float8_e4m3fn, torch.uint8}
+        if kinds and _ends(name, config.modules_to_save):
+            what = "FP8" if torch.float8_e4m3fn in kinds else "four bits"
+            raise ValueError(f"modules_to_save: {name} is in {what}, which is not trained")
         # Without target_modules peft uses its own defaults for the model, which are checked when peft adapts the
         # layers.
         targeted = config.target_modules is not None and check_target_module_exists(config, name)

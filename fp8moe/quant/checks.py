@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fp8moe.quant.arranged import projections_of
 from fp8moe.quant.formats import (
     BLOCK,
     MX_BLOCK,
@@ -19,7 +20,6 @@ from fp8moe.quant.formats import (
     padded_rows,
     weight_k,
 )
-from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_device, check_dtype, check_tensor, describe
 
 FLOAT8 = (torch.float8_e4m3fn,)  # the dtypes that quantized data may have
@@ -83,15 +83,10 @@ def check_packed(name: str, weight: PackedTensor) -> None:
 
 
 def weight_data(name: str, data: Tensor, dimensions: str) -> tuple[int, ...]:
-    """Check that weights are FP8 or packed data with these dimensions, as `fp8_data` does. Returns (..., N, K).
-
-    Raises NotImplementedError for packed data on the CUDA backend.
-    """
+    """Check that weights are FP8 or packed data with these dimensions, as `fp8_data` does. Returns (..., N, K)."""
     shape = fp8_data(name, data, dimensions, torch.uint8)
     if not is_packed(data):
         return shape
-    if use_cuda(data):  # refused here, as an experts layer launches other kernels before its GEMMs
-        raise NotImplementedError(f"{name}: no CUDA kernel takes weights in four bits; set FP8MOE_BACKEND=reference")
     _check_k(name, data)
     return *shape[:-1], weight_k(data)
 
@@ -135,11 +130,15 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, int], device: torch.
 def check_weight_scale(name: str, weight: FP8Tensor, device: torch.device, projections: int = 1) -> None:
     """Check the scales of weights (..., N, K), of any form that GEMMs take, whose data is on `device`.
 
-    projections: number of matrices stacked along N, each of which has blocks of its own.
+    projections: number of matrices stacked along N, each of which has blocks of its own. Exponents of MXFP4 may be
+    arranged (quant/arranged.py), as `GroupedExperts` keeps them.
     """
     data, scale = weight
     if is_packed(data):
-        _check_packed_scale(name, data, scale, *OPERAND_FORMATS)
+        if scale.dtype is torch.uint8 and projections_of(data, scale):
+            check_device(name, scale, data.device, "the data")
+        else:
+            _check_packed_scale(name, data, scale, *OPERAND_FORMATS)
         return
     if not has_channel_scales(data, scale):
         *lead, n, k = data.shape

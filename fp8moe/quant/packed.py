@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fp8moe.quant.arranged import arrange
 from fp8moe.quant.checks import check_packed
 from fp8moe.quant.formats import MX_BLOCK, PACKED_FORMATS, PackedTensor, as_float
 from fp8moe.runtime.autograd import detached
@@ -42,6 +43,13 @@ def quantize_int4(w: Tensor, *, group: int = 128) -> PackedTensor:
     check_tensor("w", w)
     check_int("group", group)
     return PackedTensor(*_quantize_int4(detached(w), group), "int4")
+
+
+def quantize_arranged(w: Tensor, form: str, group: int) -> PackedTensor:
+    """Quantize w (..., N, K) to a format, "mxfp4", arranged (`quant.arranged`), or "int4"."""
+    if form == "mxfp4":
+        return PackedTensor(*arrange(*quantize_mxfp4(w)[:2]), form)
+    return quantize_int4(w, group=group)
 
 
 def dequantized(t: PackedTensor) -> Tensor:

@@ -11,20 +11,28 @@ MAX_BLOCKS_PER_PORTABLE_CLUSTER = 8
 SWIZZLE_ALIGNMENT = 1024  # bytes; alignment of a tile in shared memory with a 128-byte swizzle
 
 
-def wgmma_source(columns: int) -> str:
+def wgmma_source(columns: int, *, rows_in_registers: bool = False) -> str:
     """Return the CUDA source of ``wgmma(d, a, b, accumulate)``: one m64nNk32 FP8 product with N = ``columns``.
+
+    rows_in_registers: ``a`` is four registers of each thread instead of a descriptor of shared memory.
 
     PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async".
     """
     count = columns // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    operands = f"{{{registers}}}, %{count}, %{count + 1}, p, 1, 1"
+    if rows_in_registers:
+        a, rows, used = "const unsigned int (&a)[4]", ", ".join(f'"r"(a[{i}])' for i in range(4)), 4
+        rows_operand = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
+        flags = "p, 1, 1"
+    else:
+        a, rows, used, rows_operand, flags = "unsigned long long a", '"l"(a)', 1, f"%{count}", "p, 1, 1"
+    operands = f"{{{registers}}}, {rows_operand}, %{count + used}, {flags}"
     return f"""
-__device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a, unsigned long long b, bool accumulate) {{
-  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+__device__ __forceinline__ void wgmma(float (&d)[{count}], {a}, unsigned long long b, bool accumulate) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + used + 1}, 0;\\n"
                "wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {operands};\\n}}\\n"
                : {outputs}
-               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+               : {rows}, "l"(b), "r"(static_cast<int>(accumulate)));
 }}
 """  # noqa: E501

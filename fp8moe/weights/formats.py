@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from fp8moe.quant.formats import BLOCK, MX_BLOCK, ceil_div
-from fp8moe.weights.names import CHANNEL_SCALE, GATE_UP, SCALE, WEIGHT, Name
+from fp8moe.quant.formats import BLOCK, MX_BLOCK, PACKED_FORMATS, ceil_div
+from fp8moe.weights.names import CHANNEL_SCALE, GATE_UP, GROUPS, SCALE, WEIGHT, Name
 from fp8moe.weights.source import CONFIG, FLOATS, FP8, HF_QUANT_CONFIG, Layout, TensorSpec, shown
 
+INT4_GROUPS = PACKED_FORMATS["int4"].groups
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 """Dtypes that scales may be stored in. float32 represents every value of these dtypes exactly."""
 GATE_UP_LAYOUT = "gate_up_layout"
@@ -79,6 +80,50 @@ def quantization_config(
     }
 
 
+_EXPERTS = "re:.*\\.experts\\..*"
+_GPT_OSS_KEPT = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+
+
+def packed_config(layout: Layout, *, in_turns: bool) -> dict:
+    """Make the quantization_config of a checkpoint with experts in four bits.
+
+    layout: all tensors. in_turns: whether experts are stored as GPT-OSS's; otherwise they are as in compressed-tensors.
+    """
+    if in_turns:
+        return {"quant_method": "mxfp4", "modules_to_not_convert": [*_GPT_OSS_KEPT]}
+    name, scale = next(
+        (name, spec) for name, spec in layout.items() if name.endswith(".weight_scale") and ".experts." in name
+    )
+    columns = layout[f"{name.removesuffix('_scale')}_packed"]
+    values = (8 if columns.dtype == "I32" else 2) * columns.shape[-1]
+    kind, form = ("int", "pack-quantized") if columns.dtype == "I32" else ("float", "mxfp4-pack-quantized")
+    four = {"num_bits": 4, "type": kind, "symmetric": True, "strategy": "group"}
+    four |= {"group_size": values // scale.shape[-1], "dynamic": False}
+    groups = {"group_0": {"targets": [_EXPERTS], "weights": four, "input_activations": None, "format": form}}
+    fp8 = {name.removesuffix(".weight") for name, spec in layout.items() if spec.dtype == FP8}
+    if fp8:
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "dynamic": False}
+        tokens = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": BLOCK}
+        groups["group_1"] = {
+            "targets": ["Linear"],
+            "weights": weights | {"block_structure": [BLOCK, BLOCK]},
+            "input_activations": tokens | {"dynamic": True},
+            "format": "float-quantized",
+        }
+    kept = {name.removesuffix(".weight") for name, spec in layout.items() if _is_kept(name, spec)}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision" if fp8 else form,
+        "quantization_status": "compressed",
+        "ignore": sorted({"lm_head", *kept} - fp8),
+        "config_groups": groups,
+    }
+
+
+def _is_kept(name: str, spec: TensorSpec) -> bool:
+    return name.endswith(".weight") and spec.dtype in FLOATS and len(spec.shape) > 1
+
+
 class Kind(NamedTuple):
     """A way to quantize weights. words: a description for messages.
 
@@ -107,7 +152,8 @@ KINDS = {
         Kind("fp8-channel", 8, "channel", "FP8 with a scale for each output channel", exact=False),
         Kind("fp8-e5m2", 8, "unknown", "FP8 of type E5M2", exact=False, refusal=_E5M2),
         Kind("nvfp4", 4, "1x16", "NVFP4", exact=False, refusal=_OTHERS),
-        Kind("int4", 4, "group", "INT4", exact=False, refusal=_OTHERS),
+        Kind("int4", 4, "group", "INT4, with a scale for 32 or 128 values", exact=False),
+        Kind("int4-other", 4, "group", "INT4", exact=False, refusal=_OTHERS),
         Kind("int8", 8, "channel", "INT8", exact=False, refusal=_OTHERS),
         Kind("w4a8", 4, f"1x{BLOCK}", "W4A8, with INT4 codes", exact=False, refusal=_OTHERS),
     )
@@ -121,6 +167,7 @@ class Declared(NamedTuple):
 
     where: the object's file and key. kinds: the keys of `KINDS` that the object allows; None for any. power_of_two:
     whether scales stored as U8 are E8M0. refusal: why fp8moe cannot run any checkpoint that declares this, or None.
+    groups: how many INT4 values share a scale.
     """
 
     where: str
@@ -128,6 +175,7 @@ class Declared(NamedTuple):
     kinds: frozenset[str] | None = None
     power_of_two: bool = False
     refusal: str | None = None
+    groups: frozenset[int] = frozenset()
 
 
 def declared(where: str, content: Mapping[str, Any]) -> Declared:
@@ -208,11 +256,14 @@ def _compressed_tensors(where: str, content: Mapping[str, Any]) -> Declared:
     sparsity = content.get("sparsity_config")
     if _is(sparsity) and sparsity.get("format", "dense") != "dense":
         return Declared(where, "compressed-tensors", refusal="compressed-tensors with sparse weights")
-    kinds = {_scheme(scheme, group) for scheme, group in zip(schemes, groups.values(), strict=True)}
+    found = zip(schemes, groups.values(), strict=True)
+    sizes = [(_scheme(scheme, group), scheme.get("group_size")) for scheme, group in found]
+    kinds = {kind for kind, _ in sizes}
     unknown = next((kind for kind in kinds if kind not in KINDS), None)
     if unknown is not None:
         return Declared(where, "compressed-tensors", refusal=f"compressed-tensors with {unknown}, {_OTHERS}")
-    return _of_kinds(where, "compressed-tensors", kinds)
+    of_int4 = frozenset(size for kind, size in sizes if kind == "int4")
+    return _of_kinds(where, "compressed-tensors", kinds)._replace(groups=of_int4)
 
 
 def _scheme(weights: Mapping[str, Any], group: Mapping[str, Any]) -> str:
@@ -231,7 +282,10 @@ def _scheme(weights: Mapping[str, Any], group: Mapping[str, Any]) -> str:
         return "mxfp4" if size == MX_BLOCK else "nvfp4"
     if kind == "int" and bits == 4:
         inputs = group.get("input_activations")
-        return "w4a8" if _is(inputs) and inputs.get("num_bits") == 8 else "int4"
+        if _is(inputs) and inputs.get("num_bits") == 8 and inputs.get("type") != "float":
+            return "w4a8"
+        plain = weights.get("symmetric") is True and weights.get("actorder") is None and size in INT4_GROUPS
+        return "int4" if plain else "int4-other"
     return "int8" if kind == "int" and bits == 8 else f"{shown(bits)}-bit {shown(kind)} weights"
 
 
@@ -245,7 +299,7 @@ _MODELOPT = {
     "MXFP4": "mxfp4",
     "NVFP4": "nvfp4",
     "NVFP4_AWQ": "nvfp4",
-    "W4A16_AWQ": "int4",
+    "W4A16_AWQ": "int4-other",
     "W4A8_AWQ": "w4a8",
     "W4A16_MXFP4": "mxfp4",
     "W4A8_MXFP4_FP8": "mxfp4",
@@ -260,6 +314,8 @@ def _modelopt(where: str, content: Mapping[str, Any]) -> Declared:
     algorithm = content.get("quant_algo")
     if algorithm == "MIXED_PRECISION":
         layers = content.get("quantized_layers")
+        if not layers and "config_groups" not in content:  # W4AFP8, which lists no layers
+            return _of_kinds(where, "ModelOpt's MIXED_PRECISION", ["int4", "fp8-block"])
         algorithms = [layer.get("quant_algo") for layer in layers.values() if _is(layer)] if _is(layers) else []
     else:
         algorithms = [algorithm]
@@ -268,6 +324,42 @@ def _modelopt(where: str, content: Mapping[str, Any]) -> Declared:
     if not kinds or None in kinds:
         return Declared(where, method, refusal=f"quantized by {method}, which fp8moe does not know")
     return _of_kinds(where, method, kinds)
+
+
+_SETTINGS: Mapping[str, tuple[tuple[str, Any, tuple[Any, ...]], ...]] = {
+    "gptq": (
+        ("bits", None, (4,)),
+        ("sym", True, (True,)),
+        ("desc_act", False, (False,)),
+        ("group_size", None, INT4_GROUPS),
+        ("checkpoint_format", "gptq", ("gptq", "gptq_v2")),
+    ),
+    "awq": (
+        ("bits", None, (4,)),
+        ("zero_point", True, (False,)),
+        ("group_size", None, INT4_GROUPS),
+        ("version", "gemm", ("gemm",)),
+    ),
+    "w4afp8": (("group_size", BLOCK, (BLOCK,)),),
+}
+"""Settings of INT4 that fp8moe reads, by method: name, default, and the values that it knows.
+
+Sources: https://github.com/ModelCloud/GPTQModel, class QuantizeConfig; class AwqConfig of transformers;
+https://github.com/sgl-project/sglang, class W4AFp8Config.
+"""
+
+
+def _int4(method: str, *others: str) -> Callable[[str, Mapping[str, Any]], Declared]:
+    """Return a parser of a method's configuration of experts in INT4. others: kinds that other weights may have."""
+
+    def parse(where: str, content: Mapping[str, Any]) -> Declared:
+        values = {name: content.get(name, default) for name, default, _ in _SETTINGS[method]}
+        for name, _, known in _SETTINGS[method]:
+            if values[name] not in known:
+                return Declared(where, method, refusal=f"{method} with {name} {shown(values[name])}, {_OTHERS}")
+        return _of_kinds(where, method, ["int4", *others])._replace(groups=frozenset([values["group_size"]]))
+
+    return parse
 
 
 _QUARK = {
@@ -309,14 +401,17 @@ _METHODS: Mapping[str, Callable[[str, Mapping[str, Any]], Declared]] = {
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "quark": _quark,
+    "gptq": _int4("gptq"),
+    "awq": _int4("awq"),
+    "w4afp8": _int4("w4afp8", "fp8-block"),
     "fbgemm_fp8": _of("fbgemm_fp8", "fp8-channel"),
 }
 _TELLTALES = {"quant_algo": "modelopt", "config_groups": "compressed-tensors"}
 """Keys that identify the quantization method of a configuration without quant_method."""
 
 _INTEGER_METHODS = {
-    *("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "hqq", "quanto", "aqlm", "eetq", "vptq", "higgs"),
-    *("spqr", "w4afp8", "gguf", "bitnet", "quip", "modelopt_fp4", "intel/auto-round", "auto_round", "fouroversix"),
+    *("auto-round", "bitsandbytes", "torchao", "hqq", "quanto", "aqlm", "eetq", "vptq", "higgs", "spqr"),
+    *("gguf", "bitnet", "quip", "modelopt_fp4", "intel/auto-round", "auto_round", "fouroversix"),
 }
 
 
@@ -350,8 +445,11 @@ def fractions(sizes: Mapping[str, int], total: int) -> str:
 
 
 def low_fp8_fraction(layout: Layout) -> str | None:
-    """Return a warning if less than half of the parameters in matrices are FP8, otherwise None."""
+    """Return a warning if less than half of the parameters in matrices are in FP8 or four bits, otherwise None."""
     fp8 = {name: math.prod(spec.shape) for name, spec in layout.items() if spec.dtype == FP8}
+    for name, spec in layout.items():
+        if name.endswith(("_packed", GROUPS)):
+            fp8[name] = (8 if spec.dtype == "I32" else 2) * math.prod(spec.shape)
     scales = {name + suffix for name in fp8 for suffix in (SCALE, CHANNEL_SCALE)}
     rest = unquantized_matrices({name: spec for name, spec in layout.items() if name not in scales})
     total = sum(fp8.values()) + sum(rest.values())

@@ -11,7 +11,7 @@ from fp8moe.weights.formats import SCALE_DTYPES, fits_scale, fractions, scale_gr
 from fp8moe.weights.names import DOWN, SCALE, SCALE_ROLE, WEIGHT
 from fp8moe.weights.place import scale_problems
 from fp8moe.weights.source import FP8, TensorSpec, printable
-from fp8moe.weights.stored import Format, StoredWeight, Weights, open_weights
+from fp8moe.weights.stored import Format, StoredWeight, Weights, int4_problems, open_weights
 from fp8moe.weights.views import in_blocks
 
 
@@ -84,7 +84,7 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
     experts, _ = _experts(weights)
     problems = [weights.format.reason]
     if weights.format.loads:
-        problems = block_problems(weights, in_blocks(weights))
+        problems = block_problems(weights, in_blocks(weights)) + int4_problems(weights)
         # Without a quantization_config, other libraries would read FP8 weights as unquantized ones.
         if weights.quantized and checkpoint.config and not checkpoint.declarations:
             problems.insert(0, "config.json: has no quantization_config, but there are FP8 tensors")

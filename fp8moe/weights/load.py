@@ -74,9 +74,9 @@ def load_fp8_checkpoint(
         try:
             weights = open_weights(directory)
             weights.check(f"cannot load {directory}")
-            moves, found = match(
-                weights.checkpoint, in_blocks(weights), Target(state), ignored_names(inner, patterns, weights.unused)
-            )
+            target = Target(state)
+            views = in_blocks(weights, packed=target.packed(weights.stored))
+            moves, found = match(weights.checkpoint, views, target, ignored_names(inner, patterns, weights.unused))
             problems += found + _bufferless(model, state)
             problems += inexact_problems(weights) if not problems else ()
             warn_of_unused(weights, moves)

@@ -18,7 +18,7 @@ from fp8moe.layers.parameters import is_sharded, local
 from fp8moe.layers.wrapped import names_inside
 from fp8moe.quant.formats import FP8Tensor, as_float
 from fp8moe.weights.formats import SCALE_DTYPES, fits_scale
-from fp8moe.weights.names import BLOCK_IN_MODEL, GATE, GATE_UP, SCALE, SCALE_ROLE, UP, W_BLOCK, Name
+from fp8moe.weights.names import BLOCK_IN_MODEL, CHANNEL_SCALE, GATE, GATE_UP, SCALE, SCALE_ROLE, UP, W_BLOCK, Name
 from fp8moe.weights.source import (
     DTYPES,
     FLOATS,
@@ -30,7 +30,7 @@ from fp8moe.weights.source import (
     printable,
     unmappable,
 )
-from fp8moe.weights.stored import StoredWeight, Weights
+from fp8moe.weights.stored import PACKED, StoredWeight, Weights
 
 TIED = "but the model ties the two"  # ends the problem line of tied tensors that differ
 EXTRA = "extra, the model has no such tensor"  # ends the problem line of a tensor without a place in the model
@@ -40,6 +40,12 @@ _FORMER_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids
 
 Maps the end of a buffer's name in a model to a regex for the names that old checkpoints give the buffer.
 """
+
+_SCALES = {torch.float8_e4m3fn: SCALE, torch.uint8: CHANNEL_SCALE}
+"""How the name of a quantized weight's scale ends in a model, by the weight's dtype."""
+
+_ALLOWED = {torch.float32: SCALE_DTYPES, torch.uint8: ("U8",), torch.bfloat16: ("BF16",)}
+"""The dtypes in which scales of quantized weights may be stored, by their dtype in the model."""
 
 Part = tuple[int | None, int | None]
 """Where a tensor starts in a fused parameter: (expert, row of that expert's matrix), or WHOLE for a whole parameter."""
@@ -169,8 +175,8 @@ class Target:
 
     def __init__(self, state: Mapping[str, Tensor]):
         self.state = state
-        fp8 = (key for key, value in state.items() if value.dtype == torch.float8_e4m3fn)
-        self.scales = {key + SCALE for key in fp8} & state.keys()
+        self.scales = {key + suffix for key, value in state.items() if (suffix := _SCALES.get(value.dtype))}
+        self.scales &= state.keys()
         names = defaultdict(list)
         for key, value in state.items():
             names[id(value)].append(key)
@@ -189,6 +195,15 @@ class Target:
                     return place
         return None
 
+    def packed(self, weights: Iterable[StoredWeight], locate: Callable[[Name], Name] = lambda name: name) -> list[str]:
+        """Return the names of the weights in four bits that go into modules that keep four bits.
+
+        locate: maps names in the checkpoint to those in the model.
+        """
+        stored = (weight.name for weight in weights if weight.kind in ("mxfp4", "int4"))
+        places = {name.text: self.find(locate(name)) for name in stored}
+        return [name for name, place in places.items() if place and self.state[place.key].dtype == torch.uint8]
+
     def _of_expert(self, name: Name, module: str) -> Place | None:
         fused = name.projection in (GATE, UP) and f"{module}.{GATE_UP}" in self.state
         key = f"{module}.{GATE_UP if fused else name.projection}{SCALE if name.role == SCALE_ROLE else ''}"
@@ -200,9 +215,10 @@ class Target:
         return Place(key, (size, target.shape[2]), (name.expert, row))
 
     def scale_of(self, place: Place) -> Place | None:
-        """Return the place of the scale of the FP8 weight at ``place``; None if the weight there is not FP8."""
-        key = place.key + SCALE
-        if key not in self.scales:
+        """Return the place of the scale of the weight at ``place``; None if the weight there is not quantized."""
+        suffix = _SCALES.get(self.state[place.key].dtype)
+        key = f"{place.key}{suffix}"
+        if suffix is None or key not in self.scales:
             return None
         scale = self.state[key]
         if place.part == WHOLE:
@@ -219,8 +235,10 @@ class Target:
                 return f"{spec.dtype}, but the model's module is FP8; {_way_out(place.key)}"
             if spec.dtype != FP8:
                 return f"dtype {spec.dtype}, expected {FP8}"
+        elif target == torch.uint8 and spec.dtype != PACKED:
+            return f"dtype {spec.dtype}, but the model's module has weights in four bits"
         elif place.key in self.scales:
-            allowed = SCALE_DTYPES if target == torch.float32 else ("F8_E8M0",)
+            allowed = _ALLOWED.get(target, ("F8_E8M0",))
             if spec.dtype not in allowed:
                 return f"dtype {spec.dtype}, expected a scale in {' or '.join(allowed)}"
             if fits_scale(spec.shape, place.shape):
@@ -261,7 +279,8 @@ class Target:
         experts, rows = self.state[key].shape[:2]
         module, _, parameter = key.rpartition(".")
         suffix = "weight" + SCALE * (key in self.scales)
-        projections = {GATE: 0, UP: rows // 2} if parameter.startswith(GATE_UP) else {parameter.removesuffix(SCALE): 0}
+        projection = parameter.removesuffix(SCALE).removesuffix(CHANNEL_SCALE)
+        projections = {GATE: 0, UP: rows // 2} if projection == GATE_UP else {projection: 0}
         if len(parts) == experts * len(projections):
             return []
         return [

@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.layers.replaced import DEFAULT_SKIP, as_patterns, matches
 from fp8moe.quant.checks import check_scale_format
-from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.formats import FP8Tensor, PackedTensor, as_float
 from fp8moe.quant.quantize import dequantize
 from fp8moe.runtime.progress import still_running
-from fp8moe.weights.formats import low_fp8_fraction, quantization_config
+from fp8moe.weights.formats import low_fp8_fraction, packed_config, quantization_config
 from fp8moe.weights.inspect import block_problems
 from fp8moe.weights.names import DOWN, GATE_UP, WEIGHT, Name
 from fp8moe.weights.place import provider
@@ -34,7 +35,16 @@ from fp8moe.weights.source import (
     printable,
 )
 from fp8moe.weights.stored import INTERLEAVED, StoredWeight, Weights, experts_of_their_own, open_weights
-from fp8moe.weights.views import as_values, bias_in_rows, in_blocks, in_rows, inexact, inexact_problems, quantized
+from fp8moe.weights.views import (
+    as_values,
+    bias_in_rows,
+    in_blocks,
+    in_four_bits,
+    in_rows,
+    inexact,
+    inexact_problems,
+    quantized,
+)
 from fp8moe.weights.write import into_directory, json_bytes
 
 _QUANTIZED_DTYPES = ("BF16", "F16", "F32")
@@ -42,17 +52,17 @@ _COMPANIONS = (".bpe", ".json", ".jinja", ".md", ".model", ".py", ".tiktoken", "
 _TEMPLATES = "additional_chat_templates"  # a directory of tokenizer files
 _LICENSES = ("LICENSE", "NOTICE", "USE_POLICY")
 
-Take = Callable[[StoredWeight, Tensor, FP8Tensor], None]
+Take = Callable[[StoredWeight, Tensor, FP8Tensor | PackedTensor], None]
 """A callback that gets a weight, one of its matrices, and the quantized matrix; called for every matrix."""
 
 
-def _ignore(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
+def _ignore(weight: StoredWeight, values: Tensor, made: FP8Tensor | PackedTensor) -> None:
     """Accept any matrix: the `Take` that does nothing."""
 
 
-def _check_finite(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
+def _check_finite(weight: StoredWeight, values: Tensor, made: FP8Tensor | PackedTensor) -> None:
     """Raise CheckpointError if a matrix holds a NaN or an infinity."""
-    if not made.scale.isfinite().all():  # a NaN or an infinity makes its block's scale non-finite
+    if not as_float(made.scale).isfinite().all():  # a NaN or an infinity makes its block's scale non-finite
         count = values.numel() - int(values.isfinite().sum())
         raise CheckpointError(
             f"cannot quantize {weight.codes.file}",
@@ -72,6 +82,7 @@ class OutputPlan:
         listed anyway.
     kept: maps each module that was to be quantized, but stays unquantized, to the reason.
     notes: other lines for the user.
+    experts: the format of experts; see `quantize_checkpoint`.
     """
 
     weights: Weights
@@ -81,14 +92,18 @@ class OutputPlan:
     unconverted: set[str] = field(default_factory=set)
     kept: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    experts: str = "fp8"
 
     def outputs(self, take: Take = _ignore) -> list[StoredWeight]:
         """Return views of the weights to write, in the order of the source."""
-        in_turns = {f"{text}_bias" for text in self.quantized} if self.weights.interleaved else ()
+        in_rows = self.weights.interleaved and self.experts == "fp8"
+        in_turns = {f"{text}_bias" for text in self.quantized} if in_rows else ()
         outputs = []
         for weight in self.weights.stored:
             name = self.quantized.get(weight.name.text)
-            if name is not None:
+            if name is not None and weight.is_expert and self.experts != "fp8":
+                weight = in_four_bits(weight, self.experts, device=self.device, take=partial(take, weight))
+            elif name is not None:
                 seen = as_rows(weight, self.weights)._replace(name=name)
                 weight = quantized(seen, scale_format=self.scale_format, device=self.device, take=partial(take, weight))
             elif weight.name.text in in_turns and weight.name.projection == GATE_UP and len(weight.shape) == 2:
@@ -97,6 +112,9 @@ class OutputPlan:
         return outputs
 
     def quantization_config(self, outputs: Iterable[StoredWeight]) -> dict:
+        if self.experts != "fp8":
+            layout = {text: spec for weight in outputs for text, spec in weight.specs().items()}
+            return packed_config(layout, in_turns=self.weights.interleaved)
         return quantization_config(
             ((weight.name, TensorSpec(weight.dtype, weight.shape)) for weight in outputs),
             self.scale_format,
@@ -125,6 +143,7 @@ def quantize_checkpoint(
     *,
     skip: Iterable[str] = DEFAULT_SKIP,
     scale_format: str = "float32",
+    experts: str = "fp8",
     device: torch.device | str | None = None,
     allow_nonfinite: bool = False,
     force: bool = False,
@@ -148,6 +167,8 @@ def quantize_checkpoint(
     skip: fnmatch patterns of modules to leave unquantized, matched against the qualified name
         ("model.layers.3.mlp.gate") and its last part ("gate").
     scale_format: "float32", or "ue8m0" for powers of two in one byte (float8_e8m0fnu).
+    experts: "fp8"; or "mxfp4", "int4" with groups of 128, or "int4-32", to round experts to four bits, as `load_model`
+        keeps them. They are stored as in compressed-tensors; those of GPT-OSS as published, beside unquantized linears.
     device: where to quantize; by default a GPU if there is one. The result is the same everywhere.
     allow_nonfinite: accept weights that hold a NaN or an infinity, which make their blocks useless.
     force: write to a directory that holds other files. Those with the name of an output are overwritten, and a
@@ -164,6 +185,10 @@ def quantize_checkpoint(
     options, for patterns outside DEFAULT_SKIP that match nothing, and while another run writes to dst_dir.
     """
     check_scale_format(scale_format)
+    if experts not in ("fp8", *PACKED_WEIGHTS):
+        raise ValueError(f"experts: expected one of {('fp8', *PACKED_WEIGHTS)}, got {experts!r}")
+    if experts != "fp8" and scale_format != "float32":
+        raise ValueError(f"scale_format: expected 'float32' beside experts in four bits, got {scale_format!r}")
     skip = as_patterns("skip", skip)
     weights, target = open_weights(src_dir), Path(dst_dir)
     directory = weights.checkpoint.directory
@@ -179,6 +204,7 @@ def quantize_checkpoint(
     ]
     names = {weight.name.text: weight.name for weight in wanted if _is_matrix(weight)}
     problems = weights.checkpoint.problems + _source_problems(weights, names)
+    problems += _four_bits_problems(weights, names, experts) if experts != "fp8" and not problems else []
     if problems:
         raise CheckpointError(f"cannot quantize {directory}", problems)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -190,6 +216,9 @@ def quantize_checkpoint(
     for line in plan.lines():
         _warn(line)
 
+    plan.experts = experts  # transformers was asked about experts in FP8
+    if experts != "fp8" and not any(name.projection for name in plan.quantized.values()):
+        raise CheckpointError(f"cannot quantize {directory}, no experts would be in four bits", plan.lines())
     outputs = plan.outputs(_ignore if allow_nonfinite else _check_finite)
     _write(weights.checkpoint, target, outputs, plan.quantization_config(outputs), force)
     warning = low_fp8_fraction({text: spec for weight in outputs for text, spec in weight.specs().items()})
@@ -213,7 +242,7 @@ def convert_checkpoint(
     activations, keys and values are left out.
 
     src_dir: a checkpoint in any format that `find_format` says loads; or its name on the Hugging Face Hub.
-    requantize: also accept weights with per-channel scales, and MXFP4 weights whose exponents E4M3 cannot hold; the
+    requantize: also accept weights with per-channel scales, INT4, and MXFP4 whose exponents E4M3 cannot hold; the
         values of these weights are quantized again.
     device: where to quantize; by default a GPU if there is one.
     dst_dir, force: as for `quantize_checkpoint`.
@@ -227,9 +256,9 @@ def convert_checkpoint(
     weights.check(what)
     if not weights.quantized:
         raise CheckpointError(what, [f"{weights.format.reason}; quantize it instead"])
-    channels = {weight.name.text: weight for weight in weights.quantized if weight.kind == "fp8-channel"}
-    if channels and not requantize:
-        name = next(iter(channels.values())).codes.name
+    rounded = {weight.name.text: weight for weight in weights.quantized if weight.kind in ("fp8-channel", "int4")}
+    if rounded and not requantize:
+        name = next(iter(rounded.values())).codes.name
         why = f"{weights.format.reason} ({name}), which blocks cannot hold; requantize=True (--requantize) rounds it"
         raise CheckpointError(what, [why])
     blocks = in_blocks(weights)
@@ -246,7 +275,7 @@ def convert_checkpoint(
         difference = dequantize(made, dtype=torch.float32).double() - whole
         squares.add_(torch.stack([difference.square().sum(), whole.square().sum()]).cpu())
 
-    rounded = channels | {weight.name.text: weight for weight in inexact(weights)} if requantize else {}
+    rounded |= {weight.name.text: weight for weight in inexact(weights)} if requantize else {}
     make = partial(quantized, scale_format="float32", device=device)
     outputs = [
         make(as_values(found), take=partial(add, found)) if (found := rounded.get(weight.name.text)) else weight
@@ -334,6 +363,29 @@ def _source_problems(weights: Weights, quantized: dict[str, Name]) -> list[str]:
                 problems.append(f"{weight.name.scale}: this name is needed for the scale of {weight.name.text}")
             if len(weight.shape) == 3 and weight.name.projection != DOWN:
                 problems += _fused_problems(as_rows(weight, weights), weights)
+    return problems
+
+
+def _four_bits_problems(weights: Weights, quantized: dict[str, Name], experts: str) -> list[str]:
+    """List what keeps the weights to quantize from being stored with experts in four bits."""
+    wanted = [weight for weight in weights.stored if weight.name.text in quantized]
+    of_experts, problems = [weight for weight in wanted if weight.is_expert], []
+    if not of_experts:
+        return [f"experts: expected 'fp8' for a checkpoint without experts to quantize, got {experts!r}"]
+    if weights.interleaved and experts != "mxfp4":
+        problems.append(f"experts: expected 'mxfp4' for experts of {INTERLEAVED}, got {experts!r}")
+    if weights.interleaved:
+        linears = [weight.name for weight in wanted if not weight.is_expert]
+        problems += [
+            f"{name.text}: {INTERLEAVED} has unquantized weights beside experts in four bits; skip {name.module!r}"
+            for name in linears[:1]
+        ]
+    for weight in of_experts:
+        columns, group = weight.shape[-2 if weights.interleaved else -1], PACKED_WEIGHTS[experts][1]
+        if len(weight.shape) == 3 and not weights.interleaved:
+            problems.append(f"{weight.name.text}: fused experts, which fp8moe stores in FP8 only")
+        elif columns % group:
+            problems.append(f"{weight.name.text}: {columns} columns, expected a multiple of {group} for {experts!r}")
     return problems
 
 

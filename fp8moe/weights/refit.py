@@ -17,12 +17,14 @@ from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.parameters import is_sharded
 from fp8moe.layers.wrapped import chain, check_merged, check_unmerged, unwrapped
-from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.arranged import NAN_BYTE
+from fp8moe.quant.formats import FP8Tensor, is_packed, packed_format
+from fp8moe.quant.packed import quantize_arranged
 from fp8moe.quant.quantize import Requantizer, quantize_128x128, quantize_channels
 from fp8moe.runtime.checks import FLOATING, describe
 from fp8moe.weights.closing import close, open_again
 from fp8moe.weights.formats import scale_grid
-from fp8moe.weights.names import GATE_UP, SCALE_ROLE, WEIGHT, Location, Name, from_vllm, parse
+from fp8moe.weights.names import CHANNEL_SCALE, GATE_UP, SCALE_ROLE, WEIGHT, Location, Name, from_vllm, parse
 from fp8moe.weights.place import (
     WHOLE,
     Part,
@@ -41,6 +43,7 @@ from fp8moe.weights.stored import INTERLEAVED, StoredWeight, is_interleaved, ope
 from fp8moe.weights.views import in_blocks, inexact_problems, tensor_in_rows
 
 _SHOWN = 8  # the most problems that an error lists
+_ONLY_FLOATS = "the model has these experts in four bits; expected weights in BF16, F16 or F32, or a directory"
 Source = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | nn.Module | str | os.PathLike
 
 
@@ -57,7 +60,7 @@ class RefitReport(NamedTuple):
 
 @torch.inference_mode(False)
 def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitReport:
-    """Write new weights into a model's own memory, quantized to FP8 where the model is FP8.
+    """Write new weights into a model's own memory, quantized to FP8 or four bits where the model is.
 
     No pointer changes: CUDA graphs, a `GraphDecoder` and compiled kernels continue with the new weights. The result is
     bit for bit that of quantizing the whole checkpoint anew (``fp8moe quantize``) and loading it. Whatever derives from
@@ -70,12 +73,13 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
     tensors: pairs (name, tensor) in any order, as in the model's checkpoint: linears and norms by name, experts one by
         one (gate_proj or w1...) or fused (gate_up_proj, vLLM's w13_weight), and whatever else transformers converts.
         In models that interleave gate and up, experts are (E, columns, rows); FP8 experts must come from a directory or
-        module. Dtypes are bfloat16, float16 or float32; or float8_e4m3fn, with the scale before or after the weight. A
-        DTensor is gathered, so all ranks must pass the same tensors. An iterable is read once, and the memory of a
-        tensor may be reused when the next tensor is requested. Instead of pairs, pass a mapping; or a checkpoint's
-        directory, in any format that `find_format` says loads; or a module in training, with master weights or
-        unquantized. The names in a module's state dict are read without the names of wrappers. Adapters of peft in the
-        module must be merged: call merge_adapter before the refit and unmerge_adapter after it.
+        module. Dtypes are bfloat16, float16 or float32; or, but for experts that the model has in four bits,
+        float8_e4m3fn, with the scale before or after the weight; four bits must come from a directory. A DTensor is
+        gathered, so all ranks must pass the same tensors. An iterable is read once, and the memory of a tensor may be
+        reused when the next tensor is requested. Instead of pairs, pass a mapping; or a checkpoint's directory, in any
+        format that `find_format` says loads; or a module in training, with master weights or unquantized. The names in
+        a module's state dict are read without the names of wrappers. Adapters of peft in the module must be merged:
+        call merge_adapter before the refit and unmerge_adapter after it.
     strict: require every tensor of the model; after a failed refit, every tensor is required in any case. With False,
         tensors that are not given stay as they are.
     Returns which tensors got values and which did not. Within `refitting`, this call is one of several pieces; missing
@@ -102,9 +106,10 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
     work = _under_way.get(chain(model)[-1])  # not by `_inside`, which visits every module and is slow for many pieces
     if work is not None and work.thread == threading.get_ident():
         before = work.came
-        work.take(_opened(tensors))
+        work.take(_opened(tensors, work.model))
         return work.report(before)
-    inner, source = _inside(model), _opened(tensors)
+    inner = _inside(model)
+    source = _opened(tensors, inner)
     with _work(model, inner, source.names, strict) as work:
         work.take(source)
     return work.report()
@@ -197,7 +202,7 @@ class _Refit:
         self.ranks = Ranks(self.state.values())
         self.sources: dict[str, dict[Part, str]] = defaultdict(dict)
         self._came: dict[str, Place] = {}  # places of tensors, by tensor name
-        self._model = model
+        self.model = model
         self._first = {key: keys[0] for keys in self.target.ties for key in keys}
         self._tied = {key for keys in self.target.ties if len(keys) > 1 for key in keys}
         self._expected: set[str] | None = None
@@ -206,7 +211,9 @@ class _Refit:
         self._memory: dict[str, tuple] = {}  # address and layout of tensors, by state-dict key
         self._parts: dict[str, dict[str, Tensor]] = {}  # tensors that transformers combines, by the result's key
         self._codes: dict[str, Place] = {}  # places of weights received in FP8, by tensor name
-        self._scales: set[str] = set()  # state-dict keys of scales received for FP8 weights
+        self._scales: set[str] = set()  # state-dict keys of scales received for FP8 weights, or made for four bits
+        scales = {key for key in self.target.scales if key.endswith(CHANNEL_SCALE)}
+        self._packed = {key.removesuffix(CHANNEL_SCALE) for key in scales}  # state-dict keys of weights in four bits
         self._left: list[str] | None = None  # problem lines for the tensors that are missing at the end
         self._differ: dict[str, Tensor] = {}  # by tensor name: whether it differs from the tensor it is tied to
         self._ignored = ignored_names(model, provider().ignored_layers(model), ())
@@ -317,14 +324,14 @@ class _Refit:
 
     @cached_property
     def _has_experts_in_turns(self) -> bool:
-        config = getattr(self._model, "config", None)
+        config = getattr(self.model, "config", None)
         return is_interleaved({"model_type": getattr(config, "model_type", None)})
 
     def _is_in_turns(self, key: str) -> bool:
         """Return whether ``key`` is a tensor of `GroupedExperts` whose checkpoints have gate and up interleaved."""
         if not self._has_experts_in_turns:
             return False
-        return isinstance(self._model.get_submodule(key.rpartition(".")[0]), GroupedExperts)
+        return isinstance(self.model.get_submodule(key.rpartition(".")[0]), GroupedExperts)
 
     @torch.no_grad()
     def finish(self, strict: bool) -> None:
@@ -354,7 +361,9 @@ class _Refit:
     def _missing(self) -> list[str]:
         """Return a line for each tensor not received, but none for the scale of a weight that was not received."""
         lines = {line.partition(":")[0]: line for line in self.target.missing(self.sources)}
-        return [line for name, line in lines.items() if (weight := parse(name).weight) == name or weight not in lines]
+        scales = self.target.scales
+        weights = {name: parse(name.removesuffix(CHANNEL_SCALE) if name in scales else name).weight for name in lines}
+        return [line for name, line in lines.items() if weights[name] == name or weights[name] not in lines]
 
     def _place(self, text: str) -> tuple[Location, Place | None]:
         """Return the Location and the Place of the tensor ``text``; the Place is None if the model lacks the tensor."""
@@ -367,7 +376,10 @@ class _Refit:
             if name.role == SCALE_ROLE:
                 weight = self._locate(name._replace(text=name.weight, role=WEIGHT)).name
                 scale = weight._replace(text=weight.scale, role=SCALE_ROLE)
-                found = Location(scale, scale.text), self.target.find(scale)
+                place = self.target.find(weight)
+                packed = place is not None and place.key in self._packed
+                place = self.target.scale_of(place) if packed else self.target.find(scale)
+                found = Location(scale, scale.text), place
             if found is None or found[1] is None:  # not a scale, or the model's weight is not FP8
                 location = self._locate(name)
                 found = location, self.target.find(location.name)
@@ -378,7 +390,7 @@ class _Refit:
 
     @cached_property
     def _locate(self) -> Callable[[Name], Location]:
-        return provider().locator(self._model)
+        return provider().locator(self.model)
 
     def _check_ignored(self, name: str) -> None:
         if not self._ignored(name):
@@ -409,7 +421,9 @@ class _Refit:
         target = self.state[place.key]
         scale = self.target.scale_of(place) if tensor.dtype in FLOATING else None
         if scale is not None:
-            problem = _unfit(place, scale, tensor)
+            problem = _unfit(place, scale, tensor, place.key in self._packed)
+        elif place.key.removesuffix(CHANNEL_SCALE) in self._packed:
+            problem = _ONLY_FLOATS
         elif target.dtype == torch.float8_e4m3fn != tensor.dtype:
             problem = f"dtype {_dtype(tensor)}, expected {FP8}, BF16, F16 or F32"
         else:
@@ -442,6 +456,14 @@ class _Refit:
             tensor, part, scale_part = tensor[part[0]], (slice(None), *part[1:]), (slice(None), *scale_part[1:])
         as_given = as_given if tensor.device == data.device else None
         tensor = tensor.to(data.device)
+        if is_packed(data):
+            form, group = packed_format(scale), tensor.shape[-1] // self.state[scale_place.key].shape[-1]
+            for index in range(len(tensor)) if tensor.dim() == 3 else [...]:
+                values = quantize_arranged(tensor[index].unflatten(0, (_matrices(place), -1)), form, group)
+                data[index].copy_(values.data.flatten(0, 1)[part[-2:]])
+                scale[index].copy_(values.scale.flatten(0, 1)[scale_part[-2:]])
+            self._scales.add(scale_place.key)  # exponents of MXFP4 are judged, too
+            return
         if _has_channels(place, scale_place):
             for index in range(len(tensor)) if tensor.dim() == 3 else [...]:
                 values = quantize_channels(tensor[index])
@@ -476,20 +498,29 @@ class _Refit:
         locations = {other: self._place(other)[0] for other in parts}
         convert = provider().convert
         try:
-            tried = convert(self._model, locations, {other: value.to("meta") for other, value in parts.items()})
-            complete = all(value.shape == self.state[key].shape for key, value in tried.items())
+            tried = convert(self.model, locations, {other: value.to("meta") for other, value in parts.items()})
+            complete = all(value.shape == self._shape(key) for key, value in tried.items())
         except Exception:  # given too few tensors, transformers' operations raise errors of any type
             complete = False
         if not complete:
             parts[name] = tensor.clone()
             return
-        for key, value in convert(self._model, locations, self._parts.pop(location.key)).items():
-            self._write(key, Place(key, tuple(value.shape)), value)
+        for key, value in convert(self.model, locations, self._parts.pop(location.key)).items():
+            self._write(key, Place(key, tuple(self.state[key].shape)), value)
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a tensor of the model; for weights in four bits, the shape of their values."""
+        shape = tuple(self.state[key].shape)
+        return (*shape[:-1], 2 * shape[-1]) if key in self._packed else shape
 
     def _any_bad(self) -> bool:
         """Return whether any received tensor holds invalid values. Synchronizes with the device once."""
         entries = {key: held(self.state[key])[0] for key in self.came}
-        entries = {key: values for key, values in entries.items() if values.numel() and values.is_floating_point()}
+        entries = {
+            key: values
+            for key, values in entries.items()
+            if values.numel() and (values.is_floating_point() or key in self._scales)
+        }
         judged = {place.key for place in self._codes.values()} | self._scales
         flags = [*self._differ.values(), *(self._flag(key, entries[key]) for key in judged & {*entries})]
         # Detached, because get_total_norm takes Parameters one by one.
@@ -505,7 +536,9 @@ class _Refit:
         flags = {
             key: self._flag(key, values)
             for key, values in entries.items()
-            if values.numel() and values.is_floating_point() and (values.dtype != torch.float8_e4m3fn or key in codes)
+            if values.numel()
+            and (values.is_floating_point() or key in self._scales)
+            and (values.dtype != torch.float8_e4m3fn or key in codes)
         } | self._differ
         problems = []
         for key in [key for key, flag in flags.items() if flag]:
@@ -523,7 +556,9 @@ class _Refit:
 
     def _flag(self, key: str, values: Tensor) -> Tensor:
         """Return whether values of a state-dict entry are not finite or, if they are scales, not positive."""
-        if values.dtype == torch.float8_e8m0fnu:
+        if values.dtype is torch.uint8:
+            return (values == NAN_BYTE).any()
+        if values.dtype is torch.float8_e8m0fnu:
             return values.view(torch.uint8).amax() == 255
         if values.dtype == torch.float8_e4m3fn:
             return (values.view(torch.uint8) & 127).amax() == 127
@@ -545,10 +580,13 @@ def _has_channels(weight: Place, scale: Place) -> bool:
     return weight.shape[-2] > 2 and scale.shape[-2:] == (weight.shape[-2], 1)
 
 
-def _unfit(weight: Place, scale: Place, tensor: Tensor) -> str | None:
-    """Return why a tensor cannot be quantized for its place, or None."""
-    if tensor.shape != weight.shape:
-        return f"shape {tuple(tensor.shape)}, expected {weight.shape}"
+def _unfit(weight: Place, scale: Place, tensor: Tensor, packed: bool) -> str | None:
+    """Return why a tensor cannot be quantized for its place, or None. packed: the place has codes of four bits."""
+    shape = (*weight.shape[:-1], 2 * weight.shape[-1]) if packed else weight.shape
+    if tensor.shape != shape:
+        return f"shape {tuple(tensor.shape)}, expected {shape}"
+    if packed:
+        return None
     if scale.shape != scale_grid(_matrices(weight), weight.shape) and not _has_channels(weight, scale):
         return f"the model's scale has shape {scale.shape}, expected one for each 128x128 or each channel"
     return None
@@ -576,14 +614,15 @@ def _inside(model: nn.Module) -> nn.Module:
     return inner
 
 
-def _opened(source: Source) -> _Source:
+def _opened(source: Source, model: nn.Module) -> _Source:
+    """Open the new weights for a refit of ``model``, which is without wrappers."""
     if isinstance(source, nn.Module):
         unwrapped("tensors", source)
         check_merged("tensors", source)
         state = state_of(source)
         return _Source(state.items(), state, not any(isinstance(part, GroupedExperts) for part in source.modules()))
     if isinstance(source, str | os.PathLike):
-        return _of_directory(source)
+        return _of_directory(source, model)
     if isinstance(source, Mapping):
         return _Source(source.items(), source, True)
     if isinstance(source, Tensor) or not isinstance(source, Iterable):
@@ -594,8 +633,8 @@ def _opened(source: Source) -> _Source:
     return _Source(source, None, True)
 
 
-def _of_directory(directory: str | os.PathLike) -> _Source:
-    """Open a checkpoint for a refit, as views of its weights in FP8 blocks.
+def _of_directory(directory: str | os.PathLike, model: nn.Module) -> _Source:
+    """Open a checkpoint for a refit, as views of its weights in FP8 blocks, or in four bits where the model has them.
 
     Raises CheckpointError unless every weight can be loaded.
     """
@@ -606,7 +645,11 @@ def _of_directory(directory: str | os.PathLike) -> _Source:
     problems += inexact_problems(weights) if not problems else ()
     if problems:
         raise CheckpointError(what, problems)
-    blocks = [weight for weight in in_blocks(weights) if weight.name.text not in weights.unused]
+    packed = []
+    if any(weight.kind in ("mxfp4", "int4") for weight in weights.stored):  # visits the model
+        locate = provider().locator(model)
+        packed = Target(state_of(model)).packed(weights.stored, lambda name: locate(name).name)
+    blocks = [weight for weight in in_blocks(weights, packed=packed) if weight.name.text not in weights.unused]
     names = [name for weight in blocks for name in (weight.name.text, weight.scale_name)[: 1 + weight.has_scale]]
     tensors = ((weight.name.text, weight) for weight in blocks)
     return _Source(tensors, names, not weights.quantized, Reader(checkpoint.directory))

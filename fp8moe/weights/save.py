@@ -5,7 +5,8 @@ import json
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,14 +17,16 @@ from torch import Tensor, nn
 
 from fp8moe.layers.parameters import is_sharded
 from fp8moe.layers.wrapped import check_merged, unwrapped
+from fp8moe.quant.arranged import stored_codes, stored_exponents
 from fp8moe.quant.checks import check_scale_format
-from fp8moe.quant.formats import has_channel_scales
-from fp8moe.weights.formats import low_fp8_fraction, quantization_config, scale_dtype
+from fp8moe.quant.formats import MX_BLOCK, has_channel_scales
+from fp8moe.weights.formats import low_fp8_fraction, packed_config, quantization_config, scale_dtype
 from fp8moe.weights.names import (
     CHANNEL_SCALE,
     DOWN,
     GATE,
     GATE_UP,
+    GROUPS,
     SCALE,
     SCALE_ROLE,
     UP,
@@ -45,6 +48,7 @@ from fp8moe.weights.source import (
     TensorSpec,
     printable,
 )
+from fp8moe.weights.stored import is_interleaved
 from fp8moe.weights.write import ShardWriter, index_of, json_bytes, write_bytes
 
 _FP8 = (torch.float8_e4m3fn,)
@@ -104,8 +108,12 @@ def save_fp8_checkpoint(
     ranks = Ranks(tensors.values())
     with ranks.step():
         _check(directory if ranks.first else None, state, experts, scale_format)
-        scales = Target(tensors).scales
+        packed = {name for name, value in tensors.items() if value.dtype == torch.uint8 and f"{name}_scale" in tensors}
+        in_turns = bool(packed) and is_interleaved(_config(inner))
+        scales = Target(tensors).scales - {f"{name}_scale" for name in packed}
         channels = {name for name in scales if has_channel_scales(tensors[name.removesuffix(SCALE)], tensors[name])}
+        if packed:
+            _check_packed(packed, scales, channels, in_turns, experts, scale_format)
         if channels and channels != scales:
             raise ValueError("model: expected scales of blocks in all modules, or of channels in all, got both")
         if channels and scale_format != "float32":
@@ -114,7 +122,9 @@ def save_fp8_checkpoint(
             _check_powers_of_two({name: held(tensors[name])[0] for name in scales})
         names = {name: parse(name, value.dim()) for name, value in state.items()}
         expert_names = provider().find_expert_names(inner) if experts == "separate" else None
-        groups = {group[0].name.text: group for group in _groups(tensors, names, scales, expert_names, scale_format)}
+        expert_names = None if in_turns else expert_names or (ExpertNames() if packed else None)
+        found = _groups(tensors, names, scales, packed, expert_names, scale_format, in_turns=in_turns)
+        groups = {group[0].name.text: group for group in found}
         split = split_state_dict_into_shards_factory(
             groups,
             get_storage_size=lambda group: sum(tensor.spec.nbytes for tensor in group),
@@ -134,7 +144,9 @@ def save_fp8_checkpoint(
             directory.mkdir(parents=True, exist_ok=True)
             if hasattr(inner, "config"):
                 quantization = None
-                if any(spec.dtype == FP8 for spec in layout.values()):
+                if packed:
+                    quantization = packed_config(layout, in_turns=in_turns)
+                elif any(spec.dtype == FP8 for spec in layout.values()):
                     tied = (name for name, value in state.items() if name not in tensors and value.dtype not in _FP8)
                     others = [names[name].module for name in tied if names[name].role == WEIGHT]
                     stored = [(tensor.name, tensor.spec) for content in files.values() for tensor in content]
@@ -147,7 +159,8 @@ def save_fp8_checkpoint(
                 if ranks.first:
                     with ShardWriter(directory / file, layouts[file]) as writer:
                         for tensor, value in slices:
-                            writer.put(tensor.name.text, value.to(DTYPES[tensor.spec.dtype]))
+                            made = value if tensor.make is None else tensor.make(value)
+                            writer.put(tensor.name.text, made.to(DTYPES[tensor.spec.dtype]))
             finally:
                 deque(slices, maxlen=0)  # on other ranks: send the slices; on rank 0: receive the rest after an error
     with ranks.step():
@@ -161,13 +174,15 @@ def save_fp8_checkpoint(
 class StoredTensor(NamedTuple):
     """A tensor to write: the part ``box`` of the model's tensor ``source``.
 
-    name, spec: the tensor's name, dtype and shape in the file.
+    name, spec: the tensor's name, dtype and shape in the file. make: makes what is written of a slice; None if that is
+    the slice itself.
     """
 
     name: Name
     source: str
     box: Box
     spec: TensorSpec
+    make: Callable[[Tensor], Tensor] | None = None
 
     @property
     def slices(self) -> Iterator[Box]:
@@ -183,18 +198,30 @@ def _groups(
     tensors: Mapping[str, Tensor],
     names: Mapping[str, Name],
     scales: set[str],
+    packed: set[str],
     expert_names: ExpertNames | None,
     scale_format: str,
+    *,
+    in_turns: bool,
 ) -> Iterator[list[StoredTensor]]:
     """Yield lists of tensors to write: each weight together with its scale, any other tensor alone.
 
     tensors, names: the model's tensors and their parsed names. scales: names of the scales of FP8 weights.
-    expert_names: names in the checkpoint for experts stored one by one; None to store them fused.
+    packed: the names of weights in four bits. expert_names: names in the checkpoint for experts stored one by one; None
+    to store them fused. in_turns: whether rows of gate and up alternate in the checkpoint, as in GPT-OSS.
     """
     for text, value in tensors.items():
-        if text in scales:
+        if text in scales or text.removesuffix("_scale") in packed and text not in packed:
             continue
         name = names[text]
+        if text in packed:
+            make = _fused_mxfp4(tensors, name) if in_turns else _packed_experts(tensors, name, expert_names)
+            yield from make
+            continue
+        if in_turns and text.endswith(f"{GATE_UP}_bias"):
+            spec = TensorSpec(DTYPE_NAMES[value.dtype], tuple(value.shape))
+            yield [StoredTensor(name, text, whole(value.shape), spec, _in_turns)]
+            continue
         scale = tensors.get(name.scale) if name.scale in scales else None
         suffix = CHANNEL_SCALE if scale is not None and has_channel_scales(value, scale) else SCALE
         single = expert_names is not None and _splits(name, tensors)
@@ -214,6 +241,88 @@ def _groups(
                 own_name = part_name._replace(text=part_name.text + end, role=SCALE_ROLE if end else part_name.role)
                 group.append(StoredTensor(own_name, source, box, spec))
             yield group
+
+
+def _fused_mxfp4(tensors: Mapping[str, Tensor], name: Name) -> Iterator[list[StoredTensor]]:
+    """Yield experts in MXFP4 as GPT-OSS stores them: X_blocks (E, N, K/32, 16) and X_scales, gate and up in turns."""
+    data, scale = tensors[name.text], tensors[f"{name.text}_scale"]
+    experts, n, half = data.shape
+    order = _in_turns if name.projection == GATE_UP else Tensor.clone
+    exponents = partial(stored_exponents, n=n, k=2 * half, projections=name.matrices)
+    groups = 2 * half // MX_BLOCK
+    blocks = TensorSpec("U8", (experts, n, groups, MX_BLOCK // 2))
+    yield [
+        StoredTensor(
+            name._replace(text=f"{name.text}{GROUPS}"),
+            name.text,
+            whole(data.shape),
+            blocks,
+            lambda part: order(stored_codes(part)),
+        ),
+        StoredTensor(
+            name._replace(text=f"{name.text}_scales"),
+            f"{name.text}_scale",
+            whole(scale.shape),
+            TensorSpec("U8", (experts, n, groups)),
+            lambda part: order(exponents(part)),
+        ),
+    ]
+
+
+def _packed_experts(tensors: Mapping[str, Tensor], name: Name, names: ExpertNames) -> Iterator[list[StoredTensor]]:
+    """Yield experts in four bits, one by one, as compressed-tensors stores them.
+
+    Source: https://github.com/vllm-project/compressed-tensors, formats "mxfp4-pack-quantized" and "pack-quantized".
+    """
+    data, scale = tensors[name.text], tensors[f"{name.text}_scale"]
+    projections = (GATE, UP) if name.projection == GATE_UP else (name.projection,)
+    parts = [names.of_expert(name, expert, part) for expert in range(len(data)) for part in projections]
+    n, k = data.shape[1] // len(projections), 2 * data.shape[2]
+    mxfp4 = scale.dtype == torch.uint8
+    for index, part in enumerate(parts):
+        boxes = [_box(tensor, index, len(parts)) for tensor in (data, scale)]
+        codes = TensorSpec("U8", (n, k // 2)) if mxfp4 else TensorSpec("I32", (n, k // 8))
+        groups = k // MX_BLOCK if mxfp4 else scale.shape[2]
+        scales = TensorSpec(DTYPE_NAMES[scale.dtype], (n, groups))
+        exponents = partial(stored_exponents, n=n, k=k) if mxfp4 else None
+        integers = stored_codes if mxfp4 else lambda values: (values ^ 0x88).contiguous().view(torch.int32)
+        group = [
+            StoredTensor(part._replace(text=f"{part.text}_packed"), name.text, boxes[0], codes, integers),
+            StoredTensor(part._replace(text=f"{part.text}_scale"), f"{name.text}_scale", boxes[1], scales, exponents),
+        ]
+        if not mxfp4:
+            shape = torch.tensor([n, k], dtype=torch.int64, device="cpu")
+            box = (*boxes[1][:1], range(1), range(1))
+            spec = TensorSpec("I64", (2,))
+            shape_name = part._replace(text=f"{part.text}_shape")
+            group.append(StoredTensor(shape_name, f"{name.text}_scale", box, spec, lambda _, shape=shape: shape))
+        yield group
+
+
+def _in_turns(rows: Tensor) -> Tensor:
+    """Return (E, 2I, ...) with rows of gate and up, which lie one after the other, in turns."""
+    return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def _config(model: nn.Module) -> dict:
+    config = getattr(model, "config", None)
+    return config.to_dict() if hasattr(config, "to_dict") else {}
+
+
+def _check_packed(
+    packed: set[str], scales: set[str], channels: set[str], in_turns: bool, experts: str, scale_format: str
+) -> None:
+    """Raise ValueError for what cannot be stored beside experts in four bits."""
+    if channels:
+        raise ValueError("model: expected scales of blocks beside experts in four bits, got scales of channels")
+    if in_turns and scales:
+        raise ValueError(
+            f"model: GPT-OSS's checkpoints have four bits and unquantized weights, and {sorted(scales)[0]} is of FP8"
+        )
+    if experts == "fused" and not in_turns:
+        raise ValueError("experts: expected 'separate' for experts in four bits, got 'fused'")
+    if scale_format != "float32":
+        raise ValueError(f"scale_format: expected 'float32' beside experts in four bits, got {scale_format!r}")
 
 
 def _splits(name: Name, tensors: Mapping[str, Tensor]) -> bool:

@@ -18,6 +18,7 @@ from fp8moe.weights.formats import (
     CONCATENATED,
     FP8_KINDS,
     GATE_UP_LAYOUT,
+    INT4_GROUPS,
     KINDS,
     Declared,
     declared,
@@ -28,6 +29,7 @@ from fp8moe.weights.names import (
     DOWN,
     GATE_UP,
     GROUPS,
+    SCALE,
     WEIGHT,
     Name,
     is_own_scale,
@@ -53,6 +55,11 @@ from fp8moe.weights.source import (
 _IN_TURNS = {"gpt_oss": "GPT-OSS"}
 """Models whose fused experts are stored (E, columns, rows) with gate and up rows interleaved, by model_type."""
 INTERLEAVED = " or ".join(_IN_TURNS.values())
+_QWEIGHT = ".qweight"
+_BESIDE = ("qzeros", "g_idx")
+"""What GPTQ and AWQ have beside codes and scales: zero points, and the group of each column."""
+PACKED = "U8"
+"""The safetensors dtype of codes of four bits, two a byte, as a model holds them."""
 _OF_THEIR_OWN = {"llama4": "Llama 4", "llama4_text": "Llama 4"}
 """Models whose experts compute something that fp8moe's do not, by model_type."""
 
@@ -66,6 +73,8 @@ class StoredWeight(NamedTuple):
     scale. coded: whether the weight is stored as FP8 codes or packed integers. transposed: whether fused experts are
     stored (E, K, N). shared: whether experts stored one by one share one scale, which is then a StoredWeight itself.
     make: function (codes, scale) that computes a matrix (a Tensor or an FP8Tensor); None to use the codes as stored.
+    layout: dtype and shape by name of the tensors to write, of which ``make`` then computes a tuple; None for values,
+    and their scale if there is one, under the names of the weight.
     """
 
     name: Name
@@ -79,7 +88,8 @@ class StoredWeight(NamedTuple):
     coded: bool = False
     transposed: bool = False
     shared: bool = False
-    make: Callable[[Tensor, Tensor | None], Tensor | FP8Tensor] | None = None
+    make: Callable[[Tensor, Tensor | None], Tensor | FP8Tensor | tuple[Tensor, ...]] | None = None
+    layout: Layout | None = None
 
     @property
     def is_expert(self) -> bool:
@@ -102,6 +112,8 @@ class StoredWeight(NamedTuple):
 
     def specs(self) -> Layout:
         """Return dtype and shape of the tensors that this weight is written as, by name: values and, if any, scale."""
+        if self.layout is not None:
+            return self.layout
         specs = {self.name.text: TensorSpec(self.dtype, self.shape)}
         return specs if self.grid is None else specs | {self.name.scale: TensorSpec(self.scale_dtype, self.grid)}
 
@@ -111,7 +123,9 @@ class StoredWeight(NamedTuple):
             return self.make(codes, scale)
         return codes if self.grid is None else FP8Tensor(codes, as_float(scale).reshape(self.grid[-2:]))
 
-    def seen(self, function: Callable[[Any], Tensor | FP8Tensor], dtype: str, **changes: Any) -> "StoredWeight":
+    def seen(
+        self, function: Callable[[Any], Tensor | FP8Tensor | tuple[Tensor, ...]], dtype: str, **changes: Any
+    ) -> "StoredWeight":
         """Return a view of this weight that applies ``function`` to the value of each matrix.
 
         dtype: the dtype of the view. changes: other fields to replace.
@@ -208,8 +222,61 @@ class Weights(NamedTuple):
         that a model would miss are not listed: they may be in that shard.
         """
         refusals = [] if self.format.loads else [self.format.reason]
+        if self.format.name == "int4" and self.format.loads and not self.checkpoint.incomplete:
+            refusals += int4_problems(self)
         if refusals or self.checkpoint.incomplete:
             raise CheckpointError(what, [*refusals, *self.checkpoint.problems])
+
+
+def int4_layout(codes: TensorInfo, scale: TensorInfo | None) -> tuple[str, tuple[int, ...]] | None:
+    """Return the method whose layout codes in INT4 and their scale have, and the values' shape (..., N, K); or None.
+
+    "compressed-tensors" has eight of K in an integer, lowest bits first, and "gptq" has that transposed. "awq" has
+    (K, N/8), with eight of N in an integer, the even ones first. "w4afp8" has two of K in a byte, in two's complement.
+    The other three store integers plus 8.
+    """
+    if scale is None or scale.dtype not in ("F32", "BF16", "F16") or len(codes.shape) not in (2, 3):
+        return None
+    *lead, rows, columns = codes.shape
+    groups, shapes = INT4_GROUPS, {}
+    if codes.dtype == "I32" and codes.name.endswith(_QWEIGHT) and not lead:
+        shapes = {"gptq": (columns, 8 * rows), "awq": (8 * columns, rows)}
+    elif codes.dtype == "I32" and codes.name.endswith(".weight_packed"):
+        shapes = {"compressed-tensors": (*lead, rows, 8 * columns)}
+    elif codes.dtype == "I8" and scale.name.endswith(SCALE) and not lead:
+        groups, shapes = (BLOCK,), {"w4afp8": (rows, 2 * columns)}
+    for method, shape in shapes.items():
+        grids = [(*shape[:-1], shape[-1] // group) for group in groups if shape[-1] % group == 0]
+        if scale.shape in [grid[::-1] if codes.name.endswith(_QWEIGHT) else grid for grid in grids]:
+            return method, shape
+    return None
+
+
+def int4_problems(weights: Weights) -> list[str]:
+    """List a tensor of GPTQ or AWQ that says that codes are not integers plus 8, in groups of adjacent columns."""
+    checkpoint, expected = weights.checkpoint, {}
+    first = all(content.get("checkpoint_format") != "gptq_v2" for content in checkpoint.declarations.values())
+    for weight in weights.quantized:
+        if weight.kind == "int4" and weight.codes.name.endswith(_QWEIGHT):
+            (method, (_, columns)), groups = int4_layout(weight.codes, weight.scale), weight.scale.shape[0]
+            zero = b"\x77" if method == "gptq" and first else b"\x88"  # GPTQ's first version stores 8 less one
+            for end, values in zip(
+                _BESIDE,
+                (
+                    torch.tensor([int.from_bytes(4 * zero, signed=True)], dtype=torch.int32, device="cpu"),
+                    torch.arange(columns, dtype=torch.int32, device="cpu") // (columns // max(groups, 1) or 1),
+                ),
+                strict=True,
+            ):
+                info = checkpoint.tensors.get(weight.codes.name.removesuffix(_QWEIGHT[1:]) + end)
+                if info is not None:
+                    expected[info] = values
+    whats = dict(zip(_BESIDE, ("zero points", "an order of columns of its own"), strict=True))
+    return [
+        f"{info.name}: INT4 with {whats[info.name.rpartition('.')[2]]}, which fp8moe does not run"
+        for info, values in checkpoint.read_unmapped(expected)
+        if expected[info].numel() not in (1, values.numel()) or bool((values != expected[info]).any())
+    ][:1]
 
 
 def is_interleaved(config: dict) -> bool:
@@ -257,6 +324,9 @@ def _paired(checkpoint: Checkpoint, declaration: Declared | None) -> tuple[list[
     names = {text: parse(text, len(info.shape)) for text, info in tensors.items()}
     stored, own_scales = [], set()
     for text, info in tensors.items():
+        stem, _, end = text.rpartition(".")
+        if f"{text.removesuffix('_shape')}_packed" in tensors or (end in _BESIDE and f"{stem}{_QWEIGHT}" in tensors):
+            continue  # the shape of packed values, which codes and scales tell; what `Weights.check` reads
         name = _weight_of(names[text], info, tensors)
         scale = None if name is None else next(filter(tensors.__contains__, scale_spellings(name, text)), None)
         if name is None:
@@ -310,8 +380,10 @@ def _values_shape(weight: StoredWeight) -> tuple[int, ...]:
     if weight.codes.dtype == FP8:
         *lead, rows, columns = shape
         return (*lead, columns, rows) if weight.transposed else shape
+    if found := int4_layout(weight.codes, weight.scale):
+        return found[1]
     lead = shape[: -2 if weight.codes.name.endswith(GROUPS) else -1]
-    return *lead, 2 * math.prod(shape[len(lead) :])
+    return *lead, (8 if weight.codes.dtype == "I32" else 2) * math.prod(shape[len(lead) :])
 
 
 def _kind(weight: StoredWeight, declaration: Declared | None) -> str | None:
@@ -354,10 +426,12 @@ def _other_kind(codes: TensorInfo, scale: TensorInfo | None) -> str | None:
     if len(codes.shape) not in ((4,) if in_groups else (2, 3)):
         return None
     if scale is None:
-        return "int4"
+        return "int4-other"
     if scale.dtype == FP8:
         return "nvfp4"
     *rows, columns = codes.shape
+    if int4_layout(codes, scale) is not None:
+        return "int4"
     if codes.dtype in ("I8", "U8") and scale.dtype in ("F8_E8M0", "U8"):
         grouped = tuple(rows) if in_groups else (*rows, 2 * columns // MX_BLOCK)
         if scale.shape == grouped and 2 * columns % MX_BLOCK == 0 and (not in_groups or 2 * columns == MX_BLOCK):
@@ -367,7 +441,7 @@ def _other_kind(codes: TensorInfo, scale: TensorInfo | None) -> str | None:
             return "w4a8"
         if math.prod(scale.shape) <= math.prod(rows):
             return "int8"
-    return "int4"
+    return "int4-other"
 
 
 # The format of a whole checkpoint.
@@ -398,7 +472,7 @@ def _format(checkpoint: Checkpoint, declarations: list[Declared], stored: list[S
         return Format("bf16" if loads else "unknown", 16, "none", loads, loads, problem)
     scales = {weight.scale.dtype for weight in weights if weight.scale is not None}
     exponents = scales == {"F8_E8M0"} or any(declaration.power_of_two for declaration in declarations)
-    name = "fp8-block-ue8m0" if named == "fp8-block" and exponents else named
+    name = "fp8-block-ue8m0" if named == "fp8-block" and exponents else named.removesuffix("-other")
     exact = all(KINDS[other].exact for other in kinds if other)
     return Format(name, KINDS[named].bits, KINDS[named].scales, exact, loads, problem)
 
@@ -415,6 +489,10 @@ def _problem(checkpoint: Checkpoint, declarations: list[Declared], weights: list
         if weight.kind and KINDS[weight.kind].refusal:
             kind = KINDS[weight.kind]
             return f"{_prefix(declarations)}{kind.words} ({weight.codes.name}), {kind.refusal}"
+        if weight.kind == "int4":
+            problem = _int4_problem(weight, checkpoint)
+            if problem is not None:
+                return f"{_prefix(declarations)}{problem}"
     refusal = experts_of_their_own(checkpoint.config)
     if refusal is not None:
         for weight in weights:
@@ -432,6 +510,20 @@ def _problem(checkpoint: Checkpoint, declarations: list[Declared], weights: list
                 )
     problems = (_gate_up_problem(weight, checkpoint) for weight in weights if weight.name.projection == GATE_UP)
     return next(filter(None, problems), None)
+
+
+def _int4_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None:
+    """Return why fp8moe does not run weights in INT4, or None."""
+    text = weight.name.text
+    if not weight.is_expert:
+        return f"{weight.codes.name}: INT4 in a linear, which fp8moe does not run; it keeps four bits in experts only"
+    for suffix, what in (("_zero_point", "zero points"), ("_g_idx", "an order of columns of its own")):
+        if text + suffix in checkpoint.tensors:
+            return f"{text}{suffix}: INT4 with {what}, which fp8moe does not run"
+    zeros = f"{weight.codes.name.removesuffix(_QWEIGHT)}.qzeros"
+    if int4_layout(weight.codes, weight.scale)[0] != "awq" or zeros in checkpoint.tensors or checkpoint.incomplete:
+        return None
+    return f"{zeros}: missing, expected the zero points of AWQ"
 
 
 def _gate_up_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None:

@@ -3,45 +3,91 @@
 A view computes one matrix at a time from the stored tensors: no file is written, and no second copy is held.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8moe.quant.formats import BLOCK, E2M1, FP8_MAX, MX_BLOCK, FP8Tensor, as_float
-from fp8moe.quant.packed import e2m1_values, unpacked
+from fp8moe.layers.experts import PACKED_WEIGHTS
+from fp8moe.quant.arranged import arrange, arranged_shape
+from fp8moe.quant.formats import BLOCK, E2M1, FP8_MAX, MX_BLOCK, FP8Tensor, PackedTensor, as_float
+from fp8moe.quant.packed import e2m1_values, quantize_int4, quantize_mxfp4, unpacked
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.weights.formats import SCALE_DTYPES, scale_dtype, scale_grid
-from fp8moe.weights.names import BIAS, GATE_UP
-from fp8moe.weights.source import FP8, Reader
-from fp8moe.weights.stored import StoredWeight, Weights
+from fp8moe.weights.names import BIAS, GATE_UP, GROUPS
+from fp8moe.weights.source import FP8, Reader, TensorSpec
+from fp8moe.weights.stored import PACKED, StoredWeight, Weights, int4_layout
 
+_BY_COLUMN = ("gptq", "awq")  # methods that store INT4 as (K, N), packed along either
 _FP4_SHIFT = 6  # exponent of the largest factor from FP4 to E4M3: the largest value, 6, becomes 6 * 2^6 < 448
 _FP4_SPREAD = 14  # largest exponent difference at which 0.5 is exact in E4M3: it becomes 0.5 * 2^(6 - 14) = 2^-9
+_NAN = 255  # an exponent of E8M0
 _FP4_LOWEST = 17  # largest exponent difference at which any FP4 value but 0 is exact: 4 becomes 4 * 2^(6 - 17) = 2^-9
 
 
-def in_blocks(weights: Weights) -> list[StoredWeight]:
+def in_blocks(weights: Weights, *, packed: Collection[str] = ()) -> list[StoredWeight]:
     """Return a view of each weight as FP8 with float32 scales per 128x128 block or per channel.
 
-    weights: weights in any format that fp8moe loads.
+    weights: weights in any format that fp8moe loads. packed: the names of weights in four bits to present as a
+    `GroupedExperts` with a weight_format of four bits holds them. Weights in INT4 have no other view.
 
     Weights without a scale of their own, or with a scale of an unsupported dtype, stay as they are stored; `match`
     reports what is wrong with them.
     """
     exponents = weights.declared is not None and weights.declared.power_of_two
     in_turns = {weight.name.bias for weight in weights.stored if weight.interleaved}
-    return [
-        bias_in_rows(weight) if weight.name.text in in_turns else _in_blocks(weight, exponents)
-        for weight in weights.stored
-    ]
+    views = []
+    for weight in weights.stored:
+        if weight.name.text in packed:
+            views.append(_in_four_bits(weight))
+        else:
+            views.append(bias_in_rows(weight) if weight.name.text in in_turns else _in_blocks(weight, exponents))
+    return views
+
+
+def _in_four_bits(weight: StoredWeight) -> StoredWeight:
+    *lead, rows, columns = weight.shape
+    view = weight._replace(dtype=PACKED, shape=(*lead, rows, columns // 2))
+    if weight.kind == "int4":
+        method, _ = int4_layout(weight.codes, weight.scale)
+        dtype = "BF16" if weight.scale.dtype == "BF16" else "F32"
+        grid = weight.scale.shape[::-1] if method in _BY_COLUMN else weight.scale.shape
+        return view._replace(grid=grid, make=partial(_int4, method), scale_dtype=dtype)
+    grid = (*lead, *arranged_shape(rows, columns, weight.name.matrices))
+    return view._replace(grid=grid, make=partial(_of_each, weight, _mxfp4_arranged), scale_dtype="U8")
+
+
+def _int4(method: str, codes: Tensor, scale: Tensor) -> FP8Tensor:
+    """Return codes and scale of a matrix as a PackedTensor has them. method: as `int4_layout` returns it."""
+    if method in _BY_COLUMN:
+        scale = scale.t().contiguous()
+        codes = codes.t().contiguous() if method == "gptq" else _awq(codes)
+    data = codes.view(torch.uint8) if method == "w4afp8" else codes.view(torch.uint8) ^ 0x88
+    return FP8Tensor(data, scale if scale.dtype is torch.bfloat16 else scale.float())
+
+
+def _awq(codes: Tensor) -> Tensor:
+    """Return codes (K, N/8) as (N, K/2). An integer has eight of N, the even ones first."""
+    first, second = codes.unflatten(0, (-1, 2)).unbind(1)
+    low = 0x0F0F0F0F
+    pairs = torch.stack((first & low | (second & low) << 4, first >> 4 & low | second & ~low))  # a byte has two of K
+    return pairs.mT.contiguous().view(torch.uint8).unflatten(2, (-1, 2, 2)).permute(1, 4, 0, 3, 2).flatten(0, 3)
+
+
+def _mxfp4_arranged(codes: Tensor, exponents: Tensor) -> FP8Tensor:
+    """Return a matrix, codes (N, K/2), arranged; exponents of groups of zeros do not count."""
+    data, power = codes.view(torch.uint8).flatten(1), exponents.view(torch.uint8)
+    used = (data.unflatten(1, (-1, MX_BLOCK // 2)) & 0x77 != 0).any(-1) | (power == _NAN)
+    return arrange(data, torch.where(used, power, 0))
 
 
 def _in_blocks(weight: StoredWeight, bytes_are_exponents: bool) -> StoredWeight:
     if weight.kind is None or weight.shared:
         return weight
+    if weight.kind == "int4":  # has no view in FP8; `match` reports the dtype of its codes
+        return weight._replace(shape=weight.codes.shape)
     scale, grid = weight.scale, scale_grid(weight.name.matrices, weight.shape)
     grid = (*weight.shape[:-1], 1) if weight.kind == "fp8-channel" else grid
     make, known = None, scale.dtype in SCALE_DTYPES or (scale.dtype == "U8" and bytes_are_exponents)
@@ -81,9 +127,12 @@ def _gate_then_up(in_turns: Tensor) -> Tensor:
 
 
 def as_values(weight: StoredWeight) -> StoredWeight:
-    """View a weight as float32 values. weight: FP8 with per-channel scales, or MXFP4."""
+    """View a weight as float32 values. weight: FP8 with per-channel scales, MXFP4, or INT4."""
     if weight.kind == "fp8-channel":
         make = partial(_channels, transposed=weight.transposed)
+    elif weight.kind == "int4":
+        method, _ = int4_layout(weight.codes, weight.scale)
+        make = lambda *matrix: dequantize(PackedTensor(*_int4(method, *matrix), "int4"), dtype=torch.float32)  # noqa: E731
     else:
         make = partial(_of_each, weight, lambda *matrix: _mxfp4_values(*matrix).float())
     return weight._replace(dtype="F32", grid=None, make=make)
@@ -107,6 +156,43 @@ def quantized(
 
     grid, stored = scale_grid(weight.name.matrices, weight.shape), scale_dtype(scale_format)
     return weight.seen(quantize, FP8, grid=grid, scale_dtype=stored)
+
+
+def in_four_bits(
+    weight: StoredWeight, weight_format: str, *, device: torch.device, take: Callable[[Tensor, PackedTensor], None]
+) -> StoredWeight:
+    """View an unquantized weight of experts in four bits, to be written as compressed-tensors stores them.
+
+    weight: of one expert; or, in MXFP4, fused as GPT-OSS has them, (E, K, N), which are written as GPT-OSS stores them.
+    weight_format: a key of `PACKED_WEIGHTS`. take: called with each matrix and its quantized form.
+    """
+    fused, text = len(weight.shape) == 3, weight.name.text
+    *lead, n, k = (weight.shape[0], *weight.shape[:0:-1]) if fused else weight.shape
+    form, group = PACKED_WEIGHTS[weight_format]
+
+    def quantize(values: Tensor) -> tuple[Tensor, ...]:
+        matrix = values.to(device).mT if fused else values.to(device)
+        made = quantize_mxfp4(matrix) if form == "mxfp4" else quantize_int4(matrix, group=group)
+        take(matrix, made)
+        data, scale = made.data.cpu(), made.scale.cpu()
+        return (
+            (data, scale)
+            if form == "mxfp4"
+            else ((data ^ 0x88).view(torch.int32), scale, torch.tensor([n, k], dtype=torch.int64, device="cpu"))
+        )
+
+    groups = k // group
+    if fused:
+        layout = {
+            f"{text}{GROUPS}": ("U8", (*lead, n, groups, group // 2)),
+            f"{text}_scales": ("U8", (*lead, n, groups)),
+        }
+    elif form == "mxfp4":
+        layout = {f"{text}_packed": ("U8", (n, k // 2)), f"{text}_scale": ("U8", (n, groups))}
+    else:
+        layout = {f"{text}_packed": ("I32", (n, k // 8)), f"{text}_scale": ("BF16", (n, groups))}
+        layout[f"{text}_shape"] = ("I64", (2,))
+    return weight.seen(quantize, "U8", layout={name: TensorSpec(*spec) for name, spec in layout.items()})
 
 
 def inexact(weights: Weights) -> Iterator[StoredWeight]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.progress import progress
 from fp8moe.weights.source import DTYPES, INDEX, SINGLE, Checkpoint, CheckpointError, Layout, Reader
 from fp8moe.weights.stored import StoredWeight
@@ -154,7 +153,7 @@ def _write_shard(writer: ShardWriter, weights: Iterable[StoredWeight], reader: R
         for weight in weights:
             specs = weight.specs()
             for place, value in weight.pieces(reader):
-                values = value if isinstance(value, FP8Tensor) else (value,)
+                values = value if isinstance(value, tuple) else (value,)
                 for (name, spec), tensor in zip(specs.items(), values, strict=True):
                     writer.put(name, tensor.to(DTYPES[spec.dtype]))
                 advance(weight.codes.nbytes // (1 if place is None else weight.shape[0]))

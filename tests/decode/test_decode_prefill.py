@@ -99,7 +99,7 @@ def test_padded_prompts_move_left_where_kernels_read_the_cache(batch_invariant, 
     step = Step(model, 4, MAX_LENGTH, CPU, Capabilities(attention.NAME, ragged=True, chunked_prefill=True))
     mask = left_padded(ids, *(21 - length for length in lengths))
     if batch_invariant:  # the same kernel then reads all prompts
-        monkeypatch.setattr(attention, "_flash_attention", lambda query, *others: query)
+        monkeypatch.setattr(attention, "_flash_attention", lambda query, *others: (query, None))
     with torch.no_grad(), fp8moe.batch_invariant(batch_invariant):
         step.start(3, 21, mask, [], 0)
         logits = step.prefill(ids, mask)

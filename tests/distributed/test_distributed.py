@@ -15,8 +15,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from fp8moe.distributed import ExpertParallel, agreement, local
 from fp8moe.distributed.transport import choose_method
 from fp8moe.layers.experts import GroupedExperts
-from tests.experts_cases import BIASED, VARIANTS, inputs, make
+from tests.errors import relative_error
+from tests.experts_cases import BIASED, VARIANTS, inputs, make, make_trained
 from tests.processes import in_processes, run_each
+from tests.small_checkpoints import bits
 
 METHODS = (
     {"method": "gather"},
@@ -257,6 +259,39 @@ def compiled(world):
     agree(model(x, index, weights), plain(x, index, weights))
 
 
+def four_bits(world):
+    """Results, gradients, states and what is rounded to them."""
+    trained = make_trained(EXPERTS, 256, 128)
+    for form, ways in (("mxfp4", EACH), ("int4", ({},))):
+        plain, other = (make(EXPERTS, 256, 128, seed=seed, weight_format=form) for seed in (0, 1))
+        for options in ways:
+            check(plain, uneven(world), residual=True, **options)
+        if form == "int4":
+            plain.load_state_dict(
+                {name: value.float() if name.endswith("scale") else value for name, value in plain.state_dict().items()}
+            )
+        spread, loaded = parallel(plain), parallel(other)
+        state, expected = spread.state_dict(), plain.state_dict()
+        loaded.load_state_dict(state)
+        x, index, weights, grad = inputs(6, EXPERTS, hidden=256)
+        found = []
+        for layer in (plain, spread, loaded):
+            leaf = x.clone().requires_grad_()
+            layer(leaf, index, weights).backward(grad)
+            found.append(leaf.grad)
+            agree(layer(x, index, weights), plain(x, index, weights))
+        assert relative_error(found[1], found[0]) < 1e-3 and torch.equal(found[1], found[2])
+        for name, value in state.items():
+            assert isinstance(value, DTensor) and value.dtype == expected[name].dtype
+            assert torch.equal(bits(value.full_tensor()), bits(expected[name]))
+        layers = [GroupedExperts.from_experts(experts, weight_format=form) for experts in (parallel(trained), trained)]
+        for one, other in zip(*(layer.state_dict().values() for layer in layers), strict=True):
+            assert torch.equal(bits(one.full_tensor()), bits(other))
+        empty = parallel(layers[1].to("meta")).to_empty(device="cpu")
+        empty.reset_parameters()
+        assert empty(x, index, weights).isfinite().all()
+
+
 def fails(work, sentence):
     """That it raises this ValueError, which is the same in all processes."""
     try:
@@ -363,7 +398,7 @@ CASES = (methods, ranks_without_tokens, several_passes, parameters, wrong_module
 MORE_CASES = {
     2: (
         *(sizes_and_dtypes, unusual_routing, more_dimensions, replicated_slices, values_of_rank_0, without_data),
-        *(rows_of_the_experts_here, other_modules, compiled),
+        *(rows_of_the_experts_here, other_modules, four_bits, compiled),
     ),
     4: (groups_without_a_cpu,),
 }

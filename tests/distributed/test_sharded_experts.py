@@ -130,12 +130,13 @@ def test_experts_are_quantized_where_they_are():
 
 
 class Layer(nn.Module):
-    """Experts that are trained, and experts that are not."""
+    """Experts that are trained, and experts that are not, in FP8 and in four bits."""
 
     def __init__(self):
         super().__init__()
         self.trained = GroupedExperts(**SIZES, dtype=torch.float32, master_dtype=torch.float32)
         self.frozen = GroupedExperts(**SIZES)
+        self.four = GroupedExperts(num_experts=8, hidden_size=64, intermediate_size=96, weight_format="mxfp4")
 
     def forward(self, x, index, weights):
         return self.trained(x, index, weights) + self.frozen(x, index, weights)
@@ -146,7 +147,7 @@ def new_layer(seed):
     layer = Layer()
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        parallelize_module(layer, mesh, {"trained": ExpertParallel(), "frozen": ExpertParallel()})
+        parallelize_module(layer, mesh, dict.fromkeys(("trained", "frozen", "four"), ExpertParallel()))
     return layer, torch.optim.AdamW(layer.trained.parameters(), lr=1e-2)
 
 
@@ -205,8 +206,9 @@ def test_states_are_loaded_at_other_world_sizes(tmp_path):
     for _ in range(2):
         step(*trained)
     close(loaded[0], trained[0], other[0])
-    for name, value in trained[0].frozen.named_parameters():
-        assert torch.equal(bits(loaded[0].frozen.get_parameter(name)), bits(value))
+    for kind in ("frozen", "four"):
+        for name, value in trained[0].get_submodule(kind).named_parameters():
+            assert torch.equal(bits(loaded[0].get_parameter(f"{kind}.{name}")), bits(value))
     step(*loaded)
     close(stepped[0], loaded[0], trained[0])
 

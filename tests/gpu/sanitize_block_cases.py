@@ -2,10 +2,10 @@
 
 Norms whose rows are of a part of a warp, of a warp, of a thread block, and of no whole vectors; routers with few
 experts and many, with groups and a bias; heads that fill a part of a warp, a warp, two vectors of a lane, at places
-inside and outside of the cache; attention of one token, by one thread block and by clusters; index scores with every
-number of math warpgroups and every swizzle, ranges, lengths and block ids that mean nothing, more sequences than
-threads, more tiles than stages; sampling with every parameter in some row, lists that hold what is left and lists that
-do not, ties, rows without a distribution.
+inside and outside of the cache; attention of one token, by one thread block and by clusters, with sinks of either type
+or none and windows; index scores with every number of math warpgroups and every swizzle, ranges, lengths and block ids
+that mean nothing, more sequences than threads, more tiles than stages; sampling with every parameter in some row,
+lists that hold what is left and lists that do not, ties, rows without a distribution.
 """
 
 import torch
@@ -44,7 +44,11 @@ HEADS = (
     *((1, 1, (32, 4, 128, 128, True), BF16), (3, 5, (6, 2, 80, 48, True), FP16)),
     (2, 150, (4, 1, 256, 256, False), FP32),
 )
-ONE_TOKEN = ((0, BF16), (2, FP16), (3, BF16), (6, FP16))  # a place in decode_attention_cases.SHAPES, type
+# a place in decode_attention_cases.SHAPES, type, type of the sinks
+ONE_TOKEN = (
+    *((0, BF16, None), (2, FP16, FP16), (3, BF16, FP32), (6, FP16, None)),
+    *((9, BF16, BF16), (10, FP16, FP32)),
+)
 # queries, keys, heads, head width, ranges
 PREFILLS = (
     *((1, 1, 64, 128, "full"), (37, 130, 64, 64, "ragged"), (130, 1500, 64, 128, "causal")),
@@ -130,13 +134,15 @@ def rotary_error(batch: int, tokens: int, form: tuple, dtype: torch.dtype) -> fl
     return relative_error(got, expected.double())
 
 
-def attention_error(shape: int, dtype: torch.dtype) -> float:
+def attention_error(shape: int, dtype: torch.dtype, sinks_dtype: torch.dtype | None) -> float:
     batch, heads, length, window = decode_attention_cases.SHAPES[shape]
-    operands, new = decode_attention_cases.make(batch, heads, min(length, 600), dtype)
-    expected, *_ = decode_attention_cases.expected(*operands, new, window)
-    *operands, new = (decode_attention_cases.moved(value, "cuda") for value in (*operands, new))
-    values = decode_attention_cases.attend(*operands, new=new, window=window, early=True)
-    codes = decode_attention_cases.attend(*operands, new=new, window=window, quantized=True)
+    operands, new = decode_attention_cases.make(batch, heads, min(length, 600), dtype, window=window)
+    sinks = decode_attention_cases.make_sinks(heads, sinks_dtype)
+    expected, *_ = decode_attention_cases.expected(*operands, new, window, sinks)
+    *operands, new, sinks = (decode_attention_cases.moved(value, "cuda") for value in (*operands, new, sinks))
+    how = {"new": new, "window": window, "sinks": sinks}
+    values = decode_attention_cases.attend(*operands, **how, early=True)
+    codes = decode_attention_cases.attend(*operands, **how, quantized=True)
     if relative_error(exact(on_cpu(codes)), values.cpu().double()) > E4M3_ERROR:
         return INF
     return relative_error(values.cpu(), expected)

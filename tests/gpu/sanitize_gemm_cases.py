@@ -6,6 +6,7 @@ layouts, along K; every quantizer, with and without vectors of 16 bytes, weights
 """
 
 import copy
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
-from fp8moe import FP8Tensor, grouped_gemm_k, quantize_128x1, quantize_128x128
+from fp8moe import FP8Tensor, grouped_gemm_k, quantize_128x1, quantize_128x128, quantize_int4, quantize_mxfp4
 from fp8moe.kernels.activation import Activation, activation_backward
 from fp8moe.kernels.experts.swiglu import (
     Activated,
@@ -23,6 +24,7 @@ from fp8moe.kernels.experts.swiglu import (
     swiglu_quantize,
 )
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
+from fp8moe.kernels.gemm.checks import weights as weights_as_loaded
 from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
 from fp8moe.kernels.gemm.reference import group_ranges, group_rows
@@ -83,6 +85,17 @@ GROUPED = (
 LOW_RANK = ((*GROUPED[0], 16), (*GROUPED[2][:4], FP32, 48), (*GROUPED[3], 16))
 # group sizes, n, k, whether TMA writes the result: in tiles of 128x256, some of them halved, some upright
 WIDE = (((192, 0, 130, 320, 64), 2184, 272, False), ((129,) * 17, 1032, 1152, True))
+# format, group, group sizes, n, k, the tile, or the one chosen: all layouts of scales, ends of K within a stage, one
+# block per SM and two, tiles of many tokens
+PACKED = (
+    ("mxfp4", 32, (1, 0, 9, 40), 136, 288, None),
+    ("mxfp4", 32, (9, 0, 8), 264, 2880, TileConfig(8, 256, weights_as_rows=True, blocks_per_sm=2)),
+    ("mxfp4", 32, (70,), 576, 1024, TileConfig(64, 256, weights_as_rows=True)),
+    ("int4", 128, (1, 0, 9, 40), 264, 384, TileConfig(16, 128, weights_as_rows=True)),
+    ("int4", 32, (33, 1), 136, 288, TileConfig(32, 64, weights_as_rows=True, warpgroups=1, blocks_per_sm=2)),
+    *(("mxfp4", 32, (130, 0, 300, 1), 392, 672, TileConfig(*block)) for block in ((128, 256), (256, 128), (128, 128))),
+    ("mxfp4", 32, (129,) * 17, 1032, 1024, TileConfig(128, 256)),
+)
 # rows in use, max_m, n, k, output type
 MASKED = (((1, 0, 3, -7, 9, 2**31 - 1), 8, 136, 1040, BF16), ((200, 0, 7, 150), 160, 264, 272, FP32))
 # sizes of the groups, their order, alignment of a layout of ends; n, k
@@ -178,6 +191,22 @@ def wide_error(sizes: tuple[int, ...], n: int, k: int, staged: bool) -> float:
     tile = with_stages(TileConfig(128, 256, groups=len(sizes), half_tiles=True, tma_store=staged), k)
     operands = GemmOperands(*a, *b, groups=groups.cuda())
     return groups_error(a, b, groups, lambda out: multiply_with(tile, operands, out, Grouping()))
+
+
+def packed_error(form: str, group: int, sizes: tuple[int, ...], n: int, k: int, tile: TileConfig | None) -> float:
+    """Call GEMMs with weights in four bits, whose codes become E4M3 in registers or in shared memory."""
+    weights, a = torch.randn(len(sizes), n, k), random_rows(sum(sizes), k)
+    b = on_gpu(quantize_mxfp4(weights) if form == "mxfp4" else quantize_int4(weights, group=group))
+    groups = int32((0, *accumulate(sizes)))
+
+    def write(out: Tensor) -> None:
+        if tile is None:
+            fp8moe.grouped_gemm(a, b, groups.cuda(), out=out)
+        else:
+            operands = GemmOperands(*a, *weights_as_loaded(b.data, b.scale), groups=groups.cuda())
+            multiply_with(with_stages(replace(tile, groups=len(sizes), packed=form), k), operands, out, Grouping())
+
+    return groups_error(a, b, groups, write)
 
 
 def masked_error(masked_m: tuple[int, ...], max_m: int, n: int, k: int, dtype: torch.dtype) -> float:
@@ -312,6 +341,7 @@ CASES = [
     *((grouped_error, case, GEMM_ERROR) for case in GROUPED),
     *((low_rank_error, case, GEMM_ERROR) for case in LOW_RANK),
     *((wide_error, case, GEMM_ERROR) for case in WIDE),
+    *((packed_error, case, GEMM_ERROR) for case in PACKED),
     *((masked_error, case, GEMM_ERROR) for case in MASKED),
     *((layout_error, case, GEMM_ERROR) for case in LAYOUTS),
     *((gemm_swiglu_error, case, 1.5e-2) for case in GEMM_SWIGLUS),  # a value next to a tie may round to the other side

@@ -49,14 +49,16 @@ def differing(pairs: list[tuple[Tensor, Tensor]]) -> int:
     return sum(int((got != expected).sum()) for got, expected in raw)
 
 
-def product(a: fp8moe.FP8Tensor, b: fp8moe.FP8Tensor) -> Tensor:
+def product(a: fp8moe.FP8Tensor, b: fp8moe.FP8Tensor | fp8moe.PackedTensor) -> Tensor:
     """In float64, on the CPU."""
-    return exact(on_cpu(a)) @ exact(on_cpu(b)).T
+    b = on_cpu(b)
+    weights = fp8moe.dequantize(b, dtype=torch.float64) if isinstance(b, fp8moe.PackedTensor) else exact(b)
+    return exact(on_cpu(a)) @ weights.T
 
 
 def groups_error(
     a: fp8moe.FP8Tensor,
-    b: fp8moe.FP8Tensor,
+    b: fp8moe.FP8Tensor | fp8moe.PackedTensor,
     groups: Tensor,
     write: Callable[[Tensor], Any],
     dtype: torch.dtype = torch.bfloat16,
@@ -71,7 +73,7 @@ def groups_error(
     write(out)
     out, expected = out.cpu(), torch.full(out.shape, NAN, dtype=torch.float64)
     for group, rows in group_rows(groups, len(out), max_m):
-        x, w = (fp8moe.FP8Tensor(t.data[i], t.scale[i]) for t, i in ((a, rows), (b, group)))
+        x, w = (t._replace(data=t.data[i], scale=t.scale[i]) for t, i in ((a, rows), (b, group)))
         expected[rows] = product(x, w) + added(group, rows)
     inside = ~expected.isnan()
     return rounded_error(out[inside], expected[inside]) if out[~inside].isnan().all() else INF

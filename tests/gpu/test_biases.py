@@ -28,6 +28,12 @@ def test_groups(sizes, n, k, dtype, kind):
     bias_cases.check_swiglu(DEVICE, sizes, n // 2 // 16 * 16, k, kind, dtype)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_last_wave_of_few_tiles(kind):
+    """Halve a last tile whose second half has no features, as prompts of 2000 tokens do with GPT-OSS-20b."""
+    bias_cases.check_groups(DEVICE, [128] * 34, 2880, 2880, kind, torch.bfloat16)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("hidden", "size"), [(144, 72), (100, 50), (2048, 768), (2880, 2880)])
 @pytest.mark.parametrize("tokens", [1, 9, 300])

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from fp8moe import gemm
+from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
+from fp8moe.kernels.gemm.sm90 import TileConfig
 from tests import channel_cases
 from tests.channel_cases import rows, weight
 from tests.gpu.checks import captured
@@ -16,6 +18,17 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("k", [16, 528, 2048])
 def test_dense(m, n, k):
     channel_cases.check_dense("cuda", m, n, k)
+
+
+@pytest.mark.parametrize("n", [264, 576, 2112])
+def test_a_last_wave_of_few_tiles(n):
+    """Halve last tiles whose second half has no features."""
+    m = 128 * (132 // -(-n // 256) + 1)
+    a, b, outs = rows("cuda", m, 2048), weight("cuda", n, 2048), []
+    for tile in (TileConfig(128, 256, half_tiles=True), TileConfig(128, 128)):
+        outs.append(torch.full((m, n), torch.nan, dtype=torch.bfloat16, device="cuda"))
+        multiply_with(tile, GemmOperands(*a, *b), outs[-1])
+    assert torch.equal(*outs) and channel_cases.is_close(outs[0], channel_cases.exact(a, b))
 
 
 @pytest.mark.parametrize("sizes", [[1], [3, 0, 1, 17], [130, 64, 0, 700], [2000, 1, 0, 3000]])

@@ -21,7 +21,7 @@ from tests.operators import CASES as ALL
 pytestmark = pytest.mark.gpu
 
 # The CUDA backend refuses weights in four bits.
-CASES = {name: case for name, case in ALL.items() if not name.endswith((", mxfp4", ", int4"))}
+CASES = ALL
 LARGE = [(name, rows) for name, case in CASES.items() for rows in case.rows]
 
 

@@ -24,16 +24,21 @@ WIDE_MLA = MLA | {"moe_intermediate_size": 128}
 MODELS = {
     "mixtral": {"intermediate_size": 128, "num_local_experts": 8, "num_key_value_heads": 2, "sliding_window": 8},
     "qwen3_moe": {"moe_intermediate_size": 128, "num_experts": 8, "num_key_value_heads": 2, "head_dim": 32},
+    "gpt_oss": {
+        **{"intermediate_size": 128, "num_local_experts": 8, "num_key_value_heads": 2, "head_dim": 64},
+        "sliding_window": 8,
+    },
     "deepseek_v3": WIDE_MLA,
     "deepseek_v32": WIDE_MLA | {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 16},
 }
-FLASH = ("mixtral", "qwen3_moe")  # the others have keys and values of two sizes
+FLASH = ("mixtral", "qwen3_moe", "gpt_oss")  # the others have keys and values of two sizes
 prompts = partial(transformers_models.prompts, device=DEVICE)
 
 
 def make_model(name, experts="fp8moe"):
     register()
-    how = dict(dtype=torch.bfloat16, experts_implementation=experts, attn_implementation="sdpa")
+    own = "eager" if name == "gpt_oss" else "sdpa"  # sdpa has no sinks
+    how = dict(dtype=torch.bfloat16, experts_implementation=experts, attn_implementation=own)
     return random_model(name, SHAPE | MODELS[name], **how).to(DEVICE)
 
 

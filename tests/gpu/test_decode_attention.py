@@ -30,7 +30,7 @@ def operands(batch, key_heads, groups, size, length, dtype, new=1, seed=0):
     return draw(batch, new, key_heads * groups, size).transpose(1, 2), draw(*cache), draw(*cache)
 
 
-def reference(query, key, value, begin, columns, window=None):
+def reference(query, key, value, begin, columns, window=None, sinks=None):
     """(B, new, heads, D) in float64, a row and head at a time."""
     batch, heads, new, size = query.shape
     groups = heads // key.shape[1]
@@ -45,7 +45,9 @@ def reference(query, key, value, begin, columns, window=None):
         for head in range(heads):
             keys, values = (x[b, head // groups, first:end].double() for x in (key, value))
             scores = (query[b, head].double() @ keys.T * size**-0.5).masked_fill(hidden, -torch.inf)
-            out[b, :, head] = scores.softmax(1).nan_to_num(0) @ values
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head].double().expand(new, 1)], 1)
+            out[b, :, head] = scores.softmax(1).nan_to_num(0)[:, : len(keys)] @ values
     return out
 
 
@@ -57,13 +59,14 @@ def poison(caches, begin, columns, new):
         cache.masked_fill_(hidden[:, None, :, None], float("nan"))
 
 
-def check(query, key, value, begin, columns, window=None, end=None, repeats=20):
+def check(query, key, value, begin, columns, window=None, end=None, repeats=20, sinks=None):
     new, size, dtype = query.shape[2], query.shape[3], query.dtype
-    expected = reference(query, key, value, begin, columns, window)
+    expected = reference(query, key, value, begin, columns, window, sinks)
     poison((key, value), begin, columns, new)
     metadata = AttentionMetadataBuilder(begin, columns, key.shape[2]).build(new, key.shape[1], window)
     seen = (key, value) if end is None else (key[:, :, :end], value[:, :, :end])
-    results = [attention.attend(None, query, *seen, metadata, scaling=size**-0.5)[0] for _ in range(repeats)]
+    how = {"scaling": size**-0.5, "s_aux": sinks}
+    results = [attention.attend(None, query, *seen, metadata, **how)[0] for _ in range(repeats)]
     assert results[0].shape == expected.shape and results[0].dtype == dtype
     assert all(torch.equal(result, results[0]) for result in results)
     error = (results[0].double() - expected).norm() / expected.norm()
@@ -119,6 +122,38 @@ def test_prompts_against_float64(batch, key_heads, groups, size, dtype, new, win
             assert (out[padded] == 0).all(), "padding"
 
 
+def sinks_of(query, dtype=torch.bfloat16):
+    heads = query.shape[1]
+    return decode_attention_cases.make_sinks((heads, 1), dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 1, 128])
+@pytest.mark.parametrize("new", [1, 2, 63, 300])
+def test_sinks_against_float64(new, window, dtype):
+    """Steps and prompts of GPT-OSS's heads: first chunks with padding, and later ones."""
+    query, key, value = operands(3, 8, 8, 64, 700, torch.bfloat16, new)
+    for first in (0, 129):
+        begin = torch.tensor([0, new - 1, first], device=DEVICE)
+        columns = torch.full_like(begin, first)
+        for end in (None, first + new):
+            how = {"window": window, "end": end, "repeats": 3, "sinks": sinks_of(query, dtype)}
+            check(query, key.clone(), value.clone(), begin, columns, **how)
+
+
+def test_whole_prompts_with_sinks():
+    """Without sinks they run the causal attention that PyTorch chooses."""
+    query, key, value = operands(2, 8, 8, 64, 400, torch.bfloat16, 300)
+    begin = columns = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    builder = AttentionMetadataBuilder(begin, columns, 400)
+    builder.next_call(whole=True)
+    metadata, sinks = builder.build(300, 8, None), sinks_of(query)
+    assert metadata.whole
+    found = attention.attend(None, query, key, value, metadata, scaling=0.125, s_aux=sinks)[0]
+    expected = reference(query, key, value, begin, columns, None, sinks)
+    assert (found.double() - expected).norm() <= 4 * torch.finfo(torch.bfloat16).eps * expected.norm()
+
+
 def test_rows_of_their_own_columns():
     """After a prefix: chunks that begin in other columns in each row; one row that is padding alone."""
     query, key, value = operands(4, 2, 4, 128, 500, torch.bfloat16, 100)
@@ -159,19 +194,22 @@ def test_a_step_equals_that_with_the_models_own_attention(window, chunk):
 # ---- the operator of one new token ----
 
 
-def one_token(batch, heads, length, dtype, seed=0):
-    operands, new = decode_attention_cases.make(batch, heads, length, dtype, seed)
+def one_token(batch, heads, length, dtype, seed=0, window=None):
+    operands, new = decode_attention_cases.make(batch, heads, length, dtype, seed, window)
     return operands, new, [decode_attention_cases.moved(value, DEVICE) for value in operands]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sinks", [None, "dtype of q", torch.float32], ids=str)
 @pytest.mark.parametrize(("batch", "heads", "length", "window"), decode_attention_cases.SHAPES, ids=str)
-def test_one_token_against_float64(batch, heads, length, window, dtype):
-    operands, new, given = one_token(batch, heads, length, dtype)
-    expected, keys, values = decode_attention_cases.expected(*operands, new, window)
+def test_one_token_against_float64(batch, heads, length, window, sinks, dtype):
+    operands, new, given = one_token(batch, heads, length, dtype, window=window)
+    sinks = decode_attention_cases.make_sinks(heads, dtype if sinks == "dtype of q" else sinks)
+    expected, keys, values = decode_attention_cases.expected(*operands, new, window, sinks)
+    how = {"window": window, "sinks": decode_attention_cases.moved(sinks, DEVICE)}
     new = decode_attention_cases.moved(new, DEVICE)
     torch.full((batch * expected.shape[1],), torch.nan, device=DEVICE, dtype=dtype)  # what torch.empty will return
-    results = [decode_attention_cases.attend(*given, new=new, window=window, early=i % 2 == 1) for i in range(20)]
+    results = [decode_attention_cases.attend(*given, new=new, **how, early=i % 2 == 1) for i in range(20)]
     assert (results[0].double().cpu() - expected).norm() <= torch.finfo(dtype).eps * expected.norm()
     assert all(torch.equal(result, results[0]) for result in results)
     for cache, filled in zip(given[1:3], (keys, values), strict=True):
@@ -180,29 +218,31 @@ def test_one_token_against_float64(batch, heads, length, window, dtype):
         assert (cache.nan_to_num(0).double() - filled.nan_to_num(0).double()).norm() <= 1e-3 * filled.nan_to_num(
             0
         ).norm()
-    quantized = decode_attention_cases.attend(*given, new=new, window=window, quantized=True)
+    quantized = decode_attention_cases.attend(*given, new=new, **how, quantized=True)
     codes = quantize_1x128(results[0])
     assert torch.equal(quantized.data.view(torch.uint8), codes.data.view(torch.uint8))
     assert torch.equal(quantized.scale, codes.scale)
-    kept = decode_attention_cases.attend(*given, window=window)  # the queries as they are, the cache as it is now
-    q = given[0].cpu()
-    expected, *_ = decode_attention_cases.expected(q, given[1].cpu(), given[2].cpu(), *operands[3:], None, window)
+    kept = decode_attention_cases.attend(*given, **how)  # the queries as they are, the cache as it is now
+    cache = given[1].cpu(), given[2].cpu()
+    expected, *_ = decode_attention_cases.expected(given[0].cpu(), *cache, *operands[3:], None, window, sinks)
     assert (kept.double().cpu() - expected).norm() <= torch.finfo(dtype).eps * expected.norm()
 
 
 def test_what_is_not_finite_stays_in_its_head():
     operands, new, given = one_token(3, (8, 4, 128, 128, True), 200, torch.bfloat16)
     new = decode_attention_cases.moved(new, DEVICE)
-    before = decode_attention_cases.attend(*given, new=new)
+    sinks = torch.zeros(32, device=DEVICE)
+    before = decode_attention_cases.attend(*given, new=new, sinks=sinks)
     given[0][1, 5, 3] = torch.nan
     new.v[2, 1, 7] = torch.inf
-    after = decode_attention_cases.attend(*given, new=new)
+    sinks[20] = torch.nan
+    after = decode_attention_cases.attend(*given, new=new, sinks=sinks)
     bad = (~after.isfinite()).view(3, 32, 128)
-    assert bad[1, 5].all() and bad[2, 8:16, 7].all()
-    bad[1, 5], bad[2, 8:16, 7] = False, False
+    assert bad[1, 5].all() and bad[2, 8:16, 7].all() and bad[:, 20].all()
+    bad[1, 5], bad[2, 8:16, 7], bad[:, 20] = False, False, False
     assert not bad.any()
     same = torch.ones_like(bad)
-    same[1, 5], same[2, 8:16] = False, False
+    same[1, 5], same[2, 8:16], same[:, 20] = False, False, False
     assert torch.equal(before.view_as(bad)[same], after.view_as(bad)[same])
 
 
@@ -211,26 +251,39 @@ def test_no_keys_give_zero_and_places_outside_are_not_written():
     given[4].copy_(torch.tensor([3, 100, -1]))
     given[3].copy_(torch.tensor([4, 100, 0]))
     before = [cache.clone() for cache in given[1:3]]
-    assert (decode_attention_cases.attend(*given, new=decode_attention_cases.moved(new, DEVICE)) == 0).all()
+    new = decode_attention_cases.moved(new, DEVICE)
+    for sinks in (None, torch.zeros(16, device=DEVICE), torch.full((16,), -torch.inf, device=DEVICE)):
+        assert (decode_attention_cases.attend(*given, new=new, sinks=sinks) == 0).all()
     for cache, old in zip(given[1:3], before, strict=True):
         assert torch.equal(cache.nan_to_num(7), old.nan_to_num(7))
 
 
-def test_one_token_in_a_graph_whose_columns_move_on():
+def test_a_sink_of_minus_infinity_changes_no_bit():
+    operands, new, given = one_token(4, (8, 8, 64, 64, False), 500, torch.bfloat16, window=128)
+    how = {"new": decode_attention_cases.moved(new, DEVICE), "window": 128}
+    without = decode_attention_cases.attend(*given, **how)
+    sinks = torch.full((64,), -torch.inf, device=DEVICE)
+    assert torch.equal(decode_attention_cases.attend(*given, **how, sinks=sinks), without)
+    assert (decode_attention_cases.attend(*given, **how, sinks=-sinks) == 0).all()
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_one_token_in_a_graph_whose_columns_move_on(window):
     operands, new, given = one_token(4, (8, 4, 128, 128, True), 300, torch.bfloat16)
+    how = {"window": window, "sinks": torch.randn(32, device=DEVICE), "quantized": True}
     given[3].zero_()
     given[1].nan_to_num_(0), given[2].nan_to_num_(0)
     given[4].copy_(torch.tensor([0, 15, 100, 250]))
     moving = decode_attention_cases.moved(new, DEVICE)
-    decode_attention_cases.attend(*given, new=moving)
+    decode_attention_cases.attend(*given, new=moving, **how)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode_attention_cases.attend(*given, new=moving, quantized=True, early=True)
+        out = decode_attention_cases.attend(*given, new=moving, **how, early=True)
     for step in range(20):
         given[4] += 1
-        moving.k.normal_(), moving.v.normal_(), given[0].normal_()
+        moving.k.normal_(), moving.v.normal_(), given[0].normal_(), how["sinks"].normal_()
         copies = [value.clone() for value in given]
-        expected = decode_attention_cases.attend(*copies, new=moving, quantized=True)
+        expected = decode_attention_cases.attend(*copies, new=moving, **how)
         graph.replay()
         assert torch.equal(out.data.view(torch.uint8), expected.data.view(torch.uint8)), step
         assert torch.equal(out.scale, expected.scale) and torch.equal(given[1], copies[1])

@@ -22,14 +22,19 @@ SHAPE = BASE | {"hidden_size": 128, "max_position_embeddings": 256, "initializer
 MODELS = {
     "mixtral": {"intermediate_size": 128, "num_local_experts": 8, "num_key_value_heads": 2, "sliding_window": 8},
     "qwen3_moe": {"moe_intermediate_size": 128, "num_experts": 8, "num_key_value_heads": 2, "head_dim": 32},
+    "gpt_oss": {
+        **{"intermediate_size": 128, "num_local_experts": 8, "num_key_value_heads": 2, "head_dim": 64},
+        "sliding_window": 8,
+    },
     "deepseek_v3": MLA | {"moe_intermediate_size": 128},
 }
-FLASH = ("mixtral", "qwen3_moe")
+FLASH = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
 def make_model(name):
     register()
-    how = dict(dtype=torch.bfloat16, experts_implementation="fp8moe", attn_implementation="sdpa")
+    own = "eager" if name == "gpt_oss" else "sdpa"  # sdpa has no sinks
+    how = dict(dtype=torch.bfloat16, experts_implementation="fp8moe", attn_implementation=own)
     return random_model(name, SHAPE | MODELS[name], **how).to(DEVICE)
 
 
@@ -56,16 +61,18 @@ def rounds_alike(name):
 
 
 @torch.no_grad()
-def check_likely(model, prompt, new):
-    """Tokens are the model's own choice, or as good as that but for rounding in 16 bits.
-
-    One in ten may be worse: of a tiny model an expert that is chosen otherwise in a near tie is an eighth of a layer.
-    """
+def unlikely(model, prompt, new):
+    """Count the tokens that are neither the model's own choice nor as good as that but for rounding in 16 bits."""
     tokens = torch.cat([prompt, new]).to(DEVICE)[None, :-1]
     logits = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 :].float()
+    assert logits.isfinite().all()
     chosen = logits.gather(1, new.to(DEVICE)[:, None])[:, 0]
-    worse = (chosen < logits.amax(1) - 0.15 * logits.std()).sum()
-    assert logits.isfinite().all() and worse <= max(1, 0.1 * len(new))
+    return int((chosen < logits.amax(1) - 0.15 * logits.std()).sum())
+
+
+def check_likely(model, prompt, new):
+    """One token in ten may be unlikely: an expert of a tiny model, chosen otherwise in a near tie, is a large part."""
+    assert unlikely(model, prompt, new) <= max(1, 0.1 * len(new))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -75,9 +82,12 @@ def test_requests_get_likely_tokens(name):
     assert decoder.capabilities[:3] == (FLASH_NAME if name in FLASH else None, True, True), decoder.attention
     given = [*mixed(40)]
     found = dict(decoder.run(given))
+    count = 0
     for index, request in enumerate(given):
         assert len(found[index]) == request["max_new_tokens"] and found[index].device == request["input_ids"].device
-        check_likely(model, request["input_ids"], found[index])
+        count += unlikely(model, request["input_ids"], found[index])
+    # GPT-OSS, whose own softmax is in bfloat16, had 9 of 1000; Qwen3 3.
+    assert count <= 0.02 * sum(map(len, found.values()))
 
 
 def test_a_request_alone_gets_what_generate_gives(model):

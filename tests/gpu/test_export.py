@@ -18,7 +18,7 @@ def table():
     return read_page(PAGE.read_text().partition(MARK)[2])
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not name.endswith(", int4")])  # no kernel takes it
+@pytest.mark.parametrize("name", CASES)
 def test_export(name, table):
     (_, row), *_ = rows([name], "cuda", columns=("export",))
     assert kinds(row)["export"] == kinds(table[name])["export"]

@@ -12,7 +12,7 @@ peft = pytest.importorskip("peft")
 from fp8moe.kernels.experts.lora import adapter_product  # noqa: E402
 from fp8moe.peft import merge_and_unload, register  # noqa: E402
 from tests.gpu.checks import captured  # noqa: E402
-from tests.peft_reference import Model, adapted, expected, run, scaled  # noqa: E402
+from tests.peft_reference import Model, adapted, expected, in_blocks, run, scaled  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -46,6 +46,14 @@ def cases(num_experts=8, hidden=272, size=208, tokens=300, top_k=2, dtype=torch.
 def test_results_and_gradients(variant, dtype):
     options = VARIANTS[variant]
     check(*cases(dtype=dtype, **options), tolerance=CLAMPED if "swiglu_limit" in options else STRAIGHT)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "int4"])
+def test_four_bits_have_the_bits_of_their_blocks(form):
+    layer = make(8, 256, 384, weight_format=form).to(DEVICE)
+    layers, arguments = (layer, in_blocks(layer)), inputs(300, 8, hidden=256, device=DEVICE)
+    (out, grads), (value, values) = (run(adapted(one, device=DEVICE), *arguments) for one in layers)
+    assert torch.equal(out, value) and all(torch.equal(grads[name], values[name]) for name in values)
 
 
 @pytest.mark.parametrize("variant", ["plain", "gelu", "relu2, no gate"])

@@ -108,6 +108,14 @@ def test_sizes(variant, peers, to_all, hidden, size):
         check(layer, random(tokens, hidden), routing(tokens), peers, to_all, row_dtype)
 
 
+@pytest.mark.parametrize("form", ["mxfp4", "int4"])
+@pytest.mark.parametrize(("peers", "to_all"), PEERS)
+def test_four_bits(peers, to_all, form):
+    layer = make(EXPERTS, 256, 384, weight_format=form)
+    for tokens, row_dtype in itertools.product((8, 64, 520), (torch.bfloat16, torch.float32)):
+        check(layer, random(tokens, 256), routing(tokens), peers, to_all, row_dtype)
+
+
 @pytest.mark.parametrize("variant", ["plain", "gelu"])
 @pytest.mark.parametrize(("peers", "to_all"), PEERS)
 def test_one_token_of_each_rank(peers, to_all, variant):

@@ -12,8 +12,10 @@ from fp8moe.decode.step import Capabilities, Step
 from fp8moe.hf.fused import find_fused
 from fp8moe.hf.patches import take_offsets_of_rows
 from fp8moe.kernels.decoder_ops import decode_attention as one_token
-from fp8moe.kernels.decoder_ops.decode_attention import AttentionHeads, decode_attention, kernel_spec
+from fp8moe.kernels.decoder_ops import rotary
+from fp8moe.kernels.decoder_ops.decode_attention import AttentionHeads, kernel_spec
 from tests import decode_attention_cases
+from tests.decode_models import kernels_in_float32
 from tests.ptxas import without_spills
 from tests.tiny_moe_models import MODELS
 from tests.transformers_models import left_padded, prompts
@@ -136,7 +138,7 @@ def test_other_masks_are_not_served(changes):
     ("changes", "named"),
     [
         ({"softcap": 30.0}, "softcap"),
-        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({"learnable_sink": torch.zeros(4)}, "learnable_sink"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"dropout": 0.1}, "dropout"),
         ({"dtype": torch.float32}, "float32"),
@@ -163,36 +165,14 @@ def test_what_the_kernel_lacks_is_not_served(changes, named, new):
         attention.attend(torch.nn.Module(), query, key, value, metadata, scaling=1.0, **others)
 
 
-def flash_attention(query, key, value, rows, most_queries, most_keys, window, scale):
-    """What the kernel computes, in float32."""
-    results = torch.zeros(query.shape)
-    groups = query.shape[1] // key.shape[1]
-    first_query, first_key, count = rows.tolist()
-    for sequence in range(len(first_query) - 1):
-        queries = query[first_query[sequence] : first_query[sequence + 1]].float()
-        columns = slice(first_key[sequence], first_key[sequence] + count[sequence])
-        assert len(queries) <= most_queries and count[sequence] <= most_keys
-        keys, values = (x[columns].float().repeat_interleave(groups, 1) for x in (key, value))
-        last = torch.arange(len(queries))[:, None] + count[sequence] - len(queries)
-        column = torch.arange(count[sequence])
-        seen = column <= last
-        if window is not None:
-            seen &= column > last - window
-        scores = (torch.einsum("qhd,khd->hqk", queries, keys) * scale).masked_fill(~seen, -torch.inf)
-        some = slice(first_query[sequence], first_query[sequence + 1])
-        results[some] = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0), values)
-    return results.to(query.dtype)
-
-
 SERVED = (
     *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "Glm4MoeForCausalLM", "AfmoeForCausalLM"),
     *("GraniteMoeForCausalLM", "Cohere2MoeForCausalLM", "Qwen3NextForCausalLM", "Ernie4_5_MoeForCausalLM"),
+    *("GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "FlintForCausalLM"),
 )
 NOT_SERVED = {
     "DeepseekV3ForCausalLM": "no static cache",
-    "GptOssForCausalLM": "s_aux",
     "InklingForCausalLM": "position_bias",
-    "GraniteMoeSWAForCausalLM": "s_aux",
 }
 
 
@@ -211,22 +191,7 @@ def logits(model, name, chunk, fused=None):
 
 @pytest.fixture
 def in_float32(monkeypatch):
-    """Float32 through the reference backend; records whether one token or several were attended to."""
-    called = set()
-
-    def flash(*args):
-        called.add("several")
-        return flash_attention(*args)
-
-    def attend(*args, **how):
-        called.add("one, appended" if how.get("new") else "one")
-        return decode_attention(*args, **how)
-
-    monkeypatch.setattr(one_token, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(one_token, "decode_attention", attend)
-    monkeypatch.setattr(attention, "decode_attention", attend)
-    monkeypatch.setattr(attention, "_flash_attention", flash)
-    return called
+    return kernels_in_float32(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "AfmoeForCausalLM", "Glm4MoeForCausalLM"])
@@ -262,20 +227,58 @@ def test_a_step_equals_that_with_the_models_own_attention(name, in_float32):
 
 @pytest.mark.parametrize(("batch", "heads", "length", "window"), decode_attention_cases.SHAPES, ids=str)
 @pytest.mark.parametrize("appends", [False, True])
-def test_one_token_against_float64(batch, heads, length, window, appends):
-    operands, new = decode_attention_cases.make(min(batch, 5), heads, min(length, 90))
+@pytest.mark.parametrize("sinks", [None, torch.bfloat16, torch.float32], ids=str)
+def test_one_token_against_float64(batch, heads, length, window, appends, sinks):
+    window = window and min(window, 60)
+    operands, new = decode_attention_cases.make(min(batch, 5), heads, min(length, 90), window=window)
     if not appends:
         _, *cache = decode_attention_cases.expected(*operands, new)
         operands, new = (operands[0], *cache, *operands[3:]), None
-    expected, keys, values = decode_attention_cases.expected(*operands, new, window)
-    out = decode_attention_cases.attend(*operands, new=new, window=window)
+    sinks = decode_attention_cases.make_sinks(heads, sinks)
+    expected, keys, values = decode_attention_cases.expected(*operands, new, window, sinks)
+    how = {"new": new, "window": window, "sinks": sinks}
+    out = decode_attention_cases.attend(*operands, **how)
     assert (out.double() - expected).norm() <= 4e-3 * expected.norm()
     for cache, filled in zip(operands[1:3], (keys, values), strict=True):
         assert torch.equal(cache.nan_to_num(7), filled.nan_to_num(7))
-    quantized = decode_attention_cases.attend(*operands, new=new, window=window, quantized=True)
+    quantized = decode_attention_cases.attend(*operands, **how, quantized=True)
     codes = one_token.quantize_1x128(out)
     assert torch.equal(quantized.data.view(torch.uint8), codes.data.view(torch.uint8))
     assert torch.equal(quantized.scale, codes.scale)
+
+
+def only_scores(q, keys, values, columns, new):
+    """(B, heads): the score of each query with its own key."""
+    tokens = rotary.NewTokens(*(x[:, None] for x in new[:4]))
+    keys, places = keys.clone(), torch.arange(len(q))
+    q = rotary.rotary(q[:, None], tokens, keys, values.clone(), columns=columns)[:, 0].float()
+    own = keys[places, :, columns].float().repeat_interleave(q.shape[1] // keys.shape[1], 1)
+    return (q * own).sum(-1) * q.shape[2] ** -0.5
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks(window):
+    """One key, padded rows; a sink of minus infinity changes no bit; NaN and an infinite sink stay in their heads."""
+    (q, keys, values, begin, columns), new = decode_attention_cases.make(4, (3, 2, 64, 64, False), 9, window=window)
+    columns[1], begin[1] = 5, 5
+
+    def attend(sinks):
+        cache = keys.clone(), values.clone()
+        out = decode_attention_cases.attend(q, *cache, begin, columns, new=new, window=window, sinks=sinks)
+        return out.view(4, 6, 64)
+
+    without = attend(None)
+    assert torch.equal(attend(torch.full((6,), -torch.inf)), without)
+    assert (attend(torch.full((6,), 1e4)) == 0).all()
+    ones = new.v[1].repeat_interleave(3, 0)
+    assert torch.allclose(without[1], ones), "the only key has all of the weight"
+    shared = attend(only_scores(q, keys, values, columns, new)[1])[1].float()
+    assert torch.allclose(shared, ones.float() / 2, rtol=0.02), "and half of it beside a sink as large as its score"
+    sinks = torch.full((6,), -torch.inf)
+    sinks[2], sinks[4] = torch.nan, torch.inf
+    out = attend(sinks)
+    assert out[:, 2].isnan().all() and (out[:, 4] == 0).all()
+    assert torch.equal(out[:, [0, 1, 3, 5]], without[:, [0, 1, 3, 5]])
 
 
 def test_no_keys_give_zero_and_places_outside_are_not_written():
@@ -283,8 +286,8 @@ def test_no_keys_give_zero_and_places_outside_are_not_written():
     q, keys, values, begin, columns = operands
     columns[:], begin[:] = torch.tensor([3, 8, -1]), torch.tensor([4, 8, 0])
     before = keys.clone(), values.clone()
-    out = decode_attention_cases.attend(*operands, new=new)
-    assert (out == 0).all()
+    for sinks in (None, torch.zeros(4), torch.full((4,), -torch.inf)):
+        assert (decode_attention_cases.attend(*operands, new=new, sinks=sinks) == 0).all()
     for cache, old in zip((keys, values), before, strict=True):
         cache[0, :, 3] = old[0, :, 3]
         assert torch.equal(cache.nan_to_num(7), old.nan_to_num(7))
@@ -320,6 +323,10 @@ def test_errors_of_one_token():
     )
     message(ValueError, "^q_weight: expected it with k_weight, or neither", k_weight=None)
     message(ValueError, "^window: expected at least 1, got 0", window=0)
+    message(TypeError, "^sinks: expected a torch.Tensor, got int 1", sinks=1)
+    message(TypeError, "^sinks: expected bfloat16 or float32, got torch.float16", sinks=q.new_zeros(4).half())
+    message(ValueError, r"^sinks: expected shape \(4,\), got \(2,\)", sinks=q.new_zeros(2))
+    message(ValueError, r"^sinks: expected on cpu like q, got meta", sinks=q.new_zeros(4, device="meta"))
 
 
 def test_one_token_has_no_backward():

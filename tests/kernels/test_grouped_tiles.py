@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm.cost import group_sizes, grouped_time, resident_clusters
-from fp8moe.kernels.gemm.epilogue import AddLowRank, PeerStore, PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.epilogue import AddLowRank, Columns, Packing, PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.sm90 import (
     BUSY_PRODUCER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -131,14 +132,14 @@ def test_describe_prints_the_candidates_in_order(swiglu):
     assert lines[0].endswith(str(choose_grouped(GroupedProblem(256, 32, 8.0, 4096, 7168, SMS, swiglu=swiglu))))
 
 
-def variants(swiglu: bool) -> list[tuple[TileConfig, int, int]]:
+def variants(swiglu: bool, packed: str | None = None) -> list[tuple[TileConfig, int, int]]:
     return one_of_each(
         (config, n, k)
         for groups in (1, 8, 256, 1024)
         for n, k in BENCHMARK_WEIGHTS
         for expected_m in (1 / groups, 1, 8, 16, 24, 64, 1000)
         for config in grouped_candidates(
-            GroupedProblem(math.ceil(groups * expected_m), groups, expected_m, n, k, SMS, swiglu=swiglu)
+            GroupedProblem(math.ceil(groups * expected_m), groups, expected_m, n, k, SMS, swiglu=swiglu, packed=packed)
         )
     )
 
@@ -157,6 +158,24 @@ def test_every_variant_keeps_to_its_registers(epilogue):
 @pytest.mark.parametrize("epilogue", [STORE, SWIGLU, SwigluQuantize(Activation(limit=7.0))], ids=str)
 def test_the_largest_tiles_keep_to_their_registers(epilogue):
     assert not faults(largest(variants(epilogue.gated)), epilogue)
+
+
+PACKINGS = {
+    "mxfp4": Packing("mxfp4", 32, torch.uint8),
+    "int4": Packing("int4", 128, torch.bfloat16),
+    "int4-32": Packing("int4", 32, torch.float32),
+}
+
+
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
+@pytest.mark.parametrize("epilogue", [STORE, CLAMPED], ids=["store", "swiglu"])
+def test_weights_in_four_bits_keep_to_their_registers(epilogue, packing):
+    found = variants(epilogue.gated, packing.format)
+    assert any(config.unpacks for config, _, _ in found) == (packing.format == "mxfp4")
+    for config, (memory, complaints, static, registers) in faults(found, epilogue, torch.bfloat16, packing).items():
+        # Values that only the ends of a tile need.
+        assert config.name in ("8x256*2", "16x256*2") and max(memory) <= 40, (config, memory)
+        assert not complaints and not static and registers == 80, (config, complaints, static, registers)
 
 
 @pytest.mark.parametrize("epilogue", PEER_STORES, ids=str)
@@ -179,3 +198,13 @@ def test_rows_for_other_gpus(epilogue):
 def test_shared_memory_is_what_the_kernel_lays_out(config, groups, epilogue):
     config = with_stages(TileConfig(**vars(config) | {"groups": groups}), 7168)
     assert counts_shared_memory_alike(kernel_spec(config, 4096, 7168, epilogue), config.shared_bytes)
+
+
+@pytest.mark.parametrize("config", [TileConfig(128, 256), TileConfig(256, 128), TileConfig(8, 256, True)], ids=str)
+@pytest.mark.parametrize("groups", [1, 33])
+def test_shared_memory_of_weights_in_four_bits(config, groups):
+    config, columns = (
+        with_stages(replace(config, groups=groups, packed="mxfp4"), 7168),
+        Columns(packing=PACKINGS["mxfp4"]),
+    )
+    assert counts_shared_memory_alike(kernel_spec(config, 4096, 7168, STORE, columns), config.shared_bytes)

@@ -12,7 +12,7 @@ from benchmarks import adapters, peers, plots, shapes, tables, timing, vllm_engi
 from benchmarks.peers import Call, Case
 from benchmarks.report import geomean, select
 from benchmarks.shapes import MODELS, Model
-from fp8moe import FP8Tensor, dequantize
+from fp8moe import FP8Tensor, dequantize, experts
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +110,19 @@ def test_a_layer_beside_peers(monkeypatch):
     assert 0 < row["difference"]["vllm"] < 0.1 and row["difference"]["deep_gemm_two_gemms"] < 1e-2
     assert row["kernels"][1] == ["gemm", 1.0, 5.0] and 2 <= row["experts_in_use"] <= 6
     assert peers.measure_host(1, 128, 256, device="cpu")["us"] == {"fp8moe": 2.5, "deep_gemm": 2.5}
+
+
+def test_a_layer_in_four_bits_beside_fp8(monkeypatch):
+    monkeypatch.setitem(peers.FOUR_BITS, "small", Model(256, 128, 16, 2))
+    monkeypatch.setattr(adapters, "installed", lambda name: False)
+    row = peers.measure_four_bits("small", 5, device="cpu")
+    assert row == {"us": {"fp8moe": 1.0, "mxfp4": 2.0}, "difference": {}, "failed": {}}
+    up, down, layer = peers.mxfp4_of(peers.FOUR_BITS["small"], "cpu")
+    x = torch.randn(5, 256)
+    expected = experts(x, torch.arange(10).view(5, 2), torch.ones(5, 2), up, down)
+    assert torch.equal(layer(x, torch.arange(10).view(5, 2), torch.ones(5, 2)), expected)
+    rows = [{"what": "four_bits", "model": model, "tokens": 8, **row} for model in ("qwen3_30b", "gpt_oss_20b")]
+    assert "GPT-OSS-20b: our layer in FP8 | 0.50" in tables.four_bits({"rows": rows})
 
 
 def test_a_wrong_or_broken_peer_is_named_and_not_timed(monkeypatch):
@@ -246,14 +259,14 @@ def test_a_run_of_other_kernels_is_not_shown(monkeypatch, tmp_path):
     for digest, there in (("d", True), ("e", False)):
         tables.PEERS.write_text(json.dumps(stored_run() | {"digest": digest}))
         assert (tables.of_these_kernels(tables.PEERS) is not None) == there
-    assert tables.FILES["docs/experts.md"]({"peers": None}) == ""
+    assert tables.FILES["docs/experts.md"]({"peers": None}) == "Not measured with these kernels yet.\n"
 
 
 def test_a_name_has_a_colour_of_its_own():
     colours = [plots.OURS, plots.BEHIND, plots.CUBLAS, plots.CUBLAS_ONE_SCALE, plots.MARK, *plots.COLOURS.values()]
     assert len({*colours, *plots.STAGES}) == len(colours) + len(plots.STAGES)
     assert plots.COLOURS["deep_gemm_two_gemms"] == plots.DEEP_GEMM and {*plots.COLOURS} <= {*tables.NAMES}
-    assert {*plots.MODEL_NAMES} == {*shapes.MODELS}
+    assert {*shapes.MODEL_NAMES} == {*shapes.MODELS, *shapes.FOUR_BITS}
 
 
 def test_pictures_of_peers_are_drawn_of_a_run_or_removed(tmp_path, monkeypatch):

@@ -160,7 +160,12 @@ def test_every_source_is_covered(kernels, one_of_each):
 def test_every_operator_is_covered(recorded):
     defined = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fp8moe::")}
     # One raises, two are those of compiled graphs and quantize as eager code does, others are PyTorch's operations.
-    others = {"fp8moe::no_backward", "fp8moe::quantized_master", "fp8moe::quantized_gate_up"}
+    others = {
+        "fp8moe::no_backward",
+        "fp8moe::quantized_master",
+        "fp8moe::quantized_gate_up",
+        "fp8moe::packed_in_blocks",
+    }
     of_pytorch = {f"fp8moe::{name}" for name in ("adapter_product", "quantize_mxfp4", "quantize_int4")}
     assert defined - set(recorded["operators"]) - of_pytorch == others
 

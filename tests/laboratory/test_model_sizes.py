@@ -1,4 +1,4 @@
-"""README's table of models: its GB are what `fp8moe quantize` writes, its parameters are as many as published."""
+"""README's table of models: GB are what `fp8moe quantize` writes in each format; parameters are as published."""
 
 import warnings
 from importlib import metadata
@@ -7,12 +7,12 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 from benchmarks.tables import with_tables  # noqa: E402
-from fp8moe.weights import quantize_checkpoint  # noqa: E402
+from fp8moe.weights import DEFAULT_SKIP, quantize_checkpoint  # noqa: E402
 from fp8moe.weights.source import open_checkpoint  # noqa: E402
 from tests.tiny_moe_models import MODELS as TINY  # noqa: E402
 from tools import model_sizes  # noqa: E402
 from tools.model_matrix import MARK, PAGE, read_page  # noqa: E402
-from tools.model_sizes import BEGIN, END, MODELS, Sizes  # noqa: E402
+from tools.model_sizes import BEGIN, END, MODELS, Sizes, Stored  # noqa: E402
 
 
 def test_the_table_is_as_the_tool_writes_it():
@@ -28,17 +28,27 @@ def test_parameters_are_as_many_as_published(name):
     assert model_sizes.published(name).parameters / 1e9 == pytest.approx(MODELS[name].billions, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "MixtralForCausalLM"])
-def test_bytes_are_those_of_a_quantized_checkpoint(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [
+        *((name, "fp8") for name in ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "MixtralForCausalLM")),
+        *(("Qwen3MoeForCausalLM", experts) for experts in ("mxfp4", "int4-32")),
+        ("GptOssForCausalLM", "mxfp4"),
+    ],
+)
+def test_bytes_are_those_of_a_quantized_checkpoint(tmp_path, name, experts):
     config = TINY[name].config()
     model = TINY[name].auto_class.from_config(config).bfloat16()
     model.save_pretrained(tmp_path / "model")
     with warnings.catch_warnings(action="ignore"):
-        quantize_checkpoint(tmp_path / "model", tmp_path / "fp8")
+        kept = ("*.self_attn.*",) if name == "GptOssForCausalLM" else ()
+        quantize_checkpoint(tmp_path / "model", tmp_path / "fp8", experts=experts, skip=(*DEFAULT_SKIP, *kept))
     buffers = {name for name, _ in model.named_buffers()}
     stored = open_checkpoint(tmp_path / "fp8").tensors
-    found = model_sizes.sizes(model_sizes.on_meta(config))
-    assert found.experts + found.rest == sum(info.nbytes for key, info in stored.items() if key not in buffers)
+    form = None if experts == "fp8" else Stored(experts, "bfloat16" if kept else "fp8")
+    found = model_sizes.sizes(model_sizes.on_meta(config), form)
+    sizes = {key: info.nbytes for key, info in stored.items() if key not in buffers and not key.endswith("_shape")}
+    assert found.experts + found.rest == sum(sizes.values())
     assert found.experts > found.rest / 10
     assert found.parameters == sum(weight.numel() for weight in model.parameters())
 

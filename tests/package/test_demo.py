@@ -14,9 +14,10 @@ from torch import nn
 from examples.demo import __main__ as demo
 from examples.demo import measure, report, smollm2
 from examples.demo.smollm2 import SetupError, cached_directory
-from examples.demo.upcycle import quantize, upcycle
+from examples.demo.upcycle import PaddedExperts, quantize, upcycle
 from fp8moe import GroupedExperts, replace_linears
 from fp8moe.hf import load_model
+from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.runtime import config
 from fp8moe.runtime import progress as runtime_progress
 from tests.errors import refused
@@ -108,6 +109,16 @@ def test_weights_of_a_mixture(tiny_model):
     assert mixture.nbytes == mixture.fp8 + 2 * (mixture.projections - mixture.fp8 + rest) + 4 * scales
 
 
+@pytest.mark.parametrize("weight_format", PACKED_WEIGHTS)
+@torch.inference_mode()
+def test_experts_of_any_size_in_four_bits(tiny_model, weight_format):
+    experts = upcycle(tiny_model, num_experts=2, top_k=1).model.layers[0].mlp.experts
+    x, chosen, routing = torch.randn(9, 48), torch.arange(9)[:, None] % 2, torch.rand(9, 1)
+    exact = experts(x, chosen, routing)
+    error = PaddedExperts(experts, weight_format, "silu")(x, chosen, routing) - exact
+    assert 0.05 < error.norm() / exact.norm() < 0.25
+
+
 def test_kept_modules_follow_the_number_of_layers():
     assert smollm2.kept_in_bf16(30) == ["model.layers.0.*", "model.layers.1.*", "model.layers.29.*", "v_proj"]
 
@@ -153,6 +164,9 @@ def test_run_from_end_to_end(monkeypatch, tmp_path, tiny_model, capsys, graphs):
     written = json.loads((tmp_path / "demo.json").read_text())
     assert list(written["perplexity"]) == ["bf16", "FP8", "FP8 MoE"]
     assert list(written["perplexity"].values()) == pytest.approx(perplexities, abs=1e-3)
+    four_bits = written["experts_in_four_bits"]
+    assert list(four_bits) == list(PACKED_WEIGHTS)
+    assert len({*four_bits.values()} - {*written["perplexity"].values()}) == 3
     assert perplexities[1:] == pytest.approx(perplexities[:1] * 2, rel=0.2)
     assert perplexities[2] == pytest.approx(perplexities[1], rel=0.05)
     if graphs:

@@ -52,7 +52,8 @@ def rounding():
 
 def rises():
     """Of the demo's perplexity."""
-    plain, *others = json.loads((ROOT / "validation/demo.json").read_text())["perplexity"].values()
+    demo = json.loads((ROOT / "validation/demo.json").read_text())
+    plain, *others = [*demo["perplexity"].values(), *demo["experts_in_four_bits"].values()]
     return (f"{other / plain - 1:.1%}" for other in others)
 
 

@@ -46,10 +46,13 @@ def preloaded(monkeypatch):
     monkeypatch.setattr(warmup, "get_context", lambda _: forkserver)
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", [*MODELS, "gpt_oss in MXFP4"])
 def test_what_a_decoder_launches_is_found(tmp_path, model_type):
     pytest.importorskip("transformers")
-    _, directory = write_checkpoints(random_model(model_type, BASE | SHAPE | MODELS[model_type]), tmp_path)
+    if model_type in MODELS:
+        _, directory = write_checkpoints(random_model(model_type, BASE | SHAPE | MODELS[model_type]), tmp_path)
+    else:
+        directory = written("GPT-OSS", tmp_path)
     source = json.loads((directory / "config.json").read_text())
     recorded, (kernels, families) = in_processes(
         (launched, directory, BATCH_SIZES, LENGTHS), (needed, source, BATCH_SIZES, TOKENS)
@@ -59,16 +62,47 @@ def test_what_a_decoder_launches_is_found(tmp_path, model_type):
     assert sorted(spec.name for spec in kernels - of_gemms - recorded) == []
 
 
-def test_what_a_configuration_leaves_unquantized():
-    """Of GPT-OSS as published all but the experts, by patterns of the modules around them."""
+def kept(model):
+    """The tensors of fp8moe's modules in a model, without values."""
+    modules = ((name, part) for name, part in model.named_modules() if isinstance(part, FP8Linear | GroupedExperts))
+    return {
+        (name, key): (value.shape, value.dtype)
+        for name, part in modules
+        for key, value in part.named_parameters(recurse=False)
+    }
+
+
+def written(layout, directory):
+    """A checkpoint in a layout, or quantized by the command."""
+    from tools.format_matrix import source_of, wanted
+
+    source = source_of(layout if layout in LAYOUTS else "block", directory / "source")
+    if layout in LAYOUTS:
+        source.write(LAYOUTS[layout], directory / "checkpoint", wanted(layout))
+    else:
+        command = ["quantize", directory / "source", directory / "checkpoint", "--experts", layout]
+        assert main(list(map(str, command))) == 0
+    return directory / "checkpoint"
+
+
+@pytest.mark.usefixtures("one_thread", "registered")
+@pytest.mark.parametrize(
+    "layout",
+    ["int4-32", "mxfp4", "GPTQ experts", "FP8 with FP4 experts", "GPT-OSS", "compressed-tensors channel"],
+)
+def test_modules_are_those_that_load_model_makes(tmp_path, layout):
+    """By config.json alone: which modules are quantized, and how each of their weights is kept."""
     transformers = pytest.importorskip("transformers")
+    from fp8moe.hf import load_model
     from fp8moe.hf.skeleton import skeletons
 
-    sizes = BASE | SHAPE | MODELS["gpt_oss"]
-    config = transformers.AutoConfig.for_model("gpt_oss", **sizes, quantization_config=LAYOUTS["GPT-OSS"].config)
-    (model,) = skeletons(config)
-    fp8 = [name for name, module in model.named_modules() if isinstance(module, FP8Linear | GroupedExperts)]
-    assert fp8 == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
+    directory = written(layout, tmp_path)
+    config = transformers.AutoConfig.from_pretrained(directory)
+    for experts in ("stored", "fp8"):
+        if experts == "fp8" and layout in ("int4-32", "GPTQ experts"):
+            refused(ValueError, "INT4, .*, which load_model refuses with experts='fp8'", skeletons, config, experts)
+        else:
+            assert kept(load_model(directory, experts=experts)) in list(map(kept, skeletons(config, experts)))
 
 
 @pytest.mark.parametrize("top_k", [1, 6])
@@ -132,7 +166,9 @@ def test_rows_of_a_token_are_known_without_a_call_of_one(monkeypatch):
 
 
 SHAPES = [(272, 160), (8, 96, 160, 2)]
-OPTIONS = warm_module._Options(Activation(), bias=False, weight_scales="block", dtype=torch.bfloat16)
+OPTIONS = warm_module._Options(
+    Activation(), bias=False, weight_scales="block", weight_format="fp8", dtype=torch.bfloat16
+)
 
 
 @pytest.fixture
@@ -294,7 +330,7 @@ def test_wrong_numbers(option, value, expected, capsys):
         ({"model_type": "mixtral", "hidden_size": "wide"}, "config.json: transformers cannot"),
         (
             {"model_type": "mixtral", "quantization_config": {"quant_method": "gptq"}},
-            "quantization_config: quantized by gptq, which fp8moe does not run",
+            "quantization_config: gptq with bits None, which fp8moe does not run",
         ),
         (
             {"model_type": "mixtral", "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
@@ -310,7 +346,7 @@ def test_a_configuration_that_cannot_be_read(source, message):
 def test_a_size_that_the_model_does_not_have():
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match="--set hiden_size: the configuration of mixtral has no such value"):
-        warmup._record({"model_type": "mixtral", "hiden_size": 3}, [1], 8, SMS, ["hiden_size"])
+        warmup._record({"model_type": "mixtral", "hiden_size": 3}, [1], 8, SMS, given=["hiden_size"])
 
 
 def test_sizes_by_hand_and_of_a_file(tmp_path, monkeypatch, two_kernels, capsys):

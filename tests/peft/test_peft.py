@@ -27,7 +27,16 @@ from tests.processes import in_processes
 
 peft = pytest.importorskip("peft")
 from fp8moe.peft import merge_and_unload, register  # noqa: E402
-from tests.peft_reference import Model, adapted, additions, by_projection, expected, run, scaled  # noqa: E402
+from tests.peft_reference import (  # noqa: E402
+    Model,
+    adapted,
+    additions,
+    by_projection,
+    expected,
+    in_blocks,
+    run,
+    scaled,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,9 +61,9 @@ def check(layer, *arguments, straight=STRAIGHT, quantized=QUANTIZED, **masks):
     return out, grads
 
 
-def model(**options):
+def model(base=None, **options):
     """An adapted `Model` with values in all factors, and the one that it was."""
-    base = Model()
+    base = Model() if base is None else base
     targets = {"target_modules": ["proj"], "target_parameters": EXPERTS}
     options = {"r": 4, "lora_alpha": 8, **targets, "init_lora_weights": False} | options
     twin = copy.deepcopy(base)
@@ -576,6 +585,58 @@ def test_masters_are_added_to():
         assert one.merge_error.weight < 1e-6
     assert relative_error(layer.get_base_layer().down_proj.detach() - master, additions(layer)[0][1].detach()) < 1e-5
     assert relative_error(layer(*arguments[:3]).detach(), before) < 0.1
+
+
+# Experts in four bits.
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("mxfp4", {"intermediate_size": 96}),
+        ("mxfp4", {"gated": False, "activation": "relu2", "intermediate_size": 256}),
+        ("int4", {}),
+        ("int4-32", {"intermediate_size": 160, "dtype": torch.float16}),
+    ],
+)
+def test_four_bits_have_the_bits_of_their_blocks(form, options, fresh_compiler):
+    torch.manual_seed(0)
+    sizes = {"num_experts": 4, "hidden_size": 256, "intermediate_size": 128}
+    layer = GroupedExperts(**sizes | options, weight_format=form)
+    arguments = inputs(hidden=256, dtype=options.get("dtype", torch.bfloat16))
+    layers = adapted(layer), adapted(in_blocks(layer)), adapted(layer, lora_dropout=0.5)
+    (out, grads), (value, values), (_, dropped) = (run(one, *arguments) for one in layers)
+    assert torch.equal(out, value) and grads.keys() == values.keys() == dropped.keys()
+    assert all(torch.equal(grads[name], values[name]) and grads[name].any() for name in grads)
+    again, grads_again = run(torch.compile(layers[0], backend="eager", fullgraph=True), *arguments)
+    assert torch.equal(again, out) and all(map(torch.equal, grads_again.values(), grads.values()))
+
+
+def test_nothing_is_merged_into_four_bits():
+    """Nor into what else the adapter has, by any of the ways to merge; adapters of other layers are."""
+    adapted_model, base = model(Model(hidden_size=160, intermediate_size=96, weight_format="mxfp4"))
+    x = torch.randn(2, 20, 160, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out, proj = adapted_model(x), base.proj.weight.clone()
+    ways = (
+        lambda: adapted_model.merge_adapter(),
+        lambda: adapted_model.merge_adapter(["default"], safe_merge=True),
+        lambda: adapted_model.merge_and_unload(),
+        lambda: merge_and_unload(adapted_model),
+        lambda: merge_and_unload(adapted_model, safe_merge=True, adapter_names=["default"]),
+        lambda: adapted_model.base_model.model.experts.merge(),
+    )
+    for merge in ways:
+        with pytest.raises(
+            ValueError, match=r"^experts.* expected experts in FP8 or unquantized to merge into, got fo"
+        ):
+            merge()
+        assert torch.equal(adapted_model(x), out) and not adapted_model.base_model.model.proj.merged
+    config = register(peft.LoraConfig(r=2, target_modules=["proj"], init_lora_weights=False), base)
+    adapted_model.add_adapter("second", config)
+    merged, errors = merge_and_unload(adapted_model, adapter_names=["second"])
+    assert errors.keys() == {"proj"} and not equal([merged.proj.weight], [proj])
+    with pytest.raises(ValueError, match="^modules_to_save: experts is in four bits, which is not trained"):
+        register(peft.LoraConfig(target_modules=["proj"], modules_to_save=["experts"]), merged)
 
 
 # Importing, and what is refused.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8moe import FP8Linear, dequantize
+from fp8moe import FP8Linear, PackedTensor, dequantize
 from fp8moe.cli import main
 from fp8moe.weights import (
     CheckpointError,
@@ -30,6 +30,7 @@ from tests.small_checkpoints import Model, bits, same, unquantized
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*static scales")]
 
 HIDDEN, INTERMEDIATE = 160, 96  # multiples of 32, not of 128
+FLOAT32_SCALES = ("AWQ experts", "W4AFP8, hf_quant_config.json")  # of INT4, as `load_model` makes them
 MXFP8_ERROR = 2**-10 / 240  # of a block's largest value; other formats are exact
 
 
@@ -38,11 +39,13 @@ FUSED = {"gate_up_proj": (512, 384), "down_proj": (384, 256)}
 
 
 @pytest.fixture(autouse=True)
-def sizes(monkeypatch):
+def sizes(request, monkeypatch):
     from tests import small_checkpoints
 
-    monkeypatch.setattr(small_checkpoints, "HIDDEN", HIDDEN)
-    monkeypatch.setattr(small_checkpoints, "INTERMEDIATE", INTERMEDIATE)
+    layout = LAYOUTS.get(request.node.callspec.params.get("layout") if hasattr(request.node, "callspec") else None)
+    multiple = 32 if layout is None else layout.multiple
+    monkeypatch.setattr(small_checkpoints, "HIDDEN", HIDDEN - HIDDEN % -multiple)
+    monkeypatch.setattr(small_checkpoints, "INTERMEDIATE", INTERMEDIATE - INTERMEDIATE % -multiple)
 
 
 def wanted(name):
@@ -63,8 +66,11 @@ def read_blocks(weights):
 
 def written(directory, layout):
     """Returns the values of weights that are quantized, of experts one by one."""
-    if LAYOUTS[layout].experts == "separate":
-        return write_layout(LAYOUTS[layout], directory, unquantized(), wanted, {"sizes": [HIDDEN]})
+    if LAYOUTS[layout].experts != "gpt-oss":
+        quantized = (
+            wanted if LAYOUTS[layout].experts == "separate" else (lambda name: wanted(name) and "experts" in name)
+        )
+        return write_layout(LAYOUTS[layout], directory, unquantized(), quantized, {"sizes": [HIDDEN]})
     tensors = as_gpt_oss(unquantized(fused=True))
     fused = [name for name, value in tensors.items() if value.dim() == 3]
     values = write_layout(LAYOUTS[layout], directory, tensors, fused.__contains__, {"sizes": [HIDDEN]})
@@ -80,8 +86,27 @@ def written(directory, layout):
 
 
 def model_for(layout):
-    weight_scales = "channel" if LAYOUTS[layout].name == "fp8-channel" else "block"
-    return Model(weight_scales=weight_scales, gpt_oss=LAYOUTS[layout].experts == "gpt-oss")
+    _, name, loads, *_, experts, multiple = LAYOUTS[layout]
+    model = Model(
+        weight_scales="channel" if name == "fp8-channel" else "block",
+        gpt_oss=experts == "gpt-oss",
+        weight_format={32: "int4-32", 128: "int4"}[multiple] if name == "int4" and loads else "fp8",
+    )
+    for layer in model.layers:
+        if LAYOUTS[layout].dense:
+            layer.q_proj = FP8Linear(layer.q_proj.in_features, 200)
+        for parameter in layer.experts.parameters() if layout in FLOAT32_SCALES else ():
+            parameter.data = parameter.float() if parameter.dtype == torch.bfloat16 else parameter.data
+    return model
+
+
+def dequantized(experts, name, scale, projections):
+    """The values of a weight of experts, of which FP8 has blocks for each projection."""
+    data, scale = getattr(experts, name), getattr(experts, scale)
+    if experts.weight_format != "fp8":
+        return dequantize(PackedTensor(data, scale, experts.weight_format.partition("-")[0]))
+    parts = zip(data.chunk(projections, 1), scale.chunk(projections, 1), strict=True)
+    return torch.cat([dequantize(part) for part in parts], 1)
 
 
 def loaded_values(model):
@@ -91,14 +116,15 @@ def loaded_values(model):
         if isinstance(module, FP8Linear):
             values[f"{name}.weight"] = dequantize((module.weight, module.weight_scale_inv))
         elif name.endswith("experts"):
-            for parameter, projections in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-                data, scale = getattr(module, parameter), getattr(module, f"{parameter}_scale_inv")
-                for expert in range(data.shape[0]):
-                    parts = zip(
-                        data[expert].chunk(len(projections)), scale[expert].chunk(len(projections)), strict=True
-                    )
-                    for projection, part in zip(projections, parts, strict=True):
-                        values[f"{name}.{expert}.{projection}.weight"] = dequantize(part)
+            for parameter, scale, projections in zip(
+                module.weight_names[::2],
+                module.weight_names[1::2],
+                (("gate_proj", "up_proj"), ("down_proj",)),
+                strict=True,
+            ):
+                for expert, matrix in enumerate(dequantized(module, parameter, scale, len(projections))):
+                    for projection, value in zip(projections, matrix.chunk(len(projections)), strict=True):
+                        values[f"{name}.{expert}.{projection}.weight"] = value
     return values
 
 
@@ -107,7 +133,7 @@ def test_layout(tmp_path, layout, capsys):
     expected = written(tmp_path / "checkpoint", layout)
     found, model = find_format(tmp_path / "checkpoint"), model_for(layout)
     want = LAYOUTS[layout]
-    assert (found.name if want.name != "int4" else "int4", found.loads) == (want.name, want.loads)
+    assert (found.name, found.loads) == (want.name, want.loads)
     with pytest.raises(CheckpointError, match="quantized already"):
         quantize_checkpoint(tmp_path / "checkpoint", tmp_path / "again")
     assert not (tmp_path / "again").exists()
@@ -133,7 +159,8 @@ def test_layout(tmp_path, layout, capsys):
 
 
 @pytest.mark.parametrize(
-    "layout", [name for name, layout in LAYOUTS.items() if layout.loads and layout.name != "fp8-channel"]
+    "layout",
+    [name for name, layout in LAYOUTS.items() if layout.loads and layout.name not in ("fp8-channel", "int4")],
 )
 def test_converted(tmp_path, layout):
     written(tmp_path / "source", layout)
@@ -148,7 +175,7 @@ def test_converted(tmp_path, layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [name for name, layout in LAYOUTS.items() if not layout.loads or layout.name == "fp8-channel"]
+    "layout", [name for name, layout in LAYOUTS.items() if not layout.loads or layout.name in ("fp8-channel", "int4")]
 )
 def test_conversions_that_need_to_quantize_again(tmp_path, layout, capsys):
     expected = written(tmp_path / "source", layout)
@@ -163,10 +190,15 @@ def test_conversions_that_need_to_quantize_again(tmp_path, layout, capsys):
         assert not (tmp_path / "blocks").exists()
         return
     assert main(command) == 0
+    alone = LAYOUTS[layout].experts == "alone"
     model, squares = Model(), torch.zeros(2, dtype=torch.float64)
+    if alone:
+        for layer in model.layers:
+            layer.q_proj = torch.nn.Linear(layer.q_proj.in_features, 200, dtype=torch.bfloat16)
     load_fp8_checkpoint(model, tmp_path / "blocks")
     for name, value in loaded_values(model).items():
-        squares += torch.stack([(value - expected[name]).square().sum(), expected[name].square().sum()])
+        if "experts" in name or LAYOUTS[layout].dense is None:
+            squares += torch.stack([(value - expected[name]).square().sum(), expected[name].square().sum()])
     error = float((squares[0] / squares[1]).sqrt())
     assert 0.01 < error < 0.04 and f"a relative error of {error:.2%} added" in capsys.readouterr().out
 

@@ -1,5 +1,6 @@
 """FP8 checkpoints of models that are shared out among processes: the files of one process, and errors on all."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from fp8moe.decode import GraphDecoder
 from fp8moe.distributed import ExpertParallel
 from fp8moe.weights import CheckpointError, load_fp8_checkpoint, save, save_fp8_checkpoint
 from fp8moe.weights.source import INDEX, Reader
+from tests import small_checkpoints
 from tests.errors import relative_error
 from tests.processes import in_processes
 from tests.sharded_models import SHARD_SIZE, files_of, save_whole, shard_all, shard_both, shard_experts
@@ -102,6 +104,47 @@ def one_rank_cannot_refit(directory):
         if dist.get_rank() == 1:
             fails()
     refits(model)
+
+
+def experts_in_four_bits(directory):
+    """As files, refitted, and as states of whole experts; parts of experts have other exponents."""
+    world = dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HIDDEN", "INTERMEDIATE"):
+            patch.setattr(small_checkpoints, name, 256)
+        for form in ("mxfp4", "int4"):
+            torch.manual_seed(0)
+            whole = Model(1, weight_format=form)
+            if dist.get_rank() == 0:
+                save_fp8_checkpoint(whole, directory / form)
+            dist.barrier()
+            for name, shard in ways_to_shard():
+                with torch.device("meta"):
+                    model = Model(1, weight_format=form)
+                    model.register_buffer("steps", torch.tensor(0))
+                model = shard(model)
+                load_fp8_checkpoint(model, directory / form)
+                equal(model, whole.state_dict())
+                save_fp8_checkpoint(model, directory / f"{form}-{name}")
+                dist.barrier()
+                assert files_of(directory / f"{form}-{name}") == files_of(directory / form)
+                expected, tensors = copy.deepcopy(whole), unquantized(3, layers=1)
+                refit(expected, tensors)
+                refit(model, tensors)
+                equal(model, expected.state_dict())
+                refit(model, directory / form)
+                equal(model, whole.state_dict())
+        if world == 2:
+            parts = shard_all(Model(1, weight_format="mxfp4"), init_device_mesh("cpu", (world,)), dim=1)
+            assert sentence_of(ValueError, parts.state_dict) == (
+                "layers.0.experts.gate_up_proj_scale: expected whole experts on each rank, got a DTensor with "
+                "(Shard(dim=1),)"
+            )
+
+
+def checkpoints(directory):
+    one_checkpoint(directory)
+    experts_in_four_bits(directory)
 
 
 def reads_only_its_part(directory):
@@ -280,7 +323,7 @@ def one_failure_is_that_of_all(directory):
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_sharded_model_has_the_checkpoint_of_one_process(world, tmp_path):
     save_whole(tmp_path)
-    in_processes(one_checkpoint, tmp_path, world=world)
+    in_processes(checkpoints, tmp_path, world=world)
 
 
 def test_what_one_process_cannot_do_fails_on_all(tmp_path):

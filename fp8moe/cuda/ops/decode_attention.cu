@@ -6,7 +6,8 @@
 // A cluster handles one sequence and one key head. The query heads that share the key head, up to 16, are the rows of
 // mma. A tile has 16 keys. Tile t belongs to block t % CLUSTER, and within it to warp t / CLUSTER % WARPS. Each warp
 // loads its own tiles, STAGES ahead, so warps wait for each other only at the end. Then the sums of warps are merged in
-// order, then the sums of blocks. With `early` the first tiles are loaded before the queries exist.
+// order, then the sums of blocks. A head's sink (arXiv:2508.10925) joins the total of the merged sums, so it counts
+// once. With `early` the first tiles are loaded before the queries exist.
 //
 // Compile-time constants: those of heads.cuh, with VECTORS = 1, and of quantize.cuh; KEY_HEADS; GROUP (query heads per
 // key head); NORM (queries and keys have a norm); APPEND (the new token's query and key still need norm and rotation,
@@ -38,6 +39,7 @@ struct Shared {
   WarpTiles warps[WARPS];
   u8 query[ROWS][PITCH];
   u8 fresh[2][PITCH];              // the new token's key and value
+  float sinks[ROWS];               // as `scaled_sink` returns them
   float2 statistics[WARPS][ROWS];  // of each row: the largest score, and the sum of weights
   // Sums of all blocks of the cluster, for the columns that this block finishes.
   float2 block_statistics[CLUSTER][ROWS];
@@ -47,8 +49,8 @@ static_assert(sizeof(Shared) == SHARED_BYTES);
 
 // q: row b has the query heads of sequence b. k, v: row b has the key and value heads of its new token. Rows are
 // *_stride elements apart. cos, sin (1 or batch, ROTATED); one_table: whether the first size is 1. q_weight, k_weight
-// (SIZE). Without NORM the weights are not read; without APPEND nothing of these but q is read. keys, values (batch,
-// KEY_HEADS, length, SIZE).
+// (SIZE). Without NORM the weights are not read; without APPEND nothing of these but q is read. sinks (heads): float
+// if `float_sinks`, else Element; null: heads have no sinks. keys, values (batch, KEY_HEADS, length, SIZE).
 // The query of sequence b sees columns begin[b] to columns[b] of the cache, at most the last `window` of them.
 // columns[b] is the column of the new token; if it is outside [0, length), the token is not stored. out (batch, heads *
 // SIZE); data, scale: out quantized as by quantize_1x128.cu. out may be null, and so may data with scale.
@@ -56,13 +58,14 @@ struct Arguments {
   const Element *q, *k, *v;
   const Element *cos, *sin;
   const Element *q_weight, *k_weight;
+  const void* sinks;
   Element *keys, *values;
   const i64 *begin, *columns;
   Element* out;
   u8* data;
   float* scale;
   i64 q_stride, k_stride, v_stride, length, window, scale_pitch;
-  u32 one_table, early;
+  u32 one_table, early, float_sinks;
   float eps, score_scale;
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES);
@@ -76,6 +79,14 @@ __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF80
 // e^(x - largest), where x and `largest` are already multiplied by LOG2_E; 0 if x is minus infinity.
 __device__ __forceinline__ float power(float x, float largest) {
   return x == minus_infinity() ? 0.0f : exp2f(x - largest);
+}
+
+// The sink of a query head times LOG2_E, comparable to scaled scores; minus infinity if heads have no sinks.
+__device__ __forceinline__ float scaled_sink(const Arguments& a, int head) {
+  if (!a.sinks) return minus_infinity();
+  const float sink = a.float_sinks ? static_cast<const float*>(a.sinks)[head]
+                                   : Input::value(static_cast<const Element*>(a.sinks)[head]);
+  return sink * LOG2_E;
 }
 
 // The keys that a sequence's query sees: columns `first` to `first` + `count` - 1 of the cache.
@@ -227,6 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
   for (int i = rows * CHUNKS + threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
     store_16(&s.query[i / CHUNKS][swizzled(i / CHUNKS, i % CHUNKS)], Bytes16{});
   }
+  if (threadIdx.x < rows) s.sinks[threadIdx.x] = scaled_sink(a, key_head * GROUP + first_row + threadIdx.x);
   const Heads heads(a, sequence);
   wait_for_previous_kernel();
   allow_next_kernel();
@@ -364,7 +376,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const 
     } else {
       sum = of_block(row, column % SIZE);
     }
-    const float inverse = sum.total == 0.0f ? 0.0f : 1.0f / sum.total;
+    // The total of a row that sees any key is at least about 1. A far larger sink makes it infinite, and the result 0.
+    const float total = sum.total + exp2f(s.sinks[row] - sum.largest);
+    const float inverse = sum.total == 0.0f ? 0.0f : 1.0f / total;
     const u32 low = pack(Input(), sum.v[0] * inverse, sum.v[1] * inverse);
     const u32 high = pack(Input(), sum.v[2] * inverse, sum.v[3] * inverse);
     const i64 place = i64{sequence} * (KEY_HEADS * GROUP * SIZE) + first_column + column;

@@ -16,11 +16,13 @@
 // SWAP = 0: tokens are the 64-row side of wgmma. SWAP = 1: weights are, and a tile may have as few as 8 tokens.
 // SPLIT_K > 1: the blocks of a cluster share the K of a tile (gemm_reduction.cuh).
 // PARTS > 1: one block sums PARTS parts of K separately and adds them in the order of such a cluster (gemm_parts.cuh).
-// The prelude (kernels/gemm/source.py) defines the constants, wgmma() and Epilogue, which is one of epilogue_*.cuh.
+// The prelude (kernels/gemm/source.py) defines the constants, wgmma(), Math, which is MathWarp or PackedMathWarp,
+// Helpers, which is Idle or Unpacker, and Epilogue, which is one of epilogue_*.cuh.
 
+#include "gemm_codes.cuh"
 #include "gemm_load.cuh"
+#include "gemm_math.cuh"
 #include "gemm_parts.cuh"
-#include "gemm_promotion.cuh"
 #include "gemm_reduction.cuh"
 
 struct Arguments {
@@ -31,187 +33,9 @@ struct Arguments {
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/gemm/source.py lays it out otherwise");
 
-// For large tiles: while the last product of a stage runs, a math warp already looks up the next stage and waits for
-// its data. Then only the promotion separates two products of a warpgroup, and it is shorter than the other warpgroup's
-// product.
-constexpr bool AHEAD = UNROLLED_STAGES > 1 && !OVERLAPS && STAGES > 2 && K_BLOCKS > 8;
-
-// A math warp. It has several ways to process the stages of a tile; consume() picks one for up to 32 stages at a time:
-//
-//   multiply<true>, then multiply_more   a whole tile; products of the first stage initialize the sums
-//   multiply_one                         a tile of which this warpgroup has one slab: a halved tile, or a group's last.
-//                                        The sums begin at -0, so the first stage needs no code of its own
-//   multiply_overlapped                  with OVERLAPS: the product of a stage runs while the previous one is promoted
-//   skip                                 a group's last tile, if this warpgroup's slabs have no rows of it
-struct MathWarp {
-  Shared& s;
-  Pipeline<STAGES> pipeline;
-  TileStart rows, columns;  // in the current stage: the 64-row side, from this warpgroup's first slab on; the other one
-  WeightScales weights;
-  int warpgroup;
-
-  __device__ __forceinline__ MathWarp(Shared& s, const float* b_scale, int warpgroup)
-      : s(s), pipeline(s.ring), weights(b_scale), warpgroup(warpgroup) {
-    find_tiles();
-  }
-
-  __device__ __forceinline__ void find_tiles() {
-    const TileStart a = TileStart(shared_address(s.a)) + static_cast<int>(pipeline.stage * BLOCK_M * ROW_STEP);
-    const TileStart b = TileStart(shared_address(s.b)) + static_cast<int>(pipeline.stage * BLOCK_N * ROW_STEP);
-    rows = (SWAP ? b : a) + slab_row(warpgroup, 0) * ROW_STEP;
-    columns = SWAP ? a : b;
-  }
-
-  // Multiplies one stage, hands it back, and adds the products to the sums of the first `Used` slabs. Lane `source`
-  // holds the stage's weight scales. Calls meanwhile() while the first product runs. AHEAD: also waits for the
-  // following stage, if `more` is true.
-  template <bool First, int Used, typename Meanwhile>
-  __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source, bool more,
-                                           const Meanwhile& meanwhile) {
-    const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
-    const TileScales weight_scales(weights, source, tile);
-    if (First || !AHEAD) pipeline.arrived();
-    if (!AHEAD) find_tiles();
-    const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0);
-    // SWAP: token scales are loaded before the products. Handing a stage back does not wait for loads in flight, so
-    // after a late load TMA might overwrite the scales before they are read.
-    float tokens[SWAP ? ACCUMULATORS / 2 : 2];
-    if constexpr (SWAP) {
-#pragma unroll
-      for (int j = 0; j < ACCUMULATORS / 2; ++j) tokens[j] = a_scale[8 * (j / 2) + 2 * (lane % 4) + j % 2];
-    }
-    float partial[ACCUMULATORS];
-#pragma unroll
-    for (int slab = 0; slab < Used; ++slab) {
-      const int row = slab_of(tile, warpgroup, slab).row;
-      const bool moved = slab == 1 && tile.upright();
-      start_product(partial, moved ? columns + HALF_N * ROW_STEP : rows + slab_row(0, slab) * ROW_STEP,
-                    moved ? columns : columns + slab_column(slab) * ROW_STEP);
-      if constexpr (!SWAP) {
-        tokens[0] = a_scale[row + warp * 16 + lane / 4];
-        tokens[1] = a_scale[row + warp * 16 + lane / 4 + 8];
-      }
-      if (slab == 0) meanwhile();
-      if (slab == Used - 1) {
-        const Released stage(pipeline);
-        pipeline.advance();
-        if (AHEAD) find_tiles();
-        if (AHEAD && more) pipeline.arrived();
-        wgmma_wait();
-        stage.arrive();  // before the last promotion
-      } else {
-        wgmma_wait();
-      }
-      if constexpr (SWAP) {
-        promote_swapped<First>(sum[slab], partial, tokens, weight_scales.at(row));
-      } else {
-        promote<First>(sum[slab], partial, tokens, weight_scales, slab_column(slab));
-      }
-    }
-  }
-
-  // A started product of the warpgroup's only slab, with the scales to promote it by.
-  struct Product {
-    float partial[ACCUMULATORS], tokens[2];
-    TileScales weights;
-  };
-
-  // Waits for the next stage and starts its product.
-  __device__ __forceinline__ void start(Product& product, const Tile& tile, int source) {
-    const int lane = lane_id(), warp = threadIdx.x / WARP % 4, row = slab_row(warpgroup, 0);
-    product.weights = TileScales(weights, source, tile);
-    pipeline.arrived();
-    const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0) + row + warp * 16 + lane / 4;
-    start_product(product.partial, wgmma_descriptor(shared_address(s.a[pipeline.stage]) + row * BLOCK_K),
-                  wgmma_descriptor(shared_address(s.b[pipeline.stage])));
-    product.tokens[0] = a_scale[0];
-    product.tokens[1] = a_scale[8];
-    pipeline.advance();
-  }
-
-  // Waits for `product`, after which `Later` other products have been started, and adds it to the sums. Hands back the
-  // product's stage, which `behind` points to, and advances `behind`.
-  template <int Later>
-  __device__ __forceinline__ void end(float (&sum)[SLABS][ACCUMULATORS], Product& product, Pipeline<STAGES>& behind) {
-    wgmma_wait<Later>(product.partial);
-    behind.release();
-    behind.advance();
-    promote<false>(sum[0], product.partial, product.tokens, product.weights, 0);
-  }
-
-  // Multiplies `count` stages; each product runs while the previous one is promoted. Lane i holds the weight scales of
-  // stage i. Calls meanwhile() while the first product runs. Calls added(i) once stage i is in the sums, if a part of K
-  // may end there, but not for the last stage.
-  template <typename Meanwhile, typename Added>
-  __device__ __forceinline__ void multiply_overlapped(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int count,
-                                                      const Meanwhile& meanwhile, const Added& added) {
-    // Hides the count from ptxas. If ptxas knew whether it is odd, it would complete each product before it starts the
-    // next.
-    asm volatile("" : "+r"(count));
-    Pipeline<STAGES> behind = pipeline;
-    Product even, odd;
-    start(even, tile, 0);
-    meanwhile();
-    int i = 1;
-#pragma unroll 1
-    for (; i + 1 < count; i += 2) {
-      start(odd, tile, i);
-      end<1>(sum, even, behind);
-      if (!EVEN_PARTS) added(i - 1);
-      start(even, tile, i + 1);
-      end<1>(sum, odd, behind);
-      added(i);
-    }
-    if (i < count) {
-      start(odd, tile, i);
-      end<1>(sum, even, behind);
-      if (!EVEN_PARTS) added(i - 1);
-      end<0>(sum, odd, behind);
-    } else {
-      end<0>(sum, even, behind);
-    }
-  }
-
-  // Multiplies `count` stages; lane `source` + i holds the weight scales of the i-th. `more`: the tile has stages after
-  // these.
-  template <int Used>
-  __device__ __forceinline__ void multiply_more(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source,
-                                                int count, bool more) {
-    constexpr int UNROLLED = Used == SLABS ? UNROLLED_STAGES : 1;
-    // Hides the count from ptxas. If ptxas knew it, it would unroll the loop and complete each product before the next
-    // begins.
-    if (AHEAD) asm volatile("" : "+r"(count));
-    multiply_stages<UNROLLED>(
-        count, [&](int i) { multiply<false, Used>(sum, tile, source + i, i + 1 < count || more, [] {}); });
-  }
-
-  // Multiplies `count` stages of a tile of which this warpgroup has one slab. `first`: these are the tile's first
-  // stages.
-  __device__ __forceinline__ void multiply_one(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, bool first,
-                                               int count, bool more) {
-    if (first) {
-#pragma unroll
-      for (float& value : sum[0]) value = -0.f;  // -0 + x is x, also for x = -0
-      if (AHEAD) pipeline.arrived();
-    }
-    multiply_more<1>(sum, tile, 0, count, more);
-  }
-
-  // Hands `count` stages back without using them.
-  __device__ __forceinline__ void skip(int count) {
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      pipeline.arrived();
-      if (lane_id() == 0) pipeline.empty().arrive();
-      pipeline.advance();
-    }
-    if (AHEAD) find_tiles();
-  }
-};
-
 // Computes the block's tiles, one after another. find_next() looks up the next tile, during the products of a tile's
 // first stage. fetch_next_scales() fetches the weight scales of the next turn, which may belong to the next tile.
-__device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedule, Epilogue& epilogue, KRange k,
+__device__ __forceinline__ void consume(Math& math, Schedule<GROUPS>& schedule, Epilogue& epilogue, KRange k,
                                         Split split, PartSums parts, Columns columns) {
   Tile tile;
   bool more = schedule.next(tile);
@@ -241,15 +65,15 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
       part_end = part_begin(++part + 1);
     };
     parts.clear();
-    // Stages per turn: at most 32, because each lane holds the weight scales of one stage. A turn does not extend past
-    // a part of K. DYNAMIC: the last turn begins at the stage at which the next tile is announced.
-    int step = WARP;
+    // Stages per turn: at most TURN, because each lane holds the weight scales of one stage. A turn does not extend
+    // past a part of K. DYNAMIC: the last turn begins at the stage at which the next tile is announced.
+    int step = Math::TURN;
 #pragma unroll 1
     for (int base = 0; base < k.count; base += step) {
       math.weights.turn();
       const bool announced = DYNAMIC && base >= ANNOUNCED;
       const int end = PARTS > 1 && !OVERLAPS ? part_end : DYNAMIC && !announced ? ANNOUNCED : k.count;
-      const int count = min(WARP, end - base), begun = base == 0;
+      const int count = min(Math::TURN, end - base), begun = base == 0;
       if (PARTS > 1 || DYNAMIC) step = count;
       const auto find_next = [&] {
         if constexpr (DYNAMIC) {
@@ -316,11 +140,11 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
   epilogue.finish();
 }
 
-// out_map: tensor map of the result, which assumes a pitch of N.
+// below: tensor map of arranged exponents, only of MXFP4. out_map: that of the result, which assumes a pitch of N.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gemm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a_scale,
-         const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap out_map,
-         const __grid_constant__ Arguments args) {
+         const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap below,
+         const __grid_constant__ TensorMap out_map, const __grid_constant__ Arguments args) {
   Shared& s = aligned_shared<Shared>();
   // The order of these lines matters: otherwise ptxas does not see that a single thread loads, and wraps each load in a
   // loop over threads.
@@ -328,20 +152,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   const bool loads = warp == MATH_WARPS && lane == 0;
   const Split split;
   const KRange k(split.rank);
-  const Loader loader{s, a, a_scale, b, {args.b_scale, args.bias}, args.schedule.tokens_of_tile()};
+  const Loader loader{s, a, a_scale, b, below, {args.b_scale, args.bias}, args.schedule.tokens_of_tile()};
   Schedule<GROUPS> schedule(args.schedule, s.groups);
 
   if (warp == MATH_WARPS) {
     schedule.prepare();
     schedule.ready();
   }
+  fill_magnitudes(s);
   if (loads) {
-    s.ring.init(1, MATH_WARPS);
+    s.ring.init(UNPACKS ? 1 + UNPACK_WARPS : 1, MATH_WARPS);
+    init_codes(s);
     if constexpr (SPLIT_K > 1) s.sums.init(1);
     mbarrier_init_fence();
     fill_ring(loader, schedule, k, split, args.schedule.early_stages);
   } else if (warp == MATH_WARPS + 1) {
     prefetch_map(b), prefetch_map(a), prefetch_map(a_scale);
+    if constexpr (PACKED == MXFP4) prefetch_map(below);
     if constexpr (STAGED) prefetch_map(out_map);
   }
   __syncthreads();
@@ -352,12 +179,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   if (warpgroup == WARPGROUPS) {
     if constexpr (MATH_REGISTERS > 0) registers_decrease<PRODUCER_REGISTERS>();
     if (loads) produce(loader, schedule, k, args.schedule.early_stages);
+    if (warp > MATH_WARPS) Helpers::run(s, schedule);
     __syncwarp();
     Split::await_peers();
     Split::received();
   } else {
     if constexpr (MATH_REGISTERS > 0) registers_increase<MATH_REGISTERS>();
-    MathWarp math(s, args.b_scale + k.first, warpgroup);
+    Math math(s, args.b_scale, k, warpgroup);
     Epilogue epilogue{s, args.out, out_map};
     consume(math, schedule, epilogue, k, split, PartSums(s), Columns{args.b_scale, args.bias});
   }

@@ -7,6 +7,10 @@
 //   FIRST_STAGES               stages that are loaded before everything else
 //   GATED                      the weights are the gate projection followed by the up projection
 //   DYNAMIC                    blocks take their tiles from a counter, see below
+//   PRODUCTS                   products that a math warp starts before it waits, if registers hold weights
+//   PACKED, GROUP, FLOAT32_SCALES
+//                              weights in four bits: their format, the values along K that share a scale, and
+//                              whether scales of INT4 are float32
 //   CHANNEL, BIAS              a weight scale, a bias for each output feature; BIAS = 0: none, 1: bfloat16, 2: float32
 //   OUT_FLOAT32, SWIGLU_FORM   properties of the epilogue
 #pragma once
@@ -14,6 +18,13 @@
 #include "gemm_block.cuh"
 
 constexpr int K_BLOCKS = ceil_div(K, BLOCK_K);
+// Weights in four bits become E4M3 in registers if they are the 64-row side (gemm_packed.cuh), otherwise in their
+// stage, before math warps get it (gemm_unpack.cuh).
+enum Packing : int { NOT_PACKED, MXFP4, INT4 };
+constexpr bool UNPACKS = PACKED == MXFP4 && !SWAP;
+constexpr int UNPACK_WARPS = 3;                    // the others of the loader's warpgroup
+constexpr int DEPTH = PACKED > 0 && SWAP ? 2 : 1;  // K blocks in a stage
+constexpr int WEIGHT_BYTES = UNPACKS ? 64 : 128;   // bytes of an output feature that are loaded into a stage
 
 constexpr int ROWS = SWAP ? BLOCK_N : BLOCK_M;  // the side of wgmma that is a multiple of 64 rows
 constexpr int COLUMN_SLABS = SWAP ? 1 : BLOCK_N / COLUMNS;
@@ -47,15 +58,25 @@ constexpr int SCALE_ROWS = GATED ? 2 * PROJECTION_SCALE_ROWS : ceil_div(N, 128);
 
 // Within a tile, the weight scale changes only at columns that are multiples of GRANULE.
 constexpr int GRANULE = (BLOCK_N & -BLOCK_N) < 128 ? (BLOCK_N & -BLOCK_N) : 128;
+
+// MXFP4: a row of arranged exponents (cuda/ops/arrange_exponents.cu): a word for each feature of a projection, then one
+// for each row of its weight scales.
+constexpr int PROJECTIONS = GATED ? 2 : 1;
+constexpr int EXPONENT_WORDS = round_up((N + SCALE_ROWS) / PROJECTIONS, 4);
+
 constexpr int TILE_SCALE_ROWS = (128 - GRANULE + BLOCK_N - 1) / 128 + 1;  // rows of weight scales that a tile can touch
 
 constexpr bool REDUCES = SWAP || SPLIT_K > 1;  // sums reach the epilogue through shared memory
 
-constexpr int A_BYTES = BLOCK_M * BLOCK_K;
-constexpr int B_BYTES = BLOCK_N * BLOCK_K;
+constexpr int A_BLOCK_BYTES = BLOCK_M * BLOCK_K, A_BYTES = DEPTH * A_BLOCK_BYTES;
+constexpr int B_BYTES = BLOCK_N * 128;
 constexpr int A_SCALE_LOADS = ceil_div(BLOCK_M, 128), A_SCALE_STEP = BLOCK_M / A_SCALE_LOADS;
 constexpr int A_SCALE_BYTES = A_SCALE_LOADS * A_SCALE_BOX * 4;  // bytes per stage; an upright tile loads twice as many
 constexpr int A_SCALE_PITCH = round_up(((UPRIGHTS ? 2 * BLOCK_M : BLOCK_M) + (GROUPS ? 4 : 0)) * 4, 128) / 4;
+
+// MXFP4: how far the exponents of a feature are below that of its weight scale, one byte each. They come with the
+// codes, behind the token scales. GATED: the gate projection's, then the up projection's.
+constexpr int BELOW_WORDS = PACKED == MXFP4 ? DEPTH * BLOCK_N : 0;
 
 constexpr int SLICE_M = ceil_div(BLOCK_M, SPLIT_K);  // tokens that each block of a split sums and stores
 constexpr int SUM_PITCH = BLOCK_N + (SWAP ? 4 : 8);  // in floats; padded, so that scattered writes avoid bank conflicts
@@ -121,11 +142,27 @@ struct GroupTable<0> {
   __device__ Tile& next(u32) { __builtin_unreachable(); }
 };
 
-struct Shared {
+// What MXFP4 needs besides. scaled: the eight magnitudes of E2M1 in E4M3, times 2^(6 - i) at index i; one byte each.
+constexpr int ENTRIES = 32;
+template <bool Mxfp4, bool Unpacks>
+struct PackedShared {
+  u64 scaled[ENTRIES];
+  u8 padding[SWIZZLE_ALIGNMENT - sizeof(scaled)];
+};
+template <>
+struct PackedShared<false, false> {};
+template <>
+struct PackedShared<true, true> {
+  u64 scaled[ENTRIES];
+  Barrier codes[STAGES];  // completed when codes have arrived, as ring.full is when they are unpacked
+  u8 padding[SWIZZLE_ALIGNMENT - sizeof(scaled) - sizeof(codes)];
+};
+
+struct Shared : PackedShared<PACKED == MXFP4, UNPACKS> {
   u8 a[STAGES][A_BYTES];
   u8 b[STAGES][B_BYTES];
   u8 epilogue[EPILOGUE_BYTES];  // staging tiles, sums of parts, Columns; or the tile's own or received sums
-  float a_scale[STAGES][A_SCALE_PITCH];
+  float a_scale[STAGES][DEPTH * A_SCALE_PITCH + BELOW_WORDS];
   Ring<STAGES> ring;
   Barrier sums;
   GroupTable<GROUPS> groups;
@@ -142,6 +179,8 @@ static_assert(COLUMN_SLABS == 1 || COLUMN_SLABS == SLABS);
 static_assert(!STAGED || (!REDUCES && COLUMNS % STORE_COLUMNS == 0));
 static_assert(!DYNAMIC || (PARTIAL && K_BLOCKS > 8));
 static_assert(COLUMN_BYTES == 0 || STAGES <= K_BLOCKS, "a stage of the tile before has been handed back");
+static_assert(!PACKED || (!CHANNEL && K % GROUP == 0));
+static_assert(!UNPACKS || (!HALVES && PARTS == 1 && SPLIT_K == 1 && K_BLOCKS >= 4 && BLOCK_N % 128 == 0));
 static_assert(PARTS == 1 || (!REDUCES && GROUPS == 0 && PARTS <= K_BLOCKS && PART_REGISTERS % 4 == 0));
 static_assert(!GATED || (BLOCK_N == 256 && GROUPS > 0 && (SWAP || SPLIT_K == 1)));
 static_assert(!HALVES || (BLOCK_M == 128 && BLOCK_N == 256 && WARPGROUPS == 2 && !REDUCES && !GATED && PARTS == 1));

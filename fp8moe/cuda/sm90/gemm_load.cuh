@@ -3,17 +3,38 @@
 
 #include "gemm_reduction.cuh"
 
-// The range of K, in blocks of 128, that this thread block multiplies.
+// The K blocks that this thread block multiplies, and the number of stages that hold them.
 struct KRange {
-  int first, count;
+  int first, blocks, count;
 
   __device__ __forceinline__ explicit KRange(int split)
-      : first(Split::k_blocks_before(split)), count(Split::k_blocks_before(split + 1) - first) {}
+      : first(Split::k_blocks_before(split)),
+        blocks(Split::k_blocks_before(split + 1) - first),
+        count(ceil_div(blocks, DEPTH)) {}
+
+  __device__ __forceinline__ int block(int stage) const { return first + DEPTH * stage; }
 };
+
+// UNPACKS: codes lie in the second half of the stage's weights.
+constexpr int CODES_AT = B_BYTES / 2;
+
+// The barrier that the load of a stage's weights completes.
+template <typename S>
+__device__ __forceinline__ Barrier& weights_arrived(S& s, u32 stage) {
+  if constexpr (UNPACKS) {
+    return s.codes[stage];
+  } else {
+    return s.ring.full[stage];
+  }
+}
+
+__device__ __forceinline__ u32* exponents_below(Shared& s, u32 stage) {
+  return reinterpret_cast<u32*>(s.a_scale[stage] + DEPTH * A_SCALE_PITCH);
+}
 
 struct Loader {
   Shared& s;
-  const TensorMap &a, &a_scale, &b;
+  const TensorMap &a, &a_scale, &b, &below;  // below: of MXFP4, see BELOW_WORDS
   Columns columns;
   int tile_m;  // tokens per load of a tile that is not partial
 
@@ -31,15 +52,28 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_weights(const Tile& tile, int k_block, u32 stage) const {
-    Barrier& full = s.ring.full[stage];
-    full.expect(tile.columns() * BLOCK_K + (tile.upright() ? 2 : 1) * A_SCALE_BYTES +
-                (PARTIAL ? pieces(tile) * A_PIECE_BYTES : tile_m * BLOCK_K));
-    const u32 target = shared_address(s.b[stage]);
-    const int row = tile.group * N + (GATED ? tile.n / 2 : tile.n);
-    tma_load(target, b, full.address(), k_block * BLOCK_K, row);
-    if constexpr (GATED) tma_load(target + B_BYTES / 2, b, full.address(), k_block * BLOCK_K, row + INTERMEDIATE);
+    const int tokens = (tile.upright() ? 2 : DEPTH) * A_SCALE_BYTES +
+                       (PARTIAL ? pieces(tile) * A_PIECE_BYTES : DEPTH * tile_m * BLOCK_K);
+    const int weights = tile.columns() * WEIGHT_BYTES;
+    Barrier& full = weights_arrived(s, stage);
+    if constexpr (UNPACKS) s.ring.full[stage].expect(tokens);
+    full.expect((UNPACKS ? weights : tokens + weights) + BELOW_WORDS * 4);
+    const u32 target = shared_address(s.b[stage]) + (UNPACKS ? CODES_AT : 0);
+    const int row = tile.group * N + (GATED ? tile.n / 2 : tile.n), column = k_block * (WEIGHT_BYTES / DEPTH);
+    tma_load(target, b, full.address(), column, row);
+    if constexpr (GATED) {
+      tma_load(target + BLOCK_N / 2 * WEIGHT_BYTES, b, full.address(), column, row + INTERMEDIATE);
+    }
+    if constexpr (PACKED == MXFP4) {
+      const u32 words = shared_address(exponents_below(s, stage));
+#pragma unroll
+      for (int i = 0; i < PROJECTIONS; ++i) {
+        tma_load(words + BELOW_WORDS / PROJECTIONS * 4 * i, below, full.address(), tile.n / PROJECTIONS, k_block,
+                 tile.group * PROJECTIONS + i);
+      }
+    }
     if constexpr (HALVES) {
-      if (tile.shape == WHOLE) tma_load(target + B_BYTES / 2, b, full.address(), k_block * BLOCK_K, row + HALF_N);
+      if (tile.shape == WHOLE) tma_load(target + B_BYTES / 2, b, full.address(), column, row + HALF_N);
     }
   }
 
@@ -53,12 +87,16 @@ struct Loader {
         if (i < count) tma_load(target + i * A_PIECE_BYTES, a, full, k_block * BLOCK_K, tile.m + i * 64);
       }
     } else {
-      tma_load(target, a, full, k_block * BLOCK_K, tile.m);
+#pragma unroll
+      for (int d = 0; d < DEPTH; ++d) {
+        tma_load(target + d * A_BLOCK_BYTES, a, full, (k_block + d) * BLOCK_K, tile.m);
+      }
     }
 #pragma unroll
-    for (int i = 0; i < A_SCALE_LOADS; ++i) {
-      tma_load(shared_address(s.a_scale[stage] + i * A_SCALE_STEP), a_scale, full,
-               (GROUPS ? tile.m & ~3 : tile.m) + i * A_SCALE_STEP, k_block);
+    for (int i = 0; i < DEPTH * A_SCALE_LOADS; ++i) {
+      const int d = i / A_SCALE_LOADS, row = i % A_SCALE_LOADS * A_SCALE_STEP;
+      tma_load(shared_address(s.a_scale[stage] + d * A_SCALE_PITCH + row), a_scale, full,
+               (GROUPS ? tile.m & ~3 : tile.m) + row, k_block + d);
     }
     if (tile.upright()) {
       const int row = tile.m + BLOCK_M;
@@ -82,10 +120,10 @@ __device__ __forceinline__ void fill_ring(const Loader& loader, const Schedule<G
   const Tile tile = schedule.at(count > 0 ? schedule.index : 0);
   if (count > 0) loader.load_columns(tile, 0, 0);
 #pragma unroll 1
-  for (int i = 0; i < count; ++i) loader.load_weights(tile, k.first + i, i);
+  for (int i = 0; i < count; ++i) loader.load_weights(tile, k.block(i), i);
   wait_for_previous_kernel();
 #pragma unroll 1
-  for (int i = 0; i < min(count, FIRST_STAGES); ++i) loader.load_tokens(tile, k.first + i, i);
+  for (int i = 0; i < min(count, FIRST_STAGES); ++i) loader.load_tokens(tile, k.block(i), i);
   if (count > 0) Sums{loader.s, tile, split, {}}.expect();
 }
 
@@ -96,7 +134,7 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule<GROUPS>& 
   if (i > FIRST_STAGES) {
     const Tile first = schedule.at(schedule.index);
 #pragma unroll 1
-    for (int stage = FIRST_STAGES; stage < i; ++stage) loader.load_tokens(first, k.first + stage, stage);
+    for (int stage = FIRST_STAGES; stage < i; ++stage) loader.load_tokens(first, k.block(stage), stage);
   }
   pipeline.advance(i);
   Tile tile;
@@ -109,8 +147,8 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule<GROUPS>& 
         if (i == ANNOUNCED) schedule.announce(loader.s.groups.next(pipeline.stage));
       }
       if (i == 0) loader.load_columns(tile, buffer, pipeline.stage);
-      loader.load_weights(tile, k.first + i, pipeline.stage);
-      loader.load_tokens(tile, k.first + i, pipeline.stage);
+      loader.load_weights(tile, k.block(i), pipeline.stage);
+      loader.load_tokens(tile, k.block(i), pipeline.stage);
       pipeline.advance();
     }
     i = 0;

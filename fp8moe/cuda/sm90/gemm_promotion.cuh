@@ -8,11 +8,25 @@
 // The weight scales of a tile, one copy in every math warp. Each lane holds the scales of one K block, so a warp holds
 // 32 blocks at a time. The next 32 are fetched one turn ahead, to hide the latency. With CHANNEL all these scales are
 // 1: the scales of output features multiply the finished sums instead.
+//
+// The scales of MXFP4 are powers of two: an exponent of E8M0, less 6 (E2M1 has magnitudes up to 6, E4M3 up to 448).
 struct WeightScales {
   const float* b_scale;
   float held[TILE_SCALE_ROWS], next[TILE_SCALE_ROWS];
 
   __device__ __forceinline__ explicit WeightScales(const float* b_scale) : b_scale(b_scale) {}
+
+  // The scale in this row of scales and in this K block of all groups.
+  __device__ __forceinline__ float load(int group, int row, int block) const {
+    if constexpr (PACKED == MXFP4) {
+      constexpr int ROWS = SCALE_ROWS / PROJECTIONS;
+      const long long projection = static_cast<long long>(group) * PROJECTIONS + row / ROWS;
+      const long long at = (projection * K_BLOCKS + block) * EXPONENT_WORDS + N / PROJECTIONS + row % ROWS;
+      const u32 exponent = reinterpret_cast<const u32*>(b_scale)[at];
+      return __uint_as_float(exponent == 0 ? 0x00400000 : exponent << 23) * 0.015625f;  // E8M0 has no zero
+    }
+    return b_scale[(static_cast<long long>(group) * SCALE_ROWS + row) * K_BLOCKS + block];
+  }
 
   // Fetches the scales of K blocks `first` to `first` + 31, out of `count` blocks.
   __device__ __forceinline__ void fetch(const Tile& tile, int first, int count) {
@@ -22,7 +36,7 @@ struct WeightScales {
     for (int r = 0; r < TILE_SCALE_ROWS; ++r) {
       const int within = tile.upright() ? 0 : r;  // both slabs have the same columns
       const int row = GATED ? r * PROJECTION_SCALE_ROWS + tile.n / 256 : min(tile.n / 128 + within, SCALE_ROWS - 1);
-      next[r] = b_scale[(static_cast<long long>(tile.group) * SCALE_ROWS + row) * K_BLOCKS + block];
+      next[r] = load(tile.group, row, block);
     }
   }
 
@@ -32,6 +46,11 @@ struct WeightScales {
     for (int r = 0; r < TILE_SCALE_ROWS; ++r) held[r] = CHANNEL ? 1.f : next[r];
   }
 };
+
+// The scales from K block `first` on.
+__device__ __forceinline__ const float* first_scale(const float* b_scale, int first) {
+  return b_scale + static_cast<long long>(first) * (PACKED == MXFP4 ? EXPONENT_WORDS : 1);
+}
 
 // The weight scales of one K block of a tile; the same values in every lane.
 struct TileScales {

@@ -102,6 +102,7 @@ struct Columns {
 #pragma unroll
     for (int column = 0; column < (GATED ? 256 : 1); column += 128) {
       const int count = min(GATED ? 128 : tile.columns(), left(tile, column));
+      if (HALVES && count <= 0) return;  // half a tile may have no features
       mbarrier_expect_more(barrier, count * (SCALE_BYTES + BIAS_BYTES));
       if constexpr (CHANNEL) bulk_load(target + column * 4, scale_at(tile, column), count * 4, barrier);
       if constexpr (BIAS) {

@@ -121,6 +121,14 @@ __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 b
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
 // Like tma_load, for data that is read once: L2 evicts it first.
 __device__ __forceinline__ void tma_load_once(u32 target, const TensorMap& map, u32 barrier, int x, int y) {
   u64 policy;
@@ -344,6 +352,44 @@ __device__ __forceinline__ void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u3
                : "memory");
 }
 
+// Picks four of the eight bytes of two words, by the nibbles of `selector`: three bits are a byte's number, and the
+// fourth asks for its top bit in all eight.
+__device__ __forceinline__ u32 select_bytes(u32 low, u32 high, u32 selector) {
+  u32 picked;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(low), "r"(high), "r"(selector));
+  return picked;
+}
+
+__device__ __forceinline__ u32 load_shared_1(u32 address) {
+  u32 v;
+  asm volatile("ld.shared::cta.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u32 load_shared_2(u32 address) {
+  u16 v;
+  asm volatile("ld.shared::cta.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u32 load_shared_4(const u32* p) {
+  u32 v;
+  asm volatile("ld.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(p)) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float load_shared_float(const float* p) {
+  float v;
+  asm volatile("ld.shared::cta.f32 %0, [%1];" : "=f"(v) : "r"(shared_address(p)) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint2 load_shared_8(u32 address) {
+  uint2 v;
+  asm volatile("ld.shared::cta.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ uint4 load_shared_16(u32 address) {
   uint4 v;
   asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -351,4 +397,9 @@ __device__ __forceinline__ uint4 load_shared_16(u32 address) {
                : "r"(address)
                : "memory");
   return v;
+}
+
+__device__ __forceinline__ void store_shared_16(u32 address, uint4 v) {
+  asm volatile("st.shared::cta.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }

@@ -47,6 +47,7 @@ def decode_attention(
     *,
     new: NewTokens | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     quantized: bool = False,
     early: bool = False,
@@ -59,7 +60,10 @@ def decode_attention(
     new: keys and values of the new tokens; its tensors lack the dimension T of `NewTokens`. The kernel then normalizes
         and rotates q and k, and writes k and v to the cache at columns[b], if columns[b] is in [0, L). None: q is
         normalized and rotated already, and the cache has the new tokens.
-    window: a query sees at most the `window` most recent keys. None: all.
+    window: a query sees at most the `window` most recent keys, its own among them; keys before these are not read.
+        None: all.
+    sinks: (heads,) float32 or the dtype of q: a logit of each query head that takes part in the softmax, with a value
+        of zero. A result is that without sinks times sigmoid(logsumexp(scores) - sink). None: no sinks.
     scale: factor of the scores; None: 1 / sqrt(D).
     quantized: return the result in FP8, in blocks of 1x128. The bits are those that ``quantize_1x128`` gives.
     early: read all tensors except q, k and v before the previous kernel in the stream has ended. That kernel may write
@@ -70,8 +74,8 @@ def decode_attention(
     on the other sequences.
 
     Method: FlashAttention, arXiv:2205.14135, on parts of the keys whose results are merged at the end (Flash-Decoding:
-    Dao, Haziza, Massa, Sizov, 2023). Norms of heads and rotary embedding: see `rotary.rotary`. There is no backward:
-    calling it raises RuntimeError.
+    Dao, Haziza, Massa, Sizov, 2023). Sinks: gpt-oss, arXiv:2508.10925. Norms of heads and rotary embedding: see
+    `rotary.rotary`. There is no backward: calling it raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, and for sizes for which
     `rotary.serves` returns False.
@@ -84,8 +88,10 @@ def decode_attention(
             check_tensor(name, value)
     if window is not None:
         check_int("window", window, at_least=1)
+    if sinks is not None:
+        check_tensor("sinks", sinks)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    operands = q, *cache, *tokens, window, scale, quantized, early
+    operands = q, *cache, *tokens, sinks, window, scale, quantized, early
     out, data, scales = autograd.run(_op, "fp8moe.kernels.decoder_ops.decode_attention", *operands)
     return FP8Tensor(data, scales) if quantized else out
 
@@ -105,6 +111,7 @@ class AttentionOperands(NamedTuple):
     q_weight: Tensor | None
     k_weight: Tensor | None
     eps: float
+    sinks: Tensor | None
     window: int | None
     scale: float
     quantized: bool
@@ -150,10 +157,11 @@ class AttentionHeads(NamedTuple):
         return min(fits, _MAX_STAGES)
 
     def smem(self, stages: int, cluster: int) -> int:
-        """Return the bytes of the kernel's ``struct Shared``: tiles, queries, new token, sums, softmax statistics."""
+        """Return the bytes of the kernel's ``struct Shared``: tiles, queries, new token, sinks, sums, statistics."""
         tiles = _WARPS * stages * 2 * _TILE * self.pitch
         parts = ceil_div(min(self.group, _ROWS) * self.size, BLOCK * cluster)
-        return tiles + (_ROWS + 2) * self.pitch + 8 * (_WARPS + cluster) * _ROWS + 4 * parts * cluster * BLOCK
+        statistics = 8 * (_WARPS + cluster) * _ROWS
+        return tiles + (_ROWS + 2) * self.pitch + 4 * _ROWS + statistics + 4 * parts * cluster * BLOCK
 
     @property
     def quantizes(self) -> bool:
@@ -169,12 +177,12 @@ class AttentionHeads(NamedTuple):
 
 
 class _AttentionArguments(ctypes.Structure):
-    _pointers_ = 14
+    _pointers_ = 15
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("q", "k", "v", "cos", "sin", "q_weight", "k_weight")),
+        *((name, ctypes.c_int64) for name in ("q", "k", "v", "cos", "sin", "q_weight", "k_weight", "sinks")),
         *((name, ctypes.c_int64) for name in ("keys", "values", "begin", "columns", "out", "data", "data_scale")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "length", "window", "scale_pitch")),
-        *((name, ctypes.c_uint32) for name in ("one_table", "early")),
+        *((name, ctypes.c_uint32) for name in ("one_table", "early", "float_sinks")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
     )
 
@@ -194,8 +202,8 @@ def kernel_spec(dtype: torch.dtype, heads: AttentionHeads, cluster: int) -> Kern
 
 @planned
 def launcher(device_index: int, operands: AttentionOperands) -> PointerLauncher:
-    """Return the launcher, to be called with the tensors that the first 14 fields of `_AttentionArguments` name."""
-    q, keys, *_, k, v, cos, _, _, _, eps, window, scale, _, early = operands
+    """Return the launcher, to be called with the tensors that the first 15 fields of `_AttentionArguments` name."""
+    q, keys, *_, k, v, cos, _, _, _, eps, sinks, window, scale, _, early = operands
     batch = q.shape[0]
     heads = operands.heads()
     cluster = heads.cluster(batch, num_sms(device_index))
@@ -208,6 +216,7 @@ def launcher(device_index: int, operands: AttentionOperands) -> PointerLauncher:
         scale_pitch=align(batch, 4),
         one_table=cos is not None and cos.shape[0] == 1,
         early=early,
+        float_sinks=sinks is not None and sinks.dtype is torch.float32,
         eps=eps,
         scale=scale,
     )
@@ -222,13 +231,18 @@ def launcher(device_index: int, operands: AttentionOperands) -> PointerLauncher:
     )
 
 
+def share_of_keys(logsumexp: Tensor, sinks: Tensor) -> Tensor:
+    """Return the sum of all keys' softmax weights, where a sink takes the rest. logsumexp: that of the keys' scores."""
+    return (logsumexp - sinks.to(logsumexp.dtype)).sigmoid()
+
+
 def serves(size: int) -> bool:
     """Return whether there is a kernel for heads of `size` values."""
     return not size % MULTIPLE and 0 < size <= MAX_HEAD
 
 
 def _check(operands: AttentionOperands) -> None:
-    q, keys, values, begin, columns, k, v, cos, sin, q_weight, k_weight, _, window, *_ = operands
+    q, keys, values, begin, columns, k, v, cos, sin, q_weight, k_weight, _, sinks, *_ = operands
     check_dtype("q", q, *DTYPES)
     if q.dim() != 3 or q.shape[0] > MAX_BATCH or not serves(q.shape[2]):
         raise ValueError(
@@ -243,6 +257,8 @@ def _check(operands: AttentionOperands) -> None:
     rotary.check_cache(keys, values, q, (batch, key_heads, length, size))
     for name, places in (("begin", begin), ("columns", columns)):
         check_like(name, places, (torch.int64,), (batch,), q.device, "q")
+    if sinks is not None:
+        check_like("sinks", sinks, (q.dtype, torch.float32), (heads,), q.device, "q")
     if k is None:
         return
     check_like("k", k, like, (batch, key_heads, size), q.device, "q")
@@ -264,13 +280,13 @@ def _launch(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
     quantizes = operands.quantized and operands.heads().quantizes
     values = None if quantizes else out if not operands.quantized else operands.q.new_empty(_shape(operands))
     loaded = {name: _rows(getattr(operands, name)) for name in ("q", "k", "v")}
-    others = ("begin", "columns", "cos", "sin", "q_weight", "k_weight")
+    others = ("begin", "columns", "cos", "sin", "q_weight", "k_weight", "sinks")
     loaded |= {name: None if (x := getattr(operands, name)) is None else aligned(x) for name in others}
     operands = operands._replace(**loaded)
-    q, keys, cache_values, begin, columns, k, v, cos, sin, q_weight, k_weight, *_ = operands
+    q, keys, cache_values, begin, columns, k, v, cos, sin, q_weight, k_weight, _, sinks, *_ = operands
     launch = launcher(q.get_device(), operands)
     written = (values, *((data, scale) if quantizes else (None, None)))
-    launch(q, k, v, cos, sin, q_weight, k_weight, keys, cache_values, begin, columns, *written)
+    launch(q, k, v, cos, sin, q_weight, k_weight, sinks, keys, cache_values, begin, columns, *written)
     return (out, *quantize_1x128(values)) if operands.quantized and not quantizes else results
 
 
@@ -297,7 +313,8 @@ def _empty(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _reference(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
-    q, keys, values, begin, columns, k, v, cos, sin, q_weight, k_weight, eps, window, scale, quantized, _ = operands
+    q, keys, values, begin, columns, *tokens, eps, sinks, window, scale, quantized, _ = operands
+    k, v, cos, sin, q_weight, k_weight = tokens
     if k is not None:
         heads = (x[:, None] for x in (q, k, v, cos, sin))
         given = rotary.RotaryOperands(*heads, keys, values, columns, q_weight, k_weight, eps)
@@ -311,7 +328,11 @@ def _reference(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
     scores = (
         torch.einsum("bhgd,bhkd->bhgk", q.float().unflatten(1, (key_heads, heads // key_heads)), keys.float()) * scale
     )
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).where(seen.any(-1, keepdim=True), 0)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    weights = scores.softmax(-1)
+    if sinks is not None:
+        weights = weights * share_of_keys(scores.logsumexp(-1), sinks.view(key_heads, -1))[..., None]
+    weights = weights.where(seen.any(-1, keepdim=True), 0)
     visible = values.float().masked_fill(~seen.mT, 0)
     out = torch.einsum("bhgk,bhkd->bhgd", weights, visible).to(q.dtype).reshape(batch, heads * size)
     return (q.new_empty(0), *quantize_1x128(out)) if quantized else (out, q.new_empty(0), q.new_empty(0))

@@ -56,8 +56,8 @@ def experts_training(
 
     hidden_states: (T, H) bfloat16, float16 or float32; any H. top_k_index: (T, K) int32 or int64.
     top_k_weights: (T, K) float32, bfloat16 or float16.
-    layer: the FP8 weights, without biases. masters: master weights; masters that require gradients get gradients of
-        their own dtype.
+    layer: the weights in FP8 or four bits, without biases. masters: master weights; masters that require gradients get
+        gradients of their own dtype.
     shard: the experts held by this rank; assignments to other experts, and assignments beyond shard.num_rows rows, add
         nothing and get no gradient. num_rows, if given, must be at least 1 unless there are no assignments.
     low_rank: LoRA factors, added to weights without masters; multiplied in bfloat16 with sums in float32.
@@ -77,8 +77,9 @@ def experts_training(
     up_master, ``P * I * 33/32`` with a down_master, ``4 * R * r`` with a low_rank, ``R * I`` if the low_rank has
     dropout, ``8 * R``, and ``4 * (E + 1)``. Here R is T * K or num_rows, I is rounded up to a multiple of 128, H is
     rounded up to a multiple of 16, and P is R + 127 * min(E, R) rounded down to a multiple of 128. Also kept are
-    top_k_weights, the FP8 weights, low_rank and the input of up_a. If I is not a multiple of 128, or H not a multiple
-    of 16, forward and backward make padded copies of the FP8 weights.
+    top_k_weights, the weights, low_rank and the input of up_a. If I is not a multiple of 128, or H not a multiple
+    of 16, forward and backward make padded copies of the FP8 weights. For weights in four bits, the backward makes FP8
+    copies, and so does the forward with a low_rank or where I is not a multiple of 128.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if a
     master, or an FP8 weight, has been changed in place since the forward; so does a backward of the backward.
@@ -246,15 +247,17 @@ class TrainingBackwardOperands(NamedTuple):
 def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
     """Return the result (a weighted sum per token, or a result per row), then the tensors of `SavedForBackward`."""
     order, masters, low = operands.order, operands.masters, operands.low_rank
-    hidden, size = operands.layer.down.data.shape[1:]
-    layer = operands.layer.padded(BLOCK)
+    _, hidden, size = operands.layer.sizes
+    # Weights in four bits cannot be padded, and take no low_rank. They become FP8 for the time of this call.
+    layer = operands.layer.in_blocks() if size % BLOCK or low is not None else operands.layer
+    layer = layer.padded(BLOCK)
     x = operands.x if operands.x_scale is None else FP8Tensor(operands.x, operands.x_scale)
     up_ranks, down_ranks, kept, *empty = (layer.up.data.new_empty(0) for _ in range(7))
     up_addition = down_addition = None
     if low is not None:
         up_ranks = lora_shrink(low.multiplied(operands.x), low.up_a, order.groups, order.tokens())
         up_addition = up_ranks, low.up_b
-    a, x_columns, _ = order.gather(x, layer.down.data.shape[1], None, masters.of_up)
+    a, x_columns, _ = order.gather(x, layer.sizes[1], None, masters.of_up)
     projected = order.multiply(a, layer.up, torch.bfloat16, low_rank=up_addition)
     del a
     h, h_columns, _, values = activate(projected, order.groups, layer.activation, size, operands.beside)
@@ -274,6 +277,7 @@ def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
 def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     """Return the gradients of the operands named by `operands.wanted`, in that order."""
     grad, order, top_k_weights, layer, masters, saved, input_dtype, routing_grad, low, x = operands
+    layer = layer.in_blocks()
     hidden, size = layer.down.data.shape[1:]
     layer = layer.padded(BLOCK)
     grads: dict[str, Tensor] = {}

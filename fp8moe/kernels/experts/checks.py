@@ -107,11 +107,12 @@ def _floating_or_fp8(name: str, x: Tensor, scale: Tensor | None) -> None:
 
 def masters(layer: Layer, given: Masters) -> None:
     """Check the master weights of a layer, and that the layer can be trained: it has block scales and no biases."""
-    check_block_scales("up_proj_scale_inv", layer.up)
-    check_block_scales("down_proj_scale_inv", layer.down)
+    if given.down_master is not None or not is_packed(layer.down.data):
+        check_block_scales("up_proj_scale_inv", layer.up)
+        check_block_scales("down_proj_scale_inv", layer.down)
     if any(bias is not None for bias in layer.biases):
         raise ValueError("biases: expected None for gradients, which there are for experts without biases only")
-    count, hidden, size = layer.down.data.shape
+    count, hidden, size = layer.sizes
     half = (count, size, hidden)  # shape of gate or up alone, if they are separate parameters
     shapes = {"up_master": (tuple(layer.up.data.shape), half), "down_master": ((count, hidden, size),)}
     if layer.activation.gated:

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts.unpacked import in_blocks
 from fp8moe.kernels.gemm.tiles import Grouping
-from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales, weight_k
+from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales, is_packed, weight_k
 from fp8moe.runtime.autograd import recorded
 
 
@@ -44,6 +45,13 @@ class Layer(NamedTuple):
         """E, H and I."""
         count, hidden, _ = self.down.data.shape
         return count, hidden, weight_k(self.down.data)
+
+    def in_blocks(self) -> "Layer":
+        """Convert weights in four bits to FP8 in blocks; see `unpacked.in_blocks`. Others stay as they are."""
+        if not is_packed(self.up.data):
+            return self
+        up = in_blocks(*self.up, 2 if self.activation.gated else 1)
+        return self._replace(up=FP8Tensor(*up), down=FP8Tensor(*in_blocks(*self.down, 1)))
 
     def padded(self, multiple: int) -> "Layer":
         """Pad weights and biases with zeros, I to a multiple of `multiple` and H to a multiple of 16.

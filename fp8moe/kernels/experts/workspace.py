@@ -10,11 +10,19 @@ from fp8moe.kernels.experts.combine import launcher as combine_launcher
 from fp8moe.kernels.experts.operands import Biases, Norm, TokenOperands, grouping_of
 from fp8moe.kernels.experts.permute import launcher as permute_launcher
 from fp8moe.kernels.experts.routing import launcher as sort_launcher
-from fp8moe.kernels.gemm.checks import bias_vector
+from fp8moe.kernels.gemm.checks import bias_vector, weights
 from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.launch import GemmOperands
 from fp8moe.kernels.gemm.launch import build as build_gemm
-from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized, has_channel_scales
+from fp8moe.quant.formats import (
+    BLOCK,
+    FP8Tensor,
+    align,
+    ceil_div,
+    empty_quantized,
+    has_channel_scales,
+    is_packed,
+)
 from fp8moe.runtime.checks import aligned, row_major
 from fp8moe.runtime.launch import current_stream, device_guard, planned
 from fp8moe.runtime.peer_table import Targets
@@ -41,7 +49,9 @@ class Workspace:
         tokens, top_k = index.shape
         count, hidden, size = layer.sizes
         self.hidden, self.size = hidden, size
-        self.has_channel_scales = has_channel_scales(*layer.up) or has_channel_scales(*layer.down)
+        self.aligned_scales = any(
+            has_channel_scales(*weight) or is_packed(weight.data) for weight in (layer.up, layer.down)
+        )
         num_rows = shard.rows(tokens * top_k) if capacity is None else count * capacity
         row_dtype, out_dtype = shard.dtypes(x.dtype)
         self.pitch = align(num_rows, 4)
@@ -114,7 +124,7 @@ class Workspace:
         norm = operands.norm
         norm_address = 0 if norm is None else norm.norm_weight.data_ptr()
         addresses = x | up_address | down_address | residual | up_bias | down_bias | norm_address
-        if self.has_channel_scales:
+        if self.aligned_scales:
             addresses |= up_scale.data_ptr() | down_scale.data_ptr()
         if addresses & 15:
             return self(_as_kernels_load(operands), targets, out)
@@ -189,8 +199,8 @@ def _as_kernels_load(operands: TokenOperands) -> TokenOperands:
         hidden_states=row_major(operands.hidden_states),
         top_k_index=operands.top_k_index.contiguous(),
         layer=layer._replace(
-            up=FP8Tensor(*map(aligned, layer.up)),
-            down=FP8Tensor(*map(aligned, layer.down)),
+            up=weights(*layer.up, 2),
+            down=weights(*layer.down),
             biases=Biases(*map(bias_vector, layer.biases)),
         ),
         norm=None if norm is None else norm._replace(norm_weight=aligned(norm.norm_weight)),

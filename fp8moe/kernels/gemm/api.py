@@ -41,7 +41,7 @@ def gemm(
     a: activations, FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major as
         `quantize_1x128` writes it. M may be 0; K must be a multiple of 16.
     b: weights, FP8Tensor or (data, scale): data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) float32,
-        contiguous. Or a PackedTensor of "mxfp4" or "int4" (CPU and reference backend); K must then be a multiple of 32
+        contiguous. Or a PackedTensor of "mxfp4" or "int4"; K must then be a multiple of 32
         and of the group. N must be a multiple of 8.
     bias: (N,) bfloat16, float16 or float32, added in float32 before the result is rounded.
     c: (M, N) of the result's dtype, added like bias: ``out`` itself, or a tensor that shares no memory with it.
@@ -57,7 +57,7 @@ def gemm(
     Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
-    that does not fit or overlaps an operand, NotImplementedError for a PackedTensor of "nvfp4" or on the CUDA backend.
+    that does not fit or overlaps an operand, NotImplementedError for a PackedTensor of "nvfp4".
     """
     a_data, a_scale = fp8_operand("a", a)
     b_data, b_scale = weight_operand("b", b)
@@ -86,8 +86,9 @@ def multiply(operands: GemmOperands, out: Tensor, *, pdl: bool = False) -> None:
     a, a_scale, b, b_scale, bias, c, _ = operands
     if use_cuda(a) and a.shape[1]:
         c = c if c is None else row_major(c)
-        a, a_scale, b, b_scale = row_major(a), mn_major(a_scale), row_major(b), checks.weight_scale(b, b_scale)
-        operands = GemmOperands(a, a_scale, b, b_scale, checks.bias_vector(bias), c)
+        a, a_scale = row_major(a), mn_major(a_scale)
+        loaded = checks.weights(b, b_scale, layout=row_major)
+        operands = GemmOperands(a, a_scale, *loaded, checks.bias_vector(bias), c)
         launch.run(launch.dense(a.get_device(), operands, out.dtype, pdl), operands, out)
         return
     dtype = out.dtype if c is None else torch.float32
@@ -177,7 +178,7 @@ def grouped_gemm(
     RuntimeError. Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
-    that does not fit or overlaps an operand, NotImplementedError for a PackedTensor of "nvfp4" or on the CUDA backend.
+    that does not fit or overlaps an operand, NotImplementedError for a PackedTensor of "nvfp4".
     """
     operands = (*fp8_operand("a", a), *weight_operand("b", b))
     check_tensor("group_offsets", group_offsets)
@@ -303,7 +304,7 @@ def multiply_groups(
         epilogue, more = AddLowRank(out.dtype, rank=ranks.shape[1]), (ranks.data_ptr(), factors.data_ptr())
     if masked:  # make the operands 3-D again, so that `_masked` finds this launcher in later calls
         a = FP8Tensor(*(part.unflatten(0, masked) for part in a))
-    operands = GemmOperands(*a, aligned(b.data), checks.weight_scale(*b), checks.bias_vector(bias), groups=groups)
+    operands = GemmOperands(*a, *checks.weights(*b), checks.bias_vector(bias), groups=groups)
     like = None if out.is_contiguous() else out
     launch.run(launch.grouped(a.data.get_device(), operands, epilogue, grouping, like), operands, out, *more)
 
@@ -321,15 +322,15 @@ def multiply_groups_to(
 
     a: 2-D. b: contiguous. pointers: values of the epilogue's address fields.
     """
-    scale, bias = checks.weight_scale(*b), checks.bias_vector(bias)
-    operands = GemmOperands(*a, b.data, scale, bias, groups=groups)
+    b, bias = checks.weights(*b), checks.bias_vector(bias)
+    operands = GemmOperands(*a, *b, bias, groups=groups)
     index = a.data.get_device()
     found = launch.grouped(index, operands, epilogue, grouping)
     with device_guard(index):
         found.launch(
             current_stream(index),
             (a.data.data_ptr(), a.scale.data_ptr(), b.data.data_ptr()),
-            (scale.data_ptr(), 0 if bias is None else bias.data_ptr(), *pointers),
+            (b.scale.data_ptr(), 0 if bias is None else bias.data_ptr(), *pointers),
             groups.data_ptr(),
         )
 
@@ -454,7 +455,7 @@ def _swiglu_cuda(call: _SwigluOperands) -> tuple[Tensor, Tensor]:
     if data.numel() and b.data.shape[0]:
         rows = checks.activations(*a)
         bias, groups = checks.bias_vector(bias), groups.contiguous()
-        operands = GemmOperands(*rows, aligned(b.data), checks.weight_scale(*b), bias, groups=groups)
+        operands = GemmOperands(*rows, *checks.weights(*b, 2), bias, groups=groups)
         epilogue, grouping = SwigluQuantize(Activation(limit, alpha)), Grouping(expected_m, max_m, whole)
         found = launch.grouped(a.data.get_device(), operands, epilogue, grouping)
         launch.run(found, operands, data, scale.data_ptr(), scale.stride(1))

@@ -1,10 +1,13 @@
 """Checks of the arguments of GEMMs, and conversions to the layouts that the kernels load."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from fp8moe.quant.arranged import arrange, as_stored, projections_of
 from fp8moe.quant.checks import check_scale, check_weight_scale, fp8_data, mn_major, weight_data
-from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major, has_channel_scales, is_packed
+from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major, has_channel_scales, is_packed, packed_format
 from fp8moe.runtime.checks import (
     FLOATING,
     aligned,
@@ -163,9 +166,17 @@ def activations(a: Tensor, a_scale: Tensor) -> FP8Tensor:
     return FP8Tensor(row_major(a.reshape(rows, a.shape[-1])), mn_major(a_scale.reshape(rows, k_blocks)))
 
 
-def weight_scale(b: Tensor, scale: Tensor) -> Tensor:
-    """Return ``scale``, contiguous; channel scales also start at a multiple of 16 bytes. Copies if necessary."""
-    return aligned(scale) if has_channel_scales(b, scale) else scale.contiguous()
+def weights(b: Tensor, scale: Tensor, projections: int = 1, layout: Callable[[Tensor], Tensor] = aligned) -> FP8Tensor:
+    """Return weights as kernels load them: MXFP4 arranged, scales contiguous.
+
+    Scales of channels and of four bits start at multiples of 16 bytes. projections: number of matrices stacked along N.
+    layout: a function that returns data that kernels can load, itself or a copy.
+    """
+    if is_packed(b) and packed_format(scale) == "mxfp4" and projections_of(b, scale) != projections:
+        return arrange(*as_stored(b, scale), projections)
+    if has_channel_scales(b, scale) or is_packed(b):
+        return FP8Tensor(layout(b), aligned(scale))
+    return FP8Tensor(layout(b), scale.contiguous())
 
 
 def bias_vector(bias: Tensor | None) -> Tensor | None:

@@ -119,7 +119,7 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
     loaded = fullest * shared * c.shared
     steps = rounds * ceil(ceil(k / 128) / tile.split_k)
     compute = steps * max(alone, fullest * mma, loaded) / _CYCLES
-    dram = (n * k + m * k + 2 * m * n) / c.dram * (1 - c.crowded * (fullest - mean))
+    dram = (n * k * tile.weight_size + m * k + 2 * m * n) / c.dram * (1 - c.crowded * (fullest - mean))
     # L2 is no bottleneck if rows are multiples of 128 bytes.
     l2 = tiles * (rows + tile.block_n) * k / _l2_rate(k) if k % 128 else 0
     overlapped = (compute**c.overlap + dram**c.overlap + l2**c.overlap) ** (1 / c.overlap)
@@ -190,6 +190,12 @@ _GROUPED_TILES = {
     "256x128s*1": 1.027,
 }
 
+# Of weights in four bits; fitted to products of MXFP4 (docs/findings/four-bit-weights.md).
+_PACKED_STEP = 741.2  # like _GROUPED_STEP, if registers hold the weights
+_PACKED_SWAPPED = 0.63  # like _GROUPED_SWAPPED
+_PACKED_SLAB = 283.2  # cycles that an SM takes at least for a slab of any of its blocks
+_UNPACKED = 1.56  # cycles that a stage takes longer for each feature that is unpacked in shared memory
+
 SKEWED = 0.5  # assumed probability that routing is skewed rather than even
 _QUANTILES = 16
 _FEW = 12  # if the expected size of a group is below this, the size is modelled as Poisson distributed
@@ -243,12 +249,17 @@ def _step_cycles(tile: TileConfig, rows: int) -> float:
     height = tile.block_m if tile.weights_as_rows else 64 * ceil(rows / 64)
     product = 64 * tile.mma_n * _GROUPED_MMA  # cycles for the MMAs of one slab (64 rows) over 128 elements of K
     slabs = _slabs_in_use(tile, rows)
+    together = sum(slabs) * product
     if tile.overlaps:
         alone = _GROUPED_OVERLAPPED + _GROUPED_OVERLAPPED_PRODUCT * product
+    elif tile.packed and tile.weights_as_rows:
+        alone = max(slabs) * (_PACKED_STEP + product * _PACKED_SWAPPED)
     else:
         alone = max(slabs) * (_GROUPED_STEP + product * (_GROUPED_SWAPPED if tile.weights_as_rows else 1))
-    loaded = (height + tile.block_n) * 128 / _GROUPED_LOAD
-    return max(alone, sum(slabs) * product, loaded, _GROUPED_LATENCY / tile.stages)
+    if tile.unpacks:
+        alone, together = (cycles + tile.block_n * _UNPACKED for cycles in (alone, together))
+    loaded = (height + tile.block_n * tile.weight_size) * 128 / _GROUPED_LOAD
+    return max(alone, together, loaded, _GROUPED_LATENCY / (tile.stages * tile.depth))
 
 
 @lru_cache(maxsize=256)
@@ -304,7 +315,9 @@ def _grouped_time(
         share -= 1 - _HALF
 
     # Blocks that share an SM hide each other's waiting times, but not each other's MMAs and loads.
-    loaded = (sum(rows * count for rows, count in by_height.items()) / in_column + tile.block_n) * 128
+    loaded = (
+        sum(rows * count for rows, count in by_height.items()) / in_column + tile.block_n * tile.weight_size
+    ) * 128
     per_sm = max(1.0, min(tiles, slots) * tile.split_k / num_sms)
     step = fullest + (1 - _GROUPED_FULLEST) * (cycles / tiles - fullest)
     if not tile.weights_as_rows and tile.mma_n < tile.block_n:
@@ -314,11 +327,13 @@ def _grouped_time(
         if tile.weights_as_rows:
             several = _GROUPED_WIDE_SM_LOAD if tile.block_n == 256 else _GROUPED_SWAPPED_SM_LOAD
         step = max(step, per_sm * height * tile.block_n * _GROUPED_MMA, per_sm * loaded / (several * _GROUPED_LOAD))
+        if tile.packed:
+            step = max(step, per_sm * tile.slabs * tile.warpgroups * _PACKED_SLAB)
     compute = share * ceil(steps / tile.split_k) * step / _CYCLES
 
     rows = expected_m * groups
     active = _not_empty(expected_m, skewed) * groups
-    dram = (active * n * k + rows * k + 2 * rows * n) / _GROUPED_DRAM
+    dram = (active * n * k * tile.weight_size + rows * k + 2 * rows * n) / _GROUPED_DRAM
     l2 = tiles * loaded * steps / _l2_rate(k)
     overlapped = (compute**_GROUPED_OVERLAP + dram**_GROUPED_OVERLAP + l2**_GROUPED_OVERLAP) ** (1 / _GROUPED_OVERLAP)
     area = height * tile.block_n / 128**2
@@ -326,4 +341,4 @@ def _grouped_time(
     ends += _GROUPED_LAST_EPILOGUE * area
     if tile.split_k > 1:
         ends += _GROUPED_PER_SPLIT * (tile.split_k - 1) + _GROUPED_REDUCTION * area
-    return _GROUPED_TILES.get(tile.name, 1) * (_GROUPED_START + overlapped + ends)
+    return (1 if tile.packed else _GROUPED_TILES.get(tile.name, 1)) * (_GROUPED_START + overlapped + ends)

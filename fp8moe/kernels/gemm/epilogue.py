@@ -23,15 +23,33 @@ def _addresses(names: Iterable[str]) -> Fields:
     return tuple((name, ctypes.c_int64) for name in names)
 
 
+class Packing(NamedTuple):
+    """How weights in four bits are stored: the format, the values along K that share a scale, and the scales' dtype."""
+
+    format: str
+    group: int
+    scale_dtype: torch.dtype
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {
+            "PACKED": 1 + ("mxfp4", "int4").index(self.format),
+            "GROUP": self.group,
+            "FLOAT32_SCALES": int(self.scale_dtype == torch.float32),
+        }
+
+
 class Columns(NamedTuple):
     """Operations on the sums of each output feature, applied before the epilogue.
 
     channel_scales: multiply by one weight scale per feature, instead of one per 128x128 block. bias_dtype: dtype of the
-    bias to add, bfloat16 or float32, or None.
+    bias to add, bfloat16 or float32, or None. packing: how the
+    weights are stored if they have four bits.
     """
 
     channel_scales: bool = False
     bias_dtype: torch.dtype | None = None
+    packing: Packing | None = None
 
     @property
     def bytes(self) -> int:
@@ -40,7 +58,8 @@ class Columns(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"CHANNEL": int(self.channel_scales), "BIAS": _BIAS_KINDS[self.bias_dtype]}
+        packing = {"PACKED": 0, "GROUP": 32, "FLOAT32_SCALES": 0} if self.packing is None else self.packing.constants
+        return {"CHANNEL": int(self.channel_scales), "BIAS": _BIAS_KINDS[self.bias_dtype]} | packing
 
 
 class Epilogue:

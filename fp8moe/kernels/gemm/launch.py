@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -11,12 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8moe.kernels.gemm.epilogue import AddAndStore, Columns, Epilogue, PeerStore, PlainStore
+from fp8moe.kernels.gemm.epilogue import AddAndStore, Columns, Epilogue, Packing, PeerStore, PlainStore
 from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile, with_columns
 from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, is_dynamic, kernel_spec
 from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose, choose_grouped_k, raster_group, row_tiles_bound
 from fp8moe.kernels.gemm.warmup import Family, note
-from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales
+from fp8moe.quant.formats import (
+    MX_BLOCK,
+    FP8Tensor,
+    ceil_div,
+    has_channel_scales,
+    is_packed,
+    packed_format,
+    packed_group,
+)
 from fp8moe.runtime import config
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, TensorMap, current_stream, device_guard, num_sms, planned, tensor_map
@@ -27,7 +36,8 @@ class GemmOperands(NamedTuple):
 
     a, a_scale: activations (M, K) float8_e4m3fn and (M, ceil(K / 128)) float32; (E, max_m, ...) for masked groups.
     b, b_scale: weights (N, K), or (E, N, K) for groups, float8_e4m3fn; a float32 scale for each 128x128 block, or for
-        each output channel, (..., N, 1). Or data and scale of a PackedTensor, which only the reference backend takes.
+        each output channel, (..., N, 1). Or data and scale of a PackedTensor; for `build`,
+        MXFP4 arranged (quant/arranged.py).
     bias: (N,), or (E, N) for groups. c: (M, N) of the result's dtype.
     groups: int32: row offsets (E + 1,), row ranges (E, 2) of first row and end, or numbers of rows in use (E,).
     """
@@ -52,10 +62,11 @@ class GemmLauncher:
     """A kernel with its tensor maps and arguments. The kernel's device must be current to build or launch it.
 
     maps: tensor maps of the operands and, if TMA stores the result, of the result, in the order of `mapped` in
-    `launch`. arguments: the kernel's argument structure. pointers: number of leading fields of that structure that are
-    addresses and pitches. out: a tensor with the layout of the results, or None; if given, `new_out` allocates results
-    and `shape` is their shape. dynamic: blocks take tiles from a counter. The counter is an int32 directly behind
-    the groups in memory, and must be 0 before the launch.
+    `launch`. exponents: tensor map of the weight scales if they are arranged exponents. arguments: the kernel's
+    argument structure. pointers: number of leading fields of that structure that are addresses and pitches. out: a
+    tensor with the layout of the results, or None; if given, `new_out` allocates results and `shape` is their shape.
+    dynamic: blocks take tiles from a counter. The counter is an int32 directly behind the groups in memory, and must be
+    0 before the launch.
     """
 
     def __init__(
@@ -66,6 +77,7 @@ class GemmLauncher:
         pointers: int,
         out: Tensor | None,
         dynamic: bool = False,
+        exponents: TensorMap | None = None,
         **configuration: int | bool,
     ):
         self.dynamic = dynamic
@@ -74,9 +86,12 @@ class GemmLauncher:
         self._arguments = arguments
         # This array shares memory with the first fields: assigning to it sets all of them, faster than one by one.
         self._pointers = (ctypes.c_int64 * pointers).from_buffer(arguments)
-        # The kernel has a parameter for the tensor map of the result, unused if the result has none: pass any map.
-        unused = maps[:1] if len(maps) == 3 else ()
-        parameters = (*maps, *unused, arguments)
+        self._move_exponents = None if exponents is None else exponents.replace_address
+        # gemm.cu has parameters for the tensor maps of exponents and of the result. Where it has no use for them, pass
+        # any map.
+        parameters = (*maps, arguments)
+        if len(maps) <= 4:
+            parameters = (*maps[:3], exponents or maps[0], maps[-1], arguments)
         self._launcher = Launcher(load(spec), args=parameters, **configuration)
         if out is not None:
             self.shape = tuple(out.shape)
@@ -98,6 +113,8 @@ class GemmLauncher:
         with launcher.lock:
             for move, address in zip(self._move, mapped):  # noqa: B905 (the result may have no map)
                 move(address)
+            if self._move_exponents is not None:
+                self._move_exponents(pointers[0])
             self._pointers[:] = pointers
             if groups:
                 self._arguments.groups = groups
@@ -131,9 +148,12 @@ def build(
     grouping = grouping or Grouping()
     sms = num_sms(a.get_device())
     bias_dtype = None if operands.bias is None else operands.bias.dtype
-    problem, columns = DenseProblem(m, n, k, sms), Columns(has_channel_scales(b, operands.b_scale), bias_dtype)
+    packing = packing_of(b, operands.b_scale) if is_packed(b) else None
+    packed = None if packing is None else packing.format
+    problem = DenseProblem(m, n, k, sms, packed)
+    columns = Columns(has_channel_scales(b, operands.b_scale), bias_dtype, packing)
     if groups:
-        problem = grouping.problem(m, groups, n, k, sms, swiglu=epilogue.gated)
+        problem = grouping.problem(m, groups, n, k, sms, swiglu=epilogue.gated, packed=packed)
     if tile is None:
         if grouping.max_m is None:
             # A part of a GEMM may have any number of rows, so record the number of rows of the whole GEMM.
@@ -169,12 +189,31 @@ def build(
         2 + sum(kind is ctypes.c_int64 for _, kind in epilogue.fields),
         out,
         is_dynamic(tile, k, epilogue),
+        _map_of_exponents(operands.b_scale, n, tile, epilogue) if tile.packed == "mxfp4" else None,
         grid=concurrent * tile.split_k,
         block=tile.threads,
         cluster=tile.split_k,
         smem=tile.shared_bytes,
         pdl=pdl,
     )
+
+
+def packing_of(b: Tensor, scale: Tensor) -> Packing:
+    """Return how packed weights and their scales are stored."""
+    form = packed_format(scale)
+    return Packing(form, MX_BLOCK if form == "mxfp4" else packed_group(b, scale), scale.dtype)
+
+
+def _map_of_exponents(scale: Tensor, n: int, tile: TileConfig, epilogue: Epilogue) -> TensorMap:
+    """Make the tensor map of arranged exponents, by projections of all experts.
+
+    It ends with the last feature: rows of a tile past that get zeros, which are offsets of the kernel's table.
+    """
+    projections = 2 if epilogue.gated else 1
+    *lead, rows, _ = scale.shape
+    words = scale.view(torch.int32).view(math.prod(lead) * projections, rows // projections, -1)
+    shape, box = (*words.shape[:-1], n // projections), (1, tile.depth, tile.block_n // projections)
+    return tensor_map(words, shape=shape, strides=words.stride(), box=box)
 
 
 def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Tensor | None) -> Iterable[TensorMap]:
@@ -188,7 +227,13 @@ def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Ten
     yield tensor_map(a, shape=(m, k), strides=(a.stride(0), 1), box=(a_rows, 128), swizzle=128)
     scales = {"shape": (blocks, m), "strides": (a_scale.stride(1), 1)}
     yield tensor_map(a_scale, **scales, box=(1, tile.scale_box), l2_promotion=0)
-    yield tensor_map(b, shape=(max(groups, 1) * n, k), strides=(b.stride(-2), 1), box=(b_rows, 128), swizzle=128)
+    yield tensor_map(
+        b,
+        shape=(max(groups, 1) * n, b.shape[-1]),
+        strides=(b.stride(-2), 1),
+        box=(b_rows, 64 if tile.unpacks else 128),
+        swizzle=0 if tile.unpacks else 128,
+    )
     # TMA writes contiguous results only.
     if tile.tma_store and out is not None and out.dtype == torch.bfloat16 and out.stride(0) == n:
         yield tensor_map(out, shape=tuple(out.shape), strides=(n, 1), box=(64, 64), swizzle=128)
@@ -238,7 +283,7 @@ def find(launcher: planned[..., GemmLauncher], operands: GemmOperands, *options:
 def column_addresses(b_scale: Tensor, bias: Tensor | None) -> int:
     """Return the bitwise OR of the addresses of bias and channel scales (0 if neither exists), to test alignment."""
     addresses = 0 if bias is None else bias.data_ptr()
-    return addresses | b_scale.data_ptr() if b_scale.shape[-1] == 1 else addresses
+    return addresses | b_scale.data_ptr() if b_scale.shape[-1] == 1 or b_scale.dtype is torch.uint8 else addresses
 
 
 def run(found: GemmLauncher, operands: GemmOperands, out: Tensor, *more: int) -> None:

@@ -111,7 +111,7 @@ def _by_layout(operands: _GroupedOperands, alignment: int | None, expected_m: in
         if not (use_cuda(a) and out.numel() and b.numel()):
             multiply_groups(*pairs, group_ranges(layout, b.shape[0], alignment), out, Grouping(expected_m))
             return
-        operands = GemmOperands(*checks.activations(a, a_scale), aligned(b), checks.weight_scale(b, b_scale))
+        operands = GemmOperands(*checks.activations(a, a_scale), *checks.weights(b, b_scale))
         operands = operands._replace(groups=aligned(layout))
         found = _layout_launchers(index, operands, alignment, expected_m, out)
         a, a_scale, b, b_scale, _, _, layout = operands

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.quant import reference
+from fp8moe.quant.arranged import as_stored
 from fp8moe.quant.formats import (
     BLOCK,
     MX_BLOCK,
@@ -46,6 +47,8 @@ def _gemm(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     a_data, a_scale = a
     m, k = a_data.shape
     n = b.data.shape[0]
+    if is_packed(b.data) and packed_format(b.scale) == "mxfp4":
+        b = as_stored(*b)
     a_values = to_float32(a_data)
     channels = has_channel_scales(*b)
     out = torch.empty(m, n, dtype=out_dtype, device=a_data.device)

@@ -11,6 +11,7 @@ from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, S
 PRODUCER_REGISTERS = 24
 # Registers of a producer thread with extra work (see `source.kernel_spec`); math threads then get 8 registers fewer.
 BUSY_PRODUCER_REGISTERS = 40
+UNPACK_REGISTERS = 72  # of a producer thread if its warpgroup unpacks; math threads then get 24 registers fewer
 MAX_STAGES = 16
 _TILE_BYTES = 24  # size of ``struct Tile`` of cuda/sm90/gemm_layout.cuh
 _OTHER_REGISTERS = 28  # registers of a math thread for everything but accumulators
@@ -47,12 +48,17 @@ class TileConfig:
     groups: int = 0
     k_parts: int = 1
     half_tiles: bool = False
+    packed: str | None = None
     column_bytes: int = 0
 
     @property
     def name(self) -> str:
-        """A short name: tokens x features, s for `tma_store`, h for `half_tiles`, / `split_k`, * `blocks_per_sm`."""
+        """A short name: tokens x features, / `split_k`, * `blocks_per_sm`.
+
+        Marks: s for `tma_store`, h for `half_tiles`, q for four warpgroups.
+        """
         marks = ("s" if self.tma_store else "") + ("h" if self.half_tiles else "")
+        marks += "q" if self.warpgroups == 4 else ""
         split = f"/{self.split_k}" if self.split_k > 1 else ""
         return f"{self.block_m}x{self.block_n}{marks}{split}*{self.blocks_per_sm}"
 
@@ -72,7 +78,8 @@ class TileConfig:
     @property
     def mma_source(self) -> str:
         """CUDA source of the function ``wgmma`` with `mma_n` columns."""
-        return wgmma_source(self.mma_n)
+        more = wgmma_source(self.mma_n, rows_in_registers=True) if self.packed and self.weights_as_rows else ""
+        return wgmma_source(self.mma_n) + more
 
     @property
     def scale_pieces(self) -> int:
@@ -137,7 +144,42 @@ class TileConfig:
         if self.groups:
             scales = self.block_m * (2 if self.half_tiles else 1) + 4  # a tile of 192x128 loads 128 scales twice
         following = 0 if self.weights_as_rows or not self.groups else _TILE_BYTES
-        return (self.block_m + self.block_n) * 128 + align(scales * 4, 128) + 16 + following
+        exponents = self.block_n * 4 if self.packed == "mxfp4" else 0
+        a_block = self.block_m * 128 + align(scales * 4, 128) + exponents
+        return self.depth * a_block + self.block_n * 128 + 16 + following
+
+    @property
+    def weight_size(self) -> float:
+        """Bytes of device memory of a weight, scales of groups included."""
+        return 17 / 32 if self.packed else 1
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks of 128 along K in a stage."""
+        return 2 if self.packed and self.weights_as_rows else 1
+
+    @property
+    def products(self) -> int:
+        """Number of products of weights in registers that a math warp starts before it waits for the first.
+
+        With several blocks per SM, products of other warps run meanwhile.
+        """
+        return 2 if self.blocks_per_sm == 1 and self._registers_of_products(2) <= self.registers else 1
+
+    def _registers_of_products(self, count: int) -> int:
+        """Return the registers that a thread needs for its sums, and for weights, sums and token scales of products."""
+        product = 16 + self.accumulators + self.accumulators // 2
+        return self.accumulators * self.slabs + count * product + _OTHER_REGISTERS
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether weights in four bits become E4M3 in shared memory, not in registers."""
+        return self.packed is not None and not self.weights_as_rows
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of shared memory for `packed` weights: ``struct PackedShared`` of gemm_layout.cuh."""
+        return SWIZZLE_ALIGNMENT if self.packed == "mxfp4" else 0
 
     @property
     def first_stages(self) -> int:
@@ -189,7 +231,8 @@ class TileConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block in bytes: ``struct Shared`` of gemm_layout.cuh, and alignment padding."""
-        return self.stages * self.stage_bytes + self.epilogue_bytes + self.tail_bytes + SWIZZLE_ALIGNMENT
+        rest = self.epilogue_bytes + self.tail_bytes + self.packed_bytes + SWIZZLE_ALIGNMENT
+        return self.stages * self.stage_bytes + rest
 
     @property
     def tail_bytes(self) -> int:
@@ -207,10 +250,11 @@ def with_stages(tile: TileConfig, k: int) -> TileConfig:
     hold this tile.
     """
     budget = min(SHARED_LIMIT, SHARED_PER_SM // tile.blocks_per_sm - 1024)
-    fit = (budget - SWIZZLE_ALIGNMENT - tile.tail_bytes - tile.epilogue_bytes) // tile.stage_bytes
-    most = ceil(ceil(k / 128) / tile.split_k) if tile.single_tile or tile.column_bytes else MAX_STAGES
+    rest = tile.epilogue_bytes + tile.tail_bytes + tile.packed_bytes + SWIZZLE_ALIGNMENT
+    fit = (budget - rest) // tile.stage_bytes
+    most = ceil(ceil(k / (128 * tile.depth)) / tile.split_k) if tile.single_tile or tile.column_bytes else MAX_STAGES
     if tile.split_k > 1:
-        most = max(most, ceil(tile.partial_bytes / ((tile.block_m + tile.block_n) * 128)))
+        most = max(most, ceil(tile.partial_bytes / (tile.depth * tile.block_m * 128 + tile.block_n * 128)))
     return replace(tile, stages=max(1, min(fit, most, MAX_STAGES)))
 
 
@@ -229,16 +273,21 @@ def fits(tile: TileConfig, k: int) -> bool:
 
     With only two stages, tiles that sum parts of K would take 1.5 times as long.
     """
-    blocks = ceil(k / 128)
+    stages = ceil(ceil(k / 128) / tile.split_k / tile.depth)
     others = _OTHER_REGISTERS + (8 if tile.groups and not tile.weights_as_rows else 0)
     registers = tile.accumulators * (tile.slabs + 1) + others
+    if tile.packed and tile.weights_as_rows:
+        registers = tile._registers_of_products(1)
     shared = tile.shared_bytes
     return (
         registers <= tile.registers
         and shared <= SHARED_LIMIT
         and (shared + 1024) * tile.blocks_per_sm <= SHARED_PER_SM
-        and tile.stages >= min(2 if tile.k_parts == 1 else 3, ceil(blocks / tile.split_k))
-        and (tile.split_k == 1 or tile.stages * (tile.block_m + tile.block_n) * 128 >= tile.partial_bytes)
+        and tile.stages >= min(2 if tile.k_parts == 1 else 3, stages)
+        and (
+            tile.split_k == 1
+            or tile.stages * (tile.depth * tile.block_m * 128 + tile.block_n * 128) >= tile.partial_bytes
+        )
     )
 
 

@@ -3,7 +3,13 @@
 import ctypes
 
 from fp8moe.kernels.gemm.epilogue import Columns, Epilogue, PeerStore
-from fp8moe.kernels.gemm.sm90 import BUSY_PRODUCER_REGISTERS, PRODUCER_REGISTERS, GroupedKTile, TileConfig
+from fp8moe.kernels.gemm.sm90 import (
+    BUSY_PRODUCER_REGISTERS,
+    PRODUCER_REGISTERS,
+    UNPACK_REGISTERS,
+    GroupedKTile,
+    TileConfig,
+)
 from fp8moe.runtime.jit import KernelSpec, constants
 
 
@@ -28,6 +34,7 @@ def kernel_spec(
         "K": k,
         "SWAP": int(tile.weights_as_rows),
         "COLUMNS": tile.mma_n,
+        "PRODUCTS": tile.products,
         "OVERLAPS": int(tile.overlaps),
         "A_SCALE_BOX": tile.scale_box,
         "FIRST_STAGES": tile.first_stages,
@@ -42,11 +49,17 @@ def kernel_spec(
         "DYNAMIC": int(dynamic),
     }
     busy = dynamic or tile.column_bytes or (tile.half_tiles and isinstance(epilogue, PeerStore))
-    if tile.math_registers and busy:
+    if tile.math_registers and tile.unpacks:
+        values |= {"MATH_REGISTERS": tile.math_registers - 24, "PRODUCER_REGISTERS": UNPACK_REGISTERS}
+    elif tile.math_registers and busy:
         values |= {"MATH_REGISTERS": tile.math_registers - 8, "PRODUCER_REGISTERS": BUSY_PRODUCER_REGISTERS}
     values |= columns.constants | epilogue.constants
-    prelude = f'{constants(values)}{tile.mma_source}\n#include "{epilogue.header}"\n'
-    prelude += f"using Epilogue = {type(epilogue).__name__};\n"
+    header, math, helpers = ("gemm_math.cuh", "MathWarp", "Idle")
+    if tile.packed:
+        header, math = ("gemm_unpack.cuh", math) if tile.unpacks else ("gemm_packed.cuh", "PackedMathWarp")
+        helpers = "Unpacker" if tile.unpacks else helpers
+    prelude = f'{constants(values)}{tile.mma_source}\n#include "{header}"\n#include "{epilogue.header}"\n'
+    prelude += f"using Math = {math};\nusing Helpers = {helpers};\nusing Epilogue = {type(epilogue).__name__};\n"
     return KernelSpec("gemm.cu", "gemm", epilogue.defines, prelude)
 
 

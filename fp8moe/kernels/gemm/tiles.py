@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
@@ -42,15 +42,29 @@ def _fitting(shape: TileConfig, split_k: int, blocks_per_sm: int, groups: int, p
 
 
 class DenseProblem(NamedTuple):
-    """A GEMM of m tokens and weights (n, k)."""
+    """A GEMM of m tokens and weights (n, k). packed: the format of weights in four bits."""
 
     m: int
     n: int
     k: int
     num_sms: int
+    packed: str | None = None
 
 
-def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = None) -> list[TileConfig]:
+def _packed_tiles(packed: str, heights: Collection[int], *, swiglu: bool = False) -> list[TileConfig]:
+    """Return tile shapes of `heights` tokens for weights in four bits, which registers hold as the 64-row operand."""
+    shapes = ((256, 2),) if swiglu else ((64, 1), (128, 2), (256, 2))
+    four = [TileConfig(32, 256, weights_as_rows=True, warpgroups=4, packed=packed)] if 32 in heights else []
+    return four + [
+        TileConfig(tokens, block_n, weights_as_rows=True, warpgroups=warpgroups, packed=packed)
+        for tokens in heights
+        for block_n, warpgroups in shapes
+    ]
+
+
+def dense_candidates(
+    m: int, n: int, k: int, num_sms: int, parts: int | None = None, *, packed: str | None = None
+) -> list[TileConfig]:
     """Return the tiles worth considering for (m, n, k): they fit an SM, and splits of K fit in one wave.
 
     parts: if given, the number of parts in which K is summed. Either each part is summed by its own block (split_k) or,
@@ -59,20 +73,22 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
     """
     # Up to 64 tokens, all tiles have one math warpgroup; up to 512 tokens, some tiles have one.
     narrow = [TileConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
-    if m <= 32:
-        tokens = max(8, 1 << (m - 1).bit_length())
+    tokens = max(8, 1 << (m - 1).bit_length())
+    if packed:
+        tiles = _packed_tiles(packed, [min(tokens, 64)])
+    elif m <= 32:
         tiles = [TileConfig(tokens, 64, weights_as_rows=True, warpgroups=1)]
     elif m <= 64:
         tiles = narrow
     else:
         tiles = [TileConfig(128, block_n) for block_n in (64, 96, 112, 128, 160, 176, 192)]
-    if m > 128:
+    if m > 128 and not packed:
         tiles += [TileConfig(256, 128), TileConfig(128, 256)]
         tiles += [TileConfig(192, block_n, warpgroups=3) for block_n in (96, 128)]
         tiles += [replace(shape, tma_store=True) for shape in tiles if shape.block_n >= 128 and shape.block_n % 64 == 0]
         if parts and parts > 1:  # narrow tiles, so that registers hold the sums of parts
             tiles += [TileConfig(256, 64), TileConfig(256, 80)]
-    if 64 < m <= 512:
+    if 64 < m <= 512 and not packed:
         tiles += [TileConfig(64, 32, warpgroups=1), *narrow]
 
     found = []
@@ -107,9 +123,11 @@ def _splits(shape: TileConfig, k: int, parts: int | None) -> Iterable[int]:
 
 
 @lru_cache(maxsize=4096)
-def choose_dense(m: int, n: int, k: int, num_sms: int, parts: int | None = None) -> TileConfig:
+def choose_dense(
+    m: int, n: int, k: int, num_sms: int, parts: int | None = None, packed: str | None = None
+) -> TileConfig:
     """Return the dense candidate with the least expected time. parts: see `dense_candidates`."""
-    found = dense_candidates(m, n, k, num_sms, parts)
+    found = dense_candidates(m, n, k, num_sms, parts, packed=packed)
     return min(found, key=lambda tile: dense_time(tile, m, n, k, num_sms))
 
 
@@ -172,7 +190,8 @@ class GroupedProblem(NamedTuple):
     """A grouped GEMM: `rows` rows in all, `expected_m` expected rows per group, and weights (n, k) for each group.
 
     max_m: as in `Grouping`. swiglu: the weights are a gate_up projection; a tile has 128 columns of gate and 128 of up,
-    which give one quantization block.
+    which give one quantization block. packed: the format of weights in
+    four bits.
     """
 
     rows: int
@@ -183,18 +202,23 @@ class GroupedProblem(NamedTuple):
     num_sms: int
     max_m: int | None = None
     swiglu: bool = False
+    packed: str | None = None
 
 
 def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
     """Return the tiles worth considering for a grouped GEMM: they fit an SM, and splits of K fit in one wave."""
-    rows, groups, expected_m, n, k, num_sms, max_m, swiglu = problem
+    rows, groups, expected_m, n, k, num_sms, max_m, swiglu, packed = problem
     tiles = []
-    if expected_m <= _MOST_AS_COLUMNS:
+    if packed:
+        tiles = _packed_tiles(packed, (8, 16, 32, 64), swiglu=swiglu)
+        if packed == "mxfp4" and expected_m >= _FEWEST_AS_ROWS and k > 384:
+            tiles += [TileConfig(128, 256, packed=packed), *([] if swiglu else [TileConfig(256, 128, packed=packed)])]
+    if expected_m <= _MOST_AS_COLUMNS and not packed:
         shapes = [(8, 256, 2), (16, 256, 2), (32, 256, 2)]
         if not swiglu:
             shapes = [(8, 64, 1), (16, 64, 1), (16, 128, 2), (32, 64, 1)]
         tiles += [TileConfig(m, n_, weights_as_rows=True, warpgroups=w) for m, n_, w in shapes]
-    if expected_m >= _FEWEST_AS_ROWS:
+    if expected_m >= _FEWEST_AS_ROWS and not packed:
         straight = [TileConfig(128, 256)]
         if not swiglu:
             # Of equally fast tiles the first is chosen. So put high tiles first: they read a group's weights once.
@@ -211,6 +235,8 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
         for split_k in range(1, min(8, ceil(k / 128)) + 1 if shape.weights_as_rows else 2):
             # Largest number of blocks per SM to try; more blocks would leave each too few registers.
             most = (3 if shape.block_n == 256 else 4) if shape.weights_as_rows else 3 if shape.warpgroups == 1 else 1
+            if shape.packed:  # unpacking needs registers
+                most = min(most, {1: 3, 2: 2, 4: 1}[shape.warpgroups])
             for blocks_per_sm in range(1, most + 1):
                 tile = _fitting(shape, split_k, blocks_per_sm, groups, 1, k)
                 if tile is None:
@@ -279,13 +305,15 @@ class Grouping(NamedTuple):
         """Return this tuple, which serves as a part of the key under which `planned` caches launchers."""
         return self
 
-    def problem(self, rows: int, groups: int, n: int, k: int, num_sms: int, *, swiglu: bool) -> GroupedProblem:
+    def problem(
+        self, rows: int, groups: int, n: int, k: int, num_sms: int, *, swiglu: bool, packed: str | None = None
+    ) -> GroupedProblem:
         """Return the `GroupedProblem` for `rows` rows, `groups` groups, weights (n, k) and these options."""
         expected_m = self.expected_m
         if expected_m is None:
             of_all, among = self.whole or (rows, groups)
             expected_m = of_all / among
-        return GroupedProblem(rows, groups, expected_m, n, k, num_sms, self.max_m, swiglu)
+        return GroupedProblem(rows, groups, expected_m, n, k, num_sms, self.max_m, swiglu, packed)
 
 
 def choose(
@@ -295,8 +323,9 @@ def choose(
     if isinstance(problem, GroupedProblem):
         tile = choose_grouped(problem, whole=whole, unsplit=config.settings.batch_invariant)
     else:
-        m, n, k, num_sms = problem
-        tile = choose_dense(m, n, k, num_sms, invariant_parts(n, k) if config.settings.batch_invariant else None)
+        m, n, k, num_sms, packed = problem
+        parts = invariant_parts(n, k) if config.settings.batch_invariant else None
+        tile = choose_dense(m, n, k, num_sms, parts, packed)
     return without_tma_store(tile, problem.k) if isinstance(epilogue, PeerStore) else tile
 
 

@@ -55,10 +55,12 @@ class Family(NamedTuple):
 
     def _choice(self, num_sms: int) -> Callable[[int], TileConfig]:
         """Return a function that maps a number of rows to the tile that `launch.build` chooses."""
-        n, k, groups, epilogue, _ = self
+        n, k, groups, epilogue, columns = self
+        packed = None if columns.packing is None else columns.packing.format
         if not groups:
-            return lambda rows: choose(DenseProblem(rows, n, k, num_sms), epilogue)
-        return lambda rows: choose(Grouping().problem(rows, groups, n, k, num_sms, swiglu=epilogue.gated), epilogue)
+            return lambda rows: choose(DenseProblem(rows, n, k, num_sms, packed), epilogue)
+        options = {"swiglu": epilogue.gated, "packed": packed}
+        return lambda rows: choose(Grouping().problem(rows, groups, n, k, num_sms, **options), epilogue)
 
     def _kernels(self, tiles: Iterable[TileConfig]) -> set[KernelSpec]:
         n, k, _, epilogue, columns = self

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8moe.kernels.gemm import launch
 from fp8moe.kernels.gemm.api import empty_product, multiply, product
-from fp8moe.kernels.gemm.checks import bias_vector, weight_scale
+from fp8moe.kernels.gemm.checks import bias_vector, weights
 from fp8moe.kernels.gemm.checks import out_dtype as check_out_dtype
 from fp8moe.kernels.gemm.launch import GemmOperands
 from fp8moe.kernels.linear.training import check, linear_training
@@ -130,7 +130,7 @@ def _launch(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
     rows = unit_stride(x.reshape(-1, x.shape[-1]))
     if rows.data_ptr() != x.data_ptr():
         x = rows.view(x.shape)
-    operands = x, row_major(weight), weight_scale(weight, weight_scale_inv), bias_vector(bias)
+    operands = x, *weights(weight, weight_scale_inv, layout=row_major), bias_vector(bias)
     return _launcher(x.get_device(), *operands, x.data_ptr() & 15 == 0)(*operands)
 
 
