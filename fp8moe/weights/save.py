@@ -19,7 +19,7 @@ from fp8moe.layers.parameters import is_sharded
 from fp8moe.layers.wrapped import check_merged, unwrapped
 from fp8moe.quant.arranged import stored_codes, stored_exponents
 from fp8moe.quant.checks import check_scale_format
-from fp8moe.quant.formats import MX_BLOCK, has_channel_scales
+from fp8moe.quant.formats import MX_BLOCK, has_channel_scales, packed_format, packed_group
 from fp8moe.weights.formats import low_fp8_fraction, packed_config, quantization_config, scale_dtype
 from fp8moe.weights.names import (
     CHANNEL_SCALE,
@@ -113,7 +113,8 @@ def save_fp8_checkpoint(
         scales = Target(tensors).scales - {f"{name}_scale" for name in packed}
         channels = {name for name in scales if has_channel_scales(tensors[name.removesuffix(SCALE)], tensors[name])}
         if packed:
-            _check_packed(packed, scales, channels, in_turns, experts, scale_format)
+            forms = {_form(tensors[name], tensors[f"{name}_scale"]) for name in packed}
+            _check_packed(forms, scales, channels, in_turns, experts, scale_format)
         if channels and channels != scales:
             raise ValueError("model: expected scales of blocks in all modules, or of channels in all, got both")
         if channels and scale_format != "float32":
@@ -309,12 +310,22 @@ def _config(model: nn.Module) -> dict:
     return config.to_dict() if hasattr(config, "to_dict") else {}
 
 
+def _form(data: Tensor, scale: Tensor) -> str:
+    """Return the format of experts in four bits, as a quantization_config declares it."""
+    form = packed_format(scale)
+    return f"int4 in groups of {packed_group(data, scale)}" if form == "int4" else form
+
+
 def _check_packed(
-    packed: set[str], scales: set[str], channels: set[str], in_turns: bool, experts: str, scale_format: str
+    forms: set[str], scales: set[str], channels: set[str], in_turns: bool, experts: str, scale_format: str
 ) -> None:
     """Raise ValueError for what cannot be stored beside experts in four bits."""
     if channels:
         raise ValueError("model: expected scales of blocks beside experts in four bits, got scales of channels")
+    if in_turns and forms != {"mxfp4"}:
+        raise ValueError(f"model: GPT-OSS's checkpoints have experts in MXFP4, got {' and '.join(sorted(forms))}")
+    if len(forms) > 1:
+        raise ValueError(f"model: expected one format of experts in four bits, got {' and '.join(sorted(forms))}")
     if in_turns and scales:
         raise ValueError(
             f"model: GPT-OSS's checkpoints have four bits and unquantized weights, and {sorted(scales)[0]} is of FP8"

@@ -99,6 +99,25 @@ def test_saved_and_loaded_again(tmp_path, name):
         assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "forms", "message"),
+    [
+        ("gpt_oss", ("int4-32", "int4-32"), "GPT-OSS's checkpoints have experts in MXFP4, got int4 in groups of 32"),
+        ("qwen3_moe", ("mxfp4", "int4-32"), "expected one format .* got int4 in groups of 32 and mxfp4"),
+        ("qwen3_moe", ("int4", "int4-32"), "expected one format .* got int4 in groups of 128 and int4 in groups of 32"),
+    ],
+)
+def test_experts_are_saved_in_one_format(tmp_path, model_type, forms, message):
+    """Before anything is written: a configuration declares one, and that of GPT-OSS is MXFP4."""
+    sizes = SIZES | {"num_hidden_layers": 2}
+    model = TinyModel(model_type, "AutoModelForCausalLM", sizes).build(torch.bfloat16)
+    for layer, form in zip(model.model.layers, forms, strict=True):
+        layer.mlp.experts = GroupedExperts(num_experts=4, hidden_size=128, intermediate_size=128, weight_format=form)
+    with pytest.raises(ValueError, match=f"model: {message}"):
+        save_fp8_checkpoint(model, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
 def test_refusals(tmp_path):
     source_of("compressed-tensors INT4", tmp_path / "source").write(
         LAYOUTS["compressed-tensors INT4"], tmp_path / "all"
