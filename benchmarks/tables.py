@@ -484,7 +484,7 @@ def titan(benchmarks: dict) -> str:
 
 
 def of(name: str, tables: Callable[[dict], str]) -> Callable[[dict], str]:
-    """Wrap a function that makes tables: say so if benchmark `name` has no result measured with these kernels."""
+    """Wrap a function that makes tables, to return a sentence if benchmark `name` was not run with these kernels."""
     return lambda benchmarks: tables(benchmarks) if benchmarks.get(name) else "Not measured with these kernels yet.\n"
 
 
