@@ -283,7 +283,7 @@ def find(launcher: planned[..., GemmLauncher], operands: GemmOperands, *options:
 def column_addresses(b_scale: Tensor, bias: Tensor | None) -> int:
     """Return the bitwise OR of the addresses of bias and channel scales (0 if neither exists), to test alignment."""
     addresses = 0 if bias is None else bias.data_ptr()
-    return addresses | b_scale.data_ptr() if b_scale.shape[-1] == 1 or b_scale.dtype is torch.uint8 else addresses
+    return addresses | b_scale.data_ptr() if b_scale.shape[-1] == 1 or b_scale.element_size() == 1 else addresses
 
 
 def run(found: GemmLauncher, operands: GemmOperands, out: Tensor, *more: int) -> None:
