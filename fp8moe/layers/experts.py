@@ -277,9 +277,10 @@ class GroupedExperts(MasterModule):
         weight_format: see `GroupedExperts`; weights are rounded to four bits, FP8 weights too.
 
         Raises TypeError for a module or weights of another kind, ValueError for what GroupedExperts cannot express:
-        experts in four bits, biases of one projection only or with a master_dtype, transposed or interleaved weights in FP8 or with a
-        master_dtype, another activation, other block sizes, static activation scales, single experts split over
-        several ranks, and hooks, replaced forwards, adapters and parametrizations, which would not run any more.
+        experts in four bits, biases of one projection only or with a master_dtype, transposed or interleaved weights in
+        FP8 or with a master_dtype, another activation, other block sizes, static activation scales, single experts
+        split over several ranks, and hooks, replaced forwards, adapters and parametrizations, which would not run any
+        more.
         """
         source = experts_source.read(module)
         check_no_hooks("module", module)

@@ -104,8 +104,6 @@ def _by_shard(name: str, convert: Callable[..., Tensor | list[Tensor]], *values:
         return results
     shapes = (torch.Size((of.shape[0], *result.shape[1:])) for result in results)
     return [
-        type(of).from_local(
-            result, of.device_mesh, of.placements, run_check=False, shape=shape, stride=result.stride()
-        )
+        type(of).from_local(result, of.device_mesh, of.placements, run_check=False, shape=shape, stride=result.stride())
         for result, shape in zip(results, shapes, strict=True)
     ]

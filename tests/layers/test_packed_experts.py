@@ -150,31 +150,33 @@ def test_refusals():
     )
 
 
+E4M3 = torch.float8_e4m3fn
+UP, DOWN = "gate_up_proj_tensor_scale", "down_proj_tensor_scale"
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "value", "message"),
     [
-        ({"up_proj_tensor_scale": None}, r"up_proj_tensor_scale: .* float32 \(4, 2\) beside \S+_up_proj_scale, got none"),
-        ({"down_proj_tensor_scale": torch.ones(4, 2)}, r"down_proj_tensor_scale: .* \(4,\) beside .*shape \(4, 2\)"),
-        ({"down_proj_tensor_scale": torch.ones(())}, r"down_proj_tensor_scale: .* \(4,\) beside .*shape \(\)"),
-        ({"up_proj_tensor_scale": torch.ones(4, 2).half()}, "up_proj_tensor_scale: expected float32 .*torch.float16"),
-        ({"down_proj_scale": torch.full((4, 256, 24), -1.0)}, "down_proj_scale: expected scales that are not negative"),
-        ({"down_proj_scale": torch.ones(4, 256, 12)}, "size mismatch for down_proj_scale"),
-        ({"down_proj_scale": torch.zeros(4, 256, 24, dtype=torch.uint8)}, "down_proj_scale: .* float8_e4m3fn, got"),
-        ({"up_proj_scale": None}, 'Missing key.*"gate_up_proj_scale"'),
+        (UP, None, rf"{UP}: expected float32 \(4, 2\) beside gate_up_proj_scale, got none"),
+        (DOWN, None, rf"{DOWN}: expected float32 \(4,\) beside down_proj_scale, got none"),
+        (DOWN, torch.ones(4, 2), rf"{DOWN}: .* \(4,\) beside .*shape \(4, 2\)"),
+        (UP, torch.ones(4), rf"{UP}: .* \(4, 2\) beside .*shape \(4,\)"),
+        (UP, torch.ones(4, 2).half(), f"{UP}: expected float32 .*torch.float16"),
+        (
+            "down_proj_scale",
+            torch.full((4, 256, 24), -1.0).to(E4M3),
+            "down_proj_scale: .* scales that are not negative",
+        ),
+        ("down_proj_scale", torch.ones(4, 256, 12).to(E4M3), "size mismatch for down_proj_scale"),
+        ("down_proj_scale", torch.ones(4, 256, 24).byte(), "down_proj_scale: .* float8_e4m3fn, got"),
+        ("gate_up_proj_scale", None, 'Missing key.*"gate_up_proj_scale"'),
     ],
 )
-def test_scales_of_nvfp4_that_are_refused(change, message):
+def test_scales_of_nvfp4_that_are_refused(name, value, message):
     layer = make("nvfp4")
-    state = layer.state_dict()
-    for end, value in change.items():
-        name = f"gate_{end}" if end.startswith("up") else end
-        if value is None:
-            del state[name]
-        else:
-            state[name] = value.to(torch.float8_e4m3fn) if end.endswith("j_scale") and value.is_floating_point() else value
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    before = layer.state_dict()
+    state = {key: item for key, item in before.items() if key != name} | ({} if value is None else {name: value})
     refused(RuntimeError, message, layer.load_state_dict, state)
-    name = next(name for name in before if name.endswith(next(iter(change)).removeprefix("up_proj")))
     assert same(layer.state_dict()[name], before[name])
 
 
@@ -183,9 +185,9 @@ def test_all_scales_of_nvfp4_are_kept():
     layer, generator = make("nvfp4"), torch.Generator().manual_seed(2)
     state = layer.state_dict()
     for name, value in state.items():
-        if value.dtype is torch.float8_e4m3fn:
+        if value.dtype is E4M3:
             codes = torch.randint(0, 128, value.shape, generator=generator, dtype=torch.uint8)
-            state[name] = codes.view(torch.float8_e4m3fn)
+            state[name] = codes.view(E4M3)
         elif value.dtype is torch.float32:
             state[name] = torch.rand(value.shape, generator=generator).mul(20).sub(10).exp2()
     layer.load_state_dict(state)
