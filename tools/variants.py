@@ -422,12 +422,14 @@ def packed_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for form, group, dtype in (
         ("mxfp4", 32, torch.uint8),
         *(("int4", group, dtype) for group in (32, 128) for dtype in (torch.bfloat16, torch.float32)),
+        ("nvfp4", 16, torch.float8_e4m3fn),
     ):
 
         def weights(*shape: int, form: str = form, group: int = group, dtype: torch.dtype = dtype) -> PackedTensor:
             *lead, n, k = shape
             data = make.zeros(*lead, n, k // 2, dtype=torch.uint8)
-            return PackedTensor(data, make.zeros(*lead, n, k // group, dtype=dtype), form)
+            tensor_scale = make.zeros(*lead, dtype=torch.float32) if form == "nvfp4" else None
+            return PackedTensor(data, make.zeros(*lead, n, k // group, dtype=dtype), form, tensor_scale)
 
         for m, (n, k) in product((1, 64, 600), ((1000, 1024), (576, 7168))):
             a, b, bias = make.rows(m, k), weights(n, k), make.normal(n)
