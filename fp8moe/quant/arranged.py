@@ -230,8 +230,8 @@ def _arranged_matrix(scale: Tensor, factor: Tensor) -> Tensor:
     codes = codes.where(~is_zero, SCALE_ZERO).where(is_number, SCALE_NAN).to(torch.uint8)
     codes = pad(codes, (0, _SCALES * k_blocks - groups), value=SCALE_ZERO).view(size, k_blocks, _SCALES)
     block_scale = largest_factor[:, None] * power_of_two(largest - 127 - SCALE_BITS)
-    words = torch.cat((block_scale.view(torch.int32), largest, one[:, None].expand(1, k_blocks)))
-    joined = torch.cat((codes.transpose(0, 1).flatten(1), words.T.contiguous().view(torch.uint8)), 1)
+    words = torch.cat((block_scale.view(torch.int32).T, largest.T, one.expand(k_blocks, 1)), 1)
+    joined = torch.cat((codes.transpose(0, 1).flatten(1), words.view(torch.uint8)), 1)
     return pad(joined, (0, _scale_bytes(size) - joined.shape[1]))
 
 
