@@ -30,6 +30,7 @@ from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
 from fp8moe.kernels.linear.forward import projection
+from fp8moe.quant.checks import weight_operand
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime.operator import Signature
 from fp8moe.runtime.peer_table import Targets
@@ -446,9 +447,8 @@ def packed_calls(make: Operands) -> Iterator[Callable[[], object]]:
             up, down, index = weights(16, 1024, 1024), weights(16, 1024, 512), make.zeros(tokens, 4, dtype=torch.int64)
             operands = make.normal(tokens, 1024), index, make.uniform(tokens, 4, mean=1.0), up, down
             yield partial(fp8moe.experts, *operands)
-            layer = Layer(
-                up, down, Activation(limit=7.0, alpha=1.702), Biases(make.normal(16, 1024), make.normal(16, 1024))
-            )
+            kept = (fp8moe.FP8Tensor(*weight_operand("up", up, 2)), fp8moe.FP8Tensor(*weight_operand("down", down)))
+            layer = Layer(*kept, Activation(limit=7.0, alpha=1.702), Biases(*(make.normal(16, 1024) for _ in range(2))))
             shard = Shard(0, 16, row_dtype=torch.bfloat16)
             yield partial(experts_partial, operands[0], index.int(), operands[2], layer, shard)
 
