@@ -34,7 +34,7 @@ def make(num_experts=4, hidden_size=144, intermediate_size=96, seed=0, **options
     for name in layer.weight_names[1::2]:
         # So that a scale applied to the wrong block shows.
         scale = getattr(layer, name)
-        if scale.is_floating_point():
+        if scale.dtype in (torch.float32, torch.bfloat16):
             scale.mul_(torch.rand_like(scale) + 0.5)
     return layer
 

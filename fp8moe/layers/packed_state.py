@@ -92,12 +92,12 @@ def _by_shard(name: str, convert: Callable[..., Tensor | list[Tensor]], *values:
 
     Raises ValueError, which begins with ``name``, for DTensors that are not all sharded by experts alike.
     """
-    of = values[0]
-    for value in values:
+    of, places = values[0], [getattr(value, "placements", None) for value in values]
+    for value, placements in zip(values, places, strict=True):
         if local(value).shape[1:] != value.shape[1:]:
-            raise ValueError(f"{name}: expected whole experts on each rank, got a DTensor with {value.placements}")
-        if getattr(value, "placements", None) != getattr(of, "placements", None):
-            raise ValueError(f"{name}: expected what belongs to it to be sharded alike, got {describe(value)}")
+            raise ValueError(f"{name}: expected whole experts on each rank, got a DTensor with {placements}")
+        if placements != places[0]:
+            raise ValueError(f"{name}: expected all that belongs to it with {places[0]}, got {placements}")
     made = convert(*map(local, values))
     results = [made] if isinstance(made, Tensor) else made
     if not is_sharded(of):
