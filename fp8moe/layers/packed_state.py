@@ -53,7 +53,7 @@ def as_kept(layer: Any, state: dict[str, Tensor], prefix: str) -> list[str]:
                 problems += _wrong_scales(scale_key, scale, tensor_key, state.get(tensor_key), expected)
                 if problems:
                     continue
-                scales.append(state.pop(tensor_key))
+                scales.append(_sharded_like(scale, state.pop(tensor_key)))
             convert = partial(_ARRANGED_SCALES[form], projections=projections)
             (state[scale_key],) = _by_shard(scale_key, convert, *scales)
         stored = scale is None or scale.shape[1:] == shape
@@ -72,6 +72,19 @@ def _wrong_scales(
     held = local(scale)
     if not held.is_meta and (held.float() < 0).any():
         yield f"{scale_key}: expected scales that are not negative, which fp8moe cannot keep"
+
+
+def _sharded_like(like: Tensor, values: Tensor) -> Tensor:
+    """Return values (E, ...) as the DTensor `like`: PyTorch shards what it loads from a whole state by its parameters.
+
+    Tensor scales are no parameters, so they are whole then. DTensors stay as they are.
+    """
+    if not is_sharded(like) or is_sharded(values):
+        return values
+    (chunk,) = like.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
+    here = values.narrow(0, chunk.offsets[0], chunk.sizes[0]).to(like.device)
+    options = {"run_check": False, "shape": values.shape, "stride": values.stride()}
+    return type(like).from_local(here, like.device_mesh, like.placements, **options)
 
 
 def as_stored(layer: Any, state: dict[str, Tensor], prefix: str, local_metadata: dict) -> None:

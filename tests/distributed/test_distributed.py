@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8moe.distributed import ExpertParallel, agreement, local
@@ -286,9 +286,14 @@ def four_bits(world):
             here = expected[name].chunk(world)[dist.get_rank()]
             assert value.dtype == here.dtype and torch.equal(bits(value.to_local()), bits(here))
         if form == "nvfp4":
-            mixed = state | {"down_proj_tensor_scale": expected["down_proj_tensor_scale"]}
-            sentence = "down_proj_scale: expected all that belongs to it with (Shard(dim=0),), got None"
-            fails(partial(loaded.load_state_dict, mixed), sentence)
+            # Whole tensor scales, as PyTorch leaves them in a whole state whose other tensors it has sharded.
+            doubled = {name: 2 * value for name, value in expected.items() if name.endswith("tensor_scale")}
+            loaded.load_state_dict(state | doubled)
+            for name, value in doubled.items():
+                assert torch.equal(loaded.state_dict()[name].to_local(), value.chunk(world)[dist.get_rank()])
+            whole = distribute_tensor(expected["down_proj_tensor_scale"], loaded.down_proj.device_mesh, [Replicate()])
+            sentence = "down_proj_scale: expected all that belongs to it with (Shard(dim=0),), got (Replicate(),)"
+            fails(partial(loaded.load_state_dict, state | {"down_proj_tensor_scale": whole}), sentence)
         layers = [GroupedExperts.from_experts(experts, weight_format=form) for experts in (parallel(trained), trained)]
         for one, other in zip(*(layer.state_dict().values() for layer in layers), strict=True):
             assert torch.equal(bits(one.to_local()), bits(other.chunk(world)[dist.get_rank()]))
