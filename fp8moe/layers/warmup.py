@@ -14,7 +14,7 @@ from fp8moe.kernels.gemm.warmup import RequiredKernels, lengths, required_by
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.arranged import as_stored
-from fp8moe.quant.formats import FP8Tensor, PackedTensor, is_packed, packed_format
+from fp8moe.quant.formats import FP8Tensor, PackedTensor, is_packed
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import config, jit
 from fp8moe.runtime.backend import use_cuda
@@ -156,5 +156,4 @@ def _weight(data: torch.Tensor, scale: torch.Tensor) -> FP8Tensor | PackedTensor
     """Return weights of a module as the functions take them."""
     if not is_packed(data):
         return FP8Tensor(data, scale)
-    form = packed_format(scale)
-    return PackedTensor(*(as_stored(data, scale) if form == "mxfp4" else (data, scale)), form)
+    return as_stored(data, scale)

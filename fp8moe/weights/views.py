@@ -80,7 +80,7 @@ def _mxfp4_arranged(codes: Tensor, exponents: Tensor) -> FP8Tensor:
     """Return a matrix, codes (N, K/2), arranged; exponents of groups of zeros do not count."""
     data, power = codes.view(torch.uint8).flatten(1), exponents.view(torch.uint8)
     used = (data.unflatten(1, (-1, MX_BLOCK // 2)) & 0x77 != 0).any(-1) | (power == _NAN)
-    return arrange(data, torch.where(used, power, 0))
+    return FP8Tensor(*arrange(PackedTensor(data, torch.where(used, power, 0), "mxfp4"))[:2])
 
 
 def _in_blocks(weight: StoredWeight, bytes_are_exponents: bool) -> StoredWeight:
