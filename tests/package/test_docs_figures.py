@@ -95,7 +95,7 @@ def stated():
             f"{roofline.NETWORK_US:.0f} us",
         ],
         "experts.md": [
-            *(f"{layer / 1024:.0f} KiB", f"{roofline.TFLOPS:.0f} TFLOPS", f"{rounding_of_nvfp4():.1%}"),
+            *(f"{layer / 1024:.0f} KiB", f"{roofline.TFLOPS:.0f} TFLOPS", f"{rounding_of_nvfp4():.0%}"),
             *(f"{4 + 16 / 128:.3f}", f"{4 + 8 / 32:.2f}"),  # bits of a weight: scales in bfloat16, and of a byte
         ],
         "finetuning.md": [f"{error:.1%}"],
