@@ -317,7 +317,9 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     if low is not None:
         of_factors, d_ranks = _factor_gradients(operands, grad_read, d_ranks, d, row_weights)
         grads |= of_factors
-    (d_rows, dots, d_columns, offsets, *_), d = d, None
+        del grad_read
+    d_rows, dots, d_columns, offsets = d[:4]
+    del d  # with it d_projected and values, the largest temporary tensors of LoRA
     if routing_grad:
         grads["top_k_weights"] = order.by_assignment(dots).to(top_k_weights.dtype)
     if input_dtype is not None:
