@@ -17,8 +17,6 @@ from benchmarks.operands import exact, relative_error, rounded_error
 from fp8moe import FP8Tensor, grouped_gemm_k, quantize_128x1, quantize_128x128, quantize_int4, quantize_mxfp4
 from fp8moe.kernels.activation import Activation, activation_backward
 from fp8moe.kernels.experts.swiglu import (
-    Activated,
-    ActivationGradient,
     Beside,
     swiglu_backward_quantize,
     swiglu_quantize,
@@ -281,10 +279,10 @@ def swiglu_error(offsets: tuple[int, ...], rows: int, size: int, activation: Act
     weights, groups = torch.rand(rows) + 0.1, int32(offsets)
     operands = on_gpu((gate_up, grad, weights, groups))
     h = swiglu_quantize(operands[0], operands[3], activation=activation)
-    d = swiglu_backward_quantize(*operands, activation=activation)
+    d = swiglu_backward_quantize(*operands, activation=activation, beside=Beside.COLUMNS)
     rows_alone = {"activation": activation, "beside": Beside.VALUES}
-    h_rows, _, _, h_values = swiglu_quantize(operands[0], operands[3], **rows_alone)
-    d_rows, dots_again, _, _, d_values, _ = swiglu_backward_quantize(*operands, **rows_alone)
+    h_rows, h_values = swiglu_quantize(operands[0], operands[3], **rows_alone)
+    d_rows, dots_again, *_, d_values, _ = swiglu_backward_quantize(*operands, **rows_alone)
     gradient, value = activation_backward(gate_up.double(), weights[:, None] * grad.double(), activation)
     used = used_rows(groups, rows)
     pairs = (
@@ -292,19 +290,19 @@ def swiglu_error(offsets: tuple[int, ...], rows: int, size: int, activation: Act
         *((h_values, value), (exact(h_rows), value), (d_values, gradient), (exact(d_rows), gradient)),
     )
     return max(
-        both_ways_error(h, value, groups),
-        both_ways_error(d, gradient, groups),
+        both_ways_error(h.rows, d.h_columns, value, groups),
+        both_ways_error(d.rows, d.columns, gradient, groups),
         *(relative_error(got.cpu()[used], expected[used]) for got, expected in pairs),
     )
 
 
-def both_ways_error(t: Activated | ActivationGradient, expected: Tensor, groups: Tensor) -> float:
+def both_ways_error(rows: FP8Tensor, columns: FP8Tensor, expected: Tensor, groups: Tensor) -> float:
     used = used_rows(groups, len(expected))
-    rows = FP8Tensor(t.rows.data.cpu()[used], t.rows.scale.cpu()[used])
+    rows = FP8Tensor(rows.data.cpu()[used], rows.scale.cpu()[used])
     # The reference's quantization of the exact values has its own errors, twice.
     *_, data, scale, offsets = reference.both_ways(expected, expected, groups)
     end = int(offsets[-1])
-    got, wanted = (exact(FP8Tensor(*pair)) for pair in (on_cpu(t.columns), (data, scale)))
+    got, wanted = (exact(FP8Tensor(*pair)) for pair in (on_cpu(columns), (data, scale)))
     return max(relative_error(exact(rows), expected[used]), relative_error(got[:, :end], wanted[:, :end]))
 
 
