@@ -259,6 +259,15 @@ QUANTIZERS = {
     "quantize_with_transpose, one group": Case(
         lambda draw: (draw.normal(draw.rows, draw.hidden, dtype=torch.float32), None, None, None), _transposed_defined
     ),
+    "quantize_columns": Case(
+        lambda draw: _with_transpose(draw)[:3],
+        lambda a, results: [*both_ways(results, results[2][-1]), results[2]],
+    ),
+    "quantize_columns, rows": Case(
+        lambda draw: (draw.normal(draw.rows, draw.hidden), draw.offsets(), None),
+        lambda a, results: [*both_ways(results, results[2][-1]), results[2]],
+        bad={"x": ((BAD_ROW, 130), lambda a: transposed([], 130, a.group_offsets))},
+    ),
     "transpose_fp8": Case(
         lambda draw: tuple(draw.weights(2, draw.rows, draw.hidden)),
         bad={

@@ -29,7 +29,7 @@ from fp8moe.kernels.gemm.reference import group_ranges, group_rows
 from fp8moe.kernels.gemm.sm90 import TileConfig, with_stages
 from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant import reference
-from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
+from fp8moe.quant.transpose import quantize_columns, quantize_with_transpose, transpose_fp8
 from tests.deep_gemm_cases import by_ends, by_group, by_rows, flat_groups
 from tests.gemm_cases import int32
 from tests.gpu.sanitizing import (
@@ -263,11 +263,14 @@ def transpose_errors(
     weights, used = torch.rand(rows) if weighted else None, used_rows(groups, rows)
 
     def call(x: Tensor, groups: Tensor, tokens: Tensor, weights: Tensor) -> tuple:
-        return tuple(quantize_with_transpose(x, groups, tokens=tokens, row_weights=weights))
+        t = quantize_with_transpose(x, groups, tokens=tokens, row_weights=weights)
+        alone = () if weighted else quantize_columns(x, groups, tokens=tokens)[:1]
+        return t.rows, t.columns, *alone, t.offsets
 
     *parts, offsets = both(call, x, groups, tokens, weights)
     end = int(offsets[1][-1])
-    places = used, used, (slice(None), slice(end)), (slice(None), slice(end // 128))
+    columns = [(slice(None), slice(end)), (slice(None), slice(end // 128))]
+    places = [used, used, *columns, *([] if weighted else columns)]
     raw = ([value.view(torch.uint8) if value.itemsize == 1 else value for value in pair] for pair in parts)
     pairs = [(got[i], want[i]) for (got, want), i in zip(raw, places, strict=True)]
     return differing([*pairs, offsets])

@@ -38,7 +38,7 @@ from fp8moe.kernels.experts.swiglu import (
 from fp8moe.kernels.gemm.api import grouped_rows, weight_gradients
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
-from fp8moe.quant.transpose import Transposed, quantize_with_transpose, transpose_fp8
+from fp8moe.quant.transpose import Transposed, quantize_columns, quantize_with_transpose, transpose_fp8
 from fp8moe.runtime.operator import Signature, define
 
 
@@ -151,14 +151,19 @@ class RowOrder(NamedTuple):
         x = pad_columns(x, columns)
         return quantize_1x128(x) if self.rows is None else permute_quantize(x, self.rows, self.assignments.shape[0])
 
-    def transposed(self, x: Tensor | FP8Tensor, columns: int, row_weights: Tensor | None = None) -> Transposed:
+    def both_ways(self, x: Tensor, columns: int, row_weights: Tensor) -> Transposed:
         """Sort x by expert and quantize its rows and its columns, see `quantize_with_transpose`.
 
-        x, columns: as for `quantized`. row_weights: a factor for each row, applied only to the values that are
-        quantized by columns.
+        x: tokens or sorted rows. columns: as for `quantized`. row_weights: a factor for each row, applied only to the
+        values that are quantized by columns.
         """
-        x = pad_columns(x, columns) if isinstance(x, Tensor) else dequantize(self.quantized(x, columns))
+        x = pad_columns(x, columns)
         return quantize_with_transpose(x, self.groups, tokens=self.tokens(), row_weights=row_weights)
+
+    def transposed(self, x: Tensor | FP8Tensor, columns: int) -> FP8Tensor:
+        """Sort x by expert and quantize its columns. x, columns: as for `quantized`."""
+        x = pad_columns(x, columns) if isinstance(x, Tensor) else dequantize(self.quantized(x, columns))
+        return quantize_columns(x, self.groups, tokens=self.tokens())[0]
 
     def multiply(self, a: FP8Tensor, b: FP8Tensor, dtype: torch.dtype, **options: Any) -> Tensor:
         """Return ``a[rows of e] @ b[e].T`` for every expert e; options: others_zero, low_rank of `grouped_rows`."""
@@ -295,7 +300,7 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     if masters.down_master is None:
         grad_rows, grad_columns = order.quantized(grad, columns), None
     else:
-        grad_rows, grad_columns, _ = order.transposed(grad, columns, row_weights)
+        grad_rows, grad_columns, _ = order.both_ways(grad, columns, row_weights)
     d_h = order.multiply(grad_rows, transpose_fp8(layer.down), torch.bfloat16, low_rank=addition)
     del grad_rows
 
@@ -332,7 +337,7 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     if not masters.of_up:
         return [grads[name] for name in operands.wanted]
     # The largest gradients are allocated last, when temporary tensors for the other gradients have been freed.
-    x_columns = order.transposed(x if x_scale is None else FP8Tensor(x, x_scale), columns).columns
+    x_columns = order.transposed(x if x_scale is None else FP8Tensor(x, x_scale), columns)
     both = 2 if layer.activation.gated else 1
     if masters.up_master is not None and masters.up_master.shape[1] == both * size:
         shape, dtype = (both, size, hidden), masters.up_master.dtype
@@ -387,7 +392,7 @@ def activate_backward(
     d_projected, values, dots = weighted_backward(projected.contiguous(), d_h, row_weights, activation)
     if beside is Beside.COLUMNS:
         rows, *columns = quantize_with_transpose(d_projected, groups)
-        return ActivationGradient(rows, dots, *columns, quantize_with_transpose(values, groups).columns)
+        return ActivationGradient(rows, dots, *columns, quantize_columns(values, groups)[0])
     both = (d_projected.bfloat16(), values.bfloat16()) if beside is Beside.VALUES else ()
     return ActivationGradient(quantize_1x128(d_projected), dots, None, None, None, *both)
 

@@ -338,7 +338,7 @@ def _reference_backward(operands: SwigluBackwardOperands) -> list[Tensor]:
     d_gate_up, h, dots = swiglu_gradients(gate_up, grad, row_weights, activation)
     if beside == Beside.COLUMNS:
         h = swiglu_values(gate_up, activation)  # the bits that the forward has quantized by rows
-        columns = reference.both_ways(h, h, group_offsets)[2:4]
+        columns = reference.by_columns(h, group_offsets)[:2]
         return [*reference.both_ways(d_gate_up, d_gate_up, group_offsets), dots, *columns]
     rows = reference.quantize_1x128(d_gate_up, False)
     return [*rows, dots, *([d_gate_up, h] if beside == Beside.VALUES else [])]
