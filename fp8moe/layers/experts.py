@@ -98,7 +98,8 @@ class GroupedExperts(MasterModule):
 
     Where gradients are recorded, and in training mode with a master_dtype, the result of the first GEMM is rounded
     to bfloat16, and decode_capacity is ignored. `fp8moe.kernels.experts.backward` says what is kept for the backward.
-    The backward raises RuntimeError if a master has changed in place since the forward, and for second derivatives.
+    The backward raises RuntimeError if a master, or a kept input, has changed in place since the forward, and for
+    second derivatives.
 
     `fp8moe.distributed.ExpertParallel` spreads the experts over several GPUs. `forward_rows` runs the experts on rows
     that another library has dispatched.

@@ -18,8 +18,6 @@ from benchmarks.operands import exact, relative_error, rounded_error
 from fp8moe import FP8Tensor, grouped_gemm_k, quantize_128x1, quantize_128x128, quantize_int4, quantize_mxfp4
 from fp8moe.kernels.activation import Activation, activation_backward
 from fp8moe.kernels.experts.swiglu import (
-    Activated,
-    ActivationGradient,
     Beside,
     swiglu_backward_quantize,
     swiglu_quantize,
@@ -35,7 +33,7 @@ from fp8moe.quant import reference
 from fp8moe.quant.arranged import arrange
 from fp8moe.quant.checks import weight_operand
 from fp8moe.quant.packed import blocks_of_nvfp4, quantize_nvfp4
-from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
+from fp8moe.quant.transpose import quantize_columns, quantize_with_transpose, transpose_fp8
 from tests.deep_gemm_cases import by_ends, by_group, by_rows, flat_groups
 from tests.gemm_cases import int32
 from tests.gpu.sanitizing import (
@@ -273,11 +271,14 @@ def transpose_errors(
     weights, used = torch.rand(rows) if weighted else None, used_rows(groups, rows)
 
     def call(x: Tensor, groups: Tensor, tokens: Tensor, weights: Tensor) -> tuple:
-        return tuple(quantize_with_transpose(x, groups, tokens=tokens, row_weights=weights))
+        t = quantize_with_transpose(x, groups, tokens=tokens, row_weights=weights)
+        alone = () if weighted else quantize_columns(x, groups, tokens=tokens)[:1]
+        return t.rows, t.columns, *alone, t.offsets
 
     *parts, offsets = both(call, x, groups, tokens, weights)
     end = int(offsets[1][-1])
-    places = used, used, (slice(None), slice(end)), (slice(None), slice(end // 128))
+    columns = [(slice(None), slice(end)), (slice(None), slice(end // 128))]
+    places = [used, used, *columns, *([] if weighted else columns)]
     raw = ([value.view(torch.uint8) if value.itemsize == 1 else value for value in pair] for pair in parts)
     pairs = [(got[i], want[i]) for (got, want), i in zip(raw, places, strict=True)]
     return differing([*pairs, offsets])
@@ -289,10 +290,10 @@ def swiglu_error(offsets: tuple[int, ...], rows: int, size: int, activation: Act
     weights, groups = torch.rand(rows) + 0.1, int32(offsets)
     operands = on_gpu((gate_up, grad, weights, groups))
     h = swiglu_quantize(operands[0], operands[3], activation=activation)
-    d = swiglu_backward_quantize(*operands, activation=activation)
+    d = swiglu_backward_quantize(*operands, activation=activation, beside=Beside.COLUMNS)
     rows_alone = {"activation": activation, "beside": Beside.VALUES}
-    h_rows, _, _, h_values = swiglu_quantize(operands[0], operands[3], **rows_alone)
-    d_rows, dots_again, _, _, d_values, _ = swiglu_backward_quantize(*operands, **rows_alone)
+    h_rows, h_values = swiglu_quantize(operands[0], operands[3], **rows_alone)
+    d_rows, dots_again, *_, d_values, _ = swiglu_backward_quantize(*operands, **rows_alone)
     gradient, value = activation_backward(gate_up.double(), weights[:, None] * grad.double(), activation)
     used = used_rows(groups, rows)
     pairs = (
@@ -300,19 +301,19 @@ def swiglu_error(offsets: tuple[int, ...], rows: int, size: int, activation: Act
         *((h_values, value), (exact(h_rows), value), (d_values, gradient), (exact(d_rows), gradient)),
     )
     return max(
-        both_ways_error(h, value, groups),
-        both_ways_error(d, gradient, groups),
+        both_ways_error(h.rows, d.h_columns, value, groups),
+        both_ways_error(d.rows, d.columns, gradient, groups),
         *(relative_error(got.cpu()[used], expected[used]) for got, expected in pairs),
     )
 
 
-def both_ways_error(t: Activated | ActivationGradient, expected: Tensor, groups: Tensor) -> float:
+def both_ways_error(rows: FP8Tensor, columns: FP8Tensor, expected: Tensor, groups: Tensor) -> float:
     used = used_rows(groups, len(expected))
-    rows = FP8Tensor(t.rows.data.cpu()[used], t.rows.scale.cpu()[used])
+    rows = FP8Tensor(rows.data.cpu()[used], rows.scale.cpu()[used])
     # The reference's quantization of the exact values has its own errors, twice.
     *_, data, scale, offsets = reference.both_ways(expected, expected, groups)
     end = int(offsets[-1])
-    got, wanted = (exact(FP8Tensor(*pair)) for pair in (on_cpu(t.columns), (data, scale)))
+    got, wanted = (exact(FP8Tensor(*pair)) for pair in (on_cpu(columns), (data, scale)))
     return max(relative_error(exact(rows), expected[used]), relative_error(got[:, :end], wanted[:, :end]))
 
 

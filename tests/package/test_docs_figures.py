@@ -82,7 +82,7 @@ def stated():
     tokens = 8 * 4096 * (hidden + 4 * hidden // 128 + 4 * top_k)
     rows, sums = 4096 * top_k * 2 * hidden, 8 * 4096 * 4 * hidden
     layer = top_k * (3 * hidden + intermediate + 4 * (hidden + intermediate) / 128 + 8)
-    kept = top_k * (33 / 32 * (hidden + intermediate) + 4 * intermediate + 8)
+    kept = top_k * (4 * intermediate + 8)
     error = rounding()
     return {
         "README.md": [f"{model_sizes.FULL:.0%}", *rises()],
