@@ -29,6 +29,7 @@ from fp8moe.hf.architecture import (
 from fp8moe.hf.versions import conversions_to_save
 from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.layers.replaced import as_patterns, casts_to_weight
+from fp8moe.quant.formats import PACKED_FORMATS
 from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.settings import standard_device
 from fp8moe.weights.formats import quantization_config
@@ -75,8 +76,9 @@ def load_model(
     dtype: the dtype of activations and of everything that is not FP8. "auto" or None: the dtype in config.json or, if
         it has none, the dtype of the first unquantized tensor.
     device: the model's device.
-    experts: "stored": experts in MXFP4 or INT4 keep their four bits; "fp8": those in MXFP4 become FP8 in 128x128
-        blocks, as all other weights do, which takes 1.9 times the memory and computes the same, and INT4 is refused.
+    experts: "stored": experts in MXFP4, NVFP4 or INT4 keep their four bits; "fp8": those in MXFP4 and NVFP4 become FP8
+        in 128x128 blocks, as all other weights do, which takes 1.8 to 1.9 times the memory and multiplies the same
+        values, and INT4 is refused.
         Four bits are faster for few tokens, as in decoding, and slower than FP8 for many, as in prompts.
     ignore: fnmatch patterns of tensors in the checkpoint to leave out.
     Returns the model in eval mode. Its quantization_config describes the FP8 weights, and save_pretrained writes it.
@@ -288,7 +290,7 @@ def _match(
     """
     from fp8moe.hf.quantizer import replace_modules
 
-    kinds = ("mxfp4", "int4") if experts == "stored" else ()
+    kinds = PACKED_FORMATS if experts == "stored" else ()
     packed = {weight.name.text for weight in weights.stored if weight.kind in kinds and weight.is_expert}
     target, blocks = Target(state_of(model)), in_blocks(weights, packed=packed)
     names = {weight.name.text: _name_to_locate(weight, weights) for weight in blocks}
@@ -359,8 +361,8 @@ def _match(
 
 def _packed_form(weight: StoredWeight) -> str:
     """Return how a module keeps a weight in four bits; see `replace_modules`."""
-    if weight.kind == "mxfp4":
-        return "mxfp4"
+    if weight.kind != "int4":
+        return weight.kind
     group = 2 * weight.shape[-1] // weight.grid[-1]
     form = next(form for form, (name, size) in PACKED_WEIGHTS.items() if (name, size) == ("int4", group))
     return form if weight.scale_dtype == "BF16" else f"{form}, float32"
