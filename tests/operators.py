@@ -26,7 +26,7 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.indexer.mqa_cache import new_kv_cache
 from fp8moe.quant.formats import FP8Tensor, align
-from fp8moe.quant.packed import quantize_int4, quantize_mxfp4
+from fp8moe.quant.packed import quantize_int4, quantize_mxfp4, quantize_nvfp4
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x128
 from fp8moe.runtime.operator import Signature
 from tests import experts_cases, mqa_cases, sampling_cases
@@ -237,6 +237,15 @@ QUANTIZERS = {
     "quantize_int4": Case(
         lambda draw: (draw.normal(2, draw.rows, 160, dtype=torch.float32), 32),
         bad={"w": ((1, BAD_ROW, 130), lambda a: [(1, BAD_ROW, slice(64, 80)), (1, BAD_ROW, 4)])},
+    ),
+    "arrange_nvfp4": Case(
+        lambda draw: (*quantize_nvfp4(draw.normal(2, 2 * draw.rows, 160))[:2], draw.uniform(2), 2),
+        exempt={
+            "bad values": "test_arranged.py: the scale is a byte",
+            "nothing to do": "tensor scales stay",
+            "wrong operands": INTERNAL,
+            "ranks are refused": INTERNAL,
+        },
     ),
     "packed_in_blocks": Case(
         lambda draw: (*draw.mxfp4(2, 2 * draw.rows, 160), 2),

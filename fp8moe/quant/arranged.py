@@ -201,18 +201,20 @@ def arranged_scales(scale: Tensor, tensor_scale: Tensor, projections: int = 1) -
     out = scale.new_empty((*lead, projections * k_blocks, _scale_bytes(size)))
     if not out.numel():
         return out
-    stacked, made = scale.reshape(-1, size, groups), out.view(torch.uint8).view(-1, k_blocks, _scale_bytes(size))
+    count = math.prod(lead) * projections
+    stacked, made = scale.reshape(count, size, groups), out.view(torch.uint8).view(count, k_blocks, -1)
     factors = tensor_scale if tensor_scale.dim() > len(lead) else tensor_scale[..., None]
     factors = factors.expand(*lead, projections) if factors.shape[-1] == 1 else factors
-    for matrix, factor, target in zip(stacked, factors.reshape(len(stacked), -1), made, strict=True):
-        target.copy_(_arranged_matrix(matrix, factor.expand(size)))
+    for matrix, factor, target in zip(stacked, factors.reshape(count, -1), made, strict=True):
+        target.copy_(_arranged_matrix(matrix, factor))
     return out
 
 
 def _arranged_matrix(scale: Tensor, factor: Tensor) -> Tensor:
-    """Arrange the scales (size, groups) of one matrix, whose rows have these tensor scales (size,)."""
+    """Arrange the scales (size, groups) of one matrix. factor: tensor scales (1,), or (size,) of its rows."""
     size, groups = scale.shape
     rows, k_blocks = ceil_div(size, BLOCK), ceil_div(groups, _SCALES)
+    one, factor = factor[:1].view(torch.int32), factor.expand(size)
     factors = pad(factor, (0, BLOCK * rows - size), value=math.nan).view(rows, BLOCK)
     largest_factor = factors.where(factors.isfinite(), -math.inf).amax(1)
     largest_factor = largest_factor.where(largest_factor.isfinite(), math.nan)
@@ -224,19 +226,13 @@ def _arranged_matrix(scale: Tensor, factor: Tensor) -> Tensor:
     blocks = pad(exponent.where(is_number & ~is_zero, 0), (0, _SCALES * k_blocks - groups, 0, BLOCK * rows - size))
     largest = blocks.view(rows, BLOCK, k_blocks, _SCALES).amax((1, 3))
     of_block = largest.repeat_interleave(BLOCK, 0)[:size].repeat_interleave(_SCALES, 1)[:, :groups]
-    codes = (
-        (_ENTRY * (of_block - exponent).clamp(max=_MOST_BELOW) + (bits >> 20 & 7))
-        .where(~is_zero, SCALE_ZERO)
-        .where(is_number, SCALE_NAN)
-    )
-    codes = pad(codes.to(torch.uint8), (0, _SCALES * k_blocks - groups), value=SCALE_ZERO)
+    codes = _ENTRY * (of_block - exponent).clamp(max=_MOST_BELOW) + (bits >> 20 & 7)
+    codes = codes.where(~is_zero, SCALE_ZERO).where(is_number, SCALE_NAN).to(torch.uint8)
+    codes = pad(codes, (0, _SCALES * k_blocks - groups), value=SCALE_ZERO).view(size, k_blocks, _SCALES)
     block_scale = largest_factor[:, None] * power_of_two(largest - 127 - SCALE_BITS)
-    words = [block_scale.view(torch.int32), largest, factor[:1].view(torch.int32)[:, None].expand(1, k_blocks)]
-    parts = (
-        codes.view(size, k_blocks, _SCALES).transpose(0, 1).flatten(1),
-        torch.cat(words).T.contiguous().view(torch.uint8),
-    )
-    return pad(torch.cat(parts, 1), (0, _scale_bytes(size) - sum(part.shape[1] for part in parts)))
+    words = torch.cat((block_scale.view(torch.int32).T, largest.T, one.expand(k_blocks, 1)), 1)
+    joined = torch.cat((codes.transpose(0, 1).flatten(1), words.view(torch.uint8)), 1)
+    return pad(joined, (0, _scale_bytes(size) - joined.shape[1]))
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fp8moe.quant.arranged import SCALE_BITS, arrange, power_of_two, projections_of, scale_parts, stored_codes
 from fp8moe.quant.checks import check_packed
@@ -62,9 +63,10 @@ def quantize_nvfp4(w: Tensor) -> PackedTensor:
     """
     groups = w.detach().float().unflatten(-1, (w.shape[-1] // 16, 16))
     largest = groups.abs().amax(-1)
-    tensor_scale = (largest.amax((-2, -1)) / (6 * FP8_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
+    tiny = torch.finfo(torch.float32).tiny
+    tensor_scale = (pad(largest.flatten(-2), (1, 0)).amax(-1) / (6 * FP8_MAX)).clamp(min=tiny)
     scale = (largest / 6 / tensor_scale[..., None, None]).to(torch.float8_e4m3fn)
-    magnitude = groups.abs() / (scale.float() * tensor_scale[..., None, None])[..., None].clamp(min=1e-38)
+    magnitude = groups.abs() / (scale.float() * tensor_scale[..., None, None])[..., None].clamp(min=tiny)
     codes = _e2m1_codes(magnitude.clamp(max=6)) + 8 * groups.signbit()
     return PackedTensor(_packed(codes.to(torch.uint8)), scale, "nvfp4", tensor_scale)
 

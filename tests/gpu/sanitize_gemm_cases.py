@@ -7,6 +7,7 @@ layouts, along K; every quantizer, with and without vectors of 16 bytes, weights
 
 import copy
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -31,6 +32,9 @@ from fp8moe.kernels.gemm.reference import group_ranges, group_rows
 from fp8moe.kernels.gemm.sm90 import TileConfig, with_stages
 from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant import reference
+from fp8moe.quant.arranged import arrange
+from fp8moe.quant.checks import weight_operand
+from fp8moe.quant.packed import blocks_of_nvfp4, quantize_nvfp4
 from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
 from tests.deep_gemm_cases import by_ends, by_group, by_rows, flat_groups
 from tests.gemm_cases import int32
@@ -95,6 +99,8 @@ PACKED = (
     ("int4", 32, (33, 1), 136, 288, TileConfig(32, 64, weights_as_rows=True, warpgroups=1, blocks_per_sm=2)),
     *(("mxfp4", 32, (130, 0, 300, 1), 392, 672, TileConfig(*block)) for block in ((128, 256), (256, 128), (128, 128))),
     ("mxfp4", 32, (129,) * 17, 1032, 1024, TileConfig(128, 256)),
+    ("nvfp4", 16, (9, 0, 8), 264, 288, TileConfig(8, 256, weights_as_rows=True, blocks_per_sm=2)),
+    *(("nvfp4", 16, (130, 0, 300, 1), 392, 672, TileConfig(*block)) for block in ((128, 256), (256, 128))),
 )
 # rows in use, max_m, n, k, output type
 MASKED = (((1, 0, 3, -7, 9, 2**31 - 1), 8, 136, 1040, BF16), ((200, 0, 7, 150), 160, 264, 272, FP32))
@@ -196,17 +202,19 @@ def wide_error(sizes: tuple[int, ...], n: int, k: int, staged: bool) -> float:
 def packed_error(form: str, group: int, sizes: tuple[int, ...], n: int, k: int, tile: TileConfig | None) -> float:
     """Call GEMMs with weights in four bits, whose codes become E4M3 in registers or in shared memory."""
     weights, a = torch.randn(len(sizes), n, k), random_rows(sum(sizes), k)
-    b = on_gpu(quantize_mxfp4(weights) if form == "mxfp4" else quantize_int4(weights, group=group))
+    quantizers = {"mxfp4": quantize_mxfp4, "nvfp4": quantize_nvfp4, "int4": partial(quantize_int4, group=group)}
+    b = quantizers[form](weights)
+    loaded, exact = weight_operand("b", on_gpu(b)), on_gpu(blocks_of_nvfp4(*arrange(b)[:2]) if form == "nvfp4" else b)
     groups = int32((0, *accumulate(sizes)))
 
     def write(out: Tensor) -> None:
         if tile is None:
-            fp8moe.grouped_gemm(a, b, groups.cuda(), out=out)
+            fp8moe.grouped_gemm(a, on_gpu(b), groups.cuda(), out=out)
         else:
-            operands = GemmOperands(*a, *weights_as_loaded(b.data, b.scale), groups=groups.cuda())
+            operands = GemmOperands(*a, *weights_as_loaded(*loaded), groups=groups.cuda())
             multiply_with(with_stages(replace(tile, groups=len(sizes), packed=form), k), operands, out, Grouping())
 
-    return groups_error(a, b, groups, write)
+    return groups_error(a, exact, groups, write)
 
 
 def masked_error(masked_m: tuple[int, ...], max_m: int, n: int, k: int, dtype: torch.dtype) -> float:

@@ -48,7 +48,7 @@ def _gemm(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     m, k = a_data.shape
     n = b.data.shape[0]
     if is_packed(b.data) and packed_format(b.scale) in ARRANGED:
-        b = as_stored(*b) if packed_format(b.scale) == "mxfp4" else blocks_of_nvfp4(*b)
+        b = FP8Tensor(*as_stored(*b)[:2]) if packed_format(b.scale) == "mxfp4" else blocks_of_nvfp4(*b)
     a_values = to_float32(a_data)
     channels = has_channel_scales(*b)
     out = torch.empty(m, n, dtype=out_dtype, device=a_data.device)
