@@ -394,6 +394,8 @@ class _Refit:
         return provider().locator(self.model)
 
     def _check_ignored(self, name: str) -> None:
+        if name.removesuffix("_tensor_scale") in self._packed:
+            raise ValueError(f"{name}: {_ONLY_FLOATS}")
         if not self._ignored(name):
             raise ValueError(f"{name}: unknown, the model has no such tensor")
 
