@@ -146,6 +146,8 @@ class Kind(NamedTuple):
 _OTHERS = "which fp8moe does not run; take the model's FP8 or unquantized checkpoint"
 _E5M2 = "which fp8moe does not run; take the model's E4M3 or unquantized checkpoint"
 
+_NVFP4 = f"NVFP4 with a scale for each {NVFP4_GROUP} values, and a relative error of products up to 3e-2"
+
 KINDS = {
     kind.name: kind
     for kind in (
@@ -155,7 +157,7 @@ KINDS = {
         Kind("mxfp4", 4, f"1x{MX_BLOCK}", f"MXFP4, with a power of two for each {MX_BLOCK} values"),
         Kind("fp8-channel", 8, "channel", "FP8 with a scale for each output channel", exact=False),
         Kind("fp8-e5m2", 8, "unknown", "FP8 of type E5M2", exact=False, refusal=_E5M2),
-        Kind("nvfp4", 4, "1x16", "NVFP4, with a scale for 16 values, multiplied to within 3e-2", exact=False),
+        Kind("nvfp4", 4, f"1x{NVFP4_GROUP}", _NVFP4, exact=False),
         Kind("int4", 4, "group", "INT4, with a scale for 32 or 128 values", exact=False),
         Kind("int4-other", 4, "group", "INT4", exact=False, refusal=_OTHERS),
         Kind("int8", 8, "channel", "INT8", exact=False, refusal=_OTHERS),
