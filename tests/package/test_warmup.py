@@ -88,7 +88,10 @@ def written(layout, directory):
 @pytest.mark.usefixtures("one_thread", "registered")
 @pytest.mark.parametrize(
     "layout",
-    ["int4-32", "mxfp4", "GPTQ experts", "FP8 with FP4 experts", "GPT-OSS", "compressed-tensors channel"],
+    [
+        *("int4-32", "mxfp4", "GPTQ experts", "FP8 with FP4 experts", "GPT-OSS", "compressed-tensors channel"),
+        *("ModelOpt NVFP4", "compressed-tensors NVFP4 experts"),
+    ],
 )
 def test_modules_are_those_that_load_model_makes(tmp_path, layout):
     """By config.json alone: which modules are quantized, and how each of their weights is kept."""
