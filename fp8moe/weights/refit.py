@@ -650,8 +650,8 @@ def _of_directory(directory: str | os.PathLike, model: nn.Module) -> _Source:
     checkpoint = weights.checkpoint
     problems = checkpoint.problems + unmappable(checkpoint)
     if not problems:
-        nvfp4 = (info for weight in weights.stored if weight.kind == "nvfp4" for info in weight.scales)
-        problems += inexact_problems(weights) + scale_problems(checkpoint, nvfp4)
+        nvfp4 = [info for weight in weights.stored if weight.kind == "nvfp4" for info in weight.scales]
+        problems += inexact_problems(weights) + (scale_problems(checkpoint, nvfp4) if nvfp4 else [])
     if problems:
         raise CheckpointError(what, problems)
     packed = []

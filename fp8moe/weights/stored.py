@@ -154,7 +154,8 @@ class StoredWeight(NamedTuple):
         part = part or tuple(slice(0, size) for size in self.shape)
         own_scale = None if self.shared else self.scale
         if len(self.shape) < 3:
-            yield None, self._piece(reader, (), part, own_scale and reader.read(own_scale), *self._factor(reader))
+            scales = [own_scale and reader.read(own_scale), *([self._factor(reader)] if self.tensor_scale else [])]
+            yield None, self._piece(reader, (), part, *scales)
             return
         if not math.prod(self.shape):
             return
@@ -171,10 +172,10 @@ class StoredWeight(NamedTuple):
         values = [value for _, value in self.pieces(reader)]
         return torch.stack(values) if len(self.shape) > 2 else values[0]
 
-    def _factor(self, reader: Reader) -> list[Tensor]:
-        """Return [the tensor scale, float32 (1,)], or [] if there is none."""
-        values = [reader.read(info).double().view(1) for info in self.scales[1:]]
-        return [(1 / value if self.tensor_scale.name.endswith(GLOBAL_SCALE) else value).float() for value in values]
+    def _factor(self, reader: Reader) -> Tensor:
+        """Return the tensor scale, float32 (1,)."""
+        value = reader.read(self.tensor_scale).double().view(1)
+        return (1 / value if self.tensor_scale.name.endswith(GLOBAL_SCALE) else value).float()
 
     def _piece(
         self, reader: Reader, at: tuple[int, ...], part: tuple[slice, ...], *scales: Tensor | None
@@ -365,7 +366,8 @@ def _paired(checkpoint: Checkpoint, declaration: Declared | None) -> tuple[list[
             found = filter(tensors.__contains__, (name.text + suffix for suffix in TENSOR_SCALES))
             weight = weight._replace(tensor_scale=tensors.get(next(found, "")))
         stored.append(weight)
-        own_scales.update(info.name for info in weight.scales if not weight.shared)
+        if scale is not None and not weight.shared:
+            own_scales |= {scale} if weight.tensor_scale is None else {scale, weight.tensor_scale.name}
     unused = {text for text, info in tensors.items() if math.prod(info.shape[1:]) == 1 and is_unused_scale(text)}
     return [weight for weight in stored if weight.codes.name not in own_scales], unused
 
