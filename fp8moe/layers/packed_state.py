@@ -53,7 +53,7 @@ def as_kept(layer: Any, state: dict[str, Tensor], prefix: str) -> list[str]:
                 problems += _wrong_scales(scale_key, scale, tensor_key, state.get(tensor_key), expected)
                 if problems:
                     continue
-                scales.append(state.pop(tensor_key))
+                scales.append(_sharded_like(scale, state.pop(tensor_key)))
             convert = partial(_ARRANGED_SCALES[form], projections=projections)
             (state[scale_key],) = _by_shard(scale_key, convert, *scales)
         stored = scale is None or scale.shape[1:] == shape
@@ -72,6 +72,19 @@ def _wrong_scales(
     held = local(scale)
     if not held.is_meta and (held.float() < 0).any():
         yield f"{scale_key}: expected scales that are not negative, which fp8moe cannot keep"
+
+
+def _sharded_like(like: Tensor, values: Tensor) -> Tensor:
+    """Return values (E, ...) as the DTensor `like`: PyTorch shards what it loads from a whole state by its parameters.
+
+    Tensor scales are no parameters, so they are whole then. DTensors stay as they are.
+    """
+    if not is_sharded(like) or is_sharded(values):
+        return values
+    (chunk,) = like.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
+    here = values.narrow(0, chunk.offsets[0], chunk.sizes[0]).to(like.device)
+    options = {"run_check": False, "shape": values.shape, "stride": values.stride()}
+    return type(like).from_local(here, like.device_mesh, like.placements, **options)
 
 
 def as_stored(layer: Any, state: dict[str, Tensor], prefix: str, local_metadata: dict) -> None:
@@ -95,12 +108,12 @@ def _by_shard(name: str, convert: Callable[..., Tensor | list[Tensor]], *values:
 
     Raises ValueError, which begins with ``name``, for DTensors that are not all sharded by experts alike.
     """
-    of = values[0]
-    for value in values:
+    of, places = values[0], [getattr(value, "placements", None) for value in values]
+    for value, placements in zip(values, places, strict=True):
         if local(value).shape[1:] != value.shape[1:]:
-            raise ValueError(f"{name}: expected whole experts on each rank, got a DTensor with {value.placements}")
-        if getattr(value, "placements", None) != getattr(of, "placements", None):
-            raise ValueError(f"{name}: expected what belongs to it to be sharded alike, got {describe(value)}")
+            raise ValueError(f"{name}: expected whole experts on each rank, got a DTensor with {placements}")
+        if placements != places[0]:
+            raise ValueError(f"{name}: expected all that belongs to it with {places[0]}, got {placements}")
     made = convert(*map(local, values))
     results = [made] if isinstance(made, Tensor) else made
     if not is_sharded(of):

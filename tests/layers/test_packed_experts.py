@@ -11,6 +11,7 @@ from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.quant.arranged import ARRANGED
 from fp8moe.quant.packed import quantize_nvfp4
 from tests.errors import refused
+from tests.experts_cases import packed
 from tests.small_checkpoints import bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,16 +27,6 @@ def inputs(tokens=5, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(tokens, SIZES["hidden_size"], generator=generator).to(dtype)
     return x, torch.randint(0, 4, (tokens, 2), generator=generator), torch.rand(tokens, 2, generator=generator)
-
-
-def packed(state, name, form):
-    """One of the weights as functions take it, with a tensor scale for each row."""
-    tensor_scale = state.get(f"{name}_tensor_scale")
-    if tensor_scale is not None:
-        rows = state[name].shape[1]
-        tensor_scale = tensor_scale.view(len(tensor_scale), -1)
-        tensor_scale = tensor_scale.repeat_interleave(rows // tensor_scale.shape[1], 1)
-    return PackedTensor(state[name], state[f"{name}_scale"], PACKED_WEIGHTS[form][0], tensor_scale)
 
 
 def quantize(values, form):

@@ -194,7 +194,15 @@ def check_warm(monkeypatch, options, batch_invariant):
     assert sorted(map(warmup._described, launched - set(compiled))) == []
 
 
-@pytest.mark.parametrize("options", [OPTIONS, OPTIONS._replace(weight_scales="channel", dtype=torch.float16)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        OPTIONS,
+        OPTIONS._replace(weight_scales="channel", dtype=torch.float16),
+        OPTIONS._replace(weight_format="mxfp4"),
+        OPTIONS._replace(weight_format="nvfp4"),
+    ],
+)
 def test_no_number_of_tokens_needs_a_kernel_that_warm_did_not_compile(monkeypatch, forked, options):
     check_warm(monkeypatch, options, False)
 

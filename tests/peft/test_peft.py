@@ -597,6 +597,7 @@ def test_masters_are_added_to():
         ("mxfp4", {"gated": False, "activation": "relu2", "intermediate_size": 256}),
         ("int4", {}),
         ("int4-32", {"intermediate_size": 160, "dtype": torch.float16}),
+        ("nvfp4", {"intermediate_size": 160}),
     ],
 )
 def test_four_bits_have_the_bits_of_their_blocks(form, options, fresh_compiler):
