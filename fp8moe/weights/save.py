@@ -72,6 +72,8 @@ def save_fp8_checkpoint(
     A model wrapped by torch.compile, DistributedDataParallel or peft is stored under the names that it has without the
     wrapper; peft's adapters must be merged.
 
+    Experts in four bits are stored one by one as in compressed-tensors, those of GPT-OSS as published.
+
     Per-output-channel scales are stored as in compressed-tensors (X.weight_scale (N, 1)), which the quantization_config
     then declares.
 
