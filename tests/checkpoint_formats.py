@@ -533,7 +533,8 @@ def _leave_out(content, modules):
     """A configuration, if it is one, in which the entries of quantizations name these modules as not quantized."""
     if not isinstance(content, dict):
         return content
-    entry = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore"}.get(content.get("quant_method"))
+    entries = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore", "modelopt": "ignore"}
+    entry = "exclude_modules" if "exclude_modules" in content else entries.get(content.get("quant_method"))
     parts = {key: _leave_out(value, modules) for key, value in content.items()}
     return parts if entry is None else parts | {entry: modules}
 
@@ -567,7 +568,8 @@ class Source:
         others = {name for name, value in self.tensors.items() if value.dim() > 1 and not wanted(name)}
         located = locate(empty_model(own), map(parse, others)).values()
         kept = sorted({"lm_head", *(location.key.rpartition(".")[0] for location in located)})
-        layout = layout._replace(config=_leave_out(layout.config, kept), root=_leave_out(layout.root, kept))
+        left_out = {field: _leave_out(getattr(layout, field), kept) for field in ("config", "root", "files")}
+        layout = layout._replace(**left_out)
         values = write_layout(layout, directory, self.tensors, wanted, self.config | (config or {}))
         tensors = {name: values[name].float() if name in values else value for name, value in self.tensors.items()}
         return self.kind.from_pretrained(None, config=own, state_dict=tensors, dtype=torch.float32)
