@@ -15,6 +15,9 @@ from fp8moe.runtime.checks import describe
 _ARRANGED_SCALES = {"mxfp4": arranged.arranged_exponents, "nvfp4": arranged.arranged_scales}
 
 
+_MINUS_ZERO, _NAN = 128, 255  # codes of E4M3; those of negative numbers are between them
+
+
 def pairs(names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each weight's name with that of its scale."""
     return zip(names[::2], names[1::2], strict=True)
@@ -69,8 +72,8 @@ def _wrong_scales(
     if tensor_scale is None or (tensor_scale.dtype, tensor_scale.shape) != (torch.float32, shape):
         got = "none" if tensor_scale is None else describe(tensor_scale)
         yield f"{tensor_key}: expected float32 {tuple(shape)} beside {scale_key}, got {got}"
-    held = local(scale)
-    if not held.is_meta and (held.float() < 0).any():
+    codes = local(scale).view(torch.uint8)
+    if not codes.is_meta and ((codes > _MINUS_ZERO) & (codes < _NAN)).any():
         yield f"{scale_key}: expected scales that are not negative, which fp8moe cannot keep"
 
 

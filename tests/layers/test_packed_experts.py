@@ -183,6 +183,9 @@ def test_all_scales_of_nvfp4_are_kept():
             state[name] = torch.rand(value.shape, generator=generator).mul(20).sub(10).exp2()
     layer.load_state_dict(state)
     assert all(same(value, state[name]) for name, value in layer.state_dict().items())
+    state["down_proj_scale"].view(torch.uint8)[0, 0, :2] = torch.tensor([0x80, 0xFF])  # -0 and NaN lose their signs
+    layer.load_state_dict(state)
+    assert layer.state_dict()["down_proj_scale"].view(torch.uint8)[0, 0, :2].tolist() == [0, 0x7F]
 
 
 @pytest.mark.parametrize("size", [384, 96])
