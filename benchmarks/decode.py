@@ -1,4 +1,4 @@
-"""A whole model under GraphDecoder: `python -m benchmarks decode [--model M] [--batch B ...] [--prompt L ...]`.
+"""A whole model under GraphDecoder: `python -m benchmarks decode [--model M] [--experts F] [--batch B ...]`.
 
 - `ms`: time of a decode step: GPU time from the first of MANY new tokens to the last, divided by the number of steps.
 - `floor_ms`: lower bound of `ms`: the bytes that a step must read (weights without the embedding, the experts in use,
@@ -12,8 +12,8 @@
   process with empty disk caches, `again_s` in another process with the caches that the first one filled. `beside_gb`:
   GPU memory that the second process used for anything but weights, keys and values.
 
-Prompts are random and all different; weights are random (`benchmarks/whole_models.py`). For `decode_bf16` the model is
-in bfloat16 and its experts run on transformers' `grouped_mm`.
+Prompts are random and all different; weights are random (`benchmarks/whole_models.py`), those of experts in the format
+F. For `decode_bf16` the model is in bfloat16 and its experts run on transformers' `grouped_mm`.
 """
 
 import json
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from benchmarks import roofline, timing
 from benchmarks.report import Bar, Benchmark, Option, start
-from benchmarks.whole_models import CONFIGS, build
+from benchmarks.whole_models import CONFIGS, FORMATS, build
 from fp8moe.decode import GraphDecoder
 
 CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (32, 8192))
@@ -90,9 +90,14 @@ def step_bytes(model: Any, prompts: Tensor, cached: float) -> int:
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     total = sum(p.nbytes for p in model.parameters() if p is head or p is not embedding)
     for module, used in hit.items():
-        experts = (p for p in module.parameters() if p.dim() == 3)
-        total -= sum(int(p.nbytes * (1 - used / len(p))) for p in experts)
+        total -= sum(int(p.nbytes * (1 - used / len(p))) for p in module.parameters())
     return total + int(cached)
+
+
+def tokens_read(config: Any, tokens: float) -> float:
+    """Return the mean over layers of the tokens that a decode step reads from a cache which has this many."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    return statistics.mean(min(tokens, config.sliding_window) if "sliding" in kind else tokens for kind in kinds)
 
 
 def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
@@ -148,7 +153,7 @@ def measure_decode(model: Any, batch: int, prompt: int) -> dict:
     prompts = random_prompts(model, batch, prompt)
     step = step_seconds(decoder, prompts)
     kernels, kinds = shares(decoder.steps[batch].replay)
-    cached = decoder.stats().cache_bytes * (prompt + MANY / 2) / (prompt + ROOM)
+    cached = decoder.stats().cache_bytes * tokens_read(model.config, prompt + MANY / 2) / (prompt + ROOM)
     floor = step_bytes(model, prompts, cached) / (1e12 * roofline.copy_tbps())
     decoder.close()
     rates = {"ms": 1000 * step, "tokens_s": batch / step, "floor_ms": 1000 * floor, "x_floor": step / floor}
@@ -213,12 +218,14 @@ def first_token(name: str) -> None:
     print(json.dumps({"seconds": spent, "beside_gb": beside / 1e9}))
 
 
-def measure(model: str | None = None, batch: Sequence[int] = (), prompt: Sequence[int] = (512,)) -> Iterator[dict]:
+def measure(
+    model: str | None = None, experts: str = "fp8", batch: Sequence[int] = (), prompt: Sequence[int] = (512,)
+) -> Iterator[dict]:
     """Measure decode steps and prefill of `model`; if it is None, measure all rows that `tools.validate` records."""
     name = model or next(iter(CONFIGS))
     if model is None:
         yield measure_first(name)
-    built = build(name)
+    built = build(name, experts=experts)
     for case in product(batch, prompt) if batch else CASES:
         yield measure_decode(built, *case)
     for sizes in PREFILLS:
@@ -227,7 +234,7 @@ def measure(model: str | None = None, batch: Sequence[int] = (), prompt: Sequenc
         yield measure_sampling(built, *CASES[2])
         del built
         torch.cuda.empty_cache()
-        built = build(name, fp8=False)
+        built = build(name, experts=None)
         for case in BF16_CASES:
             yield measure_decode(built, *case) | {"what": "decode_bf16"}
 
@@ -243,7 +250,12 @@ DECODE = Benchmark(
         )
         for (what, batch, prompt, column), (limit, aim) in LIMITS.items()
     ],
-    {"model": Option(next(iter(CONFIGS)), tuple(CONFIGS)), "batch": Option(()), "prompt": Option((512,))},
+    {
+        "model": Option(next(iter(CONFIGS)), tuple(CONFIGS)),
+        "experts": Option("fp8", FORMATS),
+        "batch": Option(()),
+        "prompt": Option((512,)),
+    },
 )
 
 if __name__ == "__main__":

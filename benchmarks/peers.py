@@ -21,10 +21,13 @@ result differs too much.
 - `four_bits` compares CUDA graphs of a layer in FP8, with random weights of its own, and in MXFP4: ours (`mxfp4`), and
   Humming's GEMMs with FP8 activations (`humming`), without sorting and weighted sum.
 
-With `--whole-model` instead: decode steps and a prefill of a model of Qwen3-30B-A3B's sizes with random weights, in
-milliseconds: this checkout (`fp8moe`), another revision (`--against DIRECTORY`: `before`), and, if installed, vLLM's
-engine (`vllm`) and vLLM's engine with integrations/vllm (`vllm_fp8moe`). They run one after another, in separate
-processes.
+With `--whole-model` instead: decode steps and a prefill of models with random weights, in milliseconds. They run one
+after another, in separate processes, which --only selects by model and name, such as "gpt-oss-20b vllm":
+
+- Qwen3-30B-A3B's sizes: this checkout with experts in FP8 (`fp8moe`) and in MXFP4 (`mxfp4`), another revision in FP8
+  (`--against DIRECTORY`: `before`), and, if installed, vLLM's engine in FP8 (`vllm`), also with integrations/vllm
+  (`vllm_fp8moe`).
+- GPT-OSS-20b's sizes, experts in MXFP4: this checkout (`mxfp4`) and vLLM's engine (`vllm`).
 
 The file also has the digest of what the GPU runs, the card, clocks and versions. A later run with the same digest, card
 and versions keeps the file's rows, except those that --only selects, so a run can be made in pieces.
@@ -56,7 +59,7 @@ from benchmarks import adapters, calls, operands, report, roofline, shapes, timi
 from benchmarks.adapters import Call
 from benchmarks.calls import ceil_div, group_sizes
 from benchmarks.report import ROOT, digest, format_value, versions, write_json
-from benchmarks.shapes import FOUR_BITS, MODELS, Model
+from benchmarks.shapes import FOUR_BITS, MODELS, QWEN, Model
 from fp8moe import FP8Tensor, GroupedExperts, PackedTensor, grouped_gemm, quantize_mxfp4
 
 FILE = ROOT / "validation" / "peers.json"
@@ -73,6 +76,8 @@ TOKENS = (1, 8, 64, 512, 2048, 8192)
 GROUPED = ((4096, 7168), (7168, 2048))  # (n, k) of grouped GEMMs; few, because DeepGEMM takes seconds to compile each
 # SKEW: the share of assignments to one expert in skewed routing. SKEWED: (model, tokens) of the case with this routing
 SKEW, SKEWED = 0.6, ("dsv3_ep8", 2048)
+FORMATS = {QWEN: {"fp8moe": "fp8", "mxfp4": "mxfp4"}, "gpt-oss-20b": {"mxfp4": "mxfp4"}}
+"""Maps whole models to what this checkout measures: names in rows, and formats of experts."""
 STEPS = ((1, 512), (8, 512), (64, 512))  # decode steps: (sequences, prompt tokens of each)
 PREFILL = (4, 4096)
 
@@ -417,17 +422,19 @@ MEASURE: dict[str, Callable[..., dict]] = {
 }
 """Maps a kind of case to the function that measures it; all other kinds use `measure_kernels`."""
 WHOLE_MODEL = [
-    Case(what, {"batch": batch, "prompt": prompt})
+    Case(what, {"model": model, "batch": batch, "prompt": prompt})
+    for model in FORMATS
     for what, sizes in {"decode": STEPS, "prefill": (PREFILL,)}.items()
     for batch, prompt in sizes
 ]
 
 
-def whole_model(tree: Path) -> list[dict]:
+def whole_model(tree: Path, *options: str) -> list[dict]:
     """Run `benchmarks.decode` from the checkout `tree` in another process; return its rows."""
     with tempfile.TemporaryDirectory() as out:
         batches = map(str, (batch for batch, _ in STEPS))
-        _run_in(tree, "benchmarks.decode", "--batch", *batches, "--prompt", str(STEPS[0][1]), "--out", out)
+        how = ("--batch", *batches, "--prompt", str(STEPS[0][1]), "--out", out, *options)
+        _run_in(tree, "benchmarks.decode", *how)
         return json.loads((Path(out) / "decode.json").read_text())["rows"]
 
 
@@ -437,6 +444,21 @@ def vllm_engine(*options: str) -> list[dict]:
         file = Path(out) / "rows.json"
         _run_in(ROOT, "benchmarks.vllm_engine", str(file), *options)
         return json.loads(file.read_text())
+
+
+def sources(against: Path | None) -> dict[tuple[str, str], Callable[[], list[dict]]]:
+    """Map (model, name) to what measures the model's rows. against: the checkout of another revision, if any."""
+    found: dict[tuple[str, str], Callable[[], list[dict]]] = {}
+    for model, formats in FORMATS.items():
+        for name, experts in formats.items():
+            found[model, name] = partial(whole_model, ROOT, "--model", model, "--experts", experts)
+        if adapters.installed("vllm"):
+            found[model, "vllm"] = partial(vllm_engine, "--model", model)
+    if adapters.installed("vllm"):
+        found[QWEN, "vllm_fp8moe"] = partial(vllm_engine, "--quantization", "fp8moe")
+    if against:
+        found[QWEN, "before"] = partial(whole_model, against)
+    return found
 
 
 def _run_in(tree: Path, module: str, *arguments: str) -> None:
@@ -535,9 +557,9 @@ def measure(chosen: Sequence[Case], file: File) -> None:
             print(f"    {spent:.0f} s", flush=True)
 
 
-def measure_whole_models(file: File, sources: Mapping[str, Callable[[], list[dict]]]) -> None:
-    """Call each source, which measures whole models, and put its times into the rows of WHOLE_MODEL."""
-    for name, source in sources.items():
+def measure_whole_models(file: File, sources: Mapping[tuple[str, str], Callable[[], list[dict]]]) -> None:
+    """Call each source, which measures a model, and put its times under its name into the model's rows."""
+    for (model, name), source in sources.items():
         begin = time.perf_counter()
         found, why = [], "it did not measure this"
         try:
@@ -545,12 +567,12 @@ def measure_whole_models(file: File, sources: Mapping[str, Callable[[], list[dic
         except Exception as error:
             why = sentence(error)
         measured = {tuple(row.get(key) for key in ("what", "batch", "prompt")): row for row in found}
-        for case in WHOLE_MODEL:
+        for case in (case for case in WHOLE_MODEL if case.sizes["model"] == model):
             empty = {"ms": {}, "tokens_s": {}, "kernels_a_step": {}, "failed": {}}
             row = file.rows.get(case.name) or case.row | empty
             for values in (row[key] for key in empty):
                 values.pop(name, None)
-            if one := measured.get((case.what, *case.sizes.values())):
+            if one := measured.get((case.what, case.sizes["batch"], case.sizes["prompt"])):
                 row["ms"][name], row["tokens_s"][name] = one["ms"], one["tokens_s"]
                 if "kernels" in one:
                     row["kernels_a_step"][name] = one["kernels"]
@@ -559,7 +581,7 @@ def measure_whole_models(file: File, sources: Mapping[str, Callable[[], list[dic
             else:
                 row["failed"][name] = why
             file.put(row)
-        print(f"    {name}: {time.perf_counter() - begin:.0f} s", flush=True)
+        print(f"    {model} {name}: {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 def clocks() -> dict[str, str]:
@@ -610,22 +632,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         compile_ahead(cases)
         measure(cases, file)
         return
-    sources: dict[str, Callable[[], list[dict]]] = {"fp8moe": partial(whole_model, ROOT)}
     if args.against:
         file.head |= {"before": {"directory": args.against.resolve().name, "digest": digest(args.against)}}
-        sources["before"] = partial(whole_model, args.against.resolve())
-    if adapters.installed("vllm"):
-        sources["vllm"] = vllm_engine
-        if adapters.installed("fp8moe_vllm"):
-            sources["vllm_fp8moe"] = partial(vllm_engine, "--quantization", "fp8moe")
 
-    def asked(name: str) -> bool:
+    def asked(model: str, name: str) -> bool:
         if args.only:
-            return re.search(args.only, name) is not None
-        rows = [file.rows.get(case.name, {}) for case in WHOLE_MODEL]
+            return re.search(args.only, f"{model} {name}") is not None
+        rows = [file.rows.get(case.name, {}) for case in WHOLE_MODEL if case.sizes["model"] == model]
         return name == "before" or not all(name in row.get("ms", {}) for row in rows)
 
-    measure_whole_models(file, {name: source for name, source in sources.items() if asked(name)})
+    all_of_them = sources(args.against and args.against.resolve())
+    measure_whole_models(file, {of: source for of, source in all_of_them.items() if asked(*of)})
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def draw_overview(peers: dict, path: Path) -> None:
         left.set_xlabel("tokens of a call")
         left.set_ylabel("time over fp8moe's, linear")
         left.set_title("Experts layers of DeepSeek-V3 and Qwen3; above 1 fp8moe is faster")
-        _rates_panel(right, select(peers["rows"], "decode"))
+        _rates_panel(right, tables.whole_models(peers["rows"], "decode"))
         names = tables.NAMES | {"vllm": "vLLM (left its Triton experts)"}
         bars = [(names[name], colour, "") for name, colour in series.items()]
         _legend(figure, [("fp8moe", OURS, ""), *bars, ("one of four layers", MARK, "o")], ncols=5)

@@ -39,6 +39,10 @@ MODEL_NAMES = {
     "gpt_oss_120b": "GPT-OSS-120b",
 }
 
+QWEN = "qwen3-30b-a3b"
+WHOLE_MODEL_NAMES = {QWEN: "Qwen3-30B-A3B", "gpt-oss-20b": "GPT-OSS-20b"}
+"""Whole models that are measured beside other libraries. Rows that name none are of QWEN."""
+
 EXPERT_SHAPES = ((6144, 7168), (7168, 3072), (4096, 7168), (7168, 2048))
 """(n, k) of the two GEMMs of experts, for two models.
 

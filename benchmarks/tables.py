@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.report import ROOT, geomean, select
 from benchmarks.roofline import NODE, least_us, predicted
-from benchmarks.shapes import MODEL_NAMES, MODELS
+from benchmarks.shapes import MODEL_NAMES, MODELS, QWEN, WHOLE_MODEL_NAMES
 
 VALIDATION = ROOT / "validation" / "kernels.json"
 WHOLE_MODELS = VALIDATION.with_name("models.json")
@@ -33,7 +33,12 @@ NAMES = {
     "deep_gemm_two_gemms": "DeepGEMM's two GEMMs alone",
 }
 LAYERS = ("vllm", "transformers_bf16", "deep_gemm_two_gemms")
-WHOLE_MODEL = {"fp8moe": "GraphDecoder", "vllm_fp8moe": "vLLM, `--quantization fp8moe`"}
+WHOLE_MODEL = {
+    (QWEN, "fp8moe"): "GraphDecoder",
+    (QWEN, "vllm_fp8moe"): "vLLM, `--quantization fp8moe`",
+    ("gpt-oss-20b", "mxfp4"): "GraphDecoder, GPT-OSS-20b's size",
+}
+"""Maps models and names in their rows to what README's first table calls them."""
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -139,21 +144,22 @@ def count_of_tokens(count: int) -> str:
     return f"{count} token{'s' * (count > 1)}"
 
 
-def whole_model(peers: dict) -> str:
+def whole_model(peers: dict, model: str) -> str:
     """Make the table that compares GraphDecoder with vLLM's engine; empty if neither was measured."""
-    rows = select(peers["rows"], "decode") + select(peers["rows"], "prefill")
+    rows = [row for what in ("decode", "prefill") for row in whole_models(peers["rows"], what, model)]
 
     def line(row: dict) -> tuple[str, ...]:
         batch, prompt, ms = row["batch"], row["prompt"], row["ms"]
         what = f"a step, batch {batch}" if row["what"] == "decode" else f"prompts of {batch} x {prompt} tokens"
-        times = [f"{ms[name]:.1f} ms" if name in ms else "" for name in ("fp8moe", "vllm", "vllm_fp8moe")]
-        ratios = [
-            f"{ms['vllm'] / ms[name]:.2f}" if {"vllm", name} <= ms.keys() else "" for name in ("fp8moe", "vllm_fp8moe")
-        ]
-        return what, *times, *ratios, str(row["kernels_a_step"].get("fp8moe", ""))
+        ours = "fp8moe" if "fp8moe" in ms else "mxfp4"
+        compared = (("vllm", ours), ("vllm", "vllm_fp8moe"), ("fp8moe", "mxfp4"))
+        times = [f"{ms[name]:.1f} ms" if name in ms else "" for name in names]
+        ratios = [f"{ms[one] / ms[other]:.2f}" if {one, other} <= ms.keys() else "" for one, other in compared]
+        return what, *times, *ratios, str(row["kernels_a_step"].get(ours, ""))
 
-    times = ("fp8moe", "vLLM", "vLLM with fp8moe", "vLLM's time / ours", "vLLM's time / that with fp8moe")
-    header = ("Qwen3-30B-A3B's sizes, random weights", *times, "our kernels a step")
+    names = {"fp8moe": "fp8moe", "mxfp4": "fp8moe, experts in MXFP4", "vllm": "vLLM", "vllm_fp8moe": "vLLM with fp8moe"}
+    ratios = ("vLLM's time / ours", "vLLM's time / that with fp8moe", "our time in FP8 / in MXFP4")
+    header = (f"{WHOLE_MODEL_NAMES[model]}'s sizes, random weights", *names.values(), *ratios, "our kernels a step")
     return table(header, map(line, rows)) if rows else ""
 
 
@@ -221,9 +227,9 @@ def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
     return table(header, found)
 
 
-def whole_models(rows: Sequence[dict], what: str) -> list[dict]:
-    """Return the rows of kind `what`, decode steps or prefill, with their times under "us", as `ratios` expects."""
-    return [row | {"us": row["ms"]} for row in select(rows, what)]
+def whole_models(rows: Sequence[dict], what: str, model: str = QWEN) -> list[dict]:
+    """Return a model's rows of kind `what`, decode steps or prefill, with times under "us", as `ratios` expects."""
+    return [row | {"us": row["ms"]} for row in select(rows, what) if row.get("model", QWEN) == model]
 
 
 def headline(benchmarks: dict) -> str:
@@ -236,14 +242,12 @@ def headline(benchmarks: dict) -> str:
         ("dense FP8 GEMMs", select(rows, "gemm"), ("deep_gemm", "cublas_block")),
         ("grouped FP8 GEMMs", grouped, ("deep_gemm",)),
     )
+    work = {"decode": "generating, 1, 8, 64 sequences at once", "prefill": "reading prompts, 4 of 4096 tokens"}
     found = [
-        (f"{WHOLE_MODEL[name]}: {what}", "vLLM's default", mean_and_worst(timed, "vllm", name))
-        for what, timed in (
-            ("generating, 1, 8, 64 sequences at once", whole_models(rows, "decode")),
-            ("reading prompts, 4 of 4096 tokens", whole_models(rows, "prefill")),
-        )
-        for name in WHOLE_MODEL
-        if ratios(timed, "vllm", name)
+        (f"{shown}: {does}", "vLLM's default", mean_and_worst(timed, "vllm", name))
+        for what, does in work.items()
+        for (model, name), shown in WHOLE_MODEL.items()
+        if ratios(timed := whole_models(rows, what, model), "vllm", name)
     ]
     found += [
         (what, NAMES[name], mean_and_worst(some, name))
@@ -251,9 +255,11 @@ def headline(benchmarks: dict) -> str:
         for name in names
         if ratios(some, name)
     ]
-    steps = ", ".join(f"{row['ms']['fp8moe']:.1f}" for row in select(rows, "decode"))
-    whole = f"\nWhole models are of Qwen3-30B-A3B's size: a token for each of 1, 8, 64 sequences takes {steps} ms.\n"
-    whole = whole if steps else ""
+    steps = [row["ms"]["fp8moe"] for row in whole_models(rows, "decode") if "fp8moe" in row["ms"]]
+    whole = (
+        "Whole models are of Qwen3-30B-A3B's size where no other is named: a token for each of 1, 8, 64 sequences takes"
+    )
+    whole = f"\n{whole} {', '.join(f'{ms:.1f}' for ms in steps)} ms.\n" if len(steps) == 3 else ""
     shown = pictures("docs/images/", "overview") if layers(peers) else []
     head = ("", "beside", "their time over ours, mean (worst)")
     return "\n".join([f"{measured_with(peers)}{whole}", table(head, found), *shown])
@@ -262,8 +268,9 @@ def headline(benchmarks: dict) -> str:
 def figures(benchmarks: dict) -> str:
     """Make all tables of docs/benchmarks.md, and links to the pictures of the same run."""
     peers = benchmarks["peers"]
+    of_models = [whole_model(peers, model) for model in WHOLE_MODEL_NAMES] if peers else []
     others_there = (
-        [f"{measured_with(peers)}\n", *filter(None, (gemms(peers), layer(peers), four_bits(peers), whole_model(peers)))]
+        [f"{measured_with(peers)}\n", *filter(None, (gemms(peers), layer(peers), four_bits(peers), *of_models))]
         if peers
         else []
     )

@@ -1,4 +1,4 @@
-"""Whole transformers models with random weights on the GPU, in FP8 or bfloat16, to measure decode and prefill."""
+"""Whole transformers models with random weights on the GPU, to measure decode and prefill."""
 
 import zlib
 from typing import Any
@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe import GroupedExperts, replace_linears
+from fp8moe.layers.experts import PACKED_WEIGHTS
+from fp8moe.quant.packed import quantize_arranged
 from fp8moe.weights import DEFAULT_SKIP
 
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40, "original_max_position_embeddings": 4096}
@@ -23,8 +25,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "first_k_dense_replace": 1, "rope_parameters": _YARN}
         | {"max_position_embeddings": 163840},
     ),
+    "gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "gpt-oss-120b": ("gpt_oss", {"num_hidden_layers": 36, "num_local_experts": 128}),
 }
 """Maps names to model types of transformers, and to options that differ from the type's defaults."""
+
+EXPERTS_ALONE = ("gpt_oss",)
+"""Model types whose published checkpoints quantize the experts alone: all other weights are bfloat16."""
+
+FORMATS = ("fp8", *PACKED_WEIGHTS)
+"""The formats of experts' weights that `build` takes."""
 
 WHOLE = {"deepseek-v3": {"num_hidden_layers": 61, "first_k_dense_replace": 3}}
 """Options that restore the full number of layers, for models of which CONFIGS has only some layers."""
@@ -37,37 +47,69 @@ PIECE = 1 << 28  # elements drawn at a time, to bound temporary memory
 def build(
     name: str,
     *,
-    fp8: bool = True,
+    experts: str | None = "fp8",
     device: str = "cuda",
 ) -> Any:
-    """Build the model in eval mode, with experts and linear layers in FP8, or with all weights in bfloat16."""
+    """Build the model in eval mode.
+
+    experts: one of FORMATS, the format of the experts' weights. Linear layers are then in FP8, except in models of
+        EXPERTS_ALONE. With None, all weights are bfloat16.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, options = CONFIGS[name]
     config = AutoConfig.for_model(model_type, **options)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if fp8:
+    if experts is None:
+        model.set_experts_implementation("grouped_mm")
+    else:
         for path, module in list(model.named_modules()):
             if isinstance(getattr(module, "down_proj", None), nn.Parameter):
-                model.set_submodule(path, GroupedExperts.from_experts(module))
-        replace_linears(model, skip=DEFAULT_SKIP)
-    else:
-        model.set_experts_implementation("grouped_mm")
+                model.set_submodule(path, GroupedExperts.from_experts(module, weight_format=experts))
+        if model_type not in EXPERTS_ALONE:
+            replace_linears(model, skip=DEFAULT_SKIP)
     model.to_empty(device=device)
     model.tie_weights()
     for path, module in list(model.named_modules()):
         if hasattr(module, "inv_freq"):  # the rotary frequencies are computed, as checkpoints do not contain them
             model.set_submodule(path, type(module)(config).to(device))
     generator = torch.Generator(device)
+    packed = _packed_weights(model)
     for parameter_name, parameter in model.named_parameters():
-        _fill(parameter_name, parameter.data, generator)
+        if parameter_name in packed:
+            _fill_packed(parameter_name, *packed[parameter_name], generator)
+        elif not parameter_name.endswith("_proj_scale"):  # these are written with their codes
+            _fill(parameter_name, parameter.data, generator)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             buffer.zero_()
         elif not buffer_name.endswith("inv_freq"):
             raise ValueError(f"{buffer_name}: nothing says which values it has")
     return model.eval()
+
+
+def _packed_weights(model: nn.Module) -> dict[str, tuple[GroupedExperts, Tensor, Tensor]]:
+    """Map the name of each parameter that has codes of four bits to its layer, its codes and their scales."""
+    found = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, GroupedExperts) and layer.weight_format != "fp8":
+            names = layer.weight_names
+            for name, scale in zip(names[::2], names[1::2], strict=True):
+                found[f"{path}.{name}"] = layer, getattr(layer, name).data, getattr(layer, scale).data
+    return found
+
+
+def _fill_packed(name: str, layer: GroupedExperts, data: Tensor, scale: Tensor, generator: torch.Generator) -> None:
+    """Fill codes and scales with quantized values that depend only on the name, an expert at a time."""
+    generator.manual_seed(zlib.crc32(name.encode()))
+    projections = 2 if name.endswith("gate_up_proj") else 1
+    shape = (projections, data.shape[1] // projections, 2 * data.shape[2])
+    for codes, scales in zip(data, scale, strict=True):
+        drawn = torch.randn(shape, generator=generator, device=data.device, dtype=torch.bfloat16).mul_(STD)
+        made = quantize_arranged(drawn, *PACKED_WEIGHTS[layer.weight_format])
+        codes.copy_(made.data.flatten(0, 1))
+        scales.copy_(made.scale.flatten(0, 1))
 
 
 def _fill(name: str, value: Tensor, generator: torch.Generator) -> None:

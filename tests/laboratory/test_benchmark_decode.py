@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import decode, whole_models
-from fp8moe import FP8Linear, GroupedExperts
+from fp8moe import FP8Linear, GroupedExperts, PackedTensor, dequantize
 
 transformers = pytest.importorskip("transformers")
 
@@ -38,6 +38,8 @@ SMALL = {
     "num_key_value_heads": 1,
     "head_dim": 64,
     "num_experts": 4,
+    "num_local_experts": 8,
+    "sliding_window": 4,
     "n_routed_experts": 8,
     "n_group": 4,
     "topk_group": 2,
@@ -48,7 +50,8 @@ SMALL = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
 }
-PARAMETERS = {"qwen3-30b-a3b": 30.5, "deepseek-v3": 671.0}  # in 10^9, as published
+PARAMETERS = {"qwen3-30b-a3b": 30.5, "deepseek-v3": 671.0, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8}
+"""In 10^9, as published."""
 
 
 def shrink(name, monkeypatch):
@@ -63,10 +66,10 @@ def shrink(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in whole_models.CONFIGS if name != "tiny"])
-@pytest.mark.parametrize("fp8", [True, False])
-def test_every_model_is_built(name, fp8, monkeypatch):
+@pytest.mark.parametrize("experts", ["fp8", "mxfp4", None])
+def test_every_model_is_built(name, experts, monkeypatch):
     shrink(name, monkeypatch)
-    model = whole_models.build(name, fp8=fp8, device="cpu")
+    model = whole_models.build(name, experts=experts, device="cpu")
     assert not any(p.is_meta for p in [*model.parameters(), *model.buffers()])
     tied = model.config.tie_word_embeddings
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
@@ -74,12 +77,24 @@ def test_every_model_is_built(name, fp8, monkeypatch):
     rotary = model.model.rotary_emb
     assert torch.equal(rotary.inv_freq, type(rotary)(model.config).inv_freq)
     kinds = {type(module) for module in model.modules()}
-    assert (GroupedExperts in kinds and FP8Linear in kinds) == fp8 and not model.training
+    assert (GroupedExperts in kinds) == (experts is not None) and not model.training
+    assert (FP8Linear in kinds) == (experts is not None and not name.startswith("gpt-oss"))
+    assert {m.weight_format for m in model.modules() if isinstance(m, GroupedExperts)} == {experts} - {None}
     tokens = torch.arange(10)[None]
     logits = model(tokens).logits
     assert logits.shape == (1, 10, 64) and logits.isfinite().all() and logits.std() > 0
     # Positions count: the same tokens in another order end otherwise.
     assert not torch.equal(model(tokens.flip(1).roll(-1)).logits[0, -1], logits[0, -1])
+
+
+def test_experts_in_four_bits_have_the_spread_of_the_others():
+    model = whole_models.build("tiny", experts="mxfp4", device="cpu")
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    for name in ("gate_up_proj", "down_proj"):
+        state = first.state_dict()
+        values = dequantize(PackedTensor(state[name], state[f"{name}_scale"], "mxfp4"))
+        assert values.std().item() == pytest.approx(whole_models.STD, rel=0.05)
+        assert not torch.equal(getattr(first, name), getattr(second, name))
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -114,3 +129,10 @@ def test_floor_counts_the_experts_that_were_hit():
     others = sum(p.nbytes for p in model.parameters()) - experts - model.get_input_embeddings().weight.nbytes
     keys_and_values = 100 * 2 * 2 * 1 * 64 * 2  # tokens, layers, keys and values, heads, values, bytes
     assert decode.step_bytes(model, prompts, keys_and_values) == others + experts // 2 + keys_and_values
+
+
+def test_floor_counts_the_tokens_in_a_window():
+    config = transformers.AutoConfig.for_model("gpt_oss")
+    assert decode.tokens_read(config, 100) == 100
+    assert decode.tokens_read(config, 500) == (500 + 128) / 2
+    assert decode.tokens_read(transformers.AutoConfig.for_model("deepseek_v3"), 500) == 500

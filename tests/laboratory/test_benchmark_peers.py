@@ -2,17 +2,18 @@
 
 import json
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 import deep_gemm as drop_in
-from benchmarks import adapters, peers, plots, shapes, tables, timing, vllm_engine
+from benchmarks import adapters, peers, plots, shapes, tables, timing, vllm_engine, whole_models
 from benchmarks.peers import Call, Case
 from benchmarks.report import geomean, select
-from benchmarks.shapes import MODELS, Model
-from fp8moe import FP8Tensor, dequantize, experts
+from benchmarks.shapes import MODELS, QWEN, Model
+from fp8moe import FP8Tensor, PackedTensor, dequantize, experts
 
 
 @pytest.fixture(autouse=True)
@@ -196,15 +197,46 @@ def test_whole_models_of_several_processes_share_rows(tmp_path):
     def compiling():
         return [{"what": "decode", "batch": 1, "prompt": 512, "ms": 3.0, "tokens_s": 4.0, "compiled": 2}]
 
-    peers.measure_whole_models(file, {"fp8moe": ours, "vllm": engine, "vllm_fp8moe": compiling})
+    sources = {"fp8moe": ours, "vllm": engine, "vllm_fp8moe": compiling}
+    peers.measure_whole_models(file, {(QWEN, name): source for name, source in sources.items()})
     rows = json.loads(file.path.read_text())["rows"]
-    assert len(rows) == len(peers.WHOLE_MODEL)
+    assert [row["model"] for row in rows] == [QWEN] * (len(peers.STEPS) + 1)
     assert rows[0]["ms"] == {"fp8moe": 2.0, "vllm_fp8moe": 3.0} and rows[0]["kernels_a_step"] == {"fp8moe": 700}
     assert rows[0]["failed"] == {
         "vllm": "RuntimeError: no memory",
         "vllm_fp8moe": "2 kernels were compiled while it was measured",
     }
     assert rows[-1]["failed"]["fp8moe"] == "it did not measure this"
+    peers.measure_whole_models(file, {("gpt-oss-20b", "mxfp4"): ours})
+    rows = json.loads(file.path.read_text())["rows"]
+    assert len(rows) == len(peers.WHOLE_MODEL) and "mxfp4" not in rows[0]["ms"]
+    assert rows[4]["case"] == "decode model=gpt-oss-20b batch=1 prompt=512" and rows[4]["ms"] == {"mxfp4": 2.0}
+
+
+def test_what_measures_whole_models(monkeypatch):
+    ran = []
+    monkeypatch.setattr(peers, "_run_in", lambda tree, module, *options: ran.append((tree, module, *options)))
+    there = {False: {(QWEN, "fp8moe"), (QWEN, "mxfp4"), ("gpt-oss-20b", "mxfp4")}}
+    there[True] = there[False] | {(QWEN, "vllm"), (QWEN, "vllm_fp8moe"), ("gpt-oss-20b", "vllm")}
+    for installed, expected in there.items():
+        monkeypatch.setattr(adapters, "installed", lambda name, installed=installed: installed)
+        assert set(peers.sources(None)) == expected
+    found = peers.sources(Path("before"))
+    assert set(found) == there[True] | {(QWEN, "before")}
+    for source in found.values():
+        with pytest.raises(FileNotFoundError):  # nothing was written
+            source()
+    ours, engines = ([one for one in ran if one[1] == f"benchmarks.{name}"] for name in ("decode", "vllm_engine"))
+    assert [one[-4:] for one in ours] == [
+        *(("--model", QWEN, "--experts", experts) for experts in ("fp8", "mxfp4")),
+        ("--model", "gpt-oss-20b", "--experts", "mxfp4"),
+        ours[-1][-4:],
+    ]
+    assert ours[-1][0] == Path("before") and not {"--model", "--experts"} & {*ours[-1]}
+    expected = [("--model", QWEN), ("--model", "gpt-oss-20b"), ("--quantization", "fp8moe")]
+    assert [one[-2:] for one in engines] == expected
+    assert {*shapes.WHOLE_MODEL_NAMES} == {*peers.FORMATS} == {model for model, _ in there[True]}
+    assert {*peers.FORMATS} <= {*vllm_engine.ARCHITECTURES}
 
 
 def test_the_gemms_of_a_layer_are_found_among_its_kernels():
@@ -225,7 +257,9 @@ def stored_run():
     rows[0]["us"]["deep_gemm"] = 9.0
     del rows[1]["us"]["deep_gemm"]
     steps = {"ms": {"fp8moe": 2.0, "vllm": 3.0}, "tokens_s": {"fp8moe": 500.0, "vllm": 333.0}, "failed": {}}
-    rows += [case.row | steps | {"kernels_a_step": {"fp8moe": 700}} for case in peers.WHOLE_MODEL]
+    four = {"ms": {"mxfp4": 1.0, "vllm": 1.5}, "tokens_s": {}, "kernels_a_step": {"mxfp4": 600}, "failed": {}}
+    for case in peers.WHOLE_MODEL:
+        rows.append(case.row | (steps | {"kernels_a_step": {"fp8moe": 700}} if case.sizes["model"] == QWEN else four))
     versions = {"gpu": "NVIDIA H100 80GB HBM3", "driver": "580.1", "deep_gemm": "0.1.2", "torch": "2.11"}
     return {"digest": "d", "versions": versions, "copy_tbps": 3.0, "rows": rows}
 
@@ -242,13 +276,30 @@ def test_tables_are_of_one_run():
         ["| DeepGEMM's two GEMMs alone", "0.90 (0.90)"],
         ["| our two GEMMs in the layer / alone", "1.12 (1.12)"],
     ]
-    assert "| a step, batch 8 | 2.0 ms | 3.0 ms | 1.50 | 700 |" in tables.whole_model(run)
-    run["rows"][-1]["ms"]["vllm_fp8moe"] = 2.5
-    assert "| prompts of 4 x 4096 tokens | 2.0 ms | 3.0 ms | 2.5 ms | 1.50 | 1.20 | 700 |" in tables.whole_model(run)
+    expected = tables.whole_model(run, QWEN)
+    assert "| a step, batch 8 | 2.0 ms | 3.0 ms | 1.50 | 700 |" in expected
+    assert "| a step, batch 8 | 1.0 ms | 1.5 ms | 1.50 | 600 |" in tables.whole_model(run, "gpt-oss-20b")
+    prefill = select(run["rows"], "prefill")[0]
+    prefill["ms"] |= {"vllm_fp8moe": 2.5, "mxfp4": 1.6}
+    line = "| prompts of 4 x 4096 tokens | 2.0 ms | 1.6 ms | 3.0 ms | 2.5 ms | 1.50 | 1.20 | 1.25 | 700 |"
+    assert line in tables.whole_model(run, QWEN)
+    assert "| GraphDecoder, GPT-OSS-20b's size: generating" in tables.headline({"peers": run})
     assert tables.measured_with(run).endswith(
         "(driver 580.1), both sides of each ratio in one run: DeepGEMM 0.1.2, PyTorch 2.11."
     )
     assert "| dsv3_ep8 | 1 | 0 | 78 |" in tables.roofline({"peers": run})
+
+
+def test_rows_that_name_no_model_are_of_qwen():
+    run = stored_run()
+    named = tables.whole_model(run, QWEN), tables.headline({"peers": run})
+    run["rows"] = [row for row in run["rows"] if row.get("model") != "gpt-oss-20b"]
+    for row in run["rows"]:
+        if row["what"] in ("decode", "prefill"):
+            del row["model"]
+    assert tables.whole_model(run, QWEN) == named[0] and tables.whole_model(run, "gpt-oss-20b") == ""
+    lines = named[1].splitlines()
+    assert tables.headline({"peers": run}).splitlines() == [line for line in lines if "GPT-OSS" not in line]
 
 
 def test_a_run_of_other_kernels_is_not_shown(monkeypatch, tmp_path):
@@ -298,22 +349,71 @@ def test_a_stored_run_is_whole_and_of_what_the_gpu_runs():
         assert not {case.name for case in peers.CASES} - {row["case"] for row in content["rows"]}
 
 
-def test_the_model_of_vllm_has_a_configuration_and_weights(tmp_path):
+@pytest.mark.parametrize("model", vllm_engine.ARCHITECTURES)
+def test_the_models_of_vllm_have_a_configuration(tmp_path, model):
     transformers = pytest.importorskip("transformers")
-    vllm_engine.write_config(tmp_path)
+    vllm_engine.write_config(tmp_path, model)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert (config.num_experts, config.num_hidden_layers, config.hidden_size) == (128, 48, 2048)
-    assert config.quantization_config["weight_block_size"] == [128, 128]
+    own = transformers.AutoConfig.for_model(config.model_type, **whole_models.CONFIGS[model][1])
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "rope_parameters", "rms_norm_eps")
+    assert all(getattr(config, name) == getattr(own, name) for name in (*names, "num_experts_per_tok"))
+    assert [getattr(transformers, name).__name__ for name in config.architectures] == [*config.architectures]
+    assert config.quantization_config["quant_method"] == ("fp8" if model == QWEN else "mxfp4")
+    if model == QWEN:
+        assert (config.num_experts, config.quantization_config["weight_block_size"]) == (128, [128, 128])
+
+
+def test_the_models_of_vllm_have_random_weights():
     model = torch.nn.Module()
     for name, shape, dtype in (
         ("w13_weight", (3, 256, 128), torch.float8_e4m3fn),
         ("w13_weight_scale_inv", (3, 2, 1), torch.float32),
+        ("packed", (3, 256, 64), torch.uint8),
+        ("packed_scale", (3, 256, 4), torch.uint8),
         ("norm", (64,), torch.bfloat16),
+        ("sinks", (64,), torch.bfloat16),
         ("gate", (64, 64), torch.bfloat16),
     ):
-        model.register_parameter(name, torch.nn.Parameter(torch.zeros(shape).to(dtype), requires_grad=False))
+        model.register_parameter(name, torch.nn.Parameter(torch.full(shape, 7.0).to(dtype), requires_grad=False))
     vllm_engine.fill(model)
     assert dequantize(FP8Tensor(model.w13_weight, model.w13_weight_scale_inv)).std().item() == pytest.approx(
         0.0244, rel=0.05
     )
-    assert (model.norm == 1).all() and model.gate.float().std().item() == pytest.approx(0.02, rel=0.1)
+    packed = dequantize(PackedTensor(model.packed, model.packed_scale, "mxfp4"))
+    assert packed.std().item() == pytest.approx(0.02, rel=0.05) and not torch.equal(packed[0], packed[1])
+    assert (model.norm == 1).all() and (model.sinks == 0).all()
+    assert model.gate.float().std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_plugin_that_is_not_active_is_named(monkeypatch):
+    def quantization_config(name):
+        if name not in methods:
+            raise ValueError(f"Invalid quantization method: {name}")
+
+    methods, module = {}, ModuleType("vllm.model_executor.layers.quantization")
+    module.register_quantization_config = lambda name: lambda kind: methods.setdefault(name, kind)
+    module.get_quantization_config = quantization_config
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.syspath_prepend(str(vllm_engine.PLUGIN))
+    for name in [name for name in sys.modules if name.startswith("fp8moe_vllm")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(RuntimeError, match="^--quantization fp8moe: this vLLM does not take the plug-in"):
+        vllm_engine.register_plugin()  # the fake vLLM lacks what the plug-in imports
+    config = ModuleType("fp8moe_vllm.config")
+    config.Fp8moeConfig = object
+    monkeypatch.setitem(sys.modules, config.__name__, config)
+    vllm_engine.register_plugin()
+    assert methods == {"fp8moe": object}
+
+    method = type("Method", (), {"__module__": "fp8moe_vllm.linear"})
+    model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
+    assert vllm_engine.plugin_layers(model) == 0
+    model[1].quant_method = method()
+    assert vllm_engine.plugin_layers(model) == 1
+
+
+def test_the_plugin_is_refused_for_experts_in_mxfp4(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["vllm_engine", "rows", "--model", "gpt-oss-20b", "--quantization", "fp8moe"])
+    with pytest.raises(SystemExit):
+        vllm_engine.main()
+    assert "gpt-oss-20b has them in MXFP4" in capsys.readouterr().err
