@@ -146,7 +146,9 @@ class Kind(NamedTuple):
 _OTHERS = "which fp8moe does not run; take the model's FP8 or unquantized checkpoint"
 _E5M2 = "which fp8moe does not run; take the model's E4M3 or unquantized checkpoint"
 
-_NVFP4 = f"NVFP4 with a scale for each {NVFP4_GROUP} values, and a relative error of products up to 3e-2"
+NVFP4_ERROR = "3e-2"
+"""The bound of the relative error of products with NVFP4 weights."""
+_NVFP4 = f"NVFP4 with a scale for each {NVFP4_GROUP} values, and a relative error of products up to {NVFP4_ERROR}"
 
 KINDS = {
     kind.name: kind

@@ -93,6 +93,7 @@ def test_saved_and_loaded_again(tmp_path, name):
         of_experts = {key: value for key, value in of_experts.items() if "global_scale" not in key}
     if "ModelOpt" not in name and name not in ("FP8 with FP4 experts", "quark block, MXFP4 experts", "W4AFP8"):
         assert of_experts and all(torch.equal(value, stored[key]) for key, value in of_experts.items())
+    assert inspect_checkpoint(tmp_path / "saved").problems == []
     assert find_format(tmp_path / "saved").name == find_format(tmp_path / "stored").name
     again = load_model(tmp_path / "saved")
     assert torch.equal(logits(again), logits(model))

@@ -19,7 +19,7 @@ from fp8moe.distributed import local, transport
 from fp8moe.layers import mqa_indexer
 from fp8moe.runtime import cubin_cache
 from fp8moe.serving.server import SECONDS_TO_FINISH
-from fp8moe.weights import source
+from fp8moe.weights import formats, source
 from tests.docs_blocks import PAGES, ROOT
 from tools import commands, format_matrix, model_matrix, model_sizes
 
@@ -85,7 +85,7 @@ def stated():
         ],
         "experts.md": [f"{layer / 1024:.0f} KiB", f"{roofline.TFLOPS:.0f} TFLOPS"],
         "finetuning.md": [f"{error:.1%}"],
-        "formats.md": [f"{format_matrix.LARGEST_ERROR}".replace("e-0", "e-")],
+        "formats.md": [f"{format_matrix.LARGEST_ERROR}".replace("e-0", "e-"), formats.NVFP4_ERROR],
         "fused.md": [f"{128 * (128 + 128) * 512 * 2 / 1e6:.0f} MB"],  # of 128 heads, from 512 latents, in bfloat16
         "models.md": [
             *(f"{model_matrix.LEAST_COSINE['logits']}", f"{model_matrix.LARGEST_DIFFERENCE:.0e}".replace("e-0", "e-"))
