@@ -17,6 +17,8 @@ from fp8moe import dequantize, quantize_128x128
 from fp8moe.decode import sampling
 from fp8moe.distributed import local, transport
 from fp8moe.layers import mqa_indexer
+from fp8moe.quant.arranged import arrange
+from fp8moe.quant.packed import blocks_of_nvfp4, quantize_nvfp4
 from fp8moe.runtime import cubin_cache
 from fp8moe.serving.server import SECONDS_TO_FINISH
 from fp8moe.weights import formats, source
@@ -48,6 +50,15 @@ def rounding():
     """What E4M3 costs of a normally distributed tensor, in norm."""
     x = torch.randn(1024, 1024)
     return ((dequantize(quantize_128x128(x)) - x).norm() / x.norm()).item()
+
+
+def rounding_of_nvfp4():
+    """What the kernels round of normally distributed weights in NVFP4, in norm."""
+    stored = quantize_nvfp4(torch.randn(1024, 1024))
+    exact = dequantize(stored, dtype=torch.float32)
+    return (
+        (dequantize(blocks_of_nvfp4(*arrange(stored)[:2]), dtype=torch.float32) - exact).norm() / exact.norm()
+    ).item()
 
 
 def rises():
@@ -83,7 +94,10 @@ def stated():
             *(f"{roofline.NETWORK_GBPS:.0f} GB/s", "400 Gb/s", f"{8 * roofline.NETWORK_GBPS / 400:.0%}"),
             f"{roofline.NETWORK_US:.0f} us",
         ],
-        "experts.md": [f"{layer / 1024:.0f} KiB", f"{roofline.TFLOPS:.0f} TFLOPS"],
+        "experts.md": [
+            *(f"{layer / 1024:.0f} KiB", f"{roofline.TFLOPS:.0f} TFLOPS", f"{rounding_of_nvfp4():.0%}"),
+            *(f"{4 + 16 / 128:.3f}", f"{4 + 8 / 32:.2f}"),  # bits of a weight: scales in bfloat16, and of a byte
+        ],
         "finetuning.md": [f"{error:.1%}"],
         "formats.md": [f"{format_matrix.LARGEST_ERROR}".replace("e-0", "e-"), formats.NVFP4_ERROR],
         "fused.md": [f"{128 * (128 + 128) * 512 * 2 / 1e6:.0f} MB"],  # of 128 heads, from 512 latents, in bfloat16
