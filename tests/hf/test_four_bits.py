@@ -96,6 +96,7 @@ def test_saved_and_loaded_again(tmp_path, name):
     assert inspect_checkpoint(tmp_path / "saved").problems == []
     assert find_format(tmp_path / "saved").name == find_format(tmp_path / "stored").name
     again = load_model(tmp_path / "saved")
+    same(again.state_dict(), model.state_dict())
     assert torch.equal(logits(again), logits(model))
     for load in (load_fp8_checkpoint, refit):
         for value in again.parameters():

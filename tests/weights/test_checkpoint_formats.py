@@ -211,6 +211,20 @@ def test_conversions_that_need_to_quantize_again(tmp_path, layout, capsys):
     assert 0.01 < error < 0.04 and f"a relative error of {error:.2%} added" in capsys.readouterr().out
 
 
+def test_tensor_scales_of_nvfp4_are_saved_bit_for_bit(tmp_path):
+    """Also those that are no reciprocal of a float32."""
+    model, again = (Model(1, weight_format="nvfp4") for _ in range(2))
+    values = torch.linspace(1.5, 2, 1000)
+    values = values[1 / (1 / values) != values][:9]
+    state, experts = model.state_dict(), "layers.0.experts"
+    state[f"{experts}.gate_up_proj_tensor_scale"] = values[:6].view(3, 2)
+    state[f"{experts}.down_proj_tensor_scale"] = values[6:]
+    model.load_state_dict(state)
+    save_fp8_checkpoint(model, tmp_path / "x")
+    load_fp8_checkpoint(again, tmp_path / "x")
+    same(again.state_dict(), state)
+
+
 def test_nvfp4_that_is_refused_by_name(tmp_path):
     """In every function that reads checkpoints, before a model is changed; a scale of zero is right."""
     layout = "ModelOpt NVFP4 experts, hf_quant_config.json"
