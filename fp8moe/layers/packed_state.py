@@ -91,11 +91,14 @@ def _sharded_like(like: Tensor, values: Tensor) -> Tensor:
 
 
 def as_stored(layer: Any, state: dict[str, Tensor], prefix: str, local_metadata: dict) -> None:
-    """Save weights as checkpoints have them, unless the parameters themselves are asked for."""
+    """Save weights as checkpoints have them, unless the parameters themselves are asked for, or are on the meta device.
+
+    transformers takes the names of what it loads from a state dict on the meta device.
+    """
     for name, scale_name in pairs(layer.weight_names):
         keys = [prefix + each for each in (name, scale_name, tensor_scale_name(name))]
         data, scale = (state[key] for key in keys[:2])
-        if packed_format(scale) in arranged.ARRANGED and not isinstance(scale, nn.Parameter):
+        if packed_format(scale) in arranged.ARRANGED and not (isinstance(scale, nn.Parameter) or scale.is_meta):
             state.update(zip(keys, _by_shard(keys[0], _stored, data, scale), strict=False))
 
 

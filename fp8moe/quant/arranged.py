@@ -274,6 +274,11 @@ def scale_parts(arranged: Tensor, n: int, k: int, projections: int) -> tuple[Ten
     return below, mantissa, largest, block_scale.contiguous().view(torch.float32), factor.flatten()
 
 
+def has_nan_scale(arranged: Tensor, size: int) -> Tensor:
+    """Return whether a scale of NVFP4 is NaN. arranged: (..., bytes) of projections with `size` features."""
+    return (arranged.view(torch.uint8)[..., : _SCALES * size] == SCALE_NAN).any()
+
+
 def _scale_bytes(size: int) -> int:
     """Return the bytes of the scales of a projection of NVFP4 with `size` features and a block along K."""
     return align(_SCALES * size + 4 * (2 * ceil_div(size, BLOCK) + 1), 16)

@@ -21,7 +21,7 @@ from fp8moe.quant.arranged import arrange
 from fp8moe.quant.packed import blocks_of_nvfp4, quantize_nvfp4
 from fp8moe.runtime import cubin_cache
 from fp8moe.serving.server import SECONDS_TO_FINISH
-from fp8moe.weights import source
+from fp8moe.weights import formats, source
 from tests.docs_blocks import PAGES, ROOT
 from tools import commands, format_matrix, model_matrix, model_sizes
 
@@ -99,7 +99,7 @@ def stated():
             *(f"{4 + 16 / 128:.3f}", f"{4 + 8 / 32:.2f}"),  # bits of a weight: scales in bfloat16, and of a byte
         ],
         "finetuning.md": [f"{error:.1%}"],
-        "formats.md": [f"{format_matrix.LARGEST_ERROR}".replace("e-0", "e-")],
+        "formats.md": [f"{format_matrix.LARGEST_ERROR}".replace("e-0", "e-"), formats.NVFP4_ERROR],
         "fused.md": [f"{128 * (128 + 128) * 512 * 2 / 1e6:.0f} MB"],  # of 128 heads, from 512 latents, in bfloat16
         "models.md": [
             *(f"{model_matrix.LEAST_COSINE['logits']}", f"{model_matrix.LARGEST_DIFFERENCE:.0e}".replace("e-0", "e-"))
