@@ -137,6 +137,10 @@ def as_rows(weight: StoredWeight, weights: Weights) -> StoredWeight:
     return in_rows(weight) if weights.interleaved and len(weight.shape) == 3 else weight
 
 
+EXPERTS = ("fp8", "mxfp4", "int4", "int4-32")
+"""The formats to which `quantize_checkpoint` quantizes experts. NVFP4 is read, not written from unquantized weights."""
+
+
 @torch.inference_mode(False)
 def quantize_checkpoint(
     src_dir: str | os.PathLike,
@@ -186,8 +190,8 @@ def quantize_checkpoint(
     options, for patterns outside DEFAULT_SKIP that match nothing, and while another run writes to dst_dir.
     """
     check_scale_format(scale_format)
-    if experts not in ("fp8", *PACKED_WEIGHTS):
-        raise ValueError(f"experts: expected one of {('fp8', *PACKED_WEIGHTS)}, got {experts!r}")
+    if experts not in EXPERTS:
+        raise ValueError(f"experts: expected one of {EXPERTS}, got {experts!r}")
     if experts != "fp8" and scale_format != "float32":
         raise ValueError(f"scale_format: expected 'float32' beside experts in four bits, got {scale_format!r}")
     skip = as_patterns("skip", skip)
