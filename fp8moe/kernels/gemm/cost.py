@@ -194,8 +194,7 @@ _GROUPED_TILES = {
 _PACKED_STEP = 741.2  # like _GROUPED_STEP, if registers hold the weights
 _PACKED_SWAPPED = 0.63  # like _GROUPED_SWAPPED
 _PACKED_SLAB = 283.2  # cycles that an SM takes at least for a slab of any of its blocks
-_PACKED_TILES = {"128x256*1": 0.97, "16x256*2": 1.03, "16x64*3": 0.95, "32x64*2": 0.83}  # as _GROUPED_TILES
-_UNPACKED = 1.56  # cycles that a stage takes longer for each feature that is unpacked in shared memory
+_UNPACKED = 1.2  # cycles that a stage takes longer for each feature that is unpacked in shared memory
 
 SKEWED = 0.5  # assumed probability that routing is skewed rather than even
 _QUANTILES = 16
@@ -342,4 +341,4 @@ def _grouped_time(
     ends += _GROUPED_LAST_EPILOGUE * area
     if tile.split_k > 1:
         ends += _GROUPED_PER_SPLIT * (tile.split_k - 1) + _GROUPED_REDUCTION * area
-    return (_PACKED_TILES if tile.packed else _GROUPED_TILES).get(tile.name, 1) * (_GROUPED_START + overlapped + ends)
+    return (1 if tile.packed else _GROUPED_TILES.get(tile.name, 1)) * (_GROUPED_START + overlapped + ends)
