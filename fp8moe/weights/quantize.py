@@ -21,7 +21,7 @@ from fp8moe.quant.quantize import dequantize
 from fp8moe.runtime.progress import still_running
 from fp8moe.weights.formats import low_fp8_fraction, packed_config, quantization_config
 from fp8moe.weights.inspect import block_problems
-from fp8moe.weights.names import DOWN, GATE_UP, WEIGHT, Name
+from fp8moe.weights.names import CHANNEL_SCALE, DOWN, GATE_UP, WEIGHT, Name
 from fp8moe.weights.place import provider
 from fp8moe.weights.source import (
     CONFIG,
@@ -107,6 +107,9 @@ class OutputPlan:
             elif name is not None:
                 seen = as_rows(weight, self.weights)._replace(name=name)
                 weight = quantized(seen, scale_format=self.scale_format, device=self.device, take=partial(take, weight))
+                if self.experts != "fp8":  # compressed-tensors' name for scales of blocks
+                    data, scale = weight.specs().values()
+                    weight = weight._replace(layout={name.text: data, f"{name.text}{CHANNEL_SCALE}": scale})
             elif weight.name.text in in_turns and weight.name.projection == GATE_UP and len(weight.shape) == 2:
                 weight = bias_in_rows(weight)
             outputs.append(weight)
@@ -173,7 +176,8 @@ def quantize_checkpoint(
         ("model.layers.3.mlp.gate") and its last part ("gate").
     scale_format: "float32", or "ue8m0" for powers of two in one byte (float8_e8m0fnu).
     experts: "fp8"; or "mxfp4", "int4" with groups of 128, or "int4-32", to round experts to four bits, as `load_model`
-        keeps them. They are stored as in compressed-tensors; those of GPT-OSS as published, beside unquantized linears.
+        keeps them. They are stored as in compressed-tensors, with the scales of blocks beside them in X.weight_scale;
+        those of GPT-OSS as published, beside unquantized linears.
     device: where to quantize; by default a GPU if there is one. The result is the same everywhere.
     allow_nonfinite: accept weights that hold a NaN or an infinity, which make their blocks useless.
     force: write to a directory that holds other files. Those with the name of an output are overwritten, and a

@@ -72,7 +72,8 @@ def save_fp8_checkpoint(
     A model wrapped by torch.compile, DistributedDataParallel or peft is stored under the names that it has without the
     wrapper; peft's adapters must be merged.
 
-    Experts in four bits are stored one by one as in compressed-tensors, those of GPT-OSS as published.
+    Experts in four bits are stored one by one as in compressed-tensors, which calls scales of blocks beside them
+    X.weight_scale too; those of GPT-OSS as published.
 
     Per-output-channel scales are stored as in compressed-tensors (X.weight_scale (N, 1)), which the quantization_config
     then declares.
@@ -227,7 +228,8 @@ def _groups(
             yield [StoredTensor(name, text, whole(value.shape), spec, _in_turns)]
             continue
         scale = tensors.get(name.scale) if name.scale in scales else None
-        suffix = CHANNEL_SCALE if scale is not None and has_channel_scales(value, scale) else SCALE
+        as_compressed = bool(packed) and not in_turns or scale is not None and has_channel_scales(value, scale)
+        suffix = CHANNEL_SCALE if as_compressed else SCALE
         single = expert_names is not None and _splits(name, tensors)
         parts = [name if expert_names is None else expert_names.stored(name)]
         if single:

@@ -146,6 +146,23 @@ def quantize(source, directory, weight_format):
     save_fp8_checkpoint(model, f"{directory}-x")
 
 
+@pytest.mark.parametrize("weight_format", ["mxfp4", "int4", "nvfp4"])
+def test_linears_beside_them_are_stored_as_compressed_tensors_has_them(tmp_path, weight_format):
+    sizes = SIZES | {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 1}
+    source = TinyModel("qwen3_moe", "AutoModelForCausalLM", sizes).build(torch.bfloat16)
+    source.save_pretrained(tmp_path / "new")
+    quantize(source, tmp_path / "new", weight_format)
+    model = load_model(tmp_path / "new-x")
+    save_fp8_checkpoint(model, tmp_path / "again")
+    for directory in (tmp_path / "new-x", tmp_path / "again"):
+        stored = load_file(directory / "model.safetensors")
+        fp8 = {key for key, value in stored.items() if key.endswith(".weight") and value.dtype is torch.float8_e4m3fn}
+        assert fp8 and not any(key.endswith("_scale_inv") for key in stored)
+        for key in fp8:
+            assert stored[f"{key}_scale"].shape == tuple(-(-size // 128) for size in stored[key].shape)
+        assert torch.equal(logits(load_model(directory)), logits(model))
+
+
 @pytest.mark.parametrize("weight_format", ["mxfp4", "int4", "int4-32", "nvfp4"])
 def test_refit(tmp_path, weight_format):
     """From experts one by one or fused: the bits of the quantized checkpoint, where the old weights were."""
