@@ -98,7 +98,14 @@ def _weighted_swiglu(both: Tensor, probs: Tensor) -> Tensor:
 class Trainer:
     """A model of a variant with Megatron-Core's DistributedDataParallel and optimizer; equal seeds, equal weights."""
 
-    def __init__(self, variant: str, sizes: dict[str, int], cpu: bool = False, distributed_optimizer: bool = True, **config: object):
+    def __init__(
+        self,
+        variant: str,
+        sizes: dict[str, int],
+        cpu: bool = False,
+        distributed_optimizer: bool = True,
+        **config: object,
+    ):
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt import GPTModel
@@ -108,7 +115,6 @@ class Trainer:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         self.sizes = sizes
-        tensor = parallel_state.get_tensor_model_parallel_world_size()
         self.config = TransformerConfig(
             **{"num_layers": sizes["layers"], "hidden_size": sizes["hidden"], "kv_channels": sizes["channels"]},
             **{"num_attention_heads": sizes["heads"], "num_query_groups": sizes["kv_heads"]},
@@ -119,7 +125,6 @@ class Trainer:
             **{"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16},
             **{"moe_token_dispatcher_type": "alltoall"},
             **{"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3},
-            **{"tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1},
             expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
             expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
             **{"gradient_accumulation_fusion": False, "bias_dropout_fusion": False, "use_cpu_initialization": cpu},
@@ -226,7 +231,9 @@ def speed(variant: str, sizes: dict[str, int], micro_batches: int, cpu: bool) ->
     batches = [batch.to(trainer.device) for batch in batches]
     if not cpu:
         torch.cuda.reset_peak_memory_stats()
-    seconds = {name: _seconds(work, batches, cpu) for name, work in (("gradients", trainer.gradients), ("step", trainer.step))}
+    seconds = {
+        name: _seconds(work, batches, cpu) for name, work in (("gradients", trainer.gradients), ("step", trainer.step))
+    }
     tokens = sizes["sequence"] * sizes["batch"] * micro_batches * parallel_state.get_data_parallel_world_size()
     row = {"variant": variant, "seconds": seconds, "tokens_per_second": tokens / seconds["step"]}
     row["tokens_per_second_of_gradients"] = tokens / seconds["gradients"]
@@ -263,7 +270,7 @@ def compare_speed(sizes: dict[str, int], micro_batches: int, cpu: bool) -> dict:
     return {**settings, "rows": rows, "over_bf16": faster, "bar": FASTER, "passed": faster["fp8"] >= FASTER}
 
 
-def start(megatron: str | None, expert_parallel: int | None, tensor_parallel: int, cpu: bool) -> None:
+def start(megatron: str | None, expert_parallel: int | None, expert_tensor_parallel: int, cpu: bool) -> None:
     """Join torchrun's processes, or be the only one, and make Megatron-Core's groups."""
     find_megatron(megatron)
     from megatron.core import parallel_state
@@ -276,9 +283,9 @@ def start(megatron: str | None, expert_parallel: int | None, tensor_parallel: in
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("gloo" if cpu else "nccl")
     world = dist.get_world_size()
-    expert_parallel = world // tensor_parallel if expert_parallel is None else expert_parallel
+    expert_parallel = world // expert_tensor_parallel if expert_parallel is None else expert_parallel
     parallel_state.initialize_model_parallel(
-        **{"tensor_model_parallel_size": tensor_parallel, "expert_model_parallel_size": expert_parallel}
+        expert_model_parallel_size=expert_parallel, expert_tensor_parallel_size=expert_tensor_parallel
     )
 
 
@@ -288,20 +295,20 @@ def main() -> int:
     parser.add_argument("--megatron", metavar="DIR", help="directory with Megatron-Core's unpacked wheel")
     parser.add_argument("--only", choices=("loss", "speed"))
     parser.add_argument("--expert-parallel", type=int, help="default: all ranks")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--expert-tensor-parallel", type=int, default=1)
     parser.add_argument("--layers", type=int, default=QWEN["layers"], help="of the model that is timed")
     parser.add_argument("--micro-batches", type=int, default=4, help="of 8192 tokens, for each step that is timed")
     parser.add_argument("--steps", type=int, default=LOSS_STEPS, help="of the small model")
     args = parser.parse_args()
-    start(args.megatron, args.expert_parallel, args.tensor_parallel, cpu=False)
+    start(args.megatron, args.expert_parallel, args.expert_tensor_parallel, cpu=False)
     import megatron.core
 
     result: dict = {
         "versions": {"megatron-core": megatron.core.__version__, "torch": torch.__version__},
         "device": torch.cuda.get_device_name(),
         "world": dist.get_world_size(),
-        "tensor_parallel": args.tensor_parallel,
-        "expert_parallel": args.expert_parallel or dist.get_world_size() // args.tensor_parallel,
+        "expert_tensor_parallel": args.expert_tensor_parallel,
+        "expert_parallel": args.expert_parallel or dist.get_world_size() // args.expert_tensor_parallel,
     }
     if args.only != "speed":
         result["loss"] = compare_losses(SMALL, args.steps, cpu=False)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 
@@ -53,4 +54,13 @@ def stand_in() -> None:
     for name, function in replaced.items():
         setattr(torch.cuda, name, function)
     _OnCPU().__enter__()
+    all_to_all = dist.all_to_all_single
+
+    def all_to_all_single(output, input, *sizes, **options):
+        # Megatron-Core turns sizes on a GPU into numbers, and leaves those on the CPU as tensors.
+        lists = (size.tolist() if isinstance(size, torch.Tensor) else size for size in sizes)
+        given = {key: each.tolist() if isinstance(each, torch.Tensor) else each for key, each in options.items()}
+        return all_to_all(output, input, *lists, **given)
+
+    dist.all_to_all_single = all_to_all_single
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor

@@ -125,7 +125,9 @@ class FP8Experts(Trained, GroupedExperts):
 
     def local_weights(self) -> Weights:
         weights = super().local_weights()
-        return weights._replace(masters=Masters(*(None if each is None else with_main_grad(each) for each in weights.masters)))
+        return weights._replace(
+            masters=Masters(*(None if each is None else with_main_grad(each) for each in weights.masters))
+        )
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -178,8 +180,10 @@ class FP8Experts(Trained, GroupedExperts):
             own = key.replace(f"{prefix}experts.{module}", f"{prefix}experts.{number}.{module}") if singleton else key
             for part, half in enumerate(matrix.chunk(parts, axis)):
                 named = f"{own}_{'wv'[part]}" if singleton and parts == 2 else own
-                among = (tensor.rank(), tensor.size()) if singleton else (
-                    tensor.rank() + part * tensor.size(), parts * tensor.size()
+                among = (
+                    (tensor.rank(), tensor.size())
+                    if singleton
+                    else (tensor.rank() + part * tensor.size(), parts * tensor.size())
                 )
                 shard = (*of_expert, (len(of_expert) + axis, *among))
                 shards.append(
