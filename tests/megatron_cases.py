@@ -98,8 +98,8 @@ def weights_that_change_without_a_step_are_quantized_anew():
 
 def checkpoints_are_those_of_sequential_experts(expert_parallel, expert_tensor_parallel):
     plain, ours = experts_of(started(expert_parallel, expert_tensor_parallel))
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, apply_factory_merges
     from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, apply_factory_merges
 
     for singleton in (False, True):
         metadata = {"singleton_local_shards": singleton, "dp_cp_group": dist.group.WORLD}

@@ -23,8 +23,8 @@ def in_fp8(spec: Any, *, experts: bool = True, linears: bool = True) -> Any:
     spec: of a layer or of anything in it, such as the results of get_gpt_layer_local_spec, get_gpt_decoder_block_spec
         and get_moe_module_spec.
     experts: whether to replace SequentialMLP, TEGroupedMLP and GroupedMLP.
-    linears: whether to replace ColumnParallelLinear and RowParallelLinear, also TransformerEngine's, in attention, dense
-        MLPs and shared experts. Routers, embeddings and output layers are not in a spec and stay as they are.
+    linears: whether to replace ColumnParallelLinear and RowParallelLinear, also TransformerEngine's, in attention,
+        dense MLPs and shared experts. Routers, embeddings and output layers are not in a spec and stay as they are.
 
     Raises ValueError if there is nothing to replace, NotImplementedError with ``linears`` for a linear that
     TransformerEngine has fused with its norm.
