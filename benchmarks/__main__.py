@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks import decode, host, lora, training
+from benchmarks import decode, host, load, lora, training
 from benchmarks.report import Benchmark
 from benchmarks.routines import kernels, refit, serving, tiles, warmup
 
@@ -12,7 +12,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     one.name: one
     for one in (
         *(kernels.QUANTIZE, kernels.TRANSPOSE, kernels.MQA, kernels.BATCH_INVARIANCE, tiles.CHOICE),
-        *(host.HOST, training.TRAINING, lora.LORA, decode.DECODE),
+        *(host.HOST, training.TRAINING, lora.LORA, decode.DECODE, load.LOAD),
         *(serving.REQUESTS, serving.SERVE, refit.REFIT, warmup.WARMUP),
     )
 }

@@ -391,8 +391,13 @@ def _transposing(operator: Callable) -> Callable:
     width = int(offsets[-1])
 
     def call() -> list[Tensor]:
-        data, scale, columns, column_scale, *more = operator()
-        return [data, scale, columns[:, :width], column_scale[:, : width // 128], *more]
+        data, scale, *more = operator()
+        ends = (width if part.itemsize == 1 else width // 128 for part in more)  # of columns, or of their scales
+        return [
+            data,
+            scale,
+            *(part[:, :end] if part.dim() == 2 else part for part, end in zip(more, ends, strict=True)),
+        ]
 
     return call
 
@@ -417,24 +422,24 @@ def swiglu_quantize(make: Operands, groups: int, mean_rows: int, intermediate: i
     offsets = group_offsets(groups, mean_rows)
     operands = make.normal(offsets[-1], 2 * intermediate), make.integers(offsets)
     operator = torch.ops.fp8moe.swiglu_quantize
-    return _transposing(partial(operator, *operands, *_plain_swiglu(operator)))
+    return partial(operator, *operands, *_plain_swiglu(operator, beside=0))
 
 
 def swiglu_backward_quantize(make: Operands, groups: int, mean_rows: int, intermediate: int) -> Callable:
     *_, rows = offsets = group_offsets(groups, mean_rows)
     operands = make.normal(rows, 2 * intermediate), make.normal(rows, intermediate), make.uniform(rows, mean=0.1)
     operator = torch.ops.fp8moe.swiglu_backward_quantize
-    return _transposing(partial(operator, *operands, make.integers(offsets), *_plain_swiglu(operator)))
+    return _transposing(partial(operator, *operands, make.integers(offsets), *_plain_swiglu(operator, beside=1)))
 
 
-def _plain_swiglu(operator: Callable) -> tuple[str | int | None, ...]:
-    """Return values for a SwiGLU operator's last arguments, which choose plain SwiGLU and a transposed second result.
+def _plain_swiglu(operator: Callable, beside: int) -> tuple[str | int | None, ...]:
+    """Return values for a SwiGLU operator's last arguments, which choose plain SwiGLU and further results: `Beside`.
 
     The operators of older revisions of fp8moe have other last arguments.
     """
     names = {argument.name for argument in operator.default._schema.arguments}
     if "beside" in names:
-        return "silu", 1
+        return "silu", beside
     return ("silu",) if "activation" in names else (None, None)
 
 

@@ -18,8 +18,9 @@ CPU times of eager calls.
 `difference`: relative difference of each library's result from ours. A call counts as failed if it raises or if its
 result differs too much.
 
-- `four_bits` compares CUDA graphs of a layer in FP8, with random weights of its own, and in MXFP4: ours (`mxfp4`), and
-  Humming's GEMMs with FP8 activations (`humming`), without sorting and weighted sum.
+- `four_bits` compares CUDA graphs of a layer in FP8, with random weights of its own, and in four bits: ours in MXFP4
+  and NVFP4 (`mxfp4`, `nvfp4`), and Humming's GEMMs in MXFP4 with FP8 activations (`humming`), without sorting and
+  weighted sum.
 
 With `--whole-model` instead: decode steps and a prefill of models with random weights, in milliseconds. They run one
 after another, in separate processes, which --only selects by model and name, such as "gpt-oss-20b vllm":
@@ -61,6 +62,7 @@ from benchmarks.calls import ceil_div, group_sizes
 from benchmarks.report import ROOT, digest, format_value, versions, write_json
 from benchmarks.shapes import FOUR_BITS, MODELS, QWEN, Model
 from fp8moe import FP8Tensor, GroupedExperts, PackedTensor, grouped_gemm, quantize_mxfp4
+from fp8moe.quant.packed import quantize_nvfp4
 
 FILE = ROOT / "validation" / "peers.json"
 REPEATS, REST_S = 12, 0.2
@@ -331,35 +333,46 @@ def measure_layer(model: str, tokens: int, routing: str = "random", *, device: s
     return row
 
 
-@functools.lru_cache(maxsize=1)
-def mxfp4_of(model: Model, device: str) -> tuple[PackedTensor, PackedTensor, GroupedExperts]:
-    """Return both weights of experts in MXFP4, of which every eighth has the same values, and their layer."""
+@functools.lru_cache(maxsize=2)
+def four_bits_of(model: Model, form: str, device: str) -> tuple[PackedTensor, PackedTensor, GroupedExperts]:
+    """Return both weights of experts in "mxfp4" or "nvfp4", of which every eighth has the same values, and their layer.
+
+    Gate and up have one tensor scale for both.
+    """
     make, (hidden, size, count, _) = calls.Operands(device), model
+    quantize = {"mxfp4": quantize_mxfp4, "nvfp4": quantize_nvfp4}[form]
+    drawn = make.normal(8, 2 * size, hidden, std=hidden**-0.5), make.normal(8, hidden, size, std=size**-0.5)
     up, down = (
-        PackedTensor(*(part.repeat(count // 8, 1, 1) for part in quantize_mxfp4(drawn)[:2]), "mxfp4")
-        for drawn in (make.normal(8, 2 * size, hidden, std=hidden**-0.5), make.normal(8, hidden, size, std=size**-0.5))
+        made._replace(**{name: part.repeat(count // 8, *[1] * (part.dim() - 1)) for name, part in tensors.items()})
+        for made in map(quantize, drawn)
+        if (tensors := {name: part for name, part in made._asdict().items() if isinstance(part, Tensor)})
     )
     sizes = {"num_experts": count, "hidden_size": hidden, "intermediate_size": size}
-    layer = GroupedExperts(**sizes, weight_format="mxfp4", device=device).eval()
-    layer.load_state_dict(dict(zip(layer.weight_names, (up.data, up.scale, down.data, down.scale), strict=True)))
+    layer = GroupedExperts(**sizes, weight_format=form, device=device).eval()
+    state = dict(zip(layer.weight_names, (up.data, up.scale, down.data, down.scale), strict=True))
+    if form == "nvfp4":
+        state["gate_up_proj_tensor_scale"] = up.tensor_scale[:, None].repeat(1, 2)
+        state["down_proj_tensor_scale"] = down.tensor_scale
+    layer.load_state_dict(state)
     return up, down, layer
 
 
 def make_four_bits(model: str, tokens: int, *, device: str = "cuda") -> Makers:
-    """Make the calls of a layer in FP8 and in MXFP4; their weights differ."""
+    """Make the calls of a layer in FP8, MXFP4 and NVFP4; the weights in FP8 are others."""
     shape = FOUR_BITS[model]
     inputs = calls.layer_inputs(shape, route(shape, tokens, "random"), device)
-    up, down, layer = mxfp4_of(shape, device)
+    up, down, layer = four_bits_of(shape, "mxfp4", device)
     return {
         "fp8moe": lambda: Call(partial(layer_of(shape, device), *inputs), same),
         "mxfp4": lambda: Call(partial(layer, *inputs), None),
+        "nvfp4": lambda: Call(partial(four_bits_of(shape, "nvfp4", device)[-1], *inputs), None),
         "humming": lambda: adapters.humming_experts(up, down, *inputs[:2]),
     }
 
 
 @torch.no_grad()
 def measure_four_bits(model: str, tokens: int, *, device: str = "cuda") -> dict:
-    """Time CUDA graphs of a layer in FP8 and in MXFP4."""
+    """Time CUDA graphs of a layer in FP8, MXFP4 and NVFP4."""
     row = empty_row()
     graphs = compared(make_four_bits(model, tokens, device=device), MAX_LAYER_DIFFERENCE, row, timing.capture)
     elapsed = timing.elapsed_in_turn(list(graphs.values()), repeats=REPEATS, rest=REST_S)

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,7 @@ from benchmarks.shapes import Model
 from fp8moe.quant.formats import BLOCK, ceil_div
 
 TFLOPS = 1490.0  # what cuBLAS reaches on FP8 tensor cores in a GEMM with m = n = k = 8192
+SUSTAINED_TFLOPS = 1450.0  # what FP8 tensor cores sustain in the products of a training step
 COPY_TBPS = 4.21  # bandwidth of a copy on an H200, bytes read plus written
 COPY_BYTES, COPIES = 512 << 20, 10
 NODE = 8  # GPUs of a node, connected by NVLink
@@ -64,6 +66,59 @@ def least_us(model: Model, tokens: int, active: float, tbps: float) -> list[floa
     flops = (0, 4 * rows * hidden * intermediate, 2 * rows * hidden * intermediate, 0)
     pairs = zip(moved, flops, strict=True)
     return [max(size / tbps, work / TFLOPS) / 1e6 for size, work in pairs]
+
+
+class KernelWork(NamedTuple):
+    """The least work of one kernel: bytes read and written, each once, and operations of tensor cores."""
+
+    kernel: str
+    of: str
+    bytes: float
+    flops: float = 0
+
+    @property
+    def floor_us(self) -> float:
+        """Return a lower bound in microseconds: bytes at the rate of a copy, operations at SUSTAINED_TFLOPS."""
+        return max(self.bytes / copy_tbps(), self.flops / SUSTAINED_TFLOPS) / 1e6
+
+
+def training_work(model: Model, tokens: int) -> tuple[list[KernelWork], list[KernelWork]]:
+    """Return the work of fp8moe's kernels in forward and backward of an experts layer, each in the order of launches.
+
+    The layer trains bfloat16 masters, which the forward quantizes; all inputs get gradients. Every expert is in use.
+    Padding of groups is left out.
+    """
+    hidden, size, experts, top_k = model
+    rows = tokens * top_k
+    fp8, block = 1 + 4 / BLOCK, 1 + 4 / BLOCK**2  # bytes of a value with its share of a scale of 1x128, of 128x128
+    down, up = experts * hidden * size, 2 * experts * hidden * size  # values of the weights
+    x, wide, narrow, mid = tokens * hidden, rows * hidden, rows * size, 2 * rows * size
+    forward = [
+        KernelWork("quantize_128x128", "gate_up_proj", (2 + block) * up),
+        KernelWork("quantize_128x128", "down_proj", (2 + block) * down),
+        KernelWork("sort_by_expert", "routing", 12 * rows),
+        KernelWork("permute_quantize", "tokens", 2 * x + fp8 * wide),
+        KernelWork("gemm", "gate_up_proj", block * up + fp8 * wide + 2 * mid, 2 * wide * 2 * size),
+        KernelWork("swiglu_quantize", "activation", 2 * mid + fp8 * narrow),
+        KernelWork("gemm", "down_proj", block * down + fp8 * narrow + 2 * wide, 2 * wide * size),
+        KernelWork("combine", "result", 2 * wide + 2 * x),
+    ]
+    backward = [
+        KernelWork("quantize_transpose", "gradient, both ways", 2 * x + 2 * fp8 * wide),
+        KernelWork("transpose_fp8", "down_proj", 2 * block * down),
+        KernelWork("gemm", "gradient of the activation", block * down + fp8 * wide + 2 * narrow, 2 * wide * size),
+        KernelWork(
+            *("swiglu_backward_quantize", "activation, gradient both ways"),
+            2 * (mid + narrow) + fp8 * (2 * mid + narrow) + 8 * rows,
+        ),
+        KernelWork("gemm_k", "gradient of down_proj", fp8 * (wide + narrow) + 2 * down, 2 * wide * size),
+        KernelWork("transpose_fp8", "gate_up_proj", 2 * block * up),
+        KernelWork("gemm", "gradient of rows", block * up + fp8 * mid + 2 * wide, 2 * wide * 2 * size),
+        KernelWork("combine", "gradient of tokens", 2 * wide + 2 * x),
+        KernelWork("quantize_transpose", "tokens, by columns", 2 * x + fp8 * wide),
+        KernelWork("gemm_k", "gradient of gate_up_proj", fp8 * (mid + wide) + 2 * up, 2 * wide * 2 * size),
+    ]
+    return forward, backward
 
 
 def sent_bytes(model: Model, method: str, ranks: int) -> float:

@@ -28,7 +28,7 @@ FOUR_BITS = {
     "gpt_oss_120b": Model(2880, 2880, 128, 4),
     "dsv3": MODELS["dsv3"],
 }
-"""Models whose experts are measured in MXFP4 as well. Those of GPT-OSS have biases, which are left out."""
+"""Models whose experts are measured in four bits as well. Those of GPT-OSS have biases, which are left out."""
 
 MODEL_NAMES = {
     "dsv3": "DeepSeek-V3",

@@ -123,7 +123,7 @@ def layer(peers: dict) -> str:
 
 
 def four_bits(peers: dict) -> str:
-    """Make the table of layers in FP8 beside MXFP4, a line for each model."""
+    """Make the table of layers in FP8 and NVFP4 beside MXFP4, a line for each model and format that was measured."""
     rows = [row for row in select(peers["rows"], "four_bits") if {"fp8moe", "mxfp4"} <= row["us"].keys()]
     tokens = sorted({row["tokens"] for row in rows})
 
@@ -133,7 +133,8 @@ def four_bits(peers: dict) -> str:
         return [f"{us[name] / us['mxfp4']:.2f}" if name in us else "" for us in there]
 
     models = dict.fromkeys(row["model"] for row in rows)
-    names = {"fp8moe": "our layer in FP8", "humming": "Humming's GEMMs, without sorting and weighted sum"}
+    names = {"fp8moe": "our layer in FP8", "nvfp4": "ours in NVFP4"}
+    names |= {"humming": "Humming's GEMMs, without sorting and weighted sum"}
     there = {name: what for name, what in names.items() if any(name in row["us"] for row in rows)}
     lines = [(f"{MODEL_NAMES[model]}: {what}", *line(model, name)) for model in models for name, what in there.items()]
     return table(("experts layer: time over ours in MXFP4", *map(count_of_tokens, tokens)), lines) if lines else ""

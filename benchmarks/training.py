@@ -11,16 +11,21 @@ master weights show the cost of these. Times are of replays of CUDA graphs, by C
 gradients. Neither includes weights, their FP8 copies (`copy_bytes`), inputs and output. `kept_ratio` and `peak_ratio`
 are the ratios of our bytes to bfloat16's. `difference` is the largest relative Frobenius difference of our output
 and gradients from bfloat16's. It is the error of FP8, and a check of our pass.
+
+With `--profile` instead: the kernels of one forward and backward of our experts layer with bfloat16 masters, for each
+of PROFILED, in the order of launches. `us` is the time of a kernel, the mean of PROFILES passes one after another;
+`floor_us` the lower bound by `roofline.training_work`, `x_floor` their ratio. Kernels of PyTorch have no bound.
 """
 
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import calls, operands, timing
+from benchmarks import calls, operands, roofline, timing
 from benchmarks.adapters import transformers_experts
 from benchmarks.report import Bar, Benchmark, Option
 from benchmarks.shapes import MODELS, Model
@@ -30,6 +35,14 @@ MODEL, TOKENS = "dsv3_ep8", 8192
 LINEAR = (8192, 4096, 7168)  # sizes of the linear layer: rows, out_features, in_features
 # Largest relative difference between FP8 and bfloat16: rounding to E4M3 costs 2.6e-2 for each tensor involved
 MAX_DIFFERENCE = 0.15
+PROFILED = {
+    "qwen3_30b": (MODELS["qwen3_30b"], (8192, 32768)),
+    "olmoe": (Model(2048, 1024, 64, 8), (16384,)),
+    "dsv3_ep8": (MODELS["dsv3_ep8"], (8192,)),
+}
+"""Maps names of the layers that `--profile` measures to their sizes and numbers of tokens."""
+
+PROFILES = 3
 MASTERS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -167,16 +180,75 @@ def run_linear(rows: int, out_features: int, in_features: int, *, device: str = 
     return make_pass_rows("linear", size, measure_passes("linear", passes))
 
 
+def profile_experts(name: str, model: Model, tokens: int, *, device: str = "cuda") -> Iterator[dict]:
+    """Yield a row for the whole pass, then one for each of its kernels."""
+    module = transformers_experts(model, device=device)
+    layer = GroupedExperts.from_experts(module, master_dtype=torch.bfloat16).train()
+    del module
+    x, index, weights = calls.layer_inputs(model, calls.route(model, tokens), device)
+    of = Pass(layer, (x.requires_grad_(), index, weights.requires_grad_()), torch.randn_like(x))
+    of.step()
+    kept, peak, copies = measure_memory(of)
+    forward_us, us = timing.elapsed([timing.capture(call) for call in (of.renewed_forward, of.step)])
+    sizes = {"model": name, "tokens": tokens}
+    floors = [sum(work.floor_us for work in half) for half in roofline.training_work(model, tokens)]
+    times = {"forward_us": forward_us, "us": us, "forward_floor_us": floors[0], "floor_us": sum(floors)}
+    yield {"what": "profile", **sizes, **times, "kept_bytes": kept, "peak_bytes": peak, "copy_bytes": copies}
+    of.step()
+    events = timing.profile(lambda: [of.step() for _ in range(PROFILES)])
+    for row in kernel_rows(events, sum(roofline.training_work(model, tokens), [])):
+        yield {"what": "kernel", **sizes, **row}
+
+
+def kernel_rows(events: Iterable[timing.KernelEvent], work: Sequence[roofline.KernelWork]) -> list[dict]:
+    """Make a row for each kernel of a pass. events: of PROFILES passes. work: that of fp8moe's kernels, in order.
+
+    Raises RuntimeError if the passes had different kernels, or if fp8moe's kernels are not those of `work`.
+    """
+    ordered = sorted(events, key=lambda event: event.start_ns)
+    count = len(ordered) // PROFILES
+    passes = [ordered[i * count : (i + 1) * count] for i in range(PROFILES)]
+    names = [[re.split(r"[<(]", event.name, maxsplit=1)[0] for event in one] for one in passes]
+    if len(ordered) % PROFILES or any(each != names[0] for each in names):
+        raise RuntimeError(f"expected the same kernels in each of {PROFILES} passes, recorded {len(ordered)}")
+    ours = {each.kernel for each in work}
+    if [name for name in names[0] if name in ours] != (known := [each.kernel for each in work]):
+        raise RuntimeError(f"expected the kernels {', '.join(known)}; recorded {', '.join(names[0])}")
+    left, rows = iter(work), []
+    for name, *same in zip(names[0], *passes, strict=True):
+        us = sum(event.duration_ns for event in same) / (1000 * PROFILES)
+        one = next(left) if name in ours else None
+        floor = {"of": one.of, "floor_us": one.floor_us, "x_floor": us / one.floor_us} if one else {"of": None}
+        rows.append({"kernel": name, "us": us, **floor})
+    return rows
+
+
+def measure(only: Sequence[str] = ("experts", "linear"), profile: bool = False) -> Iterator[dict]:
+    """Yield the rows of the chosen parts or, with `profile`, of the kernels of PROFILED."""
+    if not profile:
+        for part in only:
+            yield from PARTS[part]()
+        return
+    for name, (model, counts) in PROFILED.items():
+        for tokens in counts:
+            yield from profile_experts(name, model, tokens)
+            torch.cuda.empty_cache()
+
+
 PARTS = {"experts": lambda: run_experts(MODEL, MODELS[MODEL], TOKENS), "linear": lambda: run_linear(*LINEAR)}
 COLUMNS = ("impl", "master", "forward_us", "us", "speedup", "kept_ratio", "peak_ratio", "difference")
+PROFILE_COLUMNS = {
+    "profile": ("model", "tokens", "forward_us", "forward_floor_us", "us", "floor_us", "kept_bytes", "peak_bytes"),
+    "kernel": ("model", "tokens", "kernel", "of", "us", "floor_us", "x_floor"),
+}
 # Master weights have the dtype of the bfloat16 layers
 OURS = {"what": "experts", "model": MODEL, "tokens": TOKENS, "master": "bfloat16"}
 SIZES = dict(zip(("rows", "out_features", "in_features"), LINEAR, strict=True))
 EXPERTS, PAIR = f"experts, {MODEL}, {TOKENS} tokens", "forward and backward"
 TRAINING = Benchmark(
     "training",
-    lambda only=tuple(PARTS): [row for part in only for row in PARTS[part]()],
-    {"experts": COLUMNS, "linear": COLUMNS},
+    measure,
+    {"experts": COLUMNS, "linear": COLUMNS, **PROFILE_COLUMNS},
     [
         Bar(f"{EXPERTS}, {PAIR}, transformers' bfloat16 / ours", "speedup", 2.4, 2.7, OURS, at_least=True),
         Bar(f"{EXPERTS}, activation memory over that of bfloat16", "kept_ratio", 0.6, 0.5, OURS),
@@ -185,7 +257,7 @@ TRAINING = Benchmark(
             *({"what": "linear", "master": "bfloat16", **SIZES}, True),
         ),
     ],
-    {"only": Option(tuple(PARTS), tuple(PARTS))},
+    {"only": Option(tuple(PARTS), tuple(PARTS)), "profile": Option(False)},
 )
 
 if __name__ == "__main__":

@@ -48,17 +48,19 @@ def build(
     name: str,
     *,
     experts: str | None = "fp8",
+    layers: int | None = None,
     device: str = "cuda",
 ) -> Any:
     """Build the model in eval mode.
 
     experts: one of FORMATS, the format of the experts' weights. Linear layers are then in FP8, except in models of
         EXPERTS_ALONE. With None, all weights are bfloat16.
+    layers: the number of layers, if it differs from that of CONFIGS.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, options = CONFIGS[name]
-    config = AutoConfig.for_model(model_type, **options)
+    config = AutoConfig.for_model(model_type, **options | ({} if layers is None else {"num_hidden_layers": layers}))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if experts is None:

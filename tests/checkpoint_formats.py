@@ -112,13 +112,27 @@ def mxfp4(codes_name, scale_name, codes_dtype, scale_dtype):
 def nvfp4(weight):
     """compressed-tensors' form: E4M3 scales for each 1x16, to be divided by one of the whole tensor."""
     whole = 448 * 6 / weight.abs().amax()
+    made = _nvfp4(weight, 1 / whole)
+    stored = {"weight_packed": made.stored["weight"], "weight_scale": made.stored["weight_scale"]}
+    unused = {"input_global_scale": torch.full((1,), 0.02)}
+    return Weight(stored | {"weight_global_scale": whole.reshape(1), **unused}, made.values)
+
+
+def nvfp4_of_modelopt(weight):
+    """E4M3 scales for each 1x16, times one of the whole tensor."""
+    whole = weight.abs().amax() / 448 / 6
+    made = _nvfp4(weight, whole)
+    return Weight(made.stored | {"weight_scale_2": whole, "input_scale": torch.tensor(0.02)}, made.values)
+
+
+def _nvfp4(weight, whole):
     groups = weight.unflatten(1, (-1, 16))
-    scale = (groups.abs().amax(-1) / 6 * whole).to(E4M3)
-    factor = (scale.double() / whole.double()).unsqueeze(-1)
-    codes = ((groups.double() / factor).unsqueeze(-1) - FP4).abs().argmin(-1)
+    scale = (groups.abs().amax(-1) / 6 / whole).to(E4M3)
+    codes = ((groups.double() / (scale.double() * whole.double()).unsqueeze(-1)).unsqueeze(-1) - FP4).abs().argmin(-1)
     flat = codes.flatten(1)
-    stored = {"weight_packed": (flat[:, ::2] | flat[:, 1::2] << 4).to(torch.uint8), "weight_scale": scale}
-    return Weight(stored | {"weight_global_scale": whole.reshape(1)}, (FP4[codes] * factor).flatten(1))
+    stored = {"weight": (flat[:, ::2] | flat[:, 1::2] << 4).to(torch.uint8), "weight_scale": scale}
+    values = (FP4[codes].float() * scale.float().unsqueeze(-1)) * whole  # as `dequantize` rounds it
+    return Weight(stored, values.flatten(1).double())
 
 
 def _int4(weight, group, dtype):
@@ -394,14 +408,24 @@ LAYOUTS = {
     ),
     "E5M2": Layout(e5m2("weight_scale"), "fp8-e5m2", False, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
     "E5M2, from weight_scale_inv": Layout(e5m2("weight_scale_inv"), "fp8-e5m2", False, None),
-    "ModelOpt NVFP4": Layout(
-        packed("weight", "weight_scale", torch.uint8, E4M3, values_each=2, group=16), "nvfp4", False, _modelopt("NVFP4")
+    "ModelOpt NVFP4": Layout(nvfp4_of_modelopt, "nvfp4", True, _modelopt("NVFP4"), **NOT_EXACT),
+    "ModelOpt NVFP4 experts, hf_quant_config.json": Layout(
+        nvfp4_of_modelopt, "nvfp4", True, None, files=_hf_quant("NVFP4"), experts="alone", **NOT_EXACT
     ),
     "compressed-tensors NVFP4": Layout(
         nvfp4,
         "nvfp4",
-        False,
+        True,
         _compressed("tensor_group", "nvfp4-pack-quantized", bits=4, group_size=16),
+        **NOT_EXACT,
+    ),
+    "compressed-tensors NVFP4 experts": Layout(
+        nvfp4,
+        "nvfp4",
+        True,
+        _compressed("tensor_group", "nvfp4-pack-quantized", bits=4, group_size=16),
+        experts="alone",
+        **NOT_EXACT,
     ),
     "compressed-tensors INT4": Layout(
         int4,
@@ -509,7 +533,8 @@ def _leave_out(content, modules):
     """A configuration, if it is one, in which the entries of quantizations name these modules as not quantized."""
     if not isinstance(content, dict):
         return content
-    entry = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore"}.get(content.get("quant_method"))
+    entries = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore", "modelopt": "ignore"}
+    entry = "exclude_modules" if "exclude_modules" in content else entries.get(content.get("quant_method"))
     parts = {key: _leave_out(value, modules) for key, value in content.items()}
     return parts if entry is None else parts | {entry: modules}
 
@@ -543,7 +568,8 @@ class Source:
         others = {name for name, value in self.tensors.items() if value.dim() > 1 and not wanted(name)}
         located = locate(empty_model(own), map(parse, others)).values()
         kept = sorted({"lm_head", *(location.key.rpartition(".")[0] for location in located)})
-        layout = layout._replace(config=_leave_out(layout.config, kept), root=_leave_out(layout.root, kept))
+        left_out = {field: _leave_out(getattr(layout, field), kept) for field in ("config", "root", "files")}
+        layout = layout._replace(**left_out)
         values = write_layout(layout, directory, self.tensors, wanted, self.config | (config or {}))
         tensors = {name: values[name].float() if name in values else value for name, value in self.tensors.items()}
         return self.kind.from_pretrained(None, config=own, state_dict=tensors, dtype=torch.float32)

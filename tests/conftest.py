@@ -31,6 +31,21 @@ DESELECTED = "deselected GPU tests"
 WHY = pytest.StashKey[str]()
 
 
+def own_gpu_first(devices: str, worker: str) -> str:
+    """Rotate the devices of CUDA_VISIBLE_DEVICES, so that workers "gw0", "gw1", ... of pytest-xdist use them in turn.
+
+    All devices stay visible, for the tests of several GPUs.
+    """
+    listed = devices.split(",")
+    first = int(worker.removeprefix("gw")) % len(listed)
+    return ",".join(listed[first:] + listed[:first])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (devices := os.environ.get("CUDA_VISIBLE_DEVICES")) and hasattr(config, "workerinput"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu_first(devices, config.workerinput["workerid"])
+
+
 def why_no_hopper() -> str | None:
     """The reason why GPU tests cannot run here, or None."""
     if not torch.cuda.is_available():

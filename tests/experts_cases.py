@@ -9,8 +9,8 @@ from fp8moe.kernels.experts import experts_partial, sort_by_expert
 from fp8moe.kernels.experts.operands import Biases, Layer, Shard
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
-from fp8moe.layers.experts import GroupedExperts
-from fp8moe.quant.formats import FP8Tensor
+from fp8moe.layers.experts import PACKED_WEIGHTS, GroupedExperts
+from fp8moe.quant.formats import FP8Tensor, PackedTensor
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 
 VARIANTS = {
@@ -34,7 +34,7 @@ def make(num_experts=4, hidden_size=144, intermediate_size=96, seed=0, **options
     for name in layer.weight_names[1::2]:
         # So that a scale applied to the wrong block shows.
         scale = getattr(layer, name)
-        if scale.is_floating_point():
+        if scale.dtype in (torch.float32, torch.bfloat16):
             scale.mul_(torch.rand_like(scale) + 0.5)
     return layer
 
@@ -49,6 +49,16 @@ def weights_of(layer, start=0, end=None):
     """The FP8 weights of frozen experts [start, end)."""
     up, up_scale, down, down_scale = (getattr(layer, name)[start:end] for name in layer.weight_names)
     return FP8Tensor(up, up_scale), FP8Tensor(down, down_scale)
+
+
+def packed(state, name, form):
+    """A weight of a state dict as functions take it: with a tensor scale, if any, for each row."""
+    tensor_scale = state.get(f"{name}_tensor_scale")
+    if tensor_scale is not None:
+        experts, rows, _ = state[name].shape
+        tensor_scale = tensor_scale.view(experts, -1)
+        tensor_scale = tensor_scale.repeat_interleave(rows // tensor_scale.shape[1], 1)
+    return PackedTensor(state[name], state[f"{name}_scale"], PACKED_WEIGHTS[form][0], tensor_scale)
 
 
 def biases_of(layer, start=0, end=None):

@@ -26,7 +26,7 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.indexer.mqa_cache import new_kv_cache
 from fp8moe.quant.formats import FP8Tensor, align
-from fp8moe.quant.packed import quantize_int4, quantize_mxfp4
+from fp8moe.quant.packed import quantize_int4, quantize_mxfp4, quantize_nvfp4
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x128
 from fp8moe.runtime.operator import Signature
 from tests import experts_cases, mqa_cases, sampling_cases
@@ -166,20 +166,10 @@ def _transposed_defined(a: SimpleNamespace, results: list[Tensor]) -> list[Tenso
     return [*results[:2], *both_ways(results[2:4], results[4][-1]), *results[4:]]
 
 
-def _kept_defined(groups: Tensor, results: list[Tensor]) -> list[Tensor]:
-    """`results` ends in the columns that a forward keeps, which may be empty, and in what a low rank adds."""
-    *results, up_ranks, down_ranks, dropped = results
-    end = (groups.diff() + 127).div(128, rounding_mode="floor").sum() * 128
-    kept = []
-    for columns in (results[-4:-2], results[-2:]):
-        kept += both_ways(columns, end) if columns[0].dim() == 2 else columns
-    return [*results[:-4], *kept, up_ranks, down_ranks, dropped]
-
-
 def _tokens_kept_defined(a: SimpleNamespace, results: list[Tensor]) -> list[Tensor]:
     """Of assignments that have an expert, the rows that a forward keeps."""
     out, rows, *others = results
-    return _kept_defined(a.groups, [out, rows[: a.groups[-1]], *others])
+    return [out, rows[: a.groups[-1]], *others]
 
 
 def _used_rows(a: SimpleNamespace, results: list[Tensor]) -> list[Tensor]:
@@ -199,7 +189,7 @@ def _with_transpose(draw: Draw) -> tuple:
     return draw.normal(draw.rows, draw.hidden), draw.offsets(), tokens, draw.uniform(draw.rows)
 
 
-def _swiglu(draw: Draw, beside: Beside = Beside.COLUMNS, activation: str = SWIGLU) -> tuple:
+def _swiglu(draw: Draw, beside: Beside = Beside.NOTHING, activation: str = SWIGLU) -> tuple:
     return draw.normal(draw.rows, 256), draw.offsets(), activation, int(beside)
 
 
@@ -238,6 +228,15 @@ QUANTIZERS = {
         lambda draw: (draw.normal(2, draw.rows, 160, dtype=torch.float32), 32),
         bad={"w": ((1, BAD_ROW, 130), lambda a: [(1, BAD_ROW, slice(64, 80)), (1, BAD_ROW, 4)])},
     ),
+    "arrange_nvfp4": Case(
+        lambda draw: (*quantize_nvfp4(draw.normal(2, 2 * draw.rows, 160))[:2], draw.uniform(2), 2),
+        exempt={
+            "bad values": "test_arranged.py: the scale is a byte",
+            "nothing to do": "tensor scales stay",
+            "wrong operands": INTERNAL,
+            "ranks are refused": INTERNAL,
+        },
+    ),
     "packed_in_blocks": Case(
         lambda draw: (*draw.mxfp4(2, 2 * draw.rows, 160), 2),
         exempt={
@@ -269,6 +268,15 @@ QUANTIZERS = {
     "quantize_with_transpose, one group": Case(
         lambda draw: (draw.normal(draw.rows, draw.hidden, dtype=torch.float32), None, None, None), _transposed_defined
     ),
+    "quantize_columns": Case(
+        lambda draw: _with_transpose(draw)[:3],
+        lambda a, results: [*both_ways(results, results[2][-1]), results[2]],
+    ),
+    "quantize_columns, rows": Case(
+        lambda draw: (draw.normal(draw.rows, draw.hidden), draw.offsets(), None),
+        lambda a, results: [*both_ways(results, results[2][-1]), results[2]],
+        bad={"x": ((BAD_ROW, 130), lambda a: transposed([], 130, a.group_offsets))},
+    ),
     "transpose_fp8": Case(
         lambda draw: tuple(draw.weights(2, draw.rows, draw.hidden)),
         bad={
@@ -290,22 +298,30 @@ QUANTIZERS = {
         exempt={"wrong operands": INTERNAL, "ranks are refused": INTERNAL},
     ),
     "swiglu_quantize": Case(
-        _swiglu,
-        _transposed_defined,
-        bad={"gate_up": ((BAD_ROW, 5), lambda a: transposed([BAD_ROW, BAD_ROW], 5, a.group_offsets))},
+        lambda draw: _swiglu(draw, activation=LIMITED), bad={"gate_up": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 2)}
     ),
     "swiglu_quantize, rows and values": Case(
         lambda draw: _swiglu(draw, Beside.VALUES), bad={"gate_up": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 3)}
     ),
-    "swiglu_quantize, rows": Case(lambda draw: _swiglu(draw, Beside.NOTHING, LIMITED)),
-    "swiglu_backward_quantize": Case(
-        _swiglu_backward,
-        _transposed_defined,
+    "swiglu_backward_quantize": Case(lambda draw: _swiglu_backward(draw, Beside.NOTHING, LIMITED), sums=(2,)),
+    "swiglu_backward_quantize, both ways": Case(
+        lambda draw: _swiglu_backward(draw, Beside.COLUMNS),
+        lambda a, results: [*_transposed_defined(a, results[:6]), *both_ways(results[6:], results[4][-1])],
         bad={
-            "grad": ((BAD_ROW, 5), lambda a: [*transposed([BAD_ROW, BAD_ROW], [5, 133], a.group_offsets), BAD_ROW]),
+            "gate_up": (
+                (BAD_ROW, 5),
+                lambda a: [
+                    *transposed([BAD_ROW, BAD_ROW], [5, 133], a.group_offsets),
+                    *(BAD_ROW, *transposed([], 5, a.group_offsets)[:2]),
+                ],
+            ),
+            "grad": (
+                (BAD_ROW, 5),
+                lambda a: [*transposed([BAD_ROW, BAD_ROW], [5, 133], a.group_offsets), BAD_ROW, None, None],
+            ),
             "row_weights": (
                 (BAD_ROW,),
-                lambda a: [*transposed([BAD_ROW, BAD_ROW], slice(None), a.group_offsets), None],
+                lambda a: [*transposed([BAD_ROW, BAD_ROW], slice(None), a.group_offsets), None, None, None],
             ),
         },
         sums=(5,),
@@ -318,7 +334,6 @@ QUANTIZERS = {
         },
         sums=(2,),
     ),
-    "swiglu_backward_quantize, rows": Case(lambda draw: _swiglu_backward(draw, Beside.NOTHING, LIMITED), sums=(2,)),
 }
 
 
@@ -932,6 +947,10 @@ def _rows_training(draw: Draw, activation: str = "silu", apart: bool = False) ->
     return x, None, *order, None, *layer, activation, up, down, gate, torch.bfloat16, torch.bfloat16, *NO_LOW_RANK
 
 
+def _quantized_rows_training(draw: Draw) -> tuple:
+    return *draw.activations(draw.rows, draw.hidden), *_rows_training(draw, "gelu")[2:]
+
+
 def _adapted_training(draw: Draw, activation: str = "silu", dropped: bool = False) -> tuple:
     """With a low rank."""
     x, index, weights, *layer = _tokens(draw, activation=activation)
@@ -945,11 +964,14 @@ def _adapted_training(draw: Draw, activation: str = "silu", dropped: bool = Fals
 
 
 def _training_backward(draw: Draw, training: Callable[[Draw], tuple], routing_grad: bool) -> tuple:
-    x, _, *kept, _, _, up_a, up_b, down_a, down_b, dropped, dropout = arguments = training(draw)
+    x, x_scale, *kept, _, _, up_a, up_b, down_a, down_b, dropped, dropout = arguments = training(draw)
     out, *saved = OPS.experts_training(*arguments)
     low_rank = up_a, up_b, down_a, down_b, dropped, dropout
-    multiplied = x if up_a is not None and dropped is None else None
-    return draw.normal(*out.shape), *kept, *saved, x.dtype, routing_grad, *low_rank, multiplied
+    up_master, _, gate_master = kept[-3:]
+    reads_x = dropped is None if up_a is not None else up_master is not None or gate_master is not None
+    input_dtype = x.dtype if x_scale is None else None
+    read = (x, x_scale) if reads_x else (None, None)
+    return draw.normal(*out.shape), *kept, *saved, input_dtype, routing_grad, *low_rank, *read
 
 
 def _adapter(draw: Draw) -> tuple:
@@ -1112,28 +1134,15 @@ LAYERS = {
     ),
     "experts_training, rows": Case(
         _rows_training,
-        lambda a, results: _kept_defined(a.groups, results),
-        bad={
-            "x": (
-                (BAD_ROW, 5),
-                lambda a: [
-                    *(BAD_ROW, BAD_ROW, (5, first_columns(a.groups, BAD_ROW))),
-                    *((5, first_columns(a.groups, BAD_ROW).start // 128),),
-                    *((slice(None), first_columns(a.groups, BAD_ROW)),),
-                    *((slice(None), first_columns(a.groups, BAD_ROW).start // 128), None, None, None),
-                ],
-            )
-        },
+        bad={"x": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, None, None, None])},
         exempt=SAVED,
     ),
     "experts_training, quantized rows": Case(
-        lambda draw: (*draw.activations(draw.rows, draw.hidden), *_rows_training(draw, "gelu")[2:]),
-        lambda a, results: _kept_defined(a.groups, results),
+        _quantized_rows_training,
         exempt=SAVED,
     ),
     "experts_training, gate and up apart": Case(
         lambda draw: _rows_training(draw, apart=True),
-        lambda a, results: _kept_defined(a.groups, results),
         exempt=SAVED | {"bad values": "those of the rows, whose forward is the same"},
     ),
     "experts_training, low rank": Case(
@@ -1160,8 +1169,14 @@ LAYERS = {
             "grad": (
                 (BAD_ROW, 5),
                 lambda a: [BAD_ROW, group := group_of(a.groups, BAD_ROW), (group, 5)],
-            )
+            ),
+            "x": ((BAD_ROW, 5), lambda a: [None, (group_of(a.groups, BAD_ROW), slice(None), 5), None]),
         },
+        exempt=SAVED,
+    ),
+    "experts_training_backward, quantized rows": Case(
+        lambda draw: _training_backward(draw, _quantized_rows_training, False),
+        bad={"x_scale": ((BAD_ROW, 1), lambda a: [(group_of(a.groups, BAD_ROW), slice(None), slice(128, None)), None])},
         exempt=SAVED,
     ),
     "experts_training_backward, gate and up apart": Case(

@@ -16,7 +16,7 @@ FORMATS = ("float32", "ue8m0")
 
 
 def bits(tensor):
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
+    return tensor.detach().flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def same(first, second):

@@ -29,6 +29,7 @@ FILE = ROOT / "validation" / "formats.json"
 COLUMNS = ("inspect", "load_model", "load_fp8_checkpoint", "from_pretrained", "decode", "quantize", "convert")
 PACKAGES = ("fp8moe", "torch", "transformers", "compressed-tensors")
 LARGEST_ERROR = 4.1e-6  # limit of a weight's largest error / largest value; MXFP8 converted to blocks has this ratio
+LARGEST_ERROR_OF_NVFP4 = 2**-4  # that of E4M3, to which a code times its group's scale is rounded in linears
 LEAST_COSINE = 0.99  # least cosine between the median token's logits and the logits of the checkpoint's exact values
 SIZES = {"hidden_size": 160, "moe_intermediate_size": 96, "num_hidden_layers": 1, "tie_word_embeddings": False}
 """The model's sizes: multiples of 32, but not of 128; `source_of` rounds them up for layouts that need it."""
@@ -127,11 +128,13 @@ class Trial:
             stored, form = module.state_dict(), getattr(module, "weight_format", "fp8")
             for weight, scale in zip(module.weight_names[::2], module.weight_names[1::2], strict=True):
                 matrices = 2 if weight == "gate_up_proj" else 1
-                value = _dequantized(stored[weight], stored[scale], form, matrices)
+                scales = stored[scale], stored.get(f"{weight}_tensor_scale")
+                value = _dequantized(stored[weight], *scales, form, matrices)
                 expected = _in_rows(self.expected.get_submodule(name), weight, matrices)
                 largest = max(largest, float((value - expected).abs().max() / expected.abs().max()))
                 count += 1
-        if not count or largest > LARGEST_ERROR:
+        nvfp4 = find_format(self.directory).name == "nvfp4"
+        if not count or largest > (LARGEST_ERROR_OF_NVFP4 if nvfp4 else LARGEST_ERROR):
             raise Wrong(f"{count} weights, with an error of {largest:.1e}")
         return f"within {largest:.1e}" if largest else "exact"
 
@@ -161,10 +164,12 @@ def _in_rows(module: nn.Module, weight: str, matrices: int) -> Tensor:
     return torch.cat([value[:, first::matrices] for first in range(matrices)], 1)
 
 
-def _dequantized(data: Tensor, scale: Tensor, form: str, matrices: int) -> Tensor:
+def _dequantized(data: Tensor, scale: Tensor, tensor_scale: Tensor | None, form: str, matrices: int) -> Tensor:
     """Return the values of a weight; an expert's gate and up projections have separate scale blocks."""
+    if tensor_scale is not None:  # for each row
+        tensor_scale = tensor_scale.view(len(data), -1).repeat_interleave(data.shape[1] // matrices, 1)
     if form != "fp8":
-        return dequantize(PackedTensor(data, scale, form.partition("-")[0]))
+        return dequantize(PackedTensor(data, scale, form.partition("-")[0], tensor_scale))
     parts = zip(data.chunk(matrices, -2), scale.chunk(matrices, -2), strict=True)
     return torch.cat([dequantize(part) for part in parts], -2)
 

@@ -68,8 +68,18 @@ def environment_of_one_in(processes: int) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
 
 
+def listed_gpus() -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES with every GPU of this process by its index, unless it is set or there is no GPU."""
+    count = torch.cuda.device_count()
+    known = count == 0 or "CUDA_VISIBLE_DEVICES" in os.environ
+    return {} if known else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
+
+
 def run_tests(root: Path) -> dict:
-    """Run the GPU tests in parallel processes, two fewer than there are cores: most of their time is CPU time."""
+    """Run the GPU tests in parallel processes, two fewer than there are cores: most of their time is CPU time.
+
+    Where there are several GPUs, tests/conftest.py spreads the processes over them.
+    """
     processes = max(1, (os.cpu_count() or 1) - 2)
     spread = ("-n", str(processes), "--dist", "worksteal") if processes > 1 else ()
     return run_alone(root, _pytest(root, *spread, "tests/gpu", processes=processes))
@@ -111,7 +121,8 @@ def _pytest(root: Path, *arguments: str, processes: int) -> dict:
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        done = subprocess.run([*command, *arguments], cwd=root, env=environment_of_one_in(processes), timeout=TIMEOUT_S)
+        environment = environment_of_one_in(processes) | listed_gpus()
+        done = subprocess.run([*command, *arguments], cwd=root, env=environment, timeout=TIMEOUT_S)
         if not report.exists():
             raise RuntimeError(f"pytest ended with exit code {done.returncode} and wrote no report")
         return parse_junit(report) | {"exit_code": done.returncode}

@@ -30,6 +30,7 @@ from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
 from fp8moe.kernels.linear.forward import projection
+from fp8moe.quant.checks import weight_operand
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime.operator import Signature
 from fp8moe.runtime.peer_table import Targets
@@ -151,6 +152,7 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for dtype, weights, width in product(DTYPES, (None, make.uniform(200, mean=1.0)), (131, 256)):
         x = make.normal(200, width, dtype=getattr(torch, dtype))
         yield lambda x=x, weights=weights: ops.quantize_with_transpose(x, offsets, None, weights)
+        yield lambda x=x: ops.quantize_columns(x, offsets, None)
     for count, experts_count, capacity, dtype in product(
         (1, 100, 5000), (3, 64, 300, 1024), (None, 8), (torch.int32, torch.int64)
     ):
@@ -422,12 +424,14 @@ def packed_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for form, group, dtype in (
         ("mxfp4", 32, torch.uint8),
         *(("int4", group, dtype) for group in (32, 128) for dtype in (torch.bfloat16, torch.float32)),
+        ("nvfp4", 16, torch.float8_e4m3fn),
     ):
 
         def weights(*shape: int, form: str = form, group: int = group, dtype: torch.dtype = dtype) -> PackedTensor:
             *lead, n, k = shape
             data = make.zeros(*lead, n, k // 2, dtype=torch.uint8)
-            return PackedTensor(data, make.zeros(*lead, n, k // group, dtype=dtype), form)
+            tensor_scale = make.zeros(*lead, dtype=torch.float32) if form == "nvfp4" else None
+            return PackedTensor(data, make.zeros(*lead, n, k // group, dtype=dtype), form, tensor_scale)
 
         for m, (n, k) in product((1, 64, 600), ((1000, 1024), (576, 7168))):
             a, b, bias = make.rows(m, k), weights(n, k), make.normal(n)
@@ -444,9 +448,8 @@ def packed_calls(make: Operands) -> Iterator[Callable[[], object]]:
             up, down, index = weights(16, 1024, 1024), weights(16, 1024, 512), make.zeros(tokens, 4, dtype=torch.int64)
             operands = make.normal(tokens, 1024), index, make.uniform(tokens, 4, mean=1.0), up, down
             yield partial(fp8moe.experts, *operands)
-            layer = Layer(
-                up, down, Activation(limit=7.0, alpha=1.702), Biases(make.normal(16, 1024), make.normal(16, 1024))
-            )
+            kept = (fp8moe.FP8Tensor(*weight_operand("up", up, 2)), fp8moe.FP8Tensor(*weight_operand("down", down)))
+            layer = Layer(*kept, Activation(limit=7.0, alpha=1.702), Biases(*(make.normal(16, 1024) for _ in range(2))))
             shard = Shard(0, 16, row_dtype=torch.bfloat16)
             yield partial(experts_partial, operands[0], index.int(), operands[2], layer, shard)
 

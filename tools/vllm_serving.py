@@ -119,8 +119,9 @@ def log_probabilities(model: torch.nn.Module, prompts: list[list[int]]) -> list[
     """Return the log probability of each token of each prompt, except the first token."""
     found = []
     for prompt in prompts:
-        scores = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
-        found.append(scores[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist())
+        tokens = torch.tensor([prompt], device=model.device)
+        scores = model(tokens).logits[0].float().log_softmax(-1)
+        found.append(scores[:-1].gather(1, tokens[0, 1:, None])[:, 0].tolist())
     return found
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fp8moe.layers.experts import PACKED_WEIGHTS, GroupedExperts
 from fp8moe.layers.linear import replace_linears
 from fp8moe.layers.replaced import as_patterns, matches
+from fp8moe.quant.formats import MX_BLOCK
 from fp8moe.runtime.progress import progress
 
 # LlamaConfig's fields that mean the same in MixtralConfig.
@@ -85,17 +86,17 @@ def quantize(moe: Any, keep: Iterable[str] = (), weight_format: str = "fp8") -> 
 
 
 class PaddedExperts(nn.Module):
-    """Experts in four bits whose sizes may be any: zeros fill the last group of values that share a scale.
+    """Experts in four bits whose sizes may be any: zeros fill them up to multiples that the format has.
 
     experts: of Mixtral, unquantized. activation: as in `GroupedExperts`.
     """
 
     def __init__(self, experts: nn.Module, weight_format: str, activation: str):
         super().__init__()
-        _, group = PACKED_WEIGHTS[weight_format]
+        multiple = max(MX_BLOCK, PACKED_WEIGHTS[weight_format][1])
         down = experts.down_proj.detach()
         count, hidden_size, intermediate_size = down.shape
-        columns, rows = -hidden_size % group, -intermediate_size % group
+        columns, rows = -hidden_size % multiple, -intermediate_size % multiple
         gate_up = experts.gate_up_proj.detach().unflatten(1, (2, -1))
         masters = GroupedExperts(
             num_experts=count,

@@ -23,7 +23,7 @@ from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.progress import progress, shown, still_running
 from fp8moe.runtime.record import in_own_process
 from fp8moe.runtime.sm90 import USUAL_SMS
-from fp8moe.weights.source import CONFIG, config_problems, read_json
+from fp8moe.weights.source import CONFIG, HF_QUANT_CONFIG, config_problems, read_json
 
 _FEW_ENOUGH = 8192  # tokens; prompts longer than this need more GEMM variants, but no more of any other kernels
 _WAY_OUT = "expected a directory of your own, writable by nobody else, with 256 MB of room (docs/warmup.md)"
@@ -67,6 +67,10 @@ def _read_source(options: argparse.Namespace) -> dict[str, Any]:
         if not path.is_file():
             raise ValueError(f"SRC is {str(options.source)!r}; it must be a directory with a {CONFIG}, or such a file")
         content = read_json(path, problems)
+        beside = path.with_name(HF_QUANT_CONFIG)
+        says = read_json(beside, problems).get("quantization") if beside.exists() else None
+        if isinstance(says, dict):
+            content.setdefault("quantization_config", {"quant_method": "modelopt", **says})
     content |= dict(options.set)
     for problem in problems + config_problems(content):
         raise ValueError(problem)

@@ -29,6 +29,7 @@ from fp8moe.hf.architecture import (
 from fp8moe.hf.versions import conversions_to_save
 from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.layers.replaced import as_patterns, casts_to_weight
+from fp8moe.quant.formats import PACKED_FORMATS
 from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.settings import standard_device
 from fp8moe.weights.formats import quantization_config
@@ -69,15 +70,17 @@ def load_model(
 
     directory: has config.json and safetensors files, in any format that `find_format` says loads; or a model's name on
         the Hugging Face Hub. Weights in other formats are converted to 128x128 blocks while they are read, if the
-        conversion is exact; otherwise they are refused. Some linears are loaded in bfloat16: linears of a special class
-        (wo_a of DeepSeek-V4); linears whose input the model casts to the weight's dtype (wo of Switch); and linears
-        whose weight transformers joins from several tensors (MiniMax-M3's shared experts) or cuts from a larger tensor.
+        conversion is exact, or NVFP4, of which blocks hold what kernels multiply; otherwise they are refused. Some
+        linears are loaded in bfloat16: linears of a special class (wo_a of DeepSeek-V4); linears whose input the model
+        casts to the weight's dtype (wo of Switch); and linears whose weight transformers joins from several tensors
+        (MiniMax-M3's shared experts) or cuts from a larger tensor.
     dtype: the dtype of activations and of everything that is not FP8. "auto" or None: the dtype in config.json or, if
         it has none, the dtype of the first unquantized tensor.
     device: the model's device.
-    experts: "stored": experts in MXFP4 or INT4 keep their four bits; "fp8": those in MXFP4 become FP8 in 128x128
-        blocks, as all other weights do, which takes 1.9 times the memory and computes the same, and INT4 is refused.
-        Four bits are faster for few tokens, as in decoding, and slower than FP8 for many, as in prompts.
+    experts: "stored": experts in MXFP4, NVFP4 or INT4 keep their four bits; "fp8": those in MXFP4 and NVFP4 become FP8
+        in 128x128 blocks, as all other weights do, which takes 1.8 to 1.9 times the memory and multiplies the same
+        values, and INT4 is refused. Four bits are faster for few tokens, as in decoding, and slower than FP8 for many,
+        as in prompts.
     ignore: fnmatch patterns of tensors in the checkpoint to leave out.
     Returns the model in eval mode. Its quantization_config describes the FP8 weights, and save_pretrained writes it.
     save_pretrained raises ValueError for a model with a scale for each output channel or with experts in four bits;
@@ -288,7 +291,7 @@ def _match(
     """
     from fp8moe.hf.quantizer import replace_modules
 
-    kinds = ("mxfp4", "int4") if experts == "stored" else ()
+    kinds = PACKED_FORMATS if experts == "stored" else ()
     packed = {weight.name.text for weight in weights.stored if weight.kind in kinds and weight.is_expert}
     target, blocks = Target(state_of(model)), in_blocks(weights, packed=packed)
     names = {weight.name.text: _name_to_locate(weight, weights) for weight in blocks}
@@ -359,8 +362,8 @@ def _match(
 
 def _packed_form(weight: StoredWeight) -> str:
     """Return how a module keeps a weight in four bits; see `replace_modules`."""
-    if weight.kind == "mxfp4":
-        return "mxfp4"
+    if weight.kind != "int4":
+        return weight.kind
     group = 2 * weight.shape[-1] // weight.grid[-1]
     form = next(form for form, (name, size) in PACKED_WEIGHTS.items() if (name, size) == ("int4", group))
     return form if weight.scale_dtype == "BF16" else f"{form}, float32"

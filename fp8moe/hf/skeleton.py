@@ -59,8 +59,8 @@ def _forms(says: Declared, fp4: bool, experts: str) -> list[tuple[str, str]]:
         raise ValueError(f"{says.where}: {KINDS['int4'].words}, which load_model refuses with experts='fp8'")
     if int4:
         return [(linears, form + dtype) for form in int4 for dtype in ("", ", float32")]
-    packed = experts == "stored" and "mxfp4" in kinds and (fp4 or not says.method.startswith("fp8"))
-    return [(linears, "mxfp4" if packed else linears)]
+    packed = experts == "stored" and (fp4 or not says.method.startswith("fp8"))
+    return [(linears, next((kind for kind in ("nvfp4", "mxfp4") if packed and kind in kinds), linears))]
 
 
 def _skeleton(config: Any, quantization: dict[str, Any] | None = None, *how: Any) -> Any:

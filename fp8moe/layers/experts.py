@@ -24,8 +24,8 @@ from fp8moe.layers.master import (
 )
 from fp8moe.layers.parameters import check_not_parametrized, frozen, local
 from fp8moe.layers.replaced import check_no_hooks
-from fp8moe.quant.arranged import arranged_shape
-from fp8moe.quant.formats import BLOCK, PACKED_FORMATS, FP8Tensor, PackedTensor, ceil_div, has_channel_scales
+from fp8moe.quant.arranged import ARRANGED, arranged_shape
+from fp8moe.quant.formats import BLOCK, MX_BLOCK, PACKED_FORMATS, FP8Tensor, PackedTensor, ceil_div, has_channel_scales
 from fp8moe.quant.packed import quantize_arranged
 from fp8moe.quant.quantize import dequantize, quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
@@ -34,7 +34,7 @@ from fp8moe.runtime.checks import check_dtype, check_floating, check_int, check_
 _NAME = "fp8moe.GroupedExperts"
 
 
-PACKED_WEIGHTS = {"mxfp4": ("mxfp4", 32), "int4": ("int4", 128), "int4-32": ("int4", 32)}
+PACKED_WEIGHTS = {"mxfp4": ("mxfp4", 32), "int4": ("int4", 128), "int4-32": ("int4", 32), "nvfp4": ("nvfp4", 16)}
 """The formats of four bits: maps a `weight_format` to the format of a `PackedTensor` and its values in a group."""
 
 
@@ -71,9 +71,11 @@ class GroupedExperts(MasterModule):
 
     Without a gate, up_proj (E, I, H) and up_proj_scale_inv (E, ceil(I/128), ceil(H/128)) replace the first two.
     With a ``weight_format`` of four bits, data uint8 (..., N, K/2) and scales take the place of these, as in a
-    `PackedTensor`: gate_up_proj (E, 2I, H/2), gate_up_proj_scale (E, 2I, H/32) or (E, 2I, H/128), down_proj
-    (E, H, I/2), down_proj_scale. The state dict has scales of "mxfp4", uint8, in this order; the parameter itself has
-    them in the order of the kernels (`fp8moe.quant.arranged`).
+    `PackedTensor`: gate_up_proj (E, 2I, H/2), gate_up_proj_scale (E, 2I, H/group), down_proj (E, H, I/2),
+    down_proj_scale; for "nvfp4" also gate_up_proj_tensor_scale float32 (E, 2), of gate and up, and
+    down_proj_tensor_scale (E,); without a gate up_proj_tensor_scale (E,). This is the state dict; the parameters
+    themselves have "mxfp4" and "nvfp4" in the order of the kernels (`fp8moe.quant.arranged`), tensor scales among the
+    scales.
 
     With ``bias`` there are also
 
@@ -96,7 +98,8 @@ class GroupedExperts(MasterModule):
 
     Where gradients are recorded, and in training mode with a master_dtype, the result of the first GEMM is rounded
     to bfloat16, and decode_capacity is ignored. `fp8moe.kernels.experts.backward` says what is kept for the backward.
-    The backward raises RuntimeError if a master has changed in place since the forward, and for second derivatives.
+    The backward raises RuntimeError if a master, or a kept input, has changed in place since the forward, and for
+    second derivatives.
 
     `fp8moe.distributed.ExpertParallel` spreads the experts over several GPUs. `forward_rows` runs the experts on rows
     that another library has dispatched.
@@ -125,8 +128,9 @@ class GroupedExperts(MasterModule):
         weight_scales: "block", or "channel" for one scale per output channel, (E, 2I, 1) and (E, H, 1), as in FP8
             checkpoints of compressed-tensors: the accumulators of both GEMMs are multiplied by these scales. For
             inference only: ValueError with a master_dtype, RuntimeError in the backward.
-        weight_format: "fp8"; or four bits: "mxfp4", or "int4" with a bfloat16 scale for 128 values along K, "int4-32"
-            for 32. H and I must then be multiples of the 32 or 128. For inference only, like "channel".
+        weight_format: "fp8"; or four bits: "mxfp4", "nvfp4", or "int4" with a bfloat16 scale for 128 values along K,
+            "int4-32" for 32. H and I must then be multiples of 128 for "int4", otherwise of 32. For inference only,
+            like "channel".
         bias: whether both projections have biases. For inference only, like "channel".
 
     Raises TypeError for a size that is not an int, ValueError for a size or decode_capacity below one, more than 1024
@@ -215,7 +219,7 @@ class GroupedExperts(MasterModule):
         for name, value, expected in (("master_dtype", master_dtype, None), ("weight_scales", weight_scales, "block")):
             if value != expected:
                 raise ValueError(f"{name}: expected {expected!r} with weight_format {weight_format!r}, got {value!r}")
-        group = PACKED_WEIGHTS[weight_format][1]
+        group = max(MX_BLOCK, PACKED_WEIGHTS[weight_format][1])
         for name in ("hidden_size", "intermediate_size"):
             if getattr(self, name) % group:
                 raise ValueError(
@@ -229,13 +233,13 @@ class GroupedExperts(MasterModule):
         """Register uninitialized weights in four bits, shape (E, N, K), and their scales."""
         experts, n, k = shape
         form, group = PACKED_WEIGHTS[self.weight_format]
-        scale_shape, dtype = (experts, n, k // group), torch.bfloat16
-        if form == "mxfp4":
-            scale_shape, dtype = (experts, *arranged_shape(n, k, projections)), torch.uint8
+        scale_shape = arranged_shape(n, k, projections, form) if form in ARRANGED else (n, k // group)
         data = torch.empty((experts, n, k // 2), dtype=torch.uint8, device=device)
         self.register_parameter(name, frozen(data))
-        scale = torch.empty(scale_shape, dtype=dtype, device=device)
+        scale = torch.empty((experts, *scale_shape), dtype=PACKED_FORMATS[form].scale_dtypes[0], device=device)
         self.register_parameter(f"{name}{self.kept.scale}", frozen(scale))
+        if form == "nvfp4":  # only in the state dict; PyTorch's distributed checkpoints look each name up in the module
+            self.register_parameter(packed_state.tensor_scale_name(name), None)
 
     @classmethod
     def from_experts(
@@ -274,9 +278,10 @@ class GroupedExperts(MasterModule):
         weight_format: see `GroupedExperts`; weights are rounded to four bits, FP8 weights too.
 
         Raises TypeError for a module or weights of another kind, ValueError for what GroupedExperts cannot express:
-        biases of one projection only or with a master_dtype, transposed or interleaved weights in FP8 or with a
-        master_dtype, another activation, other block sizes, static activation scales, single experts split over
-        several ranks, and hooks, replaced forwards, adapters and parametrizations, which would not run any more.
+        experts in four bits, biases of one projection only or with a master_dtype, transposed or interleaved weights in
+        FP8 or with a master_dtype, another activation, other block sizes, static activation scales, single experts
+        split over several ranks, and hooks, replaced forwards, adapters and parametrizations, which would not run any
+        more.
         """
         source = experts_source.read(module)
         check_no_hooks("module", module)
@@ -422,10 +427,13 @@ class GroupedExperts(MasterModule):
             scale[expert].copy_(made.scale.flatten(0, 1))
         return FP8Tensor(weight.sharded(data), weight.sharded(scale))
 
-    def _load_from_state_dict(self, state_dict, prefix, *others):
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         if self.weight_format != "fp8":
-            packed_state.as_kept(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *others)
+            problems = packed_state.as_kept(self, state_dict, prefix)
+            if problems:
+                errors.extend(problems)
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def forward(
         self,

@@ -236,7 +236,12 @@ def _check_whole_experts(name: str, weight: Tensor, down: Tensor) -> None:
 
 
 def _check_fused(module: nn.Module, up_name: str) -> None:
-    """Raise ValueError for a norm after each expert, static activation scales, other block sizes or more parameters."""
+    """Raise ValueError for experts in four bits and for other settings and parameters that are not supported."""
+    if getattr(module, "weight_format", "fp8") != "fp8":
+        raise ValueError(
+            f"module: expected experts in FP8 or unquantized, got weight_format {module.weight_format!r}: experts in "
+            "four bits are not converted"
+        )
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError("module: expected no norm after each expert")
     if getattr(module, "activation_scheme", "dynamic") != "dynamic":

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts.api import experts
+from fp8moe.kernels.experts.operands import Shard, TokenOperands
+from fp8moe.kernels.experts.operator import run_shard
 from fp8moe.kernels.gemm.warmup import RequiredKernels, lengths, required_by
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
-from fp8moe.quant.arranged import as_stored
-from fp8moe.quant.formats import FP8Tensor, PackedTensor, is_packed, packed_format
+from fp8moe.quant import arranged
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import config, jit
 from fp8moe.runtime.backend import use_cuda
@@ -22,6 +22,8 @@ from fp8moe.runtime.checks import check_int
 from fp8moe.runtime.launch import num_sms
 from fp8moe.runtime.record import in_own_process, reserve_memory, reserved
 from fp8moe.runtime.sm90 import USUAL_SMS
+
+_SHARD = Shard(row_dtype=torch.bfloat16, out_dtype=torch.bfloat16)  # of `experts` for quantized tokens
 
 
 class _Options(NamedTuple):
@@ -86,6 +88,8 @@ def warm(
     kernels, found = in_own_process(_record, sizes, tokens, options, sms)
     for family, rows in found.items():
         kernels |= family.all_variants(rows, rows * tokens, sms)
+    if weight_format in arranged.ARRANGED:
+        kernels |= set(arranged.kernel_specs())
     if on_gpu:
         jit.load_all(kernels)
     else:
@@ -141,20 +145,12 @@ def _call(module: nn.Module, shape: tuple[int, ...], tokens: int, options: _Opti
         module(reserved((tokens, shape[1]), options.dtype))
         return
     *_, hidden_size, top_k = shape
-    x = reserved((tokens, hidden_size), options.dtype)
-    up, up_scale, down, down_scale = (getattr(module, name) for name in module.weight_names)
+    x, layer = reserved((tokens, hidden_size), options.dtype), module.local_weights().layer
     for index_dtype, weight_dtype in product((torch.int64, torch.int32), {torch.float32, options.dtype}):
         index = torch.zeros(tokens, top_k, dtype=index_dtype, device="cpu")
         weights = torch.zeros(tokens, top_k, dtype=weight_dtype, device="cpu")
         module(x, index, weights)
-        if not options.bias:
-            layer = _weight(up, up_scale), _weight(down, down_scale)
-            experts(quantize_1x128(x), index, weights, *layer, activation=options.activation)
-
-
-def _weight(data: torch.Tensor, scale: torch.Tensor) -> FP8Tensor | PackedTensor:
-    """Return weights of a module as the functions take them."""
-    if not is_packed(data):
-        return FP8Tensor(data, scale)
-    form = packed_format(scale)
-    return PackedTensor(*(as_stored(data, scale) if form == "mxfp4" else (data, scale)), form)
+        if not options.bias:  # as `experts` does, but weights in four bits are arranged already
+            data, scale = quantize_1x128(x)
+            operands = TokenOperands(data, index, weights, layer, hidden_scale=scale, shard=_SHARD)
+            run_shard(operands, "fp8moe.experts")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fp8moe.quant.arranged import projections_of
+from fp8moe.quant.arranged import ARRANGED, arrange, projections_of
 from fp8moe.quant.formats import (
     BLOCK,
     MX_BLOCK,
@@ -24,7 +24,7 @@ from fp8moe.runtime.checks import check_device, check_dtype, check_tensor, descr
 
 FLOAT8 = (torch.float8_e4m3fn,)  # the dtypes that quantized data may have
 FLOAT32 = torch.float32
-OPERAND_FORMATS = ("mxfp4", "int4")  # the formats of packed weights that GEMMs take
+_ARRANGED_DTYPES = tuple(dtype for form in ARRANGED for dtype in PACKED_FORMATS[form].scale_dtypes)
 
 
 def fp8_operand(name: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -37,11 +37,13 @@ def fp8_operand(name: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]
     return data, scale
 
 
-def weight_operand(name: str, weight: PackedTensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def weight_operand(
+    name: str, weight: PackedTensor | tuple[Tensor, Tensor], projections: int = 1
+) -> tuple[Tensor, Tensor]:
     """Return data and scale of weights: a PackedTensor, an FP8Tensor or any other pair of FP8 data and scale.
 
-    Raises TypeError for anything else, ValueError for a PackedTensor whose tensors do not fit its format, and
-    NotImplementedError for NVFP4.
+    NVFP4 is arranged, as one tensor then holds all of its scales. projections: number of matrices stacked along N.
+    Raises TypeError for anything else, ValueError for a PackedTensor whose tensors do not fit its format.
     """
     if not isinstance(weight, PackedTensor):
         data, scale = fp8_operand(name, weight)
@@ -49,9 +51,8 @@ def weight_operand(name: str, weight: PackedTensor | tuple[Tensor, Tensor]) -> t
             raise TypeError(f"{name}.data: expected float8_e4m3fn, or uint8 of a PackedTensor, got torch.uint8")
         return data, scale
     check_packed(name, weight)
-    if weight.format not in OPERAND_FORMATS:
-        expected = " or ".join(map(repr, OPERAND_FORMATS))
-        raise NotImplementedError(f"{name}.format: expected {expected}, got {weight.format!r}, which no GEMM takes yet")
+    if weight.format == "nvfp4":
+        weight = arrange(weight, projections)
     return weight.data, weight.scale
 
 
@@ -130,15 +131,15 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, int], device: torch.
 def check_weight_scale(name: str, weight: FP8Tensor, device: torch.device, projections: int = 1) -> None:
     """Check the scales of weights (..., N, K), of any form that GEMMs take, whose data is on `device`.
 
-    projections: number of matrices stacked along N, each of which has blocks of its own. Exponents of MXFP4 may be
-    arranged (quant/arranged.py), as `GroupedExperts` keeps them.
+    projections: number of matrices stacked along N, each of which has blocks of its own. Scales of MXFP4 may be
+    arranged (quant/arranged.py), as `GroupedExperts` keeps them; those of NVFP4 must be.
     """
     data, scale = weight
     if is_packed(data):
-        if scale.dtype is torch.uint8 and projections_of(data, scale):
+        if scale.dtype in _ARRANGED_DTYPES and projections_of(data, scale):
             check_device(name, scale, data.device, "the data")
         else:
-            _check_packed_scale(name, data, scale, *OPERAND_FORMATS)
+            _check_packed_scale(name, data, scale, "mxfp4", "int4")
         return
     if not has_channel_scales(data, scale):
         *lead, n, k = data.shape

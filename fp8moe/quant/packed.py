@@ -1,14 +1,15 @@
-"""Quantize weights to four bits a value, MXFP4 or INT4, with PyTorch operations on any device; and unpack them."""
+"""Quantize weights to four bits a value (MXFP4, INT4, NVFP4), with PyTorch operations on any device; unpack them."""
 
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from fp8moe.quant.arranged import arrange
+from fp8moe.quant.arranged import SCALE_BITS, arrange, power_of_two, projections_of, scale_parts, stored_codes
 from fp8moe.quant.checks import check_packed
-from fp8moe.quant.formats import MX_BLOCK, PACKED_FORMATS, PackedTensor, as_float
+from fp8moe.quant.formats import BLOCK, FP8_MAX, MX_BLOCK, PACKED_FORMATS, FP8Tensor, PackedTensor, as_float, ceil_div
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_tensor
 from fp8moe.runtime.operator import define
@@ -46,10 +47,43 @@ def quantize_int4(w: Tensor, *, group: int = 128) -> PackedTensor:
 
 
 def quantize_arranged(w: Tensor, form: str, group: int) -> PackedTensor:
-    """Quantize w (..., N, K) to a format, "mxfp4", arranged (`quant.arranged`), or "int4"."""
-    if form == "mxfp4":
-        return PackedTensor(*arrange(*quantize_mxfp4(w)[:2]), form)
-    return quantize_int4(w, group=group)
+    """Quantize w (..., N, K) to a format, "mxfp4" and "nvfp4" arranged (`quant.arranged`), or "int4"."""
+    if form == "int4":
+        return quantize_int4(w, group=group)
+    return arrange(quantize_mxfp4(w) if form == "mxfp4" else quantize_nvfp4(w))
+
+
+def quantize_nvfp4(w: Tensor) -> PackedTensor:
+    """Quantize weights to NVFP4: E2M1 codes, an E4M3 scale for each row and 16 values along K, and one for each matrix.
+
+    w: (..., N, K) floating point, K a multiple of 32. Returns data uint8 (..., N, K/2), scale float8_e4m3fn (..., N,
+    K/16) and tensor_scale float32 (...), the largest magnitude of a matrix / (6 * 448). A group's scale is its largest
+    magnitude / 6 / tensor_scale, rounded to E4M3; quotients are rounded to the nearest code.
+    Source: Pretraining Large Language Models with NVFP4, arXiv:2509.25149, appendix C.
+    """
+    groups = w.detach().float().unflatten(-1, (w.shape[-1] // 16, 16))
+    largest = groups.abs().amax(-1)
+    tiny = torch.finfo(torch.float32).tiny
+    tensor_scale = (pad(largest.flatten(-2), (1, 0)).amax(-1) / (6 * FP8_MAX)).clamp(min=tiny)
+    scale = (largest / 6 / tensor_scale[..., None, None]).to(torch.float8_e4m3fn)
+    magnitude = groups.abs() / (scale.float() * tensor_scale[..., None, None])[..., None].clamp(min=tiny)
+    codes = _e2m1_codes(magnitude.clamp(max=6)) + 8 * groups.signbit()
+    return PackedTensor(_packed(codes.to(torch.uint8)), scale, "nvfp4", tensor_scale)
+
+
+def blocks_of_nvfp4(data: Tensor, scale: Tensor) -> FP8Tensor:
+    """Return arranged NVFP4 weights (..., N, K) as FP8 in blocks, with the values that kernels multiply.
+
+    Returns data (..., N, K), a code times its group's scale rounded to E4M3 within its block, and scale float32
+    (..., blocks of each projection along N, ceil(K/128)).
+    """
+    *lead, n, half = data.shape
+    k, projections = 2 * half, projections_of(data, scale)
+    below, mantissa, _, block_scale, _ = scale_parts(scale, n, k, projections)
+    factor = ((1 + mantissa / 8) * power_of_two(SCALE_BITS - below)).where(below >= 0, 0).where(mantissa >= 0, math.nan)
+    groups = e2m1_values(unpacked(stored_codes(data))).view(*factor.shape, 16)
+    values = (groups * factor[..., None]).to(torch.float8_e4m3fn)
+    return FP8Tensor(values.view(*lead, n, k), block_scale.reshape(*lead, -1, ceil_div(k, BLOCK)))
 
 
 def dequantized(t: PackedTensor) -> Tensor:
@@ -111,12 +145,17 @@ def _mxfp4(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
     groups, largest, finite = _groups(w, group)
     exponent = ((largest.view(torch.int32) >> 23) - 2).clamp(min=0)  # of the scale, plus 127 as in float32 and E8M0
     magnitude = groups.abs() * ((254 - exponent) << 23).view(torch.float32)[..., None]  # over the scale: below 8
+    codes = _e2m1_codes(magnitude) + 8 * groups.signbit()
+    scale = torch.where(finite, exponent, _E8M0_NAN).to(torch.uint8)
+    return _packed(torch.where(finite[..., None], codes, 0).to(torch.uint8)), scale
+
+
+def _e2m1_codes(magnitude: Tensor) -> Tensor:
+    """Round magnitudes below 8 to codes of E2M1, to nearest, ties to the even code; they saturate at 6."""
     # E2M1 has steps of 1/2 below 2, of 1 below 4 and of 2 beyond; codes count steps, so even steps are even codes.
     binade = ((magnitude.view(torch.int32) >> 23) - 127).clamp(0, 2)
     steps = (magnitude * ((128 - binade) << 23).view(torch.float32)).round()
-    codes = (steps + 2 * binade).clamp(max=7) + 8 * groups.signbit()
-    scale = torch.where(finite, exponent, _E8M0_NAN).to(torch.uint8)
-    return _packed(torch.where(finite[..., None], codes, 0).to(torch.uint8)), scale
+    return (steps + 2 * binade).clamp(max=7)
 
 
 def _int4(w: Tensor, group: int) -> tuple[Tensor, Tensor]:

@@ -53,25 +53,37 @@ def quantize_with_transpose(
     x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None
 ) -> Results:
     """Compute ``quant.transpose.quantize_with_transpose``. Rows outside all groups are quantized too."""
-    rows, used = x, None
-    if tokens is not None:
-        used = (tokens >= 0) & (tokens < x.shape[0])
-        rows = gather(x, tokens, used)
+    rows = _rows_of(x, tokens)
     if row_weights is None:
         return both_ways(rows, rows, group_offsets)
-    if used is not None:
-        row_weights = torch.where(used, row_weights, 0)
+    if tokens is not None:
+        row_weights = torch.where((tokens >= 0) & (tokens < x.shape[0]), row_weights, 0)
     return both_ways(rows, rows.float() * row_weights[:, None], group_offsets)
+
+
+def quantize_columns(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``quant.transpose.quantize_columns``: data, scale and offsets."""
+    return by_columns(_rows_of(x, tokens), group_offsets)
+
+
+def _rows_of(x: Tensor, tokens: Tensor | None) -> Tensor:
+    """Return x, or its rows at `tokens` (R,), zeros where there is no such row."""
+    return x if tokens is None else gather(x, tokens, (tokens >= 0) & (tokens < x.shape[0]))
 
 
 def both_ways(rows: Tensor, weighted: Tensor, group_offsets: Tensor | None) -> Results:
     """Quantize `rows` (R, F), and the transpose of `weighted` (R, F) with every group padded to a multiple of 128."""
-    starts, ends, offsets = pad_groups(group_offsets, rows.shape[0], rows.device)
-    column = torch.arange(padded_rows(rows.shape[0], len(starts)), device=rows.device)
+    return Results(*quantize_1x128(rows, False), *by_columns(weighted, group_offsets))
+
+
+def by_columns(x: Tensor, group_offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize the transpose of x (R, F) with every group padded to a multiple of 128: data, scale and offsets."""
+    starts, ends, offsets = pad_groups(group_offsets, x.shape[0], x.device)
+    column = torch.arange(padded_rows(x.shape[0], len(starts)), device=x.device)
     group = (torch.searchsorted(offsets, column, right=True) - 1).clamp(max=len(starts) - 1)
     row = starts[group] + column - offsets[group]
-    padded = gather(weighted, row, (row < ends[group]) & (column < offsets[-1]))
-    return Results(*quantize_1x128(rows, False), *quantize_1x128(padded.t(), False), offsets.int())
+    padded = gather(x, row, (row < ends[group]) & (column < offsets[-1]))
+    return *quantize_1x128(padded.t(), False), offsets.int()
 
 
 def pad_groups(group_offsets: Tensor | None, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

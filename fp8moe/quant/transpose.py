@@ -1,4 +1,4 @@
-"""For training: quantize a matrix by rows and by columns in one pass, and transpose FP8 weights."""
+"""For training: quantize a matrix by rows and columns in one pass, or by columns alone, and transpose FP8 weights."""
 
 import ctypes
 from typing import NamedTuple
@@ -65,6 +65,21 @@ def quantize_with_transpose(
     return transposed(*_quantize_with_transpose(detached(x), group_offsets, tokens, row_weights))
 
 
+def quantize_columns(
+    x: Tensor, group_offsets: Tensor | None = None, *, tokens: Tensor | None = None
+) -> tuple[FP8Tensor, Tensor]:
+    """Return columns and offsets of `quantize_with_transpose`, bit for bit, without writing rows.
+
+    Operands and errors are those of `quantize_with_transpose`.
+    """
+    check_tensor("x", x)
+    for name, value in (("group_offsets", group_offsets), ("tokens", tokens)):
+        if value is not None:
+            check_tensor(name, value)
+    data, scale, offsets = _quantize_columns(detached(x), group_offsets, tokens)
+    return FP8Tensor(data, scale), offsets
+
+
 def transpose_fp8(w: FP8Tensor) -> FP8Tensor:
     """Transpose weights quantized in blocks of 128x128, bit for bit.
 
@@ -128,9 +143,9 @@ def tile_spec(
     return KernelSpec(f"{name}.cu", name, (*quantizer_defines(dtype, vector=vector), *defines.items()))
 
 
-def kernel_spec(dtype: torch.dtype, vector: bool, weighted: bool) -> KernelSpec:
+def kernel_spec(dtype: torch.dtype, vector: bool, weighted: bool, by_rows: bool = True) -> KernelSpec:
     options = {"shared_bytes": TILE_BYTES, "vector": vector, "weighted": weighted}
-    return tile_spec("quantize_transpose", _GatheredRows, dtype, **options)
+    return tile_spec("quantize_transpose", _GatheredRows, dtype, **options, BY_ROWS=int(by_rows))
 
 
 def tile_launcher(
@@ -160,34 +175,49 @@ def tile_launcher(
 
 @planned
 def launcher(
-    device_index: int, x: Tensor, rows: int, groups: int, vector: bool, weighted: bool, strip: int
+    device_index: int, x: Tensor, rows: int, groups: int, vector: bool, weighted: bool, by_rows: bool, strip: int
 ) -> PointerLauncher:
-    """Build the `tile_launcher` of `quantize_with_transpose`; its source tensors are x, tokens and row_weights.
+    """Build the `tile_launcher` of quantize_transpose.cu; its source tensors are x, tokens and row_weights.
 
     The launcher takes None for tokens and row_weights, too. x: (M, F), last stride 1. vector: `has_vector_rows` of x.
-    weighted: whether there are row_weights.
+    weighted: whether there are row_weights. by_rows: whether rows are written; otherwise the launcher takes any
+    tensors for them.
     """
     source = _GatheredRows(row_stride=x.stride(0), num_tokens=x.shape[0])
     sizes = {"rows": rows, "width": x.shape[1], "groups": groups, "column_tiles": ceil_div(x.shape[1], BLOCK)}
-    return tile_launcher(kernel_spec(x.dtype, vector, weighted), source, **sizes, strip=strip)
+    return tile_launcher(kernel_spec(x.dtype, vector, weighted, by_rows), source, **sizes, strip=strip)
 
 
 def launch(
     x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None, results: Results
 ) -> Results:
     """Compute `quantize_with_transpose` into `results` with the CUDA kernel. Returns `results`."""
-    rows, groups = results.rows.shape[0], results.offsets.shape[0] - 1
-    if not results.columns.numel():
-        results.offsets.copy_(pad_groups(group_offsets, rows, x.device)[2])
-        return results
-    x = unit_stride(x)
-    group_offsets, tokens, row_weights = (
-        None if value is None else value.contiguous() for value in (group_offsets, tokens, row_weights)
-    )
-    strip = STRIP if tokens is None else _GATHER_STRIP
-    run = launcher(x.get_device(), x, rows, groups, has_vector_rows(x), row_weights is not None, strip)
-    run(*results, group_offsets, x, tokens, row_weights)
+    _launch((x, group_offsets, tokens, row_weights), results[:2], results[2:])
     return results
+
+
+def launch_columns(
+    x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, results: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `quantize_columns` into `results`: data, scale and offsets. Returns `results`."""
+    _launch((x, group_offsets, tokens, None), None, results)
+    return results
+
+
+def _launch(operands: tuple, by_rows: tuple | None, by_columns: tuple) -> None:
+    """Launch the kernel on x, group_offsets, tokens, row_weights. by_rows: data and scale, or None."""
+    x, *others = operands
+    columns, _, offsets = by_columns
+    group_offsets, tokens, row_weights = (None if value is None else value.contiguous() for value in others)
+    rows, groups = (x if tokens is None else tokens).shape[0], offsets.shape[0] - 1
+    if not columns.numel():
+        offsets.copy_(pad_groups(group_offsets, rows, x.device)[2])
+        return
+    x = unit_stride(x)
+    form = has_vector_rows(x), row_weights is not None, by_rows is not None
+    run = launcher(x.get_device(), x, rows, groups, *form, STRIP if tokens is None else _GATHER_STRIP)
+    unused = by_columns[:2]  # in place of rows: the launcher takes the device of its first tensor
+    run(*(by_rows or unused), *by_columns, group_offsets, x, tokens, row_weights)
 
 
 def transposed(rows: Tensor, row_scale: Tensor, columns: Tensor, column_scale: Tensor, offsets: Tensor) -> Transposed:
@@ -229,6 +259,23 @@ _quantize_with_transpose = operator(
     cuda=lambda x, *others: launch(x, *others, _empty(x, *others)),
     reference=reference.quantize_with_transpose,
     fake=_empty,
+)
+
+
+def _columns(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the uninitialized results of `quantize_columns`."""
+    rows = x.shape[0] if tokens is None else tokens.shape[0]
+    groups = 1 if group_offsets is None else group_offsets.shape[0] - 1
+    columns = empty_quantized(x, x.shape[1], padded_rows(rows, groups))
+    return *columns, x.new_empty((groups + 1,), dtype=torch.int32)
+
+
+_quantize_columns = operator(
+    "quantize_columns(Tensor x, Tensor? group_offsets, Tensor? tokens) -> (Tensor, Tensor, Tensor)",
+    check=lambda *operands: _check(*operands, None),
+    cuda=lambda *operands: launch_columns(*operands, _columns(*operands)),
+    reference=reference.quantize_columns,
+    fake=_columns,
 )
 
 

@@ -30,6 +30,7 @@ _TMA_TYPES = {  # dtypes of more than one byte -> the driver's name
     torch.float16: "FLOAT16",
     torch.float32: "FLOAT32",
     torch.int32: "INT32",
+    torch.int64: "INT64",
 }
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 _PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}
@@ -72,7 +73,7 @@ def tensor_map(
 
     Elements outside `shape` read as zeros and are not written.
 
-    tensor: one byte per element (mapped as uint8), bfloat16, float16, float32 or int32; 16-byte aligned.
+    tensor: one byte per element (mapped as uint8), bfloat16, float16, float32, int32 or int64; 16-byte aligned.
     shape, strides, box: in elements, outermost dimension first, 1 to 5 dimensions. The innermost stride is 1, the
         others are multiples of 16 bytes; the stride of a dimension of size 1 is ignored. A box has 1 to 256 elements
         per dimension; its innermost dimension is a multiple of 16 bytes, and at most the swizzle width.

@@ -11,6 +11,7 @@ from fp8moe.weights.names import CHANNEL_SCALE, GATE_UP, GROUPS, SCALE, WEIGHT, 
 from fp8moe.weights.source import CONFIG, FLOATS, FP8, HF_QUANT_CONFIG, Layout, TensorSpec, shown
 
 INT4_GROUPS = PACKED_FORMATS["int4"].groups
+(NVFP4_GROUP,) = PACKED_FORMATS["nvfp4"].groups
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 """Dtypes that scales may be stored in. float32 represents every value of these dtypes exactly."""
 GATE_UP_LAYOUT = "gate_up_layout"
@@ -98,9 +99,12 @@ def packed_config(layout: Layout, *, in_turns: bool) -> dict:
     values = (8 if columns.dtype == "I32" else 2) * columns.shape[-1]
     kind, form = ("int", "pack-quantized") if columns.dtype == "I32" else ("float", "mxfp4-pack-quantized")
     four = {"num_bits": 4, "type": kind, "symmetric": True, "strategy": "group"}
+    if scale.dtype == FP8:
+        form, four["strategy"] = "nvfp4-pack-quantized", "tensor_group"
     four |= {"group_size": values // scale.shape[-1], "dynamic": False}
     groups = {"group_0": {"targets": [_EXPERTS], "weights": four, "input_activations": None, "format": form}}
     fp8 = {name.removesuffix(".weight") for name, spec in layout.items() if spec.dtype == FP8}
+    fp8 -= {name for name in fp8 if name.endswith(CHANNEL_SCALE)}  # of NVFP4
     if fp8:
         weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "dynamic": False}
         tokens = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": BLOCK}
@@ -142,6 +146,10 @@ class Kind(NamedTuple):
 _OTHERS = "which fp8moe does not run; take the model's FP8 or unquantized checkpoint"
 _E5M2 = "which fp8moe does not run; take the model's E4M3 or unquantized checkpoint"
 
+NVFP4_ERROR = "3e-2"
+"""The bound of the relative error of products with NVFP4 weights."""
+_NVFP4 = f"NVFP4 with a scale for each {NVFP4_GROUP} values, and a relative error of products up to {NVFP4_ERROR}"
+
 KINDS = {
     kind.name: kind
     for kind in (
@@ -151,7 +159,7 @@ KINDS = {
         Kind("mxfp4", 4, f"1x{MX_BLOCK}", f"MXFP4, with a power of two for each {MX_BLOCK} values"),
         Kind("fp8-channel", 8, "channel", "FP8 with a scale for each output channel", exact=False),
         Kind("fp8-e5m2", 8, "unknown", "FP8 of type E5M2", exact=False, refusal=_E5M2),
-        Kind("nvfp4", 4, "1x16", "NVFP4", exact=False, refusal=_OTHERS),
+        Kind("nvfp4", 4, f"1x{NVFP4_GROUP}", _NVFP4, exact=False),
         Kind("int4", 4, "group", "INT4, with a scale for 32 or 128 values", exact=False),
         Kind("int4-other", 4, "group", "INT4", exact=False, refusal=_OTHERS),
         Kind("int8", 8, "channel", "INT8", exact=False, refusal=_OTHERS),
@@ -279,7 +287,8 @@ def _scheme(weights: Mapping[str, Any], group: Mapping[str, Any]) -> str:
             return "mxfp8"
         return f"FP8 in groups of {shown(blocks or size)}"
     if kind == "float" and bits == 4:
-        return "mxfp4" if size == MX_BLOCK else "nvfp4"
+        known = {"mxfp4": MX_BLOCK, "nvfp4": NVFP4_GROUP}
+        return next((name for name, group in known.items() if size == group), f"FP4 in groups of {shown(size)}")
     if kind == "int" and bits == 4:
         inputs = group.get("input_activations")
         if _is(inputs) and inputs.get("num_bits") == 8 and inputs.get("type") != "float":
@@ -400,6 +409,7 @@ _METHODS: Mapping[str, Callable[[str, Mapping[str, Any]], Declared]] = {
     "mxfp4": _of("mxfp4", "mxfp4"),
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
     "quark": _quark,
     "gptq": _int4("gptq"),
     "awq": _int4("awq"),
@@ -411,7 +421,7 @@ _TELLTALES = {"quant_algo": "modelopt", "config_groups": "compressed-tensors"}
 
 _INTEGER_METHODS = {
     *("auto-round", "bitsandbytes", "torchao", "hqq", "quanto", "aqlm", "eetq", "vptq", "higgs", "spqr"),
-    *("gguf", "bitnet", "quip", "modelopt_fp4", "intel/auto-round", "auto_round", "fouroversix"),
+    *("gguf", "bitnet", "quip", "intel/auto-round", "auto_round", "fouroversix"),
 }
 
 
@@ -448,6 +458,7 @@ def low_fp8_fraction(layout: Layout) -> str | None:
     """Return a warning if less than half of the parameters in matrices are in FP8 or four bits, otherwise None."""
     fp8 = {name: math.prod(spec.shape) for name, spec in layout.items() if spec.dtype == FP8}
     for name, spec in layout.items():
+        fp8.pop(f"{name.removesuffix('_packed')}_scale", None)  # of NVFP4
         if name.endswith(("_packed", GROUPS)):
             fp8[name] = (8 if spec.dtype == "I32" else 2) * math.prod(spec.shape)
     scales = {name + suffix for name in fp8 for suffix in (SCALE, CHANNEL_SCALE)}

@@ -122,7 +122,7 @@ def block_problems(weights: Weights, blocks: Iterable[StoredWeight]) -> list[str
             if weight.scale_dtype not in SCALE_DTYPES:
                 problems.append(f"{scale.name}: dtype {scale.dtype}, expected {', '.join(SCALE_DTYPES)}")
             elif weight.kind is not None:
-                fitting.append(scale)
+                fitting += weight.scales
             if weight.kind is None:
                 expected = scale_grid(weight.name.matrices, weight.shape) if len(weight.shape) > 1 else None
                 problems.append(f"{scale.name}: shape {scale.shape}, expected {expected} for {text} {weight.shape}")

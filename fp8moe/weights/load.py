@@ -38,7 +38,7 @@ def load_fp8_checkpoint(
         are. These differences are allowed:
         - experts stored one by one (experts.7.gate_proj.weight or w1, w3, w2) go into the fused parameters;
         - a weight's scale may be called weight_scale_inv, weight_scale or scale, in any dtype exact in float32;
-        - per-tensor scales, MXFP8 and MXFP4 become 128x128 blocks, and fused experts (E, K, N) are transposed;
+        - per-tensor scales, MXFP8, MXFP4 and NVFP4 become 128x128 blocks, and fused experts (E, K, N) are transposed;
         - GPT-OSS's gate and up, interleaved by rows in weights and biases, are separated: all of gate comes first;
         - static scales of activations, keys and values are ignored, with a warning: fp8moe quantizes dynamically;
         - Mixtral's checkpoints have block_sparse_moe where transformers' models have mlp;

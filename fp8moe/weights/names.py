@@ -27,6 +27,9 @@ CHANNEL_SCALE = "_scale"
 """Suffix that compressed-tensors gives the names of per-output-channel scales."""
 GROUPS = "_blocks"
 """Suffix of the MXFP4 codes of fused experts: Y_blocks (E, N, K/32, 16) has its scales in Y_scales (E, N, K/32)."""
+GLOBAL_SCALE = "_global_scale"
+TENSOR_SCALES = ("_scale_2", GLOBAL_SCALE)
+"""Suffixes of the tensor scale of NVFP4: ModelOpt's is a factor, compressed-tensors' a divisor."""
 
 _PROJECTIONS = {name: name for name in W_NAMES} | {short: name for name, short in W_NAMES.items()}
 _NUMBER = "0|[1-9][0-9]{0,17}"  # an index without leading zeros, as in checkpoints; 18 digits fit in int64
@@ -38,7 +41,7 @@ _ROLES = {None: WEIGHT, "weight": WEIGHT, "_bias": BIAS}
 _OF_VLLM = re.compile(rf"(?<=\.)(w13|w2)_weight(?=$|{SCALE}$)")
 _FUSED_BY_VLLM = {"w13": GATE_UP, "w2": DOWN}
 _UNUSED = re.compile(
-    r"(.*\.)?(input_scale|activation_scale|output_scale|input_scale_ub|k_scale|v_scale|q_scale|kv_scale"
+    r"(.*\.)?(input_scale|input_global_scale|activation_scale|output_scale|input_scale_ub|k_scale|v_scale|q_scale|kv_scale"
     r"|prob_output_scale|\w*_input_scale|\w*_activation_scale)"
 )
 """Names of static scales of activations, keys and values. fp8moe does not use them: it quantizes dynamically."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from fp8moe.layers.parameters import is_sharded, local
 from fp8moe.layers.wrapped import names_inside
-from fp8moe.quant.formats import FP8Tensor, as_float
+from fp8moe.quant.formats import PACKED_FORMATS, FP8Tensor, as_float
 from fp8moe.weights.formats import SCALE_DTYPES, fits_scale
 from fp8moe.weights.names import BLOCK_IN_MODEL, CHANNEL_SCALE, GATE, GATE_UP, SCALE, SCALE_ROLE, UP, W_BLOCK, Name
 from fp8moe.weights.source import (
@@ -44,7 +45,12 @@ Maps the end of a buffer's name in a model to a regex for the names that old che
 _SCALES = {torch.float8_e4m3fn: SCALE, torch.uint8: CHANNEL_SCALE}
 """How the name of a quantized weight's scale ends in a model, by the weight's dtype."""
 
-_ALLOWED = {torch.float32: SCALE_DTYPES, torch.uint8: ("U8",), torch.bfloat16: ("BF16",)}
+_ALLOWED = {
+    torch.float32: SCALE_DTYPES,
+    torch.uint8: ("U8",),
+    torch.bfloat16: ("BF16",),
+    torch.float8_e4m3fn: (FP8,),
+}
 """The dtypes in which scales of quantized weights may be stored, by their dtype in the model."""
 
 Part = tuple[int | None, int | None]
@@ -200,7 +206,7 @@ class Target:
 
         locate: maps names in the checkpoint to those in the model.
         """
-        stored = (weight.name for weight in weights if weight.kind in ("mxfp4", "int4"))
+        stored = (weight.name for weight in weights if weight.kind in PACKED_FORMATS)
         places = {name.text: self.find(locate(name)) for name in stored}
         return [name for name, place in places.items() if place and self.state[place.key].dtype == torch.uint8]
 
@@ -230,7 +236,7 @@ class Target:
     def mismatch(self, spec: TensorSpec, place: Place) -> str | None:
         """Return why a tensor of this dtype and shape does not fit ``place``, or None if it fits."""
         target = self.state[place.key].dtype
-        if target == torch.float8_e4m3fn:
+        if target == torch.float8_e4m3fn and place.key not in self.scales:
             if spec.dtype in FLOATS:
                 return f"{spec.dtype}, but the model's module is FP8; {_way_out(place.key)}"
             if spec.dtype != FP8:
@@ -382,8 +388,8 @@ def match(
     problems += [f"{name}: {EXTRA}" for name in extra if not ignored(name)]
     if not problems:
         problems += _tied_problems(checkpoint, moves, target.ties)
-        judged = (_scale_to_judge(move, target.state) for move in moves)
-        problems += scale_problems(checkpoint, filter(None, judged))
+        judged = chain.from_iterable(_scales_to_judge(move, target.state) for move in moves)
+        problems += scale_problems(checkpoint, judged)
     if not checkpoint.incomplete:
         problems += target.missing(sources, wrong)
     return moves, problems
@@ -400,16 +406,13 @@ def copy_weights(moves: Iterable[Move], directory: Path, state: Mapping[str, Ten
     reader.close()
 
 
-def _scale_to_judge(move: Move, state: Mapping[str, Tensor]) -> TensorInfo | None:
-    """Return the stored scale of a move, whose values are to be checked.
-
-    None if the move has no scale, or if this process loads no part of the scale.
-    """
+def _scales_to_judge(move: Move, state: Mapping[str, Tensor]) -> list[TensorInfo]:
+    """Return the stored scales of a move, whose values are to be checked, if this process loads a part of them."""
     weight, place, scale_place = move
-    info = weight.scale if scale_place is not None else weight.codes
+    infos = weight.scales if scale_place is not None else [weight.codes]
     scale_place = scale_place or (place if weight.name.role == SCALE_ROLE else None)
     here = scale_place is not None and all(overlap(scale_place.box, held(state[scale_place.key])[1]))
-    return info if here else None
+    return infos if here else []
 
 
 def _way_out(key: str) -> str:
@@ -424,18 +427,18 @@ def _way_out(key: str) -> str:
 def scale_problems(checkpoint: Checkpoint, scales: Iterable[TensorInfo]) -> list[str]:
     """List the stored scales that hold a NaN, an infinity, zero or a negative value.
 
-    scales: tensors of dtypes in `SCALE_DTYPES`, or U8. Even the scale of a block of zeros must be positive. Memory
-    holds one scale tensor at a time, which has 1/16384 as many elements as its weight.
+    scales: tensors of dtypes in `SCALE_DTYPES`, U8 or F64; or F8_E4M3 of NVFP4, in which groups of zeros may have a
+    scale of zero. Other scales of zeros must be positive, too. Memory holds one scale tensor at a time.
     """
     problems = []
     for info, stored in checkpoint.read_unmapped(dict.fromkeys(scales)):
-        values = as_float(stored)
-        if ((values > 0) & (values < torch.inf)).all():
+        values, may_be_zero = as_float(stored), info.dtype == FP8
+        if (((values >= 0) if may_be_zero else (values > 0)) & (values < torch.inf)).all():
             continue
         counts = {
             "NaN": values.isnan(),
             "infinite": values.isinf(),
-            "zero": values == 0,
+            "zero": (values == 0) & (not may_be_zero),
             "negative": (values < 0) & values.isfinite(),
         }
         numbers = [f"{count} {kind}" for kind, where in counts.items() if (count := int(where.sum()))]

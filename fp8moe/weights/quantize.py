@@ -48,6 +48,7 @@ from fp8moe.weights.views import (
 from fp8moe.weights.write import into_directory, json_bytes
 
 _QUANTIZED_DTYPES = ("BF16", "F16", "F32")
+_ROUNDED = ("fp8-channel", "int4", "nvfp4")  # kinds of weights that blocks do not hold exactly
 _COMPANIONS = (".bpe", ".json", ".jinja", ".md", ".model", ".py", ".tiktoken", ".txt")
 _TEMPLATES = "additional_chat_templates"  # a directory of tokenizer files
 _LICENSES = ("LICENSE", "NOTICE", "USE_POLICY")
@@ -139,6 +140,10 @@ def as_rows(weight: StoredWeight, weights: Weights) -> StoredWeight:
     return in_rows(weight) if weights.interleaved and len(weight.shape) == 3 else weight
 
 
+EXPERTS = ("fp8", "mxfp4", "int4", "int4-32")
+"""The formats to which `quantize_checkpoint` quantizes experts. NVFP4 is read, not written from unquantized weights."""
+
+
 @torch.inference_mode(False)
 def quantize_checkpoint(
     src_dir: str | os.PathLike,
@@ -189,8 +194,8 @@ def quantize_checkpoint(
     options, for patterns outside DEFAULT_SKIP that match nothing, and while another run writes to dst_dir.
     """
     check_scale_format(scale_format)
-    if experts not in ("fp8", *PACKED_WEIGHTS):
-        raise ValueError(f"experts: expected one of {('fp8', *PACKED_WEIGHTS)}, got {experts!r}")
+    if experts not in EXPERTS:
+        raise ValueError(f"experts: expected one of {EXPERTS}, got {experts!r}")
     if experts != "fp8" and scale_format != "float32":
         raise ValueError(f"scale_format: expected 'float32' beside experts in four bits, got {scale_format!r}")
     skip = as_patterns("skip", skip)
@@ -246,8 +251,8 @@ def convert_checkpoint(
     activations, keys and values are left out.
 
     src_dir: a checkpoint in any format that `find_format` says loads; or its name on the Hugging Face Hub.
-    requantize: also accept weights with per-channel scales, INT4, and MXFP4 whose exponents E4M3 cannot hold; the
-        values of these weights are quantized again.
+    requantize: also accept weights with per-channel scales, INT4, NVFP4, and MXFP4 whose exponents E4M3 cannot hold;
+        the values of these weights are quantized again.
     device: where to quantize; by default a GPU if there is one.
     dst_dir, force: as for `quantize_checkpoint`.
     Returns the relative Frobenius error that requantizing added, over all requantized weights; None if there are none.
@@ -260,7 +265,7 @@ def convert_checkpoint(
     weights.check(what)
     if not weights.quantized:
         raise CheckpointError(what, [f"{weights.format.reason}; quantize it instead"])
-    rounded = {weight.name.text: weight for weight in weights.quantized if weight.kind in ("fp8-channel", "int4")}
+    rounded = {weight.name.text: weight for weight in weights.quantized if weight.kind in _ROUNDED}
     if rounded and not requantize:
         name = next(iter(rounded.values())).codes.name
         why = f"{weights.format.reason} ({name}), which blocks cannot hold; requantize=True (--requantize) rounds it"

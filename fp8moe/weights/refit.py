@@ -17,8 +17,8 @@ from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.parameters import is_sharded
 from fp8moe.layers.wrapped import chain, check_merged, check_unmerged, unwrapped
-from fp8moe.quant.arranged import NAN_BYTE
-from fp8moe.quant.formats import FP8Tensor, is_packed, packed_format
+from fp8moe.quant.arranged import NAN_BYTE, has_nan_scale
+from fp8moe.quant.formats import PACKED_FORMATS, FP8Tensor, is_packed, packed_format
 from fp8moe.quant.packed import quantize_arranged
 from fp8moe.quant.quantize import Requantizer, quantize_128x128, quantize_channels
 from fp8moe.runtime.checks import FLOATING, describe
@@ -36,6 +36,7 @@ from fp8moe.weights.place import (
     held,
     ignored_names,
     provider,
+    scale_problems,
     state_of,
 )
 from fp8moe.weights.source import DTYPE_NAMES, FP8, CheckpointError, Reader, TensorSpec, unmappable
@@ -393,6 +394,8 @@ class _Refit:
         return provider().locator(self.model)
 
     def _check_ignored(self, name: str) -> None:
+        if name.removesuffix("_tensor_scale") in self._packed:
+            raise ValueError(f"{name}: {_ONLY_FLOATS}")
         if not self._ignored(name):
             raise ValueError(f"{name}: unknown, the model has no such tensor")
 
@@ -538,7 +541,7 @@ class _Refit:
             for key, values in entries.items()
             if values.numel()
             and (values.is_floating_point() or key in self._scales)
-            and (values.dtype != torch.float8_e4m3fn or key in codes)
+            and (values.dtype != torch.float8_e4m3fn or key in codes | self._scales)
         } | self._differ
         problems = []
         for key in [key for key, flag in flags.items() if flag]:
@@ -560,6 +563,10 @@ class _Refit:
             return (values == NAN_BYTE).any()
         if values.dtype is torch.float8_e8m0fnu:
             return values.view(torch.uint8).amax() == 255
+        weight = key.removesuffix(CHANNEL_SCALE)
+        if weight != key and weight in self._packed and packed_format(values) == "nvfp4":
+            n = self.state[weight].shape[1]
+            return has_nan_scale(values, n // _matrices(Place(weight, tuple(self.state[weight].shape))))
         if values.dtype == torch.float8_e4m3fn:
             return (values.view(torch.uint8) & 127).amax() == 127
         least, most = values.aminmax()
@@ -642,11 +649,13 @@ def _of_directory(directory: str | os.PathLike, model: nn.Module) -> _Source:
     weights.check(f"cannot load {directory}")
     checkpoint = weights.checkpoint
     problems = checkpoint.problems + unmappable(checkpoint)
-    problems += inexact_problems(weights) if not problems else ()
+    if not problems:
+        nvfp4 = [info for weight in weights.stored if weight.kind == "nvfp4" for info in weight.scales]
+        problems += inexact_problems(weights) + (scale_problems(checkpoint, nvfp4) if nvfp4 else [])
     if problems:
         raise CheckpointError(what, problems)
     packed = []
-    if any(weight.kind in ("mxfp4", "int4") for weight in weights.stored):  # visits the model
+    if any(weight.kind in PACKED_FORMATS for weight in weights.stored):  # visits the model
         locate = provider().locator(model)
         packed = Target(state_of(model)).packed(weights.stored, lambda name: locate(name).name)
     blocks = [weight for weight in in_blocks(weights, packed=packed) if weight.name.text not in weights.unused]

@@ -17,15 +17,16 @@ from torch import Tensor, nn
 
 from fp8moe.layers.parameters import is_sharded
 from fp8moe.layers.wrapped import check_merged, unwrapped
-from fp8moe.quant.arranged import stored_codes, stored_exponents
+from fp8moe.quant.arranged import stored_codes, stored_exponents, stored_scales
 from fp8moe.quant.checks import check_scale_format
-from fp8moe.quant.formats import MX_BLOCK, has_channel_scales, packed_format, packed_group
-from fp8moe.weights.formats import low_fp8_fraction, packed_config, quantization_config, scale_dtype
+from fp8moe.quant.formats import BLOCK, MX_BLOCK, has_channel_scales, packed_format, packed_group
+from fp8moe.weights.formats import NVFP4_GROUP, low_fp8_fraction, packed_config, quantization_config, scale_dtype
 from fp8moe.weights.names import (
     CHANNEL_SCALE,
     DOWN,
     GATE,
     GATE_UP,
+    GLOBAL_SCALE,
     GROUPS,
     SCALE,
     SCALE_ROLE,
@@ -277,31 +278,40 @@ def _fused_mxfp4(tensors: Mapping[str, Tensor], name: Name) -> Iterator[list[Sto
 def _packed_experts(tensors: Mapping[str, Tensor], name: Name, names: ExpertNames) -> Iterator[list[StoredTensor]]:
     """Yield experts in four bits, one by one, as compressed-tensors stores them.
 
-    Source: https://github.com/vllm-project/compressed-tensors, formats "mxfp4-pack-quantized" and "pack-quantized".
+    Source: https://github.com/vllm-project/compressed-tensors, formats "mxfp4-pack-quantized", "nvfp4-pack-quantized"
+    and "pack-quantized".
     """
     data, scale = tensors[name.text], tensors[f"{name.text}_scale"]
     projections = (GATE, UP) if name.projection == GATE_UP else (name.projection,)
     parts = [names.of_expert(name, expert, part) for expert in range(len(data)) for part in projections]
     n, k = data.shape[1] // len(projections), 2 * data.shape[2]
-    mxfp4 = scale.dtype == torch.uint8
+    bytes_of_codes = "_packed", TensorSpec("U8", (n, k // 2)), stored_codes
+    shape = torch.tensor([n, k], dtype=torch.int64, device="cpu")
+    wanted = {  # the end of the name, dtype and shape, and what makes it: of codes, of scales, of their first row
+        "mxfp4": (
+            bytes_of_codes,
+            ("_scale", TensorSpec("U8", (n, k // MX_BLOCK)), partial(stored_exponents, n=n, k=k)),
+        ),
+        "nvfp4": (
+            bytes_of_codes,
+            ("_scale", TensorSpec(FP8, (n, k // NVFP4_GROUP)), lambda part: stored_scales(part, n, k)[0]),
+            # In F64, 1 / (1 / x) is x for every x of float32.
+            (GLOBAL_SCALE, TensorSpec("F64", (1,)), lambda part: 1 / stored_scales(part, n, BLOCK)[1].double()),
+        ),
+        "int4": (
+            ("_packed", TensorSpec("I32", (n, k // 8)), lambda part: (part ^ 0x88).contiguous().view(torch.int32)),
+            ("_scale", TensorSpec(DTYPE_NAMES[scale.dtype], (n, scale.shape[2])), None),
+            ("_shape", TensorSpec("I64", (2,)), lambda _: shape),
+        ),
+    }[packed_format(scale)]
+    sources = name.text, f"{name.text}_scale", f"{name.text}_scale"
     for index, part in enumerate(parts):
-        boxes = [_box(tensor, index, len(parts)) for tensor in (data, scale)]
-        codes = TensorSpec("U8", (n, k // 2)) if mxfp4 else TensorSpec("I32", (n, k // 8))
-        groups = k // MX_BLOCK if mxfp4 else scale.shape[2]
-        scales = TensorSpec(DTYPE_NAMES[scale.dtype], (n, groups))
-        exponents = partial(stored_exponents, n=n, k=k) if mxfp4 else None
-        integers = stored_codes if mxfp4 else lambda values: (values ^ 0x88).contiguous().view(torch.int32)
-        group = [
-            StoredTensor(part._replace(text=f"{part.text}_packed"), name.text, boxes[0], codes, integers),
-            StoredTensor(part._replace(text=f"{part.text}_scale"), f"{name.text}_scale", boxes[1], scales, exponents),
+        codes, (expert, rows, columns) = (_box(tensor, index, len(parts)) for tensor in (data, scale))
+        boxes = codes, (expert, rows, columns), (expert, rows[:1], columns)
+        yield [
+            StoredTensor(part._replace(text=part.text + end), source, box, spec, make)
+            for (end, spec, make), source, box in zip(wanted, sources, boxes, strict=False)
         ]
-        if not mxfp4:
-            shape = torch.tensor([n, k], dtype=torch.int64, device="cpu")
-            box = (*boxes[1][:1], range(1), range(1))
-            spec = TensorSpec("I64", (2,))
-            shape_name = part._replace(text=f"{part.text}_shape")
-            group.append(StoredTensor(shape_name, f"{name.text}_scale", box, spec, lambda _, shape=shape: shape))
-        yield group
 
 
 def _in_turns(rows: Tensor) -> Tensor:

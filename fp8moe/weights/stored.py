@@ -20,6 +20,7 @@ from fp8moe.weights.formats import (
     GATE_UP_LAYOUT,
     INT4_GROUPS,
     KINDS,
+    NVFP4_GROUP,
     Declared,
     declared,
     fits_scale,
@@ -28,8 +29,10 @@ from fp8moe.weights.formats import (
 from fp8moe.weights.names import (
     DOWN,
     GATE_UP,
+    GLOBAL_SCALE,
     GROUPS,
     SCALE,
+    TENSOR_SCALES,
     WEIGHT,
     Name,
     is_own_scale,
@@ -67,14 +70,15 @@ _OF_THEIR_OWN = {"llama4": "Llama 4", "llama4_text": "Llama 4"}
 class StoredWeight(NamedTuple):
     """A weight, bias or other tensor as a checkpoint stores it, or as a view from `fp8moe.weights.views` presents it.
 
-    name: the weight's name, without a suffix for packed codes. codes, scale: the stored tensors. kind: a key of
-    `KINDS`; None for unquantized values, and for FP8 codes whose scale is missing or unknown. dtype, shape: the values'
-    safetensors dtype, and (N, K) or (E, N, K). grid, scale_dtype: shape and dtype of the scale; grid is None without a
-    scale. coded: whether the weight is stored as FP8 codes or packed integers. transposed: whether fused experts are
-    stored (E, K, N). shared: whether experts stored one by one share one scale, which is then a StoredWeight itself.
-    make: function (codes, scale) that computes a matrix (a Tensor or an FP8Tensor); None to use the codes as stored.
-    layout: dtype and shape by name of the tensors to write, of which ``make`` then computes a tuple; None for values,
-    and their scale if there is one, under the names of the weight.
+    name: the weight's name, without a suffix for packed codes. codes, scale, tensor_scale: the stored tensors; only
+    NVFP4 has the last. kind: a key of `KINDS`; None for unquantized values, and for FP8 codes whose scale is missing or
+    unknown. dtype, shape: the values' safetensors dtype, and (N, K) or (E, N, K). grid, scale_dtype: shape and dtype of
+    the scale; grid is None without a scale. coded: whether the weight is stored as FP8 codes or packed integers.
+    transposed: whether fused experts are stored (E, K, N). shared: whether experts stored one by one share one scale,
+    which is then a StoredWeight itself. make: function (codes, scale), of NVFP4 (codes, scale, tensor scale (1,)), that
+    computes a matrix (a Tensor or an FP8Tensor); None to use the codes as stored. layout: dtype and shape by name of
+    the tensors to write, of which ``make`` then computes a tuple; None for values, and their scale if there is one,
+    under the names of the weight.
     """
 
     name: Name
@@ -88,8 +92,9 @@ class StoredWeight(NamedTuple):
     coded: bool = False
     transposed: bool = False
     shared: bool = False
-    make: Callable[[Tensor, Tensor | None], Tensor | FP8Tensor | tuple[Tensor, ...]] | None = None
+    make: Callable[..., Tensor | FP8Tensor | tuple[Tensor, ...]] | None = None
     layout: Layout | None = None
+    tensor_scale: TensorInfo | None = None
 
     @property
     def is_expert(self) -> bool:
@@ -99,6 +104,11 @@ class StoredWeight(NamedTuple):
     def interleaved(self) -> bool:
         """Return whether these are packed codes with gate and up rows interleaved."""
         return self.name.projection == GATE_UP and self.codes.name.endswith(GROUPS)
+
+    @property
+    def scales(self) -> list[TensorInfo]:
+        """Return the stored scales of this weight."""
+        return [info for info in (self.scale, self.tensor_scale) if info is not None]
 
     @property
     def has_scale(self) -> bool:
@@ -117,10 +127,10 @@ class StoredWeight(NamedTuple):
         specs = {self.name.text: TensorSpec(self.dtype, self.shape)}
         return specs if self.grid is None else specs | {self.name.scale: TensorSpec(self.scale_dtype, self.grid)}
 
-    def value(self, codes: Tensor, scale: Tensor | None) -> Tensor | FP8Tensor:
-        """Return the value of one matrix, given its codes and its scale."""
+    def value(self, codes: Tensor, scale: Tensor | None, *tensor_scale: Tensor) -> Tensor | FP8Tensor:
+        """Return the value of one matrix, given its codes and its scales."""
         if self.make is not None:
-            return self.make(codes, scale)
+            return self.make(codes, scale, *tensor_scale)
         return codes if self.grid is None else FP8Tensor(codes, as_float(scale).reshape(self.grid[-2:]))
 
     def seen(
@@ -131,7 +141,7 @@ class StoredWeight(NamedTuple):
         dtype: the dtype of the view. changes: other fields to replace.
         """
         value = self.value
-        return self._replace(make=lambda codes, scale: function(value(codes, scale)), dtype=dtype, **changes)
+        return self._replace(make=lambda *stored: function(value(*stored)), dtype=dtype, **changes)
 
     def pieces(
         self, reader: Reader, part: tuple[slice, ...] | None = None
@@ -144,7 +154,8 @@ class StoredWeight(NamedTuple):
         part = part or tuple(slice(0, size) for size in self.shape)
         own_scale = None if self.shared else self.scale
         if len(self.shape) < 3:
-            yield None, self._piece(reader, (), part, own_scale and reader.read(own_scale))
+            scales = [own_scale and reader.read(own_scale), *([self._factor(reader)] if self.tensor_scale else [])]
+            yield None, self._piece(reader, (), part, *scales)
             return
         if not math.prod(self.shape):
             return
@@ -161,13 +172,18 @@ class StoredWeight(NamedTuple):
         values = [value for _, value in self.pieces(reader)]
         return torch.stack(values) if len(self.shape) > 2 else values[0]
 
+    def _factor(self, reader: Reader) -> Tensor:
+        """Return the tensor scale, float32 (1,)."""
+        value = reader.read(self.tensor_scale).double().view(1)
+        return (1 / value if self.tensor_scale.name.endswith(GLOBAL_SCALE) else value).float()
+
     def _piece(
-        self, reader: Reader, at: tuple[int, ...], part: tuple[slice, ...], scale: Tensor | None
+        self, reader: Reader, at: tuple[int, ...], part: tuple[slice, ...], *scales: Tensor | None
     ) -> Tensor | FP8Tensor:
         """Return a part of a matrix; without ``make``, only that part is read. at: the matrix's index in the codes."""
         if self.make is None:
-            return self.value(reader.read(self.codes, (*at, *part)), scale)
-        value = self.make(reader.read(self.codes, at), scale)
+            return self.value(reader.read(self.codes, (*at, *part)), *scales)
+        value = self.make(reader.read(self.codes, at), *scales)
         if isinstance(value, FP8Tensor):
             return value._replace(data=value.data[part])
         return value[part] if isinstance(value, Tensor) else value
@@ -345,9 +361,13 @@ def _paired(checkpoint: Checkpoint, declaration: Declared | None) -> tuple[list[
             shared=scale is not None and not is_own_scale(name, scale),
         )
         kind = _kind(weight, declaration)
-        stored.append(weight if kind is None else weight._replace(kind=kind, shape=_values_shape(weight)))
+        weight = weight if kind is None else weight._replace(kind=kind, shape=_values_shape(weight))
+        if kind == "nvfp4":
+            found = filter(tensors.__contains__, (name.text + suffix for suffix in TENSOR_SCALES))
+            weight = weight._replace(tensor_scale=tensors.get(next(found, "")))
+        stored.append(weight)
         if scale is not None and not weight.shared:
-            own_scales.add(scale)
+            own_scales |= {scale} if weight.tensor_scale is None else {scale, weight.tensor_scale.name}
     unused = {text for text, info in tensors.items() if math.prod(info.shape[1:]) == 1 and is_unused_scale(text)}
     return [weight for weight in stored if weight.codes.name not in own_scales], unused
 
@@ -427,7 +447,7 @@ def _other_kind(codes: TensorInfo, scale: TensorInfo | None) -> str | None:
         return None
     if scale is None:
         return "int4-other"
-    if scale.dtype == FP8:
+    if scale.dtype == FP8 and codes.dtype in ("I8", "U8"):
         return "nvfp4"
     *rows, columns = codes.shape
     if int4_layout(codes, scale) is not None:
@@ -489,8 +509,8 @@ def _problem(checkpoint: Checkpoint, declarations: list[Declared], weights: list
         if weight.kind and KINDS[weight.kind].refusal:
             kind = KINDS[weight.kind]
             return f"{_prefix(declarations)}{kind.words} ({weight.codes.name}), {kind.refusal}"
-        if weight.kind == "int4":
-            problem = _int4_problem(weight, checkpoint)
+        if weight.kind in _PROBLEMS:
+            problem = _PROBLEMS[weight.kind](weight, checkpoint)
             if problem is not None:
                 return f"{_prefix(declarations)}{problem}"
     refusal = experts_of_their_own(checkpoint.config)
@@ -524,6 +544,30 @@ def _int4_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None:
     if int4_layout(weight.codes, weight.scale)[0] != "awq" or zeros in checkpoint.tensors or checkpoint.incomplete:
         return None
     return f"{zeros}: missing, expected the zero points of AWQ"
+
+
+def _nvfp4_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None:
+    """Return why fp8moe does not run weights in NVFP4, or None."""
+    codes, scale, whole, text = weight.codes, weight.scale, weight.tensor_scale, weight.name.text
+    if len(weight.shape) > 2:
+        return f"{codes.name}: fused experts in NVFP4, which fp8moe does not run"
+    rows, columns = weight.shape
+    if columns % MX_BLOCK:
+        return f"{codes.name}: NVFP4 of {columns} columns, expected a multiple of {MX_BLOCK}"
+    if scale.shape != (rows, columns // NVFP4_GROUP):
+        return f"{scale.name}: shape {scale.shape}, expected {(rows, columns // NVFP4_GROUP)} for {codes.name}"
+    of_inputs = f"{text.removesuffix('weight')}pre_quant_scale"
+    if of_inputs in checkpoint.tensors:
+        return f"{of_inputs}: NVFP4 with a scale of inputs for each channel, which fp8moe does not run"
+    if whole is None:
+        names = " or ".join(text + suffix for suffix in TENSOR_SCALES)
+        return None if checkpoint.incomplete else f"{names}: missing, expected the tensor scale of NVFP4"
+    if whole.dtype not in ("F32", "F64") or math.prod(whole.shape) != 1:
+        return f"{whole.name}: {whole.dtype} {whole.shape}, expected one tensor scale in F32"
+    return None
+
+
+_PROBLEMS = {"int4": _int4_problem, "nvfp4": _nvfp4_problem}
 
 
 def _gate_up_problem(weight: StoredWeight, checkpoint: Checkpoint) -> str | None:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.quant.arranged import arrange, arranged_shape
 from fp8moe.quant.formats import BLOCK, E2M1, FP8_MAX, MX_BLOCK, FP8Tensor, PackedTensor, as_float
-from fp8moe.quant.packed import e2m1_values, quantize_int4, quantize_mxfp4, unpacked
+from fp8moe.quant.packed import blocks_of_nvfp4, e2m1_values, quantize_int4, quantize_mxfp4, unpacked
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.weights.formats import SCALE_DTYPES, scale_dtype, scale_grid
 from fp8moe.weights.names import BIAS, GATE_UP, GROUPS
@@ -55,8 +55,9 @@ def _in_four_bits(weight: StoredWeight) -> StoredWeight:
         dtype = "BF16" if weight.scale.dtype == "BF16" else "F32"
         grid = weight.scale.shape[::-1] if method in _BY_COLUMN else weight.scale.shape
         return view._replace(grid=grid, make=partial(_int4, method), scale_dtype=dtype)
-    grid = (*lead, *arranged_shape(rows, columns, weight.name.matrices))
-    return view._replace(grid=grid, make=partial(_of_each, weight, _mxfp4_arranged), scale_dtype="U8")
+    make, dtype = (_nvfp4_arranged, FP8) if weight.kind == "nvfp4" else (_mxfp4_arranged, "U8")
+    grid = (*lead, *arranged_shape(rows, columns, weight.name.matrices, weight.kind))
+    return view._replace(grid=grid, make=partial(_of_each, weight, make), scale_dtype=dtype)
 
 
 def _int4(method: str, codes: Tensor, scale: Tensor) -> FP8Tensor:
@@ -80,7 +81,15 @@ def _mxfp4_arranged(codes: Tensor, exponents: Tensor) -> FP8Tensor:
     """Return a matrix, codes (N, K/2), arranged; exponents of groups of zeros do not count."""
     data, power = codes.view(torch.uint8).flatten(1), exponents.view(torch.uint8)
     used = (data.unflatten(1, (-1, MX_BLOCK // 2)) & 0x77 != 0).any(-1) | (power == _NAN)
-    return arrange(data, torch.where(used, power, 0))
+    return FP8Tensor(*arrange(PackedTensor(data, torch.where(used, power, 0), "mxfp4"))[:2])
+
+
+def _nvfp4(codes: Tensor, scale: Tensor, tensor_scale: Tensor) -> PackedTensor:
+    return PackedTensor(codes.view(torch.uint8), scale, "nvfp4", tensor_scale.view(()))
+
+
+def _nvfp4_arranged(*matrix: Tensor) -> FP8Tensor:
+    return FP8Tensor(*arrange(_nvfp4(*matrix))[:2])
 
 
 def _in_blocks(weight: StoredWeight, bytes_are_exponents: bool) -> StoredWeight:
@@ -127,12 +136,14 @@ def _gate_then_up(in_turns: Tensor) -> Tensor:
 
 
 def as_values(weight: StoredWeight) -> StoredWeight:
-    """View a weight as float32 values. weight: FP8 with per-channel scales, MXFP4, or INT4."""
+    """View a weight as float32 values. weight: FP8 with per-channel scales, or in four bits."""
     if weight.kind == "fp8-channel":
         make = partial(_channels, transposed=weight.transposed)
     elif weight.kind == "int4":
         method, _ = int4_layout(weight.codes, weight.scale)
         make = lambda *matrix: dequantize(PackedTensor(*_int4(method, *matrix), "int4"), dtype=torch.float32)  # noqa: E731
+    elif weight.kind == "nvfp4":
+        make = lambda *matrix: dequantize(_nvfp4(*matrix), dtype=torch.float32)  # noqa: E731
     else:
         make = partial(_of_each, weight, lambda *matrix: _mxfp4_values(*matrix).float())
     return weight._replace(dtype="F32", grid=None, make=make)
@@ -317,7 +328,11 @@ def _fp4_pairs() -> Tensor:
     return torch.stack((codes[:, halves & 15], codes[:, halves >> 4]), -1).view(torch.int16).flatten()
 
 
-_MICROSCALED = {"mxfp8": _mxfp8, "mxfp4": _mxfp4}
+_MICROSCALED = {
+    "mxfp8": _mxfp8,
+    "mxfp4": _mxfp4,
+    "nvfp4": lambda *matrix: blocks_of_nvfp4(*_nvfp4_arranged(*matrix)),
+}
 """Functions that convert a matrix's codes and scales to 128x128 blocks, by kind."""
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8moe.distributed import ExpertParallel, agreement, local
@@ -262,7 +262,7 @@ def compiled(world):
 def four_bits(world):
     """Results, gradients, states and what is rounded to them."""
     trained = make_trained(EXPERTS, 256, 128)
-    for form, ways in (("mxfp4", EACH), ("int4", ({},))):
+    for form, ways in (("mxfp4", EACH), ("int4", ({},)), ("nvfp4", ({},))):
         plain, other = (make(EXPERTS, 256, 128, seed=seed, weight_format=form) for seed in (0, 1))
         for options in ways:
             check(plain, uneven(world), residual=True, **options)
@@ -282,11 +282,21 @@ def four_bits(world):
             agree(layer(x, index, weights), plain(x, index, weights))
         assert relative_error(found[1], found[0]) < 1e-3 and torch.equal(found[1], found[2])
         for name, value in state.items():
-            assert isinstance(value, DTensor) and value.dtype == expected[name].dtype
-            assert torch.equal(bits(value.full_tensor()), bits(expected[name]))
+            assert isinstance(value, DTensor) and value.shape == expected[name].shape
+            here = expected[name].chunk(world)[dist.get_rank()]
+            assert value.dtype == here.dtype and torch.equal(bits(value.to_local()), bits(here))
+        if form == "nvfp4":
+            # Whole tensor scales, as PyTorch leaves them in a whole state whose other tensors it has sharded.
+            doubled = {name: 2 * value for name, value in expected.items() if name.endswith("tensor_scale")}
+            loaded.load_state_dict(state | doubled)
+            for name, value in doubled.items():
+                assert torch.equal(loaded.state_dict()[name].to_local(), value.chunk(world)[dist.get_rank()])
+            whole = distribute_tensor(expected["down_proj_tensor_scale"], loaded.down_proj.device_mesh, [Replicate()])
+            sentence = "down_proj_scale: expected all that belongs to it with (Shard(dim=0),), got (Replicate(),)"
+            fails(partial(loaded.load_state_dict, state | {"down_proj_tensor_scale": whole}), sentence)
         layers = [GroupedExperts.from_experts(experts, weight_format=form) for experts in (parallel(trained), trained)]
         for one, other in zip(*(layer.state_dict().values() for layer in layers), strict=True):
-            assert torch.equal(bits(one.full_tensor()), bits(other))
+            assert torch.equal(bits(one.to_local()), bits(other.chunk(world)[dist.get_rank()]))
         empty = parallel(layers[1].to("meta")).to_empty(device="cpu")
         empty.reset_parameters()
         assert empty(x, index, weights).isfinite().all()

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8moe import FP8Linear, GroupedExperts, replace_linears
 from fp8moe.distributed import ExpertParallel
+from fp8moe.quant.arranged import ARRANGED
 from tests.processes import in_processes
 from tests.small_checkpoints import bits
 
@@ -130,13 +131,15 @@ def test_experts_are_quantized_where_they_are():
 
 
 class Layer(nn.Module):
-    """Experts that are trained, and experts that are not, in FP8 and in four bits."""
+    """Experts that are trained, and experts that are not, in FP8 and in the formats of four bits that are arranged."""
 
     def __init__(self):
         super().__init__()
         self.trained = GroupedExperts(**SIZES, dtype=torch.float32, master_dtype=torch.float32)
         self.frozen = GroupedExperts(**SIZES)
-        self.four = GroupedExperts(num_experts=8, hidden_size=64, intermediate_size=96, weight_format="mxfp4")
+        for form in ARRANGED:
+            four = GroupedExperts(num_experts=8, hidden_size=64, intermediate_size=96, weight_format=form)
+            self.add_module(form, four)
 
     def forward(self, x, index, weights):
         return self.trained(x, index, weights) + self.frozen(x, index, weights)
@@ -147,7 +150,7 @@ def new_layer(seed):
     layer = Layer()
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        parallelize_module(layer, mesh, dict.fromkeys(("trained", "frozen", "four"), ExpertParallel()))
+        parallelize_module(layer, mesh, dict.fromkeys(("trained", "frozen", *ARRANGED), ExpertParallel()))
     return layer, torch.optim.AdamW(layer.trained.parameters(), lr=1e-2)
 
 
@@ -206,7 +209,7 @@ def test_states_are_loaded_at_other_world_sizes(tmp_path):
     for _ in range(2):
         step(*trained)
     close(loaded[0], trained[0], other[0])
-    for kind in ("frozen", "four"):
+    for kind in ("frozen", *ARRANGED):
         for name, value in trained[0].get_submodule(kind).named_parameters():
             assert torch.equal(bits(loaded[0].get_parameter(f"{kind}.{name}")), bits(value))
     step(*loaded)

@@ -7,6 +7,7 @@ layouts, along K; every quantizer, with and without vectors of 16 bytes, weights
 
 import copy
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -17,8 +18,6 @@ from benchmarks.operands import exact, relative_error, rounded_error
 from fp8moe import FP8Tensor, grouped_gemm_k, quantize_128x1, quantize_128x128, quantize_int4, quantize_mxfp4
 from fp8moe.kernels.activation import Activation, activation_backward
 from fp8moe.kernels.experts.swiglu import (
-    Activated,
-    ActivationGradient,
     Beside,
     swiglu_backward_quantize,
     swiglu_quantize,
@@ -31,7 +30,10 @@ from fp8moe.kernels.gemm.reference import group_ranges, group_rows
 from fp8moe.kernels.gemm.sm90 import TileConfig, with_stages
 from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant import reference
-from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
+from fp8moe.quant.arranged import arrange
+from fp8moe.quant.checks import weight_operand
+from fp8moe.quant.packed import blocks_of_nvfp4, quantize_nvfp4
+from fp8moe.quant.transpose import quantize_columns, quantize_with_transpose, transpose_fp8
 from tests.deep_gemm_cases import by_ends, by_group, by_rows, flat_groups
 from tests.gemm_cases import int32
 from tests.gpu.sanitizing import (
@@ -95,6 +97,8 @@ PACKED = (
     ("int4", 32, (33, 1), 136, 288, TileConfig(32, 64, weights_as_rows=True, warpgroups=1, blocks_per_sm=2)),
     *(("mxfp4", 32, (130, 0, 300, 1), 392, 672, TileConfig(*block)) for block in ((128, 256), (256, 128), (128, 128))),
     ("mxfp4", 32, (129,) * 17, 1032, 1024, TileConfig(128, 256)),
+    ("nvfp4", 16, (9, 0, 8), 264, 288, TileConfig(8, 256, weights_as_rows=True, blocks_per_sm=2)),
+    *(("nvfp4", 16, (130, 0, 300, 1), 392, 672, TileConfig(*block)) for block in ((128, 256), (256, 128))),
 )
 # rows in use, max_m, n, k, output type
 MASKED = (((1, 0, 3, -7, 9, 2**31 - 1), 8, 136, 1040, BF16), ((200, 0, 7, 150), 160, 264, 272, FP32))
@@ -196,17 +200,19 @@ def wide_error(sizes: tuple[int, ...], n: int, k: int, staged: bool) -> float:
 def packed_error(form: str, group: int, sizes: tuple[int, ...], n: int, k: int, tile: TileConfig | None) -> float:
     """Call GEMMs with weights in four bits, whose codes become E4M3 in registers or in shared memory."""
     weights, a = torch.randn(len(sizes), n, k), random_rows(sum(sizes), k)
-    b = on_gpu(quantize_mxfp4(weights) if form == "mxfp4" else quantize_int4(weights, group=group))
+    quantizers = {"mxfp4": quantize_mxfp4, "nvfp4": quantize_nvfp4, "int4": partial(quantize_int4, group=group)}
+    b = quantizers[form](weights)
+    loaded, exact = weight_operand("b", on_gpu(b)), on_gpu(blocks_of_nvfp4(*arrange(b)[:2]) if form == "nvfp4" else b)
     groups = int32((0, *accumulate(sizes)))
 
     def write(out: Tensor) -> None:
         if tile is None:
-            fp8moe.grouped_gemm(a, b, groups.cuda(), out=out)
+            fp8moe.grouped_gemm(a, on_gpu(b), groups.cuda(), out=out)
         else:
-            operands = GemmOperands(*a, *weights_as_loaded(b.data, b.scale), groups=groups.cuda())
+            operands = GemmOperands(*a, *weights_as_loaded(*loaded), groups=groups.cuda())
             multiply_with(with_stages(replace(tile, groups=len(sizes), packed=form), k), operands, out, Grouping())
 
-    return groups_error(a, b, groups, write)
+    return groups_error(a, exact, groups, write)
 
 
 def masked_error(masked_m: tuple[int, ...], max_m: int, n: int, k: int, dtype: torch.dtype) -> float:
@@ -265,11 +271,14 @@ def transpose_errors(
     weights, used = torch.rand(rows) if weighted else None, used_rows(groups, rows)
 
     def call(x: Tensor, groups: Tensor, tokens: Tensor, weights: Tensor) -> tuple:
-        return tuple(quantize_with_transpose(x, groups, tokens=tokens, row_weights=weights))
+        t = quantize_with_transpose(x, groups, tokens=tokens, row_weights=weights)
+        alone = () if weighted else quantize_columns(x, groups, tokens=tokens)[:1]
+        return t.rows, t.columns, *alone, t.offsets
 
     *parts, offsets = both(call, x, groups, tokens, weights)
     end = int(offsets[1][-1])
-    places = used, used, (slice(None), slice(end)), (slice(None), slice(end // 128))
+    columns = [(slice(None), slice(end)), (slice(None), slice(end // 128))]
+    places = [used, used, *columns, *([] if weighted else columns)]
     raw = ([value.view(torch.uint8) if value.itemsize == 1 else value for value in pair] for pair in parts)
     pairs = [(got[i], want[i]) for (got, want), i in zip(raw, places, strict=True)]
     return differing([*pairs, offsets])
@@ -281,10 +290,10 @@ def swiglu_error(offsets: tuple[int, ...], rows: int, size: int, activation: Act
     weights, groups = torch.rand(rows) + 0.1, int32(offsets)
     operands = on_gpu((gate_up, grad, weights, groups))
     h = swiglu_quantize(operands[0], operands[3], activation=activation)
-    d = swiglu_backward_quantize(*operands, activation=activation)
+    d = swiglu_backward_quantize(*operands, activation=activation, beside=Beside.COLUMNS)
     rows_alone = {"activation": activation, "beside": Beside.VALUES}
-    h_rows, _, _, h_values = swiglu_quantize(operands[0], operands[3], **rows_alone)
-    d_rows, dots_again, _, _, d_values, _ = swiglu_backward_quantize(*operands, **rows_alone)
+    h_rows, h_values = swiglu_quantize(operands[0], operands[3], **rows_alone)
+    d_rows, dots_again, *_, d_values, _ = swiglu_backward_quantize(*operands, **rows_alone)
     gradient, value = activation_backward(gate_up.double(), weights[:, None] * grad.double(), activation)
     used = used_rows(groups, rows)
     pairs = (
@@ -292,19 +301,19 @@ def swiglu_error(offsets: tuple[int, ...], rows: int, size: int, activation: Act
         *((h_values, value), (exact(h_rows), value), (d_values, gradient), (exact(d_rows), gradient)),
     )
     return max(
-        both_ways_error(h, value, groups),
-        both_ways_error(d, gradient, groups),
+        both_ways_error(h.rows, d.h_columns, value, groups),
+        both_ways_error(d.rows, d.columns, gradient, groups),
         *(relative_error(got.cpu()[used], expected[used]) for got, expected in pairs),
     )
 
 
-def both_ways_error(t: Activated | ActivationGradient, expected: Tensor, groups: Tensor) -> float:
+def both_ways_error(rows: FP8Tensor, columns: FP8Tensor, expected: Tensor, groups: Tensor) -> float:
     used = used_rows(groups, len(expected))
-    rows = FP8Tensor(t.rows.data.cpu()[used], t.rows.scale.cpu()[used])
+    rows = FP8Tensor(rows.data.cpu()[used], rows.scale.cpu()[used])
     # The reference's quantization of the exact values has its own errors, twice.
     *_, data, scale, offsets = reference.both_ways(expected, expected, groups)
     end = int(offsets[-1])
-    got, wanted = (exact(FP8Tensor(*pair)) for pair in (on_cpu(t.columns), (data, scale)))
+    got, wanted = (exact(FP8Tensor(*pair)) for pair in (on_cpu(columns), (data, scale)))
     return max(relative_error(exact(rows), expected[used]), relative_error(got[:, :end], wanted[:, :end]))
 
 

@@ -9,18 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8moe import batch_invariant, experts
 from fp8moe.kernels.decoder_ops import router
 from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.experts import sort_by_expert
 from fp8moe.kernels.experts.operands import Norm
-from fp8moe.layers.experts import GroupedExperts
+from fp8moe.layers.experts import PACKED_WEIGHTS, GroupedExperts
+from fp8moe.quant.arranged import ARRANGED
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from tests import experts_cases
 from tests.backends import on_reference
 from tests.errors import relative_error
-from tests.experts_cases import VARIANTS, from_intermediate, quantized_intermediate
+from tests.experts_cases import VARIANTS, from_intermediate, packed, quantized_intermediate
 from tests.gpu.checks import captured, memory_of, same_bits
+from tests.small_checkpoints import bits
 
 pytestmark = pytest.mark.gpu
 
@@ -351,3 +354,35 @@ def test_compile(fresh_compiler):
     for tokens in (3, 9, 20):
         x, routing = torch.randn(tokens, 131, device=DEVICE), route(tokens, 8, 2)
         assert torch.equal(compiled(x, *routing), layer(x, *routing))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("form", PACKED_WEIGHTS)
+def test_layers_in_four_bits(form, gated):
+    """Loaded from both devices, saved again, replayed, and with the bits of the functions and of FP8 blocks."""
+    options = {"weight_format": form, "gated": gated, "activation": "silu" if gated else "relu2"}
+    whole = experts_cases.make(8, 256, 384, **options)
+    state = whole.state_dict()
+    layer, other = make(8, 256, 384, seed=1, **options), make(8, 256, 384, seed=2, **options)
+    layer.load_state_dict(state)
+    other.load_state_dict({name: value.to(DEVICE) for name, value in state.items()})
+    for loaded in (layer, other, copy.deepcopy(whole).to(DEVICE)):
+        assert all(torch.equal(bits(value.cpu()), bits(state[name])) for name, value in loaded.state_dict().items())
+        for name, value in whole.named_parameters():
+            assert torch.equal(bits(loaded.get_parameter(name).cpu()), bits(value))
+    weights = [packed(other.state_dict(), name, form) for name in (layer.up_name, "down_proj")]
+    for tokens in (1, 40, 300):
+        x = torch.randn(tokens, 256, device=DEVICE, dtype=torch.bfloat16)
+        index, routing = route(tokens, 8, 2)
+        out = layer(x, index, routing)
+        assert torch.equal(out, experts(x, index, routing, *weights, activation=layer.activation))
+        graph, replayed = captured(partial(layer, x, index, routing))
+        graph.replay()
+        assert torch.equal(replayed, out)
+        if form in ARRANGED:
+            here = layer.local_weights().layer.in_blocks()
+            with batch_invariant():
+                expected = experts(x, index, routing, here.up, here.down, activation=layer.activation)
+                assert torch.equal(layer(x, index, routing), expected)
+        else:
+            assert relative_error(out.cpu(), whole(x.cpu(), index.cpu(), routing.cpu())) < TOLERANCE

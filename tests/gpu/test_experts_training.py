@@ -334,7 +334,7 @@ def test_memory_beside_bfloat16():
     for tokens, of_peak in ((2048, 1.0), (16384, 0.85)):  # the gradients of the weights take the same in both
         arguments = inputs(tokens, 8, 4, 2048)
         (kept, peak), (plain_kept, plain_peak) = (memory(each, *arguments) for each in (layer, plain))
-        assert kept <= 0.6 * plain_kept, (tokens, kept, plain_kept)
+        assert kept <= 0.3 * plain_kept, (tokens, kept, plain_kept)
         assert peak <= of_peak * plain_peak, (tokens, peak, plain_peak)
     _, ours = backward(layer, *arguments)
     x, index, weights, grad = arguments
@@ -350,11 +350,8 @@ def test_memory_kept_for_the_backward(trained):
     tokens, experts, top_k, hidden, size = 2048, 8, 4, 2048, 1024
     layer = make(experts, hidden, size)
     rows = tokens * top_k
-    columns = (rows + 127 * experts) // 128 * 128
     documented = 4 * rows * size + 8 * rows + 4 * (experts + 1)
-    if trained == "all":
-        documented += columns * (hidden + size) * 33 // 32
-    else:
+    if trained == "none":
         layer = GroupedExperts.from_experts(layer)
     x, index, weights, _ = inputs(tokens, experts, top_k, hidden)
     x.requires_grad_()

@@ -23,10 +23,13 @@ from fp8moe.kernels.gemm import checks, tiles
 from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
 from fp8moe.kernels.gemm.sm90 import fits, with_stages
 from fp8moe.kernels.gemm.tiles import Grouping
+from fp8moe.quant.checks import weight_operand
+from fp8moe.quant.packed import quantize_nvfp4
 from tests.gemm_cases import exact, offsets
-from tests.kernels.test_packed_weights import FORMS, in_blocks, part, uneven
+from tests.kernels.test_packed_weights import FORMS, in_blocks, multiplied, part, uneven
 
 pytestmark = pytest.mark.gpu
+E2M1 = ("mxfp4", "nvfp4")
 ERROR = 3e-4  # beyond the rounding of the result
 ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 130, 300)
 WEIGHTS = ((8, 32), (24, 96), (136, 160), (576, 576), (136, 2880), (256, 2048), (64, 7168))
@@ -46,7 +49,8 @@ def weights(form, *shape, seed=0):
 
 
 def blocks(packed, matrices=1):
-    return to_gpu(in_blocks(type(packed)(packed.data.cpu(), packed.scale.cpu(), packed.format), matrices))
+    cpu = (value.cpu() if isinstance(value, torch.Tensor) else value for value in packed)
+    return to_gpu(in_blocks(type(packed)(*cpu), matrices))
 
 
 @pytest.mark.parametrize(("n", "k"), WEIGHTS)
@@ -58,13 +62,14 @@ def test_dense(form, n, k):
     for m, dtype in itertools.product(ROWS, (torch.float32, torch.bfloat16)):
         a, bias = rows_of(m, k, m), torch.randn(n, device="cuda")
         out = gemm(a, b, bias=bias, out=torch.full((m, n), torch.nan, dtype=dtype, device="cuda"))
-        assert rounded_error(out, exact(a, b, bias)) < ERROR, (m, dtype)
+        assert rounded_error(out, exact(a, multiplied(b), bias)) < ERROR, (m, dtype)
 
 
 @pytest.mark.parametrize(("n", "k"), WEIGHTS)
-def test_dense_has_the_bits_of_blocks(n, k):
-    b = weights("mxfp4", n, k)
-    same = part(blocks(b._replace(data=b.data[None], scale=b.scale[None])), 0)
+@pytest.mark.parametrize("form", E2M1)
+def test_dense_has_the_bits_of_blocks(form, n, k):
+    b = weights(form, 1, n, k)
+    b, same = part(b, 0), part(blocks(b), 0)
     for m in ROWS:
         a = rows_of(m, k, m)
         with batch_invariant():
@@ -72,16 +77,17 @@ def test_dense_has_the_bits_of_blocks(n, k):
 
 
 @pytest.mark.parametrize(("n", "k"), [(576, 2880), (256, 768), (136, 2048)])
-def test_every_tile_has_the_bits_of_blocks(n, k):
+@pytest.mark.parametrize("form", E2M1)
+def test_every_tile_has_the_bits_of_blocks(form, n, k):
     """With as many parts of K; in every layout of the groups, and twenty times the same."""
-    b = weights("mxfp4", len(SIZES), n, k)
+    b = weights(form, len(SIZES), n, k)
     same, bounds, m = blocks(b), offsets(list(SIZES)).cuda(), sum(SIZES)
     a = rows_of(m, k)
-    problem = tiles.GroupedProblem(m, len(SIZES), m / len(SIZES), n, k, 132, packed="mxfp4")
+    problem = tiles.GroupedProblem(m, len(SIZES), m / len(SIZES), n, k, 132, packed=form)
     wrong = {}
     for tile in {replace(one, stages=0) for one in tiles.grouped_candidates(problem)}:
         outs = []
-        for weight, packed in ((same, None), (b, "mxfp4")):
+        for weight, packed in ((same, None), (FP8Tensor(*weight_operand("b", b)), form)):
             config = with_stages(replace(tile, packed=packed, blocks_per_sm=tile.blocks_per_sm if packed else 1), k)
             if not fits(config, k):
                 break
@@ -102,7 +108,7 @@ def test_groups(form):
     out = grouped_gemm(a, b, bounds, out=torch.full((len(a.data), 136), torch.nan, device="cuda"))
     for e, (start, end) in enumerate(itertools.pairwise(bounds.tolist())):
         rows = FP8Tensor(a.data[start:end], a.scale[start:end])
-        assert rounded_error(out[start:end], exact(rows, part(b, e))) < ERROR or start == end
+        assert rounded_error(out[start:end], exact(rows, multiplied(part(b, e)))) < ERROR or start == end
     assert out[:2].isnan().all() and out[-1].isnan().all()
     used = torch.tensor(SIZES, dtype=torch.int32, device="cuda").clamp(max=70)
     x = quantize_1x128(torch.randn(len(SIZES), 70, 256, device="cuda"))
@@ -110,15 +116,16 @@ def test_groups(form):
     for e, count in enumerate(used.tolist()):
         rows = FP8Tensor(x.data[e, :count], x.scale[e, :count])
         if count:
-            assert rounded_error(masked[e, :count], exact(rows, part(b, e))) < ERROR
+            assert rounded_error(masked[e, :count], exact(rows, multiplied(part(b, e)))) < ERROR
         assert masked[e, count:].isnan().all()
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64, 300])
 @pytest.mark.parametrize(("hidden", "size"), [(256, 128), (2880, 2880), (2048, 768)])
 @pytest.mark.parametrize("activation", [Activation(), Activation(limit=7.0, alpha=1.702)])
-def test_experts_have_the_bits_of_blocks(tokens, hidden, size, activation):
-    up, down = weights("mxfp4", 8, 2 * size, hidden), weights("mxfp4", 8, hidden, size, seed=1)
+@pytest.mark.parametrize("form", E2M1)
+def test_experts_have_the_bits_of_blocks(form, tokens, hidden, size, activation):
+    up, down = weights(form, 8, 2 * size, hidden), weights(form, 8, hidden, size, seed=1)
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     index, routed = torch.randint(0, 8, (tokens, 2), device="cuda"), torch.rand(tokens, 2, device="cuda")
     with batch_invariant():
@@ -155,4 +162,7 @@ def test_what_is_not_finite_stays_in_its_row(rows):
     out = grouped_gemm(a, to_gpu(quantize_mxfp4(w)), bounds)
     expected = torch.zeros(rows, 264, dtype=torch.bool, device="cuda")
     expected[:-1, [5, 200]], expected[-1, :9] = True, True
+    nvfp4 = to_gpu(quantize_nvfp4(w.nan_to_num(0, 0)))
+    nvfp4.scale[0, [5, 200], 3], nvfp4.scale[1, :9, 1] = torch.nan, -1.0
+    assert torch.equal(grouped_gemm(a, nvfp4, bounds).isnan(), expected)
     assert torch.equal(out.isnan(), expected) and out[~expected].isfinite().all()

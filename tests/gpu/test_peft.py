@@ -48,7 +48,7 @@ def test_results_and_gradients(variant, dtype):
     check(*cases(dtype=dtype, **options), tolerance=CLAMPED if "swiglu_limit" in options else STRAIGHT)
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "int4"])
+@pytest.mark.parametrize("form", ["mxfp4", "int4", "nvfp4"])
 def test_four_bits_have_the_bits_of_their_blocks(form):
     layer = make(8, 256, 384, weight_format=form).to(DEVICE)
     layers, arguments = (layer, in_blocks(layer)), inputs(300, 8, hidden=256, device=DEVICE)

@@ -108,7 +108,7 @@ def test_sizes(variant, peers, to_all, hidden, size):
         check(layer, random(tokens, hidden), routing(tokens), peers, to_all, row_dtype)
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "int4"])
+@pytest.mark.parametrize("form", ["mxfp4", "int4", "nvfp4"])
 @pytest.mark.parametrize(("peers", "to_all"), PEERS)
 def test_four_bits(peers, to_all, form):
     layer = make(EXPERTS, 256, 384, weight_format=form)

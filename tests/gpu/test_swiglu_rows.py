@@ -8,10 +8,12 @@ import torch
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import swiglu
+from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.quant.reference import Results
 from tests.errors import relative_error
 from tests.experts_cases import swiglu_operands
 from tests.gpu.test_swiglu_training import ACTIVATIONS, SIZES
+from tests.gpu.test_swiglu_training import run as both_ways
 from tests.gpu.test_transpose import GROUPS, GUARD, MARK, NONSENSE, bits, marked_results, offsets_of, used_parts
 
 pytestmark = pytest.mark.gpu
@@ -38,20 +40,11 @@ def run(gate_up, grad, row_weights, groups, activation, values=True):
         beside.append(marked_values(rows, width))
     h, d_gate_up, again = (value for value, _ in beside)
     forward, backward = ((h,), (d_gate_up, again)) if values else ((), ())
-    swiglu.launch(swiglu.SwigluOperands(gate_up, groups, activation), results[0], *forward)
-    operands = swiglu.SwigluBackwardOperands(gate_up, grad, row_weights, groups, activation)
+    form = activation, Beside.VALUES if values else Beside.NOTHING
+    swiglu.launch(swiglu.SwigluOperands(gate_up, groups, *form), results[0], *forward)
+    operands = swiglu.SwigluBackwardOperands(gate_up, grad, row_weights, groups, *form)
     dots = swiglu.launch_backward(operands, results[1], *backward)
     return results, (h, d_gate_up, again), dots, memory + beside
-
-
-def both_ways(gate_up, grad, row_weights, groups, activation):
-    rows, size = grad.shape
-    forward, _ = marked_results(rows, size, len(groups) - 1)
-    backward, _ = marked_results(rows, 2 * size, len(groups) - 1)
-    swiglu.launch(swiglu.SwigluOperands(gate_up, groups, activation), forward)
-    operands = swiglu.SwigluBackwardOperands(gate_up, grad, row_weights, groups, activation)
-    dots = swiglu.launch_backward(operands, backward)
-    return forward, backward, dots
 
 
 def rows_in_groups(both, groups, rows) -> torch.Tensor:
@@ -60,7 +53,7 @@ def rows_in_groups(both, groups, rows) -> torch.Tensor:
 
 def assert_matches(gate_up, grad, row_weights, groups, activation) -> None:
     rows = len(grad)
-    forward, backward, expected_dots = both_ways(gate_up, grad, row_weights, groups, activation)
+    (forward, backward), _, expected_dots = both_ways(gate_up, grad, row_weights, groups, activation)
     used = rows_in_groups(forward, groups, rows)
     for values in (False, True):
         results, beside, dots, memory = run(gate_up, grad, row_weights, groups, activation, values)

@@ -9,10 +9,11 @@ import torch
 from benchmarks.operands import exact
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import swiglu
-from fp8moe.kernels.experts.swiglu import swiglu_backward_quantize
+from fp8moe.kernels.experts.swiglu import Beside, swiglu_backward_quantize, swiglu_quantize
 from fp8moe.quant import reference
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
+from fp8moe.quant.transpose import quantize_with_transpose
 from tests.errors import relative_error
 from tests.experts_cases import swiglu_operands
 from tests.gpu.test_transpose import GROUPS, NONSENSE, assert_only_written, bits, marked_results, offsets_of, used_parts
@@ -28,14 +29,17 @@ operands = partial(swiglu_operands, device="cuda")
 
 
 def run(gate_up, grad, row_weights, groups, activation) -> tuple[list, list, torch.Tensor]:
-    """Results and the memory they are in, of the forward and of the backward, and the dots."""
+    """The activation and its gradient quantized both ways, the memory they are in, and the dots.
+
+    The forward quantizes the activation by rows, the backward the activation by columns and the gradient both ways.
+    """
     rows, size = grad.shape
-    forward, forward_memory = marked_results(rows, size, len(groups) - 1)
-    swiglu.launch(swiglu.SwigluOperands(gate_up, groups, activation), forward)
-    backward, backward_memory = marked_results(rows, 2 * size, len(groups) - 1)
-    operands = swiglu.SwigluBackwardOperands(gate_up, grad, row_weights, groups, activation)
-    dots = swiglu.launch_backward(operands, backward)
-    return [forward, backward], [forward_memory, backward_memory], dots
+    h, h_memory = marked_results(rows, size, len(groups) - 1)
+    swiglu.launch(swiglu.SwigluOperands(gate_up, groups, activation), reference.Results(*h[:2]))
+    d, d_memory = marked_results(rows, 2 * size, len(groups) - 1)
+    operands = swiglu.SwigluBackwardOperands(gate_up, grad, row_weights, groups, activation, Beside.COLUMNS)
+    dots = swiglu.launch_backward(operands, d, *h[2:4])
+    return [h._replace(offsets=d.offsets), d], [h_memory, d_memory], dots
 
 
 def assert_matches(gate_up, grad, row_weights, groups, activation) -> None:
@@ -84,13 +88,27 @@ def test_offsets_that_mean_nothing(offsets):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_are_those_of_autograd(activation):
     gate_up, grad, row_weights = operands(500, 256)
-    t = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of((0, 500)), activation=activation)
+    options = {"activation": activation, "beside": Beside.COLUMNS}
+    t = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of((0, 500)), **options)
     gate_up, row_weights = gate_up.double().requires_grad_(), row_weights.double().requires_grad_()
     (row_weights[:, None] * activation(gate_up)).backward(grad.double())
     assert relative_error(exact(t.rows), gate_up.grad) <= E4M3_ERROR
     columns = FP8Tensor(t.columns.data[:, :384], t.columns.scale[:, :3])
     assert relative_error(exact(columns), gate_up.grad[:384].t()) <= E4M3_ERROR
     assert relative_error(t.dots, row_weights.grad) <= 1e-5
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_backward_quantizes_the_bits_of_the_forward_by_columns(activation):
+    """GEMM 2 and its weight gradient read the same activation."""
+    gate_up, grad, row_weights = operands(700, 384)
+    groups, options = offsets_of((0, 10, 10, 690)), {"activation": activation}
+    values = swiglu_quantize(gate_up, groups, **options, beside=Beside.VALUES).values
+    t = swiglu_backward_quantize(gate_up, grad, row_weights, groups, **options, beside=Beside.COLUMNS)
+    expected = quantize_with_transpose(values, groups)
+    end = int(expected.offsets[-1])
+    for got, want, columns in zip(t.h_columns, expected.columns, (end, end // 128), strict=True):
+        assert torch.equal(bits(got[:, :columns]), bits(want[:, :columns]))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -120,6 +138,8 @@ def test_nan_and_infinity_stay_in_their_row_and_column(activation, value, where)
         assert torch.equal(bits(got[1])[others], bits(want[1])[others])
         assert torch.equal(bits(got[2][:, :128]), bits(want[2][:, :128]))  # of the first 128 rows
     assert torch.equal(dots[others], clean_dots[others])
+    if where in ("grad", "row_weights"):
+        assert torch.equal(bits(h[2]), bits(clean_h[2])) and torch.equal(bits(h[3]), bits(clean_h[3]))
     rows, columns = dequantize(FP8Tensor(*d[:2])), dequantize(FP8Tensor(*d[2:4]))
     assert rows[140].isfinite().all() == clamped and columns[:, 128:].isfinite().all() == clamped
     if where != "row_weights":

@@ -76,10 +76,18 @@ def assert_matches(x, group_offsets=None, tokens=None, row_weights=None) -> None
     transpose.launch(x, group_offsets, tokens, row_weights, results)
     expected = reference.quantize_with_transpose(x, group_offsets, tokens, row_weights)
     assert torch.equal(results[4], expected[4])
-    for got, want, used in zip(results, expected, used_parts(results, group_offsets, rows), strict=False):
+    used = used_parts(results, group_offsets, rows)
+    for got, want, mask in zip(results, expected, used, strict=False):
         assert got.shape == want.shape and (want.numel() == want.shape[-1] or got.stride() == want.stride())
-        assert torch.equal(bits(got)[used], bits(want)[used])
-    assert_only_written(results, buffers, used_parts(results, group_offsets, rows))
+        assert torch.equal(bits(got)[mask], bits(want)[mask])
+    assert_only_written(results, buffers, used)
+    if row_weights is None:
+        alone, buffers = marked_results(rows, x.shape[1], groups)
+        transpose.launch_columns(x, group_offsets, tokens, alone[2:])
+        used = [torch.zeros_like(mask) for mask in used[:2]] + used[2:]
+        for got, want, mask in zip(alone[2:], results[2:], [*used[2:], ...], strict=True):
+            assert torch.equal(bits(got)[mask], bits(want)[mask])
+        assert_only_written(alone, buffers, used)
 
 
 def assert_only_written(results: tuple, buffers: list[torch.Tensor], used: list[torch.Tensor]) -> None:

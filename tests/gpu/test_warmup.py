@@ -7,7 +7,9 @@ import fp8moe
 from fp8moe.cli import main
 from fp8moe.decode import GraphDecoder
 from fp8moe.kernels.gemm.warmup import families
+from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.runtime import compilers, config, jit
+from tests.experts_cases import packed
 from tests.transformers_models import BASE, random_model, write_checkpoints
 
 pytestmark = pytest.mark.gpu
@@ -50,26 +52,33 @@ def test_nothing_is_compiled_any_more(tmp_path, monkeypatch, registered):
         config.reload()
 
 
-@pytest.mark.parametrize("weight_scales", ["block", "channel"])
-def test_calls_after_warm_compile_nothing(tmp_path, monkeypatch, weight_scales):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_scales": "channel"}, *({"weight_format": form} for form in PACKED_WEIGHTS)],
+)
+def test_calls_after_warm_compile_nothing(tmp_path, monkeypatch, options):
     monkeypatch.setattr(jit, "_kernels", {})
     monkeypatch.setenv("FP8MOE_CACHE_DIR", str(tmp_path))
     config.reload()
-    fp8moe.warm([(880, 752), (8, 208, 752, 2)], [2000], weight_scales=weight_scales)
+    hidden, size = (768, 256) if "weight_format" in options else (752, 208)
+    fp8moe.warm([(880, hidden), (8, size, hidden, 2)], [2000], **options)
     assert len(jit._kernels) > 8
     # The constructors quantize random weights.
-    linear = fp8moe.FP8Linear(752, 880, bias=False, weight_scales=weight_scales, device="cuda")
-    sizes = {"num_experts": 8, "hidden_size": 752, "intermediate_size": 208}
-    experts = fp8moe.GroupedExperts(**sizes, weight_scales=weight_scales, device="cuda")
+    linear = fp8moe.FP8Linear(hidden, 880, bias=False, device="cuda", **options if "weight_scales" in options else {})
+    experts = fp8moe.GroupedExperts(num_experts=8, hidden_size=hidden, intermediate_size=size, device="cuda", **options)
+    state, form = experts.state_dict(), experts.weight_format
+    if form == "fp8":
+        up, down = ((state[name], state[f"{name}_scale_inv"]) for name in ("gate_up_proj", "down_proj"))
+    else:
+        up, down = (packed(state, name, form) for name in ("gate_up_proj", "down_proj"))
     loaded = len(jit._kernels)
     with torch.no_grad():
         for tokens in (*range(1, 40), 64, 65, 128, 129, 500, 1000, 1999):
-            x = torch.randn(tokens, 752, dtype=torch.bfloat16, device="cuda")
+            x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
             index = torch.randint(0, 8, (tokens, 2), device="cuda")
             weights = torch.rand(tokens, 2, device="cuda")
             linear(x), experts(x, index, weights)
-            up, up_scale, *down = (getattr(experts, name) for name in experts.weight_names)
-            fp8moe.experts(fp8moe.quantize_1x128(x), index.int(), weights.bfloat16(), (up, up_scale), down)
+            fp8moe.experts(fp8moe.quantize_1x128(x), index.int(), weights.bfloat16(), up, down)
     assert len(jit._kernels) == loaded
     monkeypatch.undo()
     config.reload()

@@ -28,12 +28,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*static scales"),
 ]
 MXFP4 = ("GPT-OSS", "FP8 with FP4 experts", "compressed-tensors MXFP4", "quark block, MXFP4 experts")
+NVFP4 = ("ModelOpt NVFP4", "ModelOpt NVFP4 experts, hf_quant_config.json", "compressed-tensors NVFP4")
 IDS = torch.arange(24).view(2, 12)
 
 
 def write(name, directory, layout=None):
     """A checkpoint in a layout; of INT4 only its experts. Returns the model of its values."""
-    of_experts = None if name in (*MXFP4, "W4AFP8") else lambda tensor: "experts" in tensor
+    of_experts = None if name in (*MXFP4, *NVFP4, "W4AFP8") else lambda tensor: "experts" in tensor
     return source_of(name, directory / "source").write(
         layout or LAYOUTS[name], directory / "stored", of_experts or wanted(name)
     )
@@ -52,11 +53,11 @@ def nbytes(model):
     return sum(value.nbytes for module in experts_of(model) for value in module.parameters())
 
 
-@pytest.mark.parametrize("name", MXFP4)
-def test_mxfp4_stays_and_computes_what_blocks_do(tmp_path, name):
+@pytest.mark.parametrize("name", [*MXFP4, *NVFP4])
+def test_fp4_stays_and_computes_what_blocks_do(tmp_path, name):
     write(name, tmp_path)
     kept, blocks = load_model(tmp_path / "stored"), load_model(tmp_path / "stored", experts="fp8")
-    assert {layer.weight_format for layer in experts_of(kept)} == {"mxfp4"}
+    assert {layer.weight_format for layer in experts_of(kept)} == {LAYOUTS[name].name}
     assert {layer.weight_format for layer in experts_of(blocks)} == {"fp8"}
     assert nbytes(kept) < 0.75 * nbytes(blocks)  # small sizes are padded
     assert torch.equal(logits(kept), logits(blocks))
@@ -80,17 +81,22 @@ def test_int4(tmp_path, dtype):
         load_model(tmp_path / "stored", experts="fp8")
 
 
-@pytest.mark.parametrize("name", [*MXFP4, "compressed-tensors INT4", "W4AFP8"])
+@pytest.mark.parametrize("name", [*MXFP4, *NVFP4, "compressed-tensors INT4", "W4AFP8"])
 def test_saved_and_loaded_again(tmp_path, name):
     write(name, tmp_path)
     model = load_model(tmp_path / "stored")
     save_fp8_checkpoint(model, tmp_path / "saved")
     stored, saved = (load_file(tmp_path / part / "model.safetensors") for part in ("stored", "saved"))
     of_experts = {key: value for key, value in saved.items() if ".experts." in key and not key.endswith("_bias")}
-    if name not in ("FP8 with FP4 experts", "quark block, MXFP4 experts", "W4AFP8"):  # which have other names
+    if name == "compressed-tensors NVFP4":
+        assert {key for key in stored if ".experts." in key and "input" not in key} == of_experts.keys()
+        of_experts = {key: value for key, value in of_experts.items() if "global_scale" not in key}
+    if "ModelOpt" not in name and name not in ("FP8 with FP4 experts", "quark block, MXFP4 experts", "W4AFP8"):
         assert of_experts and all(torch.equal(value, stored[key]) for key, value in of_experts.items())
+    assert inspect_checkpoint(tmp_path / "saved").problems == []
     assert find_format(tmp_path / "saved").name == find_format(tmp_path / "stored").name
     again = load_model(tmp_path / "saved")
+    same(again.state_dict(), model.state_dict())
     assert torch.equal(logits(again), logits(model))
     for load in (load_fp8_checkpoint, refit):
         for value in again.parameters():
@@ -128,12 +134,24 @@ def test_refusals(tmp_path):
         load_model(tmp_path / "all", experts="four")
 
 
-@pytest.mark.parametrize("weight_format", ["mxfp4", "int4"])
+def quantize(source, directory, weight_format):
+    """Quantize the checkpoint of a model; NVFP4, which quantize_checkpoint does not write, from a layer for each."""
+    if weight_format != "nvfp4":
+        quantize_checkpoint(directory, f"{directory}-x", experts=weight_format)
+        return
+    quantize_checkpoint(directory, f"{directory}-in-fp8")
+    model = load_model(f"{directory}-in-fp8")
+    for layer, own in zip(model.model.layers, source.model.layers, strict=True):
+        layer.mlp.experts = GroupedExperts.from_experts(own.mlp.experts, weight_format="nvfp4")
+    save_fp8_checkpoint(model, f"{directory}-x")
+
+
+@pytest.mark.parametrize("weight_format", ["mxfp4", "int4", "nvfp4"])
 def test_linears_beside_them_are_stored_as_compressed_tensors_has_them(tmp_path, weight_format):
     sizes = SIZES | {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 1}
     source = TinyModel("qwen3_moe", "AutoModelForCausalLM", sizes).build(torch.bfloat16)
     source.save_pretrained(tmp_path / "new")
-    quantize_checkpoint(tmp_path / "new", tmp_path / "new-x", experts=weight_format)
+    quantize(source, tmp_path / "new", weight_format)
     model = load_model(tmp_path / "new-x")
     save_fp8_checkpoint(model, tmp_path / "again")
     for directory in (tmp_path / "new-x", tmp_path / "again"):
@@ -145,7 +163,7 @@ def test_linears_beside_them_are_stored_as_compressed_tensors_has_them(tmp_path,
         assert torch.equal(logits(load_model(directory)), logits(model))
 
 
-@pytest.mark.parametrize("weight_format", ["mxfp4", "int4", "int4-32"])
+@pytest.mark.parametrize("weight_format", ["mxfp4", "int4", "int4-32", "nvfp4"])
 def test_refit(tmp_path, weight_format):
     """From experts one by one or fused: the bits of the quantized checkpoint, where the old weights were."""
     sizes = SIZES | {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 1}
@@ -153,7 +171,7 @@ def test_refit(tmp_path, weight_format):
         torch.manual_seed(seed)
         source = TinyModel("qwen3_moe", "AutoModelForCausalLM", sizes).build(torch.bfloat16)
         source.save_pretrained(tmp_path / name)
-        quantize_checkpoint(tmp_path / name, tmp_path / f"{name}-x", experts=weight_format)
+        quantize(source, tmp_path / name, weight_format)
     fresh = load_model(tmp_path / "new-x")
     given = load_file(tmp_path / "new" / "model.safetensors")
     (key,) = (key for key in given if key.endswith("layers.0.mlp.experts.3.up_proj.weight"))
@@ -171,7 +189,7 @@ def test_refit(tmp_path, weight_format):
         (given | {key: bad}, f"{name}weight: holds a NaN or an infinity"),
         (given | {key: bad[:, 32:]}, rf"{name}weight: shape \(128, 224\), expected \(128, 256\)"),
         ([(other, value) for other, value in given.items() if other != key], f"one: {name}weight: missing$"),
-        (fresh.state_dict(), "gate_up_proj: the model has these experts in four bits; expected weights in BF16"),
+        (fresh.state_dict(), r"gate_up_proj(_tensor_scale)?: the model has these experts in four bits; expected"),
         (tmp_path / "new-fp8", "down_proj.weight: dtype F8_E4M3, but the model's module has weights in four bits"),
     ):
         with pytest.raises(ValueError, match=problem):

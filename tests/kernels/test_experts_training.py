@@ -303,6 +303,7 @@ def calls(monkeypatch):
 
     for name in (
         "quantize_with_transpose",
+        "quantize_columns",
         "swiglu_quantize",
         "swiglu_backward_quantize",
         "permute_quantize",
@@ -318,18 +319,19 @@ def test_each_quantization_happens_once(calls):
     x, index, weights, grad = inputs()
     x.requires_grad_()
     out = layer(x, index, weights.requires_grad_())
-    # x; h; both weights.
-    assert calls == {"quantize_with_transpose": 1, "swiglu_quantize": 1, "quantize_128x128": 2}
+    # x and h by rows; both weights.
+    assert calls == {"permute_quantize": 1, "swiglu_quantize": 1, "quantize_128x128": 2}
     calls.clear()
     out.backward(grad)
-    # The gradients of the result and of the gate and up projections.
-    assert calls == {"quantize_with_transpose": 1, "swiglu_backward_quantize": 1}
+    # The gradient of the result; that of the gate and up projections, and h by columns; x by columns.
+    assert calls == {"quantize_with_transpose": 1, "swiglu_backward_quantize": 1, "quantize_columns": 1}
 
 
 def test_each_quantization_happens_once_with_another_activation(calls):
     layer = make(**VARIANTS["gelu"])
     backward(layer, *inputs())
-    assert calls == {"quantize_with_transpose": 4, "quantize_128x128": 2}
+    by_rows = {"permute_quantize": 1, "quantize_1x128": 1, "quantize_128x128": 2}
+    assert calls == by_rows | {"quantize_with_transpose": 2, "quantize_columns": 2}
 
 
 @pytest.mark.parametrize("variant", ["plain", "gelu"])
@@ -356,8 +358,8 @@ def test_masters_are_quantized_once_per_step(calls):
 
 
 def kept_bytes(layer, x, index, weights):
-    """Bytes of the tensors that autograd saves, but for parameters, FP8 weights and routing weights."""
-    left_out = {value.untyped_storage().data_ptr() for value in (*layer.parameters(), weights)}
+    """Bytes of the tensors that autograd saves, but for the inputs, parameters and FP8 weights."""
+    left_out = {value.untyped_storage().data_ptr() for value in (*layer.parameters(), x, weights)}
     if layer.trainable:
         left_out |= {value.untyped_storage().data_ptr() for copy in layer.local_weights().layer[:2] for value in copy}
     kept = {}
@@ -378,21 +380,51 @@ def kept_bytes(layer, x, index, weights):
 @pytest.mark.parametrize("sizes", [(256, 128), (131, 77)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_memory_kept_for_the_backward(gated, sizes, dtype):
-    """As documented by experts_training: nothing of the inputs' precision but the result of GEMM 1."""
+    """As documented by experts_training: the result of GEMM 1, and no copy of the input, which is the caller's."""
     experts, tokens, top_k, (hidden, size) = 4, 200, 2, sizes
     x, index, weights, _ = inputs(tokens, experts, top_k, hidden, dtype)
-    rows, size, hidden = tokens * top_k, -(-size // 128) * 128, -(-hidden // 16) * 16
-    columns = (rows + 127 * experts) // 128 * 128
-    projected = (4 if gated else 2) * rows * size
-    up, down = columns * hidden * 33 // 32, columns * size * 33 // 32
-    common = projected + 8 * rows + 4 * (experts + 1)
+    rows, size = tokens * top_k, -(-size // 128) * 128
+    documented = (4 if gated else 2) * rows * size + 8 * rows + 4 * (experts + 1)
 
     layer = make(experts, *sizes, gated=gated)
     x.requires_grad_()
-    assert kept_bytes(layer, x, index, weights) == common + up + down
+    assert kept_bytes(layer, x, index, weights) == documented
     layer.down_proj.requires_grad_(False)
-    assert kept_bytes(layer, x, index, weights) == common + up
-    assert kept_bytes(GroupedExperts.from_experts(layer), x, index, weights) == common
+    assert kept_bytes(layer, x, index, weights) == documented
+    assert kept_bytes(GroupedExperts.from_experts(layer), x, index, weights) == documented
+
+
+def kept_inputs(call, *inputs):
+    """Which of the inputs autograd saves for the backward of the call's result."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: kept.append(value) or value, lambda value: value):
+        call()
+    pointers = {value.untyped_storage().data_ptr() for value in kept}
+    return [value.untyped_storage().data_ptr() in pointers for value in inputs]
+
+
+def test_the_input_is_kept_where_a_gradient_reads_it():
+    layer = make()
+    x, index, weights, _ = inputs()
+    x.requires_grad_()
+    assert kept_inputs(lambda: layer(x, index, weights), x) == [True]
+    getattr(layer, layer.up_name).requires_grad_(False)
+    assert kept_inputs(lambda: layer(x, index, weights), x) == [False]
+    assert kept_inputs(lambda: GroupedExperts.from_experts(layer)(x, index, weights), x) == [False]
+
+
+@pytest.mark.parametrize("trained", ["up", "down"])
+def test_input_changed_between_forward_and_backward(trained):
+    layer = make()
+    getattr(layer, layer.up_name if trained == "down" else "down_proj").requires_grad_(False)
+    x, index, weights, grad = inputs()
+    out = layer(x, index, weights)
+    x.mul_(2)
+    if trained == "down":  # nothing reads it
+        out.backward(grad)
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(grad)
 
 
 def test_nothing_is_kept_without_gradients():

@@ -164,6 +164,7 @@ PACKINGS = {
     "mxfp4": Packing("mxfp4", 32, torch.uint8),
     "int4": Packing("int4", 128, torch.bfloat16),
     "int4-32": Packing("int4", 32, torch.float32),
+    "nvfp4": Packing("nvfp4", 16, torch.float8_e4m3fn),
 }
 
 
@@ -171,7 +172,7 @@ PACKINGS = {
 @pytest.mark.parametrize("epilogue", [STORE, CLAMPED], ids=["store", "swiglu"])
 def test_weights_in_four_bits_keep_to_their_registers(epilogue, packing):
     found = variants(epilogue.gated, packing.format)
-    assert any(config.unpacks for config, _, _ in found) == (packing.format == "mxfp4")
+    assert any(config.unpacks for config, _, _ in found) == (packing.format != "int4")
     for config, (memory, complaints, static, registers) in faults(found, epilogue, torch.bfloat16, packing).items():
         # Values that only the ends of a tile need.
         assert config.name in ("8x256*2", "16x256*2") and max(memory) <= 40, (config, memory)
@@ -202,9 +203,11 @@ def test_shared_memory_is_what_the_kernel_lays_out(config, groups, epilogue):
 
 @pytest.mark.parametrize("config", [TileConfig(128, 256), TileConfig(256, 128), TileConfig(8, 256, True)], ids=str)
 @pytest.mark.parametrize("groups", [1, 33])
-def test_shared_memory_of_weights_in_four_bits(config, groups):
-    config, columns = (
-        with_stages(replace(config, groups=groups, packed="mxfp4"), 7168),
-        Columns(packing=PACKINGS["mxfp4"]),
-    )
+@pytest.mark.parametrize("form", PACKINGS)
+def test_shared_memory_of_weights_in_four_bits(form, config, groups):
+    packing = PACKINGS[form]
+    if packing.format == "int4" and not config.weights_as_rows:
+        config = TileConfig(16, 256, True)
+    config = with_stages(replace(config, groups=groups, packed=packing.format), 7168)
+    columns = Columns(packing=packing)
     assert counts_shared_memory_alike(kernel_spec(config, 4096, 7168, STORE, columns), config.shared_bytes)

@@ -24,6 +24,8 @@ from fp8moe import (
     quantize_mxfp4,
 )
 from fp8moe.kernels.activation import Activation
+from fp8moe.quant.arranged import arrange
+from fp8moe.quant.packed import blocks_of_nvfp4, quantize_nvfp4
 from fp8moe.weights.views import _mxfp4
 from tests.errors import error_in_its_dtype, refused, relative_error
 from tests.gemm_cases import activations, exact, int32, offsets
@@ -34,6 +36,7 @@ FORMS = {
     "mxfp4": (quantize_mxfp4, 32),
     "int4-32": (lambda w: quantize_int4(w, group=32), 32),
     "int4": (quantize_int4, 128),
+    "nvfp4": (quantize_nvfp4, 32),
 }
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
 
@@ -46,11 +49,19 @@ def uneven(*shape, seed=0):
 
 
 def part(t, expert):
-    return t._replace(data=t.data[expert], scale=t.scale[expert])
+    rest = {} if getattr(t, "tensor_scale", None) is None else {"tensor_scale": t.tensor_scale[expert]}
+    return t._replace(data=t.data[expert], scale=t.scale[expert], **rest)
+
+
+def multiplied(t):
+    """The values that GEMMs multiply, which NVFP4 does not have exactly."""
+    return FP8Tensor(*blocks_of_nvfp4(*arrange(t)[:2])) if t.format == "nvfp4" else t
 
 
 def in_blocks(t, matrices=1):
-    """MXFP4 experts as FP8 ones of the same values, converted as when a checkpoint is loaded."""
+    """Experts in MXFP4 as FP8 ones of the same values, converted as when a checkpoint is loaded, or in NVFP4."""
+    if t.format == "nvfp4":
+        return blocks_of_nvfp4(*arrange(t, matrices)[:2])
     found = [
         FP8Tensor(*map(torch.cat, zip(*map(_mxfp4, data.chunk(matrices), scale.chunk(matrices)), strict=True)))
         for data, scale in zip(t.data, t.scale, strict=True)
@@ -74,7 +85,7 @@ def test_dense(form, m, n, groups, out_dtype, biased, seed):
     a, b = activations(m, k, seed=seed), quantizer(uneven(n, k, seed=seed))
     bias, c = (torch.randn(n), torch.randn(m, n).to(out_dtype)) if biased else (None, None)
     out = gemm(a, b, bias=bias, c=c, out_dtype=out_dtype)
-    expected = exact(a, b, bias) + (c.double() if biased else 0)
+    expected = exact(a, multiplied(b), bias) + (c.double() if biased else 0)
     assert out.dtype is out_dtype and error_in_its_dtype(out, expected) < TOLERANCE[out_dtype]
 
 
@@ -89,9 +100,9 @@ def test_groups(form):
     masked = grouped_gemm_masked(masked_a, b, used, out=torch.full((4, 9, 136), torch.nan))
     for e, (start, end, count) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), used.tolist(), strict=True)):
         rows = FP8Tensor(a.data[start:end], a.scale[start:end])
-        assert relative_error(out[start:end], exact(rows, part(b, e))) < TOLERANCE[torch.float32]
+        assert relative_error(out[start:end], exact(rows, multiplied(part(b, e)))) < TOLERANCE[torch.float32]
         rows = FP8Tensor(masked_a.data[e, :count], masked_a.scale[e, :count])
-        assert relative_error(masked[e, :count], exact(rows, part(b, e))) < TOLERANCE[torch.float32]
+        assert relative_error(masked[e, :count], exact(rows, multiplied(part(b, e)))) < TOLERANCE[torch.float32]
         assert masked[e, count:].isnan().all()
     assert out[:2].isnan().all() and out[39:].isnan().all()
 
@@ -107,8 +118,8 @@ def test_experts_are_the_steps_that_they_consist_of(form, activation):
     expected = torch.zeros(11, 128, dtype=torch.float64)
     for e in (0, 2):
         rows = slice(int(bounds[e]), int(bounds[e + 1]))
-        projected = exact(FP8Tensor(a.data[rows], a.scale[rows]), part(up, e)).float()
-        expected[rows] = exact(quantize_1x128(activation(projected)), part(down, e))
+        projected = exact(FP8Tensor(a.data[rows], a.scale[rows]), multiplied(part(up, e))).float()
+        expected[rows] = exact(quantize_1x128(activation(projected)), multiplied(part(down, e)))
     out = experts_rows(x, bounds, up, down, activation=activation)
     assert relative_error(out, expected) < 4e-3
     index = torch.tensor([[0, -1]] * 4 + [[2, 5]] * 7)
@@ -168,12 +179,30 @@ def test_scales_that_are_nan_touch_their_column_alone():
     for form, (quantizer, _) in FORMS.items():
         b = quantizer(uneven(16, 256))
         clean = gemm(a, b)
-        for value in (255,) if form == "mxfp4" else (torch.nan, torch.inf):
+        for value in {"mxfp4": (255,), "nvfp4": (torch.nan, -1.0)}.get(form, (torch.nan, torch.inf)):
             b.scale[3, 1] = value
             out = gemm(a, b)
             assert not out[:, 3].isfinite().any()
             out[:, 3] = clean[:, 3]
             assert torch.equal(out, clean)
+
+
+def test_tensor_scales_of_rows():
+    """Gate and up may have one each; where rows of a block differ, their scales are rounded once more."""
+    a, bounds, t = activations(9, 160), offsets([4, 5]), quantize_nvfp4(uneven(2, 144, 160))
+    for factor, bound in ((torch.ones(2, 1), 2.5e-2), (torch.rand(2, 144) + 0.5, 4e-2)):
+        b = t._replace(tensor_scale=t.tensor_scale[:, None] * factor.expand(2, 144))
+        out = grouped_gemm(a, b, bounds)
+        expected = torch.cat([exact(FP8Tensor(*(x[4 * e : 4 + 5 * e] for x in a)), part(b, e)) for e in range(2)])
+        assert relative_error(out, expected) < bound
+        assert torch.equal(out, grouped_gemm(a, t, bounds)) == (bound < 3e-2)
+    up, down = quantize_nvfp4(uneven(2, 192, 160)), quantize_nvfp4(torch.randn(2, 160, 96))
+    up = up._replace(tensor_scale=(up.tensor_scale[:, None] * torch.tensor([[1.0, 3.0]])).repeat_interleave(96, 1))
+    gate_up = in_blocks(up, 2)
+    scale = gate_up.scale.repeat_interleave(96, 1).repeat_interleave(128, 2)[..., :160]
+    assert relative_error(gate_up.data.double() * scale, dequantize(up)) < 2.5e-2
+    x = torch.randn(9, 160, dtype=torch.bfloat16)
+    assert torch.equal(experts_rows(x, bounds, up, down), experts_rows(x, bounds, gate_up, in_blocks(down)))
 
 
 def test_bfloat16_and_float32_scales():
@@ -191,9 +220,14 @@ def pair(*shape):
 
 
 def test_what_gemms_refuse():
-    nvfp4 = PackedTensor(B.data, torch.ones(2, 24, 8).to(torch.float8_e4m3fn), "nvfp4", torch.ones(2))
+    nvfp4 = quantize_nvfp4(torch.randn(2, 24, 128))
     for wrong, error, message in (
-        (nvfp4, NotImplementedError, r"^b\.format: expected 'mxfp4' or 'int4', got 'nvfp4', which no GEMM takes yet"),
+        (nvfp4._replace(tensor_scale=None), ValueError, r"^b\.tensor_scale: expected a tensor with 'nvfp4', got None"),
+        (
+            nvfp4._replace(scale=nvfp4.scale[..., :4]),
+            ValueError,
+            r"^b\.scale: expected shape \(2, 24, 8\), .* \(2, 24, 4\)",
+        ),
         (tuple(B[:2]), TypeError, r"^b\.data: expected float8_e4m3fn, or uint8 of a PackedTensor, got torch\.uint8"),
         (tuple(B), TypeError, r"^b: expected an FP8Tensor or a \(data, scale\) pair, got tuple"),
         (B._replace(format="int4"), TypeError, r"^b\.scale: expected bfloat16 or float32, got torch\.uint8"),
@@ -208,6 +242,8 @@ def test_what_gemms_refuse():
     refused(TypeError, "^weight: expected an FP8Tensor", linear, torch.randn(4, 128), part(B, 0))
     with pytest.raises(ValueError, match=r"^b\.scale: expected shape \(24, 4\) or \(24, 1\), one scale per row"):
         torch.ops.fp8moe.gemm(*A, B.data[0], torch.ones(24, 2), None, None, False)
+    with pytest.raises(TypeError, match=r"^b\.scale: expected uint8, bfloat16 or float32, got torch\.float8_e4m3fn"):
+        torch.ops.fp8moe.gemm(*A, *part(nvfp4, 0)[:2], None, None, False)  # as stored, without its tensor scale
 
 
 def test_what_experts_refuse():

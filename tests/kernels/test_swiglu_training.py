@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import swiglu
 from fp8moe.kernels.experts.swiglu import Beside, swiglu_backward_quantize, swiglu_quantize
-from fp8moe.quant.quantize import dequantize
+from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.quant.transpose import quantize_with_transpose
 from tests.errors import relative_error
 from tests.experts_cases import swiglu_operands as operands
@@ -32,14 +32,6 @@ def offsets_of(*offsets: int) -> torch.Tensor:
 
 
 def assert_same(got, expected) -> None:
-    """Bits of rows, columns and offsets."""
-    assert torch.equal(got.offsets, expected.offsets)
-    for a, b in zip((*got.rows, *got.columns), (*expected.rows, *expected.columns), strict=True):
-        bits = torch.uint8 if a.dtype == torch.float8_e4m3fn else torch.int32
-        assert a.stride() == b.stride() and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
-
-
-def assert_same_rows(got, expected) -> None:
     """Bits of two FP8Tensor."""
     assert torch.equal(got.data.view(torch.uint8), expected.data.view(torch.uint8))
     assert got.scale.stride() == expected.scale.stride() and torch.equal(got.scale, expected.scale)
@@ -54,7 +46,7 @@ def assert_same_rows(got, expected) -> None:
 def test_gradients_are_those_of_autograd(rows, blocks, activation, seed):
     gate_up, grad, row_weights = operands(rows, 128 * blocks, seed)
     offsets = offsets_of(0, rows // 2, rows)
-    t = swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=activation)
+    t = swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=activation, beside=Beside.COLUMNS)
     d_gate_up, d_row_weights = exact_gradients(gate_up, grad, row_weights, activation)
     assert relative_error(dequantize(t.rows), d_gate_up) < E4M3_ERROR
     assert (t.dots - d_row_weights).norm() <= 1e-6 * (activation(gate_up.double()) * grad).norm() * math.sqrt(
@@ -67,9 +59,24 @@ def test_gradients_are_those_of_autograd(rows, blocks, activation, seed):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_forward_is_the_quantized_activation(activation):
     gate_up, *_ = operands(300, 256)
-    offsets = offsets_of(0, 10, 10, 290)
     h = activation(gate_up.float()).bfloat16()
-    assert_same(swiglu_quantize(gate_up, offsets, activation=activation), quantize_with_transpose(h, offsets))
+    assert_same(swiglu_quantize(gate_up, offsets_of(0, 300), activation=activation).rows, quantize_1x128(h))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_backward_quantizes_the_activation_of_the_forward_by_columns(activation):
+    """Whatever the gradient is and the weights of rows are."""
+    gate_up, grad, row_weights = operands(300, 256)
+    offsets = offsets_of(0, 10, 10, 290)
+    expected = quantize_with_transpose(
+        swiglu_quantize(gate_up, offsets, activation=activation, beside=Beside.VALUES).values, offsets
+    )
+    for change in (1.0, math.nan):
+        t = swiglu_backward_quantize(
+            gate_up, grad * change, row_weights * change, offsets, activation=activation, beside=Beside.COLUMNS
+        )
+        assert_same(t.h_columns, expected.columns)
+        assert torch.equal(t.offsets, expected.offsets)
 
 
 @pytest.mark.parametrize("rows", [1, 130])
@@ -78,14 +85,14 @@ def test_rows_alone_and_values(activation, rows):
     gate_up, grad, row_weights = operands(rows, 256)
     offsets = offsets_of(0, rows // 2, rows)
     options = {"activation": activation}
-    h, _, _, values = swiglu_quantize(gate_up, offsets, **options, beside=Beside.VALUES)
-    assert_same_rows(h, swiglu_quantize(gate_up, offsets, **options).rows)
+    h, values = swiglu_quantize(gate_up, offsets, **options, beside=Beside.VALUES)
+    assert_same(h, swiglu_quantize(gate_up, offsets, **options).rows)
     assert torch.equal(values, activation(gate_up.float()).bfloat16())
-    both = swiglu_backward_quantize(gate_up, grad, row_weights, offsets, **options)
-    d, dots, _, _, d_gate_up, values_again = swiglu_backward_quantize(
+    both = swiglu_backward_quantize(gate_up, grad, row_weights, offsets, **options, beside=Beside.COLUMNS)
+    d, dots, _, _, _, d_gate_up, values_again = swiglu_backward_quantize(
         gate_up, grad, row_weights, offsets, **options, beside=Beside.VALUES
     )
-    assert_same_rows(d, both.rows)
+    assert_same(d, both.rows)
     assert torch.equal(dots, both.dots) and relative_error(values_again, values) <= 1e-4
     assert d_gate_up.dtype == values.dtype == values_again.dtype == torch.bfloat16
     assert relative_error(d_gate_up, exact_gradients(gate_up, grad, row_weights, activation)[0]) <= 4e-3
@@ -95,11 +102,11 @@ def test_rows_alone_and_values(activation, rows):
 @pytest.mark.parametrize("rows", [0, 20])
 def test_no_values_that_nothing_asks_for(rows):
     gate_up, grad, row_weights = operands(rows, 128)
-    options = {"activation": Activation(), "beside": Beside.NOTHING}
+    options = {"activation": Activation()}
     h, *nothing = swiglu_quantize(gate_up, offsets_of(0, rows), **options)
     d, dots, *others = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of(0, rows), **options)
     assert h.data.shape == (rows, 128) and d.data.shape == (rows, 256) and dots.shape == (rows,)
-    assert nothing == [None] * 3 and others == [None] * 4
+    assert nothing == [None] and others == [None] * 5
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:3])
@@ -115,9 +122,11 @@ def test_no_gradient_beyond_a_limit(activation):
 
 def test_results_are_detached():
     gate_up, grad, row_weights = (value.requires_grad_() for value in operands(4, 128))
-    t = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of(0, 4), activation=Activation())
-    h = swiglu_quantize(gate_up, offsets_of(0, 4), activation=Activation())
-    assert not any(value.requires_grad for value in (*t.rows, *t.columns, *h.rows, *h.columns, t.dots))
+    options = {"activation": Activation(), "beside": Beside.COLUMNS}
+    t = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of(0, 4), **options)
+    h = swiglu_quantize(gate_up, offsets_of(0, 4), activation=Activation(), beside=Beside.VALUES)
+    values = *t.rows, *t.columns, *t.h_columns, t.dots, *h.rows, h.values
+    assert not any(value.requires_grad for value in values)
 
 
 # ---- errors ----
@@ -131,6 +140,8 @@ def test_errors():
             swiglu_quantize(gate_up, offsets, activation=activation)
         with pytest.raises(ValueError, match="^activation: expected a gated silu, got"):
             swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=activation)
+    with pytest.raises(ValueError, match="^beside: expected NOTHING or VALUES, got COLUMNS"):
+        swiglu_quantize(gate_up, offsets, activation=silu, beside=Beside.COLUMNS)
     with pytest.raises(TypeError, match="^group_offsets: expected a torch.Tensor, got NoneType"):
         swiglu_quantize(gate_up, None, activation=silu)
     with pytest.raises(TypeError, match="^gate_up: expected a torch.Tensor, got NoneType"):
@@ -150,8 +161,10 @@ def test_errors():
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[:3])
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("beside", Beside)
+@pytest.mark.parametrize(
+    ("backward", "beside"),
+    [(backward, beside) for backward in (False, True) for beside in Beside if backward or beside is not Beside.COLUMNS],
+)
 def test_every_variant_compiles_without_spills(activation, backward, beside):
     spec = swiglu.kernel_spec(activation, backward, beside)
     report = compile_report(spec)

@@ -10,6 +10,7 @@ import torch
 
 import deep_gemm as drop_in
 from benchmarks import adapters, peers, plots, shapes, tables, timing, vllm_engine, whole_models
+from benchmarks.operands import relative_error
 from benchmarks.peers import Call, Case
 from benchmarks.report import geomean, select
 from benchmarks.shapes import MODELS, QWEN, Model
@@ -117,13 +118,19 @@ def test_a_layer_in_four_bits_beside_fp8(monkeypatch):
     monkeypatch.setitem(peers.FOUR_BITS, "small", Model(256, 128, 16, 2))
     monkeypatch.setattr(adapters, "installed", lambda name: False)
     row = peers.measure_four_bits("small", 5, device="cpu")
-    assert row == {"us": {"fp8moe": 1.0, "mxfp4": 2.0}, "difference": {}, "failed": {}}
-    up, down, layer = peers.mxfp4_of(peers.FOUR_BITS["small"], "cpu")
-    x = torch.randn(5, 256)
-    expected = experts(x, torch.arange(10).view(5, 2), torch.ones(5, 2), up, down)
-    assert torch.equal(layer(x, torch.arange(10).view(5, 2), torch.ones(5, 2)), expected)
+    assert row == {"us": {"fp8moe": 1.0, "mxfp4": 2.0, "nvfp4": 3.0}, "difference": {}, "failed": {}}
+    inputs = torch.randn(5, 256), torch.arange(10).view(5, 2), torch.ones(5, 2)
+    results = []
+    for form in ("mxfp4", "nvfp4"):
+        up, down, layer = peers.four_bits_of(peers.FOUR_BITS["small"], form, "cpu")
+        results.append(layer(*inputs))
+        assert torch.equal(results[-1], experts(*inputs, up, down)) and form == up.format
+    assert 0 < relative_error(*results) < 0.5  # the same weights before they were quantized
     rows = [{"what": "four_bits", "model": model, "tokens": 8, **row} for model in ("qwen3_30b", "gpt_oss_20b")]
-    assert "GPT-OSS-20b: our layer in FP8 | 0.50" in tables.four_bits({"rows": rows})
+    made = tables.four_bits({"rows": rows})
+    assert "GPT-OSS-20b: our layer in FP8 | 0.50" in made and "GPT-OSS-20b: ours in NVFP4 | 1.50" in made
+    rows[0]["us"] = rows[1]["us"] = {"fp8moe": 1.0, "mxfp4": 2.0}
+    assert "NVFP4" not in tables.four_bits({"rows": rows})
 
 
 def test_a_wrong_or_broken_peer_is_named_and_not_timed(monkeypatch):

@@ -7,12 +7,15 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import calls, distributed, host, report, tables, timing, training
+from benchmarks import calls, distributed, host, report, roofline, tables, timing, training
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.calls import Case
 from benchmarks.report import Bar, Benchmark, Option, Threshold, judge
 from benchmarks.routines import kernels, serving, tiles, warmup
 from benchmarks.shapes import Model
+from benchmarks.timing import KernelEvent
+from fp8moe import GroupedExperts
+from fp8moe.runtime.record import Recorder, in_own_process
 
 TINY = {"hidden": 256, "experts": 4, "top_k": 2, "tokens": 40}
 SWIGLU = {"groups": 4, "mean_rows": 30, "intermediate": 128}
@@ -160,6 +163,66 @@ def test_training_passes_are_compared_with_bfloat16(monkeypatch):
     monkeypatch.setattr(training, "FP8Linear", Wrong)
     with pytest.raises(RuntimeError, match="from bfloat16"):
         training.run_linear(33, 136, 272, device="cpu")
+
+
+PROFILED = Model(256, 128, 8, 2)
+
+
+def launched_kernels():
+    """The names of the kernels of a training step, in order; runs in a process of its own."""
+    recorder = Recorder(132)
+    sizes = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 128}
+    layer = GroupedExperts(**sizes, master_dtype=torch.bfloat16)
+    x, index, weights = calls.layer_inputs(PROFILED, calls.route(PROFILED, 40), "cpu")
+    one = training.Pass(layer, (x.requires_grad_(), index, weights.requires_grad_()), torch.randn_like(x))
+    launches = recorder.record(one.step)
+    names = [spec.name for spec in recorder.kernels]
+    return [names[launch["kernel"]] for launch in launches]
+
+
+def test_a_step_launches_the_kernels_whose_work_is_known():
+    work = sum(roofline.training_work(PROFILED, 40), [])
+    found = in_own_process(launched_kernels)
+    assert found == [one.kernel for one in work]
+    names = [*found[:3], "at::native::index<float>(int)", *found[3:]]  # a kernel of PyTorch among them
+    events = [KernelEvent(f"{name}<1>", i, 1000 * (i + 1)) for i, name in enumerate(training.PROFILES * names)]
+    rows = training.kernel_rows(reversed(events), work)
+    assert [row["kernel"] for row in rows[2:5]] == ["sort_by_expert", "at::native::index", "permute_quantize"]
+    assert rows[0]["us"] == pytest.approx(1 + len(names)) and rows[0]["of"] == "gate_up_proj"
+    assert rows[3]["of"] is None and rows[-1]["x_floor"] == rows[-1]["us"] / work[-1].floor_us
+    with pytest.raises(RuntimeError, match="expected the kernels quantize_128x128"):
+        training.kernel_rows(events, work[1:])
+    with pytest.raises(RuntimeError, match="the same kernels in each of 3 passes"):
+        training.kernel_rows(events[1:], work)
+
+
+def test_work_of_a_training_step_is_that_of_its_operands():
+    forward, backward = roofline.training_work(Model(7168, 2048, 32, 8), 8192)
+    flops = 2 * 65536 * 7168 * 2048 * 3
+    assert (sum(one.flops for one in forward), sum(one.flops for one in backward)) == (flops, 2 * flops)
+    gemm = next(one for one in forward if one.kernel == "gemm")
+    assert gemm.floor_us == pytest.approx(2 * 65536 * 7168 * 4096 / 1450e6)
+    combine = next(one for one in forward if one.kernel == "combine")
+    assert combine.floor_us == pytest.approx(2 * 7168 * (65536 + 8192) / 4.21e6)
+
+
+def test_profiles_have_a_row_for_the_pass_and_for_each_kernel(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(training, "measure_memory", lambda of: training.Memory(3, 2, 1))
+    monkeypatch.setattr(timing, "capture", lambda call: call)
+    monkeypatch.setattr(timing, "elapsed", lambda calls: [float(len(call())) for call in calls])
+    names = [one.kernel for half in roofline.training_work(PROFILED, 40) for one in half]
+
+    def profile(work):
+        assert [len(step) for step in work()] == [5] * training.PROFILES
+        return [KernelEvent(name, i, 10) for i, name in enumerate(training.PROFILES * names)]
+
+    monkeypatch.setattr(timing, "profile", profile)
+    whole, *kernels = training.profile_experts("tiny", PROFILED, 40, device="cpu")
+    assert (whole["forward_us"], whole["us"], whole["kept_bytes"]) == (40, 5, 3)
+    assert whole["floor_us"] == pytest.approx(sum(row["floor_us"] for row in kernels))
+    assert whole["forward_floor_us"] == pytest.approx(sum(row["floor_us"] for row in kernels[:8]))
+    assert [row["kernel"] for row in kernels] == names and {row["what"] for row in kernels} == {"kernel"}
 
 
 def test_choice_has_sixty_problems_with_their_candidates():

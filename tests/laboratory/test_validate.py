@@ -114,6 +114,27 @@ def test_what_fails_beside_others_runs_again_alone(tmp_path):
     assert (result["passed"], result["failed"], result["exit_code"], result["failures"]) == (1, 0, 0, [])
 
 
+def test_processes_begin_with_different_gpus_and_see_all(monkeypatch, tmp_path):
+    assert [conftest.own_gpu_first("0,1,2", f"gw{n}") for n in range(4)] == ["0,1,2", "1,2,0", "2,0,1", "0,1,2"]
+    assert conftest.own_gpu_first("GPU-a", "gw3") == "GPU-a"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(validate.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(validate.os, "cpu_count", lambda: 4)
+    directory = tmp_path / "tests/gpu"
+    directory.mkdir(parents=True)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    (directory / "conftest.py").write_text("from tests.conftest import pytest_configure\n")
+    monkeypatch.setenv("PYTHONPATH", str(validate.ROOT))
+    one = "@pytest.mark.gpu\ndef test_{0}():\n    pathlib.Path('seen{0}').write_text({1})\n    time.sleep(1)\n"
+    seen = "os.environ['PYTEST_XDIST_WORKER'] + os.environ['CUDA_VISIBLE_DEVICES']"
+    lines = "".join(one.format(number, seen) for number in range(2))
+    (directory / "test_seen.py").write_text(f"import os, pathlib, time, pytest\n{lines}")
+    assert validate.run_tests(tmp_path)["passed"] == 2
+    assert {file.read_text() for file in tmp_path.glob("seen*")} == {"gw00,1", "gw11,0"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert validate.listed_gpus() == {}
+
+
 def test_benchmarks_that_are_done_do_not_run_again(monkeypatch):
     ran, names = [], validate.BENCHMARKS["benchmarks"][:3]
     first, second, third = names

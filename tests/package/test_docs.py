@@ -186,7 +186,7 @@ def test_readme_has_what_the_demo_has_measured():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     demo = json.loads((ROOT / "validation/demo.json").read_text())
     plain, *others = [*demo["perplexity"].values(), *demo["experts_in_four_bits"].values()]
-    fp8, mixture, mxfp4, int4, int4_32 = (f"{other / plain - 1:.1%}" for other in others)
+    fp8, mixture, mxfp4, int4, int4_32, nvfp4 = (f"{other / plain - 1:.1%}" for other in others)
     assert f"whose perplexity rises by {fp8} in FP8 and by {mixture} as a mixture of experts" in text
-    int4 = f"{int4} in INT4 with a scale for 128 values, {int4_32} for 32"
+    int4 = f"{int4} in INT4 with a scale for 128 values, {int4_32} for 32, {nvfp4} in NVFP4"
     assert f"with its experts rounded to nearest, {mxfp4} in MXFP4, {int4}" in text

@@ -17,9 +17,11 @@ from fp8moe import dequantize, quantize_128x128
 from fp8moe.decode import sampling
 from fp8moe.distributed import local, transport
 from fp8moe.layers import mqa_indexer
+from fp8moe.quant.arranged import arrange
+from fp8moe.quant.packed import blocks_of_nvfp4, quantize_nvfp4
 from fp8moe.runtime import cubin_cache
 from fp8moe.serving.server import SECONDS_TO_FINISH
-from fp8moe.weights import source
+from fp8moe.weights import formats, source
 from tests.docs_blocks import PAGES, ROOT
 from tools import commands, format_matrix, model_matrix, model_sizes
 
@@ -50,6 +52,15 @@ def rounding():
     return ((dequantize(quantize_128x128(x)) - x).norm() / x.norm()).item()
 
 
+def rounding_of_nvfp4():
+    """What the kernels round of normally distributed weights in NVFP4, in norm."""
+    stored = quantize_nvfp4(torch.randn(1024, 1024))
+    exact = dequantize(stored, dtype=torch.float32)
+    return (
+        (dequantize(blocks_of_nvfp4(*arrange(stored)[:2]), dtype=torch.float32) - exact).norm() / exact.norm()
+    ).item()
+
+
 def rises():
     """Of the demo's perplexity."""
     demo = json.loads((ROOT / "validation/demo.json").read_text())
@@ -71,7 +82,7 @@ def stated():
     tokens = 8 * 4096 * (hidden + 4 * hidden // 128 + 4 * top_k)
     rows, sums = 4096 * top_k * 2 * hidden, 8 * 4096 * 4 * hidden
     layer = top_k * (3 * hidden + intermediate + 4 * (hidden + intermediate) / 128 + 8)
-    kept = top_k * (33 / 32 * (hidden + intermediate) + 4 * intermediate + 8)
+    kept = top_k * (4 * intermediate + 8)
     error = rounding()
     return {
         "README.md": [f"{model_sizes.FULL:.0%}", *rises()],
@@ -83,9 +94,12 @@ def stated():
             *(f"{roofline.NETWORK_GBPS:.0f} GB/s", "400 Gb/s", f"{8 * roofline.NETWORK_GBPS / 400:.0%}"),
             f"{roofline.NETWORK_US:.0f} us",
         ],
-        "experts.md": [f"{layer / 1024:.0f} KiB", f"{roofline.TFLOPS:.0f} TFLOPS"],
+        "experts.md": [
+            *(f"{layer / 1024:.0f} KiB", f"{roofline.TFLOPS:.0f} TFLOPS", f"{rounding_of_nvfp4():.0%}"),
+            *(f"{4 + 16 / 128:.3f}", f"{4 + 8 / 32:.2f}"),  # bits of a weight: scales in bfloat16, and of a byte
+        ],
         "finetuning.md": [f"{error:.1%}"],
-        "formats.md": [f"{format_matrix.LARGEST_ERROR}".replace("e-0", "e-")],
+        "formats.md": [f"{format_matrix.LARGEST_ERROR}".replace("e-0", "e-"), formats.NVFP4_ERROR],
         "fused.md": [f"{128 * (128 + 128) * 512 * 2 / 1e6:.0f} MB"],  # of 128 heads, from 512 latents, in bfloat16
         "models.md": [
             *(f"{model_matrix.LEAST_COSINE['logits']}", f"{model_matrix.LARGEST_DIFFERENCE:.0e}".replace("e-0", "e-"))

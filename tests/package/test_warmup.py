@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from argparse import Namespace
 
 import pytest
 import torch
@@ -88,16 +89,20 @@ def written(layout, directory):
 @pytest.mark.usefixtures("one_thread", "registered")
 @pytest.mark.parametrize(
     "layout",
-    ["int4-32", "mxfp4", "GPTQ experts", "FP8 with FP4 experts", "GPT-OSS", "compressed-tensors channel"],
+    [
+        *("int4-32", "mxfp4", "GPTQ experts", "FP8 with FP4 experts", "GPT-OSS", "compressed-tensors channel"),
+        *("ModelOpt NVFP4", "ModelOpt NVFP4 experts, hf_quant_config.json", "compressed-tensors NVFP4 experts"),
+    ],
 )
 def test_modules_are_those_that_load_model_makes(tmp_path, layout):
-    """By config.json alone: which modules are quantized, and how each of their weights is kept."""
+    """By the JSON files alone: which modules are quantized, and how each of their weights is kept."""
     transformers = pytest.importorskip("transformers")
     from fp8moe.hf import load_model
     from fp8moe.hf.skeleton import skeletons
 
     directory = written(layout, tmp_path)
-    config = transformers.AutoConfig.from_pretrained(directory)
+    source = warmup._read_source(Namespace(source=directory, model_type=None, set=[]))
+    config = transformers.CONFIG_MAPPING[source["model_type"]].from_dict(source)
     for experts in ("stored", "fp8"):
         if experts == "fp8" and layout in ("int4-32", "GPTQ experts"):
             refused(ValueError, "INT4, .*, which load_model refuses with experts='fp8'", skeletons, config, experts)
@@ -191,7 +196,15 @@ def check_warm(monkeypatch, options, batch_invariant):
     assert sorted(map(warmup._described, launched - set(compiled))) == []
 
 
-@pytest.mark.parametrize("options", [OPTIONS, OPTIONS._replace(weight_scales="channel", dtype=torch.float16)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        OPTIONS,
+        OPTIONS._replace(weight_scales="channel", dtype=torch.float16),
+        OPTIONS._replace(weight_format="mxfp4"),
+        OPTIONS._replace(weight_format="nvfp4"),
+    ],
+)
 def test_no_number_of_tokens_needs_a_kernel_that_warm_did_not_compile(monkeypatch, forked, options):
     check_warm(monkeypatch, options, False)
 

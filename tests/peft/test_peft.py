@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import warnings
+import weakref
 from functools import partial
 
 import pytest
@@ -209,6 +210,27 @@ def test_weights_stay_in_fp8(monkeypatch):
     out, again = run(layer, *arguments)
     assert torch.equal(out, want) and torch.equal(again["x"], grads["x"])
     assert len(seen) == 4 and all(weight.data.dtype == torch.float8_e4m3fn for weight in seen)
+
+
+@pytest.mark.parametrize("variant", ["plain", "gelu"])
+def test_values_in_bfloat16_are_freed_before_the_last_gemm(variant, monkeypatch):
+    """Only the factors' gradients read them; the input gradient takes memory of its own."""
+    made, alive = [], []
+    activate, multiply = rows_kernels.activate_backward, rows_kernels.grouped_rows
+
+    def activated(*arguments):
+        d = activate(*arguments)
+        made.extend(map(weakref.ref, (d.d_projected, d.values)))
+        return d
+
+    def multiplied(*arguments, **options):
+        alive.append([value() is not None for value in made])
+        return multiply(*arguments, **options)
+
+    monkeypatch.setattr(rows_kernels, "activate_backward", activated)
+    monkeypatch.setattr(rows_kernels, "grouped_rows", multiplied)
+    run(adapted(make(**VARIANTS[variant])), *inputs())
+    assert alive == [[], [], [], [False, False]]
 
 
 def test_checkpointing_gives_the_same_gradients():
@@ -597,6 +619,7 @@ def test_masters_are_added_to():
         ("mxfp4", {"gated": False, "activation": "relu2", "intermediate_size": 256}),
         ("int4", {}),
         ("int4-32", {"intermediate_size": 160, "dtype": torch.float16}),
+        ("nvfp4", {"intermediate_size": 160}),
     ],
 )
 def test_four_bits_have_the_bits_of_their_blocks(form, options, fresh_compiler):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fp8moe.quant import transpose
 from fp8moe.quant.formats import padded_rows
 from fp8moe.quant.quantize import dequantize, quantize_1x128
-from fp8moe.quant.transpose import quantize_with_transpose
+from fp8moe.quant.transpose import quantize_columns, quantize_with_transpose
 from fp8moe.runtime.checks import FLOATING
 from tests.errors import refused
 from tests.ptxas import without_spills
@@ -170,14 +170,28 @@ def test_errors():
     refused(ValueError, r"fewer than 2\*\*31 rows", quantize_with_transpose, torch.empty(2**31 - 100, 1, device="meta"))
 
 
+def test_columns_alone():
+    x = random(9, 200)
+    offsets, tokens = offsets_of([3, 0, 130], 2), (torch.arange(140, dtype=torch.int32) * 5) % 11 - 1
+    for groups, index in ((None, None), (offsets_of([3, 0, 4], 2), None), (offsets, tokens)):
+        expected = quantize_with_transpose(x, groups, tokens=index)
+        columns, ends = quantize_columns(x.requires_grad_(), groups, tokens=index)
+        assert torch.equal(ends, expected.offsets) and not columns.data.requires_grad
+        for got, want in zip(columns, expected.columns, strict=True):
+            assert same_bits(got, want) and got.stride() == want.stride()
+    refused(TypeError, "^x: expected a torch.Tensor", quantize_columns, None)
+    refused(TypeError, "^group_offsets: expected a torch.Tensor", quantize_columns, x, 3)
+    refused(TypeError, "^tokens: expected int32", lambda: quantize_columns(x, tokens=torch.zeros(3)))
+
+
 # ---- kernels ----
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
 @pytest.mark.parametrize("vector", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_every_variant_compiles_without_spills(dtype, vector, weighted):
-    report = without_spills(transpose.kernel_spec(dtype, vector, weighted))
+@pytest.mark.parametrize(("weighted", "by_rows"), [(False, True), (True, True), (False, False)])
+def test_every_variant_compiles_without_spills(dtype, vector, weighted, by_rows):
+    report = without_spills(transpose.kernel_spec(dtype, vector, weighted, by_rows))
     assert report.static_smem <= 8 << 10
     # An SM of 65536 registers then holds 4 blocks of 256 threads, or 3 with weights, each with 32 KB to load.
     assert report.registers <= ((80 if weighted else 64) if vector and dtype != torch.float32 else 128)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8moe import FP8Linear, PackedTensor, dequantize
+from fp8moe import FP8Linear, PackedTensor, dequantize, refit
 from fp8moe.cli import main
 from fp8moe.weights import (
     CheckpointError,
@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 HIDDEN, INTERMEDIATE = 160, 96  # multiples of 32, not of 128
 FLOAT32_SCALES = ("AWQ experts", "W4AFP8, hf_quant_config.json")  # of INT4, as `load_model` makes them
+REQUANTIZED = ("fp8-channel", "int4", "nvfp4")
 MXFP8_ERROR = 2**-10 / 240  # of a block's largest value; other formats are exact
 
 
@@ -90,10 +91,12 @@ def model_for(layout):
     model = Model(
         weight_scales="channel" if name == "fp8-channel" else "block",
         gpt_oss=experts == "gpt-oss",
-        weight_format={32: "int4-32", 128: "int4"}[multiple] if name == "int4" and loads else "fp8",
+        weight_format={"int4": {32: "int4-32", 128: "int4"}[multiple], "nvfp4": name}.get(name, "fp8")
+        if loads
+        else "fp8",
     )
     for layer in model.layers:
-        if LAYOUTS[layout].dense:
+        if LAYOUTS[layout].dense or (name == "nvfp4" and experts == "separate"):
             layer.q_proj = FP8Linear(layer.q_proj.in_features, 200)
         for parameter in layer.experts.parameters() if layout in FLOAT32_SCALES else ():
             parameter.data = parameter.float() if parameter.dtype == torch.bfloat16 else parameter.data
@@ -102,9 +105,12 @@ def model_for(layout):
 
 def dequantized(experts, name, scale, projections):
     """The values of a weight of experts, of which FP8 has blocks for each projection."""
-    data, scale = getattr(experts, name), getattr(experts, scale)
     if experts.weight_format != "fp8":
-        return dequantize(PackedTensor(data, scale, experts.weight_format.partition("-")[0]))
+        stored, n = experts.state_dict(), getattr(experts, name).shape[1]
+        factor = stored.get(f"{name}_tensor_scale")
+        factor = factor if factor is None else factor.view(len(factor), -1).repeat_interleave(n // projections, 1)
+        return dequantize(PackedTensor(stored[name], stored[scale], experts.weight_format.partition("-")[0], factor))
+    data, scale = getattr(experts, name), getattr(experts, scale)
     parts = zip(data.chunk(projections, 1), scale.chunk(projections, 1), strict=True)
     return torch.cat([dequantize(part) for part in parts], 1)
 
@@ -152,7 +158,9 @@ def test_layout(tmp_path, layout, capsys):
     values = loaded_values(model)
     assert values.keys() == expected.keys()
     for name, value in values.items():
-        if found.name != "mxfp8":
+        if found.name == "nvfp4" and "q_proj" in name:  # a code times its group's scale is rounded to E4M3
+            assert ((value - expected[name]).abs() <= expected[name].abs() / 16).all(), name
+        elif found.name != "mxfp8":
             assert torch.equal(value, expected[name].float()), name
         else:
             assert (value - expected[name]).abs().max() / expected[name].abs().max() <= MXFP8_ERROR, name
@@ -160,7 +168,7 @@ def test_layout(tmp_path, layout, capsys):
 
 @pytest.mark.parametrize(
     "layout",
-    [name for name, layout in LAYOUTS.items() if layout.loads and layout.name not in ("fp8-channel", "int4")],
+    [name for name, layout in LAYOUTS.items() if layout.loads and layout.name not in REQUANTIZED],
 )
 def test_converted(tmp_path, layout):
     written(tmp_path / "source", layout)
@@ -175,7 +183,7 @@ def test_converted(tmp_path, layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [name for name, layout in LAYOUTS.items() if not layout.loads or layout.name in ("fp8-channel", "int4")]
+    "layout", [name for name, layout in LAYOUTS.items() if not layout.loads or layout.name in REQUANTIZED]
 )
 def test_conversions_that_need_to_quantize_again(tmp_path, layout, capsys):
     expected = written(tmp_path / "source", layout)
@@ -201,6 +209,64 @@ def test_conversions_that_need_to_quantize_again(tmp_path, layout, capsys):
             squares += torch.stack([(value - expected[name]).square().sum(), expected[name].square().sum()])
     error = float((squares[0] / squares[1]).sqrt())
     assert 0.01 < error < 0.04 and f"a relative error of {error:.2%} added" in capsys.readouterr().out
+
+
+def test_tensor_scales_of_nvfp4_are_saved_bit_for_bit(tmp_path):
+    """Also those that are no reciprocal of a float32."""
+    model, again = (Model(1, weight_format="nvfp4") for _ in range(2))
+    values = torch.linspace(1.5, 2, 1000)
+    values = values[1 / (1 / values) != values][:9]
+    state, experts = model.state_dict(), "layers.0.experts"
+    state[f"{experts}.gate_up_proj_tensor_scale"] = values[:6].view(3, 2)
+    state[f"{experts}.down_proj_tensor_scale"] = values[6:]
+    model.load_state_dict(state)
+    save_fp8_checkpoint(model, tmp_path / "x")
+    load_fp8_checkpoint(again, tmp_path / "x")
+    same(again.state_dict(), state)
+
+
+def test_nvfp4_that_is_refused_by_name(tmp_path):
+    """In every function that reads checkpoints, before a model is changed; a scale of zero is right."""
+    layout = "ModelOpt NVFP4 experts, hf_quant_config.json"
+    written(tmp_path / "x", layout)
+    path, model, start = tmp_path / "x" / SINGLE, model_for(layout), E.removesuffix("weight")
+    tensors = load_file(path)
+    scale, whole = tensors[f"{E}_scale"], tensors[f"{E}_scale_2"]
+    zero, negative, nan = (scale.view(torch.uint8).clone() for _ in range(3))
+    zero[3, 2], negative[3, 2], nan[3, 2] = 0, 0x81, 0x7F
+    values = "values, expected scales that are finite and positive"
+    wide = {E: torch.zeros(96, 88, dtype=torch.uint8)}
+    load_fp8_checkpoint(model, tmp_path / "x")
+    before = {name: bits(value).clone() for name, value in model.state_dict().items()}
+    for changed, problem in (
+        ({f"{E}_scale": negative.view(E4M3)}, f"{E}_scale: has 1 negative of 960 {values}"),
+        ({f"{E}_scale": nan.view(E4M3)}, f"{E}_scale: has 1 NaN of 960 {values}"),
+        ({f"{E}_scale_2": -whole}, f"{E}_scale_2: has 1 negative of 1 {values}"),
+        ({f"{E}_scale_2": whole * torch.inf}, f"{E}_scale_2: has 1 infinite of 1 {values}"),
+        ({f"{E}_scale_2": None}, f"{E}_scale_2 or {E}_global_scale: missing, expected the tensor scale of NVFP4"),
+        ({f"{E}_scale_2": whole.repeat(96)}, f"{E}_scale_2: F32 (96,), expected one tensor scale in F32"),
+        ({f"{E}_scale": scale[:, :9].clone()}, f"{E}_scale: shape (96, 9), expected (96, 10) for {E}"),
+        (wide, f"{E}: NVFP4 of 176 columns, expected a multiple of 32"),
+        (
+            {f"{start}pre_quant_scale": torch.ones(160)},
+            f"{start}pre_quant_scale: NVFP4 with a scale of inputs for each",
+        ),
+    ):
+        save_file({name: value for name, value in (tensors | changed).items() if value is not None}, path)
+        assert any(problem in line for line in inspect_checkpoint(tmp_path / "x").problems), problem
+        for read in (
+            lambda: load_fp8_checkpoint(model, tmp_path / "x"),
+            lambda: refit(model, tmp_path / "x"),
+            lambda: convert_checkpoint(tmp_path / "x", tmp_path / "y", requantize=True),
+        ):
+            with pytest.raises(CheckpointError, match=re.escape(problem)):
+                read()
+    assert all(torch.equal(bits(value), before[name]) for name, value in model.state_dict().items())
+    save_file(tensors | {f"{E}_scale": zero.view(E4M3)}, path)
+    for read in (load_fp8_checkpoint, refit):
+        read(model, tmp_path / "x")
+        kept = model.layers[1].experts.state_dict()["gate_up_proj_scale"][2, 96:]
+        assert torch.equal(bits(kept), zero.flatten())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -1.0])

@@ -362,5 +362,8 @@ def test_sources_that_cannot_be_quantized(tmp_path):
         quantize_checkpoint(tmp_path / "bias", tmp_path / "bias" / SINGLE)
     with pytest.raises(ValueError, match=r"^scale_format"):
         quantize_checkpoint(tmp_path / "bias", tmp_path / "dst", scale_format="float8")
+    with pytest.raises(ValueError, match=r"^experts: expected one of .* got 'nvfp4'"):
+        quantize_checkpoint(tmp_path, tmp_path / "four", experts="nvfp4")
+    assert not (tmp_path / "four").exists()
     with pytest.raises(TypeError, match=r"^skip"):
         quantize_checkpoint(tmp_path / "bias", tmp_path / "dst", skip="gate")

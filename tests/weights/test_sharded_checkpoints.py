@@ -112,7 +112,7 @@ def experts_in_four_bits(directory):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HIDDEN", "INTERMEDIATE"):
             patch.setattr(small_checkpoints, name, 256)
-        for form in ("mxfp4", "int4"):
+        for form in ("mxfp4", "int4", "nvfp4"):
             torch.manual_seed(0)
             whole = Model(1, weight_format=form)
             if dist.get_rank() == 0:
@@ -137,8 +137,7 @@ def experts_in_four_bits(directory):
         if world == 2:
             parts = shard_all(Model(1, weight_format="mxfp4"), init_device_mesh("cpu", (world,)), dim=1)
             assert sentence_of(ValueError, parts.state_dict) == (
-                "layers.0.experts.gate_up_proj_scale: expected whole experts on each rank, got a DTensor with "
-                "(Shard(dim=1),)"
+                "layers.0.experts.gate_up_proj: expected whole experts on each rank, got a DTensor with (Shard(dim=1),)"
             )
 
 

@@ -1,5 +1,6 @@
 // Quantizes a tile of 128 rows and 128 columns twice: along its rows, bit for bit like quantize_1x128.cu, and along its
-// columns, stored transposed. In the transposed result each group of rows is padded with zeros to a multiple of 128.
+// columns, stored transposed; or, where ROWS is false, along its columns alone. In the transposed result each group of
+// rows is padded with zeros to a multiple of 128.
 //
 // A thread block of 8 warps keeps the tile in registers; a thread holds 8 rows of 8 columns. Half a warp covers all 128
 // columns of its rows, so loads and stores cover whole 32-byte sectors. Shared memory has two uses: to combine the
@@ -87,6 +88,7 @@ __device__ u32 larger(u32 a, u32 b) { return WEIGHTED ? max(a, b) : Input::large
 
 // Finds the maxima of rows and columns in one pass: each magnitude is used for both at once, and is then no longer held
 // in a register.
+template <bool ROWS>
 __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& values) {
   constexpr int WORDS = PAIRS ? SIDE / 2 : SIDE;
   u32 rows[SIDE], columns[WORDS] = {};
@@ -96,7 +98,7 @@ __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& valu
 #pragma unroll
     for (int i = 0; i < SIDE / PER_WORD; ++i) {
       const u32 word = Input::magnitude(values[r][i / 4].words[i % 4]);
-      row = Input::larger(row, word);
+      if constexpr (ROWS) row = Input::larger(row, word);
       if constexpr (WEIGHTED) {
 #pragma unroll
         for (int j = 0; j < PER_WORD; ++j) {
@@ -109,8 +111,10 @@ __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& valu
     }
     rows[r] = Input::largest(row);
   }
-  const u32 row = largest_of_rows(rows, p.lane);
-  if (p.lane % 2 == 0) s.row_amax[p.row + p.column_group / 2] = row;
+  if constexpr (ROWS) {
+    const u32 row = largest_of_rows(rows, p.lane);
+    if (p.lane % 2 == 0) s.row_amax[p.row + p.column_group / 2] = row;
+  }
 #pragma unroll
   for (u32& word : columns) word = warp_reduce<WARP / ROW_LANES, ROW_LANES>(word, larger);
   if (p.lane < ROW_LANES) {
@@ -123,9 +127,11 @@ __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& valu
 }
 
 // Computes and stores all scales: half of the threads handle one column each, the other half one row each.
+template <bool ROWS>
 __device__ void make_scales(const Results& results, Shared& s, i64 first_column) {
   const int t = threadIdx.x % BLOCK;
   const bool is_column = threadIdx.x < BLOCK;
+  if (!ROWS && !is_column) return;
   float amax;
   if (is_column) {
     u32 word = 0;
@@ -166,6 +172,7 @@ __device__ void store_row(u8* target, const u32 (&words)[2], int count) {
 // Quantizes each value by its row's and by its column's scale, two rows and two columns at a time. Values by row go to
 // global memory. Values by column go to shared memory, in pieces of 8 bytes of one column. To keep a warp's writes in
 // different banks, the pieces are permuted by column group, and the two halves of every second piece are swapped.
+template <bool ROWS>
 __device__ void quantize_values(const Results& results, const Shared& s, const ThreadPosition& p, i64 first_column,
                                 const Values& values) {
   const auto value = [&](int r, int c) { return values[r][c / PER_VECTOR][c % PER_VECTOR]; };
@@ -179,7 +186,9 @@ __device__ void quantize_values(const Results& results, const Shared& s, const T
   for (int first = 0; first < SIDE; first += HALF) {
     Divisor<> divisors[HALF];
 #pragma unroll
-    for (int i = 0; i < HALF; ++i) divisors[i] = s.rows[p.row + first + i];
+    for (int i = 0; i < HALF; ++i) {
+      if constexpr (ROWS) divisors[i] = s.rows[p.row + first + i];
+    }
     u32 row_words[HALF][2] = {};
 #pragma unroll
     for (int c = 0; c < SIDE; c += 2) {
@@ -191,8 +200,10 @@ __device__ void quantize_values(const Results& results, const Shared& s, const T
         const int r = first + i;
         float upper_left = value(r, c), upper_right = value(r, c + 1);
         float lower_left = value(r + 1, c), lower_right = value(r + 1, c + 1);
-        row_words[i][c / 4] |= divisors[i].quantize(upper_left, upper_right) << (c % 4 * 8);
-        row_words[i + 1][c / 4] |= divisors[i + 1].quantize(lower_left, lower_right) << (c % 4 * 8);
+        if constexpr (ROWS) {
+          row_words[i][c / 4] |= divisors[i].quantize(upper_left, upper_right) << (c % 4 * 8);
+          row_words[i + 1][c / 4] |= divisors[i + 1].quantize(lower_left, lower_right) << (c % 4 * 8);
+        }
         if constexpr (WEIGHTED) {
           const float upper_weight = s.weights[p.row + r], lower_weight = s.weights[p.row + r + 1];
           upper_left = __fmul_rn(upper_left, upper_weight), upper_right = __fmul_rn(upper_right, upper_weight);
@@ -207,7 +218,7 @@ __device__ void quantize_values(const Results& results, const Shared& s, const T
     }
 #pragma unroll
     for (int i = 0; i < HALF; ++i, target += results.width) {
-      if (first + i < count) store_row(target, row_words[i], columns);
+      if (ROWS && first + i < count) store_row(target, row_words[i], columns);
     }
     __syncwarp();  // keeps the compiler from merging the two passes, which would need more registers
   }
@@ -230,15 +241,16 @@ __device__ void store_columns(const Results& results, u32 row_tile, i64 first_co
   }
 }
 
-// Quantizes a tile along rows and columns and stores both results. `first_column`: the tile's first column in the
-// matrix.
+// Quantizes a tile along rows and columns and stores both results; without ROWS, along columns alone. `first_column`:
+// the tile's first column in the matrix.
+template <bool ROWS = true>
 __device__ void quantize_tile(const Results& results, Shared& s, const ThreadPosition& p, i64 first_column,
                               const Values& values) {
-  find_amax(s, p, values);
+  find_amax<ROWS>(s, p, values);
   __syncthreads();
-  make_scales(results, s, first_column);
+  make_scales<ROWS>(results, s, first_column);
   __syncthreads();
-  quantize_values(results, s, p, first_column, values);
+  quantize_values<ROWS>(results, s, p, first_column, values);
   __syncthreads();
   store_columns(results, s.tile.index, first_column);
 }

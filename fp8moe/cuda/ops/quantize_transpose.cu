@@ -1,6 +1,7 @@
-// Quantizes a matrix along its rows and along its columns in one pass over it; see quantize_tile.cuh.
+// Quantizes a matrix along its rows and along its columns in one pass over it, or along its columns alone; see
+// quantize_tile.cuh.
 //
-// Compile-time constants: those of quantize_tile.cuh; SOURCE_BYTES, SHARED_BYTES.
+// Compile-time constants: those of quantize_tile.cuh; BY_ROWS (0: along columns alone), SOURCE_BYTES, SHARED_BYTES.
 #include "quantize_tile.cuh"
 
 struct Source {
@@ -55,5 +56,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const ThreadPosition p;
   Values values;
   load_rows(source, s, p, column, results.width, values);
-  quantize_tile(results, s, p, column, values);
+  quantize_tile<BY_ROWS>(results, s, p, column, values);
 }

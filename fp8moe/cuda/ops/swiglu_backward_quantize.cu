@@ -1,5 +1,5 @@
 // The gradient of gate and up of `weight * SwiGLU(gate, up)`, rounded to bfloat16 and quantized along its rows. BESIDE
-// selects a second result: the gradient quantized along its columns (quantize_tile.cuh), or the gradient and SwiGLU in
+// selects further results: the gradient and SwiGLU, each quantized along its columns (quantize_tile.cuh), or both in
 // bfloat16. Also computes the sum of SwiGLU * grad over each row, for the gradient of the weights.
 //
 // Compile-time constants: those of swiglu_operands.cuh.
@@ -12,6 +12,8 @@ struct Source {
   float* dots;             // (width / 256, num_rows), output: sums of SwiGLU * grad over 128 columns
   Element* d_gate_up;      // (num_rows, width), output
   Element* values;         // (num_rows, width / 2), output: SwiGLU without weights
+  u8* columns;             // (width / 2, 128 * row_tiles), output: SwiGLU without weights, E4M3
+  float* column_scale;     // (width / 2, row_tiles), output, columns width / 2 apart
   i64 row_stride, grad_stride;
   float limit, alpha;
 };
@@ -32,7 +34,8 @@ struct SwigluGradients : Swiglu<SWIGLU_FORM> {
   __device__ float d_up(float grad) const { return up_clamped ? 0.f : grad * (gate * gate_sigmoid); }
 };
 
-// Replaces gate and up by their gradients. Also sums SwiGLU * grad over the tile's columns, for each row.
+// Replaces gate and up by their gradients and, if BESIDE == COLUMNS, grad by SwiGLU. Also sums SwiGLU * grad over the
+// tile's columns, for each row.
 __device__ void make_gradients(const Source& source, const Results& results, const RowTile& tile,
                                const ThreadPosition& p, i64 column) {
   float* dots = source.dots + column / BLOCK * results.num_rows + tile.first;
@@ -60,6 +63,7 @@ __device__ void make_gradients(const Source& source, const Results& results, con
     gradients.store(tile, p, column, r, d_gate);
     gradients.store(tile, p, size + column, r, d_up);
     values.store(tile, p, column, r, h);
+    if constexpr (BESIDE == COLUMNS) put_vector(GRAD, r, h);
     dot = warp_reduce<ROW_LANES>(dot, [](float a, float b) { return a + b; });
     if (p.column_group == 0 && row < tile.count) dots[row] = dot;
   }
@@ -79,4 +83,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   make_gradients(source, results, s.tile, p, column);
   quantize(GATE, results, s, p, column);
   quantize(UP, results, s, p, size + column);
+  if constexpr (BESIDE == COLUMNS) {
+    Results of_swiglu = results;
+    of_swiglu.columns = source.columns, of_swiglu.column_scale = source.column_scale;
+    of_swiglu.width = of_swiglu.column_scale_pitch = size;
+    quantize<false>(GRAD, of_swiglu, s, p, column);
+  }
 }

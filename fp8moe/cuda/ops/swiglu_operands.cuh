@@ -13,7 +13,8 @@ static_assert(VECTOR && VECTORS == 1 && !WEIGHTED);
 
 enum Operand { GATE, UP, GRAD };  // the transposed tile overwrites GATE
 
-// Values of BESIDE, the result in addition to quantized rows: none, quantized columns, or the values in bfloat16.
+// Values of BESIDE, the results in addition to quantized rows: none, quantized columns (only the backward), or the
+// values in bfloat16.
 enum Beside { NOTHING, COLUMNS, VALUES };
 
 struct OperandVectors {
@@ -72,15 +73,16 @@ struct ValuesBeside {
   }
 };
 
-// Quantizes the values that have replaced `operand`, and stores them. `first_column`: the tile's first column in the
-// results.
+// Quantizes the values that have replaced `operand`, and stores them; without ROWS, along columns alone.
+// `first_column`: the tile's first column in the results.
+template <bool ROWS = true>
 __device__ void quantize(Operand operand, const Results& results, Shared& s, const ThreadPosition& p,
                          i64 first_column) {
   Values values;
 #pragma unroll
   for (int r = 0; r < SIDE; ++r) values[r][0] = vector_in(operand, r);
   if constexpr (BESIDE == COLUMNS) {
-    quantize_tile(results, s, p, first_column, values);
+    quantize_tile<ROWS>(results, s, p, first_column, values);
   } else {
     quantize_rows(results, s.tile, p, first_column, values);
   }

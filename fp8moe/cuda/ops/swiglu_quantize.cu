@@ -1,5 +1,5 @@
-// SwiGLU of gate and up, rounded to bfloat16 and quantized along its rows. BESIDE selects a second result: quantized
-// along its columns (quantize_tile.cuh), or the values in bfloat16.
+// SwiGLU of gate and up, rounded to bfloat16 and quantized along its rows. BESIDE selects a second result: none, or the
+// values in bfloat16.
 //
 // Compile-time constants: those of swiglu_operands.cuh.
 #include "swiglu_operands.cuh"
@@ -10,7 +10,7 @@ struct Source {
   i64 row_stride;
   float limit, alpha;
 };
-static_assert(sizeof(Source) == SOURCE_BYTES);
+static_assert(sizeof(Source) == SOURCE_BYTES && BESIDE != COLUMNS);
 
 // Replaces gate by SwiGLU.
 __device__ void make_swiglu(const Source& source, const Results& results, const RowTile& tile, const ThreadPosition& p,

@@ -140,7 +140,7 @@ __device__ __forceinline__ void consume(Math& math, Schedule<GROUPS>& schedule, 
   epilogue.finish();
 }
 
-// below: tensor map of arranged exponents, only of MXFP4. out_map: that of the result, which assumes a pitch of N.
+// below: tensor map of arranged scales, only of E2M1. out_map: that of the result, which assumes a pitch of N.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gemm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a_scale,
          const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap below,
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fill_ring(loader, schedule, k, split, args.schedule.early_stages);
   } else if (warp == MATH_WARPS + 1) {
     prefetch_map(b), prefetch_map(a), prefetch_map(a_scale);
-    if constexpr (PACKED == MXFP4) prefetch_map(below);
+    if constexpr (E2M1) prefetch_map(below);
     if constexpr (STAGED) prefetch_map(out_map);
   }
   __syncthreads();

@@ -20,8 +20,9 @@
 constexpr int K_BLOCKS = ceil_div(K, BLOCK_K);
 // Weights in four bits become E4M3 in registers if they are the 64-row side (gemm_packed.cuh), otherwise in their
 // stage, before math warps get it (gemm_unpack.cuh).
-enum Packing : int { NOT_PACKED, MXFP4, INT4 };
-constexpr bool UNPACKS = PACKED == MXFP4 && !SWAP;
+enum Packing : int { NOT_PACKED, MXFP4, INT4, NVFP4 };
+constexpr bool E2M1 = PACKED == MXFP4 || PACKED == NVFP4;
+constexpr bool UNPACKS = E2M1 && !SWAP;
 constexpr int UNPACK_WARPS = 3;                    // the others of the loader's warpgroup
 constexpr int DEPTH = PACKED > 0 && SWAP ? 2 : 1;  // K blocks in a stage
 constexpr int WEIGHT_BYTES = UNPACKS ? 64 : 128;   // bytes of an output feature that are loaded into a stage
@@ -59,10 +60,12 @@ constexpr int SCALE_ROWS = GATED ? 2 * PROJECTION_SCALE_ROWS : ceil_div(N, 128);
 // Within a tile, the weight scale changes only at columns that are multiples of GRANULE.
 constexpr int GRANULE = (BLOCK_N & -BLOCK_N) < 128 ? (BLOCK_N & -BLOCK_N) : 128;
 
-// MXFP4: a row of arranged exponents (cuda/ops/arrange_exponents.cu): a word for each feature of a projection, then one
-// for each row of its weight scales.
+// E2M1: a row of arranged scales (quant/arranged.py): words of each feature of a projection, then one for each row of
+// its weight scales, and what the kernel does not read.
 constexpr int PROJECTIONS = GATED ? 2 : 1;
-constexpr int EXPONENT_WORDS = round_up((N + SCALE_ROWS) / PROJECTIONS, 4);
+constexpr int FEATURE_WORDS = PACKED == NVFP4 ? 2 : 1;
+constexpr int ARRANGED_WORDS = PACKED == NVFP4 ? round_up((2 * N + 2 * SCALE_ROWS) / PROJECTIONS + 1, 4)
+                                               : round_up((N + SCALE_ROWS) / PROJECTIONS, 4);
 
 constexpr int TILE_SCALE_ROWS = (128 - GRANULE + BLOCK_N - 1) / 128 + 1;  // rows of weight scales that a tile can touch
 
@@ -74,9 +77,9 @@ constexpr int A_SCALE_LOADS = ceil_div(BLOCK_M, 128), A_SCALE_STEP = BLOCK_M / A
 constexpr int A_SCALE_BYTES = A_SCALE_LOADS * A_SCALE_BOX * 4;  // bytes per stage; an upright tile loads twice as many
 constexpr int A_SCALE_PITCH = round_up(((UPRIGHTS ? 2 * BLOCK_M : BLOCK_M) + (GROUPS ? 4 : 0)) * 4, 128) / 4;
 
-// MXFP4: how far the exponents of a feature are below that of its weight scale, one byte each. They come with the
-// codes, behind the token scales. GATED: the gate projection's, then the up projection's.
-constexpr int BELOW_WORDS = PACKED == MXFP4 ? DEPTH * BLOCK_N : 0;
+// E2M1: how far the scales of a feature are below its weight scale, one byte each. They come with the codes, behind the
+// token scales. GATED: the gate projection's, then the up projection's.
+constexpr int BELOW_WORDS = E2M1 ? DEPTH * BLOCK_N * FEATURE_WORDS : 0;
 
 constexpr int SLICE_M = ceil_div(BLOCK_M, SPLIT_K);  // tokens that each block of a split sums and stores
 constexpr int SUM_PITCH = BLOCK_N + (SWAP ? 4 : 8);  // in floats; padded, so that scattered writes avoid bank conflicts
@@ -142,12 +145,12 @@ struct GroupTable<0> {
   __device__ Tile& next(u32) { __builtin_unreachable(); }
 };
 
-// What MXFP4 needs besides. scaled: the eight magnitudes of E2M1 in E4M3, times 2^(6 - i) at index i; one byte each.
-constexpr int ENTRIES = 32;
-template <bool Mxfp4, bool Unpacks>
+// What E2M1 needs besides. scaled: the eight magnitudes of E2M1 in E4M3, one byte each, at index i times 2^(6 - i);
+// NVFP4: times 2^(5 - i / 8) and the mantissa 1 + i % 8 / 8, or 0 at index 254. The last entry is NaN.
+constexpr int ENTRIES = PACKED == NVFP4 ? 256 : 32;
+template <bool Table, bool Unpacks>
 struct PackedShared {
-  u64 scaled[ENTRIES];
-  u8 padding[SWIZZLE_ALIGNMENT - sizeof(scaled)];
+  u64 scaled[round_up(ENTRIES, SWIZZLE_ALIGNMENT / 8)];
 };
 template <>
 struct PackedShared<false, false> {};
@@ -155,10 +158,10 @@ template <>
 struct PackedShared<true, true> {
   u64 scaled[ENTRIES];
   Barrier codes[STAGES];  // completed when codes have arrived, as ring.full is when they are unpacked
-  u8 padding[SWIZZLE_ALIGNMENT - sizeof(scaled) - sizeof(codes)];
+  u8 padding[SWIZZLE_ALIGNMENT - (sizeof(scaled) + sizeof(codes)) % SWIZZLE_ALIGNMENT];
 };
 
-struct Shared : PackedShared<PACKED == MXFP4, UNPACKS> {
+struct Shared : PackedShared<E2M1, UNPACKS> {
   u8 a[STAGES][A_BYTES];
   u8 b[STAGES][B_BYTES];
   u8 epilogue[EPILOGUE_BYTES];  // staging tiles, sums of parts, Columns; or the tile's own or received sums

@@ -28,13 +28,13 @@ __device__ __forceinline__ Barrier& weights_arrived(S& s, u32 stage) {
   }
 }
 
-__device__ __forceinline__ u32* exponents_below(Shared& s, u32 stage) {
+__device__ __forceinline__ u32* scales_below(Shared& s, u32 stage) {
   return reinterpret_cast<u32*>(s.a_scale[stage] + DEPTH * A_SCALE_PITCH);
 }
 
 struct Loader {
   Shared& s;
-  const TensorMap &a, &a_scale, &b, &below;  // below: of MXFP4, see BELOW_WORDS
+  const TensorMap &a, &a_scale, &b, &below;  // below: of E2M1, see BELOW_WORDS
   Columns columns;
   int tile_m;  // tokens per load of a tile that is not partial
 
@@ -64,8 +64,8 @@ struct Loader {
     if constexpr (GATED) {
       tma_load(target + BLOCK_N / 2 * WEIGHT_BYTES, b, full.address(), column, row + INTERMEDIATE);
     }
-    if constexpr (PACKED == MXFP4) {
-      const u32 words = shared_address(exponents_below(s, stage));
+    if constexpr (E2M1) {
+      const u32 words = shared_address(scales_below(s, stage));
 #pragma unroll
       for (int i = 0; i < PROJECTIONS; ++i) {
         tma_load(words + BELOW_WORDS / PROJECTIONS * 4 * i, below, full.address(), tile.n / PROJECTIONS, k_block,

@@ -77,7 +77,7 @@ struct RowScales {
   }
 };
 
-// MXFP4: WeightScales, whose lanes hold K blocks, for stages of DEPTH blocks.
+// E2M1: WeightScales, whose lanes hold K blocks, for stages of DEPTH blocks.
 struct BlockScales {
   static constexpr int TURN = WARP / DEPTH;
 
@@ -106,20 +106,25 @@ template <int Steps>
 struct Fragments {
   u32 values[Steps][4];
 
-  // codes: the address of the slab in a stage. below: of MXFP4, the words of the slab's exponents. first: the first
-  // step of the stage.
+  // codes: the address of the slab in a stage. below: of E2M1, the words of the slab's scales. first: the first step of
+  // the stage.
   __device__ __forceinline__ void unpack(const Shared& s, u32 codes, const u32* below, int first) {
     const int lane = lane_id(), rows = threadIdx.x / WARP % 4 * 16;
-    if constexpr (PACKED == MXFP4) {
+    if constexpr (E2M1) {
       static_assert(Steps == 4);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         u32 words[4];
         load_matrices(codes + (rows + 8 * i + lane % 8) * WEIGHT_BYTES + (first + lane / 8 ^ lane % 8) * 16, words);
-        const u32 relative = load_shared_4(below + rows + lane / 4 + 8 * i);
+        const u32* relative = below + FEATURE_WORDS * (rows + lane / 4 + 8 * i);
+        u32 scales[FEATURE_WORDS];
+#pragma unroll
+        for (int w = 0; w < FEATURE_WORDS; ++w) scales[w] = load_shared_4(relative + w);
+        const auto of_group = [&](int g) { return magnitudes(s, select_bytes(scales[g / 4], 0, 0x4440 + g % 4)); };
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const Eight eight(magnitudes(s, select_bytes(relative, 0, 0x4440 + k)), words[k]);
+          const Bytes first = of_group(k * FEATURE_WORDS);
+          const Eight eight({first, FEATURE_WORDS > 1 ? of_group(k * FEATURE_WORDS + 1) : first}, words[k]);
           values[k][i] = eight.first, values[k][i + 2] = eight.second;
         }
       }
@@ -162,9 +167,10 @@ __device__ __forceinline__ void promote_packed(float (&sum)[ACCUMULATORS], const
   }
 }
 
-// The place of a row in BELOW_WORDS.
-__device__ __forceinline__ constexpr int exponent_word(int block, int row) {
-  return GATED ? row / 128 * (BELOW_WORDS / 2) + block * 128 + row % 128 : block * BLOCK_N + row;
+// The place of a row's scales in BELOW_WORDS.
+__device__ __forceinline__ constexpr int scale_word(int block, int row) {
+  return GATED ? row / 128 * (BELOW_WORDS / 2) + FEATURE_WORDS * (block * 128 + row % 128)
+               : FEATURE_WORDS * (block * BLOCK_N + row);
 }
 
 template <bool Condition, typename A, typename B>
@@ -177,7 +183,7 @@ struct Conditional<false, A, B> {
 };
 
 struct PackedMathWarp : MathWarp {
-  using Weights = Conditional<PACKED == MXFP4, BlockScales, RowScales>::Type;
+  using Weights = Conditional<E2M1, BlockScales, RowScales>::Type;
   using Scales = decltype(Weights(nullptr, KRange(0)).at(0, 0, 0, Tile{}));
   static constexpr int TURN = Weights::TURN;
 
@@ -224,7 +230,7 @@ struct PackedMathWarp : MathWarp {
     const TileStart columns(shared_address(s.a[pipeline.stage]));
     const u32 codes = shared_address(s.b[pipeline.stage]);
     const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0) + 2 * (lane_id() % 4);
-    const u32* below = exponents_below(s, pipeline.stage);
+    const u32* below = scales_below(s, pipeline.stage);
     const Released stage(pipeline);
     Product products[PRODUCTS];
 #pragma unroll
@@ -234,7 +240,7 @@ struct PackedMathWarp : MathWarp {
         Product& next = products[i % PRODUCTS];
         const int row = slab_row(warpgroup, slab);
         next.scales = weights.at(slab, source, unit, tile);
-        next.rows.unpack(s, codes + row * WEIGHT_BYTES, below + exponent_word(block, row), STEPS * unit);
+        next.rows.unpack(s, codes + row * WEIGHT_BYTES, below + scale_word(block, row), STEPS * unit);
         load_tokens(next, a_scale + block * A_SCALE_PITCH);
         wgmma_fence();
 #pragma unroll

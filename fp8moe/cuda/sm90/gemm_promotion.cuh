@@ -10,6 +10,7 @@
 // 1: the scales of output features multiply the finished sums instead.
 //
 // The scales of MXFP4 are powers of two: an exponent of E8M0, less 6 (E2M1 has magnitudes up to 6, E4M3 up to 448).
+// Those of NVFP4 lie at the same places, in float32.
 struct WeightScales {
   const float* b_scale;
   float held[TILE_SCALE_ROWS], next[TILE_SCALE_ROWS];
@@ -18,10 +19,12 @@ struct WeightScales {
 
   // The scale in this row of scales and in this K block of all groups.
   __device__ __forceinline__ float load(int group, int row, int block) const {
-    if constexpr (PACKED == MXFP4) {
+    if constexpr (E2M1) {
       constexpr int ROWS = SCALE_ROWS / PROJECTIONS;
       const long long projection = static_cast<long long>(group) * PROJECTIONS + row / ROWS;
-      const long long at = (projection * K_BLOCKS + block) * EXPONENT_WORDS + N / PROJECTIONS + row % ROWS;
+      const long long at =
+          (projection * K_BLOCKS + block) * ARRANGED_WORDS + FEATURE_WORDS * (N / PROJECTIONS) + row % ROWS;
+      if constexpr (PACKED == NVFP4) return b_scale[at];
       const u32 exponent = reinterpret_cast<const u32*>(b_scale)[at];
       return __uint_as_float(exponent == 0 ? 0x00400000 : exponent << 23) * 0.015625f;  // E8M0 has no zero
     }
@@ -49,7 +52,7 @@ struct WeightScales {
 
 // The scales from K block `first` on.
 __device__ __forceinline__ const float* first_scale(const float* b_scale, int first) {
-  return b_scale + static_cast<long long>(first) * (PACKED == MXFP4 ? EXPONENT_WORDS : 1);
+  return b_scale + static_cast<long long>(first) * (E2M1 ? ARRANGED_WORDS : 1);
 }
 
 // The weight scales of one K block of a tile; the same values in every lane.

@@ -1,4 +1,4 @@
-// MXFP4 weights for tiles of many tokens: the three warps beside the loader unpack the codes of a stage to E4M3, in
+// Weights of E2M1 for tiles of many tokens: the three warps beside the loader unpack the codes of a stage to E4M3, in
 // place, before the math warps get it.
 //
 // A feature takes 128 bytes of a stage, and its codes take 64 in the second half. Features are unpacked in rounds
@@ -26,19 +26,25 @@ struct Unpacker {
     return FEATURES * (round + 1) <= BLOCK_N || thread / 4 + FEATURES * round < BLOCK_N;
   }
 
-  // magnitudes(), loaded here and not later.
-  __device__ __forceinline__ Bytes load_magnitudes(u32 offset) const {
-    const uint2 table = load_shared_8(shared_address(s.scaled) + offset);
-    return {table.x, table.y};
+  // magnitudes(), loaded here and not later. scales: those of 32 along K, one byte or two.
+  __device__ __forceinline__ Magnitudes load_magnitudes(u32 scales) const {
+    const auto load = [&](u32 scale) {
+      const uint2 table = load_shared_8(shared_address(s.scaled) + entry_offset(scale));
+      return Bytes{table.x, table.y};
+    };
+    if constexpr (FEATURE_WORDS > 1) return {load(scales & 0xFF), load(scales >> 8)};
+    const Bytes both = load(scales);
+    return {both, both};
   }
 
   // Writes a group of 32 values as two chunks of 16.
-  static __device__ __forceinline__ void write(const u32 (&chunks)[2], int offset, const Bytes& bytes, uint4 codes) {
+  static __device__ __forceinline__ void write(const u32 (&chunks)[2], int offset, const Magnitudes& magnitudes,
+                                               uint4 codes) {
     const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
     u32 values[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Eight eight(bytes, words[i]);
+      const Eight eight(magnitudes, words[i]);
       values[i] = eight.first, values[4 + i] = eight.second;
     }
 #pragma unroll
@@ -51,28 +57,32 @@ struct Unpacker {
   // Loads are issued before what depends on them, to hide their latency.
   __device__ __forceinline__ void unpack(u32 stage) const {
     const u32 values = shared_address(s.b[stage]), row = thread / 4, group = thread % 4;
-    const u32 mine = values + CODES_AT + thread * 16, below = shared_address(exponents_below(s, stage)) + thread;
+    const u32 mine = values + CODES_AT + thread * 16,
+              below = shared_address(scales_below(s, stage)) + thread * FEATURE_WORDS;
     u32 chunks[2];  // of round 0, in the swizzled stage
 #pragma unroll
     for (int i = 0; i < 2; ++i) chunks[i] = values + row * 128 + (2 * group + i ^ row % 8) * 16;
-    u32 offsets[ROUNDS];
+    u32 scales[ROUNDS];
     uint4 codes[ROUNDS];
-    Bytes bytes[ROUNDS];
+    Magnitudes found[ROUNDS];
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) offsets[i] = exists(i) ? load_shared_1(below + i * THREADS_HERE) : 0;
+    for (int i = 0; i < ROUNDS; ++i) {
+      const u32 at = below + i * THREADS_HERE * FEATURE_WORDS;
+      scales[i] = !exists(i) ? 0 : FEATURE_WORDS > 1 ? load_shared_2(at) : load_shared_1(at);
+    }
     const auto load = [&](int i) {
       if (exists(i)) codes[i] = load_shared_16(mine + i * THREADS_HERE * 16);
     };
 #pragma unroll
     for (int i = 0; i < ROUNDS - OVER; ++i) load(i);
 #pragma unroll
-    for (int i = 0; i < AHEAD_ROUNDS; ++i) bytes[i] = load_magnitudes(offsets[i]);
+    for (int i = 0; i < AHEAD_ROUNDS; ++i) found[i] = load_magnitudes(scales[i]);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
       if (i < OVER) load(i + ROUNDS - OVER);
-      if (i + AHEAD_ROUNDS < ROUNDS) bytes[i + AHEAD_ROUNDS] = load_magnitudes(offsets[i + AHEAD_ROUNDS]);
+      if (i + AHEAD_ROUNDS < ROUNDS) found[i + AHEAD_ROUNDS] = load_magnitudes(scales[i + AHEAD_ROUNDS]);
       if (i == OVER) named_barrier(BARRIER, THREADS_HERE);
-      if (exists(i)) write(chunks, i * FEATURES * 128, bytes[i], codes[i]);
+      if (exists(i)) write(chunks, i * FEATURES * 128, found[i], codes[i]);
     }
     fence_async_proxy();
     __syncwarp();

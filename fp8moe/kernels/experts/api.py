@@ -36,8 +36,8 @@ def experts(
         blocks. With an activation that has no gate: data (E, I, H), scale (E, ceil(I/128), ceil(H/128)).
         down: data (E, H, I), scale (E, ceil(H/128), ceil(I/128)).
         Any H and I; sizes that are not multiples of 16 cost copies. Instead, each can be a PackedTensor of the same
-        shape in the format "mxfp4" or "int4"; H and I are then multiples of 32 and of the
-        format's group.
+        shape; H and I are then multiples of 32 and of the format's group. NVFP4 is arranged in each call: a
+        `GroupedExperts` does so once.
     activation: applied between the two projections; see `GroupedExperts`.
     out: (T, H), contiguous, at a multiple of 16 bytes, in memory that no operand uses: bfloat16, float16 or float32.
     first_expert: the index of the first of the E consecutive experts held here; None: 0. expert_map: (all experts,)
@@ -50,8 +50,7 @@ def experts(
 
     There is no backward: calling it raises RuntimeError; so does passing ``out`` if an operand requires a gradient.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, for first_expert and expert_map
-    together, and for an ``out`` that does not fit or overlaps an operand; NotImplementedError for a PackedTensor of
-    "nvfp4".
+    together, and for an ``out`` that does not fit or overlaps an operand.
     """
     data, scale = (x, None) if isinstance(x, Tensor) else fp8_operand("x", x)
     layer = _layer(up, down, activation)
@@ -82,7 +81,9 @@ def experts(
 
 
 def _layer(up: FP8Tensor | PackedTensor, down: FP8Tensor | PackedTensor, activation: Activation) -> Layer:
-    return Layer(FP8Tensor(*weight_operand("up", up)), FP8Tensor(*weight_operand("down", down)), activation)
+    projections = 2 if activation.gated else 1
+    operands = weight_operand("up", up, projections), weight_operand("down", down)
+    return Layer(*(FP8Tensor(*operand) for operand in operands), activation)
 
 
 def _mapped(index: Tensor, expert_map: Tensor, count: int) -> Tensor:

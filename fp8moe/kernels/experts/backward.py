@@ -38,7 +38,7 @@ from fp8moe.kernels.experts.swiglu import (
 from fp8moe.kernels.gemm.api import grouped_rows, weight_gradients
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
-from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
+from fp8moe.quant.transpose import Transposed, quantize_columns, quantize_with_transpose, transpose_fp8
 from fp8moe.runtime.operator import Signature, define
 
 
@@ -69,20 +69,20 @@ def experts_training(
     in bfloat16. Equal inputs give equal bits.
 
     Forward, input gradient and weight gradient run in FP8. Each activation and each gradient is quantized at most once
-    by rows and at most once by columns: DeepSeek-V3, arXiv:2412.19437, section 3.3. The forward keeps the quantized
-    transposes that weight gradients need and the result of GEMM 1 in bfloat16, from which the backward recomputes the
-    activation.
+    by rows and at most once by columns: DeepSeek-V3, arXiv:2412.19437, section 3.3. The forward quantizes by rows and
+    keeps the result of GEMM 1 in bfloat16; the backward computes the activation anew, and quantizes by columns what the
+    weight gradients read: hidden_states, the activation and the gradients. SonicMoE, arXiv:2512.14080, keeps the same.
 
-    Bytes kept for the backward: the sum of ``4 * R * I`` (half of this without a gate), ``P * H * 33/32`` with an
-    up_master, ``P * I * 33/32`` with a down_master, ``4 * R * r`` with a low_rank, ``R * I`` if the low_rank has
-    dropout, ``8 * R``, and ``4 * (E + 1)``. Here R is T * K or num_rows, I is rounded up to a multiple of 128, H is
-    rounded up to a multiple of 16, and P is R + 127 * min(E, R) rounded down to a multiple of 128. Also kept are
-    top_k_weights, the weights, low_rank and the input of up_a. If I is not a multiple of 128, or H not a multiple
-    of 16, forward and backward make padded copies of the FP8 weights. For weights in four bits, the backward makes FP8
-    copies, and so does the forward with a low_rank or where I is not a multiple of 128.
+    Bytes kept for the backward: the sum of ``4 * R * I`` (half of this without a gate), ``4 * R * r`` with a low_rank,
+    ``R * I`` if the low_rank has dropout, ``8 * R``, and ``4 * (E + 1)``. Here R is T * K or num_rows, and I is rounded
+    up to a multiple of 128. Also kept are top_k_weights, the weights, low_rank and, with an up_master or a low_rank,
+    hidden_states or low_rank.dropped: the caller's tensors themselves, no copies. If I is not a multiple of 128, or H
+    not a multiple of 16, forward and backward make padded copies of the FP8 weights. For weights in four bits, the
+    backward makes FP8 copies, and so does the forward with a low_rank or where I is not a multiple of 128.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if a
-    master, or an FP8 weight, has been changed in place since the forward; so does a backward of the backward.
+    master, an FP8 weight, or hidden_states that were kept, have been changed in place since the forward; so does a
+    backward of the backward.
     """
     masters = masters.recorded()
     checks.tokens(TokenOperands(hidden_states, top_k_index, top_k_weights, layer, shard=shard))
@@ -140,28 +140,30 @@ class RowOrder(NamedTuple):
         picked = values.index_select(0, self.rows.flatten().clamp(min=0)).view(self.rows.shape)
         return torch.where(self.rows >= 0, picked, 0)
 
-    def gather(
-        self, x: Tensor | FP8Tensor, columns: int, row_weights: Tensor | None, transposed: bool
-    ) -> tuple[FP8Tensor, FP8Tensor | None, Tensor | None]:
-        """Sort x by expert and quantize its rows and, if `transposed`, its columns.
+    def quantized(self, x: Tensor | FP8Tensor, columns: int) -> FP8Tensor:
+        """Sort x by expert and quantize its rows.
 
         x: tokens (T, H). If the input of the call is already sorted rows, x is these rows (R, H) and may be quantized
-        1x128. columns: the number of columns, H, after padding. row_weights: a factor for each row, applied only to the
-        values that are quantized by columns. Returns quantized rows, quantized columns and offsets, see
-        `quantize_with_transpose`; columns and offsets are None unless `transposed`.
+        1x128. columns: the number of columns, H, after padding.
         """
         if not isinstance(x, Tensor):
-            rows = FP8Tensor(pad_columns(x.data, columns), x.scale)
-            if not transposed:
-                return rows, None, None
-            _, by_columns, offsets = quantize_with_transpose(dequantize(rows), self.groups)
-            return rows, by_columns, offsets
+            return FP8Tensor(pad_columns(x.data, columns), x.scale)
         x = pad_columns(x, columns)
-        if transposed:
-            return quantize_with_transpose(x, self.groups, tokens=self.tokens(), row_weights=row_weights)
-        if self.rows is None:
-            return quantize_1x128(x), None, None
-        return permute_quantize(x, self.rows, self.assignments.shape[0]), None, None
+        return quantize_1x128(x) if self.rows is None else permute_quantize(x, self.rows, self.assignments.shape[0])
+
+    def both_ways(self, x: Tensor, columns: int, row_weights: Tensor) -> Transposed:
+        """Sort x by expert and quantize its rows and its columns, see `quantize_with_transpose`.
+
+        x: tokens or sorted rows. columns: as for `quantized`. row_weights: a factor for each row, applied only to the
+        values that are quantized by columns.
+        """
+        x = pad_columns(x, columns)
+        return quantize_with_transpose(x, self.groups, tokens=self.tokens(), row_weights=row_weights)
+
+    def transposed(self, x: Tensor | FP8Tensor, columns: int) -> FP8Tensor:
+        """Sort x by expert and quantize its columns. x, columns: as for `quantized`."""
+        x = pad_columns(x, columns) if isinstance(x, Tensor) else dequantize(self.quantized(x, columns))
+        return quantize_columns(x, self.groups, tokens=self.tokens())[0]
 
     def multiply(self, a: FP8Tensor, b: FP8Tensor, dtype: torch.dtype, **options: Any) -> Tensor:
         """Return ``a[rows of e] @ b[e].T`` for every expert e; options: others_zero, low_rank of `grouped_rows`."""
@@ -193,11 +195,11 @@ class TrainingOperands(NamedTuple):
     low_rank: LowRank | None
 
     @property
-    def beside(self) -> Beside:
-        """The form in which backward or LoRA needs the activation's result, besides its quantized rows."""
-        if self.low_rank is not None:
-            return Beside.VALUES
-        return Beside.NOTHING if self.masters.down_master is None else Beside.COLUMNS
+    def kept_input(self) -> tuple[Tensor | None, Tensor | None]:
+        """x and x_scale if the backward reads them, for a weight gradient or the gradient of up_a; otherwise None."""
+        if self.low_rank is None:
+            return (self.x, self.x_scale) if self.masters.of_up else (None, None)
+        return (self.x if self.low_rank.dropped is None else None), None
 
 
 class SavedForBackward(NamedTuple):
@@ -205,13 +207,11 @@ class SavedForBackward(NamedTuple):
 
     projected: the result of GEMM 1. Autograd treats this tensor as differentiable, so that the gradients computed from
         it depend on the inputs of the forward, and a double backward raises RuntimeError.
-    x_columns, h_columns: quantized transposes of the inputs of GEMM 1 and GEMM 2. up_ranks, down_ranks: (R, r),
-        products of these inputs with up_a and down_a. kept: bool (R, I), dropout's mask.
+    up_ranks, down_ranks: (R, r), products of the inputs of GEMM 1 and GEMM 2 with up_a and down_a. kept: bool (R, I),
+        dropout's mask.
     """
 
     projected: Tensor
-    x_columns: FP8Tensor
-    h_columns: FP8Tensor
     up_ranks: Tensor
     down_ranks: Tensor
     kept: Tensor
@@ -220,8 +220,8 @@ class SavedForBackward(NamedTuple):
 class TrainingBackwardOperands(NamedTuple):
     """Operands of the backward: the gradient of the result, operands of the forward and the tensors it saved.
 
-    input_dtype: dtype of x, or None if x needs no gradient. routing_grad: top_k_weights needs a gradient. x: the
-    forward's x if up_a multiplies it, otherwise None.
+    input_dtype: dtype of x, or None if x needs no gradient. routing_grad: top_k_weights needs a gradient. x, x_scale:
+    `TrainingOperands.kept_input`.
     """
 
     grad: Tensor
@@ -234,6 +234,7 @@ class TrainingBackwardOperands(NamedTuple):
     routing_grad: bool
     low_rank: LowRank | None
     x: Tensor | None
+    x_scale: Tensor | None
 
     @property
     def wanted(self) -> list[str]:
@@ -246,21 +247,22 @@ class TrainingBackwardOperands(NamedTuple):
 
 def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
     """Return the result (a weighted sum per token, or a result per row), then the tensors of `SavedForBackward`."""
-    order, masters, low = operands.order, operands.masters, operands.low_rank
+    order, low = operands.order, operands.low_rank
     _, hidden, size = operands.layer.sizes
     # Weights in four bits cannot be padded, and take no low_rank. They become FP8 for the time of this call.
     layer = operands.layer.in_blocks() if size % BLOCK or low is not None else operands.layer
     layer = layer.padded(BLOCK)
     x = operands.x if operands.x_scale is None else FP8Tensor(operands.x, operands.x_scale)
-    up_ranks, down_ranks, kept, *empty = (layer.up.data.new_empty(0) for _ in range(7))
+    up_ranks, down_ranks, kept = (layer.up.data.new_empty(0) for _ in range(3))
     up_addition = down_addition = None
     if low is not None:
         up_ranks = lora_shrink(low.multiplied(operands.x), low.up_a, order.groups, order.tokens())
         up_addition = up_ranks, low.up_b
-    a, x_columns, _ = order.gather(x, layer.sizes[1], None, masters.of_up)
+    a = order.quantized(x, layer.sizes[1])
     projected = order.multiply(a, layer.up, torch.bfloat16, low_rank=up_addition)
     del a
-    h, h_columns, _, values = activate(projected, order.groups, layer.activation, size, operands.beside)
+    beside = Beside.NOTHING if low is None else Beside.VALUES
+    h, values = activate(projected, order.groups, layer.activation, size, beside)
     if low is not None:
         if low.dropout:
             values, kept = torch.native_dropout(values, low.dropout, True)
@@ -271,12 +273,12 @@ def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
     y = order.multiply(h, layer.down, operands.row_dtype, others_zero=others_zero, low_rank=down_addition)
     del h
     out = without_padding(order.sum(y, operands.top_k_weights, operands.out_dtype), hidden)
-    return out, projected, *(x_columns or empty[:2]), *(h_columns or empty[2:]), up_ranks, down_ranks, kept
+    return out, projected, up_ranks, down_ranks, kept
 
 
 def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     """Return the gradients of the operands named by `operands.wanted`, in that order."""
-    grad, order, top_k_weights, layer, masters, saved, input_dtype, routing_grad, low, x = operands
+    grad, order, top_k_weights, layer, masters, saved, input_dtype, routing_grad, low, x, x_scale = operands
     layer = layer.in_blocks()
     hidden, size = layer.down.data.shape[1:]
     layer = layer.padded(BLOCK)
@@ -295,19 +297,14 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
         d_ranks = lora_shrink(grad_read, low.down_b.mT.contiguous(), order.groups, order.tokens())
         addition = None if low.dropout else (d_ranks, low.down_a.mT.contiguous())
     columns = layer.down.data.shape[1]
-    grad_rows, grad_columns, offsets = order.gather(grad, columns, row_weights, masters.down_master is not None)
-    beyond = input_dtype is not None or routing_grad or masters.of_up or low is not None
-    if beyond:
-        d_h = order.multiply(grad_rows, transpose_fp8(layer.down), torch.bfloat16, low_rank=addition)
+    if masters.down_master is None:
+        grad_rows, grad_columns = order.quantized(grad, columns), None
+    else:
+        grad_rows, grad_columns, _ = order.both_ways(grad, columns, row_weights)
+    d_h = order.multiply(grad_rows, transpose_fp8(layer.down), torch.bfloat16, low_rank=addition)
     del grad_rows
-    if masters.down_master is not None:
-        shape, dtype = (1, hidden, size), masters.down_master.dtype
-        grads["down_master"] = _weight_gradient(grad_columns, saved.h_columns, offsets, shape, dtype)
-    del grad_columns
-    if not beyond:
-        return [grads[name] for name in operands.wanted]
 
-    beside = Beside.COLUMNS if masters.of_up else Beside.NOTHING
+    beside = Beside.NOTHING if masters.down_master is None and not masters.of_up else Beside.COLUMNS
     if low is not None:
         beside = Beside.VALUES
         if low.dropout:
@@ -317,7 +314,13 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     if low is not None:
         of_factors, d_ranks = _factor_gradients(operands, grad_read, d_ranks, d, row_weights)
         grads |= of_factors
-    (d_rows, dots, d_columns, offsets, *_), d = d, None
+        del grad_read
+    d_rows, dots, d_columns, offsets, h_columns = d[:5]
+    del d  # with it d_projected and values, the largest temporary tensors of LoRA
+    if masters.down_master is not None:
+        shape, dtype = (1, hidden, size), masters.down_master.dtype
+        grads["down_master"] = _weight_gradient(grad_columns, h_columns, offsets, shape, dtype)
+    del grad_columns, h_columns
     if routing_grad:
         grads["top_k_weights"] = order.by_assignment(dots).to(top_k_weights.dtype)
     if input_dtype is not None:
@@ -331,16 +334,19 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     if low is not None and low.dropped is not None:
         dx = order.sum(adapter_product(d_ranks, low.up_a, order.groups), None, low.dropped.dtype)
         grads["dropped"] = without_padding(dx, hidden)
+    if not masters.of_up:
+        return [grads[name] for name in operands.wanted]
     # The largest gradients are allocated last, when temporary tensors for the other gradients have been freed.
+    x_columns = order.transposed(x if x_scale is None else FP8Tensor(x, x_scale), columns)
     both = 2 if layer.activation.gated else 1
     if masters.up_master is not None and masters.up_master.shape[1] == both * size:
         shape, dtype = (both, size, hidden), masters.up_master.dtype
-        grads["up_master"] = _weight_gradient(d_columns, saved.x_columns, offsets, shape, dtype)
-    elif masters.of_up:
+        grads["up_master"] = _weight_gradient(d_columns, x_columns, offsets, shape, dtype)
+    else:
         for name, *half in zip(("gate_master", "up_master"), *(part.chunk(2) for part in d_columns), strict=True):
             if (master := getattr(masters, name)) is not None:
                 shape = (1, size, hidden)
-                grads[name] = _weight_gradient(FP8Tensor(*half), saved.x_columns, offsets, shape, master.dtype)
+                grads[name] = _weight_gradient(FP8Tensor(*half), x_columns, offsets, shape, master.dtype)
     return [grads[name] for name in operands.wanted]
 
 
@@ -373,9 +379,7 @@ def activate(projected: Tensor, groups: Tensor, activation: Activation, size: in
         return swiglu_quantize(projected, groups, activation=activation, beside=beside)
     values = activation(projected.float())
     values[:, size:] = 0  # set padding columns to 0: some activations do not map 0 to 0
-    if beside is Beside.COLUMNS:
-        return Activated(*quantize_with_transpose(values, groups))
-    return Activated(quantize_1x128(values), values=values.bfloat16() if beside is Beside.VALUES else None)
+    return Activated(quantize_1x128(values), values.bfloat16() if beside is Beside.VALUES else None)
 
 
 def activate_backward(
@@ -388,9 +392,9 @@ def activate_backward(
     d_projected, values, dots = weighted_backward(projected.contiguous(), d_h, row_weights, activation)
     if beside is Beside.COLUMNS:
         rows, *columns = quantize_with_transpose(d_projected, groups)
-        return ActivationGradient(rows, dots, *columns)
+        return ActivationGradient(rows, dots, *columns, quantize_columns(values, groups)[0])
     both = (d_projected.bfloat16(), values.bfloat16()) if beside is Beside.VALUES else ()
-    return ActivationGradient(quantize_1x128(d_projected), dots, None, None, *both)
+    return ActivationGradient(quantize_1x128(d_projected), dots, None, None, None, *both)
 
 
 def _weight_gradient(
@@ -416,11 +420,10 @@ def _save(ctx, inputs, output) -> None:
     order, layer, low = operands.order, operands.layer, operands.low_rank
     routed = order.groups, order.rows, order.assignments, operands.top_k_weights
     *factors, ctx.dropout = low or (None,) * 6
-    x = operands.x if low is not None and low.dropped is None else None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*others)
     # Save the FP8 weights too, so that autograd refuses a backward after adapters were merged into the weights.
-    ctx.save_for_backward(*routed, *layer.up, *layer.down, x, *factors, projected, *others)
+    ctx.save_for_backward(*routed, *layer.up, *layer.down, *operands.kept_input, *factors, projected, *others)
     ctx.whole, ctx.activation, ctx.input_dtype = order.whole, layer.activation, operands.x.dtype
     # Masters are not saved tensors, so that `_check_unchanged` can name a master that changed. Autograd's error for a
     # changed saved tensor would not name the master.
@@ -433,20 +436,20 @@ def _differentiate(ctx, grad, *_) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * len(needed)
     _check_unchanged(ctx.masters, ctx.versions, ctx.activation.gated)
-    groups, rows, assignments, top_k_weights, up, up_scale, down, down_scale, x, *others = ctx.saved_tensors
-    up_a, up_b, down_a, down_b, dropped, projected, x_columns, x_scale, h_columns, h_scale, *of_ranks = others
-    saved = SavedForBackward(projected, FP8Tensor(x_columns, x_scale), FP8Tensor(h_columns, h_scale), *of_ranks)
+    groups, rows, assignments, top_k_weights, up, up_scale, down, down_scale, x, x_scale, *others = ctx.saved_tensors
+    up_a, up_b, down_a, down_b, dropped, *saved = others
     operands = TrainingBackwardOperands(
         grad.contiguous(),
         RowOrder(groups, rows, assignments, ctx.whole),
         top_k_weights,
         Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), ctx.activation),
         ctx.masters,
-        saved,
+        SavedForBackward(*saved),
         ctx.input_dtype if needed["x"] else None,
         needed["top_k_weights"],
         None if up_a is None else LowRank(up_a, up_b, down_a, down_b, dropped, ctx.dropout),
         x,
+        x_scale,
     )
     grads = dict(zip(operands.wanted, _training_backward(*_BACKWARD.pack(operands)), strict=True))
     return tuple(grads.get(name) if need else None for name, need in needed.items())
@@ -476,7 +479,7 @@ _training_backward = define(
     signature=_BACKWARD,
 )
 _training = define(
-    "experts_training -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "experts_training -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _forward,
     backward=_differentiate,

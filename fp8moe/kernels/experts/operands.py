@@ -31,7 +31,8 @@ class Layer(NamedTuple):
         float32 (E, 2 * ceil(I/128), ceil(H/128)), gate blocks then up blocks, or without a gate
         (E, ceil(I/128), ceil(H/128)). Any H and I.
     down: data (E, H, I), scale (E, ceil(H/128), ceil(I/128)).
-    Either can have data and scale of a PackedTensor instead: uint8 (E, 2I, H/2), (E, H, I/2), H and I multiples of 32.
+    Either can have data and scale of a PackedTensor instead: uint8 (E, 2I, H/2), (E, H, I/2), H and I multiples of 32;
+        MXFP4 may be arranged (`quant.arranged`), NVFP4 is.
     activation: a SwiGLU and its quantization are fused into the GEMM of up; others run as PyTorch operations.
     """
 

@@ -22,71 +22,59 @@ _FORM = (("limit", ctypes.c_float), ("alpha", ctypes.c_float))
 
 
 class Beside(enum.IntEnum):
-    """The extra result of a SwiGLU kernel, besides its quantized rows; numbered as in cuda/ops/swiglu_operands.cuh.
+    """The extra results of a SwiGLU kernel, besides its quantized rows; numbered as in cuda/ops/swiglu_operands.cuh.
 
-    COLUMNS: the quantized transpose, with every group padded to a multiple of 128. VALUES: the bfloat16 values.
+    COLUMNS: quantized transposes, with every group padded to a multiple of 128; only of the backward. VALUES: bfloat16.
     """
 
     NOTHING = 0
     COLUMNS = 1
     VALUES = 2
 
-    @classmethod
-    def of(cls, results: Results, values: Tensor | None) -> "Beside":
-        if results.columns is not None:
-            return cls.COLUMNS
-        return cls.NOTHING if values is None else cls.VALUES
-
 
 class Activated(NamedTuple):
-    """The result (R, I) of an activation, quantized by rows; optionally also quantized by columns, or in bfloat16.
-
-    rows: quantized 1x128. columns, offsets: the quantized transpose and the offsets of its padded groups, see
-    `quantize_with_transpose`. values: (R, I) bfloat16.
-    """
+    """The result (R, I) of an activation, quantized 1x128 by rows, and optionally in bfloat16."""
 
     rows: FP8Tensor
-    columns: FP8Tensor | None = None
-    offsets: Tensor | None = None
     values: Tensor | None = None
 
 
 class ActivationGradient(NamedTuple):
     """Gradients of the activation's input and of the row weights, as `swiglu_backward_quantize` computes them.
 
-    rows, columns, offsets: the gradient of the input, quantized like the fields of `Activated`. dots: (R,), the
-    gradient of the row weights. d_projected: the gradient of the input in bfloat16. values: the activation's result in
-    bfloat16.
+    rows, columns, offsets: the gradient of the input, quantized by rows, optionally also by columns, and the offsets of
+    the padded groups of columns, see `quantize_with_transpose`. dots: (R,), the gradient of the row weights. h_columns:
+    the activation's result, quantized by columns like the gradient. d_projected: the gradient of the input in bfloat16.
+    values: the activation's result in bfloat16.
     """
 
     rows: FP8Tensor
     dots: Tensor
     columns: FP8Tensor | None = None
     offsets: Tensor | None = None
+    h_columns: FP8Tensor | None = None
     d_projected: Tensor | None = None
     values: Tensor | None = None
 
 
 def swiglu_quantize(
-    gate_up: Tensor, group_offsets: Tensor, *, activation: Activation, beside: Beside = Beside.COLUMNS
+    gate_up: Tensor, group_offsets: Tensor, *, activation: Activation, beside: Beside = Beside.NOTHING
 ) -> Activated:
     """Compute ``activation(gate_up)`` of every group's rows in float32, round it to bfloat16 and quantize it.
 
     gate_up: (R, 2I) bfloat16, gate then up, any strides; I a multiple of 128.
-    group_offsets: (E+1,) int32, as for `quantize_with_transpose`, which also describes rows, columns and offsets.
+    group_offsets: (E+1,) int32, as for `quantize_with_transpose`.
     activation: a SwiGLU.
-    beside: what to return besides the quantized rows; it does not change the bits of the rows. COLUMNS: for the weight
-        gradient, DeepSeek-V3, arXiv:2412.19437, section 3.3. VALUES: (R, I) bfloat16, the input of LoRA adapters.
+    beside: what to return besides the quantized rows; it does not change the bits of the rows. NOTHING, or VALUES:
+        (R, I) bfloat16, the input of LoRA adapters.
     Returns `Activated`, detached from the autograd graph. Rows of no group are uninitialized.
 
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, activation or beside.
     """
     _check_types(activation, gate_up=gate_up, group_offsets=group_offsets)
     operands = SwigluOperands(gate_up.detach(), group_offsets, activation, beside)
-    data, scale, *more = _swiglu_quantize(*_FORWARD.pack(operands))
-    if beside is Beside.COLUMNS:
-        return Activated(FP8Tensor(data, scale), FP8Tensor(*more[:2]), more[2])
-    return Activated(FP8Tensor(data, scale), None, None, *more)
+    data, scale, *values = _swiglu_quantize(*_FORWARD.pack(operands))
+    return Activated(FP8Tensor(data, scale), *values)
 
 
 def swiglu_backward_quantize(
@@ -96,7 +84,7 @@ def swiglu_backward_quantize(
     group_offsets: Tensor,
     *,
     activation: Activation,
-    beside: Beside = Beside.COLUMNS,
+    beside: Beside = Beside.NOTHING,
 ) -> ActivationGradient:
     """Compute the backward of ``row_weights * activation(gate_up)`` for every group's rows, in float32.
 
@@ -105,8 +93,11 @@ def swiglu_backward_quantize(
     gate_up: (R, 2I) bfloat16, gate then up, as in the forward; I a multiple of 128.
     grad: (R, I) bfloat16, the gradient of the weighted result.
     row_weights: (R,) float32.
-    group_offsets, activation, beside: as for `swiglu_quantize`. Gate or up values clamped by the limit get no gradient.
-        VALUES: the gradient of gate_up (R, 2I) and ``activation(gate_up)`` (R, I), both bfloat16.
+    group_offsets, activation: as for `swiglu_quantize`. Gate or up values clamped by the limit get no gradient.
+    beside: what to return besides the quantized rows and the gradient of row_weights, whose bits it does not change.
+        COLUMNS: the gradient of gate_up (R, 2I) and ``activation(gate_up)`` (R, I), both rounded to bfloat16 and
+        quantized by columns, for the weight gradients: DeepSeek-V3, arXiv:2412.19437, section 3.3.
+        `quantize_with_transpose` describes columns and offsets. VALUES: the same two in bfloat16.
     Returns `ActivationGradient`: the gradient of gate_up (R, 2I), and the gradient of row_weights (R,) float32, which
     is ``sum over i of activation(gate_up)[r, i] * grad[r, i]``. Rows of no group are uninitialized in both gradients.
     Equal inputs give equal bits. The results are detached from the autograd graph.
@@ -119,9 +110,12 @@ def swiglu_backward_quantize(
         *_BACKWARD.pack(SwigluBackwardOperands(*tensors, activation, beside))
     )
     if beside is Beside.COLUMNS:
-        return ActivationGradient(FP8Tensor(data, scale), more[3], FP8Tensor(*more[:2]), more[2])
+        *columns, offsets, dots, h_data, h_scale = more
+        return ActivationGradient(
+            FP8Tensor(data, scale), dots, FP8Tensor(*columns), offsets, FP8Tensor(h_data, h_scale)
+        )
     dots, *values = more
-    return ActivationGradient(FP8Tensor(data, scale), dots, None, None, *values)
+    return ActivationGradient(FP8Tensor(data, scale), dots, None, None, None, *values)
 
 
 class SwigluOperands(NamedTuple):
@@ -130,7 +124,7 @@ class SwigluOperands(NamedTuple):
     gate_up: Tensor
     group_offsets: Tensor
     activation: Activation
-    beside: Annotated[int, "int"] = Beside.COLUMNS
+    beside: Annotated[int, "int"] = Beside.NOTHING
 
     def widths(self) -> tuple[int, ...]:
         """Return the number of columns of the activation's result (I), as a tuple of length 1."""
@@ -145,7 +139,7 @@ class SwigluBackwardOperands(NamedTuple):
     row_weights: Tensor
     group_offsets: Tensor
     activation: Activation
-    beside: Annotated[int, "int"] = Beside.COLUMNS
+    beside: Annotated[int, "int"] = Beside.NOTHING
 
     def widths(self) -> tuple[int, ...]:
         """Return the numbers of columns of the gradient of gate_up (2I) and of the activation's result (I)."""
@@ -165,9 +159,10 @@ class _Source(ctypes.Structure):
 class _BackwardSource(ctypes.Structure):
     """``struct Source`` of cuda/ops/swiglu_backward_quantize.cu."""
 
-    _pointers_ = 6
+    _pointers_ = 8
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("gate_up", "grad", "weights", "dots", "d_gate_up", "values")),
+        *((name, ctypes.c_int64) for name in ("gate_up", "grad", "weights", "dots")),
+        *((name, ctypes.c_int64) for name in ("d_gate_up", "values", "columns", "column_scale")),
         *((name, ctypes.c_int64) for name in ("row_stride", "grad_stride")),
         *_FORM,
     )
@@ -209,33 +204,34 @@ def launcher(
 
 
 def launch(operands: SwigluOperands, results: Results, values: Tensor | None = None) -> None:
-    """Compute `swiglu_quantize` into `results`, and into `values` (R, I) bfloat16 if given."""
+    """Compute `swiglu_quantize` into `results`, and into `values` (R, I) bfloat16 if operands.beside is VALUES."""
     group_offsets = operands.group_offsets.contiguous()
     if not _nothing(group_offsets, results):
         gate_up, groups = row_major(operands.gate_up), group_offsets.shape[0] - 1
-        beside = Beside.of(results, values)
-        run = launcher(gate_up.get_device(), gate_up, None, groups, operands.activation, beside)
+        run = launcher(gate_up.get_device(), gate_up, None, groups, operands.activation, Beside(operands.beside))
         run(*results, group_offsets, gate_up, values)
 
 
-def launch_backward(
-    operands: SwigluBackwardOperands, results: Results, d_gate_up: Tensor | None = None, values: Tensor | None = None
-) -> Tensor:
-    """Compute `swiglu_backward_quantize` into `results`; return the gradient of row_weights (R,).
+def launch_backward(operands: SwigluBackwardOperands, results: Results, *others: Tensor) -> Tensor:
+    """Compute `swiglu_backward_quantize` into `results` and `others`; return the gradient of row_weights (R,).
 
-    d_gate_up (R, 2I) and values (R, I), bfloat16, are written if given; give both or neither.
+    others: if operands.beside is COLUMNS, data (I, P) and scale (I, P/128) of the activation's quantized transpose, in
+        the layout of the gradient's; if it is VALUES, the gradient of gate_up (R, 2I) and the activation (R, I) in
+        bfloat16.
     """
     group_offsets = operands.group_offsets.contiguous()
     rows, size = operands.grad.shape
     if _nothing(group_offsets, results):
         return operands.row_weights.new_zeros(rows)
     gate_up, grad, groups = row_major(operands.gate_up), row_major(operands.grad), group_offsets.shape[0] - 1
-    beside = Beside.of(results, values)
+    beside = Beside(operands.beside)
+    values = others if beside is Beside.VALUES else (None, None)
+    columns = others if beside is Beside.COLUMNS else (None, None)
     # The kernel writes one partial dot per row and tile of 128 columns; they are summed below in a fixed order.
     dots = gate_up.new_empty((size // BLOCK, rows), dtype=torch.float32)
     run = launcher(gate_up.get_device(), gate_up, grad, groups, operands.activation, beside)
     weights = operands.row_weights.contiguous()
-    run(*results, group_offsets, gate_up, grad, weights, dots, d_gate_up, values)
+    run(*results, group_offsets, gate_up, grad, weights, dots, *values, *columns)
     return dots.sum(0)
 
 
@@ -278,6 +274,12 @@ def _check_types(activation: Activation, **tensors: Tensor) -> None:
         raise ValueError(f"activation: expected a gated silu, got {activation}")
 
 
+def _check_forward(operands: SwigluOperands) -> None:
+    _check(operands)
+    if operands.beside == Beside.COLUMNS:
+        raise ValueError("beside: expected NOTHING or VALUES, got COLUMNS, which only the backward computes")
+
+
 def _check(operands: _AnyOperands) -> None:
     gate_up = operands.gate_up
     check_dtype("gate_up", gate_up, torch.bfloat16)
@@ -294,23 +296,15 @@ def _check_backward(operands: SwigluBackwardOperands) -> None:
 
 
 def _empty(operands: _AnyOperands) -> tuple[Results, list[Tensor]]:
-    """Return uninitialized `Results`, and the uninitialized bfloat16 results: a list, empty unless beside is VALUES."""
+    """Return uninitialized `Results`, and a list of the uninitialized results that `launch_backward` calls others."""
     like, rows, widths = operands.gate_up, operands.gate_up.shape[0], operands.widths()
     if operands.beside == Beside.COLUMNS:
-        return empty_results(like, rows, widths[0], operands.group_offsets.shape[0] - 1), []
+        groups = operands.group_offsets.shape[0] - 1
+        return empty_results(like, rows, widths[0], groups), [
+            *empty_quantized(like, widths[1], padded_rows(rows, groups))
+        ]
     values = [like.new_empty((rows, width)) for width in widths] if operands.beside == Beside.VALUES else []
     return Results(*empty_quantized(like, rows, widths[0])), values
-
-
-def _quantized(operands: _AnyOperands, values: Tensor, *beside: Tensor) -> tuple[Results, list[Tensor]]:
-    """Quantize `values` by rows and, if operands.beside is COLUMNS, by columns.
-
-    Also return the list [values, *beside] if operands.beside is VALUES, otherwise [].
-    """
-    if operands.beside == Beside.COLUMNS:
-        return reference.both_ways(values, values, operands.group_offsets), []
-    results = Results(*reference.quantize_1x128(values, False))
-    return results, [values, *beside] if operands.beside == Beside.VALUES else []
 
 
 def _tensors(results: Results, *others: Tensor) -> list[Tensor]:
@@ -324,8 +318,9 @@ def _launch(operands: SwigluOperands) -> list[Tensor]:
 
 
 def _reference(operands: SwigluOperands) -> list[Tensor]:
-    results, values = _quantized(operands, swiglu_values(operands.gate_up, operands.activation))
-    return _tensors(results, *values)
+    values = swiglu_values(operands.gate_up, operands.activation)
+    rows = reference.quantize_1x128(values, False)
+    return [*rows, values] if operands.beside == Beside.VALUES else [*rows]
 
 
 def _fake(operands: SwigluOperands) -> list[Tensor]:
@@ -339,9 +334,14 @@ def _launch_backward(operands: SwigluBackwardOperands) -> list[Tensor]:
 
 
 def _reference_backward(operands: SwigluBackwardOperands) -> list[Tensor]:
-    d_gate_up, h, dots = swiglu_gradients(operands.gate_up, operands.grad, operands.row_weights, operands.activation)
-    results, values = _quantized(operands, d_gate_up, h)
-    return _tensors(results, dots, *values)
+    gate_up, grad, row_weights, group_offsets, activation, beside = operands
+    d_gate_up, h, dots = swiglu_gradients(gate_up, grad, row_weights, activation)
+    if beside == Beside.COLUMNS:
+        h = swiglu_values(gate_up, activation)  # the bits that the forward has quantized by rows
+        columns = reference.by_columns(h, group_offsets)[:2]
+        return [*reference.both_ways(d_gate_up, d_gate_up, group_offsets), dots, *columns]
+    rows = reference.quantize_1x128(d_gate_up, False)
+    return [*rows, dots, *([d_gate_up, h] if beside == Beside.VALUES else [])]
 
 
 def _fake_backward(operands: SwigluBackwardOperands) -> list[Tensor]:
@@ -353,7 +353,7 @@ _FORWARD, _BACKWARD = Signature(SwigluOperands), Signature(SwigluBackwardOperand
 _swiglu_quantize = operator(
     "swiglu_quantize -> Tensor[]",
     signature=_FORWARD,
-    check=_check,
+    check=_check_forward,
     cuda=_launch,
     reference=_reference,
     fake=_fake,

@@ -41,8 +41,7 @@ def gemm(
     a: activations, FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major as
         `quantize_1x128` writes it. M may be 0; K must be a multiple of 16.
     b: weights, FP8Tensor or (data, scale): data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) float32,
-        contiguous. Or a PackedTensor of "mxfp4" or "int4"; K must then be a multiple of 32
-        and of the group. N must be a multiple of 8.
+        contiguous. Or a PackedTensor; K must then be a multiple of 32 and of the group. N must be a multiple of 8.
     bias: (N,) bfloat16, float16 or float32, added in float32 before the result is rounded.
     c: (M, N) of the result's dtype, added like bias: ``out`` itself, or a tensor that shares no memory with it.
     out: (M, N) bfloat16 or float32, row-major with rows at multiples of 16 bytes, in memory that no operand but c uses.
@@ -50,14 +49,14 @@ def gemm(
         bfloat16 ``out`` is an error.
     Returns ``out``, or a new (M, N) tensor. Equal inputs give bitwise equal results. MXFP4 weights give the bits of FP8
     weights with the same values and powers of two as scales; INT4 codes are multiplied as integers, and the sum over
-    each group by its scale.
+    each group by its scale. A code of NVFP4 times its group's scale is rounded to E4M3, a relative error of 2.2e-2.
 
     Operands in another layout (transposed data, rows or base address not at multiples of 16 bytes, row-major activation
     scales) are copied first on the CUDA backend. Not differentiable: a backward through the result raises RuntimeError.
     Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
-    that does not fit or overlaps an operand, NotImplementedError for a PackedTensor of "nvfp4".
+    that does not fit or overlaps an operand.
     """
     a_data, a_scale = fp8_operand("a", a)
     b_data, b_scale = weight_operand("b", b)
@@ -178,7 +177,7 @@ def grouped_gemm(
     RuntimeError. Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
-    that does not fit or overlaps an operand, NotImplementedError for a PackedTensor of "nvfp4".
+    that does not fit or overlaps an operand.
     """
     operands = (*fp8_operand("a", a), *weight_operand("b", b))
     check_tensor("group_offsets", group_offsets)

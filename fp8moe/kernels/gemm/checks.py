@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fp8moe.quant.arranged import arrange, as_stored, projections_of
+from fp8moe.quant.arranged import ARRANGED, arrange, as_stored, projections_of
 from fp8moe.quant.checks import check_scale, check_weight_scale, fp8_data, mn_major, weight_data
 from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major, has_channel_scales, is_packed, packed_format
 from fp8moe.runtime.checks import (
@@ -167,13 +167,13 @@ def activations(a: Tensor, a_scale: Tensor) -> FP8Tensor:
 
 
 def weights(b: Tensor, scale: Tensor, projections: int = 1, layout: Callable[[Tensor], Tensor] = aligned) -> FP8Tensor:
-    """Return weights as kernels load them: MXFP4 arranged, scales contiguous.
+    """Return weights as kernels load them: MXFP4 and NVFP4 arranged, scales contiguous.
 
     Scales of channels and of four bits start at multiples of 16 bytes. projections: number of matrices stacked along N.
     layout: a function that returns data that kernels can load, itself or a copy.
     """
-    if is_packed(b) and packed_format(scale) == "mxfp4" and projections_of(b, scale) != projections:
-        return arrange(*as_stored(b, scale), projections)
+    if is_packed(b) and packed_format(scale) in ARRANGED and projections_of(b, scale) != projections:
+        return FP8Tensor(*arrange(as_stored(b, scale), projections)[:2])
     if has_channel_scales(b, scale) or is_packed(b):
         return FP8Tensor(layout(b), aligned(scale))
     return FP8Tensor(layout(b), scale.contiguous())

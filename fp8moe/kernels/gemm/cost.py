@@ -194,7 +194,7 @@ _GROUPED_TILES = {
 _PACKED_STEP = 741.2  # like _GROUPED_STEP, if registers hold the weights
 _PACKED_SWAPPED = 0.63  # like _GROUPED_SWAPPED
 _PACKED_SLAB = 283.2  # cycles that an SM takes at least for a slab of any of its blocks
-_UNPACKED = 1.56  # cycles that a stage takes longer for each feature that is unpacked in shared memory
+_UNPACKED = 1.2  # cycles that a stage takes longer for each feature that is unpacked in shared memory
 
 SKEWED = 0.5  # assumed probability that routing is skewed rather than even
 _QUANTILES = 16

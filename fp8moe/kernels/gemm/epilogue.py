@@ -33,7 +33,7 @@ class Packing(NamedTuple):
     @property
     def constants(self) -> dict[str, int]:
         return {
-            "PACKED": 1 + ("mxfp4", "int4").index(self.format),
+            "PACKED": 1 + ("mxfp4", "int4", "nvfp4").index(self.format),
             "GROUP": self.group,
             "FLOAT32_SCALES": int(self.scale_dtype == torch.float32),
         }

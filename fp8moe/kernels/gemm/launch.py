@@ -17,8 +17,9 @@ from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile, w
 from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, is_dynamic, kernel_spec
 from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose, choose_grouped_k, raster_group, row_tiles_bound
 from fp8moe.kernels.gemm.warmup import Family, note
+from fp8moe.quant.arranged import ARRANGED
 from fp8moe.quant.formats import (
-    MX_BLOCK,
+    PACKED_FORMATS,
     FP8Tensor,
     ceil_div,
     has_channel_scales,
@@ -62,7 +63,7 @@ class GemmLauncher:
     """A kernel with its tensor maps and arguments. The kernel's device must be current to build or launch it.
 
     maps: tensor maps of the operands and, if TMA stores the result, of the result, in the order of `mapped` in
-    `launch`. exponents: tensor map of the weight scales if they are arranged exponents. arguments: the kernel's
+    `launch`. scales: tensor map of the weight scales if they are arranged. arguments: the kernel's
     argument structure. pointers: number of leading fields of that structure that are addresses and pitches. out: a
     tensor with the layout of the results, or None; if given, `new_out` allocates results and `shape` is their shape.
     dynamic: blocks take tiles from a counter. The counter is an int32 directly behind the groups in memory, and must be
@@ -77,7 +78,7 @@ class GemmLauncher:
         pointers: int,
         out: Tensor | None,
         dynamic: bool = False,
-        exponents: TensorMap | None = None,
+        scales: TensorMap | None = None,
         **configuration: int | bool,
     ):
         self.dynamic = dynamic
@@ -86,12 +87,12 @@ class GemmLauncher:
         self._arguments = arguments
         # This array shares memory with the first fields: assigning to it sets all of them, faster than one by one.
         self._pointers = (ctypes.c_int64 * pointers).from_buffer(arguments)
-        self._move_exponents = None if exponents is None else exponents.replace_address
-        # gemm.cu has parameters for the tensor maps of exponents and of the result. Where it has no use for them, pass
+        self._move_scales = None if scales is None else scales.replace_address
+        # gemm.cu has parameters for the tensor maps of scales and of the result. Where it has no use for them, pass
         # any map.
         parameters = (*maps, arguments)
         if len(maps) <= 4:
-            parameters = (*maps[:3], exponents or maps[0], maps[-1], arguments)
+            parameters = (*maps[:3], scales or maps[0], maps[-1], arguments)
         self._launcher = Launcher(load(spec), args=parameters, **configuration)
         if out is not None:
             self.shape = tuple(out.shape)
@@ -113,8 +114,8 @@ class GemmLauncher:
         with launcher.lock:
             for move, address in zip(self._move, mapped):  # noqa: B905 (the result may have no map)
                 move(address)
-            if self._move_exponents is not None:
-                self._move_exponents(pointers[0])
+            if self._move_scales is not None:
+                self._move_scales(pointers[0])
             self._pointers[:] = pointers
             if groups:
                 self._arguments.groups = groups
@@ -189,7 +190,7 @@ def build(
         2 + sum(kind is ctypes.c_int64 for _, kind in epilogue.fields),
         out,
         is_dynamic(tile, k, epilogue),
-        _map_of_exponents(operands.b_scale, n, tile, epilogue) if tile.packed == "mxfp4" else None,
+        _map_of_scales(operands.b_scale, n, tile, epilogue) if tile.packed in ARRANGED else None,
         grid=concurrent * tile.split_k,
         block=tile.threads,
         cluster=tile.split_k,
@@ -201,17 +202,18 @@ def build(
 def packing_of(b: Tensor, scale: Tensor) -> Packing:
     """Return how packed weights and their scales are stored."""
     form = packed_format(scale)
-    return Packing(form, MX_BLOCK if form == "mxfp4" else packed_group(b, scale), scale.dtype)
+    return Packing(form, packed_group(b, scale) if form == "int4" else PACKED_FORMATS[form].groups[0], scale.dtype)
 
 
-def _map_of_exponents(scale: Tensor, n: int, tile: TileConfig, epilogue: Epilogue) -> TensorMap:
-    """Make the tensor map of arranged exponents, by projections of all experts.
+def _map_of_scales(scale: Tensor, n: int, tile: TileConfig, epilogue: Epilogue) -> TensorMap:
+    """Make the tensor map of arranged scales, by projections of all experts: 4 bytes a feature, of NVFP4 8.
 
     It ends with the last feature: rows of a tile past that get zeros, which are offsets of the kernel's table.
     """
     projections = 2 if epilogue.gated else 1
     *lead, rows, _ = scale.shape
-    words = scale.view(torch.int32).view(math.prod(lead) * projections, rows // projections, -1)
+    dtype = torch.int64 if tile.packed == "nvfp4" else torch.int32
+    words = scale.view(dtype).view(math.prod(lead) * projections, rows // projections, -1)
     shape, box = (*words.shape[:-1], n // projections), (1, tile.depth, tile.block_n // projections)
     return tensor_map(words, shape=shape, strides=words.stride(), box=box)
 
@@ -283,7 +285,7 @@ def find(launcher: planned[..., GemmLauncher], operands: GemmOperands, *options:
 def column_addresses(b_scale: Tensor, bias: Tensor | None) -> int:
     """Return the bitwise OR of the addresses of bias and channel scales (0 if neither exists), to test alignment."""
     addresses = 0 if bias is None else bias.data_ptr()
-    return addresses | b_scale.data_ptr() if b_scale.shape[-1] == 1 or b_scale.dtype is torch.uint8 else addresses
+    return addresses | b_scale.data_ptr() if b_scale.shape[-1] == 1 or b_scale.element_size() == 1 else addresses
 
 
 def run(found: GemmLauncher, operands: GemmOperands, out: Tensor, *more: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.quant import reference
-from fp8moe.quant.arranged import as_stored
+from fp8moe.quant.arranged import ARRANGED, as_stored
 from fp8moe.quant.formats import (
     BLOCK,
     MX_BLOCK,
@@ -21,7 +21,7 @@ from fp8moe.quant.formats import (
     packed_format,
     packed_group,
 )
-from fp8moe.quant.packed import packed_values
+from fp8moe.quant.packed import blocks_of_nvfp4, packed_values
 from fp8moe.runtime.fixed_rows import by_fixed_rows
 
 _CHUNK = 1 << 22  # largest number of weights converted, or results computed, at a time
@@ -47,8 +47,8 @@ def _gemm(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     a_data, a_scale = a
     m, k = a_data.shape
     n = b.data.shape[0]
-    if is_packed(b.data) and packed_format(b.scale) == "mxfp4":
-        b = as_stored(*b)
+    if is_packed(b.data) and packed_format(b.scale) in ARRANGED:
+        b = FP8Tensor(*as_stored(*b)[:2]) if packed_format(b.scale) == "mxfp4" else blocks_of_nvfp4(*b)
     a_values = to_float32(a_data)
     channels = has_channel_scales(*b)
     out = torch.empty(m, n, dtype=out_dtype, device=a_data.device)

@@ -144,14 +144,14 @@ class TileConfig:
         if self.groups:
             scales = self.block_m * (2 if self.half_tiles else 1) + 4  # a tile of 192x128 loads 128 scales twice
         following = 0 if self.weights_as_rows or not self.groups else _TILE_BYTES
-        exponents = self.block_n * 4 if self.packed == "mxfp4" else 0
-        a_block = self.block_m * 128 + align(scales * 4, 128) + exponents
+        below = self.block_n * {"mxfp4": 4, "nvfp4": 8}.get(self.packed, 0)
+        a_block = self.block_m * 128 + align(scales * 4, 128) + below
         return self.depth * a_block + self.block_n * 128 + 16 + following
 
     @property
     def weight_size(self) -> float:
         """Bytes of device memory of a weight, scales of groups included."""
-        return 17 / 32 if self.packed else 1
+        return 1 if self.packed is None else 9 / 16 if self.packed == "nvfp4" else 17 / 32
 
     @property
     def depth(self) -> int:
@@ -179,7 +179,8 @@ class TileConfig:
     @property
     def packed_bytes(self) -> int:
         """Bytes of shared memory for `packed` weights: ``struct PackedShared`` of gemm_layout.cuh."""
-        return SWIZZLE_ALIGNMENT if self.packed == "mxfp4" else 0
+        entries = {"mxfp4": 32, "nvfp4": 256}.get(self.packed, 0)
+        return align(entries * 8 + (128 if entries and self.unpacks else 0), SWIZZLE_ALIGNMENT)
 
     @property
     def first_stages(self) -> int:

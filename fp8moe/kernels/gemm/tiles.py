@@ -190,8 +190,7 @@ class GroupedProblem(NamedTuple):
     """A grouped GEMM: `rows` rows in all, `expected_m` expected rows per group, and weights (n, k) for each group.
 
     max_m: as in `Grouping`. swiglu: the weights are a gate_up projection; a tile has 128 columns of gate and 128 of up,
-    which give one quantization block. packed: the format of weights in
-    four bits.
+    which give one quantization block. packed: the format of weights in four bits.
     """
 
     rows: int
@@ -211,7 +210,7 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
     tiles = []
     if packed:
         tiles = _packed_tiles(packed, (8, 16, 32, 64), swiglu=swiglu)
-        if packed == "mxfp4" and expected_m >= _FEWEST_AS_ROWS and k > 384:
+        if packed != "int4" and expected_m >= _FEWEST_AS_ROWS and k > 384:
             tiles += [TileConfig(128, 256, packed=packed), *([] if swiglu else [TileConfig(256, 128, packed=packed)])]
     if expected_m <= _MOST_AS_COLUMNS and not packed:
         shapes = [(8, 256, 2), (16, 256, 2), (32, 256, 2)]

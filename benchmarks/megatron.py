@@ -1,0 +1,325 @@
+"""Losses and tokens/s of a mixture of experts trained by Megatron-Core, in bfloat16 and in FP8, on one or more GPUs.
+
+    torchrun --nproc-per-node 2 -m benchmarks.megatron OUT.json [--megatron DIR] [--expert-parallel 2]
+
+Uses Megatron-Core's model, router, dispatcher, DistributedDataParallel with float32 gradients, and distributed
+optimizer. `--megatron` is a directory with its unpacked wheel; TransformerEngine and Apex are not needed. Attention is
+PyTorch's scaled_dot_product_attention in all variants.
+
+- bf16: `torch.nn.functional.grouped_mm` experts and Megatron's linears. experts: `fp8moe_megatron.FP8Experts` and
+  Megatron's linears. fp8: the linears in FP8, too.
+
+`loss` trains a small model for 50 steps from equal weights on equal batches; `speed` times steps of layers of
+Qwen3-30B-A3B's size, with a vocabulary of 32768, and counts the memory.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.report import ROOT, write_json
+
+SMALL = {
+    **{"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 2, "channels": 64, "experts": 16, "top_k": 4},
+    **{"inter": 256, "vocabulary": 1024, "sequence": 256, "batch": 16},
+}
+QWEN = {
+    **{"layers": 2, "hidden": 2048, "heads": 32, "kv_heads": 4, "channels": 128, "experts": 128, "top_k": 8},
+    **{"inter": 768, "vocabulary": 32768, "sequence": 4096, "batch": 2},
+}
+VARIANTS = ("bf16", "experts", "fp8")
+APART, FASTER = 0.003, 1.3  # bars
+WARMUP, STEPS, LOSS_STEPS = 3, 8, 50
+
+
+def find_megatron(directory: str | None) -> None:
+    """Make megatron.core and `fp8moe_megatron` importable."""
+    sys.path[:0] = [*([] if directory is None else [directory]), str(ROOT), str(ROOT / "integrations/megatron")]
+
+
+def layer_spec(variant: str, experts: int):
+    """Return the spec of a layer: Megatron-Core's own but for attention's core and what the variant is named after."""
+    from fp8moe_megatron import FP8Experts, in_fp8
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    class GroupedMM(FP8Experts):
+        """The same parameters in bfloat16."""
+
+        def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+            ends = tokens_per_expert.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+            both = F.grouped_mm(rows, self.gate_up_proj.mT, offs=ends)
+            return F.grouped_mm(_weighted_swiglu(both, probs), self.down_proj.mT, offs=ends), None
+
+    class Attention(nn.Module):
+        """Causal attention by PyTorch's own kernels. Arguments: those of Megatron's core attention."""
+
+        def __init__(self, **_: object):
+            super().__init__()
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+            q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))  # (S, B, heads, D)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return out.permute(2, 0, 1, 3).flatten(2)
+
+    spec = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm", qk_layernorm=True)
+    spec.submodules.self_attention.submodules.core_attention = Attention
+    spec = in_fp8(spec, linears=variant == "fp8")
+    if variant == "bf16":
+        moe = spec.submodules.mlp
+        submodules = moe.submodules if hasattr(moe, "submodules") else moe.keywords["submodules"]
+        submodules.experts = GroupedMM
+    return spec
+
+
+@torch.compile
+def _swiglu_on_gpu(both: Tensor, probs: Tensor) -> Tensor:
+    return _swiglu(both, probs)
+
+
+def _swiglu(both: Tensor, probs: Tensor) -> Tensor:
+    gate, up = both.float().chunk(2, -1)
+    return (F.silu(gate) * up * probs[:, None]).to(both.dtype)
+
+
+def _weighted_swiglu(both: Tensor, probs: Tensor) -> Tensor:
+    return (_swiglu_on_gpu if both.is_cuda else _swiglu)(both, probs)
+
+
+class Trainer:
+    """A model of a variant with Megatron-Core's DistributedDataParallel and optimizer; equal seeds, equal weights."""
+
+    def __init__(
+        self,
+        variant: str,
+        sizes: dict[str, int],
+        cpu: bool = False,
+        distributed_optimizer: bool = True,
+        **config: object,
+    ):
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.module import Float16Module
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        self.sizes = sizes
+        self.config = TransformerConfig(
+            **{"num_layers": sizes["layers"], "hidden_size": sizes["hidden"], "kv_channels": sizes["channels"]},
+            **{"num_attention_heads": sizes["heads"], "num_query_groups": sizes["kv_heads"]},
+            **{"num_moe_experts": sizes["experts"], "moe_router_topk": sizes["top_k"]},
+            **{"moe_ffn_hidden_size": sizes["inter"], "ffn_hidden_size": sizes["inter"]},
+            **{"gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False},
+            **{"normalization": "RMSNorm", "qk_layernorm": True, "attention_dropout": 0.0, "hidden_dropout": 0.0},
+            **{"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16},
+            **{"moe_token_dispatcher_type": "alltoall"},
+            **{"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3},
+            expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+            expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
+            **{"gradient_accumulation_fusion": False, "bias_dropout_fusion": False, "use_cpu_initialization": cpu},
+            **config,
+        )
+        torch.manual_seed(0)
+        if not cpu:
+            model_parallel_cuda_manual_seed(0)
+        length = sizes["sequence"]
+        self.device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
+        model = GPTModel(
+            *(self.config, layer_spec(variant, sizes["experts"]), sizes["vocabulary"], length),
+            **{"position_embedding_type": "rope", "share_embeddings_and_output_weights": False},
+        ).to(self.device)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=not cpu
+        )
+        self.model = DistributedDataParallel(self.config, ddp, Float16Module(self.config, model))
+        options = {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "bf16": True}
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                **options, params_dtype=torch.bfloat16, use_distributed_optimizer=distributed_optimizer, clip_grad=1.0
+            ),
+            [self.model],
+        )
+
+    def gradients(self, batches: list[Tensor]) -> Tensor:
+        """Run forward and backward of a step's micro-batches (B, S + 1), sum the gradients; return the mean loss."""
+        from megatron.core.distributed import finalize_model_grads
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.model.set_is_first_microbatch()
+        losses = [self._micro_batch(batch, len(batches), batch is batches[-1]) for batch in batches]
+        finalize_model_grads([self.model])
+        return torch.stack(losses).mean()
+
+    def step(self, batches: list[Tensor]) -> Tensor:
+        loss = self.gradients(batches)
+        self.optimizer.step()
+        return loss
+
+    def _micro_batch(self, batch: Tensor, count: int, last: bool) -> Tensor:
+        batch = batch.to(self.device, non_blocking=True)
+        tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
+        if last:
+            loss = self.model(tokens, positions, None, labels=labels).float().mean()
+            (loss / count).backward()
+        else:
+            with self.model.no_sync():
+                loss = self.model(tokens, positions, None, labels=labels).float().mean()
+                (loss / count).backward()
+        return loss.detach()
+
+
+def batches_of(sizes: dict[str, int], seed: int) -> Iterator[Tensor]:
+    """Yield batches (B, S + 1) of sequences in which each token has four successors, in this order of frequency."""
+    generator = torch.Generator().manual_seed(7)
+    vocabulary, batch, length = sizes["vocabulary"], sizes["batch"], sizes["sequence"] + 1
+    following = torch.randint(vocabulary, (vocabulary, 4), generator=generator)
+    generator.manual_seed(seed)
+    frequencies = torch.tensor([8.0, 4.0, 2.0, 1.0])
+    while True:
+        tokens = torch.randint(vocabulary, (batch, 1), generator=generator)
+        choices = torch.multinomial(frequencies.expand(batch, -1), length, replacement=True, generator=generator)
+        for column in choices.unbind(1)[1:]:
+            tokens = torch.cat([tokens, following[tokens[:, -1], column][:, None]], 1)
+        yield tokens
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    value = value.clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def losses(variant: str, sizes: dict[str, int], steps: int, cpu: bool) -> list[float]:
+    from megatron.core import parallel_state
+
+    trainer = Trainer(variant, sizes, cpu)
+    batches = batches_of(sizes, 1 + parallel_state.get_data_parallel_rank())
+    return [mean_over_ranks(trainer.step([batch])) for batch in islice(batches, steps)]
+
+
+def compare_losses(sizes: dict[str, int], steps: int, cpu: bool) -> dict:
+    found = {variant: losses(variant, sizes, steps, cpu) for variant in VARIANTS}
+    plain = found["bf16"]
+    apart = {}
+    for variant in VARIANTS[1:]:
+        last = [sum(values[-10:]) for values in (found[variant], plain)]
+        largest = max(abs(one / other - 1) for one, other in zip(found[variant], plain, strict=True))
+        apart[variant] = {"last_ten": abs(last[0] / last[1] - 1), "largest": largest}
+    passed = all(each["last_ten"] <= APART for each in apart.values()) and plain[-1] < plain[0]
+    return {"sizes": sizes, "losses": found, "apart": apart, "bar": APART, "passed": passed}
+
+
+def speed(variant: str, sizes: dict[str, int], micro_batches: int, cpu: bool) -> dict:
+    from megatron.core import parallel_state
+
+    trainer = Trainer(variant, sizes, cpu)
+    data = parallel_state.get_data_parallel_rank()
+    batches = [*islice(batches_of(sizes, 1 + data), micro_batches)]
+    batches = [batch.to(trainer.device) for batch in batches]
+    if not cpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = {
+        name: _seconds(work, batches, cpu) for name, work in (("gradients", trainer.gradients), ("step", trainer.step))
+    }
+    tokens = sizes["sequence"] * sizes["batch"] * micro_batches * parallel_state.get_data_parallel_world_size()
+    row = {"variant": variant, "seconds": seconds, "tokens_per_second": tokens / seconds["step"]}
+    row["tokens_per_second_of_gradients"] = tokens / seconds["gradients"]
+    return row | ({} if cpu else {"peak_gib": torch.cuda.max_memory_allocated() / 2**30})
+
+
+def _seconds(work: Callable[[list[Tensor]], Tensor], batches: list[Tensor], cpu: bool) -> float:
+    warmup, steps = (1, 1) if cpu else (WARMUP, STEPS)
+    for _ in range(warmup):
+        work(batches)
+    _wait(cpu)
+    start = time.perf_counter()
+    for _ in range(steps):
+        work(batches)
+    _wait(cpu)
+    return (time.perf_counter() - start) / steps
+
+
+def _wait(cpu: bool) -> None:
+    if not cpu:
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def compare_speed(sizes: dict[str, int], micro_batches: int, cpu: bool) -> dict:
+    rows = []
+    for variant in VARIANTS:
+        rows.append(speed(variant, sizes, micro_batches, cpu))
+        gc.collect()
+        if not cpu:
+            torch.cuda.empty_cache()
+    faster = {row["variant"]: row["tokens_per_second"] / rows[0]["tokens_per_second"] for row in rows[1:]}
+    settings = {"sizes": sizes, "micro_batches": micro_batches}
+    return {**settings, "rows": rows, "over_bf16": faster, "bar": FASTER, "passed": faster["fp8"] >= FASTER}
+
+
+def start(megatron: str | None, expert_parallel: int | None, expert_tensor_parallel: int, cpu: bool) -> None:
+    """Join torchrun's processes, or be the only one, and make Megatron-Core's groups."""
+    find_megatron(megatron)
+    from megatron.core import parallel_state
+
+    if not dist.is_initialized():
+        alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "1"}
+        for name, value in alone.items():
+            os.environ.setdefault(name, value)
+        if not cpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("gloo" if cpu else "nccl")
+    world = dist.get_world_size()
+    expert_parallel = world // expert_tensor_parallel if expert_parallel is None else expert_parallel
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=expert_parallel, expert_tensor_parallel_size=expert_tensor_parallel
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.megatron", description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    parser.add_argument("--megatron", metavar="DIR", help="directory with Megatron-Core's unpacked wheel")
+    parser.add_argument("--only", choices=("loss", "speed"))
+    parser.add_argument("--expert-parallel", type=int, help="default: all ranks")
+    parser.add_argument("--expert-tensor-parallel", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=QWEN["layers"], help="of the model that is timed")
+    parser.add_argument("--micro-batches", type=int, default=4, help="of 8192 tokens, for each step that is timed")
+    parser.add_argument("--steps", type=int, default=LOSS_STEPS, help="of the small model")
+    args = parser.parse_args()
+    start(args.megatron, args.expert_parallel, args.expert_tensor_parallel, cpu=False)
+    import megatron.core
+
+    result: dict = {
+        "versions": {"megatron-core": megatron.core.__version__, "torch": torch.__version__},
+        "device": torch.cuda.get_device_name(),
+        "world": dist.get_world_size(),
+        "expert_tensor_parallel": args.expert_tensor_parallel,
+        "expert_parallel": args.expert_parallel or dist.get_world_size() // args.expert_tensor_parallel,
+    }
+    if args.only != "speed":
+        result["loss"] = compare_losses(SMALL, args.steps, cpu=False)
+    if args.only != "loss":
+        result["speed"] = compare_speed(QWEN | {"layers": args.layers}, args.micro_batches, cpu=False)
+    if dist.get_rank() == 0:
+        write_json(args.out, result)
+        print(args.out.read_text())
+    dist.destroy_process_group()
+    return int(not all(part["passed"] for part in (result.get("loss"), result.get("speed")) if part))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

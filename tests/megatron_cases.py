@@ -1,0 +1,179 @@
+"""Cases of tests/guests/test_megatron.py, each in processes of its own: they replace parts of torch.cuda."""
+
+import warnings
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.errors import relative_error
+from tests.megatron_cpu import stand_in
+
+ROUNDING = 0.1  # what FP8 costs in an expert
+SIZES = {
+    **{"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "channels": 32, "experts": 4, "top_k": 2},
+    **{"inter": 128, "vocabulary": 64, "sequence": 32, "batch": 2},
+}
+
+
+def started(expert_parallel=1, expert_tensor_parallel=1, **config):
+    """A config of Megatron-Core, its groups made."""
+    warnings.simplefilter("ignore")
+    stand_in()
+    from benchmarks import megatron
+
+    megatron.start(None, expert_parallel, expert_tensor_parallel, cpu=True)
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        **{"num_layers": 1, "hidden_size": 128, "num_attention_heads": 4, "num_moe_experts": 4, "moe_router_topk": 2},
+        **{"moe_ffn_hidden_size": 256, "ffn_hidden_size": 256, "use_cpu_initialization": True},
+        **{"gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False},
+        **{"expert_model_parallel_size": expert_parallel, "expert_tensor_parallel_size": expert_tensor_parallel},
+        **{"gradient_accumulation_fusion": False, "bias_activation_fusion": False} | config,
+    )
+
+
+def experts_of(config):
+    """SequentialMLP and FP8Experts of one seed."""
+    from fp8moe_megatron import FP8Experts
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    local = config.num_moe_experts // config.expert_model_parallel_size
+    made = []
+    for kind in (SequentialMLP, FP8Experts):
+        torch.manual_seed(0)
+        made.append(kind(local, config, submodules, pg_collection=groups))
+    return made
+
+
+def stacked(module, name, values=lambda weight: weight):
+    return torch.stack([values(getattr(expert, name).weight) for expert in module.local_experts])
+
+
+def experts_compute_and_start_as_sequential_ones():
+    config = started()
+    plain, ours = experts_of(config)
+    weights = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
+    for name, module in weights.items():
+        assert torch.equal(getattr(ours, name), stacked(plain, module))
+    for weight in ours.parameters():
+        weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight, dtype=torch.float32), False
+    counts = torch.tensor([5, 0, 130, 3])
+    for _ in range(2):  # micro-batches
+        results = []
+        for module in (plain, ours):
+            rows, probs = torch.randn(138, 128).requires_grad_(), torch.rand(138).requires_grad_()
+            torch.manual_seed(3)
+            rows.data.normal_(), probs.data.uniform_()
+            out, bias = module(rows, counts, probs)
+            assert bias is None
+            torch.manual_seed(4)
+            out.backward(torch.randn(out.shape))
+            results.append((out, rows.grad, probs.grad))
+        for expected, found in zip(*results, strict=True):
+            assert found.dtype is expected.dtype and relative_error(found, expected.double()) < ROUNDING
+    for name, module in weights.items():
+        weight, expected = getattr(ours, name), stacked(plain, module, lambda weight: weight.grad)
+        assert weight.grad_added_to_main_grad
+        assert relative_error(weight.main_grad - 1, expected.double()) < ROUNDING
+    rows = torch.randn(140, 128)
+    assert not ours(rows, counts, torch.rand(140))[0][138:].any()
+
+
+def weights_that_change_without_a_step_are_quantized_anew():
+    _, ours = experts_of(started())
+    rows, counts, probs = torch.randn(8, 128), torch.tensor([2, 2, 2, 2]), torch.rand(8)
+    before = ours(rows, counts, probs)[0]
+    ours.down_proj.data.zero_()  # as an all-gather of parameters writes
+    ours.is_first_microbatch = True
+    assert before.any() and not ours(rows, counts, probs)[0].any()
+
+
+def checkpoints_are_those_of_sequential_experts(expert_parallel, expert_tensor_parallel):
+    plain, ours = experts_of(started(expert_parallel, expert_tensor_parallel))
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, apply_factory_merges
+
+    for singleton in (False, True):
+        metadata = {"singleton_local_shards": singleton, "dp_cp_group": dist.group.WORLD}
+        shards = []
+        for module in (plain, ours):
+            state = module.sharded_state_dict("experts.", metadata=dict(metadata))
+            apply_factories(state)
+            values = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
+            shards.append({(each.key, each.global_offset): each for each in values})
+        assert shards[0].keys() == shards[1].keys() and len(shards[0]) == 3 * len(plain.local_experts)
+        for place, expected in shards[0].items():
+            found = shards[1][place]
+            assert found.global_shape == expected.global_shape and torch.equal(found.data, expected.data)
+            assert found.replica_id == expected.replica_id
+        factories = ours.sharded_state_dict("", metadata=dict(metadata))
+        built = {name: [each.data for each in factory.build()] for name, factory in factories.items()}
+        for name, value in apply_factory_merges(built, factories).items():
+            assert torch.equal(value, getattr(ours, name))
+    state = plain.state_dict()
+    torch.nn.init.zeros_(ours.gate_up_proj)
+    ours.load_state_dict(state)
+    assert torch.equal(ours.gate_up_proj, stacked(plain, "linear_fc1"))
+
+
+def linears_of_two_ranks(sequence_parallel):
+    config = started()
+    config.sequence_parallel, config.tensor_model_parallel_size = sequence_parallel, 2
+    from fp8moe_megatron import FP8ColumnParallelLinear, FP8RowParallelLinear
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    options = {"config": config, "init_method": torch.nn.init.xavier_normal_, "bias": False, "skip_bias_add": False}
+    options["tp_group"] = dist.group.WORLD
+    results = []
+    for column, row in ((ColumnParallelLinear, RowParallelLinear), (FP8ColumnParallelLinear, FP8RowParallelLinear)):
+        torch.manual_seed(0)
+        linears = column(128, 256, **options), row(256, 128, input_is_parallel=True, **options)
+        torch.manual_seed(dist.get_rank() if sequence_parallel else 1)
+        x = torch.randn(6, 2, 128).requires_grad_()
+        out = linears[1](linears[0](x)[0])[0]
+        torch.manual_seed(2)
+        out.backward(torch.randn(out.shape))
+        results.append((out, x.grad, *(linear.weight.grad for linear in linears)))
+    for expected, found in zip(*results, strict=True):
+        assert relative_error(found, expected.double()) < ROUNDING
+
+
+def whole_runs(expert_parallel, expert_tensor_parallel):
+    """The benchmark's program on the CPU: Megatron-Core's DistributedDataParallel and distributed optimizer."""
+    started(expert_parallel, expert_tensor_parallel)
+    from benchmarks import megatron
+
+    result = megatron.compare_losses(SIZES, 6, cpu=True)
+    assert result["passed"], result
+    plain = result["losses"]["bf16"]
+    assert plain[-1] < 0.95 * plain[0] and len({tuple(each) for each in result["losses"].values()}) == 3
+
+
+def refused():
+    config = started()
+    import pytest
+    from fp8moe_megatron import FP8Experts, in_fp8
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = SimpleNamespace(ep=group, expt_tp=group, expt_dp=group)
+    for name, value in (("add_bias_linear", True), ("moe_apply_probs_on_input", True), ("delay_wgrad_compute", True)):
+        previous = getattr(config, name)
+        setattr(config, name, value)
+        with pytest.raises(NotImplementedError, match=name):
+            FP8Experts(4, config, pg_collection=groups)
+        setattr(config, name, previous)
+    with pytest.raises(ValueError, match="expected experts of Megatron-Core, got none"):
+        in_fp8(get_gpt_layer_local_spec())
+    spec = get_gpt_layer_local_spec(num_experts=4)
+    before = repr(spec)
+    assert repr(in_fp8(spec, linears=False)).count("FP8Experts") == 1
+    assert "FP8ColumnParallelLinear" in repr(in_fp8(spec)) and repr(spec) == before
