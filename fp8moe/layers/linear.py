@@ -165,14 +165,28 @@ class FP8Linear(MasterModule):
         if scale is not None:
             check_not_parametrized("fp8moe.FP8Linear", self)
             return linear(x, weight, scale, self.bias)
-        check_derivatives("fp8moe.FP8Linear", x, weight, self.bias)
-        if recorded(weight):
-            return linear_training(x, *quantized(weight), self.bias, weight)
-        return linear(x, *quantized(weight), self.bias)
+        return linear_of_master(x, weight, self.bias)
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{text}, master_dtype={self.weight.dtype}" if self.trainable else text
+
+
+def linear_of_master(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, receiver: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight.T + bias`` with x and weight in FP8, differentiably.
+
+    This is the forward of `FP8Linear` for modules of other libraries, which inherit from `MasterModule`.
+
+    x: (..., K) bfloat16, float16 or float32. weight: (N, K) bfloat16 or float32, a parameter of a `MasterModule`; its
+        FP8 copy is kept until the weight changes. bias: (N,) or None.
+    receiver: (N, K), the tensor that gets the gradient in place of the weight, in its own floating dtype; its values
+        are not read. None for the weight itself.
+    Returns (..., N) in the dtype of x. Raises as `FP8Linear` does.
+    """
+    check_derivatives("fp8moe.FP8Linear", x, weight, bias)
+    if recorded(weight):
+        return linear_training(x, *quantized(weight), bias, weight if receiver is None else receiver)
+    return linear(x, *quantized(weight), bias)
 
 
 def check_linear(name: str, module: nn.Module) -> None:

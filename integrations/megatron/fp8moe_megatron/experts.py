@@ -20,8 +20,6 @@ from megatron.core.utils import divide
 from torch import Tensor, nn
 
 from fp8moe import GroupedExperts
-from fp8moe.kernels.experts.operands import Masters
-from fp8moe.layers.experts import Weights
 from fp8moe_megatron.main_grad import Trained, refuse, with_main_grad
 
 _NAME = "fp8moe_megatron.FP8Experts"
@@ -123,11 +121,10 @@ class FP8Experts(Trained, GroupedExperts):
                 ranks = {"rank": tensor.rank(), "world_size": tensor.size()}
                 _initialize_affine_weight_cpu(weight, *whole, weight.shape[dim], dim, init, stride_of, **ranks)
 
-    def local_weights(self) -> Weights:
+    def local_weights(self) -> tuple:
         weights = super().local_weights()
-        return weights._replace(
-            masters=Masters(*(None if each is None else with_main_grad(each) for each in weights.masters))
-        )
+        received = weights.masters._make(None if each is None else with_main_grad(each) for each in weights.masters)
+        return weights._replace(masters=received)
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor

@@ -8,9 +8,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from fp8moe.kernels.linear.forward import apply as linear
-from fp8moe.kernels.linear.training import linear_training
-from fp8moe.layers.master import check_master_dtype, quantized
+from fp8moe.layers import check_master_dtype, linear_of_master
 from fp8moe_megatron.main_grad import Trained, refuse, with_main_grad
 
 _REFUSED = {"fp8": None, "fp4": None, "cpu_offloading": False, "delay_wgrad_compute": False}
@@ -44,9 +42,7 @@ class _FP8(Trained):
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        if not (weight.requires_grad and torch.is_grad_enabled()):
-            return linear(input, *quantized(weight), bias)
-        return linear_training(input, *quantized(weight), bias, with_main_grad(weight))
+        return linear_of_master(input, weight, bias, receiver=with_main_grad(weight))
 
 
 class FP8ColumnParallelLinear(_FP8, ColumnParallelLinear):

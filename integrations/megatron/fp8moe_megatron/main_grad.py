@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8moe.layers import MasterModule
-from fp8moe.layers.master import invalidate_masters
+from fp8moe.layers import MasterModule, invalidate_masters
 
 
 class Trained(MasterModule):
