@@ -172,7 +172,9 @@ class FP8Linear(MasterModule):
         return f"{text}, master_dtype={self.weight.dtype}" if self.trainable else text
 
 
-def linear_of_master(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, receiver: Tensor | None = None) -> Tensor:
+def linear_of_master(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, receiver: Tensor | None = None
+) -> Tensor:
     """Return ``x @ weight.T + bias`` with x and weight in FP8, differentiably.
 
     This is the forward of `FP8Linear` for modules of other libraries, which inherit from `MasterModule`.
