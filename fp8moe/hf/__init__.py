@@ -4,5 +4,16 @@ from fp8moe.hf.fused import optimize
 from fp8moe.hf.load import load_model
 from fp8moe.hf.patches import register, unregister
 from fp8moe.hf.reporting import ModuleReport, report
+from fp8moe.hf.routing import RecordedRouting, record_routing, replay_routing
 
-__all__ = ["ModuleReport", "load_model", "optimize", "register", "report", "unregister"]
+__all__ = [
+    "ModuleReport",
+    "RecordedRouting",
+    "load_model",
+    "optimize",
+    "record_routing",
+    "register",
+    "replay_routing",
+    "report",
+    "unregister",
+]

@@ -34,14 +34,14 @@ def digest(function: Callable) -> str:
     return LATER_DIGESTS.get(value, value)
 
 
-def form_of(module: nn.Module, forms: dict[str, Any]) -> Any:
-    """Return the description in `forms` of the forward of the module's class, or None.
+def form_of(module: nn.Module, forms: dict[str, Any], method: str = "forward") -> Any:
+    """Return the description in `forms` of the forward, or another method, of the module's class, or None.
 
     forms: maps digests of forwards to descriptions.
     """
     try:
-        return forms.get(digest(type(module).forward))
-    except (OSError, TypeError, SyntaxError):  # classes without Python source, such as compiled ones
+        return forms.get(digest(getattr(type(module), method)))
+    except (AttributeError, OSError, TypeError, SyntaxError):  # no such method, or without Python source
         return None
 
 
@@ -124,6 +124,18 @@ class Router:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Description of a function that chooses experts by one top-k, which `fp8moe.hf.routing` replaces.
+
+    num_experts, top_k: paths, from the function's module, of the attributes with the number of experts to choose from,
+    those included that compute nothing, and of those chosen for each token.
+    """
+
+    num_experts: str = "num_experts"
+    top_k: str = "top_k"
+
+
+@dataclass(frozen=True)
 class Block:
     """Description of the forward of a mixture-of-experts block.
 
@@ -155,6 +167,46 @@ ROUTER = {
     "89372d209011b62d": Router("softmax", "always", cast=False),  # MixtralTopKRouter
     # DeepseekV3TopkRouter
     "df3fd62777ada19f": Router("sigmoid", "if norm_topk_prob", in_float32=True, cast=False, bias=True),
+}
+# Routers whose scores the kernels do not compute; like those above, they differ in scores and weights.
+CHOICE = {
+    **dict.fromkeys(ROUTER, Choice()),
+    "76d2710ee3ee2e3c": Choice(),  # AXK2TopkRouter
+    "da0b10ad4ba6bfc9": Choice(),  # AfmoeTokenChoiceRouter
+    "1a590caed08d0e9d": Choice(),  # AriaTextTopKRouter
+    "a67193093d657152": Choice(),  # BeamTopKRouter
+    "3261cecd308d7082": Choice(),  # Cohere2MoeTopKRouter
+    "3feb4960ef6e8637": Choice("experts.num_experts"),  # DbrxFFN.route_tokens_to_experts
+    "d2010201e90de22f": Choice(),  # DeepseekV2TopkRouter
+    "b8466ce414675d81": Choice(),  # DeepseekV4TopKRouter
+    "728b76062848bdf7": Choice(),  # DeepseekV4HashRouter: a table of tokens in place of top-k
+    "733b4247aacad080": Choice(),  # Ernie4_5_MoeTopKRouter
+    "4fd85a8308671691": Choice(),  # Ernie4_5_MoeTopKRouter of transformers 5.17
+    "74f53deaa89fd4e6": Choice(),  # FlintTopKRouter
+    "25cc4f24dd51cfcd": Choice("config.num_experts", "config.top_k_experts"),  # Gemma4TextRouter
+    "730bcb26bf7bb223": Choice(),  # GptOssTopKRouter
+    "d3fe06f01eb99d12": Choice(),  # GraniteMoeTopKRouter
+    "054c23255c47177c": Choice(),  # GraniteMoeTopKRouter of transformers 5.17
+    "57cbffcdfaa41606": Choice(),  # HYV3TopKRouter
+    "ac76e7774a11176e": Choice(),  # HunYuanMoEV1Gate
+    "07f7569743b66bfe": Choice(),  # Inkling2TopKRouter
+    "4f664c4278054bb3": Choice(),  # InklingTopkRouter
+    "10c13483e2797a69": Choice(),  # InklingTopkRouter of transformers 5.17
+    "61397d66621ee113": Choice(),  # JambaTopKRouter
+    "508022caf92a403e": Choice(),  # JambaSparseMoeBlock.route_tokens_to_experts of transformers 5.17
+    "c83ca6d4bb2e61d1": Choice(),  # Kolibri1TopKRouter
+    "4e2106d9c6d97951": Choice(),  # LagunaTopKRouter
+    "cbed096c9a51ba9e": Choice(),  # LaraMiniTopKRouter
+    "cfcd7c8a6022e8a3": Choice(),  # Lfm2MoeTopKRouter
+    "ee42cea89a08504f": Choice(),  # Llama4Router
+    "07f141f7cfde361f": Choice("n_routed_experts"),  # LongcatFlashTopkRouter
+    "4d998e18a7d75601": Choice("n_routed_experts"),  # LongcatFlashTopkRouter of transformers 5.17
+    "fff689447db0c335": Choice(),  # MiniMaxM2TopKRouter
+    "7fd3a594e24bb8a1": Choice(),  # MiniMaxM3VLTopKRouter
+    "124e961197300e89": Choice(),  # Mistral4TopkRouter
+    "fa030e06e18296b0": Choice(),  # MistralLarge4TextTopkRouter
+    "f6138af0cb66545c": Choice(),  # MuseSparkTopkRouter
+    "1672aace23377293": Choice("num_router_classes"),  # ZayaRouter
 }
 BLOCK = {
     "1bb4331ef2d3d098": Block(),  # Qwen3MoeSparseMoeBlock
