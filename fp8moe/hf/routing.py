@@ -42,8 +42,8 @@ def replay_routing(model: nn.Module, routing: Tensor) -> Iterator[None]:
     routing: int16 (B, L, layers, K), on any device: the experts of each token of input_ids (B, L), or packed (1, L),
     for each layer with experts, in order; -1 in all K where the router is to choose by itself, as for padding.
 
-    Weights of experts are what the router's formula gives for its own logits at these experts, with gradients. What
-    gradient checkpointing computes again in a backward takes the same experts, also after the block and in other blocks.
+    Weights of experts are what the router's formula gives for its own logits at these experts, with gradients. A
+    forward that gradient checkpointing computes again takes the same experts, also after the block and in other blocks.
     In a compiled model the routers run uncompiled.
 
     Raises TypeError or ValueError at the beginning for a model whose routers are not known, for a routing of another

@@ -1,0 +1,477 @@
+"""fp8moe.hf.replay_routing and record_routing, on the CPU."""
+
+import copy
+import re
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fp8moe import hf
+from fp8moe.hf import routing as module
+from fp8moe.layers import GroupedExperts
+from tests.tiny_moe_models import MODELS
+from tests.transformers_models import left_padded, prompts
+
+REFUSED = {
+    "DiffusionGemmaForBlockDiffusion": "DiffusionGemmaDecoderModel reads no input_ids",
+    "DogeForCausalLM": "a router of its is not known",
+    "Ernie4_5_VLMoeForConditionalGeneration": "expected one router in a layer, got .*text_moe.* and .*vision_moe",
+    "Inkling2LoopForCausalLM": "runs its layers several times",
+    "Inkling2LoopForConditionalGeneration": "runs its layers several times",
+    "JetMoeForCausalLM": "the router of .*JetMoeParallelExperts.* is not known",
+    "PhimoeForCausalLM": "the router of .*PhimoeExperts.* is not known",
+}
+BROKEN = ("Llama4ForConditionalGeneration",)  # the code of transformers fails
+KNOWN = sorted(MODELS.keys() - REFUSED.keys() - set(BROKEN))
+IDS = prompts(2, 7)
+
+
+def build(name, **how):
+    """A tiny model whose parameters are not zero: some routers begin with the same scores for all experts."""
+    tiny = MODELS[name]
+    if name == "DeepseekV4ForCausalLM":
+        tiny = tiny._replace(options=tiny.options | {"mlp_layer_types": ["hash_moe", "moe"]})
+    model = tiny.build(**how)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for path, value in [*model.named_parameters(), *model.named_buffers()]:
+            if path.endswith("tid2eid"):
+                value.copy_(torch.rand(len(value), 8, generator=generator).argsort(-1)[:, : value.shape[1]])
+            elif value.is_floating_point() and value.ndim and not value.any():
+                value.copy_(torch.randn(value.shape, generator=generator) * 0.1)
+    return model
+
+
+def logits_of(model, **inputs):
+    inputs = {"input_ids": IDS, "use_cache": False} | inputs
+    return model(**inputs).logits
+
+
+def taken(model, run):
+    """What run() gives, and the experts (layers, T, K) that modules of experts have got, as the model itself tells."""
+    found = []
+
+    def note(experts, args, kwargs):
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        found.extend(value.reshape(-1, value.shape[-1]) for value in tensors if not value.is_floating_point())
+
+    def note_scores(router, args, output):  # Llama 4 gives its experts scores, 0 for those that are not chosen
+        found.append(output[0].topk(router.top_k)[1])
+
+    modules = [each for each in model.get_decoder().modules() if re.search(r"Experts$", type(each).__name__)]
+    hooks = [each.register_forward_pre_hook(note, with_kwargs=True) for each in modules]
+    routers = [each for each in model.modules() if type(each).__name__ == "Llama4Router"]
+    hooks += [each.register_forward_hook(note_scores) for each in routers]
+    try:
+        return run(), torch.stack(found)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def as_taken(model, routing):
+    """A routing as `taken` gives it: Zaya gives a token that skips its experts expert 0, with weight 0."""
+    routing = routing.flatten(0, 1).transpose(0, 1).long()
+    skips = type(model).__name__.startswith("Zaya")
+    return routing.masked_fill(routing == model.config.num_experts, 0) if skips else routing
+
+
+def others(routing, model):
+    """Other experts for each token."""
+    counts = [layer.num_experts for layer in module._layers_of(model)]
+    return ((routing + 1) % torch.tensor(counts, dtype=torch.int16)[:, None]).contiguous()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", KNOWN)
+def test_each_model(name):
+    model = build(name)
+    plain, own = taken(model, lambda: logits_of(model))
+    with hf.record_routing(model) as recorded:
+        assert torch.equal(logits_of(model), plain)
+    routing = recorded.routing
+    layers = own.shape[0]
+    assert routing.dtype is torch.int16
+    assert routing.shape == (*IDS.shape, layers, own.shape[-1])
+    assert torch.equal(as_taken(model, routing).sort(-1)[0], own.sort(-1)[0])
+    with hf.replay_routing(model, routing):
+        assert torch.equal(logits_of(model), plain)
+    given = others(routing, model)
+    with hf.record_routing(model) as again, hf.replay_routing(model, given):
+        logits, got = taken(model, lambda: logits_of(model))
+    assert torch.equal(as_taken(model, given).sort(-1)[0], got.sort(-1)[0])
+    assert torch.equal(again.routing, given)
+    assert name.startswith("Gemma4") or not torch.equal(logits, plain)  # tiny ones of Gemma 4 take all experts
+    assert torch.equal(logits_of(model), plain)
+
+
+def test_number_of_models():
+    assert len(KNOWN) >= 60
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() & MODELS.keys()))
+def test_models_without_known_routers_are_refused_by_name(name):
+    model = MODELS[name].build()
+    for block in (hf.record_routing(model), hf.replay_routing(model, torch.zeros(2, 7, 2, 2, dtype=torch.int16))):
+        with pytest.raises(ValueError, match=f"^model: {name} .*{REFUSED[name]}"), block:
+            pass
+
+
+# The formulas of routers, with gradients.
+
+
+def softmax_first(router, logits, index):
+    return logits.softmax(-1).gather(1, index)
+
+
+def normalized(router, logits, index):
+    weights = softmax_first(router, logits, index)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def softmax_last(router, logits, index):
+    return logits.gather(1, index).softmax(-1)
+
+
+def sigmoid(router, logits, index):
+    weights = logits.sigmoid().gather(1, index)
+    return weights / weights.sum(-1, keepdim=True) * getattr(router, "routed_scaling_factor", 1.0)
+
+
+FORMULAS = {
+    "OlmoeForCausalLM": softmax_first,
+    "Qwen3VLMoeForConditionalGeneration": normalized,
+    "MixtralForCausalLM": normalized,
+    "GptOssForCausalLM": softmax_last,
+    "GraniteMoeForCausalLM": softmax_last,
+    "DeepseekV3ForCausalLM": sigmoid,
+    "MiniMaxM3VLForCausalLM": sigmoid,
+    "DeepseekV2ForCausalLM": softmax_first,
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_gradient_of_router(name):
+    options = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1} if "V2" in name else {}
+    tiny = MODELS[name]
+    model = tiny._replace(options=tiny.options | options).build()
+    layers = module._layers_of(model)
+    (router,) = layers[0].routers
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(14, 128, generator=generator)
+    index = torch.rand(14, 8, generator=generator).argsort(-1)[:, :2]
+    given = index.view(2, 7, 1, 2).expand(2, 7, len(layers), 2).short()
+    factors = torch.randn(14, 2, generator=generator)
+    with hf.replay_routing(model, given):
+        _, weights, chosen, *_ = router(x)
+    assert torch.equal(chosen, index)
+    (weights * factors).sum().backward()
+    weight = router.weight.detach().double().requires_grad_()
+    bias = getattr(router, "bias", None)
+    logits = F.linear(x.double(), weight, None if bias is None else bias.detach().double())
+    expected = FORMULAS[name](router, logits, index)
+    (expected * factors.double()).sum().backward()
+    assert torch.allclose(weights.double(), expected, rtol=1e-4, atol=1e-6)
+    assert (router.weight.grad - weight.grad).norm() < 1e-2 * weight.grad.norm()
+
+
+# Gradient checkpointing and micro-batches.
+
+
+def qwen(**how):
+    return MODELS["Qwen3MoeForCausalLM"].build(**how)
+
+
+def gradients(model, batches, checkpointed=None, order=(1, 0)):
+    """Of the parameters, after a replay of each batch and then the backwards in this order."""
+    model = copy.deepcopy(model).train()
+    if checkpointed is not None:
+        checkpointed(model)
+    losses = []
+    for ids, routing in batches:
+        with hf.replay_routing(model, routing):
+            losses.append(logits_of(model, input_ids=ids).float().square().mean())
+    assert not module._held
+    for index in order:
+        losses[index].backward()
+    assert not module._held
+    return [value.grad for value in model.parameters()]
+
+
+def reentrant(model):
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def not_reentrant(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def by_wrapper(model):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = checkpoint_wrapper(layer)
+
+
+def by_hand(model):
+    for layer in model.model.layers:
+        forward = layer.mlp.forward
+        layer.mlp.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+
+
+def batches_of(model):
+    """Two batches of one shape, with experts that the model itself would not take."""
+    found = []
+    for seed in (3, 4):
+        ids = prompts(2, 7, seed=seed)
+        with torch.no_grad(), hf.record_routing(model) as recorded:
+            logits_of(model, input_ids=ids)
+        found.append((ids, others(recorded.routing, model)))
+    return found
+
+
+@pytest.mark.parametrize("checkpointed", (reentrant, not_reentrant, by_wrapper, by_hand))
+@pytest.mark.parametrize("order", ((0, 1), (1, 0)))
+def test_recomputed_forwards_take_the_same_experts(checkpointed, order):
+    model = qwen()
+    batches = batches_of(model)
+    expected = gradients(model, batches, order=order)
+    got = gradients(model, batches, checkpointed, order)
+    for value, other in zip(expected, got, strict=True):
+        assert (value is None) == (other is None)
+        assert value is None or torch.equal(value, other)
+
+
+def test_backward_in_the_block_of_another_batch():
+    model = qwen().train()
+    not_reentrant(model)
+    (ids, routing), (_, later) = batches_of(model)
+    expected = gradients(model, [(ids, routing)], order=(0,))
+    with hf.replay_routing(model, routing):
+        loss = logits_of(model, input_ids=ids).float().square().mean()
+    with hf.replay_routing(model, later), hf.record_routing(model) as recorded:
+        loss.backward()
+    assert recorded.routing is None
+    assert all(
+        value is None or torch.equal(value, parameter.grad)
+        for value, parameter in zip(expected, model.parameters(), strict=True)
+    )
+
+
+# What is given.
+
+
+@torch.no_grad()
+def test_tokens_without_experts_are_routed_by_the_model():
+    model = qwen()
+    ids = prompts(3, 7)
+    mask = left_padded(ids, 0, 2, 3)
+    with hf.record_routing(model) as recorded:
+        plain = logits_of(model, input_ids=ids, attention_mask=mask)
+    routing = recorded.routing
+    assert torch.equal((routing == -1).all(-1).all(-1), mask == 0)
+    assert (routing[mask.bool()] >= 0).all()
+    with hf.replay_routing(model, routing):
+        assert torch.equal(logits_of(model, input_ids=ids, attention_mask=mask), plain)
+    part = others(routing, model)
+    part[:, :4] = -1
+    with hf.replay_routing(model, part), hf.record_routing(model) as recorded:
+        logits_of(model, input_ids=ids)
+    assert torch.equal(recorded.routing[:, 4:], part[:, 4:])
+    with hf.record_routing(model) as own:
+        logits_of(model, input_ids=ids[:, :4])
+    assert torch.equal(recorded.routing[:, :4], own.routing)
+
+
+@torch.no_grad()
+def test_packed_sequences():
+    model = qwen()
+    parts = [prompts(1, length, seed=length) for length in (4, 6)]
+    routings, logits = [], []
+    for ids in parts:
+        with hf.record_routing(model) as recorded:
+            logits_of(model, input_ids=ids)
+        routings.append(others(recorded.routing, model))
+        with hf.replay_routing(model, routings[-1]):
+            logits.append(logits_of(model, input_ids=ids))
+    positions = torch.cat([torch.arange(ids.shape[1]) for ids in parts])[None]
+    with hf.replay_routing(model, torch.cat(routings, 1)):
+        packed = logits_of(model, input_ids=torch.cat(parts, 1), position_ids=positions)
+    assert torch.allclose(packed, torch.cat(logits, 1), rtol=1e-4, atol=1e-4)
+
+
+GOOD = torch.zeros(2, 7, 2, 2, dtype=torch.int16)
+
+
+def changed(value):
+    routing = GOOD.clone()
+    routing[1, 3, 1, 0] = value
+    return routing
+
+
+@pytest.mark.parametrize(
+    ("routing", "error", "message"),
+    (
+        (GOOD.tolist(), TypeError, "routing: expected an int16 tensor, got list"),
+        (GOOD.int(), TypeError, "routing: expected an int16 tensor, got torch.int32"),
+        (GOOD[0], ValueError, r"routing: expected shape \(B, L, layers, K\) = \(B, L, 2, 2\), got \(7, 2, 2\)"),
+        (GOOD[:, :, :1], ValueError, r"= \(B, L, 2, 2\), got \(2, 7, 1, 2\)"),
+        (GOOD[..., :1], ValueError, r"= \(B, L, 2, 2\), got \(2, 7, 2, 1\)"),
+        (changed(8), ValueError, r"from 0 to 7, or -1, for layer 1 \(layers.1.mlp.gate\), got 8"),
+        (changed(-2), ValueError, r"from 0 to 7, or -1, for layer 1 .*, got -2"),
+        (changed(-1), ValueError, "routing: expected -1 in all K experts of a token or in none"),
+        (GOOD[:, :6], ValueError, r"\(B, L\) = \(2, 7\) of input_ids, got \(2, 6\)"),
+        (GOOD.reshape(7, 2, 2, 2), ValueError, r"\(B, L\) = \(2, 7\) of input_ids, got \(7, 2\)"),
+    ),
+)
+def test_wrong_routing_is_refused_before_a_layer_runs(routing, error, message):
+    model = qwen()
+    ran = []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: ran.append(1))
+    with pytest.raises(error, match=message), hf.replay_routing(model, routing):
+        model(IDS)
+    assert not ran
+    assert not module._held
+    logits_of(model)
+
+
+def test_wrong_models_are_refused():
+    for model, error, message in (
+        (torch.nn.Linear(2, 2), TypeError, "model: expected a model of transformers, got Linear"),
+        (torch.nn.DataParallel(qwen()), ValueError, "got DataParallel"),
+    ):
+        with pytest.raises(error, match=message), hf.record_routing(model):
+            pass
+
+
+def test_base_model_and_router_alone():
+    model = qwen()
+    with torch.no_grad(), hf.record_routing(model) as recorded:
+        model.model(input_ids=IDS)
+    given = others(recorded.routing, model)
+    with hf.replay_routing(model, given), hf.record_routing(model.model) as again:
+        with pytest.raises(ValueError, match=r"of the 5 tokens .* got \(B, L\) = \(2, 7\)"):
+            model.model.layers[0].mlp.gate(torch.zeros(5, 128))
+        model.model(inputs_embeds=model.get_input_embeddings()(IDS))
+    assert torch.equal(again.routing, given)
+
+
+def test_a_layer_that_runs_twice_is_an_error():
+    model = qwen()
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(RuntimeError, match=r"has run the router layers.0.mlp.gate twice"), hf.record_routing(model):
+        model(IDS)
+    assert not module._held
+
+
+# Blocks in one another, one after the other, and in other threads.
+
+
+@torch.no_grad()
+def test_blocks():
+    model = qwen()
+    before = {name: dict(vars(each)) for name, each in model.named_modules()}
+    with hf.record_routing(model) as recorded:
+        plain = logits_of(model)
+    outer, inner = others(recorded.routing, model), others(others(recorded.routing, model), model)
+    with hf.replay_routing(model, outer):
+        first = logits_of(model)
+        with hf.replay_routing(model, inner), hf.record_routing(model) as nested:
+            logits_of(model)
+        assert torch.equal(nested.routing, inner)
+        with pytest.raises(ZeroDivisionError), hf.replay_routing(model, inner):
+            raise ZeroDivisionError
+        assert torch.equal(logits_of(model), first)
+        found = []
+
+        @torch.no_grad()
+        def run():
+            found.append(logits_of(model))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert torch.equal(found[0], plain)
+    assert not module._held
+    assert before == {name: dict(vars(each)) for name, each in model.named_modules()}
+
+
+# Models as they are used.
+
+
+def routed(model, inner=None, ids=IDS):
+    """Check that a model takes other experts than its own; return the logits."""
+    inner = model if inner is None else inner
+    with torch.no_grad(), hf.record_routing(model) as recorded:
+        plain = model(input_ids=ids).logits
+    given = others(recorded.routing, inner)
+    with torch.no_grad(), hf.replay_routing(model, given), hf.record_routing(model) as again:
+        logits = model(input_ids=ids).logits
+    assert torch.equal(again.routing, given)
+    assert not torch.equal(logits, plain)
+    with torch.no_grad():
+        assert torch.allclose(model(input_ids=ids).logits, plain)
+    return logits
+
+
+@pytest.mark.parametrize("outside", (False, True))
+def test_compiled_models(outside):
+    model = qwen()
+    expected = routed(model)
+    counts = torch._dynamo.testing.CompileCounter()
+    if outside:
+        compiled = torch.compile(model, backend=counts)
+    else:
+        compiled = model
+        model.compile(backend=counts)
+    with torch.no_grad():
+        compiled(input_ids=IDS)
+    for _ in range(3):
+        assert torch.allclose(routed(compiled, model), expected, atol=1e-5)
+    frames = counts.frame_count
+    for _ in range(10):  # no compilation in further blocks
+        routed(compiled, model)
+    assert counts.frame_count == frames
+
+
+def test_peft():
+    peft = pytest.importorskip("peft")
+    model = qwen()
+    expected = routed(model)
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"])
+    adapted = peft.get_peft_model(model, config)
+    assert torch.allclose(routed(adapted, model), expected, atol=1e-5)
+    with adapted.disable_adapter():
+        routed(adapted, model)
+
+
+@pytest.mark.parametrize("experts", ("fp8moe", "masters", "grouped_mm", "eager"))
+def test_implementations_of_experts(experts):
+    model = qwen(dtype=torch.bfloat16)
+    if experts == "masters":
+        for layer in model.model.layers:
+            layer.mlp.experts = GroupedExperts.from_experts(layer.mlp.experts, master_dtype=torch.bfloat16)
+    else:
+        hf.register()
+        model.set_experts_implementation(experts)
+    try:
+        routed(model)
+    finally:
+        hf.unregister()
+    if experts == "masters":
+        (ids, routing), _ = batches_of(model)
+        got = [gradients(model, [(ids, routing)], checkpointed, order=(0,)) for checkpointed in (None, not_reentrant)]
+        assert got[0][-1].any()
+        assert all(value is None or torch.equal(value, other) for value, other in zip(*got, strict=True))
+
+
+def test_optimized_models():
+    model = MODELS["DeepseekV3ForCausalLM"].build(torch.bfloat16)
+    optimized = hf.optimize(model)
+    routed(model)
+    optimized.restore()
+    routed(model)
