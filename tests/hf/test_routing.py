@@ -6,13 +6,16 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe import hf
 from fp8moe.hf import routing as module
 from fp8moe.layers import GroupedExperts
+from tests.processes import in_processes
 from tests.tiny_moe_models import MODELS
 from tests.transformers_models import left_padded, prompts
 
@@ -167,7 +170,8 @@ def test_gradient_of_router(name):
     given = index.view(2, 7, 1, 2).expand(2, 7, len(layers), 2).short()
     factors = torch.randn(14, 2, generator=generator)
     with hf.replay_routing(model, given):
-        _, weights, chosen, *_ = router(x)
+        found = [out for out in router(x) if out.shape == index.shape]
+    weights, chosen = sorted(found, key=lambda out: out.dtype.itemsize)
     assert torch.equal(chosen, index)
     (weights * factors).sum().backward()
     weight = router.weight.detach().double().requires_grad_()
@@ -476,3 +480,53 @@ def test_optimized_models():
     routed(model)
     optimized.restore()
     routed(model)
+
+
+def in_two_processes():
+    """Each rank has its own batch, on a model of which a part is on the other, against the whole model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
+
+    from fp8moe.distributed import ExpertParallel
+
+    model = qwen(dtype=torch.bfloat16)
+    batches = batches_of(model)
+    ids, routing = batches[dist.get_rank()]
+    mesh = init_device_mesh("cpu", (2,))
+
+    def masters():
+        trained = copy.deepcopy(model).train()
+        for layer in trained.model.layers:
+            layer.mlp.experts = GroupedExperts.from_experts(layer.mlp.experts, master_dtype=torch.bfloat16)
+        not_reentrant(trained)
+        return trained
+
+    def router_gradient(trained, own=None):
+        loss = 0
+        for tokens, experts in [(ids, routing)] if own is None else own:
+            with hf.replay_routing(trained, experts), hf.record_routing(trained) as recorded:
+                loss = loss + logits_of(trained, input_ids=tokens).float().square().mean()
+            assert torch.equal(recorded.routing, experts)
+        loss.backward()
+        inner = getattr(trained, "module", trained)
+        gradient = inner.model.layers[0].mlp.gate.weight.grad
+        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+    mean = router_gradient(masters(), batches) / 2
+    sharded = masters()
+    for layer in sharded.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    spread = masters()
+    parallelize_module(spread, mesh, {"model.layers.*.mlp.experts": ExpertParallel(exact=True)})
+    for trained in (DistributedDataParallel(masters()), sharded):
+        assert (router_gradient(trained) - mean).norm() < 2e-2 * mean.norm()
+    alone = router_gradient(masters())
+    assert (router_gradient(spread) - alone).norm() < 5e-2 * alone.norm()  # partial sums round otherwise
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_several_processes():
+    in_processes(in_two_processes)
