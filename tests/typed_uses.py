@@ -14,7 +14,17 @@ import fp8moe
 from fp8moe import peft
 from fp8moe.decode import GraphDecoder, NaNLogits
 from fp8moe.distributed import ExpertParallel
-from fp8moe.hf import ModuleReport, load_model, optimize, register, report, unregister
+from fp8moe.hf import (
+    ModuleReport,
+    RecordedRouting,
+    load_model,
+    optimize,
+    record_routing,
+    register,
+    replay_routing,
+    report,
+    unregister,
+)
 from fp8moe.weights import (
     DEFAULT_SKIP,
     CheckpointError,
@@ -122,6 +132,11 @@ def whole_models(directory: Path, ids: Tensor, requests: list[Mapping[str, Any]]
     model = load_model(directory, device="cuda")
     assert_type(report(model), list[ModuleReport])
     assert_type(optimize(model).restore(), None)
+    with record_routing(model) as recorded:
+        assert_type(recorded, RecordedRouting)
+    assert_type(recorded.routing, Tensor | None)
+    with replay_routing(model, torch.zeros(1)):
+        pass
     decoder = GraphDecoder(model, batch_sizes=(1, 8), max_length=1024, prefill_chunk=512)
     assert_type(decoder.generate(ids, max_new_tokens=8, seed=[1, 2]), Tensor | tuple[Tensor, Tensor])
     prefix = decoder.prefix(ids)

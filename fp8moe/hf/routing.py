@@ -142,7 +142,7 @@ def _check(routing: Tensor, layers: list[_Layer]) -> None:
         raise ValueError(
             f"routing: expected shape (B, L, layers, K) = (B, L, {shape[0]}, {shape[1]}), got {tuple(routing.shape)}"
         )
-    counts = torch.tensor([layer.num_experts for layer in layers], device=routing.device)[:, None]
+    counts = torch.tensor([layer.num_experts for layer in layers], dtype=torch.int64, device=routing.device)[:, None]
     wrong = (routing < -1) | (routing >= counts)
     if wrong.any():
         index = int(wrong.nonzero()[0, 2])

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8moe import hf
 from fp8moe.hf import routing as module
+from fp8moe.hf import versions
 from fp8moe.layers import GroupedExperts
 from tests.processes import in_processes
 from tests.tiny_moe_models import MODELS
@@ -28,6 +29,8 @@ REFUSED = {
     "JetMoeForCausalLM": "the router of .*JetMoeParallelExperts.* is not known",
     "PhimoeForCausalLM": "the router of .*PhimoeExperts.* is not known",
 }
+if versions.has_styles():  # transformers 5.17, where the experts of Aria route by themselves
+    REFUSED |= dict.fromkeys(("AriaForConditionalGeneration", "AriaTextForCausalLM"), "the router of .*AriaExperts")
 BROKEN = ("Llama4ForConditionalGeneration",)  # the code of transformers fails
 KNOWN = sorted(MODELS.keys() - REFUSED.keys() - set(BROKEN))
 IDS = prompts(2, 7)
@@ -113,7 +116,7 @@ def test_each_model(name):
 
 
 def test_number_of_models():
-    assert len(KNOWN) >= 60
+    assert len(KNOWN) >= (50 if versions.has_styles() else 60)  # transformers 5.17 has fewer
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() & MODELS.keys()))
