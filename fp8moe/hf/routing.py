@@ -52,7 +52,7 @@ def replay_routing(model: nn.Module, routing: Tensor) -> Iterator[None]:
     """
     layers = _layers_of(model)
     _check(routing, layers)
-    with _Replay(model, layers, routing.detach()).open():
+    with _Replay(model, layers, routing.clone()).open():  # a buffer may have others before the backward
         yield
 
 
@@ -371,6 +371,8 @@ def _model_forward(kind: type[nn.Module]) -> Callable:
         inputs |= inputs.get("kwargs", {})
         tokens = inputs.get("input_ids")
         tokens = inputs.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:  # its inner module gets them
+            return theirs(*args, **kwargs)
         shape = tuple(tokens.shape[:2])
         for block in blocks:
             if isinstance(block, _Replay) and block.batch != shape:
