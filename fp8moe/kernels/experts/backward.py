@@ -35,7 +35,7 @@ from fp8moe.kernels.experts.swiglu import (
     swiglu_backward_quantize,
     swiglu_quantize,
 )
-from fp8moe.kernels.gemm.api import grouped_rows, weight_gradients
+from fp8moe.kernels.gemm.api import grouped_gemm_swiglu_keeping, grouped_rows, weight_gradients
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.quant.transpose import Transposed, quantize_columns, quantize_with_transpose, transpose_fp8
@@ -253,11 +253,15 @@ def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
     if low is not None:
         up_ranks = lora_shrink(low.multiplied(operands.x), low.up_a, order.groups, order.tokens())
         up_addition = up_ranks, low.up_b
-    a = order.quantized(x, layer.sizes[1])
-    projected = order.multiply(a, layer.up, torch.bfloat16, low_rank=up_addition)
+    a, values = order.quantized(x, layer.sizes[1]), None
+    if low is None and layer.activation.is_swiglu:
+        options = {"activation": layer.activation, "whole": order.whole}
+        h, projected = grouped_gemm_swiglu_keeping(a, layer.up, order.groups, **options)
+    else:
+        projected = order.multiply(a, layer.up, torch.bfloat16, low_rank=up_addition)
+        beside = Beside.NOTHING if low is None else Beside.VALUES
+        h, values = activate(projected, order.groups, layer.activation, size, beside)
     del a
-    beside = Beside.NOTHING if low is None else Beside.VALUES
-    h, values = activate(projected, order.groups, layer.activation, size, beside)
     if low is not None:
         if low.dropout:
             values, kept = torch.native_dropout(values, low.dropout, True)
