@@ -744,6 +744,15 @@ GEMMS = {
         names={"b": r"gate_up(\.data)?", "b_scale": r"gate_up\.scale"},
         rows=(24, 300),
     ),
+    "grouped_gemm_swiglu_keeping": Case(
+        lambda draw: (
+            *(*draw.activations(draw.rows, draw.hidden), *draw.gate_up(), draw.offsets()),
+            *(7.0, 1.702, None, None, None, (2 * draw.rows, 6)),
+        ),
+        bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 3)},
+        names={"b": r"gate_up(\.data)?", "b_scale": r"gate_up\.scale"},
+        rows=(24, 300),
+    ),
     "grouped_gemm_swiglu, masked": Case(
         lambda draw: (
             *(*draw.activations(EXPERTS * draw.rows, draw.hidden), *draw.gate_up()),

@@ -144,6 +144,7 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
             yield partial(lora_shrink, *(x, factors, ends, tokens))
             yield partial(lora_gradient, *(ranks, x, ends, tokens))
     yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None, None)
+    yield lambda: ops.grouped_gemm_swiglu_keeping(*rows, *experts, offsets, None, None, None, None, None, None)
     for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
         keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))
         yield lambda keys=keys, scale_format=scale_format: ops.append_kv(

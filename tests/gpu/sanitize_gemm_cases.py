@@ -22,7 +22,7 @@ from fp8moe.kernels.experts.swiglu import (
     swiglu_backward_quantize,
     swiglu_quantize,
 )
-from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
+from fp8moe.kernels.gemm.api import grouped_gemm_swiglu, grouped_gemm_swiglu_keeping
 from fp8moe.kernels.gemm.checks import weights as weights_as_loaded
 from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
@@ -246,9 +246,13 @@ def gemm_swiglu_error(
     gate_up = FP8Tensor(data.view(experts, 2 * size, k), scale.view(experts, -1, scale.shape[-1]))
     rows = torch.cat([torch.arange(m)[rows] for _, rows in group_rows(groups, m, max_m)])
     call = lambda *operands: grouped_gemm_swiglu(*operands, activation=activation, max_m=max_m)  # noqa: E731
-    (data, expected_data), (scale, expected_scale) = both(call, *on_cpu((a, gate_up)), groups)
-    expected = exact(FP8Tensor(expected_data, expected_scale))
-    return relative_error(exact(FP8Tensor(data, scale))[rows], expected[rows])
+    keeping = lambda *operands: grouped_gemm_swiglu_keeping(*operands, activation=activation)  # noqa: E731
+    errors = []
+    for compute in (call, keeping)[: 1 + (max_m is None)]:
+        (data, expected_data), (scale, expected_scale), *kept = both(compute, *on_cpu((a, gate_up)), groups)
+        pairs = [(exact(FP8Tensor(data, scale)), exact(FP8Tensor(expected_data, expected_scale))), *kept]
+        errors += [relative_error(got[rows], wanted[rows]) for got, wanted in pairs]
+    return max(errors)
 
 
 def used_rows(groups: Tensor | None, rows: int) -> Tensor:

@@ -79,14 +79,12 @@ struct SwigluQuantize {
 #pragma unroll 1
     for (int token = threadIdx.x / WARP; token < tokens; token += MATH_WARPS) {
       const long long row = sums.first_row() + token;
+      u16* kept = out.projected + row * out.projected_pitch + column;
       float4 gate = sums.at(token, 4 * lane);
+      if constexpr (KEEPS) keep(gate, kept, column < INTERMEDIATE);
       if (CHANNEL && BIAS) __syncwarp();  // lanes may have diverged in Columns::apply()
       float4 up = sums.at(token, 128 + 4 * lane);
-      if constexpr (KEEPS) {
-        u16* target = out.projected + row * out.projected_pitch + column;
-        keep(gate, target, column < INTERMEDIATE);
-        keep(up, target + INTERMEDIATE, column < INTERMEDIATE);
-      }
+      if constexpr (KEEPS) keep(up, kept + INTERMEDIATE, column < INTERMEDIATE);
       float4 h = make_float4(swiglu(gate.x, up.x), swiglu(gate.y, up.y), swiglu(gate.z, up.z), swiglu(gate.w, up.w));
       if constexpr (KEEPS) round_four(h);
       if (INTERMEDIATE % 128 != 0 && column >= INTERMEDIATE) h = make_float4(0.f, 0.f, 0.f, 0.f);

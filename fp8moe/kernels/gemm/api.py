@@ -269,7 +269,8 @@ def grouped_gemm_swiglu(
     whole: only without max_m; see `grouped_rows`.
     Returns data (M, I) and MN-major scale (M, ceil(I/128)); rows outside all groups are uninitialized.
     """
-    return FP8Tensor(*_swiglu_op(*a, *gate_up, groups, *_limits(activation), bias, max_m, expected_m, whole))
+    limits = _limits(activation)
+    return FP8Tensor(*_swiglu_op(*a, *gate_up, groups, *limits, bias, max_m, expected_m, whole))
 
 
 def grouped_gemm_swiglu_keeping(
@@ -280,7 +281,8 @@ def grouped_gemm_swiglu_keeping(
     The activation is computed from gate and up as returned, and rounded to bfloat16 before it is quantized. Rows
     outside all groups are uninitialized. groups: group_offsets (E+1,). Other arguments: as for `grouped_gemm_swiglu`.
     """
-    data, scale, projected = _swiglu_keeping_op(*a, *gate_up, groups, *_limits(activation), None, None, None, whole)
+    limits = _limits(activation)
+    data, scale, projected = _swiglu_keeping_op(*a, *gate_up, groups, *limits, None, None, None, whole)
     return FP8Tensor(data, scale), projected
 
 
