@@ -309,6 +309,7 @@ class GroupedKTile:
     block_m: int
     block_n: int
     stages: int
+    channel: bool = False
 
     warpgroups = 2
     threads = 384  # two math warpgroups and a producer warpgroup
@@ -324,5 +325,6 @@ class GroupedKTile:
         """Dynamic shared memory of a block in bytes: per stage both tiles, their scales and two mbarriers; per math
         warp two pieces of the result; and padding for alignment."""
         rows = self.block_m + self.block_n
+        scales = self.block_m if self.channel else rows
         pieces = 4 * self.warpgroups * 2 * 16 * 128
-        return self.stages * (rows * 128 + align(rows * 4, 128) + 16) + pieces + SWIZZLE_ALIGNMENT
+        return self.stages * (rows * 128 + align(scales * 4, 128) + 16) + pieces + SWIZZLE_ALIGNMENT

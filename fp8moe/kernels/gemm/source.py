@@ -65,7 +65,7 @@ def kernel_spec(
 
 def grouped_k_spec(tile: GroupedKTile, n: int, *, out_float32: bool, accumulate: bool) -> KernelSpec:
     """Return the kernel spec for N = `n`. M, K and the groups are given at launch."""
-    prelude = constants(_common(tile, n, GroupedKArguments) | {"ACCUMULATE": int(accumulate)})
+    prelude = constants(_common(tile, n, GroupedKArguments) | {"ACCUMULATE": int(accumulate), "CHANNEL": int(tile.channel)})
     prelude += f"using Out = {'float' if out_float32 else 'unsigned short'};\n{tile.mma_source}"
     return KernelSpec("gemm_k.cu", "gemm_k", prelude=prelude)
 
@@ -82,7 +82,10 @@ def arguments_type(epilogue: Epilogue) -> type[ctypes.Structure]:
 class GroupedKArguments(ctypes.Structure):
     """``struct Arguments`` of cuda/sm90/gemm_k.cu."""
 
-    _fields_ = (("offsets", ctypes.c_int64), *((name, ctypes.c_int) for name in ("groups", "m", "k", "raster")))
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("offsets", "b_scale")),
+        *((name, ctypes.c_int) for name in ("groups", "m", "k", "raster")),
+    )
 
 
 def _common(tile: TileConfig | GroupedKTile, n: int, arguments: type[ctypes.Structure]) -> dict[str, int]:
