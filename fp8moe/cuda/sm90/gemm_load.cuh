@@ -60,6 +60,13 @@ struct Loader {
     full.expect((UNPACKS ? weights : tokens + weights) + BELOW_WORDS * 4);
     const u32 target = shared_address(s.b[stage]) + (UNPACKS ? CODES_AT : 0);
     const int row = tile.group * N + (GATED ? tile.n / 2 : tile.n), column = k_block * (WEIGHT_BYTES / DEPTH);
+    if constexpr (TRANSPOSED) {
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 128; ++i) {
+        tma_load(target + i * 128 * BLOCK_K, b, full.address(), tile.n + 128 * i, k_block * BLOCK_K, tile.group);
+      }
+      return;
+    }
     tma_load(target, b, full.address(), column, row);
     if constexpr (GATED) {
       tma_load(target + BLOCK_N / 2 * WEIGHT_BYTES, b, full.address(), column, row + INTERMEDIATE);

@@ -144,6 +144,8 @@ def build(
     """
     a, b = operands.a, operands.b
     (m, k), n, groups = a.shape, b.shape[-2], b.shape[0] if grouping else 0
+    if tile is not None and tile.transposed:
+        n = b.shape[-1]
     if out is None and not isinstance(epilogue, PeerStore):
         out = torch.empty((m, n // 2 if epilogue.gated else n), dtype=epilogue.out_dtype, device=a.device)
     grouping = grouping or Grouping()
@@ -226,9 +228,14 @@ def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Ten
     # Gate and up, or the halves of a tile, are loaded one after the other.
     b_rows = tile.block_n // 2 if epilogue.gated or tile.half_tiles else tile.block_n
     blocks = a_scale.shape[1]
+    if tile.transposed:
+        n = b.shape[-1]
     yield tensor_map(a, shape=(m, k), strides=(a.stride(0), 1), box=(a_rows, 128), swizzle=128)
     scales = {"shape": (blocks, m), "strides": (a_scale.stride(1), 1)}
     yield tensor_map(a_scale, **scales, box=(1, tile.scale_box), l2_promotion=0)
+    if tile.transposed:
+        yield tensor_map(b, shape=(max(groups, 1), k, n), strides=(k * n, n, 1), box=(1, 128, 128), swizzle=128)
+        return
     yield tensor_map(
         b,
         shape=(max(groups, 1) * n, b.shape[-1]),

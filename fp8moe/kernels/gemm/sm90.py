@@ -50,6 +50,7 @@ class TileConfig:
     half_tiles: bool = False
     packed: str | None = None
     column_bytes: int = 0
+    transposed: bool = False
 
     @property
     def name(self) -> str:
@@ -78,7 +79,7 @@ class TileConfig:
     @property
     def mma_source(self) -> str:
         """CUDA source of the function ``wgmma`` with `mma_n` columns."""
-        more = wgmma_source(self.mma_n, rows_in_registers=True) if self.packed and self.weights_as_rows else ""
+        more = wgmma_source(self.mma_n, rows_in_registers=True) if (self.packed or self.transposed) and self.weights_as_rows else ""
         return wgmma_source(self.mma_n) + more
 
     @property
@@ -190,7 +191,7 @@ class TileConfig:
     @property
     def reduces(self) -> bool:
         """Whether the epilogue writes sums to the reduction buffer in shared memory before it stores them."""
-        return self.weights_as_rows or self.split_k > 1
+        return self.weights_as_rows and not self.transposed or self.split_k > 1
 
     @property
     def scale_box(self) -> int:

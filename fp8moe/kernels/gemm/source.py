@@ -33,6 +33,7 @@ def kernel_spec(
     values = _common(tile, n, arguments_type(epilogue)) | {
         "K": k,
         "SWAP": int(tile.weights_as_rows),
+        "TRANSPOSED": int(tile.transposed),
         "COLUMNS": tile.mma_n,
         "PRODUCTS": tile.products,
         "OVERLAPS": int(tile.overlaps),
@@ -55,6 +56,8 @@ def kernel_spec(
         values |= {"MATH_REGISTERS": tile.math_registers - 8, "PRODUCER_REGISTERS": BUSY_PRODUCER_REGISTERS}
     values |= columns.constants | epilogue.constants
     header, math, helpers = ("gemm_math.cuh", "MathWarp", "Idle")
+    if tile.transposed:
+        header, math = "gemm_transposed.cuh", "TransposedMathWarp"
     if tile.packed:
         header, math = ("gemm_unpack.cuh", math) if tile.unpacks else ("gemm_packed.cuh", "PackedMathWarp")
         helpers = "Unpacker" if tile.unpacks else helpers
