@@ -114,6 +114,7 @@ struct Store {
   __device__ __forceinline__ void store_turned(const float (&sum)[SLABS][ACCUMULATORS], u32 staging, const Tile& tile,
                                                int warpgroup) {
     const int lane = lane_id(), warp = threadIdx.x / WARP % 4, c = lane / 4, q = lane % 4;
+    const int begin = GROUPS ? s.groups.begin(tile.group) : 0;
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
       const int n = tile.n + slab_row(warpgroup, slab) + 8 * (lane % 8);
@@ -136,7 +137,7 @@ struct Store {
         for (int i = 0; i < 4; ++i) {
           const int token = 16 * warp + 4 * i + lane / 8, row = tile.m + 64 * half + token;
           const uint4 v = staged_chunk(staging, token, lane % 8);
-          if (row < tile.end && n < N) {
+          if (row >= begin && row < tile.end && n < N) {
             *reinterpret_cast<uint4*>(static_cast<u16*>(out.data) + row * out.pitch + n) = v;
           }
         }

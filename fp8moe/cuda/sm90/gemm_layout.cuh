@@ -139,10 +139,12 @@ struct GroupTable {
   Tile announced[PARTIAL ? STAGES : 1];
 
   __device__ __forceinline__ Tile& next(u32 stage) { return announced[stage]; }
+  __device__ __forceinline__ int begin(int group) const { return first[group]; }
 };
 template <>
 struct GroupTable<0> {
   __device__ Tile& next(u32) { __builtin_unreachable(); }
+  __device__ int begin(int) const { return 0; }
 };
 
 // What E2M1 needs besides. scaled: the eight magnitudes of E2M1 in E4M3, one byte each, at index i times 2^(6 - i);

@@ -43,7 +43,7 @@ struct TransposedMathWarp : MathWarp {
       load(pipeline.stage, 0);
     }
     const TileStart columns(shared_address(s.a[pipeline.stage]));
-    const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0) + 2 * (lane_id() % 4);
+    const u32 tokens = shared_address(s.a_scale[pipeline.stage] + 2 * (lane_id() % 4));
     const Released released(pipeline);
     float partial[ACCUMULATORS];
 #pragma unroll
@@ -72,9 +72,9 @@ struct TransposedMathWarp : MathWarp {
       float last = 0.f;
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; ++j) {
-        const float left = load_shared_float(a_scale + 8 * j), right = load_shared_float(a_scale + 8 * j + 1);
-        const float scales[2] = {left * weight, right * weight};
-        last = right;
+        const uint2 pair = load_shared_8(tokens + 32 * j);
+        last = __uint_as_float(pair.y);
+        const float scales[2] = {__uint_as_float(pair.x) * weight, last * weight};
 #pragma unroll
         for (int i = 0; i < 4; ++i) add_product<First>(sum[slab][4 * j + i], scales[i % 2], partial[4 * j + i]);
       }
