@@ -52,7 +52,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_weights(const Tile& tile, int k_block, u32 stage) const {
-    const int tokens = (tile.upright() ? 2 : DEPTH) * A_SCALE_BYTES +
+    const int tokens = GATHER ? 0 : (tile.upright() ? 2 : DEPTH) * A_SCALE_BYTES +
                        (PARTIAL ? pieces(tile) * A_PIECE_BYTES : DEPTH * tile_m * BLOCK_K);
     const int weights = tile.columns() * WEIGHT_BYTES;
     Barrier& full = weights_arrived(s, stage);
@@ -85,6 +85,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_tokens(const Tile& tile, int k_block, u32 stage) const {
+    if constexpr (GATHER) return;
     const u32 full = s.ring.full[stage].address();
     const u32 target = shared_address(s.a[stage]);
     if constexpr (PARTIAL) {

@@ -36,6 +36,12 @@ struct ScheduleArguments {
   int tile_rows;     // without groups: number of tile rows
   int counter;       // DYNAMIC: index of the counter in `groups`; set to 0 by a kernel before the previous one
   int early_stages;  // `most` of fill_ring()
+#if GATHER
+  const int* tokens;  // the row of a of each row
+  const u8* a;
+  const float* a_scale;
+  long long a_pitch, a_scale_pitch;
+#endif
 
   // The number of rows in a tile. Without groups this may be less than BLOCK_M, so that tiles share the rows of a
   // evenly: TMA is slowest at loading rows past the end. With STAGED it is BLOCK_M, because TMA stores only whole slabs

@@ -51,6 +51,7 @@ class TileConfig:
     packed: str | None = None
     column_bytes: int = 0
     transposed: bool = False
+    gather: bool = False
 
     @property
     def name(self) -> str:

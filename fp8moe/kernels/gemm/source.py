@@ -30,7 +30,7 @@ def kernel_spec(
 ) -> KernelSpec:
     """Return the kernel spec for weights (n, k). All arguments become compile-time constants; M is given at launch."""
     dynamic = is_dynamic(tile, k, epilogue)
-    values = _common(tile, n, arguments_type(epilogue)) | {
+    values = _common(tile, n, arguments_type(epilogue, tile.gather)) | {
         "K": k,
         "SWAP": int(tile.weights_as_rows),
         "TRANSPOSED": int(tile.transposed),
@@ -49,7 +49,7 @@ def kernel_spec(
         "GATED": int(epilogue.gated),
         "DYNAMIC": int(dynamic),
     }
-    busy = dynamic or tile.column_bytes or (tile.half_tiles and isinstance(epilogue, PeerStore))
+    busy = tile.gather or dynamic or tile.column_bytes or (tile.half_tiles and isinstance(epilogue, PeerStore))
     if tile.math_registers and tile.unpacks:
         values |= {"MATH_REGISTERS": tile.math_registers - 24, "PRODUCER_REGISTERS": UNPACK_REGISTERS}
     elif tile.math_registers and busy:
@@ -63,7 +63,9 @@ def kernel_spec(
         helpers = "Unpacker" if tile.unpacks else helpers
     prelude = f'{constants(values)}{tile.mma_source}\n#include "{header}"\n#include "{epilogue.header}"\n'
     prelude += f"using Math = {math};\nusing Helpers = {helpers};\nusing Epilogue = {type(epilogue).__name__};\n"
-    return KernelSpec("gemm.cu", "gemm", epilogue.defines, prelude)
+    if tile.gather:
+        prelude = prelude.replace("using Helpers = Idle;", "using Helpers = Gatherer;").replace('#include "gemm_math.cuh"', '#include "gemm_gather.cuh"')
+    return KernelSpec("gemm.cu", "gemm", (*epilogue.defines, ("GATHER", int(tile.gather))), prelude)
 
 
 def grouped_k_spec(tile: GroupedKTile, n: int, *, out_float32: bool, accumulate: bool) -> KernelSpec:
@@ -73,10 +75,12 @@ def grouped_k_spec(tile: GroupedKTile, n: int, *, out_float32: bool, accumulate:
     return KernelSpec("gemm_k.cu", "gemm_k", prelude=prelude)
 
 
-def arguments_type(epilogue: Epilogue) -> type[ctypes.Structure]:
+def arguments_type(epilogue: Epilogue, gather: bool = False) -> type[ctypes.Structure]:
     """Return the ctypes type of ``struct Arguments`` of cuda/sm90/gemm.cu, including the epilogue's ``Output``."""
     sizes = ("m", "max_m", "raster", "group_pitch", "tile_m", "tile_rows", "counter", "early_stages")
     schedule = (("groups", ctypes.c_int64), *((name, ctypes.c_int) for name in sizes))
+    if gather:
+        schedule += tuple((name, ctypes.c_int64) for name in ("tokens", "a", "a_scale", "a_pitch", "a_scale_pitch"))
     columns = (("b_scale", ctypes.c_int64), ("bias", ctypes.c_int64))
     fields = (*columns, *epilogue.fields, *schedule)
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
