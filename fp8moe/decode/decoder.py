@@ -25,6 +25,7 @@ from fp8moe.decode.stats import Records, Stats, cache_bytes, pool_bytes
 from fp8moe.decode.step import Capabilities, Step, capture_stream
 from fp8moe.decode.use import ModelState, check_eval, ranks_of
 from fp8moe.hf.fused import FusedModule, find_fused
+from fp8moe.hf.routing import check_outside
 from fp8moe.layers.wrapped import check_not_around, unwrapped
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime import config
@@ -133,7 +134,7 @@ class GraphDecoder:
         TypeError, ValueError: an argument is wrong, or the model cannot be captured; the message says why. The check
             runs a few tokens through the decode step, with a static cache: their logits must be the same as without a
             cache.
-        RuntimeError: the capture itself failed.
+        RuntimeError: the capture itself failed, or the call is in a block of `fp8moe.hf.replay_routing` for the model.
     """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -166,6 +167,7 @@ class GraphDecoder:
             model = unwrapped("model", model)
         self.device = device_of(model)
         self.captured = capture and self.device.type == "cuda"
+        check_outside("GraphDecoder", model)
         check_model(model, self.captured)
         self.model = model
         self.ranks = ranks_of(model)
@@ -367,6 +369,7 @@ class GraphDecoder:
                 made = "inside" if self._batch_invariant else "outside"
                 raise RuntimeError(f"the decoder was made {made} of fp8moe.batch_invariant(): call it there too")
             check_eval(self.model)
+            check_outside("GraphDecoder", self.model)
             refits = refits_of(self.model)
             refits.check(refits.count)
             if self.captured and (change := self._state.change(self.model)):

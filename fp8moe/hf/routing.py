@@ -69,6 +69,12 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
         yield block.recorded
 
 
+def check_outside(owner: str, model: nn.Module) -> None:
+    """Raise RuntimeError if this thread is in a block of `replay_routing` or `record_routing` for the model."""
+    if any(model in block.models for block in _thread.blocks):
+        raise RuntimeError(f"{owner}: it neither replays nor records routing; call it outside of the block")
+
+
 class _Layer(NamedTuple):
     """A layer with experts.
 

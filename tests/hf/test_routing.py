@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe import hf
+from fp8moe.decode import GraphDecoder
 from fp8moe.hf import routing as module
 from fp8moe.hf import versions
 from fp8moe.layers import GroupedExperts
@@ -368,6 +369,26 @@ def test_base_model_and_router_alone():
             model.model.layers[0].mlp.gate(torch.zeros(5, 128))
         model.model(inputs_embeds=model.get_input_embeddings()(IDS))
     assert torch.equal(again.routing, given)
+
+
+def test_decoders_are_refused_in_a_block():
+    """Its graphs would not see the block. Those of another model are not meant."""
+    model, other = (build("Qwen3MoeForCausalLM") for _ in range(2))
+    decoder = GraphDecoder(model, max_length=16)
+    expected = decoder.generate(IDS[:1], max_new_tokens=2)
+    with hf.record_routing(model) as recorded:
+        logits_of(model)
+    for block in (hf.replay_routing(model, recorded.routing), hf.record_routing(model)):
+        with block:
+            for call in (
+                lambda: decoder.generate(IDS[:1], max_new_tokens=2),
+                lambda: next(decoder.stream(IDS[:1], max_new_tokens=2)),
+                lambda: GraphDecoder(model, max_length=16),
+            ):
+                with pytest.raises(RuntimeError, match=r"^GraphDecoder: it neither replays nor records routing"):
+                    call()
+    with hf.record_routing(other):
+        assert torch.equal(decoder.generate(IDS[:1], max_new_tokens=2), expected)
 
 
 def test_a_layer_that_runs_twice_is_an_error():
