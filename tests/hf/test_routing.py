@@ -195,7 +195,7 @@ def qwen(**how):
 
 
 def gradients(model, batches, checkpointed=None, order=(1, 0)):
-    """Of the parameters, after a replay of each batch and then the backwards in this order."""
+    """Gradients of the parameters, after a replay of each batch and then the backwards in this order."""
     model = copy.deepcopy(model).train()
     if checkpointed is not None:
         checkpointed(model)
