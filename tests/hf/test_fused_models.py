@@ -24,7 +24,8 @@ from fp8moe.weights import DEFAULT_SKIP, save_fp8_checkpoint
 from tests.tiny_moe_models import MODELS
 
 NAME = "Qwen3MoeForCausalLM"
-WHOLE = "norms and residuals, heads and cache, router"
+WHOLE = "norms and residuals, q, k and v as one, heads and cache, router"
+LATENT = "norms and residuals, queries and latents as one, latent attention"
 WIDE = {"head_dim": 128, "hidden_size": 256, "num_key_value_heads": 1, "num_attention_heads": 2}
 
 # What is fused in some classes: of the layers, and of modules by themselves.
@@ -32,14 +33,12 @@ PARTS = {
     "Qwen3MoeForCausalLM": {"norm", "router", WHOLE},
     "MixtralForCausalLM": {"norm", "router", WHOLE},
     "Qwen2MoeForCausalLM": {"norm", "router", WHOLE},
-    "Glm4MoeForCausalLM": {"norm", "router", "norms and residuals, heads and cache", WHOLE},
-    "DeepseekV3ForCausalLM": {
-        *("norm", "router", "norms and residuals, latent attention", "norms and residuals, latent attention, router")
-    },
+    "Glm4MoeForCausalLM": {"norm", "router", WHOLE.removesuffix(", router"), WHOLE},
+    "DeepseekV3ForCausalLM": {"norm", "router", LATENT, f"{LATENT}, router"},
     "OlmoeForCausalLM": {"norm", "router", "norms and residuals, router"},
     "JambaForCausalLM": {"norm"},
     "Qwen3NextForCausalLM": {"router"},
-    "GptOssForCausalLM": set(),
+    "GptOssForCausalLM": {"norm", "router", WHOLE},
 }
 
 
@@ -112,7 +111,7 @@ def test_a_router_in_float32_is_fused_in_a_model_in_bfloat16():
     x = torch.randn(5, routers[0].weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.no_grad():
         before, before_routed = logits(model), routers[0](x)
-        assert "norms and residuals, latent attention, router" in {row.what for row in optimize(model)}
+        assert f"{LATENT}, router" in {row.what for row in optimize(model)}
         logits_of_experts, weights, index = routers[0](x)
     assert logits_of_experts.dtype is torch.float32
     torch.testing.assert_close(logits_of_experts, before_routed[0], rtol=1e-5, atol=1e-6)
@@ -329,6 +328,7 @@ KNOWN_IN_EARLIER_VERSIONS = {
     "qwen2_moe": ("Qwen2MoeAttention",),
     "glm4_moe": ("Glm4MoeAttention",),
     "deepseek_v3": ("DeepseekV3Attention",),
+    "gpt_oss": ("GptOssDecoderLayer", "GptOssAttention"),
 }
 """For each digest of `LATER_DIGESTS` a class that has it."""
 
