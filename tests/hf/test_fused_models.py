@@ -230,9 +230,10 @@ def test_sinks_half_tables_and_the_bias_of_a_router_in_bfloat16():
         for layer in model.model.layers:
             layer.self_attn.sinks.normal_()
             layer.mlp.router.bias.normal_()
+            layer.input_layernorm.weight.normal_(1, 0.1)
     before, routed = logits(model), model.model.layers[0].mlp.router(hidden := torch.randn(9, 128).bfloat16())
     optimize(model)
-    assert 0 < distance(logits(model), before) <= 2e-2
+    assert distance(logits(model), before) <= 2e-2
     with torch.no_grad():
         ours = model.model.layers[0].mlp.router(hidden)
     assert torch.equal(ours[0], routed[0]) and torch.equal(ours[2], routed[2])
