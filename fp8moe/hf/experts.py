@@ -6,6 +6,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
@@ -27,11 +28,8 @@ BOUND = ("forward", "_old_forward")
 `_old_forward` holds it while the module has accelerate's hook, and `forward` holds it after the hook is removed.
 """
 
-KEEPS_COPIES = "_fp8moe_keeps_copies"
-"""The attribute of an experts module that makes `experts_forward` train its weights: see `prepare_training`.
-
-Its value: whether FP8 copies of the weights are kept between calls. FSDP2 may gather other weights for the next call.
-"""
+TRAINS = "_fp8moe_trains"
+"""The attribute of an experts module that makes `experts_forward` train its weights: see `prepare_training`."""
 
 _MASTERS = "_fp8moe_masters"
 
@@ -55,12 +53,12 @@ def experts_forward(
     Otherwise the result covers this rank's experts: transformers gives the experts of other ranks the index
     num_experts, which is out of range and adds nothing.
 
-    Weights that require gradients get them while the module has the attribute KEEPS_COPIES, as in `replay_routing`.
+    Weights that require gradients get them while the module has the attribute TRAINS, as in `replay_routing`.
     Otherwise the backward raises RuntimeError.
     """
     inputs, order = (hidden_states, top_k_index, top_k_weights), {"groups": groups, "rows": rows}
     trained = [weight for weight in _weights(self) if weight.requires_grad]
-    if trained and KEEPS_COPIES in self.__dict__ and (masters := _masters_of(self)) is not None:
+    if trained and TRAINS in self.__dict__ and (masters := _masters_of(self)) is not None:
         return _train(self, masters, inputs, norm, residual=residual, **order)
     layer = cached_layer(self)
     # The layer is frozen: its weights get no gradients. If weights require gradients, the backward must raise an error.
@@ -81,9 +79,9 @@ def experts_forward(
 def prepare_training(module: nn.Module) -> None:
     """Make or update the GroupedExperts whose masters are a module's weights, unless none of these requires a gradient.
 
-    Call it before each forward of a model: `experts_forward` runs the layer while the module has the attribute
-    KEEPS_COPIES. FP8 weights have no masters. Where gradients are recorded, raises TypeError or ValueError, naming the
-    module's class, for other weights that GroupedExperts cannot train.
+    Call it before each forward of a model: `experts_forward` runs the layer while the module has the attribute TRAINS.
+    FP8 weights have no masters. Where gradients are recorded, raises TypeError or ValueError, naming the module's
+    class, for other weights that GroupedExperts cannot train.
     """
     weights, layer = _weights(module), _masters_of(module)
     if not any(weight.requires_grad for weight in weights) or any(weight.dtype not in FLOATING for weight in weights):
@@ -111,7 +109,7 @@ def _masters_of(module: nn.Module) -> GroupedExperts | None:
 
 @torch.compiler.disable
 def _train(module: nn.Module, layer: GroupedExperts, inputs: tuple, norm: Norm | None, **others: Tensor | None) -> Any:
-    gathered = not getattr(module, KEEPS_COPIES)
+    gathered = _is_gathered(module)
     if gathered:
         _take(layer, module._parameters)
     try:
@@ -202,10 +200,13 @@ class _CachedLayer:
         """Return whether the layer is up to date, as far as addresses and version counters of the weights show.
 
         After a switch between train and eval mode the layer counts as outdated: weights may have been swapped for an
-        evaluation without a change of address or version.
+        evaluation without a change of address or version. So do FP8 copies of weights that FSDP2 gathers.
         """
-        same_mode = self.layer is not None and self.layer.training == module.training
-        return same_mode and self.weights is not None and self.weights.matches(_weights(module))
+        if self.layer is None or self.layer.training != module.training or self.weights is None:
+            return False
+        weights = _weights(module)
+        copied = any(weight.dtype in FLOATING for weight in weights) and _is_gathered(module)
+        return not copied and self.weights.matches(weights)
 
     def __reduce__(self):
         return _CachedLayer, ()
@@ -213,6 +214,19 @@ class _CachedLayer:
 
 def _weights(module: nn.Module) -> list[Tensor]:
     return [value for value in module._parameters.values() if value is not None]
+
+
+def _is_gathered(module: nn.Module) -> bool:
+    """Return whether FSDP2 shards the module's weights.
+
+    For each forward, FSDP2 then gathers them into the same memory, without a change of their version counters.
+    """
+    if not dist.is_available():
+        return False
+    from torch.distributed._composable_state import _module_state_mapping as states
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(each, FSDPModule) and module in each.modules() for each in list(states))
 
 
 @torch.compiler.disable

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from fp8moe.hf.architecture import is_of_transformers
-from fp8moe.hf.experts import KEEPS_COPIES, prepare_training, runs_here
+from fp8moe.hf.experts import TRAINS, prepare_training, runs_here
 from fp8moe.hf.fused.known_forwards import CHOICE, form_of
 from fp8moe.layers.wrapped import chain, unwrapped
 
@@ -279,23 +279,18 @@ class _Block:
 
 
 class _Replay(_Block):
-    """A block of `replay_routing`. It lets experts that run on fp8moe train their weights.
-
-    keeps_copies: whether FP8 copies of these weights stay between calls; see `fp8moe.hf.experts.KEEPS_COPIES`.
-    """
+    """A block of `replay_routing`. It lets experts that run on fp8moe train their weights."""
 
     def __init__(self, model: nn.Module, layers: list[_Layer], routing: Tensor):
         super().__init__(model, layers)
         self.routing = {routing.device: routing}
         self.batch = tuple(routing.shape[:2])
         self.experts = [module for module in model.modules() if runs_here(module)]
-        kinds = (kind for module in model.modules() for kind in type(module).__mro__)
-        self.keeps_copies = all(kind.__name__ != "FSDPModule" for kind in kinds)
 
     def replaced(self) -> Iterator[tuple[Any, str, Any]]:
         yield from super().replaced()
         for module in self.experts:
-            yield module, KEEPS_COPIES, self.keeps_copies
+            yield module, TRAINS, True
 
     def begin(self, shape: tuple[int, int], mask: Tensor | None) -> None:
         for module in self.experts:
