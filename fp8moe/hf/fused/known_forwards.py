@@ -10,7 +10,8 @@ import functools
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,17 +60,20 @@ def rotates_halves(attention: nn.Module) -> bool:
     return half is not None and digest(half) == ROTATE_HALF
 
 
+recorders: ContextVar[Mapping[nn.Module, Callable[[Tensor], None]]] = ContextVar("recorders", default={})
+"""In blocks that only record routing: what to call with the experts (T, K) that a router has chosen in our kernels."""
+
 _HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def runs_as_written(module: nn.Module) -> bool:
     """Return whether the module has no hooks, and its forward is the class's own or was set by fp8moe.
 
-    `optimize` and `unregister` set forwards. transformers leaves behind hooks that record outputs; these hooks are
+    `optimize`, `unregister` and `record_routing` set forwards. transformers leaves behind hooks that record outputs; these hooks are
     ignored unless a call asks for the outputs.
     """
     own = module.__dict__
-    as_written = "forward" not in own or is_fused(module) or is_kept(module)
+    as_written = "forward" not in own or is_fused(module) or is_kept(module) or module in recorders.get()
     if not as_written or any(own[kind] for kind in _HOOKS):
         return False
     return all(map(_is_idle, own["_forward_hooks"].values()))
