@@ -69,7 +69,7 @@ class ShortPrompts:
         missing = (columns - length, 0)
         return pad(tokens, missing), pad(mask.bool(), missing)
 
-    def read(self, tokens: Tensor, eagerly: Callable[[Tensor], Tensor], recorded: bool) -> Tensor:
+    def read(self, tokens: Tensor, eagerly: Callable[[Tensor], Tensor], recorded: bool = False) -> Tensor:
         """Return the logits ``eagerly(tokens)``, from a graph if there is one. They are valid until the next call.
 
         tokens: (B, T), where T is one of ``self.columns``. recorded: whether ``eagerly`` records routing.
