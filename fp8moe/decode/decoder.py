@@ -228,9 +228,10 @@ class GraphDecoder:
         Raises TypeError or ValueError for wrong arguments: more than max_length tokens, more sequences than the largest
         captured batch, padding on the right. Raises ValueError for settings of ``model.generation_config`` that would
         change tokens but are not applied (suppress_tokens, bad_words_ids, min_length, num_beams...), if the model is in
-        training mode, and for return_routing of a model whose routers are not known. Raises NaNLogits, a ValueError with what was generated, if the logits of a sequence become
-        NaN. Raises RuntimeError if the decoder is closed, if the weights change during the call, and if they have
-        changed since the capture other than by a complete `fp8moe.refit`.
+        training mode, and for return_routing of a model whose routers are not known. Raises NaNLogits, a ValueError
+        with what was generated, if the logits of a sequence become NaN. Raises RuntimeError if the decoder is closed,
+        if the weights change during the call, and if they have changed since the capture other than by a complete
+        `fp8moe.refit`.
         """
         return self._only(parse(self, input_ids, options, self.model.generation_config))
 
@@ -276,10 +277,11 @@ class GraphDecoder:
         progress: True for a bar on standard error; or a function, which is called with the number of results and the
             number of requests, None if that is unknown.
 
-        Yields (index of the request, new tokens (n,) without padding) as requests end; with return_logprobs or
-        return_routing, (index, (tokens, logprobs, routing)) with those that the request wants. A request that is refused, or whose logits become NaN, gives (index, ValueError), and the
-        others go on. A request's tokens do not depend on other requests, except for rounding. Closing the iterator, or
-        leaving the loop and dropping the iterator, frees the rows.
+        Yields (index of the request, new tokens (n,) without padding) as requests end; in place of the tokens (tokens,
+        logprobs) for a request with return_logprobs, (tokens, routing) with return_routing, (tokens, logprobs, routing)
+        with both; routing is (P + L + n - 1, layers, K). A request that is refused, or whose logits become NaN, gives
+        (index, ValueError), and the others go on. A request's tokens do not depend on other requests, except for
+        rounding. Closing the iterator, or leaving the loop and dropping the iterator, frees the rows.
 
         Raises TypeError for wrong arguments, and ValueError for a model that cannot have rows of different lengths in a
         batch. The iterator raises RuntimeError as `generate` does.
@@ -325,8 +327,8 @@ class GraphDecoder:
         """Generate for ``model.generate(..., custom_generate=decoder)``, which calls this with prepared arguments.
 
         Settings come from ``generation_config``; presence_penalty, seed, prefix, return_logprobs and return_routing may
-        also be given to ``model.generate``. transformers does not pass on a streamer or a tokenizer: for a streamer, use
-        ``custom_generate=functools.partial(decoder, streamer=streamer)``, and for stop strings
+        also be given to ``model.generate``. transformers does not pass on a streamer or a tokenizer: for a streamer,
+        use ``custom_generate=functools.partial(decoder, streamer=streamer)``, and for stop strings
         ``functools.partial(decoder, tokenizer=tokenizer)``.
 
         Returns what `generate` does; with return_dict_in_generate, the tokens are in a GenerateDecoderOnlyOutput.

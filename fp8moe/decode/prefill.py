@@ -37,8 +37,9 @@ class ShortPrompts:
     """CUDA graphs that prefill short prompts in a step of ``size`` rows.
 
     The host takes longer to launch the kernels of a short prompt than the GPU to run them. Prompts are padded on the
-    left to one of COLUMNS. Each of these lengths has a graph, captured at its second use, and another that records routing. All graphs share one memory
-    pool. If the model reads values on the host, prompts are prefilled without graphs.
+    left to one of COLUMNS. Each of these lengths has a graph, captured at its second use, and another that also records
+    routing. All graphs share one memory pool. If the model reads values on the host, prompts are prefilled without
+    graphs.
 
     chunk: the most columns to prefill at a time.
     """

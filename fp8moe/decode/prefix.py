@@ -29,6 +29,7 @@ class Prefix:
         self.pads = decoder.capabilities.ragged and not has_states(self._cache)
 
     def _read(self, recorder: Recorder | None) -> None:
+        """Prefill the cache, and record the routing of the prefix if there is a recorder."""
         step = self._decoder().step_of(1, self.length)
         step.start(1, self.length, None, [], 0)
         step.record(recorder)

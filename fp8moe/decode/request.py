@@ -159,6 +159,10 @@ class Request:
         """Return how many columns the prefix takes."""
         return 0 if self.prefix is None else self.prefix.length
 
+    def reads(self, new: int) -> int:
+        """Return how many tokens are read before the last of ``new`` ones: the prefix, ``given`` with padding, others."""
+        return self.before + self.given.shape[1] + new - 1
+
     def end_stream(self) -> None:
         if self.streamer is not None:
             self.streamer.end()

@@ -388,7 +388,7 @@ class Scheduler:
         self._reports.push(torch.stack(parts))
         for request in self._alive:
             if request.stepwise and request.recorder is not None:
-                end = request.before + request.given.shape[1] + request.made - 1
+                end = request.reads(request.made)
                 request.routing.push(self._routing(request, 0 if request.made == 1 else end - 1, end))
         self._reported.append([(request, request.rows) for request in self._alive])
         while len(self._reports) > self._reports.lag:
@@ -455,9 +455,8 @@ class Scheduler:
         self._left.append((self._forwards, requests))
         for request in requests:
             if request.recorder is not None:
-                end = request.before + request.given.shape[1] + request.new_tokens - 1
                 request.routing = Readback(self._decoder.device)
-                request.routing.push(self._routing(request, 0, end))
+                request.routing.push(self._routing(request, 0, request.reads(request.new_tokens)))
             self._alive.remove(request)
             self._free += request.rows
             request.rows = []
@@ -488,9 +487,9 @@ class Scheduler:
             self._news.append(News(request.key, _result(request, device, host, counts, failed)))
 
     def _routing(self, request: Request, start: int, end: int) -> Tensor:
-        """Return the experts (B, end - start, layers, K) of tokens ``start`` to ``end`` of a request, -1 for padding.
+        """Return the experts (B, end - start, layers, K) of a request's tokens ``start`` to ``end``, -1 for padding.
 
-        Counted are the tokens of the prefix, of `Request.given` with its padding, and new ones.
+        Tokens are counted as by `Request.reads`.
         """
         rows, before, (batch, length) = self._rows([request])[:, None], request.before, request.given.shape
         padded = torch.zeros(batch, end, dtype=torch.bool, device=rows.device)
@@ -551,7 +550,7 @@ def _result(request: Request, device: Tensor, host: Tensor, counts: list[int], f
     logprobs = _floats(values[:, 1]).masked_fill(ended, 0).to(home) if request.return_logprobs else None
     routing = None
     if request.recorder is not None:
-        prompt = request.before + request.given.shape[1] - 1
+        prompt = request.reads(0)
         routing = request.routing.pop()[home.type == "cpu"][:, : prompt + max(counts)].to(home)
         routing[:, prompt:].masked_fill_(ended[..., None, None].to(home), -1)
     if request.with_prompts:

@@ -160,7 +160,9 @@ def test_a_prefix_is_a_part_of_it(model, length, chunk):
         before = prefix.expand(3, -1)
         read, shown = torch.cat([before, tokens[:, :-1]], 1), torch.cat([torch.ones_like(before), mask], 1)
         assert torch.equal(routing, recorded(model, read, shown)[0])
-    streamed = [piece for _, piece in decoder.stream(ids, attention_mask=mask, prefix=handle, max_new_tokens=6, **ENDLESS)]
+    streamed = [
+        piece for _, piece in decoder.stream(ids, attention_mask=mask, prefix=handle, max_new_tokens=6, **ENDLESS)
+    ]
     assert torch.equal(torch.cat(streamed, 1), routing)
 
 

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -60,8 +61,10 @@ def rotates_halves(attention: nn.Module) -> bool:
     return half is not None and digest(half) == ROTATE_HALF
 
 
-recorders: ContextVar[Mapping[nn.Module, Callable[[Tensor], None]]] = ContextVar("recorders", default={})
-"""In blocks that only record routing: what to call with the experts (T, K) that a router has chosen in our kernels."""
+recorders: ContextVar[Mapping[nn.Module, Callable[[Tensor], None]]] = ContextVar(
+    "recorders", default=MappingProxyType({})
+)
+"""While routing is recorded, not replayed: what gets the experts (T, K) that a router chooses in fp8moe's kernels."""
 
 _HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -69,8 +72,8 @@ _HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks")
 def runs_as_written(module: nn.Module) -> bool:
     """Return whether the module has no hooks, and its forward is the class's own or was set by fp8moe.
 
-    `optimize`, `unregister` and `record_routing` set forwards. transformers leaves behind hooks that record outputs; these hooks are
-    ignored unless a call asks for the outputs.
+    `optimize`, `unregister` and `record_routing` set forwards. transformers leaves behind hooks that record outputs;
+    these hooks are ignored unless a call asks for the outputs.
     """
     own = module.__dict__
     as_written = "forward" not in own or is_fused(module) or is_kept(module) or module in recorders.get()
