@@ -160,7 +160,7 @@ class Request:
         return 0 if self.prefix is None else self.prefix.length
 
     def reads(self, new: int) -> int:
-        """Return how many tokens are read for ``new`` ones: prefix, ``given`` with padding, all new ones but the last."""
+        """Return how many tokens are read for ``new`` ones: prefix, ``given`` with padding, new ones but the last."""
         return self.before + self.given.shape[1] + new - 1
 
     def end_stream(self) -> None:
