@@ -61,7 +61,7 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
     """Record which experts the model's routers take in each forward in the block, in this thread.
 
     model: as for `replay_routing`, which takes the `routing` of the result. In a `replay_routing` block it has the
-    experts that were given.
+    experts that were given. Routers that `optimize` has fused run fused, and say what they choose.
     Raises TypeError or ValueError for a model whose routers are not known.
     """
     with Recorder(model).open() as recorded:
@@ -71,7 +71,10 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
 def check_outside(owner: str, model: nn.Module) -> None:
     """Raise RuntimeError if this thread is in a block of `replay_routing` or `record_routing` for the model."""
     if any(model in block.models for block in _thread.blocks):
-        raise RuntimeError(f"{owner}: it neither replays nor records routing; call it outside of the block")
+        raise RuntimeError(
+            f"{owner}: its graphs do not see this block of replay_routing or record_routing; call it outside, with "
+            "return_routing=True to record"
+        )
 
 
 class _Layer(NamedTuple):
@@ -325,9 +328,8 @@ class Recorder(_Block):
 def _opened(blocks: list[_Block], recomputes: bool = False) -> Iterator[None]:
     """Make these the blocks that this thread has open."""
     before = _thread.blocks, _thread.recomputes, recorders.get()
-    routers = {router for block in blocks for router in block.routers if runs_as_written(router)}
-    if any(isinstance(block, _Replay) for block in blocks):
-        routers = set()
+    replays = any(isinstance(block, _Replay) for block in blocks)
+    routers = [] if replays else [router for block in blocks for router in block.routers if runs_as_written(router)]
     held = []
     try:
         for block in blocks:

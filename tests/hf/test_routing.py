@@ -385,7 +385,7 @@ def test_decoders_are_refused_in_a_block():
                 lambda: next(decoder.stream(IDS[:1], max_new_tokens=2)),
                 lambda: GraphDecoder(model, max_length=16),
             ):
-                with pytest.raises(RuntimeError, match=r"^GraphDecoder: it neither replays nor records routing"):
+                with pytest.raises(RuntimeError, match=r"^GraphDecoder: its graphs do not see this block"):
                     call()
     with hf.record_routing(other):
         assert torch.equal(decoder.generate(IDS[:1], max_new_tokens=2), expected)
