@@ -50,6 +50,8 @@ LATER_DIGESTS = {
     "14020457402ee7ec": "f646f8be1444751f",  # MixtralAttention
     "0fe5c075091ec784": "bcc7d9a8194d1110",  # Glm4MoeAttention
     "93f60903d45cea90": "7035ce544a77a2ac",  # DeepseekV3Attention
+    "816ee7ef0bb81415": "22d2a9344e3cc50b",  # GptOssAttention
+    "3192a71454cbfc54": "5ad457d5ec4d898d",  # GptOssDecoderLayer
 }
 """Maps digests of forwards with `past_key_values` to the digests in `known_forwards` of later versions of them."""
 

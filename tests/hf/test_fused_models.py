@@ -16,6 +16,7 @@ from torch import nn
 from fp8moe import FP8Linear, GroupedExperts, replace_linears
 from fp8moe.hf import optimize, register
 from fp8moe.hf.fused import linears
+from fp8moe.hf.fused.attention import _whole
 from fp8moe.hf.fused.fuse import is_decoder_layer
 from fp8moe.hf.fused.known_forwards import digest, runs_as_written
 from fp8moe.hf.versions import LATER_DIGESTS
@@ -24,7 +25,8 @@ from fp8moe.weights import DEFAULT_SKIP, save_fp8_checkpoint
 from tests.tiny_moe_models import MODELS
 
 NAME = "Qwen3MoeForCausalLM"
-WHOLE = "norms and residuals, heads and cache, router"
+WHOLE = "norms and residuals, q, k and v as one, heads and cache, router"
+LATENT = "norms and residuals, queries and latents as one, latent attention"
 WIDE = {"head_dim": 128, "hidden_size": 256, "num_key_value_heads": 1, "num_attention_heads": 2}
 
 # What is fused in some classes: of the layers, and of modules by themselves.
@@ -32,14 +34,12 @@ PARTS = {
     "Qwen3MoeForCausalLM": {"norm", "router", WHOLE},
     "MixtralForCausalLM": {"norm", "router", WHOLE},
     "Qwen2MoeForCausalLM": {"norm", "router", WHOLE},
-    "Glm4MoeForCausalLM": {"norm", "router", "norms and residuals, heads and cache", WHOLE},
-    "DeepseekV3ForCausalLM": {
-        *("norm", "router", "norms and residuals, latent attention", "norms and residuals, latent attention, router")
-    },
+    "Glm4MoeForCausalLM": {"norm", "router", WHOLE.removesuffix(", router"), WHOLE},
+    "DeepseekV3ForCausalLM": {"norm", "router", LATENT, f"{LATENT}, router"},
     "OlmoeForCausalLM": {"norm", "router", "norms and residuals, router"},
     "JambaForCausalLM": {"norm"},
     "Qwen3NextForCausalLM": {"router"},
-    "GptOssForCausalLM": set(),
+    "GptOssForCausalLM": {"norm", "router", WHOLE},
 }
 
 
@@ -112,7 +112,7 @@ def test_a_router_in_float32_is_fused_in_a_model_in_bfloat16():
     x = torch.randn(5, routers[0].weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.no_grad():
         before, before_routed = logits(model), routers[0](x)
-        assert "norms and residuals, latent attention, router" in {row.what for row in optimize(model)}
+        assert f"{LATENT}, router" in {row.what for row in optimize(model)}
         logits_of_experts, weights, index = routers[0](x)
     assert logits_of_experts.dtype is torch.float32
     torch.testing.assert_close(logits_of_experts, before_routed[0], rtol=1e-5, atol=1e-6)
@@ -210,6 +210,48 @@ def test_biases_move_together_too():
     assert linears.joined(parts).bias.shape == (512,)
 
 
+def test_plain_projections_are_one_until_they_are_parted():
+    model = MODELS["Qwen2MoeForCausalLM"].build()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    fuse(model)
+    before, calls = logits(model), []
+    attention = model.model.layers[0].self_attn
+    assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    attention.k_proj.weight.data = attention.k_proj.weight.data.clone()
+    assert distance(logits(model), before) <= 1e-5
+    attention.v_proj.register_forward_hook(lambda *given: calls.append(given))
+    assert distance(logits(model), before) <= 1e-5 and len(calls) == 1
+
+
+def test_sinks_half_tables_and_the_bias_of_a_router_in_bfloat16():
+    model = MODELS["GptOssForCausalLM"].build(torch.bfloat16)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.normal_()
+            layer.mlp.router.bias.normal_()
+            layer.input_layernorm.weight.normal_(1, 0.1)
+    before, routed = logits(model), model.model.layers[0].mlp.router(hidden := torch.randn(9, 128).bfloat16())
+    optimize(model)
+    assert distance(logits(model), before) <= 2e-2
+    with torch.no_grad():
+        ours = model.model.layers[0].mlp.router(hidden)
+    assert torch.equal(ours[0], routed[0]) and torch.equal(ours[2], routed[2])
+    torch.testing.assert_close(ours[1], routed[1], rtol=1e-2, atol=1e-3)
+
+
+def test_tables_are_repeated_again_when_they_change():
+    table = torch.randn(1, 3, 8)
+    whole = _whole(table)
+    assert _whole(table) is whole and torch.equal(whole, torch.cat([table, table], -1))
+    table.mul_(2)
+    assert torch.equal(_whole(table), 2 * whole)
+    with torch.inference_mode():
+        table = torch.randn(1, 3, 8)
+        before = _whole(table)
+        assert torch.equal(_whole(table.mul_(2)), 2 * before)
+
+
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize(
     ("one", "other", "packs"),
@@ -218,6 +260,8 @@ def test_biases_move_together_too():
         (FP8Linear(128, 128, bias=False), FP8Linear(256, 128, bias=False), None),
         (FP8Linear(128, 128, bias=False), FP8Linear(128, 128), None),
         (FP8Linear(128, 128, bias=False), nn.Linear(128, 128), None),
+        (nn.Linear(128, 128), nn.Linear(128, 128, dtype=torch.bfloat16), None),
+        (nn.Linear(128, 128), nn.Linear(128, 128, bias=False), None),
     ],
 )
 def test_linears_that_cannot_be_one_stay_where_they_are(one, other, packs, blocks):
@@ -329,6 +373,7 @@ KNOWN_IN_EARLIER_VERSIONS = {
     "qwen2_moe": ("Qwen2MoeAttention",),
     "glm4_moe": ("Glm4MoeAttention",),
     "deepseek_v3": ("DeepseekV3Attention",),
+    "gpt_oss": ("GptOssDecoderLayer", "GptOssAttention"),
 }
 """For each digest of `LATER_DIGESTS` a class that has it."""
 

@@ -90,7 +90,7 @@ def test_steps_in_float32(variant, padding, cache, attention, absorbed):
     model = make_model(attention=attention, **VARIANTS[variant])
     before = logits(model, cache, padding)
     changed = optimize(model)
-    assert "norms and residuals, latent attention" in {row.what for row in changed}
+    assert "norms and residuals, queries and latents as one, latent attention" in {row.what for row in changed}
     assert distance(logits(model, cache, padding), before) <= 1e-5
     assert len(absorbed) == 2 * NEW
     changed.restore()

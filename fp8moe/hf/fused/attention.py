@@ -4,15 +4,16 @@ The attention itself is the model's own choice (`model.config._attn_implementati
 GraphDecoder, which run fp8moe's kernel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8moe.hf.fused import known_forwards, linears, norms
-from fp8moe.hf.fused.known_forwards import called, form_of, rotates_halves, runs_as_written
+from fp8moe.hf.fused.known_forwards import called, form_of, rotary_of, runs_as_written
 from fp8moe.hf.versions import update_cache
 from fp8moe.kernels.decoder_ops import decode_attention, rotary
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
@@ -88,10 +89,12 @@ def attention_interface(module: nn.Module) -> Callable:
 def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
     """Return whether `attend` computes the same as the module's own forward for an input of this dtype."""
     form = form_of(module, known_forwards.ATTENTION)
-    if form is None or not runs_as_written(module) or not rotates_halves(module) or not position_embeddings:
+    rotation = rotary_of(module)
+    if form is None or rotation is None or not runs_as_written(module) or not position_embeddings:
         return False
     cos = position_embeddings[0]
-    if cos.dim() != 3 or cos.dtype is not dtype or not rotary.serves(module.head_dim, cos.shape[-1]):
+    rotated = cos.shape[-1] * (2 if rotation.half else 1)
+    if cos.dim() != 3 or cos.dtype is not dtype or not rotary.serves(module.head_dim, rotated):
         return False
     return not _has_norms(module, form) or all(norms.serves(part, dtype) for part in (module.q_norm, module.k_norm))
 
@@ -102,7 +105,7 @@ def prepare(module: nn.Module) -> str | None:
     Returns None for unknown code.
     """
     form = form_of(module, known_forwards.ATTENTION)
-    if form is None or not rotates_halves(module):
+    if form is None or rotary_of(module) is None:
         return None
     if _has_norms(module, form) and not (runs_as_written(module.q_norm) and runs_as_written(module.k_norm)):
         return None  # for example, transformers' tensor parallelism replaces the forwards of these norms
@@ -127,11 +130,8 @@ def attend(
     """
     form = form_of(module, known_forwards.ATTENTION)
     size = module.head_dim
-    cos, sin = position_embeddings
-    if normed.quantized is None:
-        parts = [part(normed.values) for part in inputs(module)]
-    else:
-        parts = linears.project(normed.quantized, inputs(module), cos.dtype)
+    cos, sin = map(_whole, position_embeddings) if rotary_of(module).half else position_embeddings
+    parts = linears.project(normed.quantized or normed.values, inputs(module), cos.dtype)
     q, k, v = (part.view(*lead, -1, size) for part in parts)
     past = past_key_values if cache is None else cache
     layer = _decoder_layer(past, module.layer_idx, k, v)
@@ -156,6 +156,7 @@ def attend(
             decode_attention.StaticCache(keys, values, attention_mask.begin, attention_mask.columns),
             new=new,
             window=attention_mask.window,
+            sinks=module.sinks if form.sinks else None,
             scale=module.scaling,
             quantized=linears.weights(module.o_proj) is not None,
             early=True,  # safe: the preceding kernel, a projection, writes only q, k and v
@@ -175,9 +176,23 @@ def attend(
             kwargs["sliding_window"] = module.sliding_window
         case "config":
             kwargs["sliding_window"] = getattr(module.config, "sliding_window", None)
-    kwargs |= {"dropout": 0.0, "scaling": module.scaling}
+    kwargs |= {"dropout": 0.0, "scaling": module.scaling} | ({"s_aux": module.sinks} if form.sinks else {})
     output, _ = attention_interface(module)(module, query, keys, values, attention_mask, **kwargs)
     return module.o_proj(output.reshape(*lead, -1))
+
+
+_doubled: MutableMapping[Tensor, tuple[int, Tensor]] = WeakIdKeyDictionary()
+
+
+def _whole(table: Tensor) -> Tensor:
+    """Repeat the columns of a table (1 or B, T, R / 2) of cos or sin; made once for all layers, which share a table."""
+    if torch.compiler.is_compiling() or table.is_inference():  # such a table could change unnoticed
+        return torch.cat([table, table], dim=-1)
+    version, whole = _doubled.get(table, (None, table))
+    if version != table._version:
+        whole = torch.cat([table, table], dim=-1)
+        _doubled[table] = table._version, whole
+    return whole
 
 
 def inputs(module: nn.Module) -> tuple[nn.Module, ...]:

@@ -46,7 +46,7 @@ def forward(
     if _serves_block(module, residual.dtype):
         shared = _shared(module)
         normed, logits = _norm_and_logits(
-            norm, module.gate, attended, residual, quantized=shared is not None and _serves_mlp(shared)
+            norm, _router(module), attended, residual, quantized=shared is not None and _serves_mlp(shared)
         )
         result, following_normed = _mix(module, normed, logits, following)
         return result.view(residual.shape), following_normed
@@ -55,7 +55,8 @@ def forward(
         out = _run_mlp(module, normed.quantized, residual.dtype)
     else:
         normed = norms.norm(norm, attended, residual, values=True, quantized=False)
-        out = module(normed.values.view(residual.shape)).view(normed.sum.shape)
+        out = module(normed.values.view(residual.shape))
+        out = (out[0] if isinstance(out, tuple) else out).view(normed.sum.shape)  # GPT-OSS's also returns weights
     result, following_normed = _add(normed.sum, out, following)
     return result.view(residual.shape), following_normed
 
@@ -117,7 +118,11 @@ def _serves_block(module: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether `_mix` computes the same as the block's own forward for an input of this dtype."""
     if form_of(module, known_forwards.BLOCK) is None or not runs_as_written(module):
         return False
-    return _serves_router(module.gate, dtype)
+    return _serves_router(_router(module), dtype)
+
+
+def _router(module: nn.Module) -> nn.Module:
+    return getattr(module, form_of(module, known_forwards.BLOCK).router)
 
 
 def _shared(module: nn.Module) -> nn.Module | None:
@@ -135,7 +140,7 @@ def _mix(module: nn.Module, normed: Normed, logits: Tensor, following: Norm | No
     form = form_of(module, known_forwards.BLOCK)
     x = normed.values
     ours = _are_ours(module.experts)
-    routing = _route(module.gate, logits, sort=ours and _sorts_as_router(module.experts))
+    routing = _route(_router(module), logits, sort=ours and _sorts_as_router(module.experts))
     order = {} if routing.rows is None else {"groups": routing.groups, "rows": routing.rows}
     if form.shared is None and ours:
         inputs = x, routing.index, routing.weights
@@ -205,18 +210,27 @@ def _norm_and_logits(
         normed = norms.norm(norm, x, residual, values=True, quantized=quantized)
         return normed, _logits(router, normed.values)
     rows, added = (part.reshape(-1, part.shape[-1]) for part in (x, residual))
-    options = {"residual": added, "quantized": quantized, "dtype": _logits_dtype(router, x)}
-    return norm_logits(rows, norm.weight, norm.variance_epsilon, router.weight, **options)
+    options = {"residual": added, "quantized": quantized, "dtype": _sum_dtype(router, x)}
+    normed, logits = norm_logits(rows, norm.weight, norm.variance_epsilon, router.weight, **options)
+    return normed, _with_bias(router, logits, x.dtype)
 
 
 def _logits(router: nn.Module, x: Tensor) -> Tensor:
     """Compute the router logits (M, E) of x (M, H)."""
     operand = x.to(router.weight.dtype)  # transformers keeps some routers in float32, in models of any dtype
-    return router_logits(operand, router.weight, dtype=_logits_dtype(router, x))
+    return _with_bias(router, router_logits(operand, router.weight, dtype=_sum_dtype(router, x)), x.dtype)
 
 
-def _logits_dtype(router: nn.Module, x: Tensor) -> torch.dtype:
-    return torch.float32 if form_of(router, known_forwards.ROUTER).in_float32 else x.dtype
+def _sum_dtype(router: nn.Module, x: Tensor) -> torch.dtype:
+    """Return the dtype of logits before a bias is added; the sum with it is rounded once."""
+    form = form_of(router, known_forwards.ROUTER)
+    return torch.float32 if form.in_float32 or form.logits_bias else x.dtype
+
+
+def _with_bias(router: nn.Module, logits: Tensor, dtype: torch.dtype) -> Tensor:
+    if not form_of(router, known_forwards.ROUTER).logits_bias:
+        return logits
+    return torch.add(logits, router.bias, out=torch.empty_like(logits, dtype=dtype))
 
 
 def _route(router: nn.Module, logits: Tensor, *, sort: bool) -> ChosenExperts:

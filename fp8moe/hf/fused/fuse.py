@@ -58,11 +58,12 @@ def optimize(model: nn.Module) -> Optimized:
     of their forward. A module runs as before if its code is not recognised, if it has hooks, or if its forward has been
     replaced. All modules run as before while gradients are enabled or in training mode.
 
-    FP8 weights of projections that read the same input are made adjacent in memory, which changes no name, value or
+    Weights of projections that read the same input are made adjacent in memory, which changes no name, value or
     `state_dict()`. If they become separated again (`.to()`, loading), they run as separate GEMMs.
 
-    Results are rounded as by the model's own operations, with sums in another order. Returns the changed modules in
-    the order of the model; call `.restore()` of the returned object to undo the changes.
+    Results are rounded as by the model's own operations, with sums in another order. An exception: norms that multiply
+    by their weight before they round (GPT-OSS) also round before it. Returns the changed modules in the order of the
+    model; call `.restore()` of the returned object to undo the changes.
     Raises TypeError for a model that is not a module, ValueError for one that is fused already.
     """
     if not isinstance(model, nn.Module):

@@ -52,13 +52,12 @@ def called(module: nn.Module, name: str) -> Callable | None:
     return inspect.unwrap(type(module).forward).__globals__.get(name)
 
 
-def rotates_halves(attention: nn.Module) -> bool:
-    """Return whether the attention's rotary embedding is the one that `kernels.decoder_ops.rotary` computes."""
+def rotary_of(attention: nn.Module) -> "Rotary | None":
+    """Return the description of the attention's rotary embedding; None if `rotary` does not compute this one."""
     function = called(attention, "apply_rotary_pos_emb")
-    if function is None or digest(function) not in ROTARY:
-        return False
-    half = inspect.unwrap(function).__globals__.get("rotate_half")
-    return half is not None and digest(half) == ROTATE_HALF
+    form = None if function is None else ROTARY.get(digest(function))
+    helper = None if form is None else inspect.unwrap(function).__globals__.get(form.helper)
+    return form if helper is not None and digest(helper) == form.digest else None
 
 
 recorders: ContextVar[Mapping[nn.Module, Callable[[Tensor], None]]] = ContextVar(
@@ -106,11 +105,25 @@ class Attention:
     """Description of an attention forward with projections q, k, v and o and a rotary embedding.
 
     norm: whether queries and keys of each head are normalized: "always", "if use_qk_norm" or "never". window: where
-    the forward reads the sliding window from: "module", "config" or "nowhere".
+    the forward reads the sliding window from: "module", "config" or "nowhere". sinks: whether heads have sinks.
     """
 
     norm: str
     window: str
+    sinks: bool = False
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Description of a function that applies rotary embedding to q and k.
+
+    helper, digest: the name and digest of the function that it calls. half: whether its cos and sin have one column
+    for each pair of values that are rotated together, not one for each value.
+    """
+
+    helper: str
+    digest: str
+    half: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,7 @@ class Router:
     score: the function applied to logits, "softmax" or "sigmoid". normalize: when weights are divided by their sum:
     "always" or "if norm_topk_prob". in_float32: whether logits are computed in float32; if not, they have the dtype of
     the input. cast: whether weights are cast to the dtype of the logits. bias: whether experts are chosen with a
-    correction bias and expert groups.
+    correction bias and expert groups. logits_bias: whether a bias is added to the logits.
     """
 
     score: str
@@ -128,6 +141,7 @@ class Router:
     in_float32: bool = False
     cast: bool = True
     bias: bool = False
+    logits_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,18 +161,23 @@ class Block:
     """Description of the forward of a mixture-of-experts block.
 
     shared: the attribute name of the shared experts, None if there are none. gated: whether a sigmoid gate scales the
-    shared experts' result.
+    shared experts' result. router: the attribute name of the router.
     """
 
     shared: str | None = None
     gated: bool = False
+    router: str = "gate"
 
 
 # The comment at each digest names one class of transformers with this forward; most occur in many models.
-RMS_NORM = {"1b07ee1747472a39": True}  # LlamaRMSNorm
+RMS_NORM = {
+    "1b07ee1747472a39": True,  # LlamaRMSNorm
+    "b1de898ee5fd9935": True,  # GptOssRMSNorm, which does not round before it multiplies by the weight
+}
 DECODER_LAYER = {
     "92647791d19bfb72": True,  # Qwen3MoeDecoderLayer
     "96644274337cc9a1": True,  # MixtralDecoderLayer
+    "5ad457d5ec4d898d": True,  # GptOssDecoderLayer, whose mlp also returns routing weights
 }
 MLP = {"0a08cc4ca23a9a0e": True}  # Qwen3MoeMLP
 ATTENTION = {
@@ -166,12 +185,14 @@ ATTENTION = {
     "c167ccd9ac50b49b": Attention("always", "module"),  # Qwen3MoeAttention
     "f646f8be1444751f": Attention("never", "config"),  # MixtralAttention
     "bcc7d9a8194d1110": Attention("if use_qk_norm", "nowhere"),  # Glm4MoeAttention
+    "22d2a9344e3cc50b": Attention("never", "module", sinks=True),  # GptOssAttention
 }
 LATENT_ATTENTION = {"7035ce544a77a2ac": "4cf8bd8cc9c9b3aa"}  # DeepseekV3Attention: digests of forward and expand_kv
 ROUTER = {
     "9df852d229406d32": Router("softmax", "if norm_topk_prob"),  # Qwen3MoeTopKRouter
     "7fb11be956c0942d": Router("softmax", "always"),  # Qwen3VLMoeTextTopKRouter
     "89372d209011b62d": Router("softmax", "always", cast=False),  # MixtralTopKRouter
+    "730bcb26bf7bb223": Router("softmax", "always", logits_bias=True),  # GptOssTopKRouter
     # DeepseekV3TopkRouter
     "df3fd62777ada19f": Router("sigmoid", "if norm_topk_prob", in_float32=True, cast=False, bias=True),
 }
@@ -191,7 +212,6 @@ CHOICE = {
     "4fd85a8308671691": Choice(),  # Ernie4_5_MoeTopKRouter of transformers 5.17
     "74f53deaa89fd4e6": Choice(),  # FlintTopKRouter
     "25cc4f24dd51cfcd": Choice("config.num_experts", "config.top_k_experts"),  # Gemma4TextRouter
-    "730bcb26bf7bb223": Choice(),  # GptOssTopKRouter
     "d3fe06f01eb99d12": Choice(),  # GraniteMoeTopKRouter
     "054c23255c47177c": Choice(),  # GraniteMoeTopKRouter of transformers 5.17
     "57cbffcdfaa41606": Choice(),  # HYV3TopKRouter
@@ -221,9 +241,12 @@ BLOCK = {
     "b6f29946c1778188": Block(),  # MixtralSparseMoeBlock
     "ef217d27435dae99": Block("shared_expert", gated=True),  # Qwen2MoeSparseMoeBlock
     "e9533d621e160c35": Block("shared_experts"),  # DeepseekV3MoE
+    "e26783a9b4b6ed9b": Block(router="router"),  # GptOssMLP
 }
+_ROTATE_HALF = Rotary("rotate_half", "4c77fab22626d7c9")
 ROTARY = {
-    "15cdd1d7eb945d09": "whole heads",  # the apply_rotary_pos_emb of qwen3_moe
-    "4b7dbe68e03c2004": "a part of the heads",  # the apply_rotary_pos_emb of glm4_moe
+    "15cdd1d7eb945d09": _ROTATE_HALF,  # the apply_rotary_pos_emb of qwen3_moe: whole heads
+    "4b7dbe68e03c2004": _ROTATE_HALF,  # the apply_rotary_pos_emb of glm4_moe: a part of the heads
+    # the apply_rotary_pos_emb of gpt_oss
+    "4c39ab31fe31a341": Rotary("_apply_rotary_emb", "aaee2b19b11930dc", half=True),
 }
-ROTATE_HALF = "4c77fab22626d7c9"

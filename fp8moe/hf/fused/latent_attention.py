@@ -55,10 +55,7 @@ def attend(
     module's own forward.
     """
     cos, sin = position_embeddings
-    if normed.quantized is None:
-        q, latent = (part(normed.values) for part in inputs(module))
-    else:
-        q, latent = linears.project(normed.quantized, inputs(module), cos.dtype)
+    q, latent = linears.project(normed.quantized or normed.values, inputs(module), cos.dtype)
     if module.q_lora_rank is not None:
         q = _queries(module, q)
     q = q.view(*lead, -1, module.qk_head_dim).transpose(1, 2)
