@@ -247,7 +247,7 @@ class GraphDecoder:
         """
         request = parse(self, input_ids, options, self.model.generation_config)
         if request.return_logprobs:
-            raise ValueError("return_logprobs: stream yields tokens alone; generate returns logprobs")
+            raise ValueError("return_logprobs: stream yields no logprobs; generate returns them")
         request.stepwise = True
         return self._steps(request)
 
