@@ -16,6 +16,7 @@ from fp8moe.layers.master import Fingerprint
 from fp8moe.layers.parameters import local
 from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime import autograd
+from fp8moe.runtime.checks import FLOATING
 
 NAME = "fp8moe"
 """The name under which transformers knows fp8moe's experts, expert parallelism and quantization method."""
@@ -25,6 +26,14 @@ BOUND = ("forward", "_old_forward")
 
 `_old_forward` holds it while the module has accelerate's hook, and `forward` holds it after the hook is removed.
 """
+
+KEEPS_COPIES = "_fp8moe_keeps_copies"
+"""The attribute of an experts module that makes `experts_forward` train its weights: see `prepare_training`.
+
+Its value: whether FP8 copies of the weights are kept between calls. FSDP2 may gather other weights for the next call.
+"""
+
+_MASTERS = "_fp8moe_masters"
 
 
 def experts_forward(
@@ -45,12 +54,17 @@ def experts_forward(
     `fp8moe.distributed.ExpertParallel` has spread them, top_k_index and result cover the experts of all ranks.
     Otherwise the result covers this rank's experts: transformers gives the experts of other ranks the index
     num_experts, which is out of range and adds nothing.
+
+    Weights that require gradients get them while the module has the attribute KEEPS_COPIES, as in `replay_routing`.
+    Otherwise the backward raises RuntimeError.
     """
+    inputs, order = (hidden_states, top_k_index, top_k_weights), {"groups": groups, "rows": rows}
+    trained = [weight for weight in _weights(self) if weight.requires_grad]
+    if trained and KEEPS_COPIES in self.__dict__ and (masters := _masters_of(self)) is not None:
+        return _train(self, masters, inputs, norm, residual=residual, **order)
     layer = cached_layer(self)
     # The layer is frozen: its weights get no gradients. If weights require gradients, the backward must raise an error.
-    trained = [weight for weight in _weights(self) if weight.requires_grad]
     if not trained:
-        inputs, order = (hidden_states, top_k_index, top_k_weights), {"groups": groups, "rows": rows}
         if norm is None:
             return layer(*inputs, residual=residual, **order)
         return layer.forward_with_norm(*inputs, norm, residual=residual, **order)
@@ -58,10 +72,66 @@ def experts_forward(
         f"experts_implementation={NAME!r} of {type(self).__name__} (to train its weights, put "
         "GroupedExperts.from_experts(module, master_dtype=...) in its place)"
     )
-    inputs = (hidden_states, top_k_index, top_k_weights)
     out = autograd.run(lambda *args: layer(*args[: len(inputs)]), name, *inputs, *trained)
     out = out if residual is None else residual + out
     return out if norm is None else (out, None)
+
+
+@torch.compiler.disable
+def prepare_training(module: nn.Module) -> None:
+    """Make or update the GroupedExperts whose masters are a module's weights, unless none of these requires a gradient.
+
+    Call it before each forward of a model: `experts_forward` runs the layer while the module has the attribute
+    KEEPS_COPIES. FP8 weights have no masters. Where gradients are recorded, raises TypeError or ValueError, naming the
+    module's class, for other weights that GroupedExperts cannot train.
+    """
+    weights, layer = _weights(module), _masters_of(module)
+    if not any(weight.requires_grad for weight in weights) or any(weight.dtype not in FLOATING for weight in weights):
+        return
+    if layer is None:
+        try:
+            layer = GroupedExperts.from_source(experts_source.read(module), master_dtype=module.down_proj.dtype)
+        except (TypeError, ValueError) as error:
+            if not torch.is_grad_enabled():
+                return
+            name = type(module).__name__
+            raise type(error)(
+                f"{name} cannot be trained with experts_implementation={NAME!r}; choose another: {error}"
+            ) from error
+        module.__dict__[_MASTERS] = _CachedLayer(layer)
+    _take(layer, module._parameters)
+    layer.parallel = getattr(module, "_fp8moe_parallel", None)
+    layer.train(module.training)
+
+
+def _masters_of(module: nn.Module) -> GroupedExperts | None:
+    cached = module.__dict__.get(_MASTERS)
+    return None if cached is None else cached.layer
+
+
+@torch.compiler.disable
+def _train(module: nn.Module, layer: GroupedExperts, inputs: tuple, norm: Norm | None, **others: Tensor | None) -> Any:
+    gathered = not getattr(module, KEEPS_COPIES)
+    if gathered:
+        _take(layer, module._parameters)
+    try:
+        out, normed = layer.forward_with_norm(*inputs, norm, **others)
+    finally:  # checkpointing may end a recomputed forward by an exception
+        if gathered:
+            _take(layer, dict.fromkeys(module._parameters))
+    return out if norm is None else (out, normed)
+
+
+def _take(layer: GroupedExperts, parameters: dict[str, nn.Parameter | None]) -> None:
+    """Replace parameters of the layer, whose FP8 copies are dropped."""
+    for name, value in parameters.items():
+        if layer._parameters.get(name) is not value:
+            setattr(layer, name, value)
+
+
+def runs_here(module: nn.Module) -> bool:
+    """Return whether the module is an experts module of transformers that uses "fp8moe"."""
+    return "is_transposed" in vars(module) and chosen_implementation(module) == NAME
 
 
 def keep_forwards() -> None:
@@ -70,7 +140,7 @@ def keep_forwards() -> None:
     If accelerate has hooked a module, the original forward, which accelerate keeps in the module, is replaced instead.
     """
     for module in [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]:
-        if "is_transposed" not in vars(module) or chosen_implementation(module) != NAME:
+        if not runs_here(module):
             continue
         bound = {name: vars(module)[name] for name in BOUND if name in vars(module)} or {"forward": None}
         for name, forward in bound.items():

@@ -133,8 +133,8 @@ def register() -> None:
 
     An experts module that GroupedExperts cannot express raises TypeError or ValueError with its class and the reason
     when it first runs. Frozen experts pass gradients on; a backward through experts whose weights require gradients
-    raises RuntimeError. Experts whose class does not use transformers' experts interface keep running on transformers:
-    for each such class, a model warns when it is made or switched to fp8moe.
+    raises RuntimeError outside of `replay_routing`. Experts whose class does not use transformers' experts interface
+    keep running on transformers: for each such class, a model warns when it is made or switched to fp8moe.
 
     - Trainer raises ValueError for a model with frozen FP8 weights that has neither adapters nor masters.
     - from_pretrained raises ValueError for a checkpoint in a format whose scales transformers would lose on the way to

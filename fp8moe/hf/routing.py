@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from fp8moe.hf.architecture import is_of_transformers
+from fp8moe.hf.experts import KEEPS_COPIES, prepare_training, runs_here
 from fp8moe.hf.fused.known_forwards import CHOICE, form_of, recorders, runs_as_written
 from fp8moe.layers.wrapped import chain, unwrapped
 
@@ -46,9 +47,13 @@ def replay_routing(model: nn.Module, routing: Tensor) -> Iterator[None]:
     forward that gradient checkpointing computes again takes the same experts, also after the block and in other blocks.
     In a compiled model the routers run uncompiled.
 
+    In the block, experts that run through ``experts_implementation="fp8moe"`` give their weights gradients if these
+    require any: the layer is that of ``GroupedExperts.from_experts(module, master_dtype=...)``, with the same bits.
+
     Raises TypeError or ValueError at the beginning for a model whose routers are not known, for a routing of another
-    dtype or shape, and for an expert that the model does not have; ValueError for a forward whose input_ids are not
-    (B, L), before a layer runs.
+    dtype or shape, and for an expert that the model does not have; before a layer runs, ValueError for a forward whose
+    input_ids are not (B, L), and TypeError or ValueError for one with gradients through experts that are not trained in
+    FP8, such as those of GPT-OSS.
     """
     layers = _layers_of(model)
     _check(routing, layers)
@@ -200,7 +205,7 @@ def _hold(owner: Any, name: str, ours: Any) -> None:
     with _lock:
         held = _held.get((owner, name))
         if held is None:
-            held = _held[owner, name] = _Held(vars(owner).get(name, _NOTHING), getattr(owner, name), ours)
+            held = _held[owner, name] = _Held(vars(owner).get(name, _NOTHING), getattr(owner, name, None), ours)
             setattr(owner, name, ours)
         held.count += 1
 
@@ -276,10 +281,28 @@ class _Block:
 
 
 class _Replay(_Block):
+    """A block of `replay_routing`. It lets experts that run on fp8moe train their weights.
+
+    keeps_copies: whether FP8 copies of these weights stay between calls; see `fp8moe.hf.experts.KEEPS_COPIES`.
+    """
+
     def __init__(self, model: nn.Module, layers: list[_Layer], routing: Tensor):
         super().__init__(model, layers)
         self.routing = {routing.device: routing}
         self.batch = tuple(routing.shape[:2])
+        self.experts = [module for module in model.modules() if runs_here(module)]
+        kinds = (kind for module in model.modules() for kind in type(module).__mro__)
+        self.keeps_copies = all(kind.__name__ != "FSDPModule" for kind in kinds)
+
+    def replaced(self) -> Iterator[tuple[Any, str, Any]]:
+        yield from super().replaced()
+        for module in self.experts:
+            yield module, KEEPS_COPIES, self.keeps_copies
+
+    def begin(self, shape: tuple[int, int], mask: Tensor | None) -> None:
+        for module in self.experts:
+            prepare_training(module)
+        super().begin(shape, mask)
 
     def given(self, index: int, device: torch.device) -> Tensor:
         """Return the experts (B, L, K) of a layer."""
@@ -404,9 +427,9 @@ def _model_forward(kind: type[nn.Module]) -> Callable:
                     f"routing: expected the experts of tokens (B, L) = {shape} of input_ids, got {block.batch}"
                 )
         begun = [] if _thread.recomputes else [block for block in blocks if block.shape is None]
-        for block in begun:
-            block.begin(shape, inputs.get("attention_mask"))
         try:
+            for block in begun:
+                block.begin(shape, inputs.get("attention_mask"))
             out = theirs(*args, **kwargs)
             for block in begun:
                 block.end()

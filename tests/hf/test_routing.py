@@ -1,6 +1,8 @@
 """fp8moe.hf.replay_routing and record_routing, on the CPU."""
 
 import copy
+import functools
+import pickle
 import re
 import threading
 
@@ -17,7 +19,8 @@ from fp8moe.decode import GraphDecoder
 from fp8moe.hf import routing as module
 from fp8moe.hf import versions
 from fp8moe.hf.fused import feed_forward
-from fp8moe.layers import GroupedExperts
+from fp8moe.layers import GroupedExperts, master
+from tests.errors import relative_error
 from tests.processes import in_processes
 from tests.tiny_moe_models import MODELS
 from tests.transformers_models import left_padded, prompts
@@ -531,6 +534,173 @@ def test_routers_that_run_fused_are_recorded(monkeypatch):
     assert len(chosen) == 3 and second.forward.func is feed_forward.forward_router
 
 
+# Experts that run through experts_implementation="fp8moe", and whose weights want gradients.
+
+TRAINED = ("Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM")
+
+
+def on_fp8moe(name="Qwen3MoeForCausalLM", dtype=torch.bfloat16):
+    model = MODELS[name].build(dtype)
+    model.set_experts_implementation("fp8moe")
+    return model
+
+
+def with_masters(model):
+    model = copy.deepcopy(model)
+    for name, experts in [*model.named_modules()]:
+        if name.endswith(".experts"):
+            masters = GroupedExperts.from_experts(experts, master_dtype=experts.down_proj.dtype)
+            model.set_submodule(name, masters)
+    return model
+
+
+def replayed(model, ids, routing):
+    """Logits, and the gradients that parameters got from a replay."""
+    with hf.replay_routing(model, routing):
+        logits = logits_of(model, input_ids=ids)
+    logits.float().square().mean().backward()
+    return {"logits": logits.detach()} | {
+        name: value.grad for name, value in model.named_parameters() if value.grad is not None
+    }
+
+
+def assert_equal_bits(got, expected):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.usefixtures("one_thread", "registered")
+@pytest.mark.parametrize("training", (False, True))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("name", TRAINED)
+def test_experts_get_the_gradients_of_masters(name, dtype, training):
+    model = on_fp8moe(name, dtype).train(training)
+    (ids, routing), _ = batches_of(model)
+    before = {path: dict(vars(each)) for path, each in model.named_modules()}
+    got = replayed(model, ids, routing)
+    assert_equal_bits(got, replayed(with_masters(model), ids, routing))
+    weights = [value for path, value in got.items() if ".experts." in path]
+    assert len(weights) == sum(".experts." in path for path, _ in model.named_parameters())
+    assert all(value.any() and value.dtype == dtype for value in weights)
+    for path, each in model.named_modules():
+        assert vars(each).keys() - before[path].keys() <= {"_fp8moe_masters"}
+    with pytest.raises(RuntimeError, match="has no backward"):
+        logits_of(model).sum().backward()
+    model.eval()
+    with torch.no_grad(), hf.record_routing(model) as recorded:
+        plain = logits_of(model)
+    with torch.no_grad(), hf.replay_routing(model, recorded.routing):
+        assert torch.equal(logits_of(model), plain)
+
+
+@pytest.mark.usefixtures("one_thread", "registered")
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients_of_experts_against_float32(name):
+    model = on_fp8moe(name, torch.float32).train()
+    (ids, routing), _ = batches_of(model)
+    exact = copy.deepcopy(model)
+    exact.set_experts_implementation("eager")
+    got, expected = (replayed(each, ids, routing) for each in (model, exact))
+    for path, value in expected.items():
+        # Each operand that is rounded to E4M3 costs 2.6%. Those of routers sum what nearly cancels.
+        assert relative_error(got[path], value) < (0.08 if ".experts." in path else 0.2), path
+
+
+@pytest.mark.usefixtures("one_thread", "registered")
+def test_weights_are_quantized_once_for_each_step(monkeypatch):
+    weights, quantize = [], master.quantize_128x128
+    monkeypatch.setattr(master, "quantize_128x128", lambda weight: weights.append(weight.shape) or quantize(weight))
+    model = on_fp8moe().train()
+    batches = batches_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for ids, routing in batches:
+            replayed(model, ids, routing)
+        with torch.no_grad(), hf.replay_routing(model, batches[0][1]):
+            after = logits_of(model, input_ids=batches[0][0])
+        assert len(weights) == 4 * (step + 1)
+        optimizer.step()
+    first = model.model.layers[0].mlp.experts
+    first.down_proj = torch.nn.Parameter(first.down_proj.detach() * 2)
+    ids, routing = batches[0]
+    got = replayed(model, ids, routing)
+    assert len(weights) == 12 and not torch.equal(got["logits"], after)
+    for other in (with_masters(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for each in (model, other):
+            each.zero_grad()
+        assert_equal_bits(replayed(other, ids, routing), replayed(model, ids, routing))
+
+
+@pytest.mark.usefixtures("one_thread", "registered")
+@pytest.mark.parametrize("checkpointed", (reentrant, not_reentrant, by_wrapper, by_hand))
+def test_recomputed_experts_get_the_same_gradients(checkpointed):
+    model = on_fp8moe()
+    batches = batches_of(model)
+    expected = gradients(with_masters(model), batches)
+    for value, other in zip(gradients(model, batches, checkpointed), expected, strict=True):
+        assert (value is None) == (other is None)
+        assert value is None or torch.equal(value, other)
+
+
+@pytest.mark.usefixtures("one_thread", "registered")
+def test_experts_of_models_as_they_are_used():
+    """Frozen in part, in a copy of peft's, compiled, and after unregister."""
+    peft = pytest.importorskip("peft")
+    model = on_fp8moe().train()
+    (ids, routing), _ = batches_of(model)
+    masters = with_masters(model)
+
+    found = []
+    for each in (model, masters):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["experts"])
+        found.append(replayed(peft.get_peft_model(copy.deepcopy(each), config), ids, routing))
+    assert_equal_bits(*found)
+    assert sum("modules_to_save" in name for name in found[0]) == 4
+
+    for each in (model, masters):
+        each.model.layers[0].mlp.experts.down_proj.requires_grad_(False)
+        each.model.layers[1].mlp.experts.requires_grad_(False)
+    got = replayed(model, ids, routing)
+    assert_equal_bits(got, replayed(masters, ids, routing))
+    assert [name for name in got if ".experts." in name] == ["model.layers.0.mlp.experts.gate_up_proj"]
+
+    for each in (model, masters):
+        each.zero_grad()
+        each.compile(backend="eager")
+    assert_equal_bits(replayed(model, ids, routing), replayed(masters, ids, routing))
+
+    model = on_fp8moe().train()
+    expected = replayed(with_masters(model), ids, routing)
+    hf.unregister()
+    assert_equal_bits(replayed(model, ids, routing), expected)
+
+
+@pytest.mark.usefixtures("one_thread", "registered")
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    (
+        ("GptOssForCausalLM", torch.bfloat16, "GptOssExperts cannot be trained with .*transposed or interleaved"),
+        ("MixtralForCausalLM", torch.float16, "MixtralExperts cannot be trained with .*got torch.float16"),
+    ),
+)
+def test_experts_that_cannot_be_trained_are_refused_before_a_layer_runs(name, dtype, message):
+    model = on_fp8moe(name, dtype)
+    (ids, routing), _ = batches_of(model)
+    ran = []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: ran.append(1))
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match=message), hf.record_routing(model):
+            replayed(model, ids, routing)
+    assert not ran
+    with torch.no_grad(), hf.replay_routing(model, routing), hf.record_routing(model) as recorded:
+        logits_of(model, input_ids=ids)
+    assert torch.equal(recorded.routing, routing)
+    model.set_experts_implementation("eager")
+    replayed(model, ids, routing)
+
+
 def in_two_processes():
     """Each rank has its own batch, on a model of which a part is on the other, against the whole model."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -576,6 +746,54 @@ def in_two_processes():
     assert (router_gradient(spread) - alone).norm() < 5e-2 * alone.norm()  # partial sums round otherwise
 
 
+def experts_in_two_processes():
+    """Steps by hand: no optimizer says that weights have changed, and FSDP2 gathers them into the same memory."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
+
+    from fp8moe.distributed import ExpertParallel
+
+    hf.register()
+    model = on_fp8moe()
+    ids, routing = batches_of(model)[dist.get_rank()]
+    mesh = init_device_mesh("cpu", (2,))
+
+    def sharded(each, layers=True):
+        for layer in each.model.layers if layers else ():
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(each, mesh=mesh)
+
+    def spread(each):
+        return parallelize_module(each, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
+
+    def step(each):
+        found = replayed(each, ids, routing)
+        with torch.no_grad():
+            for value in each.parameters():
+                value.sub_(0.1 * value.grad)
+                value.grad = None
+            with hf.replay_routing(each, routing):
+                found["after"] = logits_of(each, input_ids=ids)
+        return {
+            name: value.to_local() if isinstance(value, DTensor) else value.clone() for name, value in found.items()
+        }
+
+    for wrapped in (DistributedDataParallel, sharded, functools.partial(sharded, layers=False), spread):
+        pair = [each.train() for each in (copy.deepcopy(model), with_masters(model))]
+        for each in pair:
+            not_reentrant(each)
+        pair = [wrapped(each) for each in pair]
+        logits = []
+        for _ in range(3):
+            got, expected = map(step, pair)
+            assert_equal_bits(got, expected)
+            logits.append(got["after"])
+        assert not torch.equal(logits[0], logits[1]) and not torch.equal(logits[1], logits[2])
+
+
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
-def test_several_processes():
-    in_processes(in_two_processes)
+@pytest.mark.parametrize("work", (in_two_processes, experts_in_two_processes))
+def test_several_processes(work):
+    in_processes(work)

@@ -351,3 +351,37 @@ def test_visible_rows_are_those_of_the_key_heads_here():
     with attention.used_by(model, None, builder):
         metadata = attention.attention_metadata(2, 1, mask_function=causal_mask_function, config=config)
     assert metadata.key_heads == 2
+
+
+def _replay(root: Path) -> None:
+    """Backwards in `replay_routing`, whole and on two ranks, against masters."""
+    from fp8moe import GroupedExperts
+    from fp8moe.hf import record_routing, replay_routing
+
+    _begin(root)
+    directory = root / "Qwen3MoeForCausalLM-bf16"
+    whole = load(directory).train()
+    for layer in whole.model.layers:
+        layer.mlp.experts = GroupedExperts.from_experts(layer.mlp.experts, master_dtype=torch.float32)
+    with record_routing(whole) as recorded:
+        _logits(whole)
+
+    def gradients(model) -> list[torch.Tensor]:
+        with replay_routing(model, recorded.routing):
+            model(IDS).logits.square().mean().backward()
+        found = [parameter.grad for layer in model.model.layers for parameter in layer.mlp.experts.parameters()]
+        return [value.full_tensor() if hasattr(value, "full_tensor") else value for value in found]
+
+    expected = gradients(whole)
+    for way in WAYS:
+        model = load(directory, distributed_config=config_of(way, directory)).train()
+        if way == "tp":
+            with pytest.raises(ValueError, match="^Qwen3MoeExperts cannot be trained .*: expected placements"):
+                gradients(model)
+            continue
+        for value, other in zip(gradients(model), expected, strict=True):
+            assert _error(value, other) < 1e-2  # partial sums may round to another FP8 code
+
+
+def test_gradients_in_a_replay_of_routing(root):
+    in_processes(_replay, root)
