@@ -138,7 +138,8 @@ def whole_models(directory: Path, ids: Tensor, requests: list[Mapping[str, Any]]
     with replay_routing(model, torch.zeros(1)):
         pass
     decoder = GraphDecoder(model, batch_sizes=(1, 8), max_length=1024, prefill_chunk=512)
-    assert_type(decoder.generate(ids, max_new_tokens=8, seed=[1, 2]), Tensor | tuple[Tensor, Tensor])
+    assert_type(decoder.generate(ids, max_new_tokens=8, seed=[1, 2]), Tensor | tuple[Tensor, ...])
+    decoder.generate(ids, max_new_tokens=8, return_routing=True)
     prefix = decoder.prefix(ids)
     for index, _ in decoder.run(requests, progress=True):
         assert_type(index, int)
@@ -147,6 +148,7 @@ def whole_models(directory: Path, ids: Tensor, requests: list[Mapping[str, Any]]
         yield from decoder.stream(ids, max_new_tokens=8, prefix=prefix)
     except NaNLogits as error:
         assert_type(error.tokens, Tensor)
+        assert_type(error.routing, Tensor | None)
 
     peft.register(None, model)
     merged, errors = peft.merge_and_unload(model, safe_merge=True)

@@ -76,12 +76,12 @@ def check_criteria(criteria: Iterable[Any], config: Any) -> None:
             raise ValueError(f"stopping_criteria: GraphDecoder does not apply {type(criterion).__name__}")
 
 
-def as_output(result: Tensor | tuple[Tensor, Tensor]) -> Any:
-    """Wrap tokens, or the tokens in (tokens, logprobs), in the class that return_dict_in_generate asks for."""
+def as_output(result: Tensor | tuple[Tensor, ...]) -> Any:
+    """Wrap tokens, or the tokens in (tokens, logprobs, routing), in the class that return_dict_in_generate asks for."""
     from transformers.generation import GenerateDecoderOnlyOutput
 
     if isinstance(result, tuple):
-        return GenerateDecoderOnlyOutput(sequences=result[0]), result[1]
+        return GenerateDecoderOnlyOutput(sequences=result[0]), *result[1:]
     return GenerateDecoderOnlyOutput(sequences=result)
 
 

@@ -5,6 +5,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, NoReturn, SupportsIndex, Unpack
 
@@ -25,7 +26,7 @@ from fp8moe.decode.stats import Records, Stats, cache_bytes, pool_bytes
 from fp8moe.decode.step import Capabilities, Step, capture_stream
 from fp8moe.decode.use import ModelState, check_eval, ranks_of
 from fp8moe.hf.fused import FusedModule, find_fused
-from fp8moe.hf.routing import check_outside
+from fp8moe.hf.routing import Recorder, check_outside
 from fp8moe.layers.wrapped import check_not_around, unwrapped
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime import config
@@ -190,7 +191,7 @@ class GraphDecoder:
         self._state = ModelState(model)
         refits_of(model).captures.add(self._state)
 
-    def generate(self, input_ids: Tensor, **options: Unpack[Options]) -> Tensor | tuple[Tensor, Tensor]:
+    def generate(self, input_ids: Tensor, **options: Unpack[Options]) -> Tensor | tuple[Tensor, ...]:
         """Return the prompts, each followed by its continuation, as ``model.generate`` does.
 
         input_ids: (B, L) integers. Shorter prompts are padded on the left.
@@ -216,20 +217,29 @@ class GraphDecoder:
         prefix: a result of `prefix`, which the prompts continue. Its tokens are not returned.
         return_logprobs: also return the log probabilities that the model gave the new tokens, (B, n) float32, before
             penalties, temperature and filters; 0 after the end of a sequence.
+        return_routing: also return, last, the experts of each token that was read, int16 (B, P + L + n - 1, layers, K):
+            of the prefix's P tokens, of the prompts, and of all new tokens but the last; for each layer with experts,
+            in order. -1 for padding and behind the end of a sequence. `fp8moe.hf.replay_routing` takes it. The first
+            call for a batch size captures a second graph of its step, which writes the experts beside the cache, 2
+            bytes each.
         Integers may be of any kind: Python's, numpy's, tensors of one element.
         Returns (B, L + n) int64 on the device of ``input_ids``; n is max_new_tokens, or less if every sequence ended.
 
         Raises TypeError or ValueError for wrong arguments: more than max_length tokens, more sequences than the largest
         captured batch, padding on the right. Raises ValueError for settings of ``model.generation_config`` that would
-        change tokens but are not applied (suppress_tokens, bad_words_ids, min_length, num_beams...), and if the model
-        is in training mode. Raises NaNLogits, a ValueError with what was generated, if the logits of a sequence become
-        NaN. Raises RuntimeError if the decoder is closed, if the weights change during the call, and if they have
-        changed since the capture other than by a complete `fp8moe.refit`.
+        change tokens but are not applied (suppress_tokens, bad_words_ids, min_length, num_beams...), if the model is in
+        training mode, and for return_routing of a model whose routers are not known. Raises NaNLogits, a ValueError
+        with what was generated, if the logits of a sequence become NaN. Raises RuntimeError if the decoder is closed,
+        if the weights change during the call, and if they have changed since the capture other than by a complete
+        `fp8moe.refit`.
         """
         return self._only(parse(self, input_ids, options, self.model.generation_config))
 
-    def stream(self, input_ids: Tensor, **options: Unpack[Options]) -> Iterator[Tensor]:
+    def stream(self, input_ids: Tensor, **options: Unpack[Options]) -> Iterator[Any]:
         """Yield the new tokens of each step, (B,) int64 on the device of ``input_ids``, until every sequence has ended.
+
+        With return_routing, yield (tokens, routing) with the experts of what was read for them, as `generate` returns
+        them: of the prefix and the prompts (B, P + L, layers, K) at first, then of the tokens before (B, 1, layers, K).
 
         After its end, a sequence has pad tokens. Arguments and errors are those of `generate`, except return_logprobs.
         This call raises the errors of wrong arguments; the iterator raises all others. A step is yielded while the GPU
@@ -237,7 +247,7 @@ class GraphDecoder:
         """
         request = parse(self, input_ids, options, self.model.generation_config)
         if request.return_logprobs:
-            raise ValueError("return_logprobs: stream yields tokens alone; generate returns logprobs")
+            raise ValueError("return_logprobs: stream yields no logprobs; generate returns them")
         request.stepwise = True
         return self._steps(request)
 
@@ -267,10 +277,11 @@ class GraphDecoder:
         progress: True for a bar on standard error; or a function, which is called with the number of results and the
             number of requests, None if that is unknown.
 
-        Yields (index of the request, new tokens (n,) without padding) as requests end; with return_logprobs, (index,
-        (tokens, logprobs)). A request that is refused, or whose logits become NaN, gives (index, ValueError), and the
-        others go on. A request's tokens do not depend on other requests, except for rounding. Closing the iterator, or
-        leaving the loop and dropping the iterator, frees the rows.
+        Yields (index of the request, new tokens (n,) without padding) as requests end; in place of the tokens (tokens,
+        logprobs) for a request with return_logprobs, (tokens, routing) with return_routing, (tokens, logprobs, routing)
+        with both; routing is (P + L + n - 1, layers, K). A request that is refused, or whose logits become NaN, gives
+        (index, ValueError), and the others go on. A request's tokens do not depend on other requests, except for
+        rounding. Closing the iterator, or leaving the loop and dropping the iterator, frees the rows.
 
         Raises TypeError for wrong arguments, and ValueError for a model that cannot have rows of different lengths in a
         batch. The iterator raises RuntimeError as `generate` does.
@@ -310,13 +321,14 @@ class GraphDecoder:
         seed: int | Iterable[int] | None = None,
         prefix: Prefix | None = None,
         return_logprobs: bool = False,
+        return_routing: bool = False,
         **model_arguments: Any,
     ) -> Any:
         """Generate for ``model.generate(..., custom_generate=decoder)``, which calls this with prepared arguments.
 
-        Settings come from ``generation_config``; presence_penalty, seed, prefix and return_logprobs may also be given
-        to ``model.generate``. transformers does not pass on a streamer or a tokenizer: for a streamer, use
-        ``custom_generate=functools.partial(decoder, streamer=streamer)``, and for stop strings
+        Settings come from ``generation_config``; presence_penalty, seed, prefix, return_logprobs and return_routing may
+        also be given to ``model.generate``. transformers does not pass on a streamer or a tokenizer: for a streamer,
+        use ``custom_generate=functools.partial(decoder, streamer=streamer)``, and for stop strings
         ``functools.partial(decoder, tokenizer=tokenizer)``.
 
         Returns what `generate` does; with return_dict_in_generate, the tokens are in a GenerateDecoderOnlyOutput.
@@ -339,6 +351,7 @@ class GraphDecoder:
             "seed": seed,
             "prefix": prefix,
             "return_logprobs": return_logprobs,
+            "return_routing": return_routing,
         }
         result = self._only(parse(self, input_ids, options, generation_config))
         return custom_generate.as_output(result) if generation_config.return_dict_in_generate else result
@@ -375,6 +388,11 @@ class GraphDecoder:
             if self.captured and (change := self._state.change(self.model)):
                 raise RuntimeError(f"{change} since the capture: make a new GraphDecoder")
             yield
+
+    @cached_property
+    def recorder(self) -> Recorder:
+        """What records the model's routing. Raises ValueError if its routers are not known."""
+        return Recorder(self.model)
 
     def step_of(self, size: int, max_length: int) -> Step:
         """Return a new step without a graph, with a cache of its own."""

@@ -37,8 +37,9 @@ class ShortPrompts:
     """CUDA graphs that prefill short prompts in a step of ``size`` rows.
 
     The host takes longer to launch the kernels of a short prompt than the GPU to run them. Prompts are padded on the
-    left to one of COLUMNS. Each of these lengths has a graph, captured at its second use. All graphs share one memory
-    pool. If the model reads values on the host, prompts are prefilled without graphs.
+    left to one of COLUMNS. Each of these lengths has a graph, captured at its second use, and another that also records
+    routing. All graphs share one memory pool. If the model reads values on the host, prompts are prefilled without
+    graphs.
 
     chunk: the most columns to prefill at a time.
     """
@@ -47,7 +48,8 @@ class ShortPrompts:
         self._stream, self._pool = stream, pool
         most = min(MOST_GRAPH_TOKENS // size, chunk or MOST_GRAPH_TOKENS)
         self.columns = [columns for columns in COLUMNS if columns <= most]
-        self._graphs: dict[int, _Graph | None] = {}  # by number of columns; None until the second use
+        # By number of columns, and whether they record routing; None until the second use.
+        self._graphs: dict[tuple[int, bool], _Graph | None] = {}
 
     @property
     def most(self) -> int:
@@ -68,34 +70,34 @@ class ShortPrompts:
         missing = (columns - length, 0)
         return pad(tokens, missing), pad(mask.bool(), missing)
 
-    def read(self, tokens: Tensor, eagerly: Callable[[Tensor], Tensor]) -> Tensor:
+    def read(self, tokens: Tensor, eagerly: Callable[[Tensor], Tensor], recorded: bool = False) -> Tensor:
         """Return the logits ``eagerly(tokens)``, from a graph if there is one. They are valid until the next call.
 
-        tokens: (B, T), where T is one of ``self.columns``.
+        tokens: (B, T), where T is one of ``self.columns``. recorded: whether ``eagerly`` records routing.
         """
-        columns = tokens.shape[1]
-        known = self._graphs.get(columns)
+        kind = tokens.shape[1], recorded
+        known = self._graphs.get(kind)
         if known is not None:
             known.tokens.copy_(tokens)
             known.graph.replay()
             return known.logits
-        if columns not in self._graphs:
-            self._graphs[columns] = None
+        if kind not in self._graphs:
+            self._graphs[kind] = None
             return eagerly(tokens)
         with HostReads(tokens.device) as reads:
             logits = eagerly(tokens)
         if reads.operations:
             self.columns.clear()
         else:
-            self._capture(tokens.clone(), eagerly)
+            self._graphs[kind] = self._capture(tokens.clone(), eagerly)
         return logits
 
-    def _capture(self, tokens: Tensor, eagerly: Callable[[Tensor], Tensor]) -> None:
+    def _capture(self, tokens: Tensor, eagerly: Callable[[Tensor], Tensor]) -> _Graph:
         graph = torch.cuda.CUDAGraph()
         # "thread_local", so that other threads may call CUDA during the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = eagerly(tokens)
-        self._graphs[tokens.shape[1]] = _Graph(graph, tokens, logits)
+        return _Graph(graph, tokens, logits)
 
     def release(self) -> None:
         for known in self._graphs.values():

@@ -8,10 +8,13 @@ from torch import Tensor
 
 from fp8moe.decode.cache import copy_rows, has_states
 from fp8moe.decode.use import ModelState
+from fp8moe.hf.routing import Recorder
 
 
 class Prefix:
     """A prefix of prompts: its tokens (n,) int64, and a cache of n columns with their keys, values and states.
+
+    The first prompts whose routing is recorded read it once more, to record its own.
 
     pads: whether prompts of different lengths may follow the prefix in one batch.
     """
@@ -22,11 +25,16 @@ class Prefix:
         self.length = tokens.shape[1]
         self._decoder = weakref.ref(decoder)
         self._state = ModelState(decoder.model)
-        step = decoder.step_of(1, self.length)
+        self._read(None)
+        self.pads = decoder.capabilities.ragged and not has_states(self._cache)
+
+    def _read(self, recorder: Recorder | None) -> None:
+        """Prefill the cache, and record the routing of the prefix if there is a recorder."""
+        step = self._decoder().step_of(1, self.length)
         step.start(1, self.length, None, [], 0)
-        step.prefill(tokens, None)
-        self.pads = step.capabilities.ragged and not has_states(step.cache)
-        self._cache = step.cache
+        step.record(recorder)
+        step.prefill(self.tokens[None], None)
+        self._cache, self._routing = step.cache, step.routing
 
     def check(self, decoder: Any) -> None:
         """Raise ValueError if the decoder cannot continue the prefix."""
@@ -44,6 +52,10 @@ class Prefix:
         Returns the tokens to prefill and the column where they begin; the column is None if it differs between rows.
         Raises ValueError for padding that is not on the left, or if the model cannot have rows of different lengths.
         """
+        if step.recorder is not None:
+            if self._routing is None:
+                self._read(step.recorder)
+            step.routing[:, : self.length] = self._routing
         size, new = tokens.shape
         row = torch.arange(size, device=tokens.device)
         copy_rows(step.cache, size, row, self._cache, torch.zeros_like(row), self.length)

@@ -14,7 +14,8 @@ from torch import Tensor
 from fp8moe.decode.prefix import Prefix
 from fp8moe.decode.sampling import Sampling, integer, integers, parse_sampling, random_seeds
 from fp8moe.decode.step import vocabulary
-from fp8moe.decode.transfers import to_device
+from fp8moe.decode.transfers import Readback, to_device
+from fp8moe.hf.routing import Recorder
 from fp8moe.runtime.checks import check_tensor, describe
 
 
@@ -38,6 +39,7 @@ class Options(TypedDict, total=False):
     tokenizer: Any
     prefix: Prefix | None
     return_logprobs: bool
+    return_routing: bool
 
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -101,14 +103,15 @@ class Request:
     tokens (B, L) int64, mask (B, L) bool or None: the prompts on the model's device. new_tokens: limit per sequence.
     ends, pad: end tokens, and the pad token or None. samplings: one for each sequence.
     tails: one `Tail` for each sequence if there are stop strings, otherwise Nones.
-    stepwise: whether each step's tokens (B,), or (tokens, logprobs) with return_logprobs, are reported as `News` too.
+    recorder: what records the experts of the tokens, None if they are not requested.
+    stepwise: whether each step's tokens (B,), or a tuple with logprobs and routing if requested, are `News` too.
     cancelled: report no result, and free the rows before the next step; any thread may set this at any time.
 
     rows: the request's rows in the decode step. made: an upper bound on the new tokens of a sequence. end: a column
     that no sequence reaches. seen: for each sequence, the number of new tokens that were looked at one by one.
     stopped: sequences that a stop string ended. finish_reasons: for each sequence, once the result is known: "stop"
     after an end token or a stop string, even if this comes with the last token allowed; None after NaN logits;
-    otherwise "length".
+    otherwise "length". shown: the mask of ``given``. routing: what has been copied of the experts of its tokens.
     """
 
     key: Any
@@ -123,6 +126,7 @@ class Request:
     streamer: Any
     prefix: Prefix | None
     return_logprobs: bool
+    recorder: Recorder | None
     with_prompts: bool = True
     stepwise: bool = False
     cancelled: bool = False
@@ -130,11 +134,15 @@ class Request:
     made: int = 0
     end: int = 0
     seen: list[int] = field(init=False)
+    shown: Tensor | None = field(init=False)
     stopped: set[int] = field(default_factory=set)
     finish_reasons: list[str | None] = field(default_factory=list)
+    routing: Readback = field(init=False)
 
     def __post_init__(self) -> None:
         self.seen = [0] * len(self.tokens)
+        self.shown = self.mask
+        self.routing = Readback(self.tokens.device)
 
     @property
     def is_followed(self) -> bool:
@@ -144,7 +152,16 @@ class Request:
     @property
     def length(self) -> int:
         """Return how many columns the prompts take, including those of the prefix."""
-        return self.tokens.shape[1] + (0 if self.prefix is None else self.prefix.length)
+        return self.before + self.tokens.shape[1]
+
+    @property
+    def before(self) -> int:
+        """Return how many columns the prefix takes."""
+        return 0 if self.prefix is None else self.prefix.length
+
+    def reads(self, new: int) -> int:
+        """Return how many tokens are read for ``new`` ones: prefix, ``given`` with padding, new ones but the last."""
+        return self.before + self.given.shape[1] + new - 1
 
     def end_stream(self) -> None:
         if self.streamer is not None:
@@ -199,6 +216,7 @@ def parse(
         streamer=streamer,
         prefix=prefix,
         return_logprobs=options.get("return_logprobs", False),
+        recorder=decoder.recorder if options.get("return_routing") else None,
     )
 
 

@@ -15,6 +15,7 @@ from fp8moe.decode.request import Request, parse_one
 from fp8moe.decode.stats import Record
 from fp8moe.decode.step import Step
 from fp8moe.decode.transfers import Readback, integers_on, to_device
+from fp8moe.hf.routing import Recorder
 from fp8moe.runtime.progress import progress as progress_bar
 
 STEPS_PER_ROW_CHECK = 2
@@ -40,7 +41,7 @@ MOST_PADDING = 1.25
 Padding may always enlarge a batch to FEW_TOKENS tokens.
 """
 
-Result = Tensor | tuple[Tensor, Tensor] | ValueError
+Result = Tensor | tuple[Tensor, ...] | ValueError
 
 
 class NaNLogits(ValueError):
@@ -48,10 +49,10 @@ class NaNLogits(ValueError):
 
     Each of the sequences ``rows`` ends with the last token before its logits became NaN.
 
-    tokens, logprobs: the result of the call; logprobs is None unless it was requested.
+    tokens, logprobs, routing: the result of the call; the last two are None unless they were requested.
     """
 
-    def __init__(self, rows: list[int], tokens: Tensor, logprobs: Tensor | None):
+    def __init__(self, rows: list[int], tokens: Tensor, logprobs: Tensor | None, routing: Tensor | None):
         super().__init__(
             f"model: its logits became NaN in sequences {rows}, which end there; this error has the tokens of all "
             "sequences as its attribute tokens"
@@ -59,6 +60,7 @@ class NaNLogits(ValueError):
         self.rows = rows
         self.tokens = tokens
         self.logprobs = logprobs
+        self.routing = routing
 
 
 class News(NamedTuple):
@@ -210,6 +212,7 @@ class Scheduler:
         if self._has_read:
             self._read()
         elif decodes:
+            self._step.record(_recorder(self._alive))
             self._step.replay()
             self._record.steps += 1
             self._forwards += 1
@@ -313,6 +316,7 @@ class Scheduler:
         alike = all(request.ends == ends for request in group)
         samplings = [sampling for request in group for sampling in request.samplings]
         step.start(rows, tokens.shape[1], mask, ends if alike else [], group[0].pad or 0, samplings)
+        step.record(_recorder(group))
         step.limit[:rows] = self._integers(new)
         if not alike:
             for row, request in enumerate(group):
@@ -382,6 +386,10 @@ class Scheduler:
         if any(request.stepwise and request.return_logprobs for request in self._alive):
             parts.append(_bits(step.logprobs.gather(1, (step.count - 1).clamp(min=0)[:, None])[:, 0]))
         self._reports.push(torch.stack(parts))
+        for request in self._alive:
+            if request.stepwise and request.recorder is not None:
+                end = request.reads(request.made)
+                request.routing.push(self._routing(request, 0 if request.made == 1 else end - 1, end))
         self._reported.append([(request, request.rows) for request in self._alive])
         while len(self._reports) > self._reports.lag:
             device, host = self._reports.pop()
@@ -399,6 +407,7 @@ class Scheduler:
         ended = [bool(finished[row]) for row in rows]
         if not request.is_followed:
             return all(ended)
+        routing = request.routing.pop() if request.stepwise and request.recorder is not None else None
         got = {}
         for index, row in enumerate(rows):
             if index not in request.stopped and count[row] > request.seen[index]:
@@ -417,15 +426,20 @@ class Scheduler:
             if request.stepwise:
                 home = request.given.device
                 # The host has waited for this report, so its copy on the GPU can be read on any stream.
-                values = (host if home.type == "cpu" else device)[2:, rows[0] : rows[0] + len(rows)]
+                on_host = home.type == "cpu"
+                values = (host if on_host else device)[2:, rows[0] : rows[0] + len(rows)]
+                experts = None if routing is None else routing[on_host]
                 for index, row in enumerate(rows):
-                    if index not in got and tokens[row] != (request.pad or 0):
+                    if index in got:
+                        continue
+                    if tokens[row] != (request.pad or 0):
                         values[0, index] = request.pad or 0
-                    if index not in got and request.return_logprobs:
+                    if request.return_logprobs:
                         values[1, index] = 0
-                value: Any = values[0].to(home)
-                if request.return_logprobs:
-                    value = value, _floats(values[1].to(home))
+                    if experts is not None:
+                        experts[index, -1] = -1
+                logprobs = _floats(values[1].to(home)) if request.return_logprobs else None
+                value = _several(values[0].to(home), logprobs, None if experts is None else experts.to(home))
                 self._news.append(News(request.key, value, last=False))
         return all(ended)
 
@@ -440,6 +454,9 @@ class Scheduler:
         self._copies.push(torch.cat([part.index_select(0, rows) for part in parts], dim=1))
         self._left.append((self._forwards, requests))
         for request in requests:
+            if request.recorder is not None:
+                request.routing = Readback(self._decoder.device)
+                request.routing.push(self._routing(request, 0, request.reads(request.new_tokens)))
             self._alive.remove(request)
             self._free += request.rows
             request.rows = []
@@ -469,6 +486,20 @@ class Scheduler:
         if not request.cancelled:
             self._news.append(News(request.key, _result(request, device, host, counts, failed)))
 
+    def _routing(self, request: Request, start: int, end: int) -> Tensor:
+        """Return the experts (B, end - start, layers, K) of a request's tokens ``start`` to ``end``, -1 for padding.
+
+        Tokens are counted as by `Request.reads`.
+        """
+        rows, before, (batch, length) = self._rows([request])[:, None], request.before, request.given.shape
+        padded = torch.zeros(batch, end, dtype=torch.bool, device=rows.device)
+        if request.shown is not None:
+            padded[:, before : before + length] = ~request.shown
+        token = torch.arange(start, end, device=rows.device)
+        columns = self._step.begin[rows] + token - torch.where(token < before, 0, padded.sum(1, keepdim=True))
+        routing = self._step.routing[rows, columns.clamp(min=0)]
+        return routing.masked_fill(padded[:, start:, None], -1).unflatten(2, request.recorder.sizes)
+
     def _rows(self, requests: list[Request]) -> Tensor:
         return self._integers(row for request in requests for row in request.rows)
 
@@ -485,6 +516,16 @@ def _follow_together(one: Request, other: Request) -> bool:
     if one.prefix is not other.prefix:
         return False
     return one.prefix is None or one.prefix.pads or one.tokens.shape == other.tokens.shape
+
+
+def _recorder(requests: list[Request]) -> Recorder | None:
+    return next((request.recorder for request in requests if request.recorder is not None), None)
+
+
+def _several(tokens: Tensor, logprobs: Tensor | None, routing: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    """Return a tuple of those that are not None, the tokens alone without a tuple."""
+    several = tuple(value for value in (tokens, logprobs, routing) if value is not None)
+    return several if len(several) > 1 else tokens
 
 
 def _bits(values: Tensor) -> Tensor:
@@ -506,12 +547,15 @@ def _result(request: Request, device: Tensor, host: Tensor, counts: list[int], f
     ended = torch.arange(max(counts), device="cpu") >= torch.tensor(counts, dtype=torch.int64, device="cpu")[:, None]
     ended = to_device(ended, values.device)
     tokens = values[:, 0].masked_fill(ended, request.pad or 0).to(home)
-    logprobs = _floats(values[:, 1]).masked_fill(ended, 0).to(home)
+    logprobs = _floats(values[:, 1]).masked_fill(ended, 0).to(home) if request.return_logprobs else None
+    routing = None
+    if request.recorder is not None:
+        prompt = request.reads(0)
+        routing = request.routing.pop()[home.type == "cpu"][:, : prompt + max(counts)].to(home)
+        routing[:, prompt:].masked_fill_(ended[..., None, None].to(home), -1)
     if request.with_prompts:
         tokens = torch.cat([request.given.long(), tokens], dim=1)
     else:
-        tokens, logprobs = tokens[0], logprobs[0]
+        tokens, logprobs, routing = (None if value is None else value[0] for value in (tokens, logprobs, routing))
     rows = [row for row, one in enumerate(failed) if one]
-    if rows:
-        return NaNLogits(rows, tokens, logprobs if request.return_logprobs else None)
-    return (tokens, logprobs) if request.return_logprobs else tokens
+    return NaNLogits(rows, tokens, logprobs, routing) if rows else _several(tokens, logprobs, routing)

@@ -1,6 +1,7 @@
 """The decode step of one batch size: computes one token for each sequence, without reading values on the host."""
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -20,6 +21,7 @@ from fp8moe.decode.use import ranks_of
 from fp8moe.hf import versions
 from fp8moe.hf.fused import Optimized
 from fp8moe.hf.patches import take_offsets_of_rows
+from fp8moe.hf.routing import Recorder
 from fp8moe.kernels.decoder_ops.sampling import Sequences, sample_next
 from fp8moe.runtime import config
 from fp8moe.runtime.fixed_rows import linears_by_fixed_rows
@@ -57,7 +59,10 @@ class Step:
     limit (B,): row b ends with its limit[b]-th new token. ends (B, vocabulary): True for tokens that end the row.
     finished (B,): whether a row has ended. failed (B,): whether it ended because its logits were NaN.
     sampling: how next tokens are chosen. prefill_chunk: prompt columns to prefill at a time; None: as memory allows.
-    graph: the step's CUDA graph. short_prompts: graphs that prefill short prompts. Both are None without graphs.
+    routing (B, max_length, layers * K) int16: the experts of the token in each column, if it was read while `recorder`
+    was set; None until `record` is called.
+    graph: the step's CUDA graph. recording_graph: one that also writes `routing`, captured at the first such step.
+    short_prompts: graphs that prefill short prompts. All three are None without graphs.
     refits: the model's `Refits`. begun: the value of `refits.count` when the sequences began.
     """
 
@@ -98,7 +103,10 @@ class Step:
             *(self.generated, self.logprobs, self.count, self.finished, self.failed, self.limit, self.ends, self.pad),
         )
         self.metadata = AttentionMetadataBuilder(self.begin, self.columns, max_length, self.ranks.key_heads)
+        self.recorder: Recorder | None = None
+        self.routing: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.recording_graph: torch.cuda.CUDAGraph | None = None
         self.short_prompts: ShortPrompts | None = None
         self.refits = refits_of(model)
         self.begun = self.refits.count
@@ -134,6 +142,13 @@ class Step:
         self.samplings = [*samplings, *samplings[:1] * (self.size - len(samplings))]
         for tensor, greedy in zip(self.sampling, empty_state(1, vocabulary(self.model), self.pad.device), strict=True):
             tensor.copy_(greedy.expand_as(tensor))
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Write the experts of tokens that are read from now on to `routing`; None: stop writing."""
+        self.recorder = recorder
+        if recorder is not None and self.routing is None:
+            shape = *self.mask.shape, math.prod(recorder.sizes)
+            self.routing = torch.zeros(shape, dtype=torch.int16, device=self.mask.device)
 
     def check_weights(self) -> None:
         """Raise RuntimeError if the model has been refitted since the sequences began, or is being refitted.
@@ -178,7 +193,8 @@ class Step:
         if padded and prefix is None and count <= at_a_time:
             graphs = self.short_prompts
             graphed = graphs is not None and count in graphs.columns
-            yield graphs.read(tokens, self.read_padded) if graphed else self.read_padded(tokens)
+            recorded = self.recorder is not None
+            yield graphs.read(tokens, self.read_padded, recorded) if graphed else self.read_padded(tokens)
             return
         for first in range(0, count, at_a_time):
             self.check_weights()
@@ -240,10 +256,13 @@ class Step:
     def replay(self) -> None:
         """Decode one more token for each sequence."""
         self.check_weights()
-        if self.graph is None:
-            self.advance()
-        else:
-            self.graph.replay()
+        graph = self.graph if self.recorder is None else self.recording_graph
+        if graph is not None:
+            graph.replay()
+            return
+        self.advance()
+        if self.graph is not None:  # this step has loaded the kernels that record
+            self.recording_graph = self._capture()
 
     def advance(self) -> None:
         self.accept(self.read())
@@ -281,8 +300,12 @@ class Step:
         self.metadata.next_call(whole=whole)
         fused = nullcontext() if self.capabilities.fused is None else self.capabilities.fused.in_force()
         rows = nullcontext() if last is None else _head_reads(self.model, last)
-        with used_by(self.model, self.capabilities.attention, self.metadata), fused, linears_by_fixed_rows(), rows:
+        record = nullcontext() if self.recorder is None else self.recorder.open()
+        attention = used_by(self.model, self.capabilities.attention, self.metadata)
+        with attention, fused, linears_by_fixed_rows(), rows, record as recorded:
             logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, **options).logits
+        if recorded is not None:
+            self.position.write(self.routing, 1, recorded.routing.flatten(2))
         if last is not None and logits.shape[1] > 1:  # the hook of `_head_reads` was not called
             return logits.gather(1, last[..., None].expand(-1, -1, logits.shape[-1]))[:, 0]
         return logits[:, -1]
@@ -305,6 +328,9 @@ class Step:
         copy_rows(self.cache, self.size, rows, source.cache, chosen, length)
         self.mask.index_fill_(0, rows, True)
         copied = [(getattr(self, name), getattr(source, name)) for name in _ROW_TENSORS]
+        if source.recorder is not None:
+            self.record(source.recorder)
+            copied.append((self.routing, source.routing))
         for target, values in [*copied, *zip(self.sampling, source.sampling, strict=True)]:
             values = values.index_select(0, chosen)
             if target.dim() > 1:  # the steps may differ in max_length
@@ -341,6 +367,7 @@ class Step:
             self.short_prompts = ShortPrompts(self.size, self.prefill_chunk, stream, pool)
 
     def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+        self._place = stream, pool
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_RUNS):  # allocates the cache, compiles kernels, fills PyTorch's own workspaces
@@ -348,16 +375,21 @@ class Step:
                 self.advance()  # the first token takes other branches of linear attention than later tokens
                 self.advance()
         torch.cuda.current_stream().wait_stream(stream)
+        self.graph = self._capture()
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        stream, pool = self._place
         graph = torch.cuda.CUDAGraph()
         # "thread_local", so that other threads may call CUDA during the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.advance()
-        self.graph = graph
+        return graph
 
     def release(self) -> None:
-        if self.graph is not None:
-            self.graph.reset()
-            self.graph = None
+        for graph in (self.graph, self.recording_graph):
+            if graph is not None:
+                graph.reset()
+        self.graph = self.recording_graph = None
         if self.short_prompts is not None:
             self.short_prompts.release()
 

@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 
 from fp8moe.hf.architecture import is_of_transformers
 from fp8moe.hf.experts import TRAINS, prepare_training, runs_here
-from fp8moe.hf.fused.known_forwards import CHOICE, form_of
+from fp8moe.hf.fused.known_forwards import CHOICE, form_of, recorders, runs_as_written
 from fp8moe.layers.wrapped import chain, unwrapped
 
 
@@ -66,18 +66,20 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
     """Record which experts the model's routers take in each forward in the block, in this thread.
 
     model: as for `replay_routing`, which takes the `routing` of the result. In a `replay_routing` block it has the
-    experts that were given.
+    experts that were given. Routers that `optimize` has fused run fused, and say what they choose.
     Raises TypeError or ValueError for a model whose routers are not known.
     """
-    block = _Record(model, _layers_of(model))
-    with block.open():
-        yield block.recorded
+    with Recorder(model).open() as recorded:
+        yield recorded
 
 
 def check_outside(owner: str, model: nn.Module) -> None:
     """Raise RuntimeError if this thread is in a block of `replay_routing` or `record_routing` for the model."""
     if any(model in block.models for block in _thread.blocks):
-        raise RuntimeError(f"{owner}: it neither replays nor records routing; call it outside of the block")
+        raise RuntimeError(
+            f"{owner}: its graphs do not see this block of replay_routing or record_routing; call it outside, with "
+            "return_routing=True to record"
+        )
 
 
 class _Layer(NamedTuple):
@@ -304,10 +306,22 @@ class _Replay(_Block):
         return self.routing[device][:, :, index]
 
 
-class _Record(_Block):
-    def __init__(self, model: nn.Module, layers: list[_Layer]):
+class Recorder(_Block):
+    """A block of `record_routing` that can be opened several times. sizes: (layers, K) of its routing.
+
+    Raises TypeError or ValueError for a model whose routers are not known.
+    """
+
+    def __init__(self, model: nn.Module):
+        layers = _layers_of(model)
         super().__init__(model, layers)
+        self.sizes = len(layers), layers[0].top_k
+
+    @contextmanager
+    def open(self) -> Iterator[RecordedRouting]:
         self.recorded = RecordedRouting()
+        with super().open():
+            yield self.recorded
 
     def begin(self, shape: tuple[int, int], mask: Tensor | None) -> None:
         super().begin(shape, mask)
@@ -331,7 +345,9 @@ class _Record(_Block):
 @contextmanager
 def _opened(blocks: list[_Block], recomputes: bool = False) -> Iterator[None]:
     """Make these the blocks that this thread has open."""
-    before = _thread.blocks, _thread.recomputes
+    before = _thread.blocks, _thread.recomputes, recorders.get()
+    replays = any(isinstance(block, _Replay) for block in blocks)
+    routers = [] if replays else [router for block in blocks for router in block.routers if runs_as_written(router)]
     held = []
     try:
         for block in blocks:
@@ -339,9 +355,11 @@ def _opened(blocks: list[_Block], recomputes: bool = False) -> Iterator[None]:
                 _hold(owner, name, ours)
                 held.append((owner, name))
         _thread.blocks, _thread.recomputes = blocks, recomputes
+        recorders.set({router: functools.partial(_note, router) for router in routers})
         yield
     finally:
-        _thread.blocks, _thread.recomputes = before
+        _thread.blocks, _thread.recomputes = before[:2]
+        recorders.set(before[2])
         for owner, name in reversed(held):
             _release(owner, name)
 
@@ -433,15 +451,20 @@ def _router_forward(method: str) -> Callable:
         choice = _Choice(module, layer, None if replay is None else functools.partial(replay.given, index))
         with choice:
             out = theirs(*args, **kwargs)
-        if choice.chosen is None:
+        if choice.chosen is not None:
+            _note(module, choice.chosen)
+        elif replay is not None:
             raise RuntimeError(f"model: {type(module).__name__} ({layer.name}) has chosen experts in an unknown way")
-        if not _thread.recomputes:
-            for block in blocks:
-                if block.shape is not None:
-                    block.note(index, layer, choice.chosen)
         return out
 
     return choose
+
+
+def _note(router: nn.Module, chosen: Tensor) -> None:
+    """Note in this thread's blocks which experts (T, K) a router has taken."""
+    for block in () if _thread.recomputes else _thread.blocks:
+        if block.shape is not None and router in block.routers:
+            block.note(*block.routers[router], chosen)
 
 
 class _Choice(TorchFunctionMode):

@@ -54,6 +54,7 @@ class _Request(_Checked):
     stop_token_ids: Annotated[list[Integer], Field(max_length=128)] | None = None
     ignore_eos: Flag = None
     skip_special_tokens: Flag = None
+    return_routed_experts: Flag = None
     stream: Flag = None
     stream_options: _StreamOptions | None = None
     generation_config: Json[dict] | None = None
@@ -148,7 +149,7 @@ _CONFIG = (*SAMPLING, "max_new_tokens", "do_sample", "repetition_penalty", "eos_
 All other settings must have the value of the model's generation_config, or transformers' default value.
 """
 _SAMPLER = (*SAMPLING, "repetition_penalty", "presence_penalty", "seed", "stop", "stop_token_ids", "ignore_eos")
-_SAMPLER += ("generation_config", "logprobs")
+_SAMPLER += ("generation_config", "logprobs", "return_routed_experts")
 """Fields of requests that are refused if transformers' continuous batching serves the model."""
 
 
@@ -206,6 +207,8 @@ class Reader:
             raise UnknownModel(f"model: {shown(given.model)} is not served here; the model is {self.name!r}")
         if given.stream_options is not None and not given.stream:
             raise ValueError("stream_options: only a stream has them")
+        if given.return_routed_experts and given.stream:
+            raise ValueError("return_routed_experts: a stream does not have them; ask for a whole answer")
         for name in () if self._own_settings else _SAMPLER:
             if getattr(given, name):
                 raise ValueError(f"{name}: this model is served with the settings of its generation_config only")
@@ -253,6 +256,7 @@ class Reader:
         if given.stop:
             options["stop_strings"] = given.stop
         options["return_logprobs"] = given.logprobs is not None and given.logprobs is not False
+        options["return_routing"] = bool(given.return_routed_experts)
         options |= own  # only the repetition penalty is left in `own`
         for name in ("repetition_penalty", "presence_penalty", "seed"):
             if getattr(given, name) is not None:

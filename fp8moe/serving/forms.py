@@ -1,6 +1,8 @@
 """Answers in OpenAI's formats: whole answers, the events of a stream, and errors."""
 
 import asyncio
+import base64
+import io
 import json
 import time
 import uuid
@@ -8,6 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from fp8moe.serving.answers import Part, Text
 from fp8moe.serving.fields import Asked
@@ -69,11 +74,14 @@ class Form(ABC):
 
     async def whole(self, texts: Texts, ended: Ended) -> dict[str, Any]:
         found: list[tuple[list[Part], list[int], list[float], str]] = [([], [], [], "")] * len(texts)
+        routed: list[dict[str, str]] = [{}] * len(texts)
         async with aclosing(_together([_read(*one, ended) for one in texts])) as pieces:
             async for index, (parts, piece) in pieces:
                 before = found[index]
                 found[index] = (before[0] + parts, before[1] + piece.tokens, before[2] + piece.logprobs, piece.reason)
-        choices = [self.choice(index, *one) for index, one in enumerate(found)]
+                if piece.routing is not None:
+                    routed[index] = {"routed_experts": _in_base64(piece.routing)}
+        choices = [self.choice(index, *one) | routed[index] for index, one in enumerate(found)]
         return self._head | {"object": self.whole_kind, "choices": choices, "usage": usage_of(texts)}
 
     def chunk(self, choices: list[dict], **more: Any) -> str:
@@ -150,6 +158,13 @@ class ChatForm(Form):
             {"token": token, "logprob": value, "bytes": [*token.encode()], "top_logprobs": []} for token, value in pairs
         ]
         return {"content": told}
+
+
+def _in_base64(values: Tensor) -> str:
+    """Return the bytes of a file of NumPy's format npy, in base64."""
+    file = io.BytesIO()
+    np.save(file, values.numpy())
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def usage_of(texts: Texts) -> dict[str, int]:

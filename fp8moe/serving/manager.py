@@ -21,12 +21,14 @@ from fp8moe.serving.fields import Asked
 class Piece(NamedTuple):
     """Consecutive tokens of an answer, and their log probabilities if these were requested.
 
-    reason: in the last piece, why the answer ends, "stop" or "length"; None in earlier pieces.
+    reason: in the last piece, why the answer ends, "stop" or "length"; None in earlier pieces. routing: in the last
+    piece, the experts (L, layers, K) int16 of prompt and answer if these were requested.
     """
 
     tokens: list[int]
     logprobs: list[float]
     reason: str | None
+    routing: torch.Tensor | None = None
 
 
 class Answer:
@@ -207,9 +209,11 @@ def _piece(answer: Answer, value: Any, last: bool) -> Piece | Exception:
     """
     if isinstance(value, Exception):
         return value
-    tokens, logprobs = (part.tolist() for part in value) if isinstance(value, tuple) else (value.tolist(), [])
+    tensors, request = [*value] if isinstance(value, tuple) else [value], answer.request
+    routing = tensors.pop() if request.recorder is not None else None
+    tokens, logprobs = tensors[0].tolist(), tensors[1].tolist() if request.return_logprobs else []
     told, answer.told = answer.told if last else 0, answer.told + len(tokens)
-    return Piece(tokens[told:], logprobs[told:], answer.request.finish_reasons[0] if last else None)
+    return Piece(tokens[told:], logprobs[told:], request.finish_reasons[0] if last else None, routing)
 
 
 class BatchingManager(Manager):

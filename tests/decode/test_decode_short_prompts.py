@@ -35,7 +35,7 @@ class Recorded(ShortPrompts):
             self.replays[columns] = self.replays.get(columns, 0) + 1
             logits.copy_(eagerly(tokens))
 
-        self._graphs[columns] = _Graph(SimpleNamespace(replay=replay, reset=lambda: None), tokens, logits)
+        return _Graph(SimpleNamespace(replay=replay, reset=lambda: None), tokens, logits)
 
 
 @pytest.fixture
@@ -86,15 +86,29 @@ def test_a_prompt_that_padding_would_leave_no_room(decoders):
     assert not graphed.steps[1].short_prompts.replays
 
 
+def test_graphs_that_record_routing(decoders):
+    plain, graphed = decoders
+    options = dict(max_new_tokens=6, eos_token_id=(), return_routing=True)
+    for seed in range(6):
+        ids = prompts(1, 13, seed=seed)
+        expected = plain.generate(ids, **options)
+        if seed % 2:
+            assert torch.equal(graphed.generate(ids, **options | {"return_routing": False}), expected[0])
+        else:
+            assert all(map(torch.equal, graphed.generate(ids, **options), expected))
+    assert graphed.steps[1].short_prompts.replays == {16: 2}  # not the first two of either kind
+
+
 def test_requests_share_a_reader(decoders):
     plain, graphed = decoders
+    how = {"eos_token_id": (), "return_routing": True}
     asked = [
-        {"input_ids": prompts(1, 5 + index % 40, seed=index)[0], "max_new_tokens": 3 + index % 7, "eos_token_id": ()}
+        {"input_ids": prompts(1, 5 + index % 40, seed=index)[0], "max_new_tokens": 3 + index % 7, **how}
         for index in range(60)
     ]
     expected, found = (dict(decoder.run(asked)) for decoder in (plain, graphed))
     assert expected.keys() == found.keys()
-    assert all(torch.equal(found[index], tokens) for index, tokens in expected.items())
+    assert all(all(map(torch.equal, found[index], result)) for index, result in expected.items())
     assert sum(graphed._reader.short_prompts.replays.values()) > 3
 
 

@@ -216,7 +216,7 @@ def test_a_stream_can_end_in_another_thread(decoder):
 
 def test_a_stream_checks_its_arguments_at_once(decoder):
     ids = prompts(1, 9)
-    with pytest.raises(ValueError, match="^return_logprobs: stream yields tokens alone; generate returns logprobs"):
+    with pytest.raises(ValueError, match="^return_logprobs: stream yields no logprobs; generate returns them"):
         decoder.stream(ids, max_new_tokens=3, return_logprobs=True)
     with pytest.raises(ValueError, match="^max_new_tokens: expected at least 1, got 0"):
         decoder.stream(ids, max_new_tokens=0)

@@ -8,7 +8,7 @@ import torch
 
 from fp8moe.decode import GraphDecoder, NaNLogits, attention
 from fp8moe.decode.cache import CachePosition, static_cache
-from fp8moe.hf import patches, register
+from fp8moe.hf import patches, record_routing, register
 from tests import linear_attention_models, transformers_models
 from tests.decode_models import Puts, byte_level_tokenizer
 from tests.transformers_models import BASE, MLA, left_padded, random_model
@@ -99,6 +99,36 @@ def test_equals_the_uncaptured_model(name):
     mask = torch.ones_like(ids)
     mask[0, :5] = mask[2, :13] = 0
     assert torch.equal(decoder.generate(ids, attention_mask=mask, max_new_tokens=24), greedy(model, ids, 24, mask))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_routing_is_recorded_in_graphs(name):
+    model = make_model(name)
+    decoder = GraphDecoder(model, batch_sizes=(1, 3), max_length=MAX_LENGTH, fuse=name != "deepseek_v3")  # as above
+    step, ids = decoder.steps[3], prompts(3, 20, 9)
+    mask = left_padded(ids, 5, 0, 13)
+    how = {"attention_mask": mask, "max_new_tokens": 24, "eos_token_id": ()}
+    expected = decoder.generate(ids, **how)
+    assert step.recording_graph is None and step.routing is None
+    found = [decoder.generate(ids, return_routing=True, **how) for _ in range(4)]  # the graphs are captured meanwhile
+    assert step.recording_graph is not None
+    assert all(torch.equal(tokens, expected) and torch.equal(routing, found[0][1]) for tokens, routing in found)
+    tokens, routing = found[0]
+    assert routing.is_cuda and torch.equal((routing == -1).all(-1).all(-1)[:, :20], mask == 0)
+    read, shown = tokens[:, :-1], torch.ones_like(tokens[:, :-1])
+    shown[:, :20] = mask
+    with torch.no_grad(), record_routing(model) as recorded:
+        model(read, attention_mask=shown)
+    assert (recorded.routing == routing)[shown.bool()].float().mean() > 0.8  # experts flip in near ties
+    steps = [*decoder.stream(ids, return_routing=True, **how)]
+    assert torch.equal(torch.stack([step for step, _ in steps], 1), tokens[:, 20:])
+    assert torch.equal(torch.cat([piece for _, piece in steps], 1), routing)
+    asked = [{"input_ids": row.cpu(), "max_new_tokens": 5 + index} for index, row in enumerate(prompts(7, 9, 3))]
+    plain = dict(decoder.run(asked))
+    for index, (new, experts) in decoder.run([one | {"return_routing": True} for one in asked]):
+        assert torch.equal(new, plain[index])
+        assert experts.shape[0] == 9 + len(new) - 1 and not experts.is_cuda and (experts >= 0).all()
+    assert torch.equal(decoder.generate(ids, **how), expected)
 
 
 def test_a_smaller_batch_is_padded(model, decoder):

@@ -95,6 +95,7 @@ def experts_layer(quantization, loaded=True, **options):
         **sizes | options, params_dtype=torch.bfloat16, renormalize=True, quant_config=quantization, prefix=prefix
     )
     layer = runner.routed_experts
+    layer.runner = (runner,)  # no module of the layer
     for name in ("w13", "w2"):
         weight = getattr(layer, f"{name}_weight")
         quantized = fp8moe.quantize_128x128(torch.randn(weight.shape) * weight.shape[-1] ** -0.5)
@@ -126,6 +127,23 @@ def test_experts(checkpoint, tokens):
     assert torch.equal(out, fp8moe.experts(x, ids, weights, *weights_of(layer))) and out.dtype == torch.bfloat16
     expected = dense(*weights_of(layer), x, weights, ids)
     assert (out - expected).norm() <= 0.06 * expected.norm()
+
+
+def test_vllms_router_notes_what_the_experts_get(vllm, checkpoint, monkeypatch):
+    """So enable_return_routed_experts needs nothing of the plug-in."""
+    from vllm.forward_context import set_forward_context
+
+    x, weights, ids = routed(9)
+    layer = experts_layer(checkpoint, custom_routing_function=lambda *args, **how: (weights, ids))
+    (runner,), noted, given = layer.runner, [], []
+    assert not layer.quant_method.is_monolithic  # of others the capturer would ask the kernel
+    runner.router.set_capture_fn(noted.append)
+    apply = layer.quant_method.apply
+    monkeypatch.setattr(layer.quant_method, "apply", lambda *args, **how: given.append(how) or apply(*args, **how))
+    with set_forward_context(None, vllm):
+        out = runner(x, torch.randn(9, EXPERTS))
+    assert torch.equal(noted[0], ids) and torch.equal(given[0]["topk_ids"], ids)
+    assert torch.equal(out, fp8moe.experts(x, ids, weights, *weights_of(layer)))
 
 
 ELSEWHERE = [-1] * 4

@@ -19,6 +19,7 @@ from fp8moe import hf
 from fp8moe.decode import GraphDecoder
 from fp8moe.hf import routing as module
 from fp8moe.hf import versions
+from fp8moe.hf.fused import feed_forward
 from fp8moe.layers import GroupedExperts, master
 from tests.errors import relative_error
 from tests.processes import in_processes
@@ -389,7 +390,7 @@ def test_decoders_are_refused_in_a_block():
                 lambda: next(decoder.stream(IDS[:1], max_new_tokens=2)),
                 lambda: GraphDecoder(model, max_length=16),
             ):
-                with pytest.raises(RuntimeError, match=r"^GraphDecoder: it neither replays nor records routing"):
+                with pytest.raises(RuntimeError, match=r"^GraphDecoder: its graphs do not see this block"):
                     call()
     with hf.record_routing(other):
         assert torch.equal(decoder.generate(IDS[:1], max_new_tokens=2), expected)
@@ -510,6 +511,28 @@ def test_optimized_models():
     routed(model)
     optimized.restore()
     routed(model)
+
+
+@torch.no_grad()
+def test_routers_that_run_fused_are_recorded(monkeypatch):
+    model, chosen, mine = build("MixtralForCausalLM"), [], []
+    with hf.record_routing(model) as unfused:
+        logits_of(model)
+    first, second = (layer.mlp.gate for layer in model.model.layers)
+    hf.optimize(model)
+    plain, route = logits_of(model), feed_forward.route
+    monkeypatch.setattr(feed_forward, "route", lambda *args, **how: chosen.append(route(*args, **how)) or chosen[-1])
+    with hf.record_routing(model) as recorded:
+        assert torch.equal(logits_of(model), plain)
+    assert torch.equal(recorded.routing, unfused.routing) and len(chosen) == 2
+    fused = first.forward
+    first.forward = lambda x: mine.append(1) or fused(x)  # a user's own, which a fused block would not call
+    with hf.record_routing(model) as recorded:
+        logits_of(model)
+    assert torch.equal(recorded.routing, unfused.routing) and mine == [1]
+    with hf.replay_routing(model, unfused.routing):
+        logits_of(model)
+    assert len(chosen) == 3 and second.forward.func is feed_forward.forward_router
 
 
 # Experts that run through experts_implementation="fp8moe", and whose weights want gradients.

@@ -128,9 +128,10 @@ def _decoder(model):
     return GraphDecoder(model, batch_sizes=(2,), max_length=32)
 
 
-def _generated(decoder) -> tuple[list, list]:
-    tokens, logprobs = decoder.generate(IDS, max_new_tokens=8, eos_token_id=(), return_logprobs=True)
-    return tokens.tolist(), logprobs[:, 0].tolist()
+def _generated(decoder) -> tuple[list, list, list]:
+    how = {"eos_token_id": (), "return_logprobs": True, "return_routing": True}
+    tokens, logprobs, routing = decoder.generate(IDS, max_new_tokens=8, **how)
+    return tokens.tolist(), logprobs[:, 0].tolist(), routing.tolist()
 
 
 def _decode(model) -> dict:
@@ -256,7 +257,7 @@ def test_decoder(found, name, form, way):
         assert results[0][what] == results[1][what]
     assert results[0]["sampled"] != [row[:20] for row in results[0]["here"][0]]
     if way == "ep":
-        assert results[0]["here"][0] == results[0]["alone"][0]
+        assert results[0]["here"][::2] == results[0]["alone"][::2]
 
 
 def test_shards_that_are_no_blocks_are_refused_on_all_ranks(found):

@@ -60,6 +60,7 @@ APPLIED = {
     "stop_token_ids": ([5], {"eos_token_id": [1, 5]}),
     "ignore_eos": (True, {"eos_token_id": []}),
     "logprobs": (0, {"return_logprobs": True}),
+    "return_routed_experts": (True, {"return_routing": True}),
     "generation_config": ('{"max_new_tokens": 9, "stop_strings": "x"}', {"max_new_tokens": 9, "stop_strings": "x"}),
 }
 """Fields of completions that become options of the decoder."""

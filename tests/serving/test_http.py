@@ -1,5 +1,7 @@
 """HTTP of `fp8moe serve`: forms of answers, keys and hosts, limits, and the end of the server."""
 
+import base64
+import io
 import json
 import re
 import socket
@@ -10,6 +12,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,6 +98,24 @@ def test_logprobs(client, decoder, stream):
     found = [one for part in of_chat if part for one in part["content"]]
     assert [one["token"] for one in found] == strings and [one["logprob"] for one in found] == got
     assert [bytes(one["bytes"]).decode() for one in found] == strings
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_routed_experts(client, decoder, chat):
+    plain, found = (complete(client, chat, **how).json()["choices"] for how in ({}, {"return_routed_experts": True}))
+    routed = [choice.pop("routed_experts") for choice in found]
+    assert found == plain
+    values = np.load(io.BytesIO(base64.b64decode(routed[0])), allow_pickle=False)
+    if not chat:
+        ids = torch.tensor([tiny_tokenizer()("hi")["input_ids"]])
+        _, routing = decoder.generate(ids, max_new_tokens=4, return_routing=True)
+        assert torch.equal(torch.from_numpy(values), routing[0])
+    assert values.dtype == np.int16 and values.shape[1:] == (2, 2)
+    several = complete(client, prompt=["hi", "a fox"], return_routed_experts=True).json()
+    assert len({choice["routed_experts"] for choice in several["choices"]}) == 2
+    response = complete(client, chat, return_routed_experts=True, stream=True)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("return_routed_experts: a stream does not have them; ask for")
 
 
 def byte_tokenizer():

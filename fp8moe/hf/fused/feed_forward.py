@@ -241,7 +241,10 @@ def _route(router: nn.Module, logits: Tensor, *, sort: bool) -> ChosenExperts:
         groups = router.num_group, router.topk_group, router.routed_scaling_factor
     normalize = form.normalize == "always" or bool(router.norm_topk_prob)
     rule = RoutingRule(router.top_k, form.score, normalize, *groups)
-    return route(logits, rule, bias=bias, dtype=logits.dtype if form.cast else torch.float32, sort=sort)
+    chosen = route(logits, rule, bias=bias, dtype=logits.dtype if form.cast else torch.float32, sort=sort)
+    if (note := known_forwards.recorders.get().get(router)) is not None:
+        note(chosen.index)
+    return chosen
 
 
 class SecondStream:

@@ -10,8 +10,10 @@ import functools
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,17 +60,22 @@ def rotary_of(attention: nn.Module) -> "Rotary | None":
     return form if helper is not None and digest(helper) == form.digest else None
 
 
+recorders: ContextVar[Mapping[nn.Module, Callable[[Tensor], None]]] = ContextVar(
+    "recorders", default=MappingProxyType({})
+)
+"""While routing is recorded, not replayed: what gets the experts (T, K) that a router chooses in fp8moe's kernels."""
+
 _HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def runs_as_written(module: nn.Module) -> bool:
     """Return whether the module has no hooks, and its forward is the class's own or was set by fp8moe.
 
-    `optimize` and `unregister` set forwards. transformers leaves behind hooks that record outputs; these hooks are
-    ignored unless a call asks for the outputs.
+    `optimize`, `unregister` and `record_routing` set forwards. transformers leaves behind hooks that record outputs;
+    these hooks are ignored unless a call asks for the outputs.
     """
     own = module.__dict__
-    as_written = "forward" not in own or is_fused(module) or is_kept(module)
+    as_written = "forward" not in own or is_fused(module) or is_kept(module) or module in recorders.get()
     if not as_written or any(own[kind] for kind in _HOOKS):
         return False
     return all(map(_is_idle, own["_forward_hooks"].values()))
