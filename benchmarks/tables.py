@@ -261,8 +261,8 @@ def headline(benchmarks: dict) -> str:
     ]
     steps = [row["ms"]["fp8moe"] for row in whole_models(rows, "decode") if "fp8moe" in row["ms"]]
     whole = (
-        "Whole models ran one after the other, some in other runs on such a card. They are of Qwen3-30B-A3B's size where "
-        "no other is named: a token for each of 1, 8, 64 sequences takes"
+        "Whole models ran one after the other, some in other runs on such a card. They are of Qwen3-30B-A3B's size "
+        "where no other is named: a token for each of 1, 8, 64 sequences takes"
     )
     whole = f"{whole} {', '.join(f'{ms:.1f}' for ms in steps)} ms." if len(steps) == 3 else NO_WHOLE_MODELS
     shown = pictures("docs/images/", "overview") if layers(peers) else []
