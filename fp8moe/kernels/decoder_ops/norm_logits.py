@@ -45,8 +45,8 @@ def norm_logits(
     """Compute `rms_norm` of x + residual, and `router_logits` of the normalized values.
 
     x, residual: (T, H) bfloat16, float16 or float32, any strides; H up to 32768. norm_weight: (H,), weight: (E, H),
-    bias: (E,) or None, all in the dtype of x. quantized: return the norm in FP8 too. dtype: dtype of the logits (T, E): bfloat16, float16 or
-    float32.
+    bias: (E,) or None, all in the dtype of x. quantized: return the norm in FP8 too. dtype: dtype of the logits (T, E):
+    bfloat16, float16 or float32.
     Returns Normed, which always has sum and values, and the logits. The results have the bits that `rms_norm` and
     `router_logits` would give. One kernel computes both for up to 2 tokens of at most 16 KB together, unless results
     are batch invariant (`fp8moe.batch_invariant`). Equal inputs give equal bits. There is no backward: calling it
@@ -88,8 +88,8 @@ def launcher(
 ) -> PointerLauncher:
     """Return the launcher, called with (x, residual, norm_weight, weight, bias, sum, values, data, scale, logits).
 
-    dtypes: dtypes of x and of the logits. bias, data and scale may be None. The scale is MN-major, and all other tensors
-    are contiguous. All tensors start at multiples of 16 bytes. `by_one_kernel` must be True for the sizes.
+    dtypes: dtypes of x and of the logits. bias, data and scale may be None. The scale is MN-major, and all other
+    tensors are contiguous. All tensors start at multiples of 16 bytes. `by_one_kernel` must be True for the sizes.
     """
     block_experts, _ = block = logits_block(tokens, experts, num_sms(device_index))
     return PointerLauncher(
