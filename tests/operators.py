@@ -516,20 +516,23 @@ DECODER = {
         fixed=("keys", "values"),
     ),
     "router_logits": Case(
-        lambda draw: (draw.normal(draw.rows, draw.hidden), draw.normal(draw.experts, draw.hidden), torch.float32),
+        lambda draw: (
+            *(draw.normal(draw.rows, draw.hidden), draw.normal(draw.experts, draw.hidden), draw.normal(draw.experts)),
+            torch.float32,
+        ),
         bad={"x": ((BAD_ROW, 5), lambda a: [BAD_ROW]), "weight": ((3, 5), lambda a: [(slice(None), 3)])},
         sums=(0,),
         exempt={"layouts, cuda": "rows that are not aligned take another kernel, which sums in another order"},
         rows=(1, 64, 300),
     ),
     "norm_logits": Case(
-        lambda draw: (*_norm_and_router(draw), 1e-6, False, torch.float32),
+        lambda draw: (*_norm_and_router(draw), 1e-6, draw.normal(draw.experts), False, torch.float32),
         bad={"x": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, None, None, BAD_ROW])},
         sums=(4,),
         rows=(1, 2, 300),
     ),
     "norm_logits, quantized": Case(
-        lambda draw: (*_norm_and_router(draw), 1e-6, True, torch.bfloat16),
+        lambda draw: (*_norm_and_router(draw), 1e-6, None, True, torch.bfloat16),
         bad={
             "residual": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 5),
             "weight": ((3, 5), lambda a: [None, None, None, None, (slice(None), 3)]),
