@@ -98,8 +98,9 @@ def training_work(model: Model, tokens: int) -> tuple[list[KernelWork], list[Ker
         KernelWork("quantize_128x128", "down_proj", (2 + block) * down),
         KernelWork("sort_by_expert", "routing", 12 * rows),
         KernelWork("permute_quantize", "tokens", 2 * x + fp8 * wide),
-        KernelWork("gemm", "gate_up_proj", block * up + fp8 * wide + 2 * mid, 2 * wide * 2 * size),
-        KernelWork("swiglu_quantize", "activation", 2 * mid + fp8 * narrow),
+        KernelWork(
+            "gemm", "gate_up_proj, activation", block * up + fp8 * (wide + narrow) + 2 * mid, 2 * wide * 2 * size
+        ),
         KernelWork("gemm", "down_proj", block * down + fp8 * narrow + 2 * wide, 2 * wide * size),
         KernelWork("combine", "result", 2 * wide + 2 * x),
     ]

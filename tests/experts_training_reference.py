@@ -98,12 +98,13 @@ def recipe(layer, x, index, weights, grad):
         (d_projected,) = torch.autograd.grad(h, projected, weight * d_h)
         h = h.detach()
         expected["routing"][tokens, k] = (h.double() * d_h).sum(-1)
+        h = weight * h
         if layer.activation.is_swiglu:
             h, d_projected = h.bfloat16(), d_projected.bfloat16()
         parts = d_projected.unflatten(1, (-1, size))
         dx = by_rows(parts).flatten(1) @ up
         expected["x"].index_add_(0, tokens, dx if wide else dx.bfloat16().double())
-        expected["down"][expert] = by_columns(weight * grad[tokens].float()).T @ by_columns(h)
+        expected["down"][expert] = by_columns(grad[tokens]).T @ by_columns(h)
         for i, part in enumerate(parts.unbind(1)):
             expected["up"][expert, i] = by_columns(part).T @ by_columns(x[tokens])
     return expected | {"up": expected["up"].flatten(1, 2)}

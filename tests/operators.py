@@ -186,7 +186,7 @@ def _mapped(a: SimpleNamespace) -> Tensor:
 
 def _with_transpose(draw: Draw) -> tuple:
     tokens = draw.integers(0, max(draw.rows, 1), draw.rows)
-    return draw.normal(draw.rows, draw.hidden), draw.offsets(), tokens, draw.uniform(draw.rows)
+    return draw.normal(draw.rows, draw.hidden), draw.offsets(), tokens
 
 
 def _swiglu(draw: Draw, beside: Beside = Beside.NOTHING, activation: str = SWIGLU) -> tuple:
@@ -251,7 +251,7 @@ QUANTIZERS = {
         exempt={"wrong operands": INTERNAL, "ranks are refused": INTERNAL},
     ),
     "quantize_with_transpose": Case(
-        lambda draw: (draw.normal(draw.rows, draw.hidden), draw.offsets(), None, None),
+        lambda draw: (draw.normal(draw.rows, draw.hidden), draw.offsets(), None),
         _transposed_defined,
         bad={
             "x": (
@@ -260,16 +260,12 @@ QUANTIZERS = {
             )
         },
     ),
-    "quantize_with_transpose, tokens and weights": Case(
-        _with_transpose,
-        _transposed_defined,
-        bad={"row_weights": ((BAD_ROW,), lambda a: transposed([None, None], slice(None), a.group_offsets))},
-    ),
+    "quantize_with_transpose, tokens": Case(_with_transpose, _transposed_defined),
     "quantize_with_transpose, one group": Case(
-        lambda draw: (draw.normal(draw.rows, draw.hidden, dtype=torch.float32), None, None, None), _transposed_defined
+        lambda draw: (draw.normal(draw.rows, draw.hidden, dtype=torch.float32), None, None), _transposed_defined
     ),
     "quantize_columns": Case(
-        lambda draw: _with_transpose(draw)[:3],
+        _with_transpose,
         lambda a, results: [*both_ways(results, results[2][-1]), results[2]],
     ),
     "quantize_columns, rows": Case(
@@ -321,7 +317,10 @@ QUANTIZERS = {
             ),
             "row_weights": (
                 (BAD_ROW,),
-                lambda a: [*transposed([BAD_ROW, BAD_ROW], slice(None), a.group_offsets), None, None, None],
+                lambda a: [
+                    *transposed([BAD_ROW, BAD_ROW], slice(None), a.group_offsets),
+                    *(None, *transposed([], slice(None), a.group_offsets)[:2]),
+                ],
             ),
         },
         sums=(5,),
@@ -742,6 +741,15 @@ GEMMS = {
             *(7.0, 1.702, draw.normal(EXPERTS, 2 * draw.size), None, None, (2 * draw.rows, 6)),
         ),
         bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW])},
+        names={"b": r"gate_up(\.data)?", "b_scale": r"gate_up\.scale"},
+        rows=(24, 300),
+    ),
+    "grouped_gemm_swiglu_keeping": Case(
+        lambda draw: (
+            *(*draw.activations(draw.rows, draw.hidden), *draw.gate_up(), draw.offsets()),
+            *(7.0, 1.702, None, None, None, (2 * draw.rows, 6)),
+        ),
+        bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 3)},
         names={"b": r"gate_up(\.data)?", "b_scale": r"gate_up\.scale"},
         rows=(24, 300),
     ),

@@ -49,16 +49,9 @@ def quantize_128x128(w: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
     return data, scale
 
 
-def quantize_with_transpose(
-    x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None
-) -> Results:
+def quantize_with_transpose(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None) -> Results:
     """Compute ``quant.transpose.quantize_with_transpose``. Rows outside all groups are quantized too."""
-    rows = _rows_of(x, tokens)
-    if row_weights is None:
-        return both_ways(rows, rows, group_offsets)
-    if tokens is not None:
-        row_weights = torch.where((tokens >= 0) & (tokens < x.shape[0]), row_weights, 0)
-    return both_ways(rows, rows.float() * row_weights[:, None], group_offsets)
+    return both_ways(_rows_of(x, tokens), group_offsets)
 
 
 def quantize_columns(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,9 +64,9 @@ def _rows_of(x: Tensor, tokens: Tensor | None) -> Tensor:
     return x if tokens is None else gather(x, tokens, (tokens >= 0) & (tokens < x.shape[0]))
 
 
-def both_ways(rows: Tensor, weighted: Tensor, group_offsets: Tensor | None) -> Results:
-    """Quantize `rows` (R, F), and the transpose of `weighted` (R, F) with every group padded to a multiple of 128."""
-    return Results(*quantize_1x128(rows, False), *by_columns(weighted, group_offsets))
+def both_ways(rows: Tensor, group_offsets: Tensor | None) -> Results:
+    """Quantize `rows` (R, F), and their transpose with every group padded to a multiple of 128."""
+    return Results(*quantize_1x128(rows, False), *by_columns(rows, group_offsets))
 
 
 def by_columns(x: Tensor, group_offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,7 +39,7 @@ class Transposed(NamedTuple):
 
 
 def quantize_with_transpose(
-    x: Tensor, group_offsets: Tensor | None = None, *, tokens: Tensor | None = None, row_weights: Tensor | None = None
+    x: Tensor, group_offsets: Tensor | None = None, *, tokens: Tensor | None = None
 ) -> Transposed:
     """Quantize the rows of x and the rows of its transpose in blocks of 1x128, reading x once.
 
@@ -50,7 +50,6 @@ def quantize_with_transpose(
     group_offsets: (E+1,) int32: group e has the rows ``group_offsets[e]:group_offsets[e+1]``, any number of them. Both
         ends are clamped to [0, R]; a group whose end is before its start is empty. None: one group of all rows.
     tokens: (R,) int32: row r is ``x[tokens[r]]``, or zeros if tokens[r] is outside [0, M). None: R = M, row r is x[r].
-    row_weights: (R,) float32, the factor of each row: applied, in float32, to `columns` but not to `rows`.
     Returns `Transposed`, detached from the autograd graph. Rows outside all groups are uninitialized. A NaN or infinity
     affects only its block of the row and its block of the column. Equal inputs give bitwise equal results. On the CUDA
     backend a call can be captured in a CUDA graph: the host does not read the group sizes.
@@ -58,11 +57,10 @@ def quantize_with_transpose(
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device.
     """
     check_tensor("x", x)
-    for name, value in (("group_offsets", group_offsets), ("tokens", tokens), ("row_weights", row_weights)):
+    for name, value in (("group_offsets", group_offsets), ("tokens", tokens)):
         if value is not None:
             check_tensor(name, value)
-    row_weights = row_weights if row_weights is None else detached(row_weights)
-    return transposed(*_quantize_with_transpose(detached(x), group_offsets, tokens, row_weights))
+    return transposed(*_quantize_with_transpose(detached(x), group_offsets, tokens))
 
 
 def quantize_columns(
@@ -110,9 +108,9 @@ class _ResultPointers(ctypes.Structure):
 class _GatheredRows(ctypes.Structure):
     """``struct Source`` of cuda/ops/quantize_transpose.cu."""
 
-    _pointers_ = 3
+    _pointers_ = 2
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("x", "tokens", "weights", "row_stride")),
+        *((name, ctypes.c_int64) for name in ("x", "tokens", "row_stride")),
         ("num_tokens", ctypes.c_uint32),
     )
 
@@ -124,18 +122,15 @@ def tile_spec(
     *,
     shared_bytes: int,
     vector: bool = True,
-    weighted: bool = False,
     **defines: int,
 ) -> KernelSpec:
     """Return the spec of the kernel `name`, which includes quantize_tile.cuh.
 
     source: ctypes type of the kernel's ``struct Source``. dtype, vector: see `quantizer_defines`. shared_bytes: dynamic
-    shared memory of a thread block. weighted: whether rows are multiplied by weights before they are transposed.
-    defines: further macros.
+    shared memory of a thread block. defines: further macros.
     """
     defines |= {
         "WARPS": _WARPS,
-        "WEIGHTED": int(weighted),
         "RESULTS_BYTES": ctypes.sizeof(_ResultPointers),
         "SOURCE_BYTES": ctypes.sizeof(source),
         "SHARED_BYTES": shared_bytes,
@@ -143,8 +138,8 @@ def tile_spec(
     return KernelSpec(f"{name}.cu", name, (*quantizer_defines(dtype, vector=vector), *defines.items()))
 
 
-def kernel_spec(dtype: torch.dtype, vector: bool, weighted: bool, by_rows: bool = True) -> KernelSpec:
-    options = {"shared_bytes": TILE_BYTES, "vector": vector, "weighted": weighted}
+def kernel_spec(dtype: torch.dtype, vector: bool, by_rows: bool = True) -> KernelSpec:
+    options = {"shared_bytes": TILE_BYTES, "vector": vector}
     return tile_spec("quantize_transpose", _GatheredRows, dtype, **options, BY_ROWS=int(by_rows))
 
 
@@ -175,24 +170,21 @@ def tile_launcher(
 
 @planned
 def launcher(
-    device_index: int, x: Tensor, rows: int, groups: int, vector: bool, weighted: bool, by_rows: bool, strip: int
+    device_index: int, x: Tensor, rows: int, groups: int, vector: bool, by_rows: bool, strip: int
 ) -> PointerLauncher:
-    """Build the `tile_launcher` of quantize_transpose.cu; its source tensors are x, tokens and row_weights.
+    """Build the `tile_launcher` of quantize_transpose.cu; its source tensors are x and tokens, or x and None.
 
-    The launcher takes None for tokens and row_weights, too. x: (M, F), last stride 1. vector: `has_vector_rows` of x.
-    weighted: whether there are row_weights. by_rows: whether rows are written; otherwise the launcher takes any
-    tensors for them.
+    x: (M, F), last stride 1. vector: `has_vector_rows` of x. by_rows: whether rows are written; otherwise the launcher
+    takes any tensors for them.
     """
     source = _GatheredRows(row_stride=x.stride(0), num_tokens=x.shape[0])
     sizes = {"rows": rows, "width": x.shape[1], "groups": groups, "column_tiles": ceil_div(x.shape[1], BLOCK)}
-    return tile_launcher(kernel_spec(x.dtype, vector, weighted, by_rows), source, **sizes, strip=strip)
+    return tile_launcher(kernel_spec(x.dtype, vector, by_rows), source, **sizes, strip=strip)
 
 
-def launch(
-    x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None, results: Results
-) -> Results:
+def launch(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, results: Results) -> Results:
     """Compute `quantize_with_transpose` into `results` with the CUDA kernel. Returns `results`."""
-    _launch((x, group_offsets, tokens, row_weights), results[:2], results[2:])
+    _launch((x, group_offsets, tokens), results[:2], results[2:])
     return results
 
 
@@ -200,24 +192,24 @@ def launch_columns(
     x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, results: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `quantize_columns` into `results`: data, scale and offsets. Returns `results`."""
-    _launch((x, group_offsets, tokens, None), None, results)
+    _launch((x, group_offsets, tokens), None, results)
     return results
 
 
 def _launch(operands: tuple, by_rows: tuple | None, by_columns: tuple) -> None:
-    """Launch the kernel on x, group_offsets, tokens, row_weights. by_rows: data and scale, or None."""
+    """Launch the kernel on x, group_offsets, tokens. by_rows: data and scale, or None."""
     x, *others = operands
     columns, _, offsets = by_columns
-    group_offsets, tokens, row_weights = (None if value is None else value.contiguous() for value in others)
+    group_offsets, tokens = (None if value is None else value.contiguous() for value in others)
     rows, groups = (x if tokens is None else tokens).shape[0], offsets.shape[0] - 1
     if not columns.numel():
         offsets.copy_(pad_groups(group_offsets, rows, x.device)[2])
         return
     x = unit_stride(x)
-    form = has_vector_rows(x), row_weights is not None, by_rows is not None
+    form = has_vector_rows(x), by_rows is not None
     run = launcher(x.get_device(), x, rows, groups, *form, STRIP if tokens is None else _GATHER_STRIP)
     unused = by_columns[:2]  # in place of rows: the launcher takes the device of its first tensor
-    run(*(by_rows or unused), *by_columns, group_offsets, x, tokens, row_weights)
+    run(*(by_rows or unused), *by_columns, group_offsets, x, tokens)
 
 
 def transposed(rows: Tensor, row_scale: Tensor, columns: Tensor, column_scale: Tensor, offsets: Tensor) -> Transposed:
@@ -231,7 +223,7 @@ def empty_results(like: Tensor, rows: int, features: int, groups: int) -> Result
     return Results(*empty_quantized(like, rows, features), *columns, like.new_empty((groups + 1,), dtype=torch.int32))
 
 
-def _check(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None) -> None:
+def _check(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None) -> None:
     check_dtype("x", x, *FLOATING)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape (M, F), got {tuple(x.shape)}")
@@ -239,21 +231,19 @@ def _check(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_w
     if tokens is not None:
         check_vector("tokens", tokens, torch.int32, None, x.device)
         rows = tokens.shape[0]
-    if row_weights is not None:
-        check_vector("row_weights", row_weights, torch.float32, rows, x.device)
     if group_offsets is None:
         check_padded(rows, 1)
     else:
         check_groups(group_offsets, rows, x.device)
 
 
-def _empty(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None) -> Results:
+def _empty(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None) -> Results:
     rows = x.shape[0] if tokens is None else tokens.shape[0]
     return empty_results(x, rows, x.shape[1], 1 if group_offsets is None else group_offsets.shape[0] - 1)
 
 
 _quantize_with_transpose = operator(
-    "quantize_with_transpose(Tensor x, Tensor? group_offsets, Tensor? tokens, Tensor? row_weights) "
+    "quantize_with_transpose(Tensor x, Tensor? group_offsets, Tensor? tokens) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check,
     cuda=lambda x, *others: launch(x, *others, _empty(x, *others)),
@@ -272,7 +262,7 @@ def _columns(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None) -> 
 
 _quantize_columns = operator(
     "quantize_columns(Tensor x, Tensor? group_offsets, Tensor? tokens) -> (Tensor, Tensor, Tensor)",
-    check=lambda *operands: _check(*operands, None),
+    check=_check,
     cuda=lambda *operands: launch_columns(*operands, _columns(*operands)),
     reference=reference.quantize_columns,
     fake=_columns,

@@ -1,7 +1,5 @@
 """The transposing quantizer: reference backend, layouts, errors, operator, and the compiled kernels."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 
 from fp8moe.quant import transpose
 from fp8moe.quant.formats import padded_rows
-from fp8moe.quant.quantize import dequantize, quantize_1x128
+from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.quant.transpose import quantize_columns, quantize_with_transpose
 from fp8moe.runtime.checks import FLOATING
 from tests.errors import refused
@@ -88,19 +86,6 @@ def test_tokens_are_gathered_and_others_are_zero():
     assert not t.rows.data.float().any() and not t.columns.data.float().any() and t.offsets.tolist() == [0, 128]
 
 
-def test_row_weights_multiply_the_columns_only():
-    x, weights = random(150, 200, dtype=torch.bfloat16), random(150)
-    offsets = offsets_of([20, 130])
-    t = quantize_with_transpose(x, offsets, row_weights=weights)
-    assert same_bits(t.rows.data, quantize_1x128(x).data) and same_bits(t.rows.scale, quantize_1x128(x).scale)
-    assert_columns(t, x.float() * weights[:, None], [(0, 20), (20, 150)])
-    # The weight of a row that has no token is not looked at.
-    tokens = torch.arange(150, dtype=torch.int32)
-    tokens[5], weights[5] = -1, math.nan
-    t = quantize_with_transpose(x, offsets, tokens=tokens, row_weights=weights)
-    assert dequantize(t.columns)[:, :384].isfinite().all() and not dequantize(t.columns)[:, 5].any()
-
-
 @pytest.mark.parametrize(
     "offsets,groups",
     [
@@ -149,7 +134,7 @@ def test_layout(rows, features, groups):
 
 
 def test_result_is_detached():
-    t = quantize_with_transpose(random(4, 128).requires_grad_(), row_weights=torch.ones(4).requires_grad_())
+    t = quantize_with_transpose(random(4, 128).requires_grad_())
     assert not any(part.requires_grad for part in (*t.rows, *t.columns, t.offsets))
 
 
@@ -164,9 +149,6 @@ def test_errors():
         quantize_with_transpose(x, offsets[:1])
     with pytest.raises(ValueError, match=r"^tokens: expected shape \(R,\), got \(1, 6\)"):
         quantize_with_transpose(x, tokens=tokens[None])
-    for rows, options in ((4, {}), (6, {"tokens": tokens})):
-        with pytest.raises(ValueError, match=rf"^row_weights: expected shape \({rows},\), got \(5,\)"):
-            quantize_with_transpose(x, row_weights=torch.ones(5), **options)
     refused(ValueError, r"fewer than 2\*\*31 rows", quantize_with_transpose, torch.empty(2**31 - 100, 1, device="meta"))
 
 
@@ -189,9 +171,9 @@ def test_columns_alone():
 
 @pytest.mark.parametrize("dtype", FLOATING)
 @pytest.mark.parametrize("vector", [False, True])
-@pytest.mark.parametrize(("weighted", "by_rows"), [(False, True), (True, True), (False, False)])
-def test_every_variant_compiles_without_spills(dtype, vector, weighted, by_rows):
-    report = without_spills(transpose.kernel_spec(dtype, vector, weighted, by_rows))
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_every_variant_compiles_without_spills(dtype, vector, by_rows):
+    report = without_spills(transpose.kernel_spec(dtype, vector, by_rows))
     assert report.static_smem <= 8 << 10
-    # An SM of 65536 registers then holds 4 blocks of 256 threads, or 3 with weights, each with 32 KB to load.
-    assert report.registers <= ((80 if weighted else 64) if vector and dtype != torch.float32 else 128)
+    # An SM of 65536 registers then holds 4 blocks of 256 threads, each with 32 KB to load.
+    assert report.registers <= (64 if vector and dtype != torch.float32 else 128)

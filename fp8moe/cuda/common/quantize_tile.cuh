@@ -6,8 +6,7 @@
 // columns of its rows, so loads and stores cover whole 32-byte sectors. Shared memory has two uses: to combine the
 // largest magnitudes, from which each thread computes the scale of one row or column, and to transpose the bytes.
 //
-// Compile-time constants: those of quantize.cuh with UE8M0 = 0 and of row_tiles.cuh; WEIGHTED (for the transposed
-// result, each row is multiplied by a weight).
+// Compile-time constants: those of quantize.cuh with UE8M0 = 0 and of row_tiles.cuh.
 #pragma once
 
 #include "quantize.cuh"
@@ -18,7 +17,7 @@ constexpr int SIDE = BLOCK / ROW_LANES;     // rows, and columns, of a thread
 constexpr int VECTORS = SIDE / PER_VECTOR;  // vectors of a thread in one row
 constexpr int STEP = ROW_LANES * PER_VECTOR;
 constexpr int HALF = SIDE / 2;                      // rows that are quantized or loaded together
-constexpr bool PAIRS = PER_WORD == 2 && !WEIGHTED;  // one word holds the magnitudes of two columns
+constexpr bool PAIRS = PER_WORD == 2;               // one word holds the magnitudes of two columns
 constexpr int CHUNK = 16;                           // bytes of a transposed row that one thread moves
 constexpr int CHUNKS = BLOCK / CHUNK;
 static_assert(!UE8M0 && THREADS * SIDE * SIDE == BLOCK * BLOCK);
@@ -38,7 +37,6 @@ struct Shared {
   u32 row_amax[BLOCK];
   Divisor<> columns[BLOCK];  // indexed by column_slot()
   Divisor<> rows[BLOCK];
-  float weights[BLOCK];
   RowTile tile;
 };
 
@@ -83,9 +81,6 @@ __device__ int column_slot(int column) {
   return c * ROW_LANES + column / PER_VECTOR % ROW_LANES;
 }
 
-// The larger of two column magnitudes, or of two pairs of them, packed in words.
-__device__ u32 larger(u32 a, u32 b) { return WEIGHTED ? max(a, b) : Input::larger(a, b); }
-
 // Finds the maxima of rows and columns in one pass: each magnitude is used for both at once, and is then no longer held
 // in a register.
 template <bool ROWS>
@@ -99,15 +94,7 @@ __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& valu
     for (int i = 0; i < SIDE / PER_WORD; ++i) {
       const u32 word = Input::magnitude(values[r][i / 4].words[i % 4]);
       if constexpr (ROWS) row = Input::larger(row, word);
-      if constexpr (WEIGHTED) {
-#pragma unroll
-        for (int j = 0; j < PER_WORD; ++j) {
-          const float weighted = __fmul_rn(Input::value(Input::bits(word, j)), fabsf(s.weights[p.row + r]));
-          columns[i * PER_WORD + j] = max(columns[i * PER_WORD + j], __float_as_uint(weighted));
-        }
-      } else {
-        columns[i] = Input::larger(columns[i], word);
-      }
+      columns[i] = Input::larger(columns[i], word);
     }
     rows[r] = Input::largest(row);
   }
@@ -116,7 +103,7 @@ __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& valu
     if (p.lane % 2 == 0) s.row_amax[p.row + p.column_group / 2] = row;
   }
 #pragma unroll
-  for (u32& word : columns) word = warp_reduce<WARP / ROW_LANES, ROW_LANES>(word, larger);
+  for (u32& word : columns) word = warp_reduce<WARP / ROW_LANES, ROW_LANES>(word, Input::larger);
   if (p.lane < ROW_LANES) {
 #pragma unroll
     for (int i = 0; i < WORDS; i += 4) {
@@ -136,8 +123,8 @@ __device__ void make_scales(const Results& results, Shared& s, i64 first_column)
   if (is_column) {
     u32 word = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) word = larger(word, s.column_amax[w][PAIRS ? t / 2 : t]);
-    amax = WEIGHTED ? __uint_as_float(word) : Input::value(Input::bits(word, PAIRS ? t % 2 : 0));
+    for (int w = 0; w < WARPS; ++w) word = Input::larger(word, s.column_amax[w][PAIRS ? t / 2 : t]);
+    amax = Input::value(Input::bits(word, PAIRS ? t % 2 : 0));
   } else {
     amax = Input::value(s.row_amax[t]);
   }
@@ -198,16 +185,11 @@ __device__ void quantize_values(const Results& results, const Shared& s, const T
 #pragma unroll
       for (int i = 0; i < HALF; i += 2) {
         const int r = first + i;
-        float upper_left = value(r, c), upper_right = value(r, c + 1);
-        float lower_left = value(r + 1, c), lower_right = value(r + 1, c + 1);
+        const float upper_left = value(r, c), upper_right = value(r, c + 1);
+        const float lower_left = value(r + 1, c), lower_right = value(r + 1, c + 1);
         if constexpr (ROWS) {
           row_words[i][c / 4] |= divisors[i].quantize(upper_left, upper_right) << (c % 4 * 8);
           row_words[i + 1][c / 4] |= divisors[i + 1].quantize(lower_left, lower_right) << (c % 4 * 8);
-        }
-        if constexpr (WEIGHTED) {
-          const float upper_weight = s.weights[p.row + r], lower_weight = s.weights[p.row + r + 1];
-          upper_left = __fmul_rn(upper_left, upper_weight), upper_right = __fmul_rn(upper_right, upper_weight);
-          lower_left = __fmul_rn(lower_left, lower_weight), lower_right = __fmul_rn(lower_right, lower_weight);
         }
         left_word |= left.quantize(upper_left, lower_left) << (i * 8);
         right_word |= right.quantize(upper_right, lower_right) << (i * 8);

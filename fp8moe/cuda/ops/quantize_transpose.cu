@@ -7,30 +7,23 @@
 struct Source {
   const Element* x;      // (num_tokens, width), rows `row_stride` apart
   const int* tokens;     // (num_rows), the row of x for each row; null: row r uses x[r]
-  const float* weights;  // if WEIGHTED: (num_rows)
   i64 row_stride;
   u32 num_tokens;
 };
 static_assert(sizeof(Source) == SOURCE_BYTES && sizeof(Transposed) == SHARED_BYTES);
 
 // Thread blocks per SM: as many as registers allow.
-constexpr int RESIDENT = VECTOR && PER_WORD == 2 ? WEIGHTED ? 3 : 4 : 2;
+constexpr int RESIDENT = VECTOR && PER_WORD == 2 ? 4 : 2;
 
-// Loads a thread's values of a tile, and the weights. Rows that do not exist, and their weights, are zero.
+// Loads a thread's values of a tile. Rows that do not exist are zero.
 __device__ void load_rows(const Source& source, Shared& s, const ThreadPosition& p, i64 first_column, i64 width,
                           Values& values) {
   const int lane_row = p.row + p.lane % SIDE;
   int lane_token = -1;
-  float weight = 0.f;
   if (lane_row < s.tile.count) {
     const int row = s.tile.first + lane_row;
     lane_token = source.tokens ? source.tokens[row] : row;
     if (static_cast<u32>(lane_token) >= source.num_tokens) lane_token = -1;
-    if (WEIGHTED && lane_token >= 0) weight = source.weights[row];
-  }
-  if (WEIGHTED) {
-    if (p.column_group < SIDE) s.weights[lane_row] = weight;
-    __syncwarp();
   }
   const int columns = inside(first_column, width, BLOCK) - p.column(0);
   const Element* first = source.x + first_column + p.column(0);

@@ -1,6 +1,6 @@
 // The gradient of gate and up of `weight * SwiGLU(gate, up)`, rounded to bfloat16 and quantized along its rows. BESIDE
-// selects further results: the gradient and SwiGLU, each quantized along its columns (quantize_tile.cuh), or both in
-// bfloat16. Also computes the sum of SwiGLU * grad over each row, for the gradient of the weights.
+// selects further results: the gradient and weight * SwiGLU, each quantized along its columns (quantize_tile.cuh), or
+// the gradient and SwiGLU in bfloat16. Also computes the sum of SwiGLU * grad over each row, for the gradient of the weights.
 //
 // Compile-time constants: those of swiglu_operands.cuh.
 #include "swiglu_operands.cuh"
@@ -12,7 +12,7 @@ struct Source {
   float* dots;             // (width / 256, num_rows), output: sums of SwiGLU * grad over 128 columns
   Element* d_gate_up;      // (num_rows, width), output
   Element* values;         // (num_rows, width / 2), output: SwiGLU without weights
-  u8* columns;             // (width / 2, 128 * row_tiles), output: SwiGLU without weights, E4M3
+  u8* columns;             // (width / 2, 128 * row_tiles), output: weight * SwiGLU, E4M3
   float* column_scale;     // (width / 2, row_tiles), output, columns width / 2 apart
   i64 row_stride, grad_stride;
   float limit, alpha;
@@ -34,7 +34,7 @@ struct SwigluGradients : Swiglu<SWIGLU_FORM> {
   __device__ float d_up(float grad) const { return up_clamped ? 0.f : grad * (gate * gate_sigmoid); }
 };
 
-// Replaces gate and up by their gradients and, if BESIDE == COLUMNS, grad by SwiGLU. Also sums SwiGLU * grad over the
+// Replaces gate and up by their gradients and, if BESIDE == COLUMNS, grad by weight * SwiGLU. Also sums SwiGLU * grad over the
 // tile's columns, for each row.
 __device__ void make_gradients(const Source& source, const Results& results, const RowTile& tile,
                                const ThreadPosition& p, i64 column) {
@@ -54,7 +54,8 @@ __device__ void make_gradients(const Source& source, const Results& results, con
       const SwigluGradients left(gate[c], up[c], source), right(gate[c + 1], up[c + 1], source);
       const float left_grad = weight * grad[c], right_grad = weight * grad[c + 1];
       dot += left.value() * grad[c] + right.value() * grad[c + 1];
-      h[c / 2] = pack_bfloat16(left.value(), right.value());
+      const float factor = BESIDE == COLUMNS ? weight : 1.f;
+      h[c / 2] = pack_bfloat16(factor * left.value(), factor * right.value());
       d_gate[c / 2] = pack_bfloat16(left.d_gate(left_grad), right.d_gate(right_grad));
       d_up[c / 2] = pack_bfloat16(left.d_up(left_grad), right.d_up(right_grad));
     }

@@ -2,14 +2,14 @@
 // registers would hold too few loads in flight. Its results replace the operands, rounded to bfloat16, so that a tile
 // needs only 32 registers when it is quantized.
 //
-// Compile-time constants: those of quantize_tile.cuh with INPUT = BFloat16, VECTOR = 1 and WEIGHTED = 0; SWIGLU_FORM
+// Compile-time constants: those of quantize_tile.cuh with INPUT = BFloat16 and VECTOR = 1; SWIGLU_FORM
 // (see swiglu.cuh), OPERANDS (2, or 3 with a gradient), BESIDE, SOURCE_BYTES, SHARED_BYTES.
 #pragma once
 
 #include "quantize_tile_rows.cuh"
 #include "swiglu.cuh"
 
-static_assert(VECTOR && VECTORS == 1 && !WEIGHTED);
+static_assert(VECTOR && VECTORS == 1);
 
 enum Operand { GATE, UP, GRAD };  // the transposed tile overwrites GATE
 

@@ -44,8 +44,8 @@ class ActivationGradient(NamedTuple):
 
     rows, columns, offsets: the gradient of the input, quantized by rows, optionally also by columns, and the offsets of
     the padded groups of columns, see `quantize_with_transpose`. dots: (R,), the gradient of the row weights. h_columns:
-    the activation's result, quantized by columns like the gradient. d_projected: the gradient of the input in bfloat16.
-    values: the activation's result in bfloat16.
+    the weighted result of the activation, quantized by columns like the gradient. d_projected: the gradient of the
+    input in bfloat16. values: the activation's result in bfloat16.
     """
 
     rows: FP8Tensor
@@ -95,9 +95,10 @@ def swiglu_backward_quantize(
     row_weights: (R,) float32.
     group_offsets, activation: as for `swiglu_quantize`. Gate or up values clamped by the limit get no gradient.
     beside: what to return besides the quantized rows and the gradient of row_weights, whose bits it does not change.
-        COLUMNS: the gradient of gate_up (R, 2I) and ``activation(gate_up)`` (R, I), both rounded to bfloat16 and
-        quantized by columns, for the weight gradients: DeepSeek-V3, arXiv:2412.19437, section 3.3.
-        `quantize_with_transpose` describes columns and offsets. VALUES: the same two in bfloat16.
+        COLUMNS: the gradient of gate_up (R, 2I) and ``row_weights * activation(gate_up)`` (R, I), both rounded to
+        bfloat16 and quantized by columns, for the weight gradients: DeepSeek-V3, arXiv:2412.19437, section 3.3.
+        `quantize_with_transpose` describes columns and offsets. VALUES: the gradient and ``activation(gate_up)`` in
+        bfloat16.
     Returns `ActivationGradient`: the gradient of gate_up (R, 2I), and the gradient of row_weights (R,) float32, which
     is ``sum over i of activation(gate_up)[r, i] * grad[r, i]``. Rows of no group are uninitialized in both gradients.
     Equal inputs give equal bits. The results are detached from the autograd graph.
@@ -337,9 +338,9 @@ def _reference_backward(operands: SwigluBackwardOperands) -> list[Tensor]:
     gate_up, grad, row_weights, group_offsets, activation, beside = operands
     d_gate_up, h, dots = swiglu_gradients(gate_up, grad, row_weights, activation)
     if beside == Beside.COLUMNS:
-        h = swiglu_values(gate_up, activation)  # the bits that the forward has quantized by rows
+        h = (row_weights[:, None] * activation(gate_up.float())).to(gate_up.dtype)
         columns = reference.by_columns(h, group_offsets)[:2]
-        return [*reference.both_ways(d_gate_up, d_gate_up, group_offsets), dots, *columns]
+        return [*reference.both_ways(d_gate_up, group_offsets), dots, *columns]
     rows = reference.quantize_1x128(d_gate_up, False)
     return [*rows, dots, *([d_gate_up, h] if beside == Beside.VALUES else [])]
 

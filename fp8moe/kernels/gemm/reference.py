@@ -135,12 +135,14 @@ def grouped_gemm_swiglu_reference(
     *,
     max_m: int | None = None,
     bias: Tensor | None = None,
+    projected: Tensor | None = None,
 ) -> None:
     """Project each group to gate and up, apply `activation` in float32, and quantize the result into ``out``.
 
     a: data (M, H) with scale (M, ceil(H/128)). gate_up: data (E, 2I, H), gate rows then up rows, with the scales of
     gate, then of up, (E, 2 * ceil(I/128), ceil(H/128)) or (E, 2I, 1). bias: (E, 2I). out: data (M, I), scale
-    (M, ceil(I/128)); rows outside all groups are not written. groups, max_m: see `group_rows`.
+    (M, ceil(I/128)); rows outside all groups are not written. groups, max_m: see `group_rows`. projected: (M, 2I)
+    bfloat16 for gate and up, or None; if given, the activation is computed from it and rounded to bfloat16.
     """
     size, blocks = gate_up[0].shape[1] // 2, gate_up[1].shape[1] // 2
     for expert, rows in group_rows(groups, a[0].shape[0], max_m):
@@ -149,7 +151,13 @@ def grouped_gemm_swiglu_reference(
         gate_bias, up_bias = (None, None) if bias is None else bias[expert].chunk(2)
         gate = gemm_reference(x, FP8Tensor(data[:size], scale[:blocks]), gate_bias, torch.float32)
         up = gemm_reference(x, FP8Tensor(data[size:], scale[blocks:]), up_bias, torch.float32)
-        quantized = reference.quantize_1x128(activation(torch.cat([gate, up], dim=-1)), False)
+        both = torch.cat([gate, up], dim=-1)
+        if projected is not None:
+            projected[rows] = both.bfloat16()
+            h = activation(projected[rows].float()).bfloat16()
+        else:
+            h = activation(both)
+        quantized = reference.quantize_1x128(h, False)
         out.data[rows], out.scale[rows] = quantized
 
 
