@@ -47,10 +47,6 @@ struct Store {
   __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) {
     const int warp = threadIdx.x / WARP % 4, used = slabs_in_use(tile, warpgroup);
     u8* staging = s.epilogue + warpgroup * STAGING_BYTES;
-    if constexpr (TRANSPOSED) {
-      store_turned(sum, shared_address(staging), tile, warpgroup);
-      return;
-    }
     const auto add = [&](int slab) {
       const auto [row, column] = slab_of(tile, warpgroup, slab);
       out.add(sum[slab], tile.m + row + warp * 16, tile.n + column, tile);
@@ -110,41 +106,6 @@ struct Store {
   static __device__ __forceinline__ void leave(const Output&) {}
 
  private:
-  // TRANSPOSED: stores slabs whose rows are features, 64 tokens at a time through the warpgroup's staging tile.
-  __device__ __forceinline__ void store_turned(const float (&sum)[SLABS][ACCUMULATORS], u32 staging, const Tile& tile,
-                                               int warpgroup) {
-    const int lane = lane_id(), warp = threadIdx.x / WARP % 4, c = lane / 4, q = lane % 4;
-    const int begin = GROUPS ? s.groups.begin(tile.group) : 0;
-#pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab) {
-      const int n = tile.n + slab_row(warpgroup, slab) + 8 * (lane % 8);
-#pragma unroll
-      for (int half = 0; half < COLUMNS / 64; ++half) {
-        if (tile.m + 64 * half >= tile.end) break;
-        sync_warpgroup(warpgroup);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const float* v = sum[slab] + 4 * (8 * half + j);
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int token = 8 * j + 2 * q + e;
-            const u32 at = staging + token * 128 + (2 * warp + c / 4 ^ token % 8) * 16 + c % 4 * 4;
-            asm volatile("st.shared::cta.u32 [%0], %1;" ::"r"(at), "r"(pack_bfloat16(v[e], v[2 + e])) : "memory");
-          }
-        }
-        sync_warpgroup(warpgroup);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int token = 16 * warp + 4 * i + lane / 8, row = tile.m + 64 * half + token;
-          const uint4 v = staged_chunk(staging, token, lane % 8);
-          if (row >= begin && row < tile.end && n < N) {
-            *reinterpret_cast<uint4*>(static_cast<u16*>(out.data) + row * out.pitch + n) = v;
-          }
-        }
-      }
-    }
-  }
-
   // Stores bfloat16 rows through the warp's staging tile, as 16-byte stores of whole 128-byte rows. Rows from `end` on
   // are not written.
   __device__ __forceinline__ void store_rows(const float (&sum)[ACCUMULATORS], u32 staging, int row, int n, int end) {

@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   }
   fill_magnitudes(s);
   if (loads) {
-    s.ring.init(UNPACKS || GATHER ? 1 + UNPACK_WARPS : 1, MATH_WARPS);
+    s.ring.init(UNPACKS ? 1 + UNPACK_WARPS : 1, MATH_WARPS);
     init_codes(s);
     if constexpr (SPLIT_K > 1) s.sums.init(1);
     mbarrier_init_fence();
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   if (warpgroup == WARPGROUPS) {
     if constexpr (MATH_REGISTERS > 0) registers_decrease<PRODUCER_REGISTERS>();
     if (loads) produce(loader, schedule, k, args.schedule.early_stages);
-    if (warp > MATH_WARPS) Helpers::run(s, schedule, args.schedule, k);
+    if (warp > MATH_WARPS) Helpers::run(s, schedule);
     __syncwarp();
     Split::await_peers();
     Split::received();

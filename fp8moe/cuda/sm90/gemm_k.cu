@@ -9,32 +9,27 @@
 // per row, so every element of a product has a different factor. TMA writes the sums, or adds them to the result, while
 // the next tile is multiplied (struct Output).
 //
-// CHANNEL: b has one scale per row, b_scale (N), which multiplies the sums of a tile. Then a product is promoted by the
-// scales of a alone, in fewer instructions and registers.
-//
 // The prelude (kernels/gemm/source.py) defines the constants of gemm_block.cuh, wgmma(), the result's type Out (float,
-// or u16 for bfloat16), ACCUMULATE (only with float) and CHANNEL.
+// or u16 for bfloat16) and ACCUMULATE (only with float).
 
 #include "gemm_block.cuh"
 #include "warp.cuh"
 
 constexpr int SLABS = BLOCK_M / (64 * WARPGROUPS);  // slabs of 64 rows, per warpgroup
 constexpr int ACCUMULATORS = BLOCK_N / 2;           // registers of one slab
-constexpr int EARLY = CHANNEL ? 0 : BLOCK_N / 16;   // groups of 8 columns; see their use in multiply()
+constexpr int EARLY = BLOCK_N / 16;                 // groups of 8 columns; see their use in multiply()
 
 constexpr int UNROLLED_STAGES = 4;
 
 struct Arguments {
   const int* offsets;
-  const float* b_scale;  // with CHANNEL
   int groups, m, k;
   int raster;  // tile rows in a band, see RasterPosition
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/gemm/source.py lays it out otherwise");
 
-constexpr int STAGE_SCALES = BLOCK_M + (CHANNEL ? 0 : BLOCK_N);
 struct alignas(128) StageScales {
-  float a[STAGE_SCALES];  // of a, then of b
+  float a[BLOCK_M], b[BLOCK_N];
 };
 
 // A piece: the part of a warp's sums that TMA writes at once, 16 rows of 128 bytes.
@@ -51,7 +46,7 @@ struct Shared {
     return *reinterpret_cast<StageScales*>(scales[stage]);
   }
 };
-constexpr int STAGE_BYTES = (BLOCK_M + BLOCK_N) * BLOCK_K + STAGE_SCALES * 4;  // loaded per stage
+constexpr int STAGE_BYTES = (BLOCK_M + BLOCK_N) * (BLOCK_K + 4);  // loaded per stage
 static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/gemm/sm90.py counts otherwise");
 
 struct Tile {
@@ -94,7 +89,7 @@ struct Loader {
     tma_load(shared_address(s.a[stage]), a, full.address(), k_block * BLOCK_K, tile.m);
     tma_load(shared_address(s.b[stage]), b, full.address(), k_block * BLOCK_K, tile.n);
     tma_load(shared_address(scales.a), a_scale, full.address(), tile.m, k_block);
-    if constexpr (!CHANNEL) tma_load(shared_address(scales.a + BLOCK_M), b_scale, full.address(), tile.n, k_block);
+    tma_load(shared_address(scales.b), b_scale, full.address(), tile.n, k_block);
   }
 };
 
@@ -110,35 +105,6 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule schedule)
     }
   }
 }
-
-// CHANNEL: the scales of a tile's columns. Lane i holds those of columns 8 * (i / 4 + 8 * h) + 2 * (i % 4) and the next.
-struct ChannelScales {
-  static constexpr int HELD = ceil_div(BLOCK_N, 64);
-
-  float2 held[HELD];
-
-  __device__ __forceinline__ void load(const float* scales, int n) {
-#pragma unroll
-    for (int h = 0; h < HELD; ++h) {
-      const int column = n + 64 * h + 2 * static_cast<int>(lane_id());
-      held[h] = column < N ? *reinterpret_cast<const float2*>(scales + column) : make_float2(0.f, 0.f);
-    }
-  }
-
-  __device__ __forceinline__ void apply(float (&sum)[SLABS][ACCUMULATORS]) const {
-#pragma unroll
-    for (int j = 0; j < BLOCK_N / 8; ++j) {
-      const int source = j % 8 * 4 + lane_id() % 4;
-      const float left = __shfl_sync(FULL_WARP, held[j / 8].x, source);
-      const float right = __shfl_sync(FULL_WARP, held[j / 8].y, source);
-#pragma unroll
-      for (int slab = 0; slab < SLABS; ++slab) {
-        float* v = sum[slab] + 4 * j;
-        v[0] *= left, v[1] *= right, v[2] *= left, v[3] *= right;
-      }
-    }
-  }
-};
 
 // Multiplies the next stage, hands it back, and adds the products to the sums. Calls meanwhile() while the first
 // product runs.
@@ -159,8 +125,7 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
   float2 features[BLOCK_N / 8];
 #pragma unroll
   for (int j = 0; j < BLOCK_N / 8; ++j) {
-    features[j] = CHANNEL ? make_float2(1.f, 1.f)
-                          : *reinterpret_cast<const float2*>(scales.a + BLOCK_M + 8 * j + 2 * (lane % 4));
+    features[j] = *reinterpret_cast<const float2*>(scales.b + 8 * j + 2 * (lane % 4));
   }
   float partial[ACCUMULATORS];
 #pragma unroll
@@ -169,7 +134,7 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
     // The scales of rows and columns are multiplied with each other, for half of the columns while the wgmma runs. All
     // of them after it would delay the next wgmma; all of them during it would need registers that the wgmma uses.
     const float upper = rows[2 * slab], lower = rows[2 * slab + 1];
-    float early[4 * EARLY + 1];
+    float early[4 * EARLY];
 #pragma unroll
     for (int j = 0; j < EARLY; ++j) {
       float* scale = early + 4 * j;
@@ -282,11 +247,7 @@ __device__ __forceinline__ void consume(Shared& s, Schedule schedule, Output& ou
   bool more = schedule.next(tile);
   while (more) {
     Tile following = tile;
-    ChannelScales channels;
-    const auto find_next = [&] {
-      if constexpr (CHANNEL) channels.load(schedule.args.b_scale, tile.n);
-      more = schedule.next(following);
-    };
+    const auto find_next = [&] { more = schedule.next(following); };
     if (tile.count == 0) find_next();
     if (!ACCUMULATE || tile.count > 0 || !tile.aligned) {
       // A group that does not begin and end at multiples of 128 gets NaN.
@@ -299,7 +260,6 @@ __device__ __forceinline__ void consume(Shared& s, Schedule schedule, Output& ou
         multiply_stages<UNROLLED_STAGES>(tile.count - 1,
                                          [&](int) { multiply(sum, s, pipeline, output.warpgroup, [] {}); });
       }
-      if constexpr (CHANNEL) channels.apply(sum);
       output.store(sum, tile);
     }
     tile = following;

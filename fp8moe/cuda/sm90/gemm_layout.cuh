@@ -49,7 +49,7 @@ constexpr int HALF_N = BLOCK_N / 2;
 
 // Stages that the loop of the math warps is unrolled by. Small tiles are bound by memory latency, including that of
 // fetching code, so their code is kept short.
-constexpr int UNROLLED_STAGES = TRANSPOSED ? 2 : SWAP || SPLIT_K > 1 || BLOCKS_PER_SM > 1 ? 1 : 4;
+constexpr int UNROLLED_STAGES = SWAP || SPLIT_K > 1 || BLOCKS_PER_SM > 1 ? 1 : 4;
 
 // Rows of weight scales. GATED: the rows of the gate projection, then those of the up projection; each number of rows
 // is rounded up separately.
@@ -69,7 +69,7 @@ constexpr int ARRANGED_WORDS = PACKED == NVFP4 ? round_up((2 * N + 2 * SCALE_ROW
 
 constexpr int TILE_SCALE_ROWS = (128 - GRANULE + BLOCK_N - 1) / 128 + 1;  // rows of weight scales that a tile can touch
 
-constexpr bool REDUCES = SWAP && !TRANSPOSED || SPLIT_K > 1;  // sums reach the epilogue through shared memory
+constexpr bool REDUCES = SWAP || SPLIT_K > 1;  // sums reach the epilogue through shared memory
 
 constexpr int A_BLOCK_BYTES = BLOCK_M * BLOCK_K, A_BYTES = DEPTH * A_BLOCK_BYTES;
 constexpr int B_BYTES = BLOCK_N * 128;
@@ -139,12 +139,10 @@ struct GroupTable {
   Tile announced[PARTIAL ? STAGES : 1];
 
   __device__ __forceinline__ Tile& next(u32 stage) { return announced[stage]; }
-  __device__ __forceinline__ int begin(int group) const { return first[group]; }
 };
 template <>
 struct GroupTable<0> {
   __device__ Tile& next(u32) { __builtin_unreachable(); }
-  __device__ int begin(int) const { return 0; }
 };
 
 // What E2M1 needs besides. scaled: the eight magnitudes of E2M1 in E4M3, one byte each, at index i times 2^(6 - i);

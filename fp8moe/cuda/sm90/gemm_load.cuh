@@ -52,7 +52,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_weights(const Tile& tile, int k_block, u32 stage) const {
-    const int tokens = GATHER ? 0 : (tile.upright() ? 2 : DEPTH) * A_SCALE_BYTES +
+    const int tokens = (tile.upright() ? 2 : DEPTH) * A_SCALE_BYTES +
                        (PARTIAL ? pieces(tile) * A_PIECE_BYTES : DEPTH * tile_m * BLOCK_K);
     const int weights = tile.columns() * WEIGHT_BYTES;
     Barrier& full = weights_arrived(s, stage);
@@ -60,13 +60,6 @@ struct Loader {
     full.expect((UNPACKS ? weights : tokens + weights) + BELOW_WORDS * 4);
     const u32 target = shared_address(s.b[stage]) + (UNPACKS ? CODES_AT : 0);
     const int row = tile.group * N + (GATED ? tile.n / 2 : tile.n), column = k_block * (WEIGHT_BYTES / DEPTH);
-    if constexpr (TRANSPOSED) {
-#pragma unroll
-      for (int i = 0; i < BLOCK_N / 128; ++i) {
-        tma_load(target + i * 128 * BLOCK_K, b, full.address(), tile.n + 128 * i, k_block * BLOCK_K, tile.group);
-      }
-      return;
-    }
     tma_load(target, b, full.address(), column, row);
     if constexpr (GATED) {
       tma_load(target + BLOCK_N / 2 * WEIGHT_BYTES, b, full.address(), column, row + INTERMEDIATE);
@@ -85,7 +78,6 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_tokens(const Tile& tile, int k_block, u32 stage) const {
-    if constexpr (GATHER) return;
     const u32 full = s.ring.full[stage].address();
     const u32 target = shared_address(s.a[stage]);
     if constexpr (PARTIAL) {

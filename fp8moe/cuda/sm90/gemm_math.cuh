@@ -188,5 +188,5 @@ struct MathWarp {
 
 // What the other warps of the loader's warpgroup do: nothing, or see gemm_unpack.cuh.
 struct Idle {
-  static __device__ __forceinline__ void run(Shared&, Schedule<GROUPS>&, const ScheduleArguments&, KRange) {}
+  static __device__ __forceinline__ void run(Shared&, Schedule<GROUPS>&) {}
 };

@@ -28,7 +28,6 @@ struct WeightScales {
       const u32 exponent = reinterpret_cast<const u32*>(b_scale)[at];
       return __uint_as_float(exponent == 0 ? 0x00400000 : exponent << 23) * 0.015625f;  // E8M0 has no zero
     }
-    if constexpr (TRANSPOSED) return b_scale[(static_cast<long long>(group) * K_BLOCKS + block) * SCALE_ROWS + row];
     return b_scale[(static_cast<long long>(group) * SCALE_ROWS + row) * K_BLOCKS + block];
   }
 
@@ -53,7 +52,7 @@ struct WeightScales {
 
 // The scales from K block `first` on.
 __device__ __forceinline__ const float* first_scale(const float* b_scale, int first) {
-  return b_scale + static_cast<long long>(first) * (E2M1 ? ARRANGED_WORDS : TRANSPOSED ? SCALE_ROWS : 1);
+  return b_scale + static_cast<long long>(first) * (E2M1 ? ARRANGED_WORDS : 1);
 }
 
 // The weight scales of one K block of a tile; the same values in every lane.

@@ -36,12 +36,6 @@ struct ScheduleArguments {
   int tile_rows;     // without groups: number of tile rows
   int counter;       // DYNAMIC: index of the counter in `groups`; set to 0 by a kernel before the previous one
   int early_stages;  // `most` of fill_ring()
-#if GATHER
-  const int* tokens;  // the row of a of each row
-  const u8* a;
-  const float* a_scale;
-  long long a_pitch, a_scale_pitch;
-#endif
 
   // The number of rows in a tile. Without groups this may be less than BLOCK_M, so that tiles share the rows of a
   // evenly: TMA is slowest at loading rows past the end. With STAGED it is BLOCK_M, because TMA stores only whole slabs
@@ -131,12 +125,6 @@ struct Schedule<0> : TileWalk<Schedule<0>> {
   }
 };
 
-// The row at which a group's tiles begin. TRANSPOSED: a multiple of 4, so that token scales are loaded in pairs.
-__device__ __forceinline__ int start_of_tiles(int first) { return TRANSPOSED ? first & ~3 : first; }
-__device__ __forceinline__ int tile_rows_of(int first, int end) {
-  return end > first ? ceil_div(end - start_of_tiles(first), BLOCK_M) : 0;
-}
-
 // One weight matrix for each group of rows. Group sizes are known only on the device: one warp turns them into a table
 // in shared memory. Rows are clamped to m, whatever `groups` contains.
 // `groups` has one of three layouts:
@@ -169,7 +157,7 @@ struct Schedule : TileWalk<Schedule<Groups>> {
         first[i] = min(max(range[0], 0), args.m);
         end[i] = min(max(range[1], first[i]), args.m);
       }
-      if (lane * EACH + i < Groups) tile_rows += tile_rows_of(first[i], end[i]);
+      if (lane * EACH + i < Groups) tile_rows += ceil_div(end[i] - first[i], BLOCK_M);
     }
     const int sum = warp_inclusive_sum(tile_rows);
     int before = sum - tile_rows;
@@ -180,7 +168,7 @@ struct Schedule : TileWalk<Schedule<Groups>> {
         table.tile_rows_before[group] = before;
         table.first[group] = first[i];
         table.end[group] = end[i];
-        before += tile_rows_of(first[i], end[i]);
+        before += ceil_div(end[i] - first[i], BLOCK_M);
       }
     }
     if (lane == WARP - 1) table.tile_rows_before[Groups] = sum;
@@ -207,7 +195,7 @@ struct Schedule : TileWalk<Schedule<Groups>> {
     }
     const int before = table.tile_rows_before[group], rows = table.tile_rows_before[group + 1] - before;
     const RasterPosition position(index - before * TILE_COLUMNS, rows, args.raster);
-    int m = start_of_tiles(table.first[group]) + position.row * BLOCK_M, n = position.column * BLOCK_N, end = table.end[group];
+    int m = table.first[group] + position.row * BLOCK_M, n = position.column * BLOCK_N, end = table.end[group];
     int shape = WHOLE;
     const int last = table.first[group] + (rows - 1) * BLOCK_M;
     const bool short_last = rows > 1 && end - last <= 64 && position.row >= rows - 2;

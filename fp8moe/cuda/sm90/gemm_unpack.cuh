@@ -90,7 +90,7 @@ struct Unpacker {
   }
 
   // Unpacks the stages of all tiles of the block.
-  static __device__ __forceinline__ void run(Shared& s, Schedule<GROUPS>& schedule, const ScheduleArguments&, KRange) {
+  static __device__ __forceinline__ void run(Shared& s, Schedule<GROUPS>& schedule) {
     const Unpacker self(s);
     Pipeline<STAGES> pipeline(s.ring);
     Tile tile;

@@ -104,12 +104,6 @@ __device__ __forceinline__ void async_copy_16(u32 target, const void* source, bo
                : "memory");
 }
 
-// Copies 4 bytes. If `there` is false, writes zeros.
-__device__ __forceinline__ void async_copy_4(u32 target, const void* source, bool there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(there ? 4 : 0)
-               : "memory");
-}
-
 // async_commit closes a group of the copies that this thread has issued. async_wait waits until all but the last
 // `Pending` groups are complete.
 __device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -144,8 +144,6 @@ def build(
     """
     a, b = operands.a, operands.b
     (m, k), n, groups = a.shape, b.shape[-2], b.shape[0] if grouping else 0
-    if tile is not None and tile.transposed:
-        n = b.shape[-1]
     if out is None and not isinstance(epilogue, PeerStore):
         out = torch.empty((m, n // 2 if epilogue.gated else n), dtype=epilogue.out_dtype, device=a.device)
     grouping = grouping or Grouping()
@@ -228,14 +226,9 @@ def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Ten
     # Gate and up, or the halves of a tile, are loaded one after the other.
     b_rows = tile.block_n // 2 if epilogue.gated or tile.half_tiles else tile.block_n
     blocks = a_scale.shape[1]
-    if tile.transposed:
-        n = b.shape[-1]
     yield tensor_map(a, shape=(m, k), strides=(a.stride(0), 1), box=(a_rows, 128), swizzle=128)
     scales = {"shape": (blocks, m), "strides": (a_scale.stride(1), 1)}
     yield tensor_map(a_scale, **scales, box=(1, tile.scale_box), l2_promotion=0)
-    if tile.transposed:
-        yield tensor_map(b, shape=(max(groups, 1), k, n), strides=(k * n, n, 1), box=(1, 128, 128), swizzle=128)
-        return
     yield tensor_map(
         b,
         shape=(max(groups, 1) * n, b.shape[-1]),
@@ -349,7 +342,7 @@ def along_k(
     """
     (groups, m, n), k = out.shape, a.data.shape[1]
     sms = num_sms(device_index)
-    tile = tile or choose_grouped_k(groups, m, n, sms, has_channel_scales(*b))
+    tile = tile or choose_grouped_k(groups, m, n, sms)
     if config.settings.print_configs:
         config.log.info(f"grouped_gemm_k groups={groups} m={m} n={n} k={k}: {tile}")
     maps = []
@@ -359,8 +352,6 @@ def along_k(
             tensor_map(data, shape=data.shape, strides=(data.stride(0), 1), box=(rows, 128), swizzle=128),
             tensor_map(scale, shape=(blocks, len(scale)), strides=(scale.stride(1), 1), box=(1, rows), l2_promotion=0),
         ]
-    if tile.channel:
-        maps[3] = maps[1]  # no map of channel scales is used
     columns = 128 // out.element_size()  # number of columns that one TMA store writes
     rest = tile.block_n % columns or columns  # number of columns that the last TMA store of a tile writes
     for width in (columns, rest):
@@ -372,7 +363,7 @@ def along_k(
     raster = min(rows, max(1, round((grid * tile.block_n / tile.block_m) ** 0.5)))
     spec = grouped_k_spec(tile, n, out_float32=out.dtype == torch.float32, accumulate=accumulate)
     arguments = GroupedKArguments(groups=groups, m=m, k=k, raster=raster)
-    return GemmLauncher(spec, maps, arguments, 2, None, grid=grid, block=tile.threads, smem=tile.shared_bytes)
+    return GemmLauncher(spec, maps, arguments, 1, None, grid=grid, block=tile.threads, smem=tile.shared_bytes)
 
 
 def run_along_k(
@@ -383,4 +374,4 @@ def run_along_k(
     found = along_k(index, a, b, out, accumulate, tile)
     mapped = (a.data.data_ptr(), a.scale.data_ptr(), b.data.data_ptr(), b.scale.data_ptr(), address, address)
     with device_guard(index):
-        found.launch(current_stream(index), mapped, (group_offsets.data_ptr(), b.scale.data_ptr()))
+        found.launch(current_stream(index), mapped, (group_offsets.data_ptr(),))

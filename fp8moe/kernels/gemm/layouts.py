@@ -245,7 +245,7 @@ def _by_sizes(operands: _GroupedOperands, out: Written, accumulate: bool) -> Non
     with device_guard(index):
         stream = current_stream(index)
         found.ahead.launch(stream, a.data_ptr(), b.data_ptr(), sizes.data_ptr(), a_joined, b_joined, groups)
-        found.gemm.launch(stream, mapped, (groups, b_scale.data_ptr()))
+        found.gemm.launch(stream, mapped, (groups,))
 
 
 def _as_read(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,8 +50,6 @@ class TileConfig:
     half_tiles: bool = False
     packed: str | None = None
     column_bytes: int = 0
-    transposed: bool = False
-    gather: bool = False
 
     @property
     def name(self) -> str:
@@ -80,7 +78,7 @@ class TileConfig:
     @property
     def mma_source(self) -> str:
         """CUDA source of the function ``wgmma`` with `mma_n` columns."""
-        more = wgmma_source(self.mma_n, rows_in_registers=True) if (self.packed or self.transposed) and self.weights_as_rows else ""
+        more = wgmma_source(self.mma_n, rows_in_registers=True) if self.packed and self.weights_as_rows else ""
         return wgmma_source(self.mma_n) + more
 
     @property
@@ -192,7 +190,7 @@ class TileConfig:
     @property
     def reduces(self) -> bool:
         """Whether the epilogue writes sums to the reduction buffer in shared memory before it stores them."""
-        return self.weights_as_rows and not self.transposed or self.split_k > 1
+        return self.weights_as_rows or self.split_k > 1
 
     @property
     def scale_box(self) -> int:
@@ -311,7 +309,6 @@ class GroupedKTile:
     block_m: int
     block_n: int
     stages: int
-    channel: bool = False
 
     warpgroups = 2
     threads = 384  # two math warpgroups and a producer warpgroup
@@ -327,6 +324,5 @@ class GroupedKTile:
         """Dynamic shared memory of a block in bytes: per stage both tiles, their scales and two mbarriers; per math
         warp two pieces of the result; and padding for alignment."""
         rows = self.block_m + self.block_n
-        scales = self.block_m if self.channel else rows
         pieces = 4 * self.warpgroups * 2 * 16 * 128
-        return self.stages * (rows * 128 + align(scales * 4, 128) + 16) + pieces + SWIZZLE_ALIGNMENT
+        return self.stages * (rows * 128 + align(rows * 4, 128) + 16) + pieces + SWIZZLE_ALIGNMENT

@@ -30,10 +30,9 @@ def kernel_spec(
 ) -> KernelSpec:
     """Return the kernel spec for weights (n, k). All arguments become compile-time constants; M is given at launch."""
     dynamic = is_dynamic(tile, k, epilogue)
-    values = _common(tile, n, arguments_type(epilogue, tile.gather)) | {
+    values = _common(tile, n, arguments_type(epilogue)) | {
         "K": k,
         "SWAP": int(tile.weights_as_rows),
-        "TRANSPOSED": int(tile.transposed),
         "COLUMNS": tile.mma_n,
         "PRODUCTS": tile.products,
         "OVERLAPS": int(tile.overlaps),
@@ -49,38 +48,32 @@ def kernel_spec(
         "GATED": int(epilogue.gated),
         "DYNAMIC": int(dynamic),
     }
-    busy = tile.gather or dynamic or tile.column_bytes or (tile.half_tiles and isinstance(epilogue, PeerStore))
+    busy = dynamic or tile.column_bytes or (tile.half_tiles and isinstance(epilogue, PeerStore))
     if tile.math_registers and tile.unpacks:
         values |= {"MATH_REGISTERS": tile.math_registers - 24, "PRODUCER_REGISTERS": UNPACK_REGISTERS}
     elif tile.math_registers and busy:
         values |= {"MATH_REGISTERS": tile.math_registers - 8, "PRODUCER_REGISTERS": BUSY_PRODUCER_REGISTERS}
     values |= columns.constants | epilogue.constants
     header, math, helpers = ("gemm_math.cuh", "MathWarp", "Idle")
-    if tile.transposed:
-        header, math = "gemm_transposed.cuh", "TransposedMathWarp"
     if tile.packed:
         header, math = ("gemm_unpack.cuh", math) if tile.unpacks else ("gemm_packed.cuh", "PackedMathWarp")
         helpers = "Unpacker" if tile.unpacks else helpers
     prelude = f'{constants(values)}{tile.mma_source}\n#include "{header}"\n#include "{epilogue.header}"\n'
     prelude += f"using Math = {math};\nusing Helpers = {helpers};\nusing Epilogue = {type(epilogue).__name__};\n"
-    if tile.gather:
-        prelude = prelude.replace("using Helpers = Idle;", "using Helpers = Gatherer;").replace('#include "gemm_math.cuh"', '#include "gemm_gather.cuh"')
-    return KernelSpec("gemm.cu", "gemm", (*epilogue.defines, ("GATHER", int(tile.gather))), prelude)
+    return KernelSpec("gemm.cu", "gemm", epilogue.defines, prelude)
 
 
 def grouped_k_spec(tile: GroupedKTile, n: int, *, out_float32: bool, accumulate: bool) -> KernelSpec:
     """Return the kernel spec for N = `n`. M, K and the groups are given at launch."""
-    prelude = constants(_common(tile, n, GroupedKArguments) | {"ACCUMULATE": int(accumulate), "CHANNEL": int(tile.channel)})
+    prelude = constants(_common(tile, n, GroupedKArguments) | {"ACCUMULATE": int(accumulate)})
     prelude += f"using Out = {'float' if out_float32 else 'unsigned short'};\n{tile.mma_source}"
     return KernelSpec("gemm_k.cu", "gemm_k", prelude=prelude)
 
 
-def arguments_type(epilogue: Epilogue, gather: bool = False) -> type[ctypes.Structure]:
+def arguments_type(epilogue: Epilogue) -> type[ctypes.Structure]:
     """Return the ctypes type of ``struct Arguments`` of cuda/sm90/gemm.cu, including the epilogue's ``Output``."""
     sizes = ("m", "max_m", "raster", "group_pitch", "tile_m", "tile_rows", "counter", "early_stages")
     schedule = (("groups", ctypes.c_int64), *((name, ctypes.c_int) for name in sizes))
-    if gather:
-        schedule += tuple((name, ctypes.c_int64) for name in ("tokens", "a", "a_scale", "a_pitch", "a_scale_pitch"))
     columns = (("b_scale", ctypes.c_int64), ("bias", ctypes.c_int64))
     fields = (*columns, *epilogue.fields, *schedule)
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
@@ -89,10 +82,7 @@ def arguments_type(epilogue: Epilogue, gather: bool = False) -> type[ctypes.Stru
 class GroupedKArguments(ctypes.Structure):
     """``struct Arguments`` of cuda/sm90/gemm_k.cu."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("offsets", "b_scale")),
-        *((name, ctypes.c_int) for name in ("groups", "m", "k", "raster")),
-    )
+    _fields_ = (("offsets", ctypes.c_int64), *((name, ctypes.c_int) for name in ("groups", "m", "k", "raster")))
 
 
 def _common(tile: TileConfig | GroupedKTile, n: int, arguments: type[ctypes.Structure]) -> dict[str, int]:
