@@ -120,6 +120,11 @@ def has_channel_scales(data: torch.Tensor, scale: torch.Tensor) -> bool:
     return n > 2 and scale.shape[-2:] == (n, 1)  # with N = 1 or 2, block scales can have the shape (..., N, 1), too
 
 
+def has_block_scales(data: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Return whether FP8 data (N, K), N > 1, has one scale per block of 128x128, not one per row and 128 columns."""
+    return scale.shape[0] != data.shape[0]
+
+
 def ceil_div(n: int, divisor: int) -> int:
     """Return n / divisor, rounded up."""
     return (n + divisor - 1) // divisor

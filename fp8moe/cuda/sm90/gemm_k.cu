@@ -1,16 +1,17 @@
 // FP8 GEMM for weight gradients on Hopper, where K (tokens) is divided into groups:
 //   out[e, m, n] (+)= sum_i a_scale[m, i] * b_scale[n, i] * sum_{k in block i} a[m, k] * b[n, k],  blocks i of group e
 //
-//   a (M, K), b (N, K) e4m3, a_scale (M, K / 128), b_scale (N, K / 128) float32 stored MN-major
+//   a (M, K), b (N, K) e4m3, a_scale (M, K / 128), b_scale (N, K / 128) float32 stored MN-major; or, with BLOCK_SCALES,
+//   b_scale (ceil(N / 128), K / 128): one for each 128x128 block of b
 //   offsets (groups + 1): group e has columns offsets[e] to offsets[e + 1]; known only on the device
 //
 // Roles as in gemm.cu: produce() is one thread that loads, consume() two warpgroups that multiply, and promote each
-// 128-deep product to float32 sums (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Here both operands have one scale
-// per row, so every element of a product has a different factor. TMA writes the sums, or adds them to the result, while
-// the next tile is multiplied (struct Output).
+// 128-deep product to float32 sums (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). If both operands have one scale per
+// row, every element of a product has a different factor; with BLOCK_SCALES, every row has one. TMA writes the sums, or
+// adds them to the result, while the next tile is multiplied (struct Output).
 //
 // The prelude (kernels/gemm/source.py) defines the constants of gemm_block.cuh, wgmma(), the result's type Out (float,
-// or u16 for bfloat16) and ACCUMULATE (only with float).
+// or u16 for bfloat16), ACCUMULATE (only with float) and BLOCK_SCALES.
 
 #include "gemm_block.cuh"
 #include "warp.cuh"
@@ -21,6 +22,10 @@ constexpr int EARLY = BLOCK_N / 16;                 // groups of 8 columns; see 
 
 constexpr int UNROLLED_STAGES = 4;
 
+// Scales of b in a stage. BLOCK_SCALES: TMA loads no fewer than 4, of blocks from a multiple of 4 on.
+constexpr int B_SCALES = BLOCK_SCALES ? 4 : BLOCK_N;
+static_assert(!BLOCK_SCALES || BLOCK_N == 128, "a tile has one scale of b for each block of K");
+
 struct Arguments {
   const int* offsets;
   int groups, m, k;
@@ -29,7 +34,7 @@ struct Arguments {
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/gemm/source.py lays it out otherwise");
 
 struct alignas(128) StageScales {
-  float a[BLOCK_M], b[BLOCK_N];
+  float a[BLOCK_M], b[B_SCALES];
 };
 
 // A piece: the part of a warp's sums that TMA writes at once, 16 rows of 128 bytes.
@@ -46,13 +51,16 @@ struct Shared {
     return *reinterpret_cast<StageScales*>(scales[stage]);
   }
 };
-constexpr int STAGE_BYTES = (BLOCK_M + BLOCK_N) * (BLOCK_K + 4);  // loaded per stage
+constexpr int STAGE_BYTES = (BLOCK_M + BLOCK_N) * BLOCK_K + (BLOCK_M + B_SCALES) * 4;  // loaded per stage
 static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/gemm/sm90.py counts otherwise");
 
 struct Tile {
   int group, m, n;
   int first, count;  // K blocks of the group
   bool aligned;      // whether the group begins and ends at multiples of 128
+
+  // With BLOCK_SCALES: the index of the tile's scale of b among those of its stage.
+  __device__ __forceinline__ int block() const { return n / BLOCK_N % B_SCALES; }
 };
 
 // The tiles of all groups; blocks take them in turns.
@@ -89,7 +97,8 @@ struct Loader {
     tma_load(shared_address(s.a[stage]), a, full.address(), k_block * BLOCK_K, tile.m);
     tma_load(shared_address(s.b[stage]), b, full.address(), k_block * BLOCK_K, tile.n);
     tma_load(shared_address(scales.a), a_scale, full.address(), tile.m, k_block);
-    tma_load(shared_address(scales.b), b_scale, full.address(), tile.n, k_block);
+    const int first = BLOCK_SCALES ? tile.n / BLOCK_N - tile.block() : tile.n;
+    tma_load(shared_address(scales.b), b_scale, full.address(), first, k_block);
   }
 };
 
@@ -106,11 +115,11 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule schedule)
   }
 }
 
-// Multiplies the next stage, hands it back, and adds the products to the sums. Calls meanwhile() while the first
-// product runs.
+// Multiplies the next stage, hands it back, and adds the products to the sums. block: Tile::block(). Calls meanwhile()
+// while the first product runs.
 template <typename Meanwhile>
 __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shared& s, Pipeline<STAGES>& pipeline,
-                                         int warpgroup, const Meanwhile& meanwhile) {
+                                         int warpgroup, int block, const Meanwhile& meanwhile) {
   const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
   pipeline.arrived();
   const StageScales& scales = s.stage_scales(pipeline.stage);
@@ -122,18 +131,32 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
   for (int i = 0; i < 2 * SLABS; ++i) {
     rows[i] = scales.a[(warpgroup * SLABS + i / 2) * 64 + warp * 16 + lane / 4 + i % 2 * 8];
   }
-  float2 features[BLOCK_N / 8];
+  float2 features[BLOCK_SCALES ? 1 : BLOCK_N / 8];
+  if constexpr (BLOCK_SCALES) {
+    const float of_block = scales.b[block];
 #pragma unroll
-  for (int j = 0; j < BLOCK_N / 8; ++j) {
-    features[j] = *reinterpret_cast<const float2*>(scales.b + 8 * j + 2 * (lane % 4));
+    for (float& row : rows) row *= of_block;
+  } else {
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 8; ++j) {
+      features[j] = *reinterpret_cast<const float2*>(scales.b + 8 * j + 2 * (lane % 4));
+    }
   }
   float partial[ACCUMULATORS];
 #pragma unroll
   for (int slab = 0; slab < SLABS; ++slab) {
     start_product(partial, a + (warpgroup * SLABS + slab) * 64 * ROW_STEP, columns);
+    const float upper = rows[2 * slab], lower = rows[2 * slab + 1];
+    if constexpr (BLOCK_SCALES) {
+      if (slab == 0) meanwhile();
+      wgmma_wait();
+      if (slab == SLABS - 1) pipeline.release();
+#pragma unroll
+      for (int i = 0; i < ACCUMULATORS; ++i) sum[slab][i] = fmaf(i % 4 < 2 ? upper : lower, partial[i], sum[slab][i]);
+      continue;
+    }
     // The scales of rows and columns are multiplied with each other, for half of the columns while the wgmma runs. All
     // of them after it would delay the next wgmma; all of them during it would need registers that the wgmma uses.
-    const float upper = rows[2 * slab], lower = rows[2 * slab + 1];
     float early[4 * EARLY];
 #pragma unroll
     for (int j = 0; j < EARLY; ++j) {
@@ -256,9 +279,10 @@ __device__ __forceinline__ void consume(Shared& s, Schedule schedule, Output& ou
 #pragma unroll
       for (int i = 0; i < SLABS * ACCUMULATORS; ++i) sum[i / ACCUMULATORS][i % ACCUMULATORS] = initial;
       if (tile.count > 0) {
-        multiply(sum, s, pipeline, output.warpgroup, find_next);
+        const int block = tile.block();
+        multiply(sum, s, pipeline, output.warpgroup, block, find_next);
         multiply_stages<UNROLLED_STAGES>(tile.count - 1,
-                                         [&](int) { multiply(sum, s, pipeline, output.warpgroup, [] {}); });
+                                         [&](int) { multiply(sum, s, pipeline, output.warpgroup, block, [] {}); });
       }
       output.store(sum, tile);
     }

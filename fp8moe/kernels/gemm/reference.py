@@ -16,6 +16,7 @@ from fp8moe.quant.formats import (
     FP8Tensor,
     as_float,
     ceil_div,
+    has_block_scales,
     has_channel_scales,
     is_packed,
     packed_format,
@@ -213,7 +214,9 @@ def grouped_gemm_k_reference(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, 
 
     Raises ValueError if a group does not begin and end at a multiple of 128.
     """
-    k = a[0].shape[1]
+    k, b_scale = a[0].shape[1], b.scale
+    if has_block_scales(*b):
+        b_scale = b_scale.repeat_interleave(BLOCK, dim=0)[: len(b.data)]
     offsets = [min(max(offset, 0), k) for offset in group_offsets.tolist()]
     groups = list(zip(offsets, offsets[1:], strict=False))
     for group, (start, end) in enumerate(groups):
@@ -224,7 +227,7 @@ def grouped_gemm_k_reference(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, 
         for block in range(start // BLOCK, end // BLOCK):
             columns = slice(block * BLOCK, (block + 1) * BLOCK)
             partial = products(to_float32(a[0][:, columns]), to_float32(b[0][:, columns]).T)
-            total.addcmul_(partial, a[1][:, block, None] * b[1][:, block])
+            total.addcmul_(partial, a[1][:, block, None] * b_scale[:, block])
         out[group] = total
 
 

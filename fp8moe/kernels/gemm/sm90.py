@@ -303,16 +303,23 @@ def tokens_of_tile(tile: TileConfig, m: int) -> int:
 class GroupedKTile:
     """The tile configuration of ``cuda/sm90/gemm_k.cu``: block_m rows of ``a`` by block_n rows of ``b``.
 
-    All stages together take about 190 KB of shared memory.
+    All stages together take about 150 to 190 KB of shared memory. block_scales: ``b`` has scales of 128x128 blocks;
+    block_n is then 128.
     """
 
     block_m: int
     block_n: int
     stages: int
+    block_scales: bool = False
 
     warpgroups = 2
     threads = 384  # two math warpgroups and a producer warpgroup
     math_registers = 240
+
+    @property
+    def b_scales(self) -> int:
+        """The number of scales of ``b`` in a stage, see ``B_SCALES`` of the kernel."""
+        return 4 if self.block_scales else self.block_n
 
     @property
     def mma_source(self) -> str:
@@ -324,5 +331,6 @@ class GroupedKTile:
         """Dynamic shared memory of a block in bytes: per stage both tiles, their scales and two mbarriers; per math
         warp two pieces of the result; and padding for alignment."""
         rows = self.block_m + self.block_n
+        scales = self.block_m + self.b_scales
         pieces = 4 * self.warpgroups * 2 * 16 * 128
-        return self.stages * (rows * 128 + align(rows * 4, 128) + 16) + pieces + SWIZZLE_ALIGNMENT
+        return self.stages * (rows * 128 + align(scales * 4, 128) + 16) + pieces + SWIZZLE_ALIGNMENT
