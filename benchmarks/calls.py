@@ -403,7 +403,7 @@ def _transposing(operator: Callable) -> Callable:
 
 
 def quantize_with_transpose(make: Operands, m: int, k: int) -> Callable:
-    return _transposing(partial(torch.ops.fp8moe.quantize_with_transpose, make.normal(m, k), None, None))
+    return _transposing(partial(torch.ops.fp8moe.quantize_with_transpose, make.normal(m, k), None, None, False))
 
 
 def gather_with_transpose(make: Operands, hidden: int, experts: int, top_k: int, tokens: int) -> Callable:
@@ -411,7 +411,7 @@ def gather_with_transpose(make: Operands, hidden: int, experts: int, top_k: int,
     groups, rows = sort_by_expert(make, experts, top_k, tokens)()
     of_row = make.zeros(tokens * top_k, dtype=torch.int32)
     of_row[rows.flatten().long()] = make.integers(torch.arange(tokens * top_k) // top_k)
-    operands = make.normal(tokens, hidden), groups, of_row
+    operands = make.normal(tokens, hidden), groups, of_row, False
     return _transposing(partial(torch.ops.fp8moe.quantize_with_transpose, *operands))
 
 

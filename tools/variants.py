@@ -152,7 +152,8 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
         )
     for dtype, width in product(DTYPES, (131, 256)):
         x = make.normal(200, width, dtype=getattr(torch, dtype))
-        yield lambda x=x: ops.quantize_with_transpose(x, offsets, None)
+        yield lambda x=x: ops.quantize_with_transpose(x, offsets, None, False)
+        yield lambda x=x: ops.quantize_with_transpose(x, offsets, None, True)
         yield lambda x=x: ops.quantize_columns(x, offsets, None)
     for count, experts_count, capacity, dtype in product(
         (1, 100, 5000), (3, 64, 300, 1024), (None, 8), (torch.int32, torch.int64)

@@ -158,10 +158,11 @@ def empty_mn_major(shape: tuple[int, ...], *, device: torch.device | str) -> tor
     return torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
 
 
-def empty_quantized(like: torch.Tensor, rows: int, columns: int) -> FP8Tensor:
-    """Return uninitialized data (rows, columns), contiguous, and MN-major scales of 1x128 blocks.
+def empty_quantized(like: torch.Tensor, rows: int, columns: int, *, blocks: bool = False) -> FP8Tensor:
+    """Return uninitialized data (rows, columns), contiguous, and MN-major scales of 1x128 blocks, or of 128x128 blocks.
 
-    like: a tensor on the device where the results are allocated.
+    like: a tensor on the device where the results are allocated. blocks: 128x128.
     """
-    scale = like.new_empty_strided((rows, ceil_div(columns, BLOCK)), (1, align(rows, 4)), dtype=torch.float32)
+    scales = ceil_div(rows, BLOCK) if blocks else rows
+    scale = like.new_empty_strided((scales, ceil_div(columns, BLOCK)), (1, align(scales, 4)), dtype=torch.float32)
     return FP8Tensor(like.new_empty((rows, columns), dtype=torch.float8_e4m3fn), scale)

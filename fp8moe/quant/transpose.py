@@ -8,20 +8,21 @@ from torch import Tensor
 
 from fp8moe.quant import reference
 from fp8moe.quant.checks import check_groups, check_padded, check_scale, check_vector, fp8_operand
-from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized, padded_rows
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized, has_block_scales, padded_rows
 from fp8moe.quant.quantize import has_vector_rows, quantizer_defines, unit_stride
 from fp8moe.quant.reference import Results, pad_groups
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.checks import FLOATING, check_dtype, check_tensor
 from fp8moe.runtime.jit import KernelSpec, load
-from fp8moe.runtime.launch import PointerLauncher, planned
+from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
 from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import WARP
 
 TILE_BYTES = BLOCK * BLOCK  # bytes of the transposed tile in shared memory
-STRIP = 8  # thread blocks process tiles in vertical strips of this many tiles, row by row within a strip
-_GATHER_STRIP = 4  # width of the strips if `tokens` gathers rows: narrow, so that tokens read repeatedly stay in L2
 _WARPS = 8  # warps per thread block
+_STRIP = 8  # the most tiles that a thread block processes, side by side
+_BLOCKS_PER_SM = 16  # the fewest thread blocks that a launch should have for each SM
+_SLAB_BYTES = 16 << 20  # bytes of all tokens in the columns of a strip, which shall stay in L2 if rows are gathered
 
 
 class Transposed(NamedTuple):
@@ -29,7 +30,8 @@ class Transposed(NamedTuple):
 
     rows: data (R, F), scale (R, ceil(F/128)) MN-major, as `quantize_1x128` returns them.
     columns: the transpose, with every group padded with zeros to a multiple of 128 rows: data (F, P), scale (F, P/128)
-        MN-major, P = `padded_rows` (R, E). Columns past ``offsets[E]`` are uninitialized.
+        or, of blocks, (ceil(F/128), P/128), MN-major, P = `padded_rows` (R, E). Columns past ``offsets[E]`` are
+        uninitialized.
     offsets: (E+1,) int32: group e has the columns ``offsets[e]:offsets[e+1]`` of `columns`.
     """
 
@@ -39,19 +41,23 @@ class Transposed(NamedTuple):
 
 
 def quantize_with_transpose(
-    x: Tensor, group_offsets: Tensor | None = None, *, tokens: Tensor | None = None
+    x: Tensor, group_offsets: Tensor | None = None, *, tokens: Tensor | None = None, blocks: bool = False
 ) -> Transposed:
-    """Quantize the rows of x and the rows of its transpose in blocks of 1x128, reading x once.
+    """Quantize the rows of x and the rows of its transpose, reading x once.
 
     A weight gradient ``dY.T @ X`` sums over tokens, so its operands need blocks of 128 tokens along K, besides the
     blocks of 128 features that forward and input gradient need: DeepSeek-V3, arXiv:2412.19437, section 3.3.
+
+    The rows have blocks of 1x128, and so has the transpose. With `blocks` the transpose has blocks of 128x128, as X may
+    have: their scales are those of their finite values, and infinities become NaN.
 
     x: (M, F) bfloat16, float16 or float32, any strides.
     group_offsets: (E+1,) int32: group e has the rows ``group_offsets[e]:group_offsets[e+1]``, any number of them. Both
         ends are clamped to [0, R]; a group whose end is before its start is empty. None: one group of all rows.
     tokens: (R,) int32: row r is ``x[tokens[r]]``, or zeros if tokens[r] is outside [0, M). None: R = M, row r is x[r].
     Returns `Transposed`, detached from the autograd graph. Rows outside all groups are uninitialized. A NaN or infinity
-    affects only its block of the row and its block of the column. Equal inputs give bitwise equal results. On the CUDA
+    affects only its block of the row and its block of the column, with `blocks` only itself there. Equal inputs give
+    bitwise equal results. On the CUDA
     backend a call can be captured in a CUDA graph: the host does not read the group sizes.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device.
@@ -60,13 +66,13 @@ def quantize_with_transpose(
     for name, value in (("group_offsets", group_offsets), ("tokens", tokens)):
         if value is not None:
             check_tensor(name, value)
-    return transposed(*_quantize_with_transpose(detached(x), group_offsets, tokens))
+    return transposed(*_quantize_with_transpose(detached(x), group_offsets, tokens, blocks))
 
 
 def quantize_columns(
     x: Tensor, group_offsets: Tensor | None = None, *, tokens: Tensor | None = None
 ) -> tuple[FP8Tensor, Tensor]:
-    """Return columns and offsets of `quantize_with_transpose`, bit for bit, without writing rows.
+    """Return columns and offsets of `quantize_with_transpose` with `blocks`, bit for bit, without writing rows.
 
     Operands and errors are those of `quantize_with_transpose`.
     """
@@ -138,12 +144,15 @@ def tile_spec(
     return KernelSpec(f"{name}.cu", name, (*quantizer_defines(dtype, vector=vector), *defines.items()))
 
 
-def kernel_spec(dtype: torch.dtype, vector: bool, by_rows: bool = True) -> KernelSpec:
-    options = {"shared_bytes": TILE_BYTES, "vector": vector}
-    return tile_spec("quantize_transpose", _GatheredRows, dtype, **options, BY_ROWS=int(by_rows))
+def kernel_spec(dtype: torch.dtype, vector: bool, by_rows: bool, blocks: bool) -> KernelSpec:
+    # Shared memory holds the transposed tile, and the values of the next tile.
+    options = {"shared_bytes": TILE_BYTES * (1 + dtype.itemsize), "vector": vector}
+    modes = {"BY_ROWS": int(by_rows), "BLOCK_SCALES": int(blocks)}
+    return tile_spec("quantize_transpose", _GatheredRows, dtype, **options, **modes)
 
 
 def tile_launcher(
+    device_index: int,
     spec: KernelSpec,
     source: ctypes.Structure,
     *,
@@ -151,39 +160,49 @@ def tile_launcher(
     width: int,
     groups: int,
     column_tiles: int,
-    strip: int = STRIP,
+    blocks: bool = False,
+    most: int = _STRIP,
 ) -> PointerLauncher:
-    """Build the launcher, on the current device, of a kernel whose spec `tile_spec` returned.
+    """Build the launcher, on a device that is current, of a kernel whose spec `tile_spec` returned.
 
     The launcher is called with the tensors of `Results`, contiguous group offsets or None, then the tensors of
     `source`. source: the kernel's ``struct Source`` with its sizes filled in. rows, width, groups: numbers of rows,
-    columns and groups of the results. column_tiles: number of tiles of 128 columns side by side.
+    columns and groups of the results. column_tiles: number of tiles of 128 columns side by side. blocks: the transpose
+    has scales of blocks. most: the most tiles that a thread block processes, at least 1.
     """
     row_tiles = padded_rows(rows, groups) // BLOCK
+    strip = min(most, row_tiles * column_tiles // (_BLOCKS_PER_SM * num_sms(device_index)))
+    strip = ceil_div(column_tiles, ceil_div(column_tiles, max(1, strip)))  # strips of equal width, if possible
     sizes = {"num_rows": rows, "num_groups": groups, "row_tiles": row_tiles, "column_tiles": column_tiles}
-    pitches = {"row_scale_pitch": align(rows, 4), "column_scale_pitch": align(width, 4)}
+    scales = ceil_div(width, BLOCK) if blocks else width
+    pitches = {"row_scale_pitch": align(rows, 4), "column_scale_pitch": align(scales, 4)}
     results = _ResultPointers(width=width, **pitches, **sizes, strip=strip)
     smem = int(dict(spec.defines)["SHARED_BYTES"])
-    grid = row_tiles * column_tiles
+    grid = row_tiles, ceil_div(column_tiles, strip)
     return PointerLauncher(load(spec), grid=grid, block=_WARPS * WARP, smem=smem, args=(results, source))
 
 
 @planned
 def launcher(
-    device_index: int, x: Tensor, rows: int, groups: int, vector: bool, by_rows: bool, strip: int
+    device_index: int, x: Tensor, rows: int, groups: int, gathers: bool, vector: bool, by_rows: bool, blocks: bool
 ) -> PointerLauncher:
     """Build the `tile_launcher` of quantize_transpose.cu; its source tensors are x and tokens, or x and None.
 
-    x: (M, F), last stride 1. vector: `has_vector_rows` of x. by_rows: whether rows are written; otherwise the launcher
-    takes any tensors for them.
+    x: (M, F), last stride 1. gathers: whether there are tokens. vector: `has_vector_rows` of x. by_rows: whether rows
+    are written; otherwise the launcher takes any tensors for them. blocks: the transpose has scales of blocks.
     """
     source = _GatheredRows(row_stride=x.stride(0), num_tokens=x.shape[0])
     sizes = {"rows": rows, "width": x.shape[1], "groups": groups, "column_tiles": ceil_div(x.shape[1], BLOCK)}
-    return tile_launcher(kernel_spec(x.dtype, vector, by_rows), source, **sizes, strip=strip)
+    most = max(1, _SLAB_BYTES // (max(len(x), 1) * BLOCK * x.element_size())) if gathers else _STRIP
+    spec = kernel_spec(x.dtype, vector, by_rows, blocks)
+    return tile_launcher(device_index, spec, source, **sizes, blocks=blocks, most=min(most, _STRIP))
 
 
 def launch(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, results: Results) -> Results:
-    """Compute `quantize_with_transpose` into `results` with the CUDA kernel. Returns `results`."""
+    """Compute `quantize_with_transpose` into `results` with the CUDA kernel. Returns `results`.
+
+    The shape of results.column_scale says whether the transpose has scales of blocks.
+    """
     _launch((x, group_offsets, tokens), results[:2], results[2:])
     return results
 
@@ -199,15 +218,15 @@ def launch_columns(
 def _launch(operands: tuple, by_rows: tuple | None, by_columns: tuple) -> None:
     """Launch the kernel on x, group_offsets, tokens. by_rows: data and scale, or None."""
     x, *others = operands
-    columns, _, offsets = by_columns
+    columns, scale, offsets = by_columns
     group_offsets, tokens = (None if value is None else value.contiguous() for value in others)
     rows, groups = (x if tokens is None else tokens).shape[0], offsets.shape[0] - 1
     if not columns.numel():
         offsets.copy_(pad_groups(group_offsets, rows, x.device)[2])
         return
     x = unit_stride(x)
-    form = has_vector_rows(x), by_rows is not None
-    run = launcher(x.get_device(), x, rows, groups, *form, STRIP if tokens is None else _GATHER_STRIP)
+    form = tokens is not None, has_vector_rows(x), by_rows is not None, has_block_scales(columns, scale)
+    run = launcher(x.get_device(), x, rows, groups, *form)
     unused = by_columns[:2]  # in place of rows: the launcher takes the device of its first tensor
     run(*(by_rows or unused), *by_columns, group_offsets, x, tokens)
 
@@ -217,13 +236,16 @@ def transposed(rows: Tensor, row_scale: Tensor, columns: Tensor, column_scale: T
     return Transposed(FP8Tensor(rows, row_scale), FP8Tensor(columns, column_scale), offsets)
 
 
-def empty_results(like: Tensor, rows: int, features: int, groups: int) -> Results:
-    """Return uninitialized `Results` for a matrix (rows, features) in `groups` groups, on the device of `like`."""
-    columns = empty_quantized(like, features, padded_rows(rows, groups))
+def empty_results(like: Tensor, rows: int, features: int, groups: int, blocks: bool = False) -> Results:
+    """Return uninitialized `Results` for a matrix (rows, features) in `groups` groups, on the device of `like`.
+
+    blocks: the transpose has scales of blocks.
+    """
+    columns = empty_quantized(like, features, padded_rows(rows, groups), blocks=blocks)
     return Results(*empty_quantized(like, rows, features), *columns, like.new_empty((groups + 1,), dtype=torch.int32))
 
 
-def _check(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None) -> None:
+def _check(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, blocks: bool = True) -> None:
     check_dtype("x", x, *FLOATING)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape (M, F), got {tuple(x.shape)}")
@@ -237,16 +259,16 @@ def _check(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None) -> No
         check_groups(group_offsets, rows, x.device)
 
 
-def _empty(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None) -> Results:
+def _empty(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, blocks: bool) -> Results:
     rows = x.shape[0] if tokens is None else tokens.shape[0]
-    return empty_results(x, rows, x.shape[1], 1 if group_offsets is None else group_offsets.shape[0] - 1)
+    return empty_results(x, rows, x.shape[1], 1 if group_offsets is None else group_offsets.shape[0] - 1, blocks)
 
 
 _quantize_with_transpose = operator(
-    "quantize_with_transpose(Tensor x, Tensor? group_offsets, Tensor? tokens) "
+    "quantize_with_transpose(Tensor x, Tensor? group_offsets, Tensor? tokens, bool blocks) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check,
-    cuda=lambda x, *others: launch(x, *others, _empty(x, *others)),
+    cuda=lambda *operands: launch(*operands[:3], _empty(*operands)),
     reference=reference.quantize_with_transpose,
     fake=_empty,
 )
@@ -256,7 +278,7 @@ def _columns(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None) -> 
     """Return the uninitialized results of `quantize_columns`."""
     rows = x.shape[0] if tokens is None else tokens.shape[0]
     groups = 1 if group_offsets is None else group_offsets.shape[0] - 1
-    columns = empty_quantized(x, x.shape[1], padded_rows(rows, groups))
+    columns = empty_quantized(x, x.shape[1], padded_rows(rows, groups), blocks=True)
     return *columns, x.new_empty((groups + 1,), dtype=torch.int32)
 
 

@@ -1,6 +1,7 @@
 // Quantizes a tile of 128 rows and 128 columns twice: along its rows, bit for bit like quantize_1x128.cu, and along its
 // columns, stored transposed; or, where ROWS is false, along its columns alone. In the transposed result each group of
-// rows is padded with zeros to a multiple of 128.
+// rows is padded with zeros to a multiple of 128. BLOCKS: the transposed result has one scale for the tile, from its
+// finite values; the others become NaN.
 //
 // A thread block of 8 warps keeps the tile in registers; a thread holds 8 rows of 8 columns. Half a warp covers all 128
 // columns of its rows, so loads and stores cover whole 32-byte sectors. Shared memory has two uses: to combine the
@@ -35,6 +36,7 @@ __device__ Transposed& transposed_tile() { return *reinterpret_cast<Transposed*>
 struct Shared {
   alignas(16) u32 column_amax[WARPS][PAIRS ? BLOCK / 2 : BLOCK];
   u32 row_amax[BLOCK];
+  alignas(16) u32 block_amax[WARPS];  // raised, see input.cuh
   Divisor<> columns[BLOCK];  // indexed by column_slot()
   Divisor<> rows[BLOCK];
   RowTile tile;
@@ -83,9 +85,9 @@ __device__ int column_slot(int column) {
 
 // Finds the maxima of rows and columns in one pass: each magnitude is used for both at once, and is then no longer held
 // in a register.
-template <bool ROWS>
+template <bool ROWS, bool BLOCKS>
 __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& values) {
-  constexpr int WORDS = PAIRS ? SIDE / 2 : SIDE;
+  constexpr int WORDS = BLOCKS ? 1 : PAIRS ? SIDE / 2 : SIDE;
   u32 rows[SIDE], columns[WORDS] = {};
 #pragma unroll
   for (int r = 0; r < SIDE; ++r) {
@@ -94,13 +96,22 @@ __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& valu
     for (int i = 0; i < SIDE / PER_WORD; ++i) {
       const u32 word = Input::magnitude(values[r][i / 4].words[i % 4]);
       if constexpr (ROWS) row = Input::larger(row, word);
-      columns[i] = Input::larger(columns[i], word);
+      if constexpr (BLOCKS) {
+        columns[0] = Input::larger_raised(columns[0], Input::raised(word));
+      } else {
+        columns[i] = Input::larger(columns[i], word);
+      }
     }
     rows[r] = Input::largest(row);
   }
   if constexpr (ROWS) {
     const u32 row = largest_of_rows(rows, p.lane);
     if (p.lane % 2 == 0) s.row_amax[p.row + p.column_group / 2] = row;
+  }
+  if constexpr (BLOCKS) {
+    const u32 block = warp_reduce(columns[0], Input::larger_raised);
+    if (p.lane == 0) s.block_amax[p.warp] = block;
+    return;
   }
 #pragma unroll
   for (u32& word : columns) word = warp_reduce<WARP / ROW_LANES, ROW_LANES>(word, Input::larger);
@@ -113,12 +124,25 @@ __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& valu
   }
 }
 
-// Computes and stores all scales: half of the threads handle one column each, the other half one row each.
-template <bool ROWS>
+// Computes the scale of the whole tile, in every thread, and stores it. Returns the divisor of its values.
+__device__ Divisor<> make_block_scale(const Results& results, const Shared& s, i64 first_column) {
+  u32 word = 0;
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) word = Input::larger_raised(word, s.block_amax[w]);
+  const BlockScale<> scale(Input::value(Input::largest_lowered(word)));
+  if (threadIdx.x == 0) {
+    results.column_scale[s.tile.index * results.column_scale_pitch + first_column / BLOCK] = scale.value;
+  }
+  return scale.divisor;
+}
+
+// Computes and stores the scales of columns and rows: half of the threads handle one column each, the other half one
+// row each.
+template <bool ROWS, bool COLUMNS>
 __device__ void make_scales(const Results& results, Shared& s, i64 first_column) {
   const int t = threadIdx.x % BLOCK;
   const bool is_column = threadIdx.x < BLOCK;
-  if (!ROWS && !is_column) return;
+  if (is_column ? !COLUMNS : !ROWS) return;
   float amax;
   if (is_column) {
     u32 word = 0;
@@ -159,16 +183,14 @@ __device__ void store_row(u8* target, const u32 (&words)[2], int count) {
 // Quantizes each value by its row's and by its column's scale, two rows and two columns at a time. Values by row go to
 // global memory. Values by column go to shared memory, in pieces of 8 bytes of one column. To keep a warp's writes in
 // different banks, the pieces are permuted by column group, and the two halves of every second piece are swapped.
-template <bool ROWS>
+// block: the divisor of values by column, with BLOCKS.
+template <bool ROWS, bool BLOCKS>
 __device__ void quantize_values(const Results& results, const Shared& s, const ThreadPosition& p, i64 first_column,
-                                const Values& values) {
+                                const Values& values, Divisor<> block) {
   const auto value = [&](int r, int c) { return values[r][c / PER_VECTOR][c % PER_VECTOR]; };
   const int group = p.row / SIDE, swapped = group % 2;
   u8* const pieces = reinterpret_cast<u8*>(transposed_tile().chunks) + p.column(0) * BLOCK;
   u32* const piece = reinterpret_cast<u32*>(pieces + (group ^ p.column_group) * SIDE);
-  const int columns = inside(first_column, results.width, BLOCK) - p.column(0);
-  const int count = columns > 0 ? s.tile.count - p.row : 0;
-  u8* target = results.rows + i64{s.tile.first + p.row} * results.width + first_column + p.column(0);
 #pragma unroll
   for (int first = 0; first < SIDE; first += HALF) {
     Divisor<> divisors[HALF];
@@ -179,8 +201,8 @@ __device__ void quantize_values(const Results& results, const Shared& s, const T
     u32 row_words[HALF][2] = {};
 #pragma unroll
     for (int c = 0; c < SIDE; c += 2) {
-      const Divisor<> left = s.columns[c * ROW_LANES + p.column_group];
-      const Divisor<> right = s.columns[(c + 1) * ROW_LANES + p.column_group];
+      const Divisor<> left = BLOCKS ? block : s.columns[c * ROW_LANES + p.column_group];
+      const Divisor<> right = BLOCKS ? block : s.columns[(c + 1) * ROW_LANES + p.column_group];
       u32 left_word = 0, right_word = 0;
 #pragma unroll
       for (int i = 0; i < HALF; i += 2) {
@@ -198,41 +220,50 @@ __device__ void quantize_values(const Results& results, const Shared& s, const T
       column[0] = left_word;
       column[BLOCK / 4] = right_word;
     }
+    if constexpr (ROWS) {
+      const int row = p.row + first, columns = inside(first_column, results.width, BLOCK) - p.column(0);
+      u8* target = results.rows + i64{s.tile.first + row} * results.width + first_column + p.column(0);
 #pragma unroll
-    for (int i = 0; i < HALF; ++i, target += results.width) {
-      if (ROWS && first + i < count) store_row(target, row_words[i], columns);
+      for (int i = 0; i < HALF; ++i, target += results.width) {
+        if (columns > 0 && row + i < s.tile.count) store_row(target, row_words[i], columns);
+      }
     }
     __syncwarp();  // keeps the compiler from merging the two passes, which would need more registers
   }
 }
 
 __device__ void store_columns(const Results& results, u32 row_tile, i64 first_column) {
+  constexpr int STEPS = THREADS / CHUNKS;  // columns that are stored together
   const i64 pitch = i64{results.row_tiles} * BLOCK;
+  const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
   const int columns = inside(first_column, results.width, BLOCK);
-  const int chunk = threadIdx.x % CHUNKS;
-  u8* target = results.columns + first_column * pitch + i64{row_tile} * BLOCK + chunk * CHUNK;
+  u8* target = results.columns + (first_column + first) * pitch + i64{row_tile} * BLOCK + chunk * CHUNK;
 #pragma unroll
-  for (int i = 0; i < BLOCK * CHUNKS / THREADS; ++i) {
-    const int column = i * (THREADS / CHUNKS) + threadIdx.x / CHUNKS;
+  for (int column = first; column < BLOCK; column += STEPS, target += STEPS * pitch) {
     const int group = column / PER_VECTOR % ROW_LANES;
     const Bytes16 v = load_16(&transposed_tile().chunks[column * CHUNKS + (chunk ^ group / 2)]);
     const auto& w = v.words;
     if (column < columns) {
-      store_16(target + column * pitch, group % 2 ? Bytes16{w[2], w[3], w[1], w[0]} : Bytes16{w[0], w[1], w[3], w[2]});
+      store_16(target, group % 2 ? Bytes16{w[2], w[3], w[1], w[0]} : Bytes16{w[0], w[1], w[3], w[2]});
     }
   }
 }
 
-// Quantizes a tile along rows and columns and stores both results; without ROWS, along columns alone. `first_column`:
-// the tile's first column in the matrix.
-template <bool ROWS = true>
+// Quantizes a tile and stores the results. `first_column`: the tile's first column in the matrix. Calls meanwhile() when
+// the largest magnitudes have been found.
+template <bool ROWS, bool BLOCKS, typename Meanwhile>
 __device__ void quantize_tile(const Results& results, Shared& s, const ThreadPosition& p, i64 first_column,
-                              const Values& values) {
-  find_amax<ROWS>(s, p, values);
+                              const Values& values, const Meanwhile& meanwhile) {
+  find_amax<ROWS, BLOCKS>(s, p, values);
+  meanwhile();
   __syncthreads();
-  make_scales<ROWS>(results, s, first_column);
-  __syncthreads();
-  quantize_values<ROWS>(results, s, p, first_column, values);
+  Divisor<> block;
+  if constexpr (BLOCKS) block = make_block_scale(results, s, first_column);
+  if constexpr (ROWS || !BLOCKS) {
+    make_scales<ROWS, !BLOCKS>(results, s, first_column);
+    __syncthreads();
+  }
+  quantize_values<ROWS, BLOCKS>(results, s, p, first_column, values, block);
   __syncthreads();
   store_columns(results, s.tile.index, first_column);
 }
