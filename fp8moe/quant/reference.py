@@ -89,6 +89,7 @@ def quantize_finite(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns data (N, K) and MN-major scale (ceil(N/128), ceil(K/128)).
     """
+    x = x.contiguous()
     finite = x.isfinite()
     (data,), (scale,) = quantize_128x128(torch.where(finite, x, 0)[None], False)
     data = torch.where(finite, data.view(torch.uint8), 0x7F).view(data.dtype)

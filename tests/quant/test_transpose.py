@@ -80,6 +80,7 @@ def test_columns_in_blocks_of_finite_values(sizes, features, dtype, bad):
     offsets = offsets_of(sizes)
     x = random(int(offsets[-1]), features, dtype=dtype)
     t = quantize_with_transpose(x, offsets, blocks=True)
+    assert t.columns.data.is_contiguous() and is_mn_major(t.columns.scale)
     begin = 0
     for start, end in itertools.pairwise(offsets.tolist()):
         size = -(-(end - start) // 128) * 128
@@ -98,7 +99,6 @@ def test_columns_in_blocks_of_finite_values(sizes, features, dtype, bad):
         assert torch.equal(t.columns.data.float(), expected.columns.data.float())
         assert same_bits(t.columns.scale, expected.columns.scale)
         assert same_bits(t.rows.data, quantize_1x128(x).data)
-    assert is_mn_major(t.columns.scale)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
