@@ -67,7 +67,7 @@ def _rows_of(x: Tensor, tokens: Tensor | None) -> Tensor:
 
 
 def both_ways(rows: Tensor, group_offsets: Tensor | None, blocks: bool = False) -> Results:
-    """Quantize `rows` (R, F), and their transpose with every group padded to a multiple of 128. blocks: `by_columns`."""
+    """Quantize `rows` (R, F), and their transpose as `by_columns` does."""
     return Results(*quantize_1x128(rows, False), *by_columns(rows, group_offsets, blocks))
 
 

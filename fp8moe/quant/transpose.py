@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8moe.quant import reference
 from fp8moe.quant.checks import check_groups, check_padded, check_scale, check_vector, fp8_operand
-from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized, has_block_scales, padded_rows
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized, padded_rows
 from fp8moe.quant.quantize import has_vector_rows, quantizer_defines, unit_stride
 from fp8moe.quant.reference import Results, pad_groups
 from fp8moe.runtime.autograd import detached
@@ -151,8 +151,19 @@ def kernel_spec(dtype: torch.dtype, vector: bool, by_rows: bool, blocks: bool) -
     return tile_spec("quantize_transpose", _GatheredRows, dtype, **options, **modes)
 
 
+def strip_width(device_index: int, rows: int, groups: int, column_tiles: int, slab_rows: int = 0) -> int:
+    """Return how many tiles a thread block processes, side by side, so that all SMs have work until the end.
+
+    rows, groups, column_tiles: see `tile_launcher`. slab_rows: the number of rows that are gathered, repeatedly; in the
+    columns of a strip they take at most `_SLAB_BYTES`, in 16 bits. 0: rows are read once.
+    """
+    most = min(_STRIP, _SLAB_BYTES // (slab_rows * BLOCK * 2)) if slab_rows else _STRIP
+    tiles = padded_rows(rows, groups) // BLOCK * column_tiles
+    strip = max(1, min(most, tiles // (_BLOCKS_PER_SM * num_sms(device_index))))
+    return ceil_div(column_tiles, ceil_div(column_tiles, strip))  # strips of equal width, if possible
+
+
 def tile_launcher(
-    device_index: int,
     spec: KernelSpec,
     source: ctypes.Structure,
     *,
@@ -160,19 +171,17 @@ def tile_launcher(
     width: int,
     groups: int,
     column_tiles: int,
+    strip: int,
     blocks: bool = False,
-    most: int = _STRIP,
 ) -> PointerLauncher:
-    """Build the launcher, on a device that is current, of a kernel whose spec `tile_spec` returned.
+    """Build the launcher, on the current device, of a kernel whose spec `tile_spec` returned.
 
     The launcher is called with the tensors of `Results`, contiguous group offsets or None, then the tensors of
     `source`. source: the kernel's ``struct Source`` with its sizes filled in. rows, width, groups: numbers of rows,
-    columns and groups of the results. column_tiles: number of tiles of 128 columns side by side. blocks: the transpose
-    has scales of blocks. most: the most tiles that a thread block processes, at least 1.
+    columns and groups of the results. column_tiles: number of tiles of 128 columns side by side. strip: how many of
+    them a thread block processes. blocks: the transpose has scales of blocks.
     """
     row_tiles = padded_rows(rows, groups) // BLOCK
-    strip = min(most, row_tiles * column_tiles // (_BLOCKS_PER_SM * num_sms(device_index)))
-    strip = ceil_div(column_tiles, ceil_div(column_tiles, max(1, strip)))  # strips of equal width, if possible
     sizes = {"num_rows": rows, "num_groups": groups, "row_tiles": row_tiles, "column_tiles": column_tiles}
     scales = ceil_div(width, BLOCK) if blocks else width
     pitches = {"row_scale_pitch": align(rows, 4), "column_scale_pitch": align(scales, 4)}
@@ -184,26 +193,21 @@ def tile_launcher(
 
 @planned
 def launcher(
-    device_index: int, x: Tensor, rows: int, groups: int, gathers: bool, vector: bool, by_rows: bool, blocks: bool
+    device_index: int, x: Tensor, rows: int, groups: int, vector: bool, by_rows: bool, blocks: bool, strip: int
 ) -> PointerLauncher:
     """Build the `tile_launcher` of quantize_transpose.cu; its source tensors are x and tokens, or x and None.
 
-    x: (M, F), last stride 1. gathers: whether there are tokens. vector: `has_vector_rows` of x. by_rows: whether rows
-    are written; otherwise the launcher takes any tensors for them. blocks: the transpose has scales of blocks.
+    x: (M, F), last stride 1. vector: `has_vector_rows` of x. by_rows: whether rows are written; otherwise the launcher
+    takes any tensors for them. blocks, strip: see `tile_launcher`.
     """
     source = _GatheredRows(row_stride=x.stride(0), num_tokens=x.shape[0])
     sizes = {"rows": rows, "width": x.shape[1], "groups": groups, "column_tiles": ceil_div(x.shape[1], BLOCK)}
-    most = max(1, _SLAB_BYTES // (max(len(x), 1) * BLOCK * x.element_size())) if gathers else _STRIP
-    spec = kernel_spec(x.dtype, vector, by_rows, blocks)
-    return tile_launcher(device_index, spec, source, **sizes, blocks=blocks, most=min(most, _STRIP))
+    return tile_launcher(kernel_spec(x.dtype, vector, by_rows, blocks), source, **sizes, strip=strip, blocks=blocks)
 
 
-def launch(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, results: Results) -> Results:
-    """Compute `quantize_with_transpose` into `results` with the CUDA kernel. Returns `results`.
-
-    The shape of results.column_scale says whether the transpose has scales of blocks.
-    """
-    _launch((x, group_offsets, tokens), results[:2], results[2:])
+def launch(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, blocks: bool, results: Results) -> Results:
+    """Compute `quantize_with_transpose` into `results` with the CUDA kernel. Returns `results`."""
+    _launch((x, group_offsets, tokens), results[:2], results[2:], blocks)
     return results
 
 
@@ -211,22 +215,24 @@ def launch_columns(
     x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, results: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `quantize_columns` into `results`: data, scale and offsets. Returns `results`."""
-    _launch((x, group_offsets, tokens), None, results)
+    _launch((x, group_offsets, tokens), None, results, True)
     return results
 
 
-def _launch(operands: tuple, by_rows: tuple | None, by_columns: tuple) -> None:
-    """Launch the kernel on x, group_offsets, tokens. by_rows: data and scale, or None."""
+def _launch(operands: tuple, by_rows: tuple | None, by_columns: tuple, blocks: bool) -> None:
+    """Launch the kernel on x, group_offsets, tokens. by_rows: data and scale, or None. blocks: see `tile_launcher`."""
     x, *others = operands
-    columns, scale, offsets = by_columns
+    columns, _, offsets = by_columns
     group_offsets, tokens = (None if value is None else value.contiguous() for value in others)
     rows, groups = (x if tokens is None else tokens).shape[0], offsets.shape[0] - 1
     if not columns.numel():
         offsets.copy_(pad_groups(group_offsets, rows, x.device)[2])
         return
     x = unit_stride(x)
-    form = tokens is not None, has_vector_rows(x), by_rows is not None, has_block_scales(columns, scale)
-    run = launcher(x.get_device(), x, rows, groups, *form)
+    form = has_vector_rows(x), by_rows is not None, blocks
+    slab_rows = 0 if tokens is None else x.shape[0]
+    strip = strip_width(x.get_device(), rows, groups, ceil_div(x.shape[1], BLOCK), slab_rows)
+    run = launcher(x.get_device(), x, rows, groups, *form, strip)
     unused = by_columns[:2]  # in place of rows: the launcher takes the device of its first tensor
     run(*(by_rows or unused), *by_columns, group_offsets, x, tokens)
 
@@ -268,7 +274,7 @@ _quantize_with_transpose = operator(
     "quantize_with_transpose(Tensor x, Tensor? group_offsets, Tensor? tokens, bool blocks) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check,
-    cuda=lambda *operands: launch(*operands[:3], _empty(*operands)),
+    cuda=lambda *operands: launch(*operands, _empty(*operands)),
     reference=reference.quantize_with_transpose,
     fake=_empty,
 )

@@ -32,6 +32,7 @@ from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant import reference
 from fp8moe.quant.arranged import arrange
 from fp8moe.quant.checks import weight_operand
+from fp8moe.quant.formats import has_block_scales
 from fp8moe.quant.packed import blocks_of_nvfp4, quantize_nvfp4
 from fp8moe.quant.transpose import quantize_columns, quantize_with_transpose, transpose_fp8
 from tests.deep_gemm_cases import by_ends, by_group, by_rows, flat_groups
@@ -274,13 +275,14 @@ def transpose_errors(
     used = used_rows(groups, rows)
 
     def call(x: Tensor, groups: Tensor, tokens: Tensor) -> tuple:
-        t = quantize_with_transpose(x, groups, tokens=tokens)
-        return t.rows, t.columns, quantize_columns(x, groups, tokens=tokens)[0], t.offsets
+        t, blocks = (quantize_with_transpose(x, groups, tokens=tokens, blocks=blocks) for blocks in (False, True))
+        alone = quantize_columns(x, groups, tokens=tokens)[0]
+        return t.rows, t.columns, blocks.rows, blocks.columns, alone, t.offsets
 
     *parts, offsets = both(call, x, groups, tokens)
     end = int(offsets[1][-1])
     columns = [(slice(None), slice(end)), (slice(None), slice(end // 128))]
-    places = [used, used, *columns, *columns]
+    places = [used, used, *columns, used, used, *columns, *columns]
     raw = ([value.view(torch.uint8) if value.itemsize == 1 else value for value in pair] for pair in parts)
     pairs = [(got[i], want[i]) for (got, want), i in zip(raw, places, strict=True)]
     return differing([*pairs, offsets])
@@ -312,7 +314,7 @@ def swiglu_error(offsets: tuple[int, ...], rows: int, size: int, activation: Act
 
 def columns_error(columns: FP8Tensor, expected: Tensor, groups: Tensor) -> float:
     # The reference's quantization of the exact values has its own errors, twice.
-    data, scale, offsets = reference.by_columns(expected, groups)
+    data, scale, offsets = reference.by_columns(expected, groups, has_block_scales(*columns))
     end = int(offsets[-1])
     got, wanted = (exact(FP8Tensor(*pair)) for pair in (on_cpu(columns), (data, scale)))
     return relative_error(got[:, :end], wanted[:, :end])
@@ -324,13 +326,15 @@ def transpose_fp8_errors(*shape: int) -> int:
 
 def grouped_k_error(offsets: tuple[int, ...], m: int, n: int, accumulate: bool, dtype: torch.dtype) -> float:
     k = 640
-    a, b = quantize_128x1(torch.randn(k, m)), quantize_128x1(torch.randn(k, n))
+    a, x = quantize_128x1(torch.randn(k, m)), torch.randn(k, n)
     before = torch.randn(len(offsets) - 1, m, n).to(dtype)
-    there, out = on_gpu((a, b, int32(offsets))), before.cuda()
-    grouped_gemm_k(*there, out=out, accumulate=accumulate)
-    ends = int32(offsets).clamp(0, k).tolist()
-    products = [exact(a)[:, i:j] @ exact(b)[:, i:j].T for i, j in zip(ends, ends[1:], strict=False)]
-    return rounded_error(out.cpu(), torch.stack(products) + (before.double() if accumulate else 0))
+    ends, errors = int32(offsets).clamp(0, k).tolist(), []
+    for b in (quantize_128x1(x), quantize_128x128(x.t())):
+        there, out = on_gpu((a, b, int32(offsets))), before.cuda()
+        grouped_gemm_k(*there, out=out, accumulate=accumulate)
+        products = [exact(a)[:, i:j] @ exact(b)[:, i:j].T for i, j in zip(ends, ends[1:], strict=False)]
+        errors.append(rounded_error(out.cpu(), torch.stack(products) + (before.double() if accumulate else 0)))
+    return max(errors)
 
 
 def flat_error(sizes: tuple[int, ...], m: int, n: int) -> float:

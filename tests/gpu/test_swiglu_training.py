@@ -35,7 +35,7 @@ def run(gate_up, grad, row_weights, groups, activation) -> tuple[list, list, tor
     ways.
     """
     rows, size = grad.shape
-    h, h_memory = marked_results(rows, size, len(groups) - 1)
+    h, h_memory = marked_results(rows, size, len(groups) - 1, blocks=True)
     swiglu.launch(swiglu.SwigluOperands(gate_up, groups, activation), reference.Results(*h[:2]))
     d, d_memory = marked_results(rows, 2 * size, len(groups) - 1)
     operands = swiglu.SwigluBackwardOperands(gate_up, grad, row_weights, groups, activation, Beside.COLUMNS)
@@ -51,7 +51,8 @@ def assert_matches(gate_up, grad, row_weights, groups, activation) -> None:
     d_gate_up, _, _ = swiglu.swiglu_gradients(gate_up, grad, row_weights, activation)
     *_, exact_dots = swiglu.swiglu_gradients(gate_up.double(), grad.double(), row_weights.double(), activation)
     weighted = (row_weights[:, None] * activation(gate_up.float())).bfloat16()
-    forward = reference.Results(*reference.quantize_1x128(h, False), *reference.by_columns(weighted, groups))
+    columns = reference.by_columns(weighted, groups, blocks=True)
+    forward = reference.Results(*reference.quantize_1x128(h, False), *columns)
     backward = reference.both_ways(d_gate_up, groups)
     for got, want, buffers in zip(both, (forward, backward), memory, strict=True):
         used = used_parts(got, groups, rows)
@@ -109,7 +110,7 @@ def test_the_backward_quantizes_the_bits_of_the_forward_by_columns(activation):
     groups, options = offsets_of((0, 10, 10, 690)), {"activation": activation}
     values = swiglu_quantize(gate_up, groups, **options, beside=Beside.VALUES).values
     t = swiglu_backward_quantize(gate_up, grad, row_weights, groups, **options, beside=Beside.COLUMNS)
-    expected = quantize_with_transpose(values, groups)
+    expected = quantize_with_transpose(values, groups, blocks=True)
     end = int(expected.offsets[-1])
     for got, want, columns in zip(t.h_columns, expected.columns, (end, end // 128), strict=True):
         assert torch.equal(bits(got[:, :columns]), bits(want[:, :columns]))

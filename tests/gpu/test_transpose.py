@@ -44,10 +44,10 @@ def offsets_of(offsets: tuple[int, ...] | None) -> torch.Tensor | None:
     return None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device="cuda")
 
 
-def marked_results(rows: int, features: int, groups: int) -> tuple[Results, list[torch.Tensor]]:
+def marked_results(rows: int, features: int, groups: int, blocks: bool = False) -> tuple[Results, list[torch.Tensor]]:
     """Results in memory full of marks, with a guard behind each; and the bytes of each with its guard."""
     buffers, results = [], []
-    for part in empty_results(torch.empty(0, device="cuda"), rows, features, groups):
+    for part in empty_results(torch.empty(0, device="cuda"), rows, features, groups, blocks):
         size = part.untyped_storage().nbytes()
         buffers.append(torch.full((size + GUARD,), MARK, dtype=torch.uint8, device="cuda"))
         results.append(buffers[-1][:size].view(part.dtype).as_strided(part.shape, part.stride()))
@@ -72,16 +72,17 @@ def bits(part: torch.Tensor) -> torch.Tensor:
 def assert_matches(x, group_offsets=None, tokens=None) -> None:
     rows = x.shape[0] if tokens is None else tokens.shape[0]
     groups = 1 if group_offsets is None else group_offsets.shape[0] - 1
-    results, buffers = marked_results(rows, x.shape[1], groups)
-    transpose.launch(x, group_offsets, tokens, results)
-    expected = reference.quantize_with_transpose(x, group_offsets, tokens)
-    assert torch.equal(results[4], expected[4])
-    used = used_parts(results, group_offsets, rows)
-    for got, want, mask in zip(results, expected, used, strict=False):
-        assert got.shape == want.shape and (want.numel() == want.shape[-1] or got.stride() == want.stride())
-        assert torch.equal(bits(got)[mask], bits(want)[mask])
-    assert_only_written(results, buffers, used)
-    alone, buffers = marked_results(rows, x.shape[1], groups)
+    for blocks in (False, True):
+        results, buffers = marked_results(rows, x.shape[1], groups, blocks)
+        transpose.launch(x, group_offsets, tokens, blocks, results)
+        expected = reference.quantize_with_transpose(x, group_offsets, tokens, blocks)
+        assert torch.equal(results[4], expected[4])
+        used = used_parts(results, group_offsets, rows)
+        for got, want, mask in zip(results, expected, used, strict=False):
+            assert got.shape == want.shape and (want.numel() == want.shape[-1] or got.stride() == want.stride())
+            assert torch.equal(bits(got)[mask], bits(want)[mask])
+        assert_only_written(results, buffers, used)
+    alone, buffers = marked_results(rows, x.shape[1], groups, True)
     transpose.launch_columns(x, group_offsets, tokens, alone[2:])
     used = [torch.zeros_like(mask) for mask in used[:2]] + used[2:]
     for got, want, mask in zip(alone[2:], results[2:], [*used[2:], ...], strict=True):
@@ -195,8 +196,7 @@ def test_empty(rows, features, tokens):
 
 @pytest.mark.parametrize("strip", [1, 3, 100])
 def test_order_of_tiles_does_not_matter(strip, monkeypatch):
-    monkeypatch.setattr(transpose, "STRIP", strip)
-    monkeypatch.setattr(transpose, "_GATHER_STRIP", strip)
+    monkeypatch.setattr(transpose, "strip_width", lambda *sizes: strip)
     groups = offsets_of((0, 130, 500))
     assert_matches(random(500, 1040), groups)
     assert_matches(random(50, 1040), groups, torch.randint(0, 50, (500,), dtype=torch.int32, device="cuda"))

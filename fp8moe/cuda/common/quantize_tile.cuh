@@ -17,9 +17,9 @@ constexpr int ROW_LANES = 16;               // lanes that share the same 8 rows
 constexpr int SIDE = BLOCK / ROW_LANES;     // rows, and columns, of a thread
 constexpr int VECTORS = SIDE / PER_VECTOR;  // vectors of a thread in one row
 constexpr int STEP = ROW_LANES * PER_VECTOR;
-constexpr int HALF = SIDE / 2;                      // rows that are quantized or loaded together
-constexpr bool PAIRS = PER_WORD == 2;               // one word holds the magnitudes of two columns
-constexpr int CHUNK = 16;                           // bytes of a transposed row that one thread moves
+constexpr int HALF = SIDE / 2;         // rows that are quantized or loaded together
+constexpr bool PAIRS = PER_WORD == 2;  // one word holds the magnitudes of two columns
+constexpr int CHUNK = 16;              // bytes of a transposed row that one thread moves
 constexpr int CHUNKS = BLOCK / CHUNK;
 static_assert(!UE8M0 && THREADS * SIDE * SIDE == BLOCK * BLOCK);
 
@@ -37,7 +37,7 @@ struct Shared {
   alignas(16) u32 column_amax[WARPS][PAIRS ? BLOCK / 2 : BLOCK];
   u32 row_amax[BLOCK];
   alignas(16) u32 block_amax[WARPS];  // raised, see input.cuh
-  Divisor<> columns[BLOCK];  // indexed by column_slot()
+  Divisor<> columns[BLOCK];           // indexed by column_slot()
   Divisor<> rows[BLOCK];
   RowTile tile;
 };
@@ -249,8 +249,8 @@ __device__ void store_columns(const Results& results, u32 row_tile, i64 first_co
   }
 }
 
-// Quantizes a tile and stores the results. `first_column`: the tile's first column in the matrix. Calls meanwhile() when
-// the largest magnitudes have been found.
+// Quantizes a tile and stores the results. `first_column`: the tile's first column in the matrix. Calls meanwhile()
+// when the largest magnitudes have been found.
 template <bool ROWS, bool BLOCKS, typename Meanwhile>
 __device__ void quantize_tile(const Results& results, Shared& s, const ThreadPosition& p, i64 first_column,
                               const Values& values, const Meanwhile& meanwhile) {

@@ -6,8 +6,8 @@
 #include "quantize_tile.cuh"
 
 struct Source {
-  const Element* x;      // (num_tokens, width), rows `row_stride` apart
-  const int* tokens;     // (num_rows), the row of x for each row; null: row r uses x[r]
+  const Element* x;   // (num_tokens, width), rows `row_stride` apart
+  const int* tokens;  // (num_rows), the row of x for each row; null: row r uses x[r]
   i64 row_stride;
   u32 num_tokens;
 };

@@ -12,7 +12,7 @@ from fp8moe.quant import reference
 from fp8moe.quant.checks import check_groups, check_vector
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, empty_quantized, padded_rows
 from fp8moe.quant.reference import Results, pad_groups
-from fp8moe.quant.transpose import TILE_BYTES, empty_results, tile_launcher, tile_spec
+from fp8moe.quant.transpose import TILE_BYTES, empty_results, strip_width, tile_launcher, tile_spec
 from fp8moe.runtime.checks import check_dtype, check_like, check_tensor, row_major
 from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.launch import PointerLauncher, planned
@@ -97,8 +97,8 @@ def swiglu_backward_quantize(
     beside: what to return besides the quantized rows and the gradient of row_weights, whose bits it does not change.
         COLUMNS: the gradient of gate_up (R, 2I) and ``row_weights * activation(gate_up)`` (R, I), both rounded to
         bfloat16 and quantized by columns, for the weight gradients: DeepSeek-V3, arXiv:2412.19437, section 3.3. The
-        latter has scales of 128x128 blocks. `quantize_with_transpose` describes columns and offsets. VALUES: the gradient and ``activation(gate_up)`` in
-        bfloat16.
+        latter has scales of 128x128 blocks. `quantize_with_transpose` describes columns and offsets. VALUES: the
+        gradient and ``activation(gate_up)`` in bfloat16.
     Returns `ActivationGradient`: the gradient of gate_up (R, 2I), and the gradient of row_weights (R,) float32, which
     is ``sum over i of activation(gate_up)[r, i] * grad[r, i]``. Rows of no group are uninitialized in both gradients.
     Equal inputs give equal bits. The results are detached from the autograd graph.
@@ -202,8 +202,9 @@ def launcher(
         source = _BackwardSource(**pitches, grad_stride=grad.stride(0), **form)
     spec = kernel_spec(activation, grad is not None, beside)
     width = width // 2 if grad is None else width
-    sizes = {"rows": rows, "width": width, "groups": groups, "column_tiles": column_tiles}
-    return tile_launcher(device_index, spec, source, **sizes)
+    strip = strip_width(device_index, rows, groups, column_tiles)
+    sizes = {"rows": rows, "width": width, "groups": groups, "column_tiles": column_tiles, "strip": strip}
+    return tile_launcher(spec, source, **sizes)
 
 
 def launch(operands: SwigluOperands, results: Results, values: Tensor | None = None) -> None:
@@ -219,8 +220,8 @@ def launch_backward(operands: SwigluBackwardOperands, results: Results, *others:
     """Compute `swiglu_backward_quantize` into `results` and `others`; return the gradient of row_weights (R,).
 
     others: if operands.beside is COLUMNS, data (I, P) and scale (I/128, P/128) of the activation's quantized transpose,
-        data in the layout of the gradient's and scale MN-major; if it is VALUES, the gradient of gate_up (R, 2I) and the activation (R, I) in
-        bfloat16.
+        data in the layout of the gradient's and scale MN-major; if it is VALUES, the gradient of gate_up (R, 2I) and
+        the activation (R, I) in bfloat16.
     """
     group_offsets = operands.group_offsets.contiguous()
     rows, size = operands.grad.shape

@@ -552,8 +552,8 @@ def grouped_gemm_k(
 
     a: FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, K/128) float32, MN-major as `quantize_128x1`
         writes it. K, the columns of all groups together, must be a multiple of 128.
-    b: FP8Tensor or (data, scale): data (N, K), scale (N, K/128), as for a; or scale (ceil(N/128), K/128), MN-major, with
-        one for each block of 128x128, which is faster. N must be a multiple of 8.
+    b: FP8Tensor or (data, scale): data (N, K), scale (N, K/128), as for a; or (ceil(N/128), K/128), MN-major, one for
+        each block of 128x128, which is faster. N must be a multiple of 8.
     group_offsets: (E+1,) int32, on the device of the operands: group e has the columns
         ``group_offsets[e]:group_offsets[e+1]``. Offsets must be multiples of 128 (pad each group with zeros), and are
         clamped to [0, K].

@@ -7,7 +7,15 @@ from torch import Tensor
 
 from fp8moe.quant.arranged import ARRANGED, arrange, as_stored, projections_of
 from fp8moe.quant.checks import check_scale, check_weight_scale, fp8_data, mn_major, weight_data
-from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major, has_block_scales, has_channel_scales, is_packed, packed_format
+from fp8moe.quant.formats import (
+    FP8Tensor,
+    ceil_div,
+    empty_mn_major,
+    has_block_scales,
+    has_channel_scales,
+    is_packed,
+    packed_format,
+)
 from fp8moe.runtime.checks import (
     FLOATING,
     aligned,

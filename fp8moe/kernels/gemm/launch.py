@@ -352,7 +352,9 @@ def along_k(
         blocks = scale.shape[1]
         maps += [
             tensor_map(data, shape=data.shape, strides=(data.stride(0), 1), box=(rows, 128), swizzle=128),
-            tensor_map(scale, shape=(blocks, len(scale)), strides=(scale.stride(1), 1), box=(1, scales), l2_promotion=0),
+            tensor_map(
+                scale, shape=(blocks, len(scale)), strides=(scale.stride(1), 1), box=(1, scales), l2_promotion=0
+            ),
         ]
     columns = 128 // out.element_size()  # number of columns that one TMA store writes
     rest = tile.block_n % columns or columns  # number of columns that the last TMA store of a tile writes

@@ -33,9 +33,9 @@ def linear_training(
 
     Gradients treat every quantization as the identity (straight through). They are summed in float32 and rounded once
     to the dtype of their tensor. The gradients of x and master are products of FP8 operands. Equal inputs give equal
-    bits. For the backward the forward keeps the FP8 weight and, with a master, x in FP8: ``K * P`` bytes and 4 for
-    each block of 128x128, P being the number of rows rounded up to a multiple of 128. If N or K is not a multiple of 16, copies of the operands
-    are padded with zeros.
+    bits. For the backward the forward keeps the FP8 weight and, with a master, x in FP8: ``K * P`` bytes and 4 for each
+    block of 128x128, P being the number of rows rounded up to a multiple of 128. If N or K is not a multiple of 16,
+    copies of the operands are padded with zeros.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if the
     master has been changed in place since the forward; so does a backward of the backward.
