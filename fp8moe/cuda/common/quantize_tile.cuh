@@ -243,9 +243,9 @@ __device__ void store_columns(const Results& results, u32 row_tile, i64 first_co
     const int group = column / PER_VECTOR % ROW_LANES;
     const Bytes16 v = load_16(&transposed_tile().chunks[column * CHUNKS + (chunk ^ group / 2)]);
     const auto& w = v.words;
-    if (column < columns) {
-      store_16(target, group % 2 ? Bytes16{w[2], w[3], w[1], w[0]} : Bytes16{w[0], w[1], w[3], w[2]});
-    }
+    const bool odd = group % 2;
+    const Bytes16 sorted = {odd ? w[2] : w[0], odd ? w[3] : w[1], odd ? w[1] : w[3], odd ? w[0] : w[2]};
+    if (column < columns) store_16(target, sorted);
   }
 }
 

@@ -25,29 +25,35 @@ __device__ Bytes16& slot(int r, int i) {
   return reinterpret_cast<Slots*>(&transposed_tile() + 1)->of[r][i][threadIdx.x];
 }
 
-// Finds the row of x for each row of the tile, or -1 if there is none. Each warp finds those that it reads.
-__device__ void find_tokens(const Source& source, const RowTile& tile, const ThreadPosition& p, int (&tokens)[BLOCK]) {
+// Where the rows of a tile begin in x, in elements; negative for rows that do not exist, which are not read.
+struct alignas(16) Starts {
+  i64 of[BLOCK];
+};
+
+// Finds the rows that this warp reads.
+__device__ void find_starts(const Source& source, const RowTile& tile, const ThreadPosition& p, Starts& starts) {
   const int row = p.row + p.lane % SIDE;
   int token = -1;
   if (row < tile.count) token = source.tokens ? source.tokens[tile.first + row] : tile.first + row;
-  tokens[row] = static_cast<u32>(token) < source.num_tokens ? token : -1;
+  starts.of[row] = static_cast<u32>(token) < source.num_tokens ? token * source.row_stride : -PER_VECTOR;
   __syncwarp();
 }
 
 // Starts to load a thread's values of a column tile. Rows that do not exist become zeros.
-__device__ void copy_rows(const Source& source, const int (&tokens)[BLOCK], const ThreadPosition& p, u32 column_tile,
+__device__ void copy_rows(const Source& source, const Starts& starts, const ThreadPosition& p, u32 column_tile,
                           i64 width) {
   const i64 first_column = i64{column_tile} * BLOCK;
   const int columns = inside(first_column, width, BLOCK) - p.column(0);
-  const Bytes16 of_rows[2] = {load_16(&tokens[p.row]), load_16(&tokens[p.row + 4])};
   const Element* first = source.x + first_column + p.column(0);
+  i64 begin[SIDE];
+#pragma unroll
+  for (int r = 0; r < SIDE; ++r) begin[r] = starts.of[p.row + r];
 #pragma unroll
   for (int r = 0; r < SIDE; ++r) {
-    const int token = of_rows[r / 4].words[r % 4];
-    const Element* row = first + max(token, 0) * source.row_stride;
+    const Element* row = first + begin[r];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      const int count = token >= 0 ? columns - i * STEP : 0;
+      const int count = begin[r] >= 0 ? columns - i * STEP : 0;
       if constexpr (VECTOR) {
         async_copy_16(shared_address(&slot(r, i)), row + i * STEP, count > 0);
       } else {
@@ -62,14 +68,14 @@ __device__ void copy_rows(const Source& source, const int (&tokens)[BLOCK], cons
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     quantize_transpose(const __grid_constant__ Results results, const __grid_constant__ Source source) {
   __shared__ Shared s;
-  __shared__ alignas(16) int tokens[BLOCK];
+  __shared__ Starts starts;
   wait_for_previous_kernel();
   allow_next_kernel();
   const Strip strip = find_strip(results, s.tile);
   if (s.tile.count == 0) return;
   const ThreadPosition p;
-  find_tokens(source, s.tile, p, tokens);
-  copy_rows(source, tokens, p, strip.begin, results.width);
+  find_starts(source, s.tile, p, starts);
+  copy_rows(source, starts, p, strip.begin, results.width);
 #pragma unroll 1
   for (u32 tile = strip.begin; tile < strip.end; ++tile) {
     Values values;
@@ -80,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       for (int i = 0; i < VECTORS; ++i) values[r][i] = {load_16(&slot(r, i))};
     }
     quantize_tile<BY_ROWS, BLOCK_SCALES>(results, s, p, i64{tile} * BLOCK, values, [&] {
-      if (tile + 1 < strip.end) copy_rows(source, tokens, p, tile + 1, results.width);
+      if (tile + 1 < strip.end) copy_rows(source, starts, p, tile + 1, results.width);
     });
   }
 }

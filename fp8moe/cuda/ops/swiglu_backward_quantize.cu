@@ -38,14 +38,14 @@ struct SwigluGradients : Swiglu<SWIGLU_FORM> {
 // Replaces gate and up by their gradients and, if BESIDE == COLUMNS, grad by weight * SwiGLU. Also sums SwiGLU * grad
 // over the tile's columns, for each row.
 __device__ void make_gradients(const Source& source, const Results& results, const RowTile& tile,
-                               const ThreadPosition& p, i64 column) {
+                               const float (&weights)[BLOCK], const ThreadPosition& p, i64 column) {
   float* dots = source.dots + column / BLOCK * results.num_rows + tile.first;
   const i64 size = results.width / 2;
   const ValuesBeside gradients = {source.d_gate_up, results.width}, values = {source.values, size};
 #pragma unroll 1
   for (int r = 0; r < SIDE; ++r) {
     const int row = p.row + r;
-    const float weight = row < tile.count ? source.weights[tile.first + row] : 0.f;
+    const float weight = weights[row];
     const Vector gate = vector_in(GATE, r), up = vector_in(UP, r), grad = vector_in(GRAD, r);
     u32 d_gate[SIDE / 2], d_up[SIDE / 2], h[SIDE / 2];
     float dot = 0.f;
@@ -75,6 +75,7 @@ __device__ void make_gradients(const Source& source, const Results& results, con
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     swiglu_backward_quantize(const __grid_constant__ Results results, const __grid_constant__ Source source) {
   __shared__ Shared s;
+  __shared__ float weights[BLOCK];  // each warp has loaded those of its rows
   wait_for_previous_kernel();
   allow_next_kernel();
   const Strip strip = find_strip(results, s.tile);
@@ -92,12 +93,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   copy(GATE, gate, strip.begin);
   copy(UP, up, strip.begin);
   copy(GRAD, grad, strip.begin);
+  const int row = p.row + p.lane % SIDE;
+  weights[row] = row < s.tile.count ? source.weights[s.tile.first + row] : 0.f;
+  __syncwarp();
 #pragma unroll 1
   for (u32 tile = strip.begin; tile < strip.end; ++tile) {
     const i64 column = i64{tile} * BLOCK;
     async_commit();
     async_wait<0>();
-    make_gradients(source, results, s.tile, p, column);
+    make_gradients(source, results, s.tile, weights, p, column);
     quantize(GATE, results, s, p, column, [] {});
     quantize(UP, results, s, p, size + column, [&] { copy(UP, up, tile + 1); });
     if constexpr (BESIDE == COLUMNS) {

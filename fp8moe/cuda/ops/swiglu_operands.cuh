@@ -41,11 +41,12 @@ struct Rows {
 // Starts to load the rows of a tile of one operand. Rows that do not exist become zeros.
 __device__ void copy_operand(Operand operand, const Rows& rows, const RowTile& tile, const ThreadPosition& p,
                              i64 column) {
+  const int count = tile.count - p.row;
+  const Element* source = rows.data + (tile.first + (count > 0 ? p.row : 0)) * rows.stride + column + p.column(0);
 #pragma unroll
   for (int r = 0; r < SIDE; ++r) {
-    const bool there = p.row + r < tile.count;
-    const i64 row = there ? tile.first + p.row + r : tile.first;
-    async_copy_16(shared_address(&slot(operand, r)), rows.data + row * rows.stride + column + p.column(0), there);
+    async_copy_16(shared_address(&slot(operand, r)), source, r < count);
+    if (r + 1 < count) source += rows.stride;
   }
 }
 
