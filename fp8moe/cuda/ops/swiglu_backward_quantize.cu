@@ -30,7 +30,7 @@ struct SwigluGradients : Swiglu<SWIGLU_FORM> {
         up_clamped(SWIGLU_FORM > 1 && fabsf(up) > source.limit) {}
 
   __device__ float d_gate(float grad) const {
-    return gate_clamped ? 0.f : grad * linear * gate_sigmoid * (1.f + slope * gate * (1.f - gate_sigmoid));
+    return gate_clamped ? 0.f : grad * linear * fmaf(slope * (gate * gate_sigmoid), 1.f - gate_sigmoid, gate_sigmoid);
   }
   __device__ float d_up(float grad) const { return up_clamped ? 0.f : grad * (gate * gate_sigmoid); }
 };

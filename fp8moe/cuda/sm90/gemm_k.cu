@@ -11,7 +11,7 @@
 // adds them to the result, while the next tile is multiplied (struct Output).
 //
 // The prelude (kernels/gemm/source.py) defines the constants of gemm_block.cuh, wgmma(), the result's type Out (float,
-// or u16 for bfloat16), ACCUMULATE (only with float) and BLOCK_SCALES.
+// or u16 for bfloat16), ACCUMULATE (only with float), BLOCK_SCALES and PIECE_PITCH.
 
 #include "gemm_block.cuh"
 #include "warp.cuh"
@@ -37,8 +37,8 @@ struct alignas(128) StageScales {
   float a[BLOCK_M], b[B_SCALES];
 };
 
-// A piece: the part of a warp's sums that TMA writes at once, 16 rows of 128 bytes.
-constexpr int PIECE_ROWS = 16, PIECE_COLUMNS = 128 / sizeof(Out), PIECE_BYTES = PIECE_ROWS * 128;
+// A piece: the part of a warp's sums that TMA writes at once, 16 rows of PIECE_PITCH bytes (128, or 64).
+constexpr int PIECE_ROWS = 16, PIECE_COLUMNS = PIECE_PITCH / sizeof(Out), PIECE_BYTES = PIECE_ROWS * PIECE_PITCH;
 
 struct Shared {
   u8 a[STAGES][BLOCK_M * BLOCK_K];
@@ -182,9 +182,9 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
   pipeline.advance();
 }
 
-// Hands the sums of a warp to TMA in pieces of 16 rows and up to 128 bytes, through two alternating buffers in shared
-// memory. In one call, a single thread block writes or adds to each element, so the order of additions is the order of
-// calls.
+// Hands the sums of a warp to TMA in pieces of 16 rows and up to PIECE_PITCH bytes, through two alternating buffers in
+// shared memory. In one call, a single thread block writes or adds to each element, so the order of additions is the
+// order of calls.
 struct Output {
   static constexpr int LAST = BLOCK_N % PIECE_COLUMNS;  // columns of the last piece if it is narrower; else 0
 
@@ -236,13 +236,15 @@ struct Output {
     }
   }
 
-  // Writes a piece in the layout that TMA expects: rows of 128 bytes are swizzled in 16-byte chunks, shorter rows are
-  // not.
+  // Writes a piece in the layout that TMA expects: whole rows are swizzled in 16-byte chunks, shorter rows are not.
   template <int Columns>
   __device__ __forceinline__ void stage(const float (&sum)[ACCUMULATORS], int first, u8* piece) const {
     constexpr int PITCH = Columns * sizeof(Out);
     const int lane = lane_id();
-    const auto place = [](int row, int chunk) { return row * PITCH + (PITCH == 128 ? chunk ^ row % 8 : chunk) * 16; };
+    const auto place = [](int row, int chunk) {
+      if constexpr (Columns == PIECE_COLUMNS) chunk ^= PITCH == 128 ? row % 8 : row / 2 % 4;
+      return row * PITCH + chunk * 16;
+    };
     const float* v = sum + first / 2;
     if constexpr (sizeof(Out) == 4) {
 #pragma unroll

@@ -303,7 +303,7 @@ def tokens_of_tile(tile: TileConfig, m: int) -> int:
 class GroupedKTile:
     """The tile configuration of ``cuda/sm90/gemm_k.cu``: block_m rows of ``a`` by block_n rows of ``b``.
 
-    All stages together take about 150 to 190 KB of shared memory. block_scales: ``b`` has scales of 128x128 blocks;
+    All stages together take about 150 to 200 KB of shared memory. block_scales: ``b`` has scales of 128x128 blocks;
     block_n is then 128.
     """
 
@@ -327,10 +327,19 @@ class GroupedKTile:
         return wgmma_source(self.block_n)
 
     @property
+    def piece_pitch(self) -> int:
+        """The number of bytes of a row in a piece of the result: 128, or 64 if shared memory is too small for that."""
+        return 128 if self._shared_bytes(128) <= SHARED_LIMIT else 64
+
+    @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block in bytes: per stage both tiles, their scales and two mbarriers; per math
-        warp two pieces of the result; and padding for alignment."""
+        """Dynamic shared memory of a block in bytes."""
+        return self._shared_bytes(self.piece_pitch)
+
+    def _shared_bytes(self, pitch: int) -> int:
+        """Count per stage both tiles, their scales and two mbarriers; per math warp two pieces of the result; and
+        padding for alignment."""
         rows = self.block_m + self.block_n
         scales = self.block_m + self.b_scales
-        pieces = 4 * self.warpgroups * 2 * 16 * 128
+        pieces = 4 * self.warpgroups * 2 * 16 * pitch
         return self.stages * (rows * 128 + align(scales * 4, 128) + 16) + pieces + SWIZZLE_ALIGNMENT

@@ -333,6 +333,7 @@ def choose(
 GROUPED_K_TILES = (
     *(GroupedKTile(256, 96, 4), GroupedKTile(256, 112, 4), GroupedKTile(128, 96, 6)),
     *(GroupedKTile(256, 128, 3, block_scales=True), GroupedKTile(128, 128, 5, block_scales=True)),
+    GroupedKTile(256, 128, 4, block_scales=True),
 )
 # Time per row in a tile of 128 rows over time per row in a tile of 256 rows: fewer rows share each load of ``b``.
 _LOW_TILE = 1.2
