@@ -38,15 +38,14 @@ struct Rows {
   i64 stride;
 };
 
-// Starts to load the rows of a tile of one operand. Rows that do not exist become zeros.
+// Starts to load the rows of a tile of one operand. Rows that do not exist are not read; they become zeros.
 __device__ void copy_operand(Operand operand, const Rows& rows, const RowTile& tile, const ThreadPosition& p,
                              i64 column) {
   const int count = tile.count - p.row;
-  const Element* source = rows.data + (tile.first + (count > 0 ? p.row : 0)) * rows.stride + column + p.column(0);
+  const Element* source = rows.data + (tile.first + p.row) * rows.stride + column + p.column(0);
 #pragma unroll
-  for (int r = 0; r < SIDE; ++r) {
+  for (int r = 0; r < SIDE; ++r, source += rows.stride) {
     async_copy_16(shared_address(&slot(operand, r)), source, r < count);
-    if (r + 1 < count) source += rows.stride;
   }
 }
 
