@@ -11,7 +11,7 @@
 // adds them to the result, while the next tile is multiplied (struct Output).
 //
 // The prelude (kernels/gemm/source.py) defines the constants of gemm_block.cuh, wgmma(), the result's type Out (float,
-// or u16 for bfloat16), ACCUMULATE (only with float), BLOCK_SCALES and PIECE_PITCH.
+// or u16 for bfloat16), ACCUMULATE (only with float), BLOCK_SCALES, PIECES and PIECE_PITCH.
 
 #include "gemm_block.cuh"
 #include "warp.cuh"
@@ -43,7 +43,7 @@ constexpr int PIECE_ROWS = 16, PIECE_COLUMNS = PIECE_PITCH / sizeof(Out), PIECE_
 struct Shared {
   u8 a[STAGES][BLOCK_M * BLOCK_K];
   u8 b[STAGES][BLOCK_N * BLOCK_K];
-  u8 pieces[MATH_WARPS][2][PIECE_BYTES];
+  u8 pieces[MATH_WARPS][PIECES][PIECE_BYTES];
   u8 scales[STAGES][sizeof(StageScales)];
   Ring<STAGES> ring;
 
@@ -182,9 +182,9 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
   pipeline.advance();
 }
 
-// Hands the sums of a warp to TMA in pieces of 16 rows and up to PIECE_PITCH bytes, through two alternating buffers in
-// shared memory. In one call, a single thread block writes or adds to each element, so the order of additions is the
-// order of calls.
+// Hands the sums of a warp to TMA in pieces of 16 rows and up to PIECE_PITCH bytes, through PIECES buffers in shared
+// memory. In one call, a single thread block writes or adds to each element, so the order of additions is the order of
+// calls.
 struct Output {
   static constexpr int LAST = BLOCK_N % PIECE_COLUMNS;  // columns of the last piece if it is narrower; else 0
 
@@ -220,8 +220,8 @@ struct Output {
   __device__ __forceinline__ void store_piece(const float (&sum)[ACCUMULATORS], int first, const TensorMap& target,
                                               int row, const Tile& tile) {
     u8* piece = s.pieces[threadIdx.x / WARP][turn];
-    turn ^= 1;
-    if (lane_id() == 0) bulk_wait_read<1>();
+    turn = (turn + 1) % PIECES;
+    if (lane_id() == 0) bulk_wait_read<PIECES - 1>();
     __syncwarp();
     stage<Columns>(sum, first, piece);
     fence_async_proxy();

@@ -356,10 +356,10 @@ def along_k(
                 scale, shape=(blocks, len(scale)), strides=(scale.stride(1), 1), box=(1, scales), l2_promotion=0
             ),
         ]
-    columns = tile.piece_pitch // out.element_size()  # number of columns that one TMA store writes
+    columns = tile.pieces.pitch // out.element_size()  # number of columns that one TMA store writes
     rest = tile.block_n % columns or columns  # number of columns that the last TMA store of a tile writes
     for width in (columns, rest):
-        swizzle = tile.piece_pitch if width == columns else 0
+        swizzle = tile.pieces.pitch if width == columns else 0
         maps.append(tensor_map(out, shape=out.shape, strides=out.stride(), box=(1, 16, width), swizzle=swizzle))
     rows = ceil_div(m, tile.block_m)
     grid = min(groups * rows * ceil_div(n, tile.block_n), sms)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from fp8moe.quant.formats import align
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, SWIZZLE_ALIGNMENT, wgmma_source
@@ -299,11 +300,18 @@ def tokens_of_tile(tile: TileConfig, m: int) -> int:
     return min(tile.block_m, align(ceil(m / ceil(m / tile.block_m)), 8))
 
 
+class Pieces(NamedTuple):
+    """The buffers of a math warp through which TMA stores a result: 16 rows of `pitch` bytes each."""
+
+    count: int
+    pitch: int
+
+
 @dataclass(frozen=True)
 class GroupedKTile:
     """The tile configuration of ``cuda/sm90/gemm_k.cu``: block_m rows of ``a`` by block_n rows of ``b``.
 
-    All stages together take about 150 to 200 KB of shared memory. block_scales: ``b`` has scales of 128x128 blocks;
+    All stages together take 150 to 200 KB of shared memory. block_scales: ``b`` has scales of 128x128 blocks;
     block_n is then 128.
     """
 
@@ -327,19 +335,20 @@ class GroupedKTile:
         return wgmma_source(self.block_n)
 
     @property
-    def piece_pitch(self) -> int:
-        """The number of bytes of a row in a piece of the result: 128, or 64 if shared memory is too small for that."""
-        return 128 if self._shared_bytes(128) <= SHARED_LIMIT else 64
+    def pieces(self) -> Pieces:
+        """The most and widest pieces for which there is room: a warp that waits for one multiplies nothing."""
+        choices = (Pieces(4, 128), Pieces(2, 128), Pieces(2, 64))
+        return next(pieces for pieces in choices if self._shared_bytes(pieces) <= SHARED_LIMIT)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block in bytes."""
-        return self._shared_bytes(self.piece_pitch)
+        return self._shared_bytes(self.pieces)
 
-    def _shared_bytes(self, pitch: int) -> int:
-        """Count per stage both tiles, their scales and two mbarriers; per math warp two pieces of the result; and
-        padding for alignment."""
+    def _shared_bytes(self, pieces: Pieces) -> int:
+        """Count per stage both tiles, their scales and two mbarriers; the pieces of all math warps; and padding for
+        alignment."""
         rows = self.block_m + self.block_n
         scales = self.block_m + self.b_scales
-        pieces = 4 * self.warpgroups * 2 * 16 * pitch
-        return self.stages * (rows * 128 + align(scales * 4, 128) + 16) + pieces + SWIZZLE_ALIGNMENT
+        staged = 4 * self.warpgroups * pieces.count * 16 * pieces.pitch
+        return self.stages * (rows * 128 + align(scales * 4, 128) + 16) + staged + SWIZZLE_ALIGNMENT
