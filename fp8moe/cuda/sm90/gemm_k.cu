@@ -115,11 +115,17 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule schedule)
   }
 }
 
-// Multiplies the next stage, hands it back, and adds the products to the sums. block: Tile::block(). Calls meanwhile()
-// while the first product runs.
-template <typename Meanwhile>
+// Adds a scaled product to a sum; of the first stage, it is the sum.
+template <bool First>
+__device__ __forceinline__ void add_product(float& sum, float scale, float product) {
+  sum = First ? scale * product : fmaf(scale, product, sum);
+}
+
+// Multiplies the next stage, hands it back, and adds the products, times `factor`, to the sums. block: Tile::block().
+// Calls meanwhile() while the first product runs.
+template <bool First, typename Meanwhile>
 __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shared& s, Pipeline<STAGES>& pipeline,
-                                         int warpgroup, int block, const Meanwhile& meanwhile) {
+                                         int warpgroup, int block, float factor, const Meanwhile& meanwhile) {
   const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
   pipeline.arrived();
   const StageScales& scales = s.stage_scales(pipeline.stage);
@@ -130,6 +136,10 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
 #pragma unroll
   for (int i = 0; i < 2 * SLABS; ++i) {
     rows[i] = scales.a[(warpgroup * SLABS + i / 2) * 64 + warp * 16 + lane / 4 + i % 2 * 8];
+  }
+  if constexpr (First) {
+#pragma unroll
+    for (float& row : rows) row *= factor;
   }
   float2 features[BLOCK_SCALES ? 1 : BLOCK_N / 8];
   if constexpr (BLOCK_SCALES) {
@@ -152,7 +162,7 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
       wgmma_wait();
       if (slab == SLABS - 1) pipeline.release();
 #pragma unroll
-      for (int i = 0; i < ACCUMULATORS; ++i) sum[slab][i] = fmaf(i % 4 < 2 ? upper : lower, partial[i], sum[slab][i]);
+      for (int i = 0; i < ACCUMULATORS; ++i) add_product<First>(sum[slab][i], i % 4 < 2 ? upper : lower, partial[i]);
       continue;
     }
     // The scales of rows and columns are multiplied with each other, for half of the columns while the wgmma runs. All
@@ -169,14 +179,14 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
     wgmma_wait();
     if (slab == SLABS - 1) pipeline.release();
 #pragma unroll
-    for (int i = 0; i < 4 * EARLY; ++i) sum[slab][i] = fmaf(early[i], partial[i], sum[slab][i]);
+    for (int i = 0; i < 4 * EARLY; ++i) add_product<First>(sum[slab][i], early[i], partial[i]);
 #pragma unroll
     for (int j = EARLY; j < BLOCK_N / 8; ++j) {
       float* v = sum[slab] + 4 * j;
-      v[0] = fmaf(upper * features[j].x, partial[4 * j], v[0]);
-      v[1] = fmaf(upper * features[j].y, partial[4 * j + 1], v[1]);
-      v[2] = fmaf(lower * features[j].x, partial[4 * j + 2], v[2]);
-      v[3] = fmaf(lower * features[j].y, partial[4 * j + 3], v[3]);
+      add_product<First>(v[0], upper * features[j].x, partial[4 * j]);
+      add_product<First>(v[1], upper * features[j].y, partial[4 * j + 1]);
+      add_product<First>(v[2], lower * features[j].x, partial[4 * j + 2]);
+      add_product<First>(v[3], lower * features[j].y, partial[4 * j + 3]);
     }
   }
   pipeline.advance();
@@ -276,15 +286,19 @@ __device__ __forceinline__ void consume(Shared& s, Schedule schedule, Output& ou
     if (tile.count == 0) find_next();
     if (!ACCUMULATE || tile.count > 0 || !tile.aligned) {
       // A group that does not begin and end at multiples of 128 gets NaN.
-      const float initial = tile.aligned ? 0.f : __int_as_float(0x7FFFFFFF);
+      const float not_a_number = __int_as_float(0x7FFFFFFF);
       float sum[SLABS][ACCUMULATORS];
-#pragma unroll
-      for (int i = 0; i < SLABS * ACCUMULATORS; ++i) sum[i / ACCUMULATORS][i % ACCUMULATORS] = initial;
       if (tile.count > 0) {
         const int block = tile.block();
-        multiply(sum, s, pipeline, output.warpgroup, block, find_next);
-        multiply_stages<UNROLLED_STAGES>(tile.count - 1,
-                                         [&](int) { multiply(sum, s, pipeline, output.warpgroup, block, [] {}); });
+        const float factor = tile.aligned ? 1.f : not_a_number;
+        multiply<true>(sum, s, pipeline, output.warpgroup, block, factor, find_next);
+        multiply_stages<UNROLLED_STAGES>(
+            tile.count - 1, [&](int) { multiply<false>(sum, s, pipeline, output.warpgroup, block, 1.f, [] {}); });
+      } else {
+#pragma unroll
+        for (int i = 0; i < SLABS * ACCUMULATORS; ++i) {
+          sum[i / ACCUMULATORS][i % ACCUMULATORS] = tile.aligned ? 0.f : not_a_number;
+        }
       }
       output.store(sum, tile);
     }
