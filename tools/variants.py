@@ -144,14 +144,16 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
             yield partial(lora_shrink, *(x, factors, ends, tokens))
             yield partial(lora_gradient, *(ranks, x, ends, tokens))
     yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None, None)
+    yield lambda: ops.grouped_gemm_swiglu_keeping(*rows, *experts, offsets, None, None, None, None, None, None)
     for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
         keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))
         yield lambda keys=keys, scale_format=scale_format: ops.append_kv(
             make.kv_cache(3, keys.shape[1]), keys, make.integers(range(70)), scale_format
         )
-    for dtype, weights, width in product(DTYPES, (None, make.uniform(200, mean=1.0)), (131, 256)):
+    for dtype, width in product(DTYPES, (131, 256)):
         x = make.normal(200, width, dtype=getattr(torch, dtype))
-        yield lambda x=x, weights=weights: ops.quantize_with_transpose(x, offsets, None, weights)
+        yield lambda x=x: ops.quantize_with_transpose(x, offsets, None, False)
+        yield lambda x=x: ops.quantize_with_transpose(x, offsets, None, True)
         yield lambda x=x: ops.quantize_columns(x, offsets, None)
     for count, experts_count, capacity, dtype in product(
         (1, 100, 5000), (3, 64, 300, 1024), (None, 8), (torch.int32, torch.int64)
