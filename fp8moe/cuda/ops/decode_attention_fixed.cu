@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention_fixed(
 #pragma unroll 1
   for (int first_split = 0; first_split < splits; first_split += ROUND) {
     const int split = first_split + warp * CLUSTER + block, first = split * SPLIT;
-    float sums[2 * STEPS][4] = {};
+    float sums[2 * STEPS][4];
     float2 of_split[2];
     if (split < splits) {
       Scores scores = {};
@@ -163,6 +163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention_fixed(
         scale<true>(scores, half, factor, seen.first - first, seen.end - first);
         of_split[half] = weigh(scores, weights, half);
       }
+#pragma unroll
+      for (auto& columns : sums) columns[0] = columns[1] = columns[2] = columns[3] = 0.0f;
 #pragma unroll
       for (int tile = 0; tile < SPLIT_TILES; ++tile) {
         const u32 tile_values = arrived(first + tile * TILE, 1);
