@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_rows(Row* target, const Element* source, i6
   constexpr int COUNT = SPLIT * CHUNKS;
   u32 thread = threadIdx.x;
   asm volatile("" : "+r"(thread), "+l"(stride));  // computed anew each time: kept, addresses would take registers
-#pragma unroll
+#pragma unroll 4
   for (int turn = 0; turn < ceil_div(COUNT, THREADS); ++turn) {
     const u32 i = turn * THREADS + thread;
     const int row = i / CHUNKS, chunk = i % CHUNKS;
@@ -106,13 +106,15 @@ struct WarpRows {
     }
   }
 
-  // statistics: of this lane's first row. The four lanes of a row write the same.
+  // statistics: of this lane's first row. The four lanes of a row write the same, after all have read.
   __device__ __forceinline__ void weigh_all(const Scores (&scores)[ROW_TILES], float2* statistics) {
 #pragma unroll
     for (int t = 0; t < ROW_TILES; ++t) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        factors[t][half] = merge(statistics[t * 16 + half * 8], weigh(scores[t], weights[t], half));
+        float2 of_row = statistics[t * 16 + half * 8];
+        factors[t][half] = merge(of_row, weigh(scores[t], weights[t], half));  // synchronizes the warp
+        statistics[t * 16 + half * 8] = of_row;
       }
     }
   }
