@@ -2,7 +2,7 @@
 
 A split holds 64 keys, counted from the first token of their sequence. Each split has a softmax of its own; the results
 of splits are merged one after the other. Every sum is a tree of elementwise additions, whose order follows from the
-size of a head and of a split alone. So the result of a query depends neither on other queries nor on how many there are.
+size of a head and of a split alone. So the result of a query does not depend on other queries, nor on their number.
 """
 
 from typing import NamedTuple

@@ -41,8 +41,8 @@ def prompt_attention(
     keys, values: (rows, key heads, D) in the dtype of q, with any strides between rows and between heads; heads is a
         multiple of key heads. Sequences one after the other, or a view of a static cache.
     sequences: (3, B + 1) int32, on the device of q. Column b describes sequence b: its first query, the row of its
-        first key, and the number of its keys. The last column holds T, the end of the rows, and anything. The last query
-        of a sequence sees all of its keys, each query before it one key less; queries without keys are padding.
+        first key, and the number of its keys. The last column holds T, the end of the rows, and anything. The last
+        query of a sequence sees all of its keys, each query before it one key less; queries without keys are padding.
     most_queries: at least the largest number of queries of a sequence. most_keys: the same of keys, for the backward;
         None: most_queries.
     window: a query sees at most the `window` most recent keys, its own among them. None: all.
@@ -53,7 +53,7 @@ def prompt_attention(
     keys and values that it does not see may be anything, NaN too.
 
     Method: `fixed_splits`. Gradients of q, keys and values: FlashAttention-2 (arXiv:2307.08691) of PyTorch, from the
-    logarithms, with equal bits for equal inputs; the rows of each sequence then begin where those of the one before end.
+    logarithms, with equal bits for equal inputs; each sequence's rows must then begin where those before it end.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, device or stride.
     """
@@ -188,9 +188,7 @@ def _check(operands: PromptOperands) -> None:
     check_like("values", values, (q.dtype,), tuple(keys.shape), q.device, "q")
     check_dtype("sequences", sequences, torch.int32)
     if sequences.dim() != 2 or sequences.shape[0] != 3 or not 1 <= sequences.shape[1] <= MAX_SEQUENCES + 1:
-        raise ValueError(
-            f"sequences: expected shape (3, B + 1), B up to {MAX_SEQUENCES}, got {tuple(sequences.shape)}"
-        )
+        raise ValueError(f"sequences: expected shape (3, B + 1), B up to {MAX_SEQUENCES}, got {tuple(sequences.shape)}")
     check_like("sequences", sequences, (torch.int32,), tuple(sequences.shape), q.device, "q")
 
 
