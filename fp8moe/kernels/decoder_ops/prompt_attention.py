@@ -288,9 +288,9 @@ def _backward_reference(gradients: PromptGradients) -> tuple[Tensor, Tensor, Ten
     results = tuple(torch.zeros(x.shape, device=x.device) for x in (q, keys, values))
     for queries, rows, position in operands.of_sequences():
         parts = _sequence_gradients(
-            *(x[queries].float() for x in (grad, q, out)),
+            *(x[queries].contiguous().float() for x in (grad, q, out)),
             *(x[rows].float().repeat_interleave(operands.group, 1) for x in (keys, values)),
-            logsumexp[:, queries],
+            logsumexp[:, queries].contiguous(),
             position,
             operands,
         )
