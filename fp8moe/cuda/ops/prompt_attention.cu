@@ -14,6 +14,7 @@ constexpr int WARP_ROWS = 16 * ROW_TILES;
 constexpr int ROWS = WARPS * WARP_ROWS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int ALL = 1 << 30;
+constexpr int AT_ONCE = 2;  // steps of values between merges
 
 struct Shared {
   Row queries[ROWS];
@@ -122,14 +123,18 @@ struct WarpRows {
   // Merges a split's weighted values into the sums of the queries at position `only`; ALL: of all queries.
   __device__ __forceinline__ void add(u32 values, const MatrixRows& matrix_rows, int only) {
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      float of_split[ROW_TILES][2][4] = {};
+    for (int first = 0; first < STEPS; first += AT_ONCE) {
+      float of_split[AT_ONCE][ROW_TILES][2][4] = {};
 #pragma unroll
-      for (int tile = 0; tile < SPLIT_TILES; ++tile) {
-        u32 v[4];
-        load_transposed(matrix_rows.at(values + tile * (TILE * PITCH), step), v);
+      for (int step = first; step < first + AT_ONCE; ++step) {
+        if (step >= STEPS) break;
 #pragma unroll
-        for (int t = 0; t < ROW_TILES; ++t) add_values(of_split[t], weights[t][tile], v);
+        for (int tile = 0; tile < SPLIT_TILES; ++tile) {
+          u32 v[4];
+          load_transposed(matrix_rows.at(values + tile * (TILE * PITCH), step), v);
+#pragma unroll
+          for (int t = 0; t < ROW_TILES; ++t) add_values(of_split[step - first][t], weights[t][tile], v);
+        }
       }
       const auto merge_if = [&](const auto& merges) {
 #pragma unroll
@@ -138,14 +143,16 @@ struct WarpRows {
           for (int half = 0; half < 2; ++half) {
             if (!merges(t, half)) continue;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              float& sum = sums[t][2 * step + i / 2][2 * half + i % 2];
-              sum = factors[t][half].merge(sum, of_split[t][i / 2][2 * half + i % 2]);
+            for (int i = 0; i < 4 * AT_ONCE; ++i) {
+              const int block = i / 2, column = 2 * half + i % 2;
+              if (2 * first + block >= 2 * STEPS) break;
+              float& sum = sums[t][2 * first + block][column];
+              sum = factors[t][half].merge(sum, of_split[block / 2][t][block % 2][column]);
             }
           }
         }
       };
-      // A branch in each step bounds how far loads run ahead, for want of registers.
+      // A branch every few steps bounds how far loads run ahead, for want of registers.
       if (only == ALL) {
         merge_if([](int, int) { return true; });
       } else {
