@@ -14,7 +14,7 @@ constexpr int WARP_ROWS = 16 * ROW_TILES;
 constexpr int ROWS = WARPS * WARP_ROWS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int ALL = 1 << 30;
-constexpr int AT_ONCE = 2;  // steps of values between merges
+constexpr int STEPS_AT_ONCE = 2;  // of values, between merges
 
 struct Shared {
   Row queries[ROWS];
@@ -54,17 +54,17 @@ struct Span {
 
 // Starts to load the rows [first, end) of SPLIT rows that are `stride` elements apart; the others become zeros.
 __device__ __forceinline__ void load_rows(Row* target, const Element* source, i64 stride, int first, int end) {
-  constexpr int COUNT = SPLIT * CHUNKS;
-  u32 thread = threadIdx.x;
-  asm volatile("" : "+r"(thread), "+l"(stride));  // computed anew each time: kept, addresses would take registers
-#pragma unroll 4
-  for (int turn = 0; turn < ceil_div(COUNT, THREADS); ++turn) {
-    const u32 i = turn * THREADS + thread;
-    const int row = i / CHUNKS, chunk = i % CHUNKS;
-    if (COUNT % THREADS && i >= COUNT) break;
-    const bool there = row >= first && row < end && chunk * 8 < SIZE;
-    async_copy_16(shared_address(&target[row][swizzled(row, chunk)]), source + (there ? row * stride + chunk * 8 : 0),
-                  there);
+  constexpr int AT_ONCE = THREADS / CHUNKS;  // rows; threads that are left over have none
+  const int chunk = threadIdx.x % CHUNKS;
+  int row = threadIdx.x / CHUNKS;
+  asm volatile("" : "+r"(row), "+l"(stride));  // computed anew each time: kept, addresses would take registers
+  source += row * stride + chunk * 8;
+#pragma unroll
+  for (int i = 0; i < ceil_div(SPLIT, AT_ONCE); ++i, row += AT_ONCE, source += AT_ONCE * stride) {
+    if (THREADS % CHUNKS && threadIdx.x >= AT_ONCE * CHUNKS) break;
+    if (SPLIT % AT_ONCE && row >= SPLIT) break;
+    const bool there = row >= first && row < end && (CHUNKS * 8 == SIZE || chunk * 8 < SIZE);
+    async_copy_16(shared_address(&target[row][swizzled(row, chunk)]), source, there);
   }
 }
 
@@ -123,10 +123,10 @@ struct WarpRows {
   // Merges a split's weighted values into the sums of the queries at position `only`; ALL: of all queries.
   __device__ __forceinline__ void add(u32 values, const MatrixRows& matrix_rows, int only) {
 #pragma unroll
-    for (int first = 0; first < STEPS; first += AT_ONCE) {
-      float of_split[AT_ONCE][ROW_TILES][2][4] = {};
+    for (int first = 0; first < STEPS; first += STEPS_AT_ONCE) {
+      float of_split[STEPS_AT_ONCE][ROW_TILES][2][4] = {};
 #pragma unroll
-      for (int step = first; step < first + AT_ONCE; ++step) {
+      for (int step = first; step < first + STEPS_AT_ONCE; ++step) {
         if (step >= STEPS) break;
 #pragma unroll
         for (int tile = 0; tile < SPLIT_TILES; ++tile) {
@@ -143,7 +143,7 @@ struct WarpRows {
           for (int half = 0; half < 2; ++half) {
             if (!merges(t, half)) continue;
 #pragma unroll
-            for (int i = 0; i < 4 * AT_ONCE; ++i) {
+            for (int i = 0; i < 4 * STEPS_AT_ONCE; ++i) {
               const int block = i / 2, column = 2 * half + i % 2;
               if (2 * first + block >= 2 * STEPS) break;
               float& sum = sums[t][2 * first + block][column];
