@@ -19,6 +19,7 @@ constexpr int PARTS = ceil_div(MAX_ROWS * SIZE, BLOCK* CLUSTER);  // of 128 colu
 constexpr int PART_PITCH = BLOCK + 8;                             // floats, padded against bank conflicts
 constexpr int OWN_PARTS = ceil_div(PARTS, WARPS);                 // of a warp
 constexpr int ROUND = WARPS * CLUSTER;                            // splits in a round
+constexpr int SLOTS_AT_ONCE = OWN_PARTS > 4 ? 1 : 4;              // of a round that are merged, for want of registers
 static_assert(VECTORS == 1 && HEAD_LANES >= CHUNKS && BLOCK == 4 * WARP);
 
 struct Shared {
@@ -119,16 +120,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention_fixed(
 #pragma unroll
   for (float2& of_part : statistics) of_part = make_float2(minus_infinity(), 0.0f);
   int stage = 0;
-  // Waits for the next tile, whose first key is `first`; adds the new token if it has it.
-  const auto arrived = [&](int first, int which) {
-    async_wait<STAGES - 1>();
-    __syncwarp();
+  // The address of the tile `ahead` of the next one, which has arrived. If it has the new token's key or value, that is
+  // added. first: its first key. which: keys or values.
+  const auto tile_at = [&](int ahead, int first, int which) {
+    Row* const tile = own_tiles[stage + ahead < STAGES ? stage + ahead : stage + ahead - STAGES];
     if (keys.appends && seen.end - 1 >= first && seen.end - 1 < first + TILE) {
       const int row = seen.end - 1 - first;
-      if (lane < CHUNKS) store_16(&own_tiles[stage][row][swizzled(row, lane)], load_16(&s.fresh[which][lane * 16]));
+      if (lane < CHUNKS) store_16(&tile[row][swizzled(row, lane)], load_16(&s.fresh[which][lane * 16]));
       __syncwarp();
     }
-    return shared_address(own_tiles[stage]);
+    return shared_address(tile);
   };
   const auto release = [&] {
     __syncwarp();
@@ -145,17 +146,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention_fixed(
       Scores scores = {};
       Weights weights;
 #pragma unroll
-      for (int tile = 0; tile < SPLIT_TILES; ++tile) {
-        const u32 tile_keys = arrived(first + tile * TILE, 0);
-        if (first + tile * TILE < seen.end) {
+      for (int pair = 0; pair < SPLIT_TILES; pair += 2) {
+        async_wait<STAGES - 2>();
+        __syncwarp();
+        const int from = first + pair * TILE;
+        const u32 tile_keys[2] = {tile_at(0, from, 0), tile_at(1, from + TILE, 0)};
+        if (from < seen.end) {
 #pragma unroll
           for (int step = 0; step < STEPS; ++step) {
-            u32 q[4], k[4];
+            u32 q[4], k[2][4];
             load_matrices(matrix_rows.at(shared_address(s.query), step), q);
-            load_matrices(matrix_rows.at(tile_keys, step), k);
-            add_scores(scores[tile], q, k);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              load_matrices(matrix_rows.at(tile_keys[i], step), k[i]);
+              add_scores(scores[pair + i], q, k[i]);
+            }
           }
         }
+        release();
         release();
       }
 #pragma unroll
@@ -167,7 +175,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention_fixed(
       for (auto& columns : sums) columns[0] = columns[1] = columns[2] = columns[3] = 0.0f;
 #pragma unroll
       for (int tile = 0; tile < SPLIT_TILES; ++tile) {
-        const u32 tile_values = arrived(first + tile * TILE, 1);
+        async_wait<STAGES - 1>();
+        __syncwarp();
+        const u32 tile_values = tile_at(0, first + tile * TILE, 1);
         if (first + tile * TILE < seen.end) {
 #pragma unroll
           for (int step = 0; step < STEPS; ++step) {
@@ -217,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention_fixed(
       const int own = warp + i * WARPS, part = own * CLUSTER + block;
       if (own >= PARTS || part * BLOCK >= rows * SIZE) continue;
       const int row = min((part * BLOCK + lane * 4) / SIZE, ROWS - 1);
-#pragma unroll 4
+#pragma unroll SLOTS_AT_ONCE
       for (int slot = 0; slot < slots; ++slot) {
         const Factors factors = merge(statistics[i], s.statistics[slot][row]);
         const float4 v = *reinterpret_cast<const float4*>(&s.sums[slot][own][lane * 4]);
