@@ -107,7 +107,7 @@ struct WarpRows {
     }
   }
 
-  // statistics: of this lane's first row. The four lanes of a row write the same, after all have read.
+  // statistics: of this lane's first row. One of its four lanes writes them, after all have read.
   __device__ __forceinline__ void weigh_all(const Scores (&scores)[ROW_TILES], float2* statistics) {
 #pragma unroll
     for (int t = 0; t < ROW_TILES; ++t) {
@@ -115,7 +115,7 @@ struct WarpRows {
       for (int half = 0; half < 2; ++half) {
         float2 of_row = statistics[t * 16 + half * 8];
         factors[t][half] = merge(of_row, weigh(scores[t], weights[t], half));  // synchronizes the warp
-        statistics[t * 16 + half * 8] = of_row;
+        if (threadIdx.x % 4 == 0) statistics[t * 16 + half * 8] = of_row;
       }
     }
   }
