@@ -285,7 +285,7 @@ def _deterministic() -> Iterator[None]:
 def _backward_reference(gradients: PromptGradients) -> tuple[Tensor, Tensor, Tensor]:
     grad, operands, out, logsumexp = gradients
     q, keys, values = operands[:3]
-    results = tuple(torch.zeros(x.shape, device=x.device) for x in (q, keys, values))
+    results = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, keys, values))
     for queries, rows, position in operands.of_sequences():
         parts = _sequence_gradients(
             *(x[queries].contiguous().float() for x in (grad, q, out)),
