@@ -44,6 +44,7 @@ for package in (fp8moe.quant, fp8moe.kernels, fp8moe.layers, fp8moe.peft):
 
 INTERNAL = "its callers have checked the operands"
 INTEGERS = "there is none among integers"
+SAVED = {"wrong operands": INTERNAL, "ranks are refused": INTERNAL}
 
 
 class Draw:
@@ -464,6 +465,25 @@ def _second_head(arguments) -> slice:
     return slice(size, 2 * size)
 
 
+def _prompts(draw: Draw) -> tuple:
+    """Of a first sequence of three tokens, and of others; where there are few rows, of three tokens too."""
+    heads, key_heads, size = (32, 4, 128) if draw.large else (4, 2, 16)
+    q, keys, values = (draw.normal(draw.rows, count, size) for count in (heads, key_heads, key_heads))
+    ends = torch.tensor([0, 3, draw.rows] if draw.large else [*range(0, draw.rows, 3), draw.rows])
+    sequences = torch.stack([ends, ends, ends.diff(append=ends[-1:])]).int()
+    return q, keys, values, sequences, draw.rows, draw.rows, None, 0.25
+
+
+def _first_group(arguments) -> slice:
+    """The query heads of the first key head."""
+    return slice(arguments.q.shape[1] // arguments.keys.shape[1])
+
+
+def _prompt_gradients(draw: Draw) -> tuple:
+    operands = _prompts(draw)
+    return draw.normal(*operands[0].shape), *operands, *OPS.prompt_attention(*operands)
+
+
 def _sampling(draw: Draw) -> tuple:
     vocab = 40_000 if draw.large else 33
     logits = sampling_cases.random_logits(draw.rows, vocab, torch.bfloat16, seed=draw.seed)
@@ -520,6 +540,19 @@ DECODER = {
         lambda draw: (*_new_token(draw, appends=True, norm=True), _sinks(draw).float(), None, 0.25, True, False),
         bad={"q": ((BAD_ROW, 1, 3), lambda a: [None, BAD_ROW, BAD_ROW, None, None])},
         fixed=("keys", "values"),
+    ),
+    "prompt_attention": Case(
+        _prompts,
+        bad={
+            "q": ((BAD_ROW, 1, 3), lambda a: [(BAD_ROW, 1), (1, BAD_ROW)]),
+            "keys": ((BAD_ROW, 0, 3), lambda a: [(slice(1, 3), _first_group(a)), (_first_group(a), slice(1, 3))]),
+            "values": ((BAD_ROW, 0, 3), lambda a: [(slice(1, 3), _first_group(a), 3), None]),
+        },
+    ),
+    "prompt_attention_backward": Case(
+        _prompt_gradients,
+        bad={"grad": ((BAD_ROW, 1, 3), lambda a: [(slice(3), 1), (slice(3), 0), (slice(3), 0)])},
+        exempt=SAVED,
     ),
     "router_logits": Case(
         lambda draw: (
@@ -1013,7 +1046,6 @@ TOKEN = {"hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW]), "top_k_weights": 
 NORMED = {name: (index, lambda a: [BAD_ROW, BAD_ROW]) for name, (index, _) in TOKEN.items()}
 QUANTIZED = {name: (index, lambda a: [BAD_ROW] * 3) for name, (index, _) in TOKEN.items()}
 IN_LAYERS = "test_experts_training.py: where a value goes depends on the routing"
-SAVED = {"wrong operands": INTERNAL, "ranks are refused": INTERNAL}
 
 LAYERS = {
     "linear": Case(

@@ -18,6 +18,7 @@ from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.decode_attention import DTYPES as ATTENTION_DTYPES
 from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention
 from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
+from fp8moe.kernels.decoder_ops.prompt_attention import prompt_attention
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.decoder_ops.rotary import NewTokens, rotary
 from fp8moe.kernels.decoder_ops.router import RoutingRule, route, router_logits
@@ -395,6 +396,12 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
                 options = {"new": tokens_of, "quantized": quantized, "window": window, "sinks": sinks}
                 operands = rows[0], StaticCache(*cached, *places)
                 yield lambda operands=operands, options=options: decode_attention(*operands, **options)
+                if sinks is None:
+                    yield partial(_invariantly, partial(decode_attention, *operands, **options))
+    for dtype, tokens, (heads, key_heads, size, *_) in product(ATTENTION_DTYPES, (1, 5000), HEADS):
+        q, keys, values = (make.normal(tokens, count, size, dtype=dtype) for count in (heads, key_heads, key_heads))
+        sequences = make.zeros(3, 2, dtype=torch.int32)
+        yield partial(prompt_attention, q, keys, values, sequences, most_queries=tokens)
     for tokens, (columns, hidden) in product((1, 64, 300), ((2112, 7168), (1040, 272))):
         operands = make.rows(tokens, hidden), make.weights(columns, hidden)
         for bias in (None, make.zeros(columns, dtype=torch.bfloat16)):
