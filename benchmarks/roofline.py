@@ -98,9 +98,8 @@ def training_work(model: Model, tokens: int) -> tuple[list[KernelWork], list[Ker
         KernelWork("quantize_128x128", "down_proj", (2 + block) * down),
         KernelWork("sort_by_expert", "routing", 12 * rows),
         KernelWork("permute_quantize", "tokens", 2 * x + fp8 * wide),
-        KernelWork(
-            "gemm", "gate_up_proj, activation", block * up + fp8 * (wide + narrow) + 2 * mid, 2 * wide * 2 * size
-        ),
+        KernelWork("gemm", "gate_up_proj", block * up + fp8 * wide + 2 * mid, 2 * wide * 2 * size),
+        KernelWork("swiglu_quantize", "activation", 2 * mid + fp8 * narrow),
         KernelWork("gemm", "down_proj", block * down + fp8 * narrow + 2 * wide, 2 * wide * size),
         KernelWork("combine", "result", 2 * wide + 2 * x),
     ]
@@ -110,14 +109,14 @@ def training_work(model: Model, tokens: int) -> tuple[list[KernelWork], list[Ker
         KernelWork("gemm", "gradient of the activation", block * down + fp8 * wide + 2 * narrow, 2 * wide * size),
         KernelWork(
             *("swiglu_backward_quantize", "activation, gradient both ways"),
-            2 * (mid + narrow) + 2 * fp8 * mid + block * narrow + 8 * rows,
+            2 * (mid + narrow) + fp8 * (2 * mid + narrow) + 8 * rows,
         ),
-        KernelWork("gemm_k", "gradient of down_proj", fp8 * wide + block * narrow + 2 * down, 2 * wide * size),
+        KernelWork("gemm_k", "gradient of down_proj", fp8 * (wide + narrow) + 2 * down, 2 * wide * size),
         KernelWork("transpose_fp8", "gate_up_proj", 2 * block * up),
         KernelWork("gemm", "gradient of rows", block * up + fp8 * mid + 2 * wide, 2 * wide * 2 * size),
         KernelWork("combine", "gradient of tokens", 2 * wide + 2 * x),
-        KernelWork("quantize_transpose", "tokens, by columns", 2 * x + block * wide),
-        KernelWork("gemm_k", "gradient of gate_up_proj", fp8 * mid + block * wide + 2 * up, 2 * wide * 2 * size),
+        KernelWork("quantize_transpose", "tokens, by columns", 2 * x + fp8 * wide),
+        KernelWork("gemm_k", "gradient of gate_up_proj", fp8 * (mid + wide) + 2 * up, 2 * wide * 2 * size),
     ]
     return forward, backward
 

@@ -330,12 +330,12 @@ class Recorder(_Block):
 
     def note(self, index: int, layer: _Layer, chosen: Tensor) -> None:
         super().note(index, layer, chosen)
-        self.chosen[index] = chosen.view(*self.shape, -1)
+        self.chosen[index] = chosen.to(torch.int16).view(*self.shape, -1)
 
     def end(self) -> None:
         super().end()
         device = self.chosen[0].device
-        routing = torch.stack([self.chosen[index].to(device) for index in sorted(self.chosen)], 2).to(torch.int16)
+        routing = torch.stack([self.chosen[index].to(device) for index in sorted(self.chosen)], 2)
         if self.mask is not None and self.mask.ndim == 2:
             seen = self.mask[:, -self.shape[1] :].to(device) != 0
             routing = routing.masked_fill(~seen[:, :, None, None], -1)
