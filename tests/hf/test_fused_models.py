@@ -217,6 +217,8 @@ def test_plain_projections_are_one_until_they_are_parted():
     before, calls = logits(model), []
     attention = model.model.layers[0].self_attn
     assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
+    shared = model.model.layers[0].mlp.shared_expert  # runs as before, so that its weights need not move
+    assert shared.up_proj.weight.untyped_storage().data_ptr() != shared.gate_proj.weight.untyped_storage().data_ptr()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     attention.k_proj.weight.data = attention.k_proj.weight.data.clone()
     assert distance(logits(model), before) <= 1e-5

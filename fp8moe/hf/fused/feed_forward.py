@@ -83,9 +83,10 @@ def _is_known_mlp(module: nn.Module) -> bool:
 
 def _prepare_mlp(module: nn.Module) -> bool:
     """Make the weights of gate and up adjacent in memory; return whether `_run_mlp` can then run the module."""
-    if not _is_known_mlp(module) or not linears.pack([module.gate_proj, module.up_proj], blocks=False):
+    if not _is_known_mlp(module):
         return False
-    return _serves_mlp(module)
+    parts = module.gate_proj, module.up_proj
+    return linears.are_fp8(parts) and linears.pack(parts, blocks=False) and _serves_mlp(module)
 
 
 def _serves_mlp(module: nn.Module) -> bool:
