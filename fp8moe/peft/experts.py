@@ -12,7 +12,7 @@ from fp8moe.hf.experts import cached_layer
 from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.operands import Layer, LowRank
 from fp8moe.layers.experts import GroupedExperts, flattened
-from fp8moe.peft.layer import FP8LoraLayer, Stored, check_base, check_config
+from fp8moe.peft.layer import FP8LoraLayer, Stored, check_base, check_config, check_frozen
 from fp8moe.quant.formats import BLOCK, is_packed, weight_k
 from fp8moe.runtime.checks import FLOATING
 
@@ -135,7 +135,8 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         """Compute the base layer with the active adapters; torch.autocast has no effect.
 
         Arguments are those of the base layer. Raises ValueError for adapter_names, with which peft selects an adapter
-        for each sequence: an experts layer does not know the sequences of its tokens.
+        for each sequence: an experts layer does not know the sequences of its tokens; and for weights of the base layer
+        that require gradients, as beside adapters they get none.
         """
         if adapter_names is not None:
             raise ValueError(
@@ -147,6 +148,8 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
         if not added:
             more = {} if residual is None else {"residual": residual}
             return self.get_base_layer()(hidden_states, top_k_index, top_k_weights, **more)
+        base = self.get_base_layer()
+        check_frozen(self.name.removesuffix(f".{self.parameter_name}"), base, base._parameters)
         x, index, weights, _ = flattened(hidden_states, top_k_index, top_k_weights, None)
         dropout = self._dropout(added.values())
         with torch.autocast(x.device.type, enabled=False):

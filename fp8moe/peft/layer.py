@@ -16,9 +16,11 @@ from peft.tuners.tuners_utils import check_adapters_to_merge, check_target_modul
 from torch import Tensor, nn
 
 from fp8moe.hf import linears
+from fp8moe.layers.linear import FP8Linear
 from fp8moe.layers.parameters import is_sharded
 from fp8moe.quant.formats import FP8Tensor, has_channel_scales
 from fp8moe.quant.quantize import dequantize, quantize_128x128
+from fp8moe.runtime.autograd import recorded
 
 _log = logging.getLogger(__name__)
 
@@ -249,6 +251,10 @@ class LoraFP8Linear(FP8LoraLayer, Linear):
         Linear.__init__(self, base_layer, adapter_name, config, **kwargs)
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        base = self.get_base_layer()
+        ours = isinstance(base, FP8Linear)  # its masters and its bias get gradients, nothing of transformers' does
+        if not (ours and base.trainable):
+            check_frozen(self.name, base, base.weight_names if ours else base._parameters)
         self.running()
         return super().forward(x, *args, **kwargs)
 
@@ -396,6 +402,19 @@ def check_base(name: str, module: nn.Module) -> None:
         reason = linears.refusal(weight, module.block_size, getattr(module, "activation_scale", None))
         if reason is not None:
             raise ValueError(f"{name}: expected FP8 weights that fp8moe runs, got {reason}")
+
+
+def check_frozen(name: str, module: nn.Module, parameters: Iterable[str]) -> None:
+    """Raise ValueError for a parameter of a base layer that requires a gradient: beside adapters it would get none.
+
+    parameters: the names of those to check. Nothing is checked while no gradients are recorded.
+    """
+    for parameter in parameters:
+        if recorded(getattr(module, parameter)):
+            raise ValueError(
+                f"{name}.{parameter}: expected a frozen parameter beside adapters, which alone get gradients; call "
+                "requires_grad_(False)"
+            )
 
 
 def check_loaded(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_) -> None:

@@ -44,6 +44,15 @@ def test_gradients(dtype):
     assert all(value.any() for value in found[0])
 
 
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj", "down_proj_scale_inv"])
+def test_fp8_weights_have_no_gradient(name):
+    layer = make(4)
+    getattr(layer, name).requires_grad_()
+    out = layer.forward_rows(rows(torch.bfloat16).requires_grad_(), GROUPS)
+    with pytest.raises(RuntimeError, match=r"fp8moe\.GroupedExperts\.forward_rows has no backward"):
+        out.sum().backward()
+
+
 def test_wrong_rows():
     layer = make(4)
     with pytest.raises(ValueError, match=r"rows: expected shape \(R, 144\) to match gate_up_proj .*, got \(23, 100\)"):

@@ -847,6 +847,30 @@ def test_adapters_by_sequence_are_refused_for_experts():
         adapted_model.eval()(X, adapter_names=["default", "__base__"])
 
 
+@pytest.mark.parametrize("master_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", ["experts.gate_up_proj", "experts.down_proj", "proj.weight"])
+def test_base_weights_that_would_get_no_gradient_are_refused(name, master_dtype):
+    adapted_model, _ = model(Model(master_dtype=master_dtype))
+    module, _, parameter = name.rpartition(".")
+    layer = adapted_model.base_model.model.get_submodule(module).get_base_layer()
+    weight = layer.get_parameter(parameter).requires_grad_()
+    with pytest.raises(ValueError, match=rf"^{name}: expected a frozen parameter beside adapters.*requires_grad_"):
+        adapted_model(X)
+    with torch.no_grad():
+        adapted_model(X)
+    weight.requires_grad_(False)
+    adapted_model(X)
+
+
+def test_masters_and_the_bias_of_a_linear_get_gradients_beside_adapters():
+    for name, options in (("weight", {"master_dtype": torch.bfloat16}), ("bias", {})):
+        net = torch.nn.Sequential(FP8Linear(144, 144, **options))
+        net = peft.get_peft_model(net, register(peft.LoraConfig(target_modules=["0"]), net))
+        parameter = net.base_model.model[0].base_layer.get_parameter(name).requires_grad_()
+        net(X).sum().backward()
+        assert parameter.grad.any()
+
+
 def test_other_configs_and_models_are_refused():
     with pytest.raises(TypeError, match="config: expected a peft.LoraConfig, got IA3Config"):
         register(peft.IA3Config(), Model())

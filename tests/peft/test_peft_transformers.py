@@ -340,6 +340,17 @@ def test_adapters_that_were_not_registered_are_refused(checkpoints, kind):
         adapted(TOKENS)
 
 
+@pytest.mark.parametrize("kind", LOADERS)
+def test_base_weights_that_would_get_no_gradient_are_refused(checkpoints, kind):
+    adapted = adapt(LOADERS[kind](*checkpoints))
+    for layer in [module for module in adapted.modules() if isinstance(module, FP8LoraLayer)]:
+        weight = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight")).requires_grad_()
+        with pytest.raises(ValueError, match=r"^[\w.]*(_proj|weight): expected a frozen parameter beside adapters"):
+            adapted(TOKENS)
+        weight.requires_grad_(False)
+    adapted(TOKENS)
+
+
 def test_experts_of_other_implementations_are_left_to_peft():
     model = random_model("mixtral", SHAPE | MODELS["mixtral"], dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="model: expected FP8Linear or GroupedExperts.*found none in Mixtral"):

@@ -384,7 +384,8 @@ def experts_of_rows(
     check_tensor("group_offsets", group_offsets)
     masters = masters.recorded()
     operands = RowOperands(data, scale, group_offsets, layer, row_dtype, whole)
-    if training or recorded(data, *masters):
+    # FP8 weights that require gradients would get none from `train_rows`: the backward of `run_rows` raises an error.
+    if training or (recorded(data, *masters) and not recorded(*layer.up, *layer.down)):
         return train_rows(operands, masters)
     return run_rows(operands, "fp8moe.GroupedExperts.forward_rows")
 
