@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import threading
+from collections.abc import Set
 from types import MethodType
 from typing import Any
 
@@ -29,9 +31,18 @@ BOUND = ("forward", "_old_forward")
 """
 
 TRAINS = "_fp8moe_trains"
-"""The attribute of an experts module that makes `experts_forward` train its weights: see `prepare_training`."""
+"""An attribute of the experts modules that are in `here.trained` of any thread: torch.compile looks for it."""
 
 _MASTERS = "_fp8moe_masters"
+
+
+class _Here(threading.local):
+    """State of this thread. trained: experts modules whose weights `experts_forward` gives gradients."""
+
+    trained: Set[nn.Module] = frozenset()
+
+
+here = _Here()
 
 
 def experts_forward(
@@ -53,13 +64,19 @@ def experts_forward(
     Otherwise the result covers this rank's experts: transformers gives the experts of other ranks the index
     num_experts, which is out of range and adds nothing.
 
-    Weights that require gradients get them while the module has the attribute TRAINS, as in `replay_routing`.
-    Otherwise the backward raises RuntimeError.
+    Weights that require gradients get them in this thread's blocks of `replay_routing`. Otherwise the backward raises
+    RuntimeError.
     """
-    inputs, order = (hidden_states, top_k_index, top_k_weights), {"groups": groups, "rows": rows}
+    inputs, others = (hidden_states, top_k_index, top_k_weights), {"residual": residual, "groups": groups, "rows": rows}
+    trained = TRAINS in self.__dict__ and any(weight.requires_grad for weight in _weights(self))
+    return (_run_in_block if trained else _run_frozen)(self, inputs, norm, **others)
+
+
+def _run_frozen(
+    self: nn.Module, inputs: tuple, norm: Norm | None, *, residual: Tensor | None, **order: Tensor | None
+) -> Any:
+    """Compute `experts_forward` with FP8 copies of the weights. The backward raises RuntimeError if any is trained."""
     trained = [weight for weight in _weights(self) if weight.requires_grad]
-    if trained and TRAINS in self.__dict__ and (masters := _masters_of(self)) is not None:
-        return _train(self, masters, inputs, norm, residual=residual, **order)
     layer = cached_layer(self)
     # The layer is frozen: its weights get no gradients. If weights require gradients, the backward must raise an error.
     if not trained:
@@ -79,9 +96,9 @@ def experts_forward(
 def prepare_training(module: nn.Module) -> None:
     """Make or update the GroupedExperts whose masters are a module's weights, unless none of these requires a gradient.
 
-    Call it before each forward of a model: `experts_forward` runs the layer while the module has the attribute TRAINS.
-    FP8 weights have no masters. Where gradients are recorded, raises TypeError or ValueError, naming the module's
-    class, for other weights that GroupedExperts cannot train.
+    Call it before each forward of a model: `experts_forward` runs the layer where `here.trained` has the module, which
+    then has the attribute TRAINS. FP8 weights have no masters. Where gradients are recorded, raises TypeError or
+    ValueError, naming the module's class, for other weights that GroupedExperts cannot train.
     """
     weights, layer = _weights(module), _masters_of(module)
     if not any(weight.requires_grad for weight in weights) or any(weight.dtype not in FLOATING for weight in weights):
@@ -108,7 +125,11 @@ def _masters_of(module: nn.Module) -> GroupedExperts | None:
 
 
 @torch.compiler.disable
-def _train(module: nn.Module, layer: GroupedExperts, inputs: tuple, norm: Norm | None, **others: Tensor | None) -> Any:
+def _run_in_block(module: nn.Module, inputs: tuple, norm: Norm | None, **others: Tensor | None) -> Any:
+    """Compute `experts_forward` with the masters, if there are any and the block is one of this thread."""
+    layer = _masters_of(module) if module in here.trained else None
+    if layer is None:
+        return _run_frozen(module, inputs, norm, **others)
     gathered = _is_gathered(module)
     if gathered:
         _take(layer, module._parameters)

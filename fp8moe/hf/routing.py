@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from fp8moe.hf.architecture import is_of_transformers
-from fp8moe.hf.experts import TRAINS, prepare_training, runs_here
+from fp8moe.hf.experts import TRAINS, here, prepare_training, runs_here
 from fp8moe.hf.fused.known_forwards import CHOICE, form_of, recorders, runs_as_written
 from fp8moe.layers.wrapped import chain, unwrapped
 
@@ -345,7 +345,7 @@ class Recorder(_Block):
 @contextmanager
 def _opened(blocks: list[_Block], recomputes: bool = False) -> Iterator[None]:
     """Make these the blocks that this thread has open."""
-    before = _thread.blocks, _thread.recomputes, recorders.get()
+    before = _thread.blocks, _thread.recomputes, recorders.get(), here.trained
     replays = any(isinstance(block, _Replay) for block in blocks)
     routers = [] if replays else [router for block in blocks for router in block.routers if runs_as_written(router)]
     held = []
@@ -356,10 +356,11 @@ def _opened(blocks: list[_Block], recomputes: bool = False) -> Iterator[None]:
                 held.append((owner, name))
         _thread.blocks, _thread.recomputes = blocks, recomputes
         recorders.set({router: functools.partial(_note, router) for router in routers})
+        here.trained = {module for block in blocks if isinstance(block, _Replay) for module in block.experts}
         yield
     finally:
-        _thread.blocks, _thread.recomputes = before[:2]
-        recorders.set(before[2])
+        _thread.blocks, _thread.recomputes, recorded, here.trained = before
+        recorders.set(recorded)
         for owner, name in reversed(held):
             _release(owner, name)
 

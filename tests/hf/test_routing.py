@@ -6,6 +6,7 @@ import itertools
 import pickle
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -593,6 +594,30 @@ def test_experts_get_the_gradients_of_masters(name, dtype, training):
         plain = logits_of(model)
     with torch.no_grad(), hf.replay_routing(model, recorded.routing):
         assert torch.equal(logits_of(model), plain)
+
+
+@pytest.mark.usefixtures("one_thread", "registered")
+@pytest.mark.parametrize("compiled", (False, True))
+def test_another_thread_trains_no_experts(compiled):
+    model = on_fp8moe().train()
+    (ids, routing), _ = batches_of(model)
+    plain, alone = logits_of(model).detach(), copy.deepcopy(model)
+    for each in (model, alone) if compiled else ():
+        each.compile(backend="eager")
+    expected = replayed(alone, ids, routing)
+
+    def outside():
+        logits = logits_of(model)
+        assert torch.equal(logits, plain)
+        with pytest.raises(RuntimeError, match="has no backward"):
+            logits.sum().backward()
+        model.zero_grad()
+
+    with ThreadPoolExecutor(1) as pool, hf.replay_routing(model, routing):
+        for _ in range(2):
+            pool.submit(outside).result()
+            assert_equal_bits(replayed(model, ids, routing), expected)
+    outside()
 
 
 @pytest.mark.usefixtures("one_thread", "registered")
