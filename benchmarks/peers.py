@@ -31,7 +31,8 @@ after another, in separate processes, which --only selects by model and name, su
 - GPT-OSS-20b's sizes, experts in MXFP4: this checkout (`mxfp4`) and vLLM's engine (`vllm`).
 
 The file also has the digest of what the GPU runs, the card, clocks and versions. A later run with the same digest, card
-and versions keeps the file's rows, except those that --only selects, so a run can be made in pieces.
+and versions keeps the file's rows, except those that --only selects, so a run can be made in pieces. A row has the
+times of one run: a run that measures a whole model drops the times that other runs have put into the model's rows.
 """
 
 import argparse
@@ -571,7 +572,18 @@ def measure(chosen: Sequence[Case], file: File) -> None:
 
 
 def measure_whole_models(file: File, sources: Mapping[tuple[str, str], Callable[[], list[dict]]]) -> None:
-    """Call each source, which measures a model, and put its times under its name into the model's rows."""
+    """Call each source, which measures a model, and put its times under its name into the model's rows.
+
+    Rows that are there before are replaced, so that no row has times of two runs.
+    """
+    models = {model for model, _ in sources}
+    chosen = [case for case in WHOLE_MODEL if case.sizes["model"] in models]
+    columns = ("ms", "tokens_s", "kernels_a_step", "failed")
+    rows = {case.name: case.row | {column: {} for column in columns} for case in chosen}
+    before = (file.rows[name] for name in rows if name in file.rows)
+    dropped = {f"{row['model']} {name}" for row in before for name in row["ms"]} - {" ".join(of) for of in sources}
+    if dropped:
+        print(f"{file.path}: times of another run are dropped: {', '.join(sorted(dropped))}", flush=True)
     for (model, name), source in sources.items():
         begin = time.perf_counter()
         found, why = [], "it did not measure this"
@@ -580,11 +592,8 @@ def measure_whole_models(file: File, sources: Mapping[tuple[str, str], Callable[
         except Exception as error:
             why = sentence(error)
         measured = {tuple(row.get(key) for key in ("what", "batch", "prompt")): row for row in found}
-        for case in (case for case in WHOLE_MODEL if case.sizes["model"] == model):
-            empty = {"ms": {}, "tokens_s": {}, "kernels_a_step": {}, "failed": {}}
-            row = file.rows.get(case.name) or case.row | empty
-            for values in (row[key] for key in empty):
-                values.pop(name, None)
+        for case in (case for case in chosen if case.sizes["model"] == model):
+            row = rows[case.name]
             if one := measured.get((case.what, case.sizes["batch"], case.sizes["prompt"])):
                 row["ms"][name], row["tokens_s"][name] = one["ms"], one["tokens_s"]
                 if "kernels" in one:
@@ -614,6 +623,24 @@ def wanted(names: Sequence[str], pattern: str | None, there: Mapping[str, dict])
             else name not in there or {"case", "gemms"} & there[name]["failed"].keys()
         ):
             yield name
+
+
+def wanted_sources(
+    every: Sequence[tuple[str, str]], pattern: str | None, there: Mapping[str, dict]
+) -> Iterator[tuple[str, str]]:
+    """Yield what measures a whole model, (model, name): what matches the pattern as "model name".
+
+    Without a pattern: all of each model that lacks a time in `there`, or is compared with another revision.
+    """
+    incomplete = {
+        model
+        for model, name in every
+        for case in WHOLE_MODEL
+        if case.sizes["model"] == model and (name == "before" or name not in there.get(case.name, {}).get("ms", {}))
+    }
+    for of in every:
+        if re.search(pattern, " ".join(of)) if pattern else of[0] in incomplete:
+            yield of
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -648,14 +675,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.against:
         file.head |= {"before": {"directory": args.against.resolve().name, "digest": digest(args.against)}}
 
-    def asked(model: str, name: str) -> bool:
-        if args.only:
-            return re.search(args.only, f"{model} {name}") is not None
-        rows = [file.rows.get(case.name, {}) for case in WHOLE_MODEL if case.sizes["model"] == model]
-        return name == "before" or not all(name in row.get("ms", {}) for row in rows)
-
-    all_of_them = sources(args.against and args.against.resolve())
-    measure_whole_models(file, {of: source for of, source in all_of_them.items() if asked(*of)})
+    found = sources(args.against and args.against.resolve())
+    measure_whole_models(file, {of: found[of] for of in wanted_sources([*found], args.only, file.rows)})
 
 
 if __name__ == "__main__":

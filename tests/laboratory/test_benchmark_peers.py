@@ -220,6 +220,32 @@ def test_whole_models_of_several_processes_share_rows(tmp_path):
     assert rows[4]["case"] == "decode model=gpt-oss-20b batch=1 prompt=512" and rows[4]["ms"] == {"mxfp4": 2.0}
 
 
+def test_the_rows_of_whole_models_have_the_times_of_one_run(tmp_path, capsys):
+    def times(ms):
+        made = [("decode", *sizes) for sizes in peers.STEPS] + [("prefill", *peers.PREFILL)]
+        return [{"what": what, "batch": b, "prompt": p, "ms": ms, "tokens_s": 1.0} for what, b, p in made]
+
+    def run(ms, only=None, installed=True):
+        """Another run, after which the file is read."""
+        file = peers.File(tmp_path / "peers.json", HEAD)
+        names = [(model, name) for model in peers.FORMATS for name in ("mxfp4", *(["vllm"] if installed else []))]
+        chosen = {of: lambda: times(ms) for of in peers.wanted_sources(names, only, file.rows)}
+        peers.measure_whole_models(file, chosen)
+        rows = json.loads((tmp_path / "peers.json").read_text())["rows"]
+        found = {model: [row["ms"] for row in rows if row["model"] == model] for model in peers.FORMATS}
+        assert all(len(of) in (0, 4) and of[1:] == of[:-1] for of in found.values())
+        return {model: of[0] if of else None for model, of in found.items()}
+
+    old, both = {"mxfp4": 1.0}, {"mxfp4": 2.0, "vllm": 2.0}
+    assert run(1.0, installed=False) == {QWEN: old, "gpt-oss-20b": old}
+    assert run(2.0, "gpt") == {QWEN: old, "gpt-oss-20b": both} and not capsys.readouterr().out.count("dropped")
+    assert run(3.0, "gpt-oss-20b vllm") == {QWEN: old, "gpt-oss-20b": {"vllm": 3.0}}
+    assert "times of another run are dropped: gpt-oss-20b mxfp4\n" in capsys.readouterr().out
+    assert run(2.0) == run(4.0) == {QWEN: both, "gpt-oss-20b": both}
+    before = peers.wanted_sources([(QWEN, "mxfp4"), (QWEN, "before")], None, {})
+    assert [*before] == [(QWEN, "mxfp4"), (QWEN, "before")]
+
+
 def test_what_measures_whole_models(monkeypatch):
     ran = []
     monkeypatch.setattr(peers, "_run_in", lambda tree, module, *options: ran.append((tree, module, *options)))
