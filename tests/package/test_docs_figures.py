@@ -160,4 +160,4 @@ def test_what_the_two_commands_took_in_words(monkeypatch, tmp_path):
 def test_what_a_bare_install_brings():
     found = commands.dependencies("fp8moe", without="torch")
     assert {"safetensors", "cuda-bindings", "nvidia-cuda-nvrtc"} <= found and "torch" not in found
-    assert 0.1 < commands.bare_gb() < 1
+    assert 0.05 < commands.bare_gb() < 1  # PyTorch for CUDA brings NVRTC itself
