@@ -369,7 +369,7 @@ class GroupedExperts(MasterModule):
     @property
     def trainable(self) -> bool:
         """Whether the weights are masters, made with a ``master_dtype``."""
-        return self.down_proj.dtype in MASTER_DTYPES
+        return getattr(self, self.weight_names[1]) is None
 
     @property
     def up_name(self) -> str:
@@ -545,6 +545,8 @@ class GroupedExperts(MasterModule):
             biases = Biases(*(bias if bias is None else local(bias) for bias in biases))
             return Weights(Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), self.activation, biases))
         up, _, down, _ = parameters
+        for name, master in ((self.up_name, up), ("down_proj", down)):
+            check_dtype(f"{_NAME}: {name}", master, *MASTER_DTYPES)  # .half() may have cast it
         masters = [part_of(f"{_NAME}: {self.up_name}", up), part_of(f"{_NAME}: down_proj", down)]
         # Quantize gate and up separately, so that no block holds rows of both.
         both = masters[0].detach().unflatten(1, (-1, self.intermediate_size))

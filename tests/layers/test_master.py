@@ -120,6 +120,15 @@ def test_copied_and_moved_masters_are_quantized_once(change, fresh_compiler):
     assert len(weights) == 2
 
 
+def test_experts_that_were_cast_are_refused_until_they_are_cast_back():
+    layer = GroupedExperts(num_experts=2, hidden_size=128, intermediate_size=128, master_dtype=torch.float32)
+    arguments = torch.randn(4, 128), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+    for dtype in (torch.float16, torch.float64):
+        layer.to(dtype)
+        refused(TypeError, r"gate_up_proj: expected bfloat16 or float32, got torch.float", layer, *arguments)
+    assert layer.float()(*arguments).isfinite().all() and layer.trainable
+
+
 def layers():
     sizes = {"num_experts": 2, "hidden_size": 128, "intermediate_size": 128}
     routing = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
