@@ -230,7 +230,8 @@ def conversions_to_save(model: Any) -> list:
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     if "model" not in inspect.signature(HfQuantizer.update_weight_conversions).parameters:
         return _with_scales(conversions, model)
-    quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(), pre_quantized=True)
+    # Not pre_quantized: fusions of experts that are not in FP8 would get a dequantization, which saving cannot undo.
+    quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(), pre_quantized=False)
     # Call the base class's method: the quantizer's own would add Mistral's names of scales.
     return HfQuantizer.update_weight_conversions(quantizer, conversions, model)
 
