@@ -38,6 +38,22 @@ class _StreamOptions(_Checked):
     include_obfuscation: Off = None
 
 
+class _GenerationConfig(_Checked):
+    """The settings of a request's generation_config that are applied; `Reader` refuses others by their values."""
+
+    model_config = ConfigDict(extra="allow")
+
+    max_new_tokens: Integer = None
+    do_sample: Flag = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Integer = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    eos_token_id: Integer | list[Integer] = None
+    stop_strings: Stop | list[Stop] | None = None
+
+
 class _Request(_Checked):
     """The fields that completion and chat requests share."""
 
@@ -57,7 +73,7 @@ class _Request(_Checked):
     return_routed_experts: Flag = None
     stream: Flag = None
     stream_options: _StreamOptions | None = None
-    generation_config: Json[dict] | None = None
+    generation_config: Json[_GenerationConfig] | None = None
 
     frequency_penalty: Zero = None
     min_tokens: Zero = None
@@ -143,7 +159,7 @@ class _Chat(_Request):
 
 SAMPLING: dict[str, tuple] = {"temperature": (), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 """Settings that affect sampled answers but not greedy ones, each with the values that turn it off."""
-_CONFIG = (*SAMPLING, "max_new_tokens", "do_sample", "repetition_penalty", "eos_token_id", "stop_strings")
+_CONFIG = tuple(_GenerationConfig.model_fields)
 """Settings of a request's generation_config that are applied.
 
 All other settings must have the value of the model's generation_config, or transformers' default value.
@@ -232,7 +248,8 @@ class Reader:
         """Return options for `parse_one`, and the generation config that supplies all settings not in the options."""
         config = copy.copy(self._model.generation_config)
         config.pad_token_id = None  # pad tokens in a prompt are ordinary tokens here
-        own = self._of_config(given.generation_config or {}, config)
+        asked = given.generation_config
+        own = self._of_config({} if asked is None else asked.model_dump(exclude_unset=True), config)
         limit = getattr(given, "max_completion_tokens", None)
         limit = given.max_tokens if limit is None else limit
         options = {"max_new_tokens": own.pop("max_new_tokens", None) if limit is None else limit}
