@@ -105,6 +105,9 @@ def load_model(
         damaged = any(problem.startswith("config.json:") for problem in stored.problems)
         raise CheckpointError(what, [*stored.problems, *([] if damaged else ["config.json: missing or empty"])])
     weights.check(what)
+    if experts == "fp8" and any(weight.kind == "int4" and weight.is_expert for weight in weights.stored):
+        way_out = "'stored' keeps INT4, which blocks cannot hold; fp8moe convert --requantize rounds it"
+        raise CheckpointError(what, [f"experts: expected 'stored', got {experts!r}: {way_out}"])
     try:
         config, generation_config = read_config(stored), read_generation_config(stored)
         dtype = _dtype(dtype, config, stored)
