@@ -124,18 +124,14 @@ class AddLowRank(PlainStore):
 
 @dataclass(frozen=True)
 class SwigluQuantize(Epilogue):
-    """Applies a SwiGLU to gate and up, and stores the result quantized 1x128.
-
-    keeps: also stores gate and up in bfloat16, from which it computes the SwiGLU, rounded to bfloat16.
-    """
+    """Applies a SwiGLU to gate and up, and stores the result quantized 1x128."""
 
     activation: Activation
-    keeps: bool = False
 
     out_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
     header: ClassVar[str] = "epilogue_swiglu.cuh"
     fields: ClassVar[Fields] = (
-        *_addresses(("data", "pitch", "scale", "scale_pitch", "projected", "projected_pitch")),
+        *_addresses(("data", "pitch", "scale", "scale_pitch")),
         *((name, ctypes.c_float) for name in ("limit", "alpha")),
     )
     gated: ClassVar[bool] = True
@@ -143,7 +139,7 @@ class SwigluQuantize(Epilogue):
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"SWIGLU_FORM": self.activation.form, "KEEPS": int(self.keeps)}
+        return {"SWIGLU_FORM": self.activation.form}
 
     @property
     def values(self) -> dict[str, float]:
