@@ -38,32 +38,32 @@ class _StreamOptions(_Checked):
     include_obfuscation: Off = None
 
 
-class _GenerationConfig(_Checked):
+class _Settings(_Checked):
+    """Settings that a request has as fields of its own and in its generation_config."""
+
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Integer = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+
+
+class _GenerationConfig(_Settings):
     """The settings of a request's generation_config that are applied; `Reader` refuses others by their values."""
 
     model_config = ConfigDict(extra="allow")
 
     max_new_tokens: Integer = None
     do_sample: Flag = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Integer = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     eos_token_id: Integer | list[Integer] = None
     stop_strings: Stop | list[Stop] | None = None
 
 
-class _Request(_Checked):
+class _Request(_Settings):
     """The fields that completion and chat requests share."""
 
     model: str | None = None
     max_tokens: Integer = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Integer = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     presence_penalty: float | None = None
     seed: Integer = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
