@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from benchmarks import decode, host, load, lora, training
 from benchmarks.report import Benchmark
-from benchmarks.routines import kernels, refit, serving, tiles, warmup
+from benchmarks.routines import kernels, policy, refit, serving, tiles, warmup
 
 BENCHMARKS: dict[str, Benchmark] = {
     one.name: one
     for one in (
         *(kernels.QUANTIZE, kernels.TRANSPOSE, kernels.MQA, kernels.BATCH_INVARIANCE, tiles.CHOICE),
         *(host.HOST, training.TRAINING, lora.LORA, decode.DECODE, load.LOAD),
-        *(serving.REQUESTS, serving.SERVE, refit.REFIT, warmup.WARMUP),
+        *(serving.REQUESTS, serving.SERVE, refit.REFIT, policy.POLICY, warmup.WARMUP),
     )
 }
 

@@ -26,7 +26,7 @@ from fp8moe.quant.formats import BLOCK, align, empty_mn_major
 DEEP_GEMMS = ("deep_gemm", "vllm.third_party.deep_gemm")
 DISTRIBUTIONS = (
     *("sgl-deep-gemm", "deep-gemm", "apache-tvm-ffi", "vllm", "transformers", "triton"),
-    "humming-kernels",
+    *("humming-kernels", "sonic-moe", "quack-kernels"),
     *("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13"),
 )
 
@@ -257,6 +257,39 @@ def humming_experts(up: PackedTensor, down: PackedTensor, x: Tensor, index: Tens
         return combine(*may_process_input(second, h, **swiglu))
 
     return Call(chain, None)
+
+
+class SonicExperts(nn.Module):
+    """SonicMoE's experts in bfloat16, arXiv:2512.14080, with the weights of transformers'; it sorts tokens itself."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        gate, up = experts.gate_up_proj.detach().chunk(2, 1)
+        self.gate_up_proj = nn.Parameter(torch.stack([gate, up], 2).flatten(1, 2))  # rows of gate and up take turns
+        self.down_proj = nn.Parameter(experts.down_proj.detach().clone())
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        from sonicmoe.enums import ActivationType
+        from sonicmoe.functional import TC_topk_router_metadata_triton, _DownProjection, _UpProjection
+
+        (tokens, top_k), experts, rows = index.shape, len(self.down_proj), index.numel()
+        sizes, offsets = (index.new_empty(experts + more, dtype=torch.int32) for more in (0, 1))
+        order, back, gather = (index.new_empty(rows, dtype=torch.int32) for _ in range(3))
+        TC_topk_router_metadata_triton(index.int(), experts, sizes, offsets, gather, order, back)
+        places = gather, order, back
+        swiglu, up, down = ActivationType.SWIGLU, self.gate_up_proj.permute(1, 2, 0), self.down_proj.permute(1, 2, 0)
+        # None: no biases, and as many experts for each token; False: keep what a backward reads
+        projected = _UpProjection.apply(x, up, None, offsets, rows, top_k, *places, None, False, swiglu, False, False)
+        last = offsets, tokens, top_k, *places, None, False, swiglu
+        return _DownProjection.apply(*projected, down, None, weights, *last)
+
+
+def in_plain_order(name: str, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return output and gradients of a `Pass`, those of gate and up in transformers' order if they are SonicMoE's."""
+    if name != "sonic":
+        return found
+    *others, gate_up, down = found
+    return *others, gate_up.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2), down
 
 
 def transformers_experts(model: Model, *, device: str = "cuda") -> nn.Module:

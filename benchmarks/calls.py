@@ -403,18 +403,15 @@ def _transposing(operator: Callable) -> Callable:
 
 
 def quantize_with_transpose(make: Operands, m: int, k: int) -> Callable:
-    return _transposing(partial(torch.ops.fp8moe.quantize_with_transpose, make.normal(m, k), None, None, None))
+    return _transposing(partial(torch.ops.fp8moe.quantize_with_transpose, make.normal(m, k), None, None, False))
 
 
-def gather_with_transpose(
-    make: Operands, hidden: int, experts: int, top_k: int, tokens: int, weighted: bool = False
-) -> Callable:
+def gather_with_transpose(make: Operands, hidden: int, experts: int, top_k: int, tokens: int) -> Callable:
     """Build a call that gathers each token into its top_k rows, and quantizes the rows along both dimensions."""
     groups, rows = sort_by_expert(make, experts, top_k, tokens)()
     of_row = make.zeros(tokens * top_k, dtype=torch.int32)
     of_row[rows.flatten().long()] = make.integers(torch.arange(tokens * top_k) // top_k)
-    weights = make.uniform(tokens * top_k, mean=1 / top_k) if weighted else None
-    operands = make.normal(tokens, hidden), groups, of_row, weights
+    operands = make.normal(tokens, hidden), groups, of_row, False
     return _transposing(partial(torch.ops.fp8moe.quantize_with_transpose, *operands))
 
 
@@ -529,8 +526,7 @@ def more_timed() -> list[Case]:
         found.append(Case("sort_by_expert", routing))
         found += [Case(op, {"hidden": hidden, **routing}) for op in ("permute_quantize", "combine")]
     found += _cases("quantize_with_transpose", ({"m": m, "k": hidden} for m in (8192, 65536)))
-    gathered = {"hidden": hidden, **routing}
-    found += _cases("gather_with_transpose", (gathered | {"weighted": weighted} for weighted in (False, True)))
+    found.append(Case("gather_with_transpose", {"hidden": hidden, **routing}))
     rows = {"groups": experts, "mean_rows": tokens * top_k // experts, "intermediate": intermediate}
     found += [Case(op, rows) for op in ("swiglu_quantize", "swiglu_backward_quantize")]
     # Without fill_masked the masked entries are uninitialized, so the results of two revisions may differ.

@@ -2,8 +2,9 @@
 
 Compares forward and backward of two layers with the same FP8 weights, inputs and routing, for the number of tokens of a
 decode step and of training. "frozen" is GroupedExperts, with gradients of its inputs only. "lora" is our LoRA layer
-around it, rank 16 in bfloat16, with the gradients of all adapters too. Times are measured as in `benchmarks.training`.
-`ratio`: the time of "lora" over the time of "frozen"; `forward_ratio`: the same ratio for the forward alone.
+around it, rank 16 in bfloat16, with the gradients of all adapters too. "bf16" is peft's own on transformers' experts in
+bfloat16 ("grouped_mm"). Times are measured as in `benchmarks.training`. `ratio`: the time of "lora" over the time of
+"frozen"; `forward_ratio`: the same ratio for the forward alone; `speedup`: the time of "bf16" over that of the row.
 
 `step_bytes` is peak memory during training steps, including AdamW, without FP8 weights, adapters, inputs and output.
 `allowed_bytes`, the limit of `step_bytes`, is the sum of: gradients and both moments of the adapters, the memory of the
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import calls, timing
+from benchmarks.adapters import dequantized_experts
 from benchmarks.report import Bar, Benchmark, Option
 from benchmarks.shapes import MODELS, Model
 from benchmarks.timing import capture
@@ -30,7 +32,7 @@ from fp8moe import GroupedExperts
 CASES = ("dsv3_ep8", "qwen3_30b")
 DECODED, TOKENS, RANK = 64, 8192, 16
 STEPS = 3
-TIMES = ("forward_us", "forward_ratio", "us", "ratio")
+TIMES = ("forward_us", "forward_ratio", "us", "ratio", "speedup")
 
 
 class Measurement(NamedTuple):
@@ -43,8 +45,8 @@ class Measurement(NamedTuple):
     difference: float | None = None
 
 
-def adapt(layer: GroupedExperts, rank: int) -> nn.Module:
-    """Wrap the experts in peft's LoRA layer, with nonzero values in all LoRA factors."""
+def adapt(layer: nn.Module, rank: int) -> nn.Module:
+    """Wrap experts in peft's LoRA layer, ours if they are in FP8, with nonzero values in all LoRA factors."""
     from peft import LoraConfig, get_peft_model
 
     from fp8moe.peft import register
@@ -52,19 +54,22 @@ def adapt(layer: GroupedExperts, rank: int) -> nn.Module:
     model = nn.ModuleDict({"experts": layer})
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     config = LoraConfig(r=rank, lora_alpha=rank, target_parameters=targets, init_lora_weights=False)
-    adapted = get_peft_model(model, register(config, model), autocast_adapter_dtype=False)
+    if isinstance(layer, GroupedExperts):
+        config = register(config, model)
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     return adapted.get_submodule("base_model.model.experts")
 
 
 def passes(model: Model, tokens: int, rank: int, *, device: str = "cuda") -> dict[str, Pass]:
-    """Make passes of frozen experts, of frozen experts with adapters, and of experts with the adapters merged."""
+    """Make passes of frozen experts, of these with adapters or with merged ones, and of peft's adapters in bfloat16."""
     frozen = calls.experts_layer(calls.Operands(device), model)
     adapted = adapt(frozen, rank)
     merged = copy.deepcopy(adapted).unload_and_optionally_merge_module(True, False, None)
     x, index, weights = calls.layer_inputs(model, calls.route(model, tokens), device)
     inputs = (x.requires_grad_(), index, weights.requires_grad_())
     gradient = torch.randn_like(x)
-    layers = {"frozen": frozen, "lora": adapted, "merged": merged}
+    plain = adapt(dequantized_experts(frozen, model), rank)
+    layers = {"frozen": frozen, "lora": adapted, "merged": merged, "bf16": plain}
     return {name: Pass(layer, inputs, gradient) for name, layer in layers.items()}
 
 
@@ -135,11 +140,12 @@ def measure(name: str, *, tokens: int = TOKENS, rank: int = RANK) -> dict[str, M
 
 def make_rows(name: str, measured: Mapping[str, Measurement], *, tokens: int = TOKENS, rank: int = RANK) -> list[dict]:
     """Make a row for each implementation, with ratios to the times of "frozen"."""
-    frozen = measured["frozen"]
+    frozen, plain = measured["frozen"], measured["bf16"]
     size = {"what": "experts", "model": name, **MODELS[name]._asdict(), "tokens": tokens, "rank": rank}
     return [
         size
         | {"impl": impl, "ratio": found.us / frozen.us, "forward_ratio": found.forward_us / frozen.forward_us}
+        | {"speedup": plain.us / found.us}
         | found._asdict()
         for impl, found in measured.items()
     ]
@@ -163,6 +169,7 @@ LORA = Benchmark(
     {"experts": ("model", "tokens", "impl", *TIMES, "step_bytes", "allowed_bytes", "difference")},
     [
         Bar(f"{WHAT}, forward and backward / those of frozen experts", "ratio", 1.35, where=OURS),
+        Bar(f"{WHAT}, time of peft's in bfloat16 / ours", "speedup", 1.6, where=OURS, at_least=True),
         Bar(f"{WHAT}, memory / adapters, optimizer and activations", memory_ratio, 1.0, where=OURS),
     ],
     {"only": Option(CASES, CASES)},

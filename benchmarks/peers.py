@@ -20,7 +20,13 @@ result differs too much.
 
 - `four_bits` compares CUDA graphs of a layer in FP8, with random weights of its own, and in four bits: ours in MXFP4
   and NVFP4 (`mxfp4`, `nvfp4`), and Humming's GEMMs in MXFP4 with FP8 activations (`humming`), without sorting and
-  weighted sum.
+  weighted sum. `gemms_in_mxfp4` is as `gemms_in_layer`.
+
+- `training` compares forward and backward of experts with all gradients, as CUDA graphs: ours in FP8 with bfloat16
+  masters, quantized in the pass, and SonicMoE's in bfloat16 (`sonic`), behind its router. `fp8moe_shared` is a pass of
+  ours less three quarters of the time of the quantization alone, which four micro-batches share. Names with `_forward`
+  are forwards alone. `kept_bytes` and `peak_bytes` are those of `benchmarks.training`; `error` is the largest relative
+  error of output and gradients, against float32. SonicMoE's kernels take minutes to compile and tune in a first pass.
 
 With `--whole-model` instead: decode steps and a prefill of models with random weights, in milliseconds. They run one
 after another, in separate processes, which --only selects by model and name, such as "gpt-oss-20b vllm":
@@ -57,12 +63,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import adapters, calls, operands, report, roofline, shapes, timing
+from benchmarks import adapters, calls, operands, report, roofline, shapes, timing, training
 from benchmarks.adapters import Call
 from benchmarks.calls import ceil_div, group_sizes
 from benchmarks.report import ROOT, digest, format_value, versions, write_json
 from benchmarks.shapes import FOUR_BITS, MODELS, QWEN, Model
-from fp8moe import FP8Tensor, GroupedExperts, PackedTensor, grouped_gemm, quantize_mxfp4
+from benchmarks.training import Pass
+from fp8moe import FP8Tensor, GroupedExperts, PackedTensor, grouped_gemm, quantize_128x128, quantize_mxfp4
 from fp8moe.quant.packed import quantize_nvfp4
 
 FILE = ROOT / "validation" / "peers.json"
@@ -198,7 +205,7 @@ def peers_there(makers: Makers) -> Makers:
     """Return the implementations whose library is installed."""
     needs = {"deep_gemm": adapters.deep_gemms, "vllm": lambda: adapters.installed("vllm")}
     needs["transformers_bf16"] = lambda: adapters.installed("transformers")
-    needs["humming"] = lambda: adapters.installed("humming")
+    needs |= {"humming": lambda: adapters.installed("humming"), "sonic": lambda: adapters.installed("sonicmoe")}
     return {
         name: make
         for name, make in makers.items()
@@ -378,6 +385,47 @@ def measure_four_bits(model: str, tokens: int, *, device: str = "cuda") -> dict:
     graphs = compared(make_four_bits(model, tokens, device=device), MAX_LAYER_DIFFERENCE, row, timing.capture)
     elapsed = timing.elapsed_in_turn(list(graphs.values()), repeats=REPEATS, rest=REST_S)
     row["us"] |= dict(zip(graphs, elapsed, strict=True))
+    row["experts_in_use"] = len(route(FOUR_BITS[model], tokens, "random").unique())
+    if "mxfp4" in graphs:
+        (ours,) = timing.measure_in_turn([graphs["mxfp4"]], repeats=REPEATS, rest=REST_S)
+        row["kernels"] = [[name, *place] for name, place in zip(ours.kernels, ours.places_us, strict=True)]
+        row["us"]["gemms_in_mxfp4"] = gemms_in_layer(row["kernels"])
+    return row
+
+
+def measure_training(model: str, tokens: int, *, device: str = "cuda") -> dict:
+    """Measure forward and backward of a layer, ours and SonicMoE's: times of CUDA graphs, memory, errors."""
+    row = empty_row() | {"kept_bytes": {}, "peak_bytes": {}, "error": {}}
+    shape, _ = training.PROFILED[model]
+    module = adapters.transformers_experts(shape, device=device)
+    x, index, weights = calls.layer_inputs(shape, calls.route(shape, tokens), device)
+    of = Pass(module, (x.requires_grad_(), index, weights.requires_grad_()), torch.randn_like(x))
+    exact = training.float32_step(of)
+    layers: dict[str, Callable[[], torch.nn.Module]] = {
+        "fp8moe": lambda: GroupedExperts.from_experts(module, master_dtype=torch.bfloat16).train(),
+        "sonic": lambda: adapters.SonicExperts(module),
+    }
+    graphs: dict[str, Callable] = {}
+    for name, layer in peers_there(layers).items():
+        try:
+            one = of._replace(layer=layer())
+            found = one.step()
+            row["error"][name] = training.largest_difference(adapters.in_plain_order(name, found), exact)
+            if not row["error"][name] <= training.MAX_DIFFERENCE:
+                raise ValueError(f"{row['error'][name]:.2g} from float32, must be <= {training.MAX_DIFFERENCE}")
+            del found
+            memory = training.measure_memory(one)
+            row["kept_bytes"][name], row["peak_bytes"][name] = memory.kept, memory.peak
+            graphs |= {f"{name}_forward": timing.capture(one.renewed_forward), name: timing.capture(one.step)}
+        except Exception as error:
+            row["failed"][name] = sentence(error)
+    del exact
+    masters = [parameter.detach() for parameter in module.parameters()]
+    graphs["quantizing"] = timing.capture(lambda: [quantize_128x128(master) for master in masters])
+    us = dict(zip(graphs, timing.elapsed_in_turn(list(graphs.values()), repeats=REPEATS, rest=REST_S), strict=True))
+    saved = 0.75 * us.pop("quantizing")
+    us |= {f"fp8moe_shared{part}": us[f"fp8moe{part}"] - saved for part in ("", "_forward") if f"fp8moe{part}" in us}
+    row["us"] = us
     return row
 
 
@@ -411,6 +459,11 @@ CASES = [
                 for more in ({}, *([{"routing": "skewed"}] if (model, tokens) == SKEWED else []))
             ],
             "four_bits": [{"model": model, "tokens": tokens} for model in FOUR_BITS for tokens in TOKENS],
+            "training": [
+                {"model": model, "tokens": tokens}
+                for model, (_, counts) in training.PROFILED.items()
+                for tokens in counts
+            ],
             "host": [{"m": 1, "n": n, "k": k} for n, k in ((7168, 2048), (4096, 7168))],
         }.items()
         for sizes in many
@@ -432,6 +485,7 @@ MAKE: dict[str, Callable[..., Makers]] = {
 MEASURE: dict[str, Callable[..., dict]] = {
     "layer": measure_layer,
     "four_bits": measure_four_bits,
+    "training": measure_training,
     "host": measure_host,
 }
 """Maps a kind of case to the function that measures it; all other kinds use `measure_kernels`."""
@@ -655,7 +709,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--against needs --whole-model")
     report.start()
     if args.once:
-        run_once([case for case in CASES if re.search(args.only or "", case.name)])
+        run_once([case for case in CASES if case.what in MAKE and re.search(args.only or "", case.name)])
         return
     now = datetime.now(UTC).isoformat(timespec="seconds")
     head = {
@@ -669,7 +723,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.whole_model:
         chosen = set(wanted([case.name for case in CASES], args.only, file.rows))
         cases = [case for case in CASES if case.name in chosen]
-        compile_ahead(cases)
+        compile_ahead([case for case in cases if case.what != "training"])
         measure(cases, file)
         return
     if args.against:

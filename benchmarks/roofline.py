@@ -48,15 +48,18 @@ def copy_tbps() -> float:
     return 2 * COPY_BYTES / min(times) / 1e9
 
 
-def least_us(model: Model, tokens: int, active: float, tbps: float) -> list[float]:
+FP8_BYTES, MXFP4_BYTES = 1 + 4 / 128**2, 0.5 + 1 / 32  # of a weight, with its share of a scale
+
+
+def least_us(model: Model, tokens: int, active: float, tbps: float, weight_bytes: float = FP8_BYTES) -> list[float]:
     """Return lower bounds in microseconds for the times of permute, GEMM 1, GEMM 2 and combine.
 
     Each bound is the larger of bytes over `tbps` (TB/s) and operations over TFLOPS. active: the number of experts in
-    use.
+    use. weight_bytes: bytes of a weight.
     """
     hidden, intermediate, _, top_k = model
     rows, fp8 = tokens * top_k, 1 + 4 / 128  # fp8: bytes of an E4M3 value with its share of a 1x128 scale
-    weight = hidden * intermediate * active * (1 + 4 / 128**2)
+    weight = hidden * intermediate * active * weight_bytes
     moved = (
         2 * tokens * hidden + fp8 * rows * hidden,
         2 * weight + fp8 * rows * (hidden + intermediate),
@@ -98,8 +101,9 @@ def training_work(model: Model, tokens: int) -> tuple[list[KernelWork], list[Ker
         KernelWork("quantize_128x128", "down_proj", (2 + block) * down),
         KernelWork("sort_by_expert", "routing", 12 * rows),
         KernelWork("permute_quantize", "tokens", 2 * x + fp8 * wide),
-        KernelWork("gemm", "gate_up_proj", block * up + fp8 * wide + 2 * mid, 2 * wide * 2 * size),
-        KernelWork("swiglu_quantize", "activation", 2 * mid + fp8 * narrow),
+        KernelWork(
+            "gemm", "gate_up_proj, activation", block * up + fp8 * (wide + narrow) + 2 * mid, 2 * wide * 2 * size
+        ),
         KernelWork("gemm", "down_proj", block * down + fp8 * narrow + 2 * wide, 2 * wide * size),
         KernelWork("combine", "result", 2 * wide + 2 * x),
     ]
@@ -109,14 +113,14 @@ def training_work(model: Model, tokens: int) -> tuple[list[KernelWork], list[Ker
         KernelWork("gemm", "gradient of the activation", block * down + fp8 * wide + 2 * narrow, 2 * wide * size),
         KernelWork(
             *("swiglu_backward_quantize", "activation, gradient both ways"),
-            2 * (mid + narrow) + fp8 * (2 * mid + narrow) + 8 * rows,
+            2 * (mid + narrow) + 2 * fp8 * mid + block * narrow + 8 * rows,
         ),
-        KernelWork("gemm_k", "gradient of down_proj", fp8 * (wide + narrow) + 2 * down, 2 * wide * size),
+        KernelWork("gemm_k", "gradient of down_proj", fp8 * wide + block * narrow + 2 * down, 2 * wide * size),
         KernelWork("transpose_fp8", "gate_up_proj", 2 * block * up),
         KernelWork("gemm", "gradient of rows", block * up + fp8 * mid + 2 * wide, 2 * wide * 2 * size),
         KernelWork("combine", "gradient of tokens", 2 * wide + 2 * x),
-        KernelWork("quantize_transpose", "tokens, by columns", 2 * x + fp8 * wide),
-        KernelWork("gemm_k", "gradient of gate_up_proj", fp8 * (mid + wide) + 2 * up, 2 * wide * 2 * size),
+        KernelWork("quantize_transpose", "tokens, by columns", 2 * x + block * wide),
+        KernelWork("gemm_k", "gradient of gate_up_proj", fp8 * mid + block * wide + 2 * up, 2 * wide * 2 * size),
     ]
     return forward, backward
 

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.report import ROOT, geomean, select
-from benchmarks.roofline import NODE, least_us, predicted
-from benchmarks.shapes import MODEL_NAMES, MODELS, QWEN, WHOLE_MODEL_NAMES
+from benchmarks.roofline import MXFP4_BYTES, NODE, least_us, predicted
+from benchmarks.shapes import FOUR_BITS, MODEL_NAMES, MODELS, QWEN, WHOLE_MODEL_NAMES
 
 VALIDATION = ROOT / "validation" / "kernels.json"
 WHOLE_MODELS = VALIDATION.with_name("models.json")
 PEERS = VALIDATION.with_name("peers.json")
 BESIDE = {
     name: VALIDATION.with_name(f"{name}.json")
-    for name in ("distributed", "batch_invariance", "choice", "warmup", "serve_gpu", "titan")
+    for name in ("distributed", "batch_invariance", "policy", "choice", "warmup", "serve_gpu", "titan")
 }
 """Maps benchmarks that `tools.validate` does not run to the files of their stored results."""
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
@@ -69,7 +69,7 @@ def mean_and_worst(rows: Sequence[dict], other: str, ours: str = "fp8moe", worst
 
 def measured_with(peers: dict) -> str:
     """Return one sentence about what a run was measured with: GPU, driver, libraries."""
-    names = {"vllm": "vLLM", "transformers": "transformers", "torch": "PyTorch"}
+    names = {"vllm": "vLLM", "transformers": "transformers", "torch": "PyTorch", "sonic-moe": "SonicMoE"}
     packaged = {"sgl-deep-gemm": "DeepGEMM as sgl-deep-gemm"}  # the version numbers of sgl-deep-gemm are not DeepGEMM's
     names = (packaged if "sgl-deep-gemm" in peers["versions"] else {"deep_gemm": "DeepGEMM"}) | names
     versions = peers["versions"]
@@ -137,7 +137,42 @@ def four_bits(peers: dict) -> str:
     names |= {"humming": "Humming's GEMMs, without sorting and weighted sum"}
     there = {name: what for name, what in names.items() if any(name in row["us"] for row in rows)}
     lines = [(f"{MODEL_NAMES[model]}: {what}", *line(model, name)) for model in models for name, what in there.items()]
+    for model in models:
+        of_model = (row for row in rows if row["model"] == model and "gemms_in_mxfp4" in row["us"])
+        bounds = {row["tokens"]: f"{share(row, peers['copy_tbps']):.2f}" for row in of_model}
+        lines.append(
+            (f"{MODEL_NAMES[model]}: least time of our GEMMs / theirs", *(bounds.get(count, "") for count in tokens))
+        )
     return table(("experts layer: time over ours in MXFP4", *map(count_of_tokens, tokens)), lines) if lines else ""
+
+
+def share(row: dict, tbps: float) -> float:
+    """Return the least time of both GEMMs of a layer in MXFP4 over the time that they took."""
+    model = FOUR_BITS[row["model"]]
+    _, *gemms, _ = least_us(model, row["tokens"], row["experts_in_use"], tbps, MXFP4_BYTES)
+    return sum(gemms) / row["us"]["gemms_in_mxfp4"]
+
+
+def beside_sonic(peers: dict) -> str:
+    """Make the table of training beside SonicMoE; empty if it was not measured."""
+    rows = [row for row in select(peers["rows"], "training") if {"fp8moe", "sonic"} <= row["us"].keys()]
+    if not rows:
+        return ""
+    times = {
+        "forward and backward, weights quantized in each": ("sonic", "fp8moe"),
+        "forward and backward, weights quantized for four": ("sonic", "fp8moe_shared"),
+        "forward": ("sonic_forward", "fp8moe_forward"),
+        "forward, weights quantized for four": ("sonic_forward", "fp8moe_shared_forward"),
+    }
+    lines = [
+        (f"{what}: time of SonicMoE / ours", *(f"{row['us'][sonic] / row['us'][ours]:.2f}" for row in rows))
+        for what, (sonic, ours) in times.items()
+    ]
+    for key, what in {"kept_bytes": "kept for the backward", "peak_bytes": "peak", "error": "largest error"}.items():
+        lines.append((f"{what}: ours / SonicMoE's", *(f"{row[key]['fp8moe'] / row[key]['sonic']:.2f}" for row in rows)))
+    called = MODEL_NAMES | {"olmoe": "OLMoE"}
+    names = (f"{called[row['model']]}, {row['tokens']} tokens" for row in rows)
+    return table(("training of experts, ours in FP8 beside SonicMoE in bfloat16", *names), lines)
 
 
 def count_of_tokens(count: int) -> str:
@@ -276,7 +311,10 @@ def figures(benchmarks: dict) -> str:
     peers = benchmarks["peers"]
     of_models = [whole_model(peers, model) for model in WHOLE_MODEL_NAMES] if peers else []
     others_there = (
-        [f"{measured_with(peers)}\n", *filter(None, (gemms(peers), layer(peers), four_bits(peers), *of_models))]
+        [
+            f"{measured_with(peers)}\n",
+            *filter(None, (gemms(peers), layer(peers), four_bits(peers), beside_sonic(peers), *of_models)),
+        ]
         if peers
         else []
     )
@@ -322,11 +360,15 @@ def lora(benchmarks: dict) -> str:
     result = benchmarks["lora"]
     goal = next(one["limit"] for one in result["thresholds"] if "frozen experts" in one["name"])
     found = table(
-        ("", "tokens", "rank", "forward and backward", "over frozen experts", "forward alone", "memory of a step"),
+        (
+            *("", "tokens", "rank", "forward and backward", "over frozen experts", "forward alone"),
+            *("peft's time in bfloat16 / ours", "memory of a step"),
+        ),
         [
             (
                 *(row["model"], str(row["tokens"]), str(row["rank"]), f"{row['us'] / 1e3:.1f} ms"),
-                *(f"{row['ratio']:.2f}", f"{row['forward_ratio']:.2f}", f"{row['step_bytes'] / 1e9:.2f} GB"),
+                *(f"{row[name]:.2f}" if name in row else "" for name in ("ratio", "forward_ratio", "speedup")),
+                f"{row['step_bytes'] / 1e9:.2f} GB",
             )
             for row in result["rows"]
             if row["impl"] == "lora"
@@ -352,6 +394,22 @@ def batch_invariance(benchmarks: dict) -> str:
     found = table(("weights", "parts of K", *map(count_of_tokens, tokens)), [(*k, *v) for k, v in ratios.items()])
     means = table(("over all", "measured", "goal"), goals)
     return f"Time in the mode over the time without it. {on(result)}{found}\n{means}"
+
+
+def policy(benchmarks: dict) -> str:
+    """Make the table of what equal bits and recorded routing cost."""
+    result = benchmarks["policy"]
+    names = {
+        "step": "a decode step in the mode, batch {batch}",
+        "recording": "a decode step that records routing, batch {batch}",
+        "layers": "a training forward of four layers in `on_policy`, {batch} x 1024 tokens",
+        "forward": "the same with the output layer",
+    }
+    lines = [
+        (names[row["what"]].format(**row), f"{row['usual_ms']:.2f} ms", f"{row['ms']:.2f} ms", f"{row['ratio']:.3f}")
+        for row in result["rows"]
+    ]
+    return on(result) + table(("Qwen3-30B-A3B's sizes", "usually", "measured", "ratio"), lines)
 
 
 def roofline(benchmarks: dict) -> str:
@@ -506,6 +564,7 @@ FILES: dict[str, Callable[[dict], str]] = {
     "docs/benchmarks.md": figures,
     "docs/batch-invariance.md": of("batch_invariance", batch_invariance),
     "docs/experts.md": of("peers", roofline),
+    "docs/rl.md": of("policy", policy),
     "docs/finetuning.md": lora,
     "docs/mqa.md": mqa,
     "docs/distributed.md": of("distributed", distributed),

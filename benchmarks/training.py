@@ -17,6 +17,7 @@ of PROFILED, in the order of launches. `us` is the time of a kernel, the mean of
 `floor_us` the lower bound by `roofline.training_work`, `x_floor` their ratio. Kernels of PyTorch have no bound.
 """
 
+import copy
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -127,6 +128,15 @@ def linear_passes(rows: int, out_features: int, in_features: int, *, device: str
 
 def largest_difference(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     return max(operands.relative_error(a, e.double()) for a, e in zip(actual, expected, strict=True))
+
+
+def float32_step(of: Pass) -> tuple[Tensor, ...]:
+    """Return what `Pass.step` returns for transformers' experts, computed in float32, one expert after the other."""
+    module = copy.deepcopy(of.layer).float()
+    module.config._experts_implementation = "eager"
+    x, index, weights = (value.detach() for value in of.inputs)
+    inputs = x.float().requires_grad_(), index, weights.float().requires_grad_()
+    return Pass(module, inputs, of.gradient.float()).step()
 
 
 def measure_memory(of: Pass) -> Memory:

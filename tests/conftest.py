@@ -24,7 +24,7 @@ logging.getLogger("torch.__trace").propagate = True
 SLOW = (
     *("test_transformers_parallel", "test_demo", "test_digest", "test_gemm_tiles", "test_grouped_tiles", "test_warmup"),
     *("test_docs_examples", "test_export", "test_models", "test_validate", "test_compare", "test_release"),
-    "test_routing",
+    *("test_routing", "test_on_policy", "test_decode_invariance"),
 )
 """Modules whose tests or fixtures take ten seconds. They come first, so that no process ends with one of them alone."""
 

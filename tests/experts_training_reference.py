@@ -58,6 +58,10 @@ def by_columns(value):
     return dequantize(quantize_128x1(value.float()), dtype=torch.float64).T
 
 
+def in_blocks(value):
+    return dequantize(quantize_128x128(value.float()), dtype=torch.float64)
+
+
 def straight_through(layer, x, index, weights, grad):
     """Gradients by float64 autograd through the quantized forward, with quantization and the rounding of GEMM 1's
     result counted as the identity.
@@ -98,14 +102,15 @@ def recipe(layer, x, index, weights, grad):
         (d_projected,) = torch.autograd.grad(h, projected, weight * d_h)
         h = h.detach()
         expected["routing"][tokens, k] = (h.double() * d_h).sum(-1)
+        h = weight * h
         if layer.activation.is_swiglu:
             h, d_projected = h.bfloat16(), d_projected.bfloat16()
         parts = d_projected.unflatten(1, (-1, size))
         dx = by_rows(parts).flatten(1) @ up
         expected["x"].index_add_(0, tokens, dx if wide else dx.bfloat16().double())
-        expected["down"][expert] = by_columns(weight * grad[tokens].float()).T @ by_columns(h)
+        expected["down"][expert] = by_columns(grad[tokens]).T @ in_blocks(h)
         for i, part in enumerate(parts.unbind(1)):
-            expected["up"][expert, i] = by_columns(part).T @ by_columns(x[tokens])
+            expected["up"][expert, i] = by_columns(part).T @ in_blocks(x[tokens])
     return expected | {"up": expected["up"].flatten(1, 2)}
 
 

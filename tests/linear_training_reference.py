@@ -3,7 +3,7 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1
+from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
 
 
 def gradients(call, x, grad, parameters):
@@ -22,8 +22,8 @@ def exact(x, grad, weight):
     """Gradients of x and weight in float64 over the operands that the layer quantizes."""
     x, grad = x.flatten(0, -2), grad.flatten(0, -2)
     d_x = dequantize(quantize_1x128(grad), dtype=torch.float64) @ dequantize(weight, dtype=torch.float64)
-    grad_columns, columns = (dequantize(quantize_128x1(value), dtype=torch.float64) for value in (grad, x))
-    return d_x, grad_columns @ columns.T
+    grad_columns, x = (dequantize(value, dtype=torch.float64) for value in (quantize_128x1(grad), quantize_128x128(x)))
+    return d_x, grad_columns @ x
 
 
 def train(model, x, target, limit, *, lr, **options):

@@ -44,6 +44,7 @@ for package in (fp8moe.quant, fp8moe.kernels, fp8moe.layers, fp8moe.peft):
 
 INTERNAL = "its callers have checked the operands"
 INTEGERS = "there is none among integers"
+SAVED = {"wrong operands": INTERNAL, "ranks are refused": INTERNAL}
 
 
 class Draw:
@@ -156,6 +157,13 @@ def transposed(rows: Any, features: Any, group_offsets: Tensor | None = None, ro
     return [*rows, (features, columns), (features, columns.start // 128), None]
 
 
+def in_blocks(features: slice, group_offsets: Tensor, row: int = BAD_ROW) -> Touched:
+    """Of columns, scales of blocks and offsets: what is not finite leaves its block another scale."""
+    columns = first_columns(group_offsets, row)
+    blocks = slice(features.start // 128, features.stop // 128)
+    return [(features, columns), (blocks, columns.start // 128), None]
+
+
 def both_ways(results: list[Tensor], end: Tensor) -> list[Tensor]:
     """Columns and their scales up to the end of the last group; `end` of what pads the groups."""
     columns = int(end)
@@ -186,7 +194,7 @@ def _mapped(a: SimpleNamespace) -> Tensor:
 
 def _with_transpose(draw: Draw) -> tuple:
     tokens = draw.integers(0, max(draw.rows, 1), draw.rows)
-    return draw.normal(draw.rows, draw.hidden), draw.offsets(), tokens, draw.uniform(draw.rows)
+    return draw.normal(draw.rows, draw.hidden), draw.offsets(), tokens, False
 
 
 def _swiglu(draw: Draw, beside: Beside = Beside.NOTHING, activation: str = SWIGLU) -> tuple:
@@ -251,7 +259,7 @@ QUANTIZERS = {
         exempt={"wrong operands": INTERNAL, "ranks are refused": INTERNAL},
     ),
     "quantize_with_transpose": Case(
-        lambda draw: (draw.normal(draw.rows, draw.hidden), draw.offsets(), None, None),
+        lambda draw: (draw.normal(draw.rows, draw.hidden), draw.offsets(), None, False),
         _transposed_defined,
         bad={
             "x": (
@@ -260,13 +268,9 @@ QUANTIZERS = {
             )
         },
     ),
-    "quantize_with_transpose, tokens and weights": Case(
-        _with_transpose,
-        _transposed_defined,
-        bad={"row_weights": ((BAD_ROW,), lambda a: transposed([None, None], slice(None), a.group_offsets))},
-    ),
+    "quantize_with_transpose, tokens": Case(_with_transpose, _transposed_defined),
     "quantize_with_transpose, one group": Case(
-        lambda draw: (draw.normal(draw.rows, draw.hidden, dtype=torch.float32), None, None, None), _transposed_defined
+        lambda draw: (draw.normal(draw.rows, draw.hidden, dtype=torch.float32), None, None, True), _transposed_defined
     ),
     "quantize_columns": Case(
         lambda draw: _with_transpose(draw)[:3],
@@ -275,7 +279,7 @@ QUANTIZERS = {
     "quantize_columns, rows": Case(
         lambda draw: (draw.normal(draw.rows, draw.hidden), draw.offsets(), None),
         lambda a, results: [*both_ways(results, results[2][-1]), results[2]],
-        bad={"x": ((BAD_ROW, 130), lambda a: transposed([], 130, a.group_offsets))},
+        bad={"x": ((BAD_ROW, 130), lambda a: in_blocks(slice(128, 256), a.group_offsets))},
     ),
     "transpose_fp8": Case(
         lambda draw: tuple(draw.weights(2, draw.rows, draw.hidden)),
@@ -312,7 +316,7 @@ QUANTIZERS = {
                 (BAD_ROW, 5),
                 lambda a: [
                     *transposed([BAD_ROW, BAD_ROW], [5, 133], a.group_offsets),
-                    *(BAD_ROW, *transposed([], 5, a.group_offsets)[:2]),
+                    *(BAD_ROW, *in_blocks(slice(0, 128), a.group_offsets)[:2]),
                 ],
             ),
             "grad": (
@@ -321,7 +325,10 @@ QUANTIZERS = {
             ),
             "row_weights": (
                 (BAD_ROW,),
-                lambda a: [*transposed([BAD_ROW, BAD_ROW], slice(None), a.group_offsets), None, None, None],
+                lambda a: [
+                    *transposed([BAD_ROW, BAD_ROW], slice(None), a.group_offsets),
+                    *(None, *in_blocks(slice(0, 256), a.group_offsets)[:2]),
+                ],
             ),
         },
         sums=(5,),
@@ -458,6 +465,25 @@ def _second_head(arguments) -> slice:
     return slice(size, 2 * size)
 
 
+def _prompts(draw: Draw) -> tuple:
+    """Of a first sequence of three tokens, and of others; where there are few rows, of three tokens too."""
+    heads, key_heads, size = (32, 4, 128) if draw.large else (4, 2, 16)
+    q, keys, values = (draw.normal(draw.rows, count, size) for count in (heads, key_heads, key_heads))
+    ends = torch.tensor([0, 3, draw.rows] if draw.large else [*range(0, draw.rows, 3), draw.rows])
+    sequences = torch.stack([ends, ends, ends.diff(append=ends[-1:])]).int()
+    return q, keys, values, sequences, draw.rows, draw.rows, None, 0.25
+
+
+def _first_group(arguments) -> slice:
+    """The query heads of the first key head."""
+    return slice(arguments.q.shape[1] // arguments.keys.shape[1])
+
+
+def _prompt_gradients(draw: Draw) -> tuple:
+    operands = _prompts(draw)
+    return draw.normal(*operands[0].shape), *operands, *OPS.prompt_attention(*operands)
+
+
 def _sampling(draw: Draw) -> tuple:
     vocab = 40_000 if draw.large else 33
     logits = sampling_cases.random_logits(draw.rows, vocab, torch.bfloat16, seed=draw.seed)
@@ -515,21 +541,37 @@ DECODER = {
         bad={"q": ((BAD_ROW, 1, 3), lambda a: [None, BAD_ROW, BAD_ROW, None, None])},
         fixed=("keys", "values"),
     ),
+    "prompt_attention": Case(
+        _prompts,
+        bad={
+            "q": ((BAD_ROW, 1, 3), lambda a: [(BAD_ROW, 1), (1, BAD_ROW)]),
+            "keys": ((BAD_ROW, 0, 3), lambda a: [(slice(1, 3), _first_group(a)), (_first_group(a), slice(1, 3))]),
+            "values": ((BAD_ROW, 0, 3), lambda a: [(slice(1, 3), _first_group(a), 3), None]),
+        },
+    ),
+    "prompt_attention_backward": Case(
+        _prompt_gradients,
+        bad={"grad": ((BAD_ROW, 1, 3), lambda a: [(slice(3), 1), (slice(3), 0), (slice(3), 0)])},
+        exempt=SAVED,
+    ),
     "router_logits": Case(
-        lambda draw: (draw.normal(draw.rows, draw.hidden), draw.normal(draw.experts, draw.hidden), torch.float32),
+        lambda draw: (
+            *(draw.normal(draw.rows, draw.hidden), draw.normal(draw.experts, draw.hidden), draw.normal(draw.experts)),
+            torch.float32,
+        ),
         bad={"x": ((BAD_ROW, 5), lambda a: [BAD_ROW]), "weight": ((3, 5), lambda a: [(slice(None), 3)])},
         sums=(0,),
         exempt={"layouts, cuda": "rows that are not aligned take another kernel, which sums in another order"},
         rows=(1, 64, 300),
     ),
     "norm_logits": Case(
-        lambda draw: (*_norm_and_router(draw), 1e-6, False, torch.float32),
+        lambda draw: (*_norm_and_router(draw), 1e-6, draw.normal(draw.experts), False, torch.float32),
         bad={"x": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, None, None, BAD_ROW])},
         sums=(4,),
         rows=(1, 2, 300),
     ),
     "norm_logits, quantized": Case(
-        lambda draw: (*_norm_and_router(draw), 1e-6, True, torch.bfloat16),
+        lambda draw: (*_norm_and_router(draw), 1e-6, None, True, torch.bfloat16),
         bad={
             "residual": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 5),
             "weight": ((3, 5), lambda a: [None, None, None, None, (slice(None), 3)]),
@@ -742,6 +784,15 @@ GEMMS = {
             *(7.0, 1.702, draw.normal(EXPERTS, 2 * draw.size), None, None, (2 * draw.rows, 6)),
         ),
         bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW])},
+        names={"b": r"gate_up(\.data)?", "b_scale": r"gate_up\.scale"},
+        rows=(24, 300),
+    ),
+    "grouped_gemm_swiglu_keeping": Case(
+        lambda draw: (
+            *(*draw.activations(draw.rows, draw.hidden), *draw.gate_up(), draw.offsets()),
+            *(7.0, 1.702, None, None, None, (2 * draw.rows, 6)),
+        ),
+        bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 3)},
         names={"b": r"gate_up(\.data)?", "b_scale": r"gate_up\.scale"},
         rows=(24, 300),
     ),
@@ -995,7 +1046,6 @@ TOKEN = {"hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW]), "top_k_weights": 
 NORMED = {name: (index, lambda a: [BAD_ROW, BAD_ROW]) for name, (index, _) in TOKEN.items()}
 QUANTIZED = {name: (index, lambda a: [BAD_ROW] * 3) for name, (index, _) in TOKEN.items()}
 IN_LAYERS = "test_experts_training.py: where a value goes depends on the routing"
-SAVED = {"wrong operands": INTERNAL, "ranks are refused": INTERNAL}
 
 LAYERS = {
     "linear": Case(
@@ -1009,7 +1059,7 @@ LAYERS = {
     ),
     "linear_training": Case(
         _linear_training,
-        bad={"x": ((0, BAD_ROW, 5), lambda a: [(0, BAD_ROW), (5, slice(128)), (5, 0)])},
+        bad={"x": ((0, BAD_ROW, 5), lambda a: [(0, BAD_ROW), (slice(128), slice(128)), (0, 0)])},
         unchecked=("master",),
     ),
     "linear_training, frozen": Case(lambda draw: (*_linear(draw), None)),

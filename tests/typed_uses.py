@@ -18,6 +18,7 @@ from fp8moe.hf import (
     ModuleReport,
     RecordedRouting,
     load_model,
+    on_policy,
     optimize,
     record_routing,
     register,
@@ -135,6 +136,8 @@ def whole_models(directory: Path, ids: Tensor, requests: list[Mapping[str, Any]]
     with record_routing(model) as recorded:
         assert_type(recorded, RecordedRouting)
     assert_type(recorded.routing, Tensor | None)
+    with on_policy(model):
+        pass
     with replay_routing(model, torch.zeros(1)):
         pass
     decoder = GraphDecoder(model, batch_sizes=(1, 8), max_length=1024, prefill_chunk=512)

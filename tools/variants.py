@@ -18,6 +18,7 @@ from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.decode_attention import DTYPES as ATTENTION_DTYPES
 from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention
 from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
+from fp8moe.kernels.decoder_ops.prompt_attention import prompt_attention
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.decoder_ops.rotary import NewTokens, rotary
 from fp8moe.kernels.decoder_ops.router import RoutingRule, route, router_logits
@@ -144,14 +145,16 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
             yield partial(lora_shrink, *(x, factors, ends, tokens))
             yield partial(lora_gradient, *(ranks, x, ends, tokens))
     yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None, None)
+    yield lambda: ops.grouped_gemm_swiglu_keeping(*rows, *experts, offsets, None, None, None, None, None, None)
     for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
         keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))
         yield lambda keys=keys, scale_format=scale_format: ops.append_kv(
             make.kv_cache(3, keys.shape[1]), keys, make.integers(range(70)), scale_format
         )
-    for dtype, weights, width in product(DTYPES, (None, make.uniform(200, mean=1.0)), (131, 256)):
+    for dtype, width in product(DTYPES, (131, 256)):
         x = make.normal(200, width, dtype=getattr(torch, dtype))
-        yield lambda x=x, weights=weights: ops.quantize_with_transpose(x, offsets, None, weights)
+        yield lambda x=x: ops.quantize_with_transpose(x, offsets, None, False)
+        yield lambda x=x: ops.quantize_with_transpose(x, offsets, None, True)
         yield lambda x=x: ops.quantize_columns(x, offsets, None)
     for count, experts_count, capacity, dtype in product(
         (1, 100, 5000), (3, 64, 300, 1024), (None, 8), (torch.int32, torch.int64)
@@ -393,6 +396,12 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
                 options = {"new": tokens_of, "quantized": quantized, "window": window, "sinks": sinks}
                 operands = rows[0], StaticCache(*cached, *places)
                 yield lambda operands=operands, options=options: decode_attention(*operands, **options)
+                if sinks is None:
+                    yield partial(_invariantly, partial(decode_attention, *operands, **options))
+    for dtype, tokens, (heads, key_heads, size, *_) in product(ATTENTION_DTYPES, (1, 5000), HEADS):
+        q, keys, values = (make.normal(tokens, count, size, dtype=dtype) for count in (heads, key_heads, key_heads))
+        sequences = make.zeros(3, 2, dtype=torch.int32)
+        yield partial(prompt_attention, q, keys, values, sequences, most_queries=tokens)
     for tokens, (columns, hidden) in product((1, 64, 300), ((2112, 7168), (1040, 272))):
         operands = make.rows(tokens, hidden), make.weights(columns, hidden)
         for bias in (None, make.zeros(columns, dtype=torch.bfloat16)):

@@ -108,7 +108,6 @@ SWIGLU = {"groups": 32, "mean_rows": 2048, "intermediate": 2048}
 TRANSPOSED = {
     "one group": (Case("quantize_with_transpose", {"m": 65536, "k": 7168}), 2),
     "gather": (Case("gather_with_transpose", ROUTING), 2),
-    "gather, weights": (Case("gather_with_transpose", ROUTING | {"weighted": True}), 2),
     "swiglu backward": (Case("swiglu_backward_quantize", SWIGLU), 3),
 }
 

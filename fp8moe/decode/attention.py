@@ -5,12 +5,15 @@ row of the batch is a sequence, whose keys the kernel finds in the cache by stri
 the causal attention that PyTorch chooses. On a GPU this is cuDNN's attention, which is faster than flash attention. It
 does not return the sum that sinks need, so prompts of models with sinks always run flash attention.
 
+If results are batch invariant (`fp8moe.batch_invariant`), all calls with several tokens run
+`kernels.decoder_ops.prompt_attention`, whose bits are those of the decode step, on the reference backend too.
+
 An `AttentionMetadata` replaces the mask. Other attention implementations get transformers' masks, in which
 `hf.patches.take_offsets_of_rows` allows rows of different lengths.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,7 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8moe.hf.fused.attention import AttentionMetadata, UnsupportedAttention, check_metadata
+from fp8moe.hf.replaced import attention_chosen
 from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention, share_of_keys
+from fp8moe.kernels.decoder_ops.prompt_attention import prompt_attention
 from fp8moe.runtime import config
 
 NAME = "fp8moe_decode"
@@ -69,20 +74,21 @@ _builder: ContextVar[AttentionMetadataBuilder | None] = ContextVar("builder", de
 
 @contextmanager
 def used_by(model: Any, name: str | None, builder: AttentionMetadataBuilder | None = None) -> Iterator[None]:
-    """Within the context, run the model with this attention implementation (None: its own) and metadata builder."""
+    """Within the context, run the model with this attention implementation (None: its own) and metadata builder.
+
+    Other threads run the model, meanwhile, with its own attention.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, attention_metadata)
     config = model.config.get_text_config(decoder=True)
-    own = config._attn_implementation
-    config._attn_implementation = name or own
     before = _builder.set(builder)
     try:
-        yield
+        with nullcontext() if name is None else attention_chosen(config, name):
+            yield
     finally:
         _builder.reset(before)
-        config._attn_implementation = own
 
 
 def attention_metadata(
@@ -128,7 +134,7 @@ def attend(
     Returns (B, T, heads, D), and None for the attention weights. The query of a padded token gives 0.
 
     Raises UnsupportedAttention for dropout, float32, head sizes that the kernel does not support, and any other feature
-    that the model asks for: soft caps, position biases, selected tokens.
+    that the model asks for: soft caps, position biases, selected tokens; in batch-invariant mode, sinks.
     """
     metadata = attention_mask
     batch, heads, new, size = query.shape
@@ -157,9 +163,12 @@ def _several_tokens(
     batch, heads, new, size = query.shape
     length = metadata.length
     key_heads, end = key.shape[1:3]
+    invariant = config.settings.batch_invariant
+    if invariant and sinks is not None:
+        raise UnsupportedAttention("attention with sinks, which in a prompt has other bits than in a decode step")
     # In the strided view, row b * key_heads * length + j at head h is key j of sequence b and head h.
     strided = (batch * key_heads * length - (key_heads - 1) * length, key_heads, size), (size, length * size, 1)
-    output, logsumexp = _flash_attention(
+    output, logsumexp = (_prompt_attention if invariant else _flash_attention)(
         query.transpose(1, 2).reshape(batch * new, heads, size),
         key.as_strided(*strided),
         value.as_strided(*strided),
@@ -172,6 +181,21 @@ def _several_tokens(
     if sinks is not None:
         output.mul_(share_of_keys(logsumexp, sinks[:, None]).T[..., None])
     return output.view(batch, new, heads, size)
+
+
+def _prompt_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: Tensor,
+    most_queries: int,
+    most_keys: int,
+    window: int | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `_flash_attention` with the bits of decode steps."""
+    sizes = {"most_queries": most_queries, "most_keys": most_keys}
+    return prompt_attention(query, key, value, sequences, **sizes, window=window, scale=scale)
 
 
 def _flash_attention(

@@ -101,7 +101,9 @@ class GraphDecoder:
     frees both.
 
     A decoder made inside `fp8moe.batch_invariant`, or with FP8MOE_BATCH_INVARIANT=1, gives a sequence the same tokens
-    and logprobs whatever else is in its batch; it must be called inside, too. This needs flash attention.
+    and logprobs whatever else is in its batch, and a token the same logprobs in a prompt and in an answer; it must be
+    called inside, too. This needs attention that reads the cache, which then runs on a CPU too, and no sinks. Logprobs
+    are those that PyTorch's log_softmax gives for the logits in float32.
     torch.autocast has no effect on a decoder.
 
     The graphs read weights at the addresses that they had at the capture: `fp8moe.refit` writes new ones there. If you
@@ -436,7 +438,7 @@ class GraphDecoder:
 
     def _find_capabilities(self, fuse: bool) -> Capabilities:
         """Find the model's capabilities, with flash attention if it supports the model."""
-        flash = FLASH if self.device.type == "cuda" else None
+        flash = FLASH if self.device.type == "cuda" or self._batch_invariant else None
         fused = (find_fused(self.model) or None) if fuse else None
         capabilities, refusals = find_capabilities(self.model, self.device, self.captured, flash, fused)
         if fused and not capabilities.fused:

@@ -312,7 +312,14 @@ class Step:
 
     def accept(self, logits: Tensor) -> None:
         """Choose the next token of each sequence from its logits (B, vocabulary), and store it."""
+        invariant = config.settings.batch_invariant
+        before = self.count.clone() if invariant else self.count
         sample_next(logits, self.sampling, self.sequences)
+        if invariant:  # PyTorch's log_softmax sums in another order than the kernel
+            column = before.clamp(max=self.logprobs.shape[1] - 1)[:, None]
+            logprobs = logits.float().log_softmax(1).gather(1, self.tokens)
+            written = logprobs.where((self.count > before)[:, None], self.logprobs.gather(1, column))
+            self.logprobs.scatter_(1, column, written)
 
     def rows(self, values: Tensor) -> Tensor:
         """Pad (batch, ...) to (size, ...) with copies of row 0."""

@@ -100,7 +100,7 @@ def prepare_training(module: nn.Module) -> None:
     then has the attribute TRAINS. FP8 weights have no masters. Where gradients are recorded, raises TypeError or
     ValueError, naming the module's class, for other weights that GroupedExperts cannot train.
     """
-    weights, layer = _weights(module), _masters_of(module)
+    weights, layer = _weights(module), masters_of(module)
     if not any(weight.requires_grad for weight in weights) or any(weight.dtype not in FLOATING for weight in weights):
         return
     if layer is None:
@@ -119,7 +119,8 @@ def prepare_training(module: nn.Module) -> None:
     layer.train(module.training)
 
 
-def _masters_of(module: nn.Module) -> GroupedExperts | None:
+def masters_of(module: nn.Module) -> GroupedExperts | None:
+    """Return the layer that `prepare_training` has made for an experts module, or None."""
     cached = module.__dict__.get(_MASTERS)
     return None if cached is None else cached.layer
 
@@ -127,7 +128,7 @@ def _masters_of(module: nn.Module) -> GroupedExperts | None:
 @torch.compiler.disable
 def _run_in_block(module: nn.Module, inputs: tuple, norm: Norm | None, **others: Tensor | None) -> Any:
     """Compute `experts_forward` with the masters, if there are any and the block is one of this thread."""
-    layer = _masters_of(module) if module in here.trained else None
+    layer = masters_of(module) if module in here.trained else None
     if layer is None:
         return _run_frozen(module, inputs, norm, **others)
     gathered = _is_gathered(module)

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from fp8moe.hf import replaced
 from fp8moe.hf.architecture import is_of_transformers
 from fp8moe.hf.experts import TRAINS, here, prepare_training, runs_here
 from fp8moe.hf.fused.known_forwards import CHOICE, form_of, recorders, runs_as_written
+from fp8moe.hf.replaced import hold, release
 from fp8moe.layers.wrapped import chain, unwrapped
 
 
@@ -82,6 +84,12 @@ def check_outside(owner: str, model: nn.Module) -> None:
         )
 
 
+def check_one_thread(model: nn.Module) -> None:
+    """Raise ValueError for a model in DataParallel: blocks are of one thread."""
+    if any(type(each).__name__ == "DataParallel" for each in chain(model)):
+        raise ValueError("model: expected one that runs in one thread, got DataParallel; use DistributedDataParallel")
+
+
 class _Layer(NamedTuple):
     """A layer with experts.
 
@@ -105,8 +113,7 @@ def _layers_of(model: nn.Module) -> list[_Layer]:
     """List the model's layers with experts, in order. Raises TypeError or ValueError if a router is not known."""
     inner = unwrapped("model", model)
     name = type(inner).__name__
-    if any(type(each).__name__ == "DataParallel" for each in chain(model)):
-        raise ValueError("model: expected one that runs in one thread, got DataParallel; use DistributedDataParallel")
+    check_one_thread(model)
     if not is_of_transformers(inner):
         raise TypeError(f"model: expected a model of transformers, got {name}")
     config = inner.config.get_text_config(decoder=True)
@@ -185,54 +192,6 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class _Held:
-    """An attribute that open blocks have replaced. before: what the owner's __dict__ had, theirs: what it evaluated to.
-
-    count: how many blocks, and recomputations of forwards in one, need it.
-    """
-
-    def __init__(self, before: Any, theirs: Any, ours: Any):
-        self.before, self.theirs, self.ours, self.count = before, theirs, ours, 0
-
-
-_NOTHING = object()
-_lock = threading.Lock()
-_held: dict[tuple[Any, str], _Held] = {}
-
-
-def _hold(owner: Any, name: str, ours: Any) -> None:
-    """Replace an attribute of a module or class until as many calls of `_release`."""
-    with _lock:
-        held = _held.get((owner, name))
-        if held is None:
-            held = _held[owner, name] = _Held(vars(owner).get(name, _NOTHING), getattr(owner, name, None), ours)
-            setattr(owner, name, ours)
-        held.count += 1
-
-
-def _release(owner: Any, name: str) -> None:
-    with _lock:
-        held = _held[owner, name]
-        held.count -= 1
-        if held.count:
-            return
-        del _held[owner, name]
-        if vars(owner).get(name) is not held.ours:  # others have replaced it since, and may call ours
-            return
-        if held.before is _NOTHING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, held.before)
-
-
-def _theirs(owner: Any, name: str) -> Callable:
-    """Return what an attribute was before blocks replaced it."""
-    held = _held.get((owner, name))
-    if held is not None:
-        return held.theirs
-    return MethodType(getattr(type(owner), name), owner)  # a block of another thread has just ended
-
-
 class _Block:
     """A block of `replay_routing` or `record_routing`.
 
@@ -306,6 +265,26 @@ class _Replay(_Block):
         return self.routing[device][:, :, index]
 
 
+class LayerReplay(_Replay):
+    """A block in which one router takes given experts again, in a forward that a backward computes again.
+
+    name, router: see `_Layer`. chosen (T, K): the experts. experts: the modules that `_Replay` lets train.
+    """
+
+    def __init__(self, name: str, router: nn.Module, chosen: Tensor, experts: list[nn.Module]):
+        form = form_of(router, CHOICE)
+        sizes = (operator.attrgetter(size)(router) for size in (form.num_experts, form.top_k))
+        self.routers = {router: (0, _Layer(name, [router], "forward", *sizes))}
+        self.models = []
+        self.routing = {chosen.device: chosen[None, :, None]}
+        self.experts = experts
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        with _opened([self], recomputes=True):
+            yield
+
+
 class Recorder(_Block):
     """A block of `record_routing` that can be opened several times. sizes: (layers, K) of its routing.
 
@@ -330,12 +309,12 @@ class Recorder(_Block):
 
     def note(self, index: int, layer: _Layer, chosen: Tensor) -> None:
         super().note(index, layer, chosen)
-        self.chosen[index] = chosen.to(torch.int16).view(*self.shape, -1)
+        self.chosen[index] = chosen.view(*self.shape, -1)
 
     def end(self) -> None:
         super().end()
         device = self.chosen[0].device
-        routing = torch.stack([self.chosen[index].to(device) for index in sorted(self.chosen)], 2)
+        routing = torch.stack([self.chosen[index].to(device) for index in sorted(self.chosen)], 2).to(torch.int16)
         if self.mask is not None and self.mask.ndim == 2:
             seen = self.mask[:, -self.shape[1] :].to(device) != 0
             routing = routing.masked_fill(~seen[:, :, None, None], -1)
@@ -352,7 +331,7 @@ def _opened(blocks: list[_Block], recomputes: bool = False) -> Iterator[None]:
     try:
         for block in blocks:
             for owner, name, ours in block.replaced():
-                _hold(owner, name, ours)
+                hold(owner, name, ours)
                 held.append((owner, name))
         _thread.blocks, _thread.recomputes = blocks, recomputes
         recorders.set({router: functools.partial(_note, router) for router in routers})
@@ -362,7 +341,7 @@ def _opened(blocks: list[_Block], recomputes: bool = False) -> Iterator[None]:
         _thread.blocks, _thread.recomputes, recorded, here.trained = before
         recorders.set(recorded)
         for owner, name in reversed(held):
-            _release(owner, name)
+            release(owner, name)
 
 
 def _rejoining(run: Callable) -> Callable:
@@ -384,12 +363,12 @@ def _rejoining(run: Callable) -> Callable:
 
 def _init_frame(self: Any, recompute_fn: Callable, *args: Any, **kwargs: Any) -> None:
     """In the place of the constructor of a region that torch.utils.checkpoint computes again."""
-    _held[checkpoint._CheckpointFrame, "__init__"].theirs(self, _rejoining(recompute_fn), *args, **kwargs)
+    replaced.theirs(checkpoint._CheckpointFrame, "__init__")(self, _rejoining(recompute_fn), *args, **kwargs)
 
 
 def _forward_reentrant(ctx: Any, run_function: Callable, *args: Any) -> Any:
     """In the place of the same region's forward, with use_reentrant=True."""
-    out = _held[checkpoint.CheckpointFunction, "forward"].theirs(ctx, run_function, *args)
+    out = replaced.theirs(checkpoint.CheckpointFunction, "forward")(ctx, run_function, *args)
     ctx.run_function = _rejoining(run_function)
     return out
 
@@ -406,7 +385,7 @@ def _model_forward(kind: type[nn.Module]) -> Callable:
     @torch.compiler.disable(recursive=False)
     @functools.wraps(kind.forward)
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        theirs = _theirs(module, "forward")
+        theirs = replaced.theirs(module, "forward")
         blocks = [block for block in _thread.blocks if module in block.models]
         if not blocks:
             return theirs(*args, **kwargs)
@@ -443,7 +422,7 @@ def _router_forward(method: str) -> Callable:
 
     @torch.compiler.disable
     def choose(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        theirs = _theirs(module, method)
+        theirs = replaced.theirs(module, method)
         blocks = [block for block in _thread.blocks if module in block.routers]
         if not blocks:
             return theirs(*args, **kwargs)

@@ -105,6 +105,11 @@ def invalidate_masters() -> None:
     _master_generation += 1
 
 
+def generation() -> int:
+    """Return a number that grows with every step of an optimizer and every call of `invalidate`."""
+    return _master_generation
+
+
 @register_optimizer_step_post_hook
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
     invalidate_masters()

@@ -120,6 +120,11 @@ def has_channel_scales(data: torch.Tensor, scale: torch.Tensor) -> bool:
     return n > 2 and scale.shape[-2:] == (n, 1)  # with N = 1 or 2, block scales can have the shape (..., N, 1), too
 
 
+def has_block_scales(data: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Return whether FP8 data (N, K), N > 1, has one scale per block of 128x128, not one per row and 128 columns."""
+    return scale.shape[0] != data.shape[0]
+
+
 def ceil_div(n: int, divisor: int) -> int:
     """Return n / divisor, rounded up."""
     return (n + divisor - 1) // divisor
@@ -153,10 +158,11 @@ def empty_mn_major(shape: tuple[int, ...], *, device: torch.device | str) -> tor
     return torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
 
 
-def empty_quantized(like: torch.Tensor, rows: int, columns: int) -> FP8Tensor:
-    """Return uninitialized data (rows, columns), contiguous, and MN-major scales of 1x128 blocks.
+def empty_quantized(like: torch.Tensor, rows: int, columns: int, *, blocks: bool = False) -> FP8Tensor:
+    """Return uninitialized data (rows, columns), contiguous, and MN-major scales of 1x128 blocks, or of 128x128 blocks.
 
-    like: a tensor on the device where the results are allocated.
+    like: a tensor on the device where the results are allocated. blocks: 128x128.
     """
-    scale = like.new_empty_strided((rows, ceil_div(columns, BLOCK)), (1, align(rows, 4)), dtype=torch.float32)
+    scales = ceil_div(rows, BLOCK) if blocks else rows
+    scale = like.new_empty_strided((scales, ceil_div(columns, BLOCK)), (1, align(scales, 4)), dtype=torch.float32)
     return FP8Tensor(like.new_empty((rows, columns), dtype=torch.float8_e4m3fn), scale)

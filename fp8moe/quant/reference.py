@@ -50,20 +50,15 @@ def quantize_128x128(w: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantize_with_transpose(
-    x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None
+    x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, blocks: bool = False
 ) -> Results:
     """Compute ``quant.transpose.quantize_with_transpose``. Rows outside all groups are quantized too."""
-    rows = _rows_of(x, tokens)
-    if row_weights is None:
-        return both_ways(rows, rows, group_offsets)
-    if tokens is not None:
-        row_weights = torch.where((tokens >= 0) & (tokens < x.shape[0]), row_weights, 0)
-    return both_ways(rows, rows.float() * row_weights[:, None], group_offsets)
+    return both_ways(_rows_of(x, tokens), group_offsets, blocks)
 
 
 def quantize_columns(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``quant.transpose.quantize_columns``: data, scale and offsets."""
-    return by_columns(_rows_of(x, tokens), group_offsets)
+    return by_columns(_rows_of(x, tokens), group_offsets, blocks=True)
 
 
 def _rows_of(x: Tensor, tokens: Tensor | None) -> Tensor:
@@ -71,19 +66,34 @@ def _rows_of(x: Tensor, tokens: Tensor | None) -> Tensor:
     return x if tokens is None else gather(x, tokens, (tokens >= 0) & (tokens < x.shape[0]))
 
 
-def both_ways(rows: Tensor, weighted: Tensor, group_offsets: Tensor | None) -> Results:
-    """Quantize `rows` (R, F), and the transpose of `weighted` (R, F) with every group padded to a multiple of 128."""
-    return Results(*quantize_1x128(rows, False), *by_columns(weighted, group_offsets))
+def both_ways(rows: Tensor, group_offsets: Tensor | None, blocks: bool = False) -> Results:
+    """Quantize `rows` (R, F), and their transpose as `by_columns` does."""
+    return Results(*quantize_1x128(rows, False), *by_columns(rows, group_offsets, blocks))
 
 
-def by_columns(x: Tensor, group_offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize the transpose of x (R, F) with every group padded to a multiple of 128: data, scale and offsets."""
+def by_columns(x: Tensor, group_offsets: Tensor | None, blocks: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize the transpose of x (R, F) with every group padded to a multiple of 128: data, scale and offsets.
+
+    blocks: in blocks of 128x128, not of 1x128.
+    """
     starts, ends, offsets = pad_groups(group_offsets, x.shape[0], x.device)
     column = torch.arange(padded_rows(x.shape[0], len(starts)), device=x.device)
     group = (torch.searchsorted(offsets, column, right=True) - 1).clamp(max=len(starts) - 1)
     row = starts[group] + column - offsets[group]
     padded = gather(x, row, (row < ends[group]) & (column < offsets[-1]))
-    return *quantize_1x128(padded.t(), False), offsets.int()
+    return *(quantize_finite(padded.t()) if blocks else quantize_1x128(padded.t(), False)), offsets.int()
+
+
+def quantize_finite(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize x (N, K) in blocks of 128x128, whose scales are those of their finite values; others become NaN.
+
+    Returns data (N, K) and MN-major scale (ceil(N/128), ceil(K/128)).
+    """
+    x = x.contiguous()
+    finite = x.isfinite()
+    (data,), (scale,) = quantize_128x128(torch.where(finite, x, 0)[None], False)
+    data = torch.where(finite, data.view(torch.uint8), 0x7F).view(data.dtype)
+    return data, empty_mn_major(scale.shape, device=x.device).copy_(scale)
 
 
 def pad_groups(group_offsets: Tensor | None, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,14 +14,15 @@ from fp8moe.quant.reference import Results, pad_groups
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.checks import FLOATING, check_dtype, check_tensor
 from fp8moe.runtime.jit import KernelSpec, load
-from fp8moe.runtime.launch import PointerLauncher, planned
+from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
 from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import WARP
 
 TILE_BYTES = BLOCK * BLOCK  # bytes of the transposed tile in shared memory
-STRIP = 8  # thread blocks process tiles in vertical strips of this many tiles, row by row within a strip
-_GATHER_STRIP = 4  # width of the strips if `tokens` gathers rows: narrow, so that tokens read repeatedly stay in L2
 _WARPS = 8  # warps per thread block
+_STRIP = 3  # the most tiles that a thread block processes, side by side
+_BLOCKS_PER_SM = 16  # the fewest thread blocks that a launch should have for each SM
+_SLAB_BYTES = 16 << 20  # bytes of all tokens in the columns of a strip, which shall stay in L2 if rows are gathered
 
 
 class Transposed(NamedTuple):
@@ -29,7 +30,8 @@ class Transposed(NamedTuple):
 
     rows: data (R, F), scale (R, ceil(F/128)) MN-major, as `quantize_1x128` returns them.
     columns: the transpose, with every group padded with zeros to a multiple of 128 rows: data (F, P), scale (F, P/128)
-        MN-major, P = `padded_rows` (R, E). Columns past ``offsets[E]`` are uninitialized.
+        or, of blocks, (ceil(F/128), P/128), MN-major, P = `padded_rows` (R, E). Columns past ``offsets[E]`` are
+        uninitialized.
     offsets: (E+1,) int32: group e has the columns ``offsets[e]:offsets[e+1]`` of `columns`.
     """
 
@@ -39,36 +41,38 @@ class Transposed(NamedTuple):
 
 
 def quantize_with_transpose(
-    x: Tensor, group_offsets: Tensor | None = None, *, tokens: Tensor | None = None, row_weights: Tensor | None = None
+    x: Tensor, group_offsets: Tensor | None = None, *, tokens: Tensor | None = None, blocks: bool = False
 ) -> Transposed:
-    """Quantize the rows of x and the rows of its transpose in blocks of 1x128, reading x once.
+    """Quantize the rows of x and the rows of its transpose, reading x once.
 
     A weight gradient ``dY.T @ X`` sums over tokens, so its operands need blocks of 128 tokens along K, besides the
     blocks of 128 features that forward and input gradient need: DeepSeek-V3, arXiv:2412.19437, section 3.3.
+
+    The rows have blocks of 1x128, and so has the transpose. With `blocks` the transpose has blocks of 128x128, as X may
+    have: their scales are those of their finite values, and infinities become NaN.
 
     x: (M, F) bfloat16, float16 or float32, any strides.
     group_offsets: (E+1,) int32: group e has the rows ``group_offsets[e]:group_offsets[e+1]``, any number of them. Both
         ends are clamped to [0, R]; a group whose end is before its start is empty. None: one group of all rows.
     tokens: (R,) int32: row r is ``x[tokens[r]]``, or zeros if tokens[r] is outside [0, M). None: R = M, row r is x[r].
-    row_weights: (R,) float32, the factor of each row: applied, in float32, to `columns` but not to `rows`.
     Returns `Transposed`, detached from the autograd graph. Rows outside all groups are uninitialized. A NaN or infinity
-    affects only its block of the row and its block of the column. Equal inputs give bitwise equal results. On the CUDA
+    affects only its block of the row and its block of the column, with `blocks` only itself there. Equal inputs give
+    bitwise equal results. On the CUDA
     backend a call can be captured in a CUDA graph: the host does not read the group sizes.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device.
     """
     check_tensor("x", x)
-    for name, value in (("group_offsets", group_offsets), ("tokens", tokens), ("row_weights", row_weights)):
+    for name, value in (("group_offsets", group_offsets), ("tokens", tokens)):
         if value is not None:
             check_tensor(name, value)
-    row_weights = row_weights if row_weights is None else detached(row_weights)
-    return transposed(*_quantize_with_transpose(detached(x), group_offsets, tokens, row_weights))
+    return transposed(*_quantize_with_transpose(detached(x), group_offsets, tokens, blocks))
 
 
 def quantize_columns(
     x: Tensor, group_offsets: Tensor | None = None, *, tokens: Tensor | None = None
 ) -> tuple[FP8Tensor, Tensor]:
-    """Return columns and offsets of `quantize_with_transpose`, bit for bit, without writing rows.
+    """Return columns and offsets of `quantize_with_transpose` with `blocks`, bit for bit, without writing rows.
 
     Operands and errors are those of `quantize_with_transpose`.
     """
@@ -110,9 +114,9 @@ class _ResultPointers(ctypes.Structure):
 class _GatheredRows(ctypes.Structure):
     """``struct Source`` of cuda/ops/quantize_transpose.cu."""
 
-    _pointers_ = 3
+    _pointers_ = 2
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("x", "tokens", "weights", "row_stride")),
+        *((name, ctypes.c_int64) for name in ("x", "tokens", "row_stride")),
         ("num_tokens", ctypes.c_uint32),
     )
 
@@ -124,18 +128,15 @@ def tile_spec(
     *,
     shared_bytes: int,
     vector: bool = True,
-    weighted: bool = False,
     **defines: int,
 ) -> KernelSpec:
     """Return the spec of the kernel `name`, which includes quantize_tile.cuh.
 
     source: ctypes type of the kernel's ``struct Source``. dtype, vector: see `quantizer_defines`. shared_bytes: dynamic
-    shared memory of a thread block. weighted: whether rows are multiplied by weights before they are transposed.
-    defines: further macros.
+    shared memory of a thread block. defines: further macros.
     """
     defines |= {
         "WARPS": _WARPS,
-        "WEIGHTED": int(weighted),
         "RESULTS_BYTES": ctypes.sizeof(_ResultPointers),
         "SOURCE_BYTES": ctypes.sizeof(source),
         "SHARED_BYTES": shared_bytes,
@@ -143,9 +144,23 @@ def tile_spec(
     return KernelSpec(f"{name}.cu", name, (*quantizer_defines(dtype, vector=vector), *defines.items()))
 
 
-def kernel_spec(dtype: torch.dtype, vector: bool, weighted: bool, by_rows: bool = True) -> KernelSpec:
-    options = {"shared_bytes": TILE_BYTES, "vector": vector, "weighted": weighted}
-    return tile_spec("quantize_transpose", _GatheredRows, dtype, **options, BY_ROWS=int(by_rows))
+def kernel_spec(dtype: torch.dtype, vector: bool, by_rows: bool, blocks: bool) -> KernelSpec:
+    # Shared memory holds the transposed tile, and the values of the next tile.
+    options = {"shared_bytes": TILE_BYTES * (1 + dtype.itemsize), "vector": vector}
+    modes = {"BY_ROWS": int(by_rows), "BLOCK_SCALES": int(blocks)}
+    return tile_spec("quantize_transpose", _GatheredRows, dtype, **options, **modes)
+
+
+def strip_width(device_index: int, rows: int, groups: int, column_tiles: int, slab_rows: int = 0) -> int:
+    """Return how many tiles a thread block processes, side by side, so that all SMs have work until the end.
+
+    rows, groups, column_tiles: see `tile_launcher`. slab_rows: the number of rows that are gathered, repeatedly; in the
+    columns of a strip they take at most `_SLAB_BYTES`, in 16 bits. 0: rows are read once.
+    """
+    most = min(_STRIP, _SLAB_BYTES // (slab_rows * BLOCK * 2)) if slab_rows else _STRIP
+    tiles = padded_rows(rows, groups) // BLOCK * column_tiles
+    strip = max(1, min(most, tiles // (_BLOCKS_PER_SM * num_sms(device_index))))
+    return ceil_div(column_tiles, ceil_div(column_tiles, strip))  # strips of equal width, if possible
 
 
 def tile_launcher(
@@ -156,43 +171,43 @@ def tile_launcher(
     width: int,
     groups: int,
     column_tiles: int,
-    strip: int = STRIP,
+    strip: int,
+    blocks: bool = False,
 ) -> PointerLauncher:
     """Build the launcher, on the current device, of a kernel whose spec `tile_spec` returned.
 
     The launcher is called with the tensors of `Results`, contiguous group offsets or None, then the tensors of
     `source`. source: the kernel's ``struct Source`` with its sizes filled in. rows, width, groups: numbers of rows,
-    columns and groups of the results. column_tiles: number of tiles of 128 columns side by side.
+    columns and groups of the results. column_tiles: number of tiles of 128 columns side by side. strip: how many of
+    them a thread block processes. blocks: the transpose has scales of blocks.
     """
     row_tiles = padded_rows(rows, groups) // BLOCK
     sizes = {"num_rows": rows, "num_groups": groups, "row_tiles": row_tiles, "column_tiles": column_tiles}
-    pitches = {"row_scale_pitch": align(rows, 4), "column_scale_pitch": align(width, 4)}
+    scales = ceil_div(width, BLOCK) if blocks else width
+    pitches = {"row_scale_pitch": align(rows, 4), "column_scale_pitch": align(scales, 4)}
     results = _ResultPointers(width=width, **pitches, **sizes, strip=strip)
     smem = int(dict(spec.defines)["SHARED_BYTES"])
-    grid = row_tiles * column_tiles
+    grid = row_tiles, ceil_div(column_tiles, strip)
     return PointerLauncher(load(spec), grid=grid, block=_WARPS * WARP, smem=smem, args=(results, source))
 
 
 @planned
 def launcher(
-    device_index: int, x: Tensor, rows: int, groups: int, vector: bool, weighted: bool, by_rows: bool, strip: int
+    device_index: int, x: Tensor, rows: int, groups: int, vector: bool, by_rows: bool, blocks: bool, strip: int
 ) -> PointerLauncher:
-    """Build the `tile_launcher` of quantize_transpose.cu; its source tensors are x, tokens and row_weights.
+    """Build the `tile_launcher` of quantize_transpose.cu; its source tensors are x and tokens, or x and None.
 
-    The launcher takes None for tokens and row_weights, too. x: (M, F), last stride 1. vector: `has_vector_rows` of x.
-    weighted: whether there are row_weights. by_rows: whether rows are written; otherwise the launcher takes any
-    tensors for them.
+    x: (M, F), last stride 1. vector: `has_vector_rows` of x. by_rows: whether rows are written; otherwise the launcher
+    takes any tensors for them. blocks, strip: see `tile_launcher`.
     """
     source = _GatheredRows(row_stride=x.stride(0), num_tokens=x.shape[0])
     sizes = {"rows": rows, "width": x.shape[1], "groups": groups, "column_tiles": ceil_div(x.shape[1], BLOCK)}
-    return tile_launcher(kernel_spec(x.dtype, vector, weighted, by_rows), source, **sizes, strip=strip)
+    return tile_launcher(kernel_spec(x.dtype, vector, by_rows, blocks), source, **sizes, strip=strip, blocks=blocks)
 
 
-def launch(
-    x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None, results: Results
-) -> Results:
+def launch(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, blocks: bool, results: Results) -> Results:
     """Compute `quantize_with_transpose` into `results` with the CUDA kernel. Returns `results`."""
-    _launch((x, group_offsets, tokens, row_weights), results[:2], results[2:])
+    _launch((x, group_offsets, tokens), results[:2], results[2:], blocks)
     return results
 
 
@@ -200,24 +215,26 @@ def launch_columns(
     x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, results: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `quantize_columns` into `results`: data, scale and offsets. Returns `results`."""
-    _launch((x, group_offsets, tokens, None), None, results)
+    _launch((x, group_offsets, tokens), None, results, True)
     return results
 
 
-def _launch(operands: tuple, by_rows: tuple | None, by_columns: tuple) -> None:
-    """Launch the kernel on x, group_offsets, tokens, row_weights. by_rows: data and scale, or None."""
+def _launch(operands: tuple, by_rows: tuple | None, by_columns: tuple, blocks: bool) -> None:
+    """Launch the kernel on x, group_offsets, tokens. by_rows: data and scale, or None. blocks: see `tile_launcher`."""
     x, *others = operands
     columns, _, offsets = by_columns
-    group_offsets, tokens, row_weights = (None if value is None else value.contiguous() for value in others)
+    group_offsets, tokens = (None if value is None else value.contiguous() for value in others)
     rows, groups = (x if tokens is None else tokens).shape[0], offsets.shape[0] - 1
     if not columns.numel():
         offsets.copy_(pad_groups(group_offsets, rows, x.device)[2])
         return
     x = unit_stride(x)
-    form = has_vector_rows(x), row_weights is not None, by_rows is not None
-    run = launcher(x.get_device(), x, rows, groups, *form, STRIP if tokens is None else _GATHER_STRIP)
+    form = has_vector_rows(x), by_rows is not None, blocks
+    slab_rows = 0 if tokens is None else x.shape[0]
+    strip = strip_width(x.get_device(), rows, groups, ceil_div(x.shape[1], BLOCK), slab_rows)
+    run = launcher(x.get_device(), x, rows, groups, *form, strip)
     unused = by_columns[:2]  # in place of rows: the launcher takes the device of its first tensor
-    run(*(by_rows or unused), *by_columns, group_offsets, x, tokens, row_weights)
+    run(*(by_rows or unused), *by_columns, group_offsets, x, tokens)
 
 
 def transposed(rows: Tensor, row_scale: Tensor, columns: Tensor, column_scale: Tensor, offsets: Tensor) -> Transposed:
@@ -225,13 +242,16 @@ def transposed(rows: Tensor, row_scale: Tensor, columns: Tensor, column_scale: T
     return Transposed(FP8Tensor(rows, row_scale), FP8Tensor(columns, column_scale), offsets)
 
 
-def empty_results(like: Tensor, rows: int, features: int, groups: int) -> Results:
-    """Return uninitialized `Results` for a matrix (rows, features) in `groups` groups, on the device of `like`."""
-    columns = empty_quantized(like, features, padded_rows(rows, groups))
+def empty_results(like: Tensor, rows: int, features: int, groups: int, blocks: bool = False) -> Results:
+    """Return uninitialized `Results` for a matrix (rows, features) in `groups` groups, on the device of `like`.
+
+    blocks: the transpose has scales of blocks.
+    """
+    columns = empty_quantized(like, features, padded_rows(rows, groups), blocks=blocks)
     return Results(*empty_quantized(like, rows, features), *columns, like.new_empty((groups + 1,), dtype=torch.int32))
 
 
-def _check(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None) -> None:
+def _check(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, blocks: bool = True) -> None:
     check_dtype("x", x, *FLOATING)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape (M, F), got {tuple(x.shape)}")
@@ -239,24 +259,22 @@ def _check(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_w
     if tokens is not None:
         check_vector("tokens", tokens, torch.int32, None, x.device)
         rows = tokens.shape[0]
-    if row_weights is not None:
-        check_vector("row_weights", row_weights, torch.float32, rows, x.device)
     if group_offsets is None:
         check_padded(rows, 1)
     else:
         check_groups(group_offsets, rows, x.device)
 
 
-def _empty(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None) -> Results:
+def _empty(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, blocks: bool) -> Results:
     rows = x.shape[0] if tokens is None else tokens.shape[0]
-    return empty_results(x, rows, x.shape[1], 1 if group_offsets is None else group_offsets.shape[0] - 1)
+    return empty_results(x, rows, x.shape[1], 1 if group_offsets is None else group_offsets.shape[0] - 1, blocks)
 
 
 _quantize_with_transpose = operator(
-    "quantize_with_transpose(Tensor x, Tensor? group_offsets, Tensor? tokens, Tensor? row_weights) "
+    "quantize_with_transpose(Tensor x, Tensor? group_offsets, Tensor? tokens, bool blocks) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check,
-    cuda=lambda x, *others: launch(x, *others, _empty(x, *others)),
+    cuda=lambda *operands: launch(*operands, _empty(*operands)),
     reference=reference.quantize_with_transpose,
     fake=_empty,
 )
@@ -266,13 +284,13 @@ def _columns(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None) -> 
     """Return the uninitialized results of `quantize_columns`."""
     rows = x.shape[0] if tokens is None else tokens.shape[0]
     groups = 1 if group_offsets is None else group_offsets.shape[0] - 1
-    columns = empty_quantized(x, x.shape[1], padded_rows(rows, groups))
+    columns = empty_quantized(x, x.shape[1], padded_rows(rows, groups), blocks=True)
     return *columns, x.new_empty((groups + 1,), dtype=torch.int32)
 
 
 _quantize_columns = operator(
     "quantize_columns(Tensor x, Tensor? group_offsets, Tensor? tokens) -> (Tensor, Tensor, Tensor)",
-    check=lambda *operands: _check(*operands, None),
+    check=_check,
     cuda=lambda *operands: launch_columns(*operands, _columns(*operands)),
     reference=reference.quantize_columns,
     fake=_columns,

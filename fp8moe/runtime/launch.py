@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Dim3 = int | tuple[int, ...]
 
-_DEFAULT_SMEM = 48 << 10
+_DEFAULT_SMEM = 48 << 10  # static and dynamic shared memory of a block together that need no permission
 
 _TMA_TYPES = {  # dtypes of more than one byte -> the driver's name
     torch.bfloat16: "BFLOAT16",
@@ -345,18 +345,19 @@ def _prepare(kernel: "Kernel", smem: int, cluster_blocks: int) -> None:
     from cuda.bindings import driver
 
     attribute = driver.CUfunction_attribute
-    needs = []
-    if smem > _DEFAULT_SMEM:
-        needs.append((attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem))
-    if cluster_blocks > MAX_BLOCKS_PER_PORTABLE_CLUSTER:
-        needs.append((attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
     handle = kernel.handle
     device = check(driver.cuCtxGetDevice)
     with _prepare_lock, loading_code():
+        needs = []
+        static = check(driver.cuKernelGetAttribute, attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle, device)
+        if static + smem > _DEFAULT_SMEM:
+            needs.append((attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem))
+        if cluster_blocks > MAX_BLOCKS_PER_PORTABLE_CLUSTER:
+            needs.append((attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
         for name, value in needs:
             # Never lower a limit: another launcher of the same kernel may need more.
-            if check(driver.cuKernelGetAttribute, name, handle, device) < value:
-                check(driver.cuKernelSetAttribute, name, value, handle, device)
+            current = check(driver.cuKernelGetAttribute, name, handle, device)
+            check(driver.cuKernelSetAttribute, name, max(current, value), handle, device)
         # The driver loads lazily: load here, as the first launch may be under capture.
         check(driver.cuFuncLoad, check(driver.cuKernelGetFunction, handle))
 

@@ -21,6 +21,13 @@ from tests.processes import in_processes, run_each
 
 METHODS = ({"method": "gather"}, {"method": "all_to_all"}, {"exact": True}, {"method": "replicated"})
 TOLERANCE = 3e-2
+# In one process routing weights multiply the activation, in several the gradients that are sent: each is then rounded
+# to E4M3 elsewhere, and a product of two such roundings differs by their error.
+DOWN_TOLERANCE = 6e-2
+
+
+def tolerance(name):
+    return DOWN_TOLERANCE if name.endswith("down_proj") else TOLERANCE
 
 
 def backward(layer, x, index, weights, grad, residual=None):
@@ -56,8 +63,9 @@ def check(layer, counts, top_k=2, dtype=torch.bfloat16, residual=False, **option
             assert isinstance(got, DTensor) and got.placements == (Shard(0),)
             assert torch.equal(got.to_local(), repeated[name].to_local())
             part = value.chunk(world)[dist.get_rank()]
-            assert relative_error(got.to_local(), part) <= TOLERANCE if part.any() else not got.to_local().any(), name
-            assert not value.any() or relative_error(got.full_tensor(), value) <= TOLERANCE, name
+            limit = tolerance(name)
+            assert relative_error(got.to_local(), part) <= limit if part.any() else not got.to_local().any(), name
+            assert not value.any() or relative_error(got.full_tensor(), value) <= limit, name
         else:
             assert got.shape == mine([value])[0].shape and torch.equal(got, repeated[name])
             parts = [None] * world
@@ -116,7 +124,7 @@ def ranks_without_rows(world):
             for name in ("up_proj", "down_proj"):
                 (got,) = (value.full_tensor() for key, value in grads.items() if key.endswith(name))
                 (value,) = (value for key, value in expected.items() if key.endswith(name))
-                assert relative_error(got, value) <= TOLERANCE if value.any() else not got.any()
+                assert relative_error(got, value) <= tolerance(name) if value.any() else not got.any()
             for name in ("x", "weights"):
                 value = expected[name][: len(grads[name])]
                 assert relative_error(grads[name], value) <= TOLERANCE if value.any() else not grads[name].any()

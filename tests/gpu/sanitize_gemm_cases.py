@@ -22,7 +22,7 @@ from fp8moe.kernels.experts.swiglu import (
     swiglu_backward_quantize,
     swiglu_quantize,
 )
-from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
+from fp8moe.kernels.gemm.api import grouped_gemm_swiglu, grouped_gemm_swiglu_keeping
 from fp8moe.kernels.gemm.checks import weights as weights_as_loaded
 from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
@@ -32,6 +32,7 @@ from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant import reference
 from fp8moe.quant.arranged import arrange
 from fp8moe.quant.checks import weight_operand
+from fp8moe.quant.formats import has_block_scales
 from fp8moe.quant.packed import blocks_of_nvfp4, quantize_nvfp4
 from fp8moe.quant.transpose import quantize_columns, quantize_with_transpose, transpose_fp8
 from tests.deep_gemm_cases import by_ends, by_group, by_rows, flat_groups
@@ -116,10 +117,10 @@ GEMM_SWIGLUS = (
 )
 # group offsets, rows, features, tokens, weighted, input type
 TRANSPOSES = (
-    *((None, 300, 272, None, False, BF16), ((0, 1), 1, 7, None, False, FP32)),
-    *(((0, 5, 5, 140, 290), 300, 136, None, True, BF16), ((0, 5, 5, 140, 290), 300, 200, 40, True, FP16)),
-    *(((0, 128, 256), 256, 257, 40, False, BF16), ((3, 130, 260), 260, 136, None, True, FP32)),
-    *(((-5, 300, 0, 9999), 300, 136, 40, False, BF16), (tuple(range(0, 900, 3)), 900, 136, None, False, BF16)),
+    *((None, 300, 272, None, BF16), ((0, 1), 1, 7, None, FP32)),
+    *(((0, 5, 5, 140, 290), 300, 136, None, BF16), ((0, 5, 5, 140, 290), 300, 200, 40, FP16)),
+    *(((0, 128, 256), 256, 257, 40, BF16), ((3, 130, 260), 260, 136, None, FP32)),
+    *(((-5, 300, 0, 9999), 300, 136, 40, BF16), (tuple(range(0, 900, 3)), 900, 136, None, BF16)),
 )
 # group offsets, rows, I, activation
 SWIGLUS = (
@@ -246,9 +247,13 @@ def gemm_swiglu_error(
     gate_up = FP8Tensor(data.view(experts, 2 * size, k), scale.view(experts, -1, scale.shape[-1]))
     rows = torch.cat([torch.arange(m)[rows] for _, rows in group_rows(groups, m, max_m)])
     call = lambda *operands: grouped_gemm_swiglu(*operands, activation=activation, max_m=max_m)  # noqa: E731
-    (data, expected_data), (scale, expected_scale) = both(call, *on_cpu((a, gate_up)), groups)
-    expected = exact(FP8Tensor(expected_data, expected_scale))
-    return relative_error(exact(FP8Tensor(data, scale))[rows], expected[rows])
+    keeping = lambda *operands: grouped_gemm_swiglu_keeping(*operands, activation=activation)  # noqa: E731
+    errors = []
+    for compute in (call, keeping)[: 1 + (max_m is None)]:
+        (data, expected_data), (scale, expected_scale), *kept = both(compute, *on_cpu((a, gate_up)), groups)
+        pairs = [(exact(FP8Tensor(data, scale)), exact(FP8Tensor(expected_data, expected_scale))), *kept]
+        errors += [relative_error(got[rows], wanted[rows]) for got, wanted in pairs]
+    return max(errors)
 
 
 def used_rows(groups: Tensor | None, rows: int) -> Tensor:
@@ -263,22 +268,21 @@ def transpose_errors(
     rows: int,
     features: int,
     num_tokens: int | None,
-    weighted: bool,
     dtype: torch.dtype,
 ) -> int:
     x, groups = torch.randn(num_tokens or rows, features).to(dtype), None if offsets is None else int32(offsets)
     tokens = torch.randint(-3, num_tokens + 3, (rows,), dtype=torch.int32) if num_tokens else None
-    weights, used = torch.rand(rows) if weighted else None, used_rows(groups, rows)
+    used = used_rows(groups, rows)
 
-    def call(x: Tensor, groups: Tensor, tokens: Tensor, weights: Tensor) -> tuple:
-        t = quantize_with_transpose(x, groups, tokens=tokens, row_weights=weights)
-        alone = () if weighted else quantize_columns(x, groups, tokens=tokens)[:1]
-        return t.rows, t.columns, *alone, t.offsets
+    def call(x: Tensor, groups: Tensor, tokens: Tensor) -> tuple:
+        t, blocks = (quantize_with_transpose(x, groups, tokens=tokens, blocks=blocks) for blocks in (False, True))
+        alone = quantize_columns(x, groups, tokens=tokens)[0]
+        return t.rows, t.columns, blocks.rows, blocks.columns, alone, t.offsets
 
-    *parts, offsets = both(call, x, groups, tokens, weights)
+    *parts, offsets = both(call, x, groups, tokens)
     end = int(offsets[1][-1])
     columns = [(slice(None), slice(end)), (slice(None), slice(end // 128))]
-    places = [used, used, *columns, *([] if weighted else columns)]
+    places = [used, used, *columns, used, used, *columns, *columns]
     raw = ([value.view(torch.uint8) if value.itemsize == 1 else value for value in pair] for pair in parts)
     pairs = [(got[i], want[i]) for (got, want), i in zip(raw, places, strict=True)]
     return differing([*pairs, offsets])
@@ -298,23 +302,22 @@ def swiglu_error(offsets: tuple[int, ...], rows: int, size: int, activation: Act
     used = used_rows(groups, rows)
     pairs = (
         *((part, (value * grad).sum(-1)) for part in (d.dots, dots_again)),
-        *((h_values, value), (exact(h_rows), value), (d_values, gradient), (exact(d_rows), gradient)),
+        *((h_values, value), (exact(h.rows), value), (exact(h_rows), value), (d_values, gradient)),
+        *((exact(part), gradient) for part in (d.rows, d_rows)),
     )
     return max(
-        both_ways_error(h.rows, d.h_columns, value, groups),
-        both_ways_error(d.rows, d.columns, gradient, groups),
+        columns_error(d.h_columns, weights[:, None] * value, groups),
+        columns_error(d.columns, gradient, groups),
         *(relative_error(got.cpu()[used], expected[used]) for got, expected in pairs),
     )
 
 
-def both_ways_error(rows: FP8Tensor, columns: FP8Tensor, expected: Tensor, groups: Tensor) -> float:
-    used = used_rows(groups, len(expected))
-    rows = FP8Tensor(rows.data.cpu()[used], rows.scale.cpu()[used])
+def columns_error(columns: FP8Tensor, expected: Tensor, groups: Tensor) -> float:
     # The reference's quantization of the exact values has its own errors, twice.
-    *_, data, scale, offsets = reference.both_ways(expected, expected, groups)
+    data, scale, offsets = reference.by_columns(expected, groups, has_block_scales(*columns))
     end = int(offsets[-1])
     got, wanted = (exact(FP8Tensor(*pair)) for pair in (on_cpu(columns), (data, scale)))
-    return max(relative_error(exact(rows), expected[used]), relative_error(got[:, :end], wanted[:, :end]))
+    return relative_error(got[:, :end], wanted[:, :end])
 
 
 def transpose_fp8_errors(*shape: int) -> int:
@@ -323,13 +326,15 @@ def transpose_fp8_errors(*shape: int) -> int:
 
 def grouped_k_error(offsets: tuple[int, ...], m: int, n: int, accumulate: bool, dtype: torch.dtype) -> float:
     k = 640
-    a, b = quantize_128x1(torch.randn(k, m)), quantize_128x1(torch.randn(k, n))
+    a, x = quantize_128x1(torch.randn(k, m)), torch.randn(k, n)
     before = torch.randn(len(offsets) - 1, m, n).to(dtype)
-    there, out = on_gpu((a, b, int32(offsets))), before.cuda()
-    grouped_gemm_k(*there, out=out, accumulate=accumulate)
-    ends = int32(offsets).clamp(0, k).tolist()
-    products = [exact(a)[:, i:j] @ exact(b)[:, i:j].T for i, j in zip(ends, ends[1:], strict=False)]
-    return rounded_error(out.cpu(), torch.stack(products) + (before.double() if accumulate else 0))
+    ends, errors = int32(offsets).clamp(0, k).tolist(), []
+    for b in (quantize_128x1(x), quantize_128x128(x.t())):
+        there, out = on_gpu((a, b, int32(offsets))), before.cuda()
+        grouped_gemm_k(*there, out=out, accumulate=accumulate)
+        products = [exact(a)[:, i:j] @ exact(b)[:, i:j].T for i, j in zip(ends, ends[1:], strict=False)]
+        errors.append(rounded_error(out.cpu(), torch.stack(products) + (before.double() if accumulate else 0)))
+    return max(errors)
 
 
 def flat_error(sizes: tuple[int, ...], m: int, n: int) -> float:

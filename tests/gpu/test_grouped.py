@@ -8,7 +8,14 @@ import torch
 
 from benchmarks.operands import rounded_error
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.gemm.api import gemm, grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
+from fp8moe.kernels.experts.swiglu import swiglu_quantize
+from fp8moe.kernels.gemm.api import (
+    gemm,
+    grouped_gemm,
+    grouped_gemm_masked,
+    grouped_gemm_swiglu,
+    grouped_gemm_swiglu_keeping,
+)
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
 from tests import gemm_cases
@@ -210,6 +217,25 @@ def test_swiglu(groups, size, activation):
     rows = slice(3, 3 + sum(sizes))
     expected = on_reference(grouped_gemm_swiglu, a, gate_up, group_offsets, **options)
     same_codes(FP8Tensor(out.data[rows], out.scale[rows]), FP8Tensor(expected.data[rows], expected.scale[rows]))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("size", [16, 128, 208, 512])
+@pytest.mark.parametrize("groups", ["single rows", "few rows", "odd", "skewed"])
+def test_swiglu_keeping_gate_and_up(groups, size, activation):
+    """The bits of the quantizer of bfloat16, of what is kept; what is kept is the plain product but for its order."""
+    sizes, activation = GROUPS[groups], ACTIVATIONS[activation]
+    m = 3 + sum(sizes) + 5
+    a, gate_up = swiglu_operands(m, len(sizes), size)
+    group_offsets, rows = offsets(sizes, start=3), slice(3, 3 + sum(sizes))
+    out, projected = grouped_gemm_swiglu_keeping(a, gate_up, group_offsets, activation=activation)
+    _, exact = on_reference(grouped_gemm_swiglu_keeping, a, gate_up, group_offsets, activation=activation)
+    assert relative_error(projected[rows], exact[rows]) <= 4e-3
+    halves = projected.unflatten(1, (2, size))
+    whole = torch.nn.functional.pad(halves, (0, -size % 128)).flatten(1)  # the quantizer takes whole blocks
+    h = swiglu_quantize(whole, group_offsets, activation=activation).rows
+    assert torch.equal(out.data[rows].view(torch.uint8), h.data[rows, :size].view(torch.uint8))
+    assert torch.equal(out.scale[rows], h.scale[rows])
 
 
 @pytest.mark.parametrize("max_m", [1, 8, 40])

@@ -1,5 +1,6 @@
 """The k-grouped GEMM kernel against float64 over the same quantized operands."""
 
+import math
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from fp8moe.kernels.gemm.launch import run_along_k
 from fp8moe.kernels.gemm.tiles import GROUPED_K_TILES
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_128x1
+from fp8moe.quant.transpose import quantize_with_transpose
 from tests import gemm_cases
 from tests.errors import relative_error
 from tests.gemm_cases import exact_along_k
@@ -34,10 +36,11 @@ int32 = partial(gemm_cases.int32, device=DEVICE)
 offsets = partial(gemm_cases.offsets, unit=128, device=DEVICE)
 
 
-def operand(rows, blocks, seed):
+def operand(rows, blocks, seed, block_scales=False):
     generator = torch.Generator(DEVICE).manual_seed(seed)
     x = torch.randn(128 * blocks, rows, device=DEVICE, generator=generator)
-    return quantize_128x1(x * torch.rand(1, rows, device=DEVICE, generator=generator).mul(4).exp())
+    x *= torch.rand(1, rows, device=DEVICE, generator=generator).mul(4).exp()
+    return quantize_with_transpose(x, blocks=True).columns if block_scales else quantize_128x1(x)
 
 
 @pytest.mark.parametrize("blocks", GROUPS)
@@ -45,10 +48,11 @@ def operand(rows, blocks, seed):
 def test_against_float64(blocks, size):
     blocks = GROUPS[blocks]
     k, group_offsets = 2 + sum(blocks) + 1, offsets(blocks, start=2)
-    a, b = operand(size[0], k, 0), operand(size[1], k, 1)
-    exact = exact_along_k(a, b, group_offsets)
+    a = operand(size[0], k, 0)
+    operands = {block_scales: operand(size[1], k, 1, block_scales) for block_scales in (False, True)}
+    exact_results = {name: exact_along_k(a, b, group_offsets) for name, b in operands.items()}
     for cfg in GROUPED_K_TILES:
-        call = (a, b, group_offsets)
+        exact, call = exact_results[cfg.block_scales], (a, operands[cfg.block_scales], group_offsets)
         out = torch.full((len(blocks), *size), NAN, device=DEVICE)
         run_along_k(*call, out, False, cfg)
         assert relative_error(out, exact) <= TOLERANCE
@@ -73,19 +77,44 @@ def test_several_results_take_the_rows_of_a(sizes, accumulate):
     assert relative_error(torch.cat(outs, 1), expected.double()) < 1e-6
 
 
-def test_large_result():
+@pytest.mark.parametrize("block_scales", [False, True])
+def test_large_result(block_scales):
     """More than 2^31 bytes, more tiles than blocks."""
     blocks = [1, 3, 0, 2, 1, 1, 2, 1]
     group_offsets = offsets(blocks)
-    a, b = operand(8192, sum(blocks), 0), operand(8192 + 104, sum(blocks), 1)
+    a, b = operand(8192, sum(blocks), 0), operand(8192 + 104, sum(blocks), 1, block_scales)
     out = grouped_gemm_k(a, b, group_offsets)
     rows = torch.arange(0, 8192, 97, device=DEVICE)
     exact = exact_along_k(FP8Tensor(a.data[rows], a.scale[rows]), b, group_offsets)
     assert relative_error(out[:, rows], exact) <= TOLERANCE
 
 
-def test_misaligned_group_is_nan_and_offsets_stay_in_bounds():
-    a, b = operand(136, 4, 0), operand(104, 4, 1)
+@pytest.mark.parametrize("block_scales", [False, True])
+def test_values_that_are_not_finite_stay_in_their_row_and_column(block_scales):
+    grad, x = torch.randn(512, 300, device=DEVICE), torch.randn(512, 264, device=DEVICE)
+    grad[3, 5], x[140, 130], x[400, 7] = NAN, math.inf, NAN
+    groups = offsets([2, 2])
+    a, b = quantize_128x1(grad), quantize_with_transpose(x, blocks=block_scales).columns
+    expected = torch.zeros(2, 300, 264, dtype=torch.bool, device=DEVICE)
+    expected[0, 5], expected[0, :, 130], expected[1, :, 7] = True, True, True
+    for cfg in GROUPED_K_TILES:
+        if cfg.block_scales == block_scales:
+            out = torch.zeros(expected.shape, device=DEVICE)
+            run_along_k(a, b, groups, out, False, cfg)
+            assert torch.equal(~out.isfinite(), expected)
+
+
+@pytest.mark.parametrize("block_scales", [False, True])
+def test_repeats_have_equal_bits(block_scales):
+    a, b, groups = operand(1000, 40, 0), operand(520, 40, 1, block_scales), offsets([9, 0, 30, 1])
+    first = grouped_gemm_k(a, b, groups)
+    for _ in range(20):
+        assert torch.equal(grouped_gemm_k(a, b, groups), first)
+
+
+@pytest.mark.parametrize("block_scales", [False, True])
+def test_misaligned_group_is_nan_and_offsets_stay_in_bounds(block_scales):
+    a, b = operand(136, 4, 0), operand(104, 4, 1, block_scales)
     out = grouped_gemm_k(a, b, int32([0, 100, 256, 512]))
     assert out[:2].isnan().all() and out[2].isfinite().all()
     for values in ([-(2**31), 2**31 - 1], [512, 0, 512], [-128, 128, 9999 * 128], [2**31 - 128, -128, 256]):

@@ -30,14 +30,14 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def operands(tokens: int, experts: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    """x, residual, norm_weight and weight."""
-    shapes = (tokens, hidden), (tokens, hidden), (hidden,), (experts, hidden)
-    return [random(*shape, dtype=dtype, seed=4 * seed + i) for i, shape in enumerate(shapes)]
+    """x, residual, norm_weight, weight and bias."""
+    shapes = (tokens, hidden), (tokens, hidden), (hidden,), (experts, hidden), (experts,)
+    return [random(*shape, dtype=dtype, seed=5 * seed + i) for i, shape in enumerate(shapes)]
 
 
 def write(given: list[torch.Tensor], out_dtype: torch.dtype, quantized: bool, eps: float = EPS):
     """What the kernel writes, to memory marked before; nothing behind it, nor between the scales."""
-    x, _, _, weight = given
+    x, _, _, weight, _ = given
     (tokens, hidden), experts, index = x.shape, len(weight), x.get_device()
     sizes = x.nbytes, x.nbytes, *sizes_of_rows(tokens, hidden), tokens * experts * out_dtype.itemsize
     with device_guard(index), marked(*sizes) as (total, values, data, scale, logits):
@@ -50,9 +50,9 @@ def write(given: list[torch.Tensor], out_dtype: torch.dtype, quantized: bool, ep
 
 
 def by_two_kernels(given: list[torch.Tensor], out_dtype: torch.dtype, quantized: bool, eps: float = EPS):
-    x, residual, norm_weight, weight = given
+    x, residual, norm_weight, weight, bias = given
     normed = rms_norm(x, norm_weight, eps, residual=residual, quantized=quantized)
-    return normed, router_logits(normed.values, weight, dtype=out_dtype)
+    return normed, router_logits(normed.values, weight, bias=bias, dtype=out_dtype)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_has_the_bits_of_two_kernels(experts, hidden, dtype, out_dtype):
             got = write(given, out_dtype, quantized)
             assert same_bits(got, by_two_kernels(given, out_dtype, quantized))
         normed, logits = got
-        exact = normed.values.double() @ given[3].double().t()
+        exact = normed.values.double() @ given[3].double().t() + given[4].double()
         assert error_in_its_dtype(logits, exact) < (5e-6 if out_dtype is torch.float32 else 1e-3)
         tried += 1
     assert tried or hidden * dtype.itemsize > 16 << 10
@@ -104,7 +104,7 @@ def test_nan_and_infinity_stay_in_their_tokens(hidden, dtype):
 def test_squares_that_vanish(hidden):
     """Without eps the factor is infinite: what is past the end of a row must not turn into NaN."""
     x = torch.full((1, hidden), 1e-30, device="cuda")
-    given = [x, torch.zeros_like(x), torch.ones(hidden, device="cuda"), torch.ones(128, hidden, device="cuda")]
+    given = [x, torch.zeros_like(x), torch.ones(hidden, device="cuda"), torch.ones(128, hidden, device="cuda"), None]
     normed, logits = write(given, torch.float32, True, eps=0.0)
     assert normed.values.isinf().all() and logits.isinf().all()
     assert same_bits((normed, logits), by_two_kernels(given, torch.float32, True, eps=0.0))
@@ -116,11 +116,14 @@ def test_operator_on_strided_operands(tokens):
     norm_weight = random(2 * 2048, dtype=torch.bfloat16, seed=2)
     for columns in (slice(0, 2048), slice(1, 2049), slice(8, 2056), slice(0, 4096, 2)):
         x, residual = wide[:, :, columns]
-        given = [x, residual, norm_weight[columns], weight[:, :2048]]
+        given = [x, residual, norm_weight[columns], weight[:, :2048], None]
         options = {"residual": residual, "quantized": True, "dtype": torch.float32}
         got = norm_logits(x, given[2], EPS, given[3], **options)
         if tokens <= 8:  # of more the GEMM sums as the layout has it
-            assert same_bits(got, by_two_kernels([part.contiguous() for part in given], torch.float32, True))
+            assert same_bits(
+                got,
+                by_two_kernels([part if part is None else part.contiguous() for part in given], torch.float32, True),
+            )
         with batch_invariant():
             got = norm_logits(x, given[2], EPS, given[3], **options)
             assert same_bits(got, by_two_kernels(given, torch.float32, True))
@@ -128,14 +131,14 @@ def test_operator_on_strided_operands(tokens):
 
 @pytest.mark.parametrize("tokens,experts,hidden", [(0, 8, 16), (3, 0, 16), (3, 8, 0)])
 def test_empty(tokens, experts, hidden):
-    x, residual, norm_weight, weight = operands(tokens, experts, hidden, torch.bfloat16)
-    normed, logits = norm_logits(x, norm_weight, EPS, weight, residual=residual, dtype=torch.float32)
+    x, residual, norm_weight, weight, bias = operands(tokens, experts, hidden, torch.bfloat16)
+    normed, logits = norm_logits(x, norm_weight, EPS, weight, residual=residual, bias=bias, dtype=torch.float32)
     assert normed.sum.shape == normed.values.shape == x.shape
-    assert torch.equal(logits, torch.zeros(tokens, experts, device="cuda"))
+    assert torch.equal(logits, bias.float().expand(tokens, experts))
 
 
 def test_a_token_has_its_bits_in_any_batch_where_that_is_asked_for():
-    x, residual, norm_weight, weight = operands(90, 128, 2048, torch.bfloat16)
+    x, residual, norm_weight, weight, _ = operands(90, 128, 2048, torch.bfloat16)
     with batch_invariant():
         _, logits = norm_logits(x, norm_weight, EPS, weight, residual=residual, dtype=torch.float32)
         for tokens in (1, 2, 8, 9, 64):
@@ -146,23 +149,25 @@ def test_a_token_has_its_bits_in_any_batch_where_that_is_asked_for():
 @pytest.mark.parametrize("tokens", [1, 2, 8])
 def test_cuda_graph_with_changed_input(tokens):
     """Two in a chain: the second starts early and must wait for the first."""
-    x, residual, norm_weight, weight = operands(tokens, 128, 2048, torch.bfloat16)
+    x, residual, norm_weight, weight, bias = operands(tokens, 128, 2048, torch.bfloat16)
 
     def chain(call):
         normed, first = call(x, residual)
         return *call(normed.values, normed.sum), first
 
     def by_one(x, residual):
-        options = {"residual": residual, "quantized": True, "dtype": torch.float32}
+        options = {"residual": residual, "bias": bias, "quantized": True, "dtype": torch.float32}
         return norm_logits(x, norm_weight, EPS, weight, **options)
 
     graph, (normed, logits, first) = captured(lambda: chain(by_one))
     for seed in range(3):
         for old, new in zip(
-            (x, residual, norm_weight, weight), operands(tokens, 128, 2048, x.dtype, seed=10 + seed), strict=True
+            (x, residual, norm_weight, weight, bias), operands(tokens, 128, 2048, x.dtype, seed=10 + seed), strict=True
         ):
             old.copy_(new)
         graph.replay()
-        by_two = chain(lambda x, residual: by_two_kernels([x, residual, norm_weight, weight], torch.float32, True))
+        by_two = chain(
+            lambda x, residual: by_two_kernels([x, residual, norm_weight, weight, bias], torch.float32, True)
+        )
         assert same_bits((normed, logits), by_two[:2])
         assert torch.equal(first, by_two[2])

@@ -47,13 +47,15 @@ def limit(dtype: torch.dtype) -> float:
 # ---- logits ----
 
 
-def write_logits(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def write_logits(
+    x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """The result of the kernel, in memory marked before and with nothing written behind it."""
     (tokens, hidden), experts = x.shape, weight.shape[0]
     vector = not (x.data_ptr() | weight.data_ptr() | hidden * x.itemsize) % 16
     index = x.get_device()
     with device_guard(index), marked(tokens * experts * out_dtype.itemsize) as (out,):
-        logits_launcher(index, tokens, experts, hidden, (x.dtype, out_dtype), vector)(x, weight, out)
+        logits_launcher(index, tokens, experts, hidden, (x.dtype, out_dtype), vector)(x, weight, bias, out)
     return out.view(out_dtype).view(tokens, experts)
 
 
@@ -62,10 +64,11 @@ def write_logits(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) 
 def test_logits(tokens, experts, hidden, dtypes):
     dtype, out_dtype = dtypes
     x, weight = random(tokens, hidden, dtype=dtype), random(experts, hidden, dtype=dtype, seed=1)
-    expected = x.double() @ weight.double().t()
-    assert error_in_its_dtype(router_logits(x, weight, dtype=out_dtype), expected) < limit(out_dtype)
-    if by_kernel(tokens, hidden * dtype.itemsize):
-        assert error_in_its_dtype(write_logits(x, weight, out_dtype), expected) < limit(out_dtype)
+    for bias in (None, random(experts, dtype=dtype, seed=2)):
+        expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+        assert error_in_its_dtype(router_logits(x, weight, bias=bias, dtype=out_dtype), expected) < limit(out_dtype)
+        if by_kernel(tokens, hidden * dtype.itemsize):
+            assert error_in_its_dtype(write_logits(x, weight, out_dtype, bias), expected) < limit(out_dtype)
 
 
 @pytest.mark.parametrize("experts", [128, 300])

@@ -44,10 +44,10 @@ def offsets_of(offsets: tuple[int, ...] | None) -> torch.Tensor | None:
     return None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device="cuda")
 
 
-def marked_results(rows: int, features: int, groups: int) -> tuple[Results, list[torch.Tensor]]:
+def marked_results(rows: int, features: int, groups: int, blocks: bool = False) -> tuple[Results, list[torch.Tensor]]:
     """Results in memory full of marks, with a guard behind each; and the bytes of each with its guard."""
     buffers, results = [], []
-    for part in empty_results(torch.empty(0, device="cuda"), rows, features, groups):
+    for part in empty_results(torch.empty(0, device="cuda"), rows, features, groups, blocks):
         size = part.untyped_storage().nbytes()
         buffers.append(torch.full((size + GUARD,), MARK, dtype=torch.uint8, device="cuda"))
         results.append(buffers[-1][:size].view(part.dtype).as_strided(part.shape, part.stride()))
@@ -69,25 +69,25 @@ def bits(part: torch.Tensor) -> torch.Tensor:
     return part.contiguous().view(torch.uint8 if part.dtype == torch.float8_e4m3fn else torch.int32)
 
 
-def assert_matches(x, group_offsets=None, tokens=None, row_weights=None) -> None:
+def assert_matches(x, group_offsets=None, tokens=None) -> None:
     rows = x.shape[0] if tokens is None else tokens.shape[0]
     groups = 1 if group_offsets is None else group_offsets.shape[0] - 1
-    results, buffers = marked_results(rows, x.shape[1], groups)
-    transpose.launch(x, group_offsets, tokens, row_weights, results)
-    expected = reference.quantize_with_transpose(x, group_offsets, tokens, row_weights)
-    assert torch.equal(results[4], expected[4])
-    used = used_parts(results, group_offsets, rows)
-    for got, want, mask in zip(results, expected, used, strict=False):
-        assert got.shape == want.shape and (want.numel() == want.shape[-1] or got.stride() == want.stride())
-        assert torch.equal(bits(got)[mask], bits(want)[mask])
-    assert_only_written(results, buffers, used)
-    if row_weights is None:
-        alone, buffers = marked_results(rows, x.shape[1], groups)
-        transpose.launch_columns(x, group_offsets, tokens, alone[2:])
-        used = [torch.zeros_like(mask) for mask in used[:2]] + used[2:]
-        for got, want, mask in zip(alone[2:], results[2:], [*used[2:], ...], strict=True):
+    for blocks in (False, True):
+        results, buffers = marked_results(rows, x.shape[1], groups, blocks)
+        transpose.launch(x, group_offsets, tokens, blocks, results)
+        expected = reference.quantize_with_transpose(x, group_offsets, tokens, blocks)
+        assert torch.equal(results[4], expected[4])
+        used = used_parts(results, group_offsets, rows)
+        for got, want, mask in zip(results, expected, used, strict=False):
+            assert got.shape == want.shape and (want.numel() == want.shape[-1] or got.stride() == want.stride())
             assert torch.equal(bits(got)[mask], bits(want)[mask])
-        assert_only_written(alone, buffers, used)
+        assert_only_written(results, buffers, used)
+    alone, buffers = marked_results(rows, x.shape[1], groups, True)
+    transpose.launch_columns(x, group_offsets, tokens, alone[2:])
+    used = [torch.zeros_like(mask) for mask in used[:2]] + used[2:]
+    for got, want, mask in zip(alone[2:], results[2:], [*used[2:], ...], strict=True):
+        assert torch.equal(bits(got)[mask], bits(want)[mask])
+    assert_only_written(alone, buffers, used)
 
 
 def assert_only_written(results: tuple, buffers: list[torch.Tensor], used: list[torch.Tensor]) -> None:
@@ -108,9 +108,7 @@ def assert_only_written(results: tuple, buffers: list[torch.Tensor], used: list[
 def test_groups_and_sizes(offsets, rows, dtype):
     groups = offsets_of(offsets)
     for features in FEATURES:
-        x = random(rows, features, dtype=dtype)
-        assert_matches(x, groups)
-        assert_matches(x, groups, row_weights=random(rows, dtype=torch.float32))
+        assert_matches(random(rows, features, dtype=dtype), groups)
 
 
 @pytest.mark.parametrize("offsets,rows", GROUPS)
@@ -119,12 +117,8 @@ def test_tokens(offsets, rows, dtype):
     tokens = torch.randint(-3, 53, (rows,), dtype=torch.int32, device="cuda")
     tokens[: rows // 20] = torch.iinfo(torch.int32).min
     tokens[rows // 20 : rows // 10] = torch.iinfo(torch.int32).max
-    weights = random(rows, dtype=torch.float32)
-    weights[tokens < 0] = math.nan
     for features in (8, 200, 1040):
-        x = random(50, features, dtype=dtype)
-        assert_matches(x, offsets_of(offsets), tokens)
-        assert_matches(x, offsets_of(offsets), tokens, weights)
+        assert_matches(random(50, features, dtype=dtype), offsets_of(offsets), tokens)
     assert_matches(random(0, 136, dtype=dtype), offsets_of(offsets), tokens)
 
 
@@ -132,9 +126,8 @@ def test_equals_the_reference_on_the_cpu():
     x, groups = random(300, 200), offsets_of((0, 5, 5, 140, 290))
     x[3, 5], x[4, 130], x[5], x[150] = math.nan, -math.inf, 0.0, torch.finfo(torch.bfloat16).max
     tokens = torch.randint(0, 300, (300,), dtype=torch.int32, device="cuda")
-    weights = random(300, dtype=torch.float32)
-    t = quantize_with_transpose(x, groups, tokens=tokens, row_weights=weights)
-    expected = quantize_with_transpose(x.cpu(), groups.cpu(), tokens=tokens.cpu(), row_weights=weights.cpu())
+    t = quantize_with_transpose(x, groups, tokens=tokens)
+    expected = quantize_with_transpose(x.cpu(), groups.cpu(), tokens=tokens.cpu())
     end = int(expected.offsets[-1])
     assert torch.equal(t.offsets.cpu(), expected.offsets)
     for got, want in zip(t.rows, expected.rows, strict=True):
@@ -161,10 +154,6 @@ def test_values(dtype):
     x[5], x[7], x[:, 9] = 0.0, largest, 0.0
     x[8] *= 1e-6
     groups = offsets_of((0, 7, 290))
-    for weight in (1.0, -1.0, 0.0, 1e-20, 1e30, math.inf, math.nan):
-        weights = torch.full((300,), 0.5, device="cuda")
-        weights[:20] = weight
-        assert_matches(x, groups, row_weights=weights)
     assert_matches(x, groups)
     for fill in (0.0, -0.0, largest, math.nan, math.inf, -math.inf):
         assert_matches(torch.full((130, 136), fill, dtype=dtype, device="cuda"))
@@ -176,14 +165,13 @@ def test_every_bit_pattern_of_16_bits():
         x = patterns.view(dtype).view(-1, 128)
         assert_matches(x)
         assert_matches(x.t().contiguous())
-        assert_matches(x, row_weights=random(x.shape[0], dtype=torch.float32))
 
 
 @pytest.mark.parametrize("offsets", NONSENSE)
 def test_offsets_that_mean_nothing(offsets):
     assert_matches(random(300, 200), offsets_of(offsets))
     tokens = torch.randint(-1, 20, (300,), dtype=torch.int32, device="cuda")
-    assert_matches(random(20, 200), offsets_of(offsets), tokens, random(300, dtype=torch.float32))
+    assert_matches(random(20, 200), offsets_of(offsets), tokens)
 
 
 @pytest.mark.parametrize("groups", [31, 32, 33, 255, 256, 257, 1000, 1024])
@@ -208,8 +196,7 @@ def test_empty(rows, features, tokens):
 
 @pytest.mark.parametrize("strip", [1, 3, 100])
 def test_order_of_tiles_does_not_matter(strip, monkeypatch):
-    monkeypatch.setattr(transpose, "STRIP", strip)
-    monkeypatch.setattr(transpose, "_GATHER_STRIP", strip)
+    monkeypatch.setattr(transpose, "strip_width", lambda *sizes: strip)
     groups = offsets_of((0, 130, 500))
     assert_matches(random(500, 1040), groups)
     assert_matches(random(50, 1040), groups, torch.randint(0, 50, (500,), dtype=torch.int32, device="cuda"))

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8moe import hf
 from fp8moe.decode import GraphDecoder
+from fp8moe.hf import replaced, versions
 from fp8moe.hf import routing as module
-from fp8moe.hf import versions
 from fp8moe.hf.fused import feed_forward
 from fp8moe.layers import GroupedExperts, master
 from tests.errors import relative_error
@@ -211,10 +211,10 @@ def gradients(model, batches, checkpointed=None, order=(1, 0)):
         buffer.copy_(routing)
         with hf.replay_routing(model, buffer):
             losses.append(logits_of(model, input_ids=ids).float().square().mean())
-    assert not module._held
+    assert not replaced._held
     for index in order:
         losses[index].backward()
-    assert not module._held
+    assert not replaced._held
     return [value.grad for value in model.parameters()]
 
 
@@ -352,7 +352,7 @@ def test_wrong_routing_is_refused_before_a_layer_runs(routing, error, message):
     with pytest.raises(error, match=message), hf.replay_routing(model, routing):
         model(IDS)
     assert not ran
-    assert not module._held
+    assert not replaced._held
     logits_of(model)
 
 
@@ -402,7 +402,7 @@ def test_a_layer_that_runs_twice_is_an_error():
     model.model.layers[1] = model.model.layers[0]
     with pytest.raises(RuntimeError, match=r"has run the router layers.0.mlp.gate twice"), hf.record_routing(model):
         model(IDS)
-    assert not module._held
+    assert not replaced._held
 
 
 # Blocks in one another, one after the other, and in other threads.
@@ -433,8 +433,22 @@ def test_blocks():
         thread.start()
         thread.join()
         assert torch.equal(found[0], plain)
-    assert not module._held
+    assert not replaced._held
     assert before == {name: dict(vars(each)) for name, each in model.named_modules()}
+
+
+@torch.no_grad()
+def test_a_copy_made_in_a_block():
+    model = qwen()
+    with hf.record_routing(model) as recorded:
+        plain = logits_of(model)
+    routing = others(recorded.routing, model)
+    with hf.replay_routing(model, routing):
+        expected, copied = logits_of(model), copy.deepcopy(model)
+    assert torch.equal(logits_of(copied), plain)
+    with hf.replay_routing(copied, routing):
+        assert torch.equal(logits_of(copied), expected)
+    assert torch.equal(logits_of(copied), plain)
 
 
 # Models as they are used.

@@ -206,5 +206,5 @@ def test_decoders():
     with fp8moe.batch_invariant():
         with pytest.raises(RuntimeError, match="made outside of fp8moe.batch_invariant"):
             decoder.generate(torch.tensor([[2, 3, 5]]), max_new_tokens=1)
-        with pytest.raises(ValueError, match="MixtralForCausalLM cannot be batch invariant.*sdpa: on a GPU only"):
+        with pytest.raises(ValueError, match="MixtralForCausalLM cannot be batch invariant.*sdpa: .*torch.float32"):
             GraphDecoder(model, max_length=32)

@@ -9,14 +9,21 @@ from hypothesis import strategies as st
 from fp8moe.kernels.activation import FUNCTIONS, Activation
 from fp8moe.kernels.gemm import api, launch
 from fp8moe.kernels.gemm import checks as grouped_checks
-from fp8moe.kernels.gemm.api import gemm, grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu, grouped_rows
+from fp8moe.kernels.gemm.api import (
+    gemm,
+    grouped_gemm,
+    grouped_gemm_masked,
+    grouped_gemm_swiglu,
+    grouped_gemm_swiglu_keeping,
+    grouped_rows,
+)
 from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.runtime import operator
 from fp8moe.runtime.checks import aligned
-from tests.errors import error_in_its_dtype
+from tests.errors import error_in_its_dtype, relative_error
 from tests.gemm_cases import activations, check_groups, gate_up_weights, int32, offsets, random_bytes, weights
 
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
@@ -192,6 +199,23 @@ def test_swiglu(size, activation):
         assert codes.abs().max() <= 1 and (codes != 0).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("activation", [Activation(), Activation(limit=2.0, alpha=1.702)], ids=["plain", "alpha"])
+@pytest.mark.parametrize("size", [16, 128, 208])
+def test_swiglu_keeping_gate_and_up(size, activation):
+    """What a product of both projections, rounded, and the quantizer of its SwiGLU, rounded, make."""
+    a, gate_up = activations(12, 144), gate_up_weights(3, size, 144)
+    a.scale.mul_(0.02)
+    out, projected = grouped_gemm_swiglu_keeping(a, gate_up, int32([1, 5, 5, 11]), activation=activation)
+    assert projected.dtype == torch.bfloat16 and projected.shape == (12, 2 * size)
+    weights = dequantize(FP8Tensor(gate_up.data.unflatten(1, (2, size)), gate_up.scale.unflatten(1, (2, -1))))
+    for expert, rows in ((0, slice(1, 5)), (2, slice(5, 11))):
+        exact = dequantize(a)[rows] @ weights[expert].flatten(0, 1).T
+        assert relative_error(projected[rows], exact) <= 4e-3
+    h = quantize_1x128(activation(projected[1:11].float()).bfloat16())
+    assert torch.equal(out.data[1:11].view(torch.uint8), h.data.view(torch.uint8))
+    assert torch.equal(out.scale[1:11], h.scale)
+
+
 def test_swiglu_of_the_masked_layout():
     a = activations(8, 144)
     gate_up = gate_up_weights(2, 48, 144)
@@ -287,7 +311,8 @@ def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
     _, first, *_ = plain[0]
     pairs = zip((*first[:4], first.groups), (*a, *b, groups), strict=True)
     assert all(value.data_ptr() == like.data_ptr() for value, like in pairs)
-    (epilogue, grouping), _, data, _, pitch = swiglu
+    (epilogue, grouping), _, data, _, pitch, *kept = swiglu
+    assert kept == [0, 0]
     assert grouping == Grouping(5, max_m, (44, 4)) and epilogue == SwigluQuantize(activation)
     assert data.shape == (22, 16) and pitch == 24
 

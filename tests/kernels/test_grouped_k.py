@@ -11,7 +11,8 @@ from fp8moe.kernels.gemm.api import grouped_gemm_k
 from fp8moe.kernels.gemm.source import grouped_k_spec
 from fp8moe.kernels.gemm.tiles import GROUPED_K_TILES, choose_grouped_k
 from fp8moe.quant.formats import FP8Tensor
-from fp8moe.quant.quantize import quantize_128x1
+from fp8moe.quant.quantize import quantize_128x1, quantize_128x128
+from fp8moe.quant.transpose import quantize_with_transpose
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT
 from tests import gemm_cases
 from tests.errors import refused, relative_error
@@ -24,10 +25,10 @@ TOLERANCE = 3e-4
 offsets = partial(gemm_cases.offsets, unit=128)
 
 
-def operand(rows, k, seed):
+def operand(rows, k, seed, blocks=False):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(k, rows, generator=generator) * torch.rand(k, 1, generator=generator).mul(4).exp()
-    return quantize_128x1(x)
+    return quantize_128x128(x.t()) if blocks else quantize_128x1(x)
 
 
 @given(
@@ -35,11 +36,12 @@ def operand(rows, k, seed):
     start=st.integers(0, 2),
     rest=st.integers(0, 2),
     m=st.integers(1, 40),
-    n=st.integers(1, 8).map(lambda i: 8 * i),
+    n=st.integers(1, 18).map(lambda i: 8 * i),
+    of_blocks=st.booleans(),
 )
-def test_products_of_each_group(blocks, start, rest, m, n):
+def test_products_of_each_group(blocks, start, rest, m, n, of_blocks):
     k = 128 * (start + sum(blocks) + rest)
-    a, b, group_offsets = operand(m, k, 0), operand(n, k, 1), offsets(blocks, start)
+    a, b, group_offsets = operand(m, k, 0), operand(n, k, 1, of_blocks), offsets(blocks, start)
     out = grouped_gemm_k(a, b, group_offsets)
     exact = exact_along_k(a, b, group_offsets)
     assert out.shape == (len(blocks), m, n) and out.dtype == torch.float32
@@ -85,6 +87,16 @@ def test_one_group_is_the_weight_gradient_of_a_linear_layer():
     assert relative_error(gradient, grad.double().T @ x.double()) <= 6e-2
 
 
+def test_values_that_are_not_finite_stay_in_their_row_and_column():
+    grad, x = torch.randn(256, 16), torch.randn(256, 136)
+    grad[3, 5], x[140, 130], x[200, 7] = float("nan"), float("inf"), float("nan")
+    a, (_, b, group_offsets) = quantize_128x1(grad), quantize_with_transpose(x, blocks=True)
+    bad = ~grouped_gemm_k(a, b, group_offsets)[0].isfinite()
+    expected = torch.zeros(16, 136, dtype=torch.bool)
+    expected[5], expected[:, 130], expected[:, 7] = True, True, True
+    assert torch.equal(bad, expected)
+
+
 def test_offsets_that_mean_nothing():
     a, b = operand(8, 256, 0), operand(8, 256, 1)
     out = grouped_gemm_k(a, b, int32([-128, 128, 0, 9999 * 128]))
@@ -117,7 +129,8 @@ BAD = {
     ),
     "N must be a multiple of 8": dict(b=FP8Tensor(B.data[:12], B.scale[:12])),
     "a.scale: expected shape": dict(a=FP8Tensor(A.data, A.scale[:, :1])),
-    "b.scale: expected shape": dict(b=FP8Tensor(B.data, B.scale[:8])),
+    r"b.scale: expected shape \(1, 2\)": dict(b=FP8Tensor(B.data, B.scale[:8])),
+    r"b.scale: expected shape \(16, 2\)": dict(b=FP8Tensor(B.data, B.scale[:, :1])),
     r"group_offsets: expected shape \(E \+ 1,\)": dict(group_offsets=OFFSETS[None]),
     "group_offsets: expected multiples of 128, got group 0 at 0:100": dict(group_offsets=int32([0, 100, 256])),
     "accumulate: expected out": dict(accumulate=True),
@@ -154,17 +167,20 @@ def test_there_is_no_backward():
 
 
 @pytest.mark.parametrize(
-    ("groups", "m", "n", "tile"),
+    ("groups", "m", "n", "tile", "block_scales"),
     [
-        (4, 4096, 7168, (256, 96)),
-        (16, 7168, 2048, (256, 96)),
-        (1, 4096, 7168, (256, 112)),
-        (1, 512, 512, (128, 96)),
-        (1, 8, 8, (128, 96)),
+        (4, 4096, 7168, (256, 96), False),
+        (16, 7168, 2048, (256, 96), False),
+        (1, 4096, 7168, (256, 112), False),
+        (1, 512, 512, (128, 96), False),
+        (1, 8, 8, (128, 96), False),
+        (32, 4096, 7168, (256, 128), True),
+        (128, 1536, 2048, (256, 128), True),
+        (1, 512, 512, (128, 128), True),
     ],
 )
-def test_choice(groups, m, n, tile):
-    chosen = choose_grouped_k(groups, m, n, 132)
+def test_choice(groups, m, n, tile, block_scales):
+    chosen = choose_grouped_k(groups, m, n, 132, block_scales)
     assert (chosen.block_m, chosen.block_n) == tile
 
 

@@ -146,6 +146,7 @@ def variants(swiglu: bool, packed: str | None = None) -> list[tuple[TileConfig, 
 
 STORE, SWIGLU = PlainStore(torch.bfloat16), SwigluQuantize(Activation())
 LOW_RANK, CLAMPED = AddLowRank(torch.bfloat16, rank=64), SwigluQuantize(Activation(limit=7.0, alpha=1.7))
+KEEPING = SwigluQuantize(Activation(limit=7.0, alpha=1.7), keeps=True)
 PEER_STORES = [PeerStore(torch.bfloat16, 8, 100, True), PeerStore(torch.float32, 2, 100, False)]
 
 
@@ -155,7 +156,16 @@ def test_every_variant_keeps_to_its_registers(epilogue):
     assert not faults(variants(epilogue.gated), epilogue)
 
 
-@pytest.mark.parametrize("epilogue", [STORE, SWIGLU, SwigluQuantize(Activation(limit=7.0))], ids=str)
+def test_every_variant_that_keeps_gate_and_up_keeps_to_its_registers():
+    for config, (memory, complaints, static, registers) in faults(variants(True), KEEPING).items():
+        # Two values that only the ends of a tile need, of three blocks that share an SM.
+        assert config.blocks_per_sm == 3 and max(memory) <= 8, (config, memory)
+        assert not complaints and not static and registers == 56, (config, complaints, static, registers)
+
+
+@pytest.mark.parametrize(
+    "epilogue", [STORE, SWIGLU, SwigluQuantize(Activation(), True), SwigluQuantize(Activation(limit=7.0))], ids=str
+)
 def test_the_largest_tiles_keep_to_their_registers(epilogue):
     assert not faults(largest(variants(epilogue.gated)), epilogue)
 

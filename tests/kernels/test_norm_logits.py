@@ -32,7 +32,8 @@ def test_is_the_two_operations(dtypes, tokens, experts, hidden):
     x, norm_weight, weight, residual = operands(tokens, experts, hidden, dtype)
     for quantized in (False, True):
         options = {"residual": residual, "quantized": quantized}
-        normed, logits = norm_logits(x, norm_weight, EPS, weight, **options, dtype=out_dtype)
+        bias = random(experts, dtype=dtype, spread=1.0, seed=4) if quantized else None
+        normed, logits = norm_logits(x, norm_weight, EPS, weight, bias=bias, **options, dtype=out_dtype)
         expected = rms_norm(x, norm_weight, EPS, **options)
         assert torch.equal(normed.sum, expected.sum) and torch.equal(normed.values, expected.values)
         if quantized:
@@ -41,9 +42,10 @@ def test_is_the_two_operations(dtypes, tokens, experts, hidden):
         else:
             assert normed.quantized is None
         assert logits.dtype is out_dtype
-        assert torch.equal(logits, router_logits(expected.values, weight, dtype=out_dtype))
+        assert torch.equal(logits, router_logits(expected.values, weight, bias=bias, dtype=out_dtype))
         limit = 1e-6 if out_dtype is torch.float32 else 1e-3
-        assert error_in_its_dtype(logits, normed.values.double() @ weight.double().t()) < limit
+        product = normed.values.double() @ weight.double().t() + (0 if bias is None else bias.double())
+        assert error_in_its_dtype(logits, product) < limit
 
 
 def test_errors():

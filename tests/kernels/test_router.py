@@ -45,10 +45,12 @@ LOGITS = (
 def test_logits(dtypes, tokens, experts, hidden):
     dtype, out_dtype = dtypes
     x, weight = torch.randn(tokens, hidden).to(dtype), torch.randn(experts, hidden).to(dtype)
-    logits = router_logits(x, weight, dtype=out_dtype)
-    assert logits.dtype is out_dtype and logits.shape == (tokens, experts)
-    limit = 1e-6 if out_dtype is torch.float32 else 1e-3
-    assert error_in_its_dtype(logits, x.double() @ weight.double().t()) < limit
+    for bias in (None, torch.randn(experts).to(dtype)):
+        logits = router_logits(x, weight, bias=bias, dtype=out_dtype)
+        assert logits.dtype is out_dtype and logits.shape == (tokens, experts)
+        limit = 1e-6 if out_dtype is torch.float32 else 1e-3
+        expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+        assert error_in_its_dtype(logits, expected) < limit
 
 
 # ---- route ----
@@ -229,6 +231,8 @@ def test_errors_of_logits():
         refused(ValueError, r"^weight: expected shape \(E, 16\), got", router_logits, x, wrong, dtype=torch.float32)
     with pytest.raises(TypeError, match="^dtype: expected bfloat16, float16 or float32, got torch.float64"):
         router_logits(x, weight, dtype=torch.float64)
+    for bias in (weight[0, :3], weight[0].bfloat16()):
+        refused((TypeError, ValueError), "^bias: expected", router_logits, x, weight, bias=bias, dtype=torch.float32)
 
 
 def test_errors_of_route():

@@ -332,5 +332,5 @@ def test_nothing_is_recorded_for_autograd():
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_every_variant_compiles_without_spills(dtype, vector):
     report = without_spills(reference.kernel_spec(dtype, vector))
-    # Two thread blocks on an SM.
-    assert report.registers <= 64 and report.static_smem <= 48 << 10
+    # Two thread blocks on an SM, or one for rows that do not begin at multiples of 16 bytes.
+    assert report.registers <= (64 if vector else 128) and report.static_smem <= 48 << 10

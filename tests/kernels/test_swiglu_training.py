@@ -64,19 +64,19 @@ def test_forward_is_the_quantized_activation(activation):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_backward_quantizes_the_activation_of_the_forward_by_columns(activation):
-    """Whatever the gradient is and the weights of rows are."""
+def test_the_backward_quantizes_the_weighted_activation_by_columns(activation):
+    """Whatever the gradient is. Where weights are powers of two, it has the digits of the forward's activation."""
     gate_up, grad, row_weights = operands(300, 256)
-    offsets = offsets_of(0, 10, 10, 290)
-    expected = quantize_with_transpose(
-        swiglu_quantize(gate_up, offsets, activation=activation, beside=Beside.VALUES).values, offsets
-    )
+    offsets, options = offsets_of(0, 10, 10, 290), {"activation": activation}
+    values = swiglu_quantize(gate_up, offsets, **options, beside=Beside.VALUES).values
+    powers = 2.0 ** torch.randint(-5, 5, (300,))
     for change in (1.0, math.nan):
-        t = swiglu_backward_quantize(
-            gate_up, grad * change, row_weights * change, offsets, activation=activation, beside=Beside.COLUMNS
-        )
-        assert_same(t.h_columns, expected.columns)
-        assert torch.equal(t.offsets, expected.offsets)
+        for weights in (powers, row_weights):
+            t = swiglu_backward_quantize(gate_up, grad * change, weights, offsets, **options, beside=Beside.COLUMNS)
+            weighted = weights[:, None] * (values if weights is powers else activation(gate_up.float()))
+            expected = quantize_with_transpose(weighted.bfloat16(), offsets, blocks=True)
+            assert_same(t.h_columns, expected.columns)
+            assert torch.equal(t.offsets, expected.offsets)
 
 
 @pytest.mark.parametrize("rows", [1, 130])

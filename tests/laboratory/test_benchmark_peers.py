@@ -118,7 +118,10 @@ def test_a_layer_in_four_bits_beside_fp8(monkeypatch):
     monkeypatch.setitem(peers.FOUR_BITS, "small", Model(256, 128, 16, 2))
     monkeypatch.setattr(adapters, "installed", lambda name: False)
     row = peers.measure_four_bits("small", 5, device="cpu")
-    assert row == {"us": {"fp8moe": 1.0, "mxfp4": 2.0, "nvfp4": 3.0}, "difference": {}, "failed": {}}
+    kernels, experts_in_use = row.pop("kernels"), row.pop("experts_in_use")
+    assert [name for name, *_ in kernels] == ["sort_by_expert", "gemm", "gemm", "combine"] and experts_in_use == 9
+    times = {"fp8moe": 1.0, "mxfp4": 2.0, "nvfp4": 3.0, "gemms_in_mxfp4": 8.0}
+    assert row == {"us": times, "difference": {}, "failed": {}}
     inputs = torch.randn(5, 256), torch.arange(10).view(5, 2), torch.ones(5, 2)
     results = []
     for form in ("mxfp4", "nvfp4"):
@@ -126,11 +129,43 @@ def test_a_layer_in_four_bits_beside_fp8(monkeypatch):
         results.append(layer(*inputs))
         assert torch.equal(results[-1], experts(*inputs, up, down)) and form == up.format
     assert 0 < relative_error(*results) < 0.5  # the same weights before they were quantized
+    row |= {"experts_in_use": 50}
     rows = [{"what": "four_bits", "model": model, "tokens": 8, **row} for model in ("qwen3_30b", "gpt_oss_20b")]
-    made = tables.four_bits({"rows": rows})
+    made = tables.four_bits({"rows": rows, "copy_tbps": 4.0})
+    least = 50 * 3 * 2048 * 768 * 0.53125 / 4e6  # microseconds for the weights alone
+    (shown,) = (float(line.split("|")[2]) for line in made.splitlines() if "Qwen3-30B-A3B: least time" in line)
+    assert least / 8 < shown < 1.05 * least / 8
     assert "GPT-OSS-20b: our layer in FP8 | 0.50" in made and "GPT-OSS-20b: ours in NVFP4 | 1.50" in made
     rows[0]["us"] = rows[1]["us"] = {"fp8moe": 1.0, "mxfp4": 2.0}
-    assert "NVFP4" not in tables.four_bits({"rows": rows})
+    assert "NVFP4" not in tables.four_bits({"rows": rows, "copy_tbps": 4.0})
+
+
+def plain_sonic(self, x, index, weights):
+    """The experts of SonicMoE's weights, whose rows of gate and up take turns."""
+    out = 0
+    for slot, chosen in enumerate(index.T):
+        projected = torch.einsum("th,tnh->tn", x, self.gate_up_proj[chosen])
+        h = torch.nn.functional.silu(projected[:, ::2]) * projected[:, 1::2]
+        y = torch.einsum("ti,thi->th", h, self.down_proj[chosen])
+        out = out + weights[:, slot, None].to(y.dtype) * y
+    return out
+
+
+def test_training_beside_sonic(monkeypatch):
+    monkeypatch.setitem(peers.training.PROFILED, "tiny", (Model(64, 32, 4, 2), (24,)))
+    monkeypatch.setattr(adapters, "installed", lambda name: name == "sonicmoe")
+    monkeypatch.setattr(adapters.SonicExperts, "forward", plain_sonic)
+    monkeypatch.setattr(peers.training, "measure_memory", lambda of: peers.training.Memory(len(of.leaves), 9, 1))
+    row = peers.measure_training("tiny", 24, device="cpu")
+    assert not row["failed"] and row["kept_bytes"] == {"fp8moe": 4, "sonic": 4} and row["peak_bytes"]["sonic"] == 9
+    assert row["error"]["sonic"] < 0.01 < row["error"]["fp8moe"] < 0.1
+    # fp8moe_forward, fp8moe, sonic_forward, sonic, quantizing: 1 to 5
+    assert row["us"] == {
+        **{"fp8moe_forward": 1, "fp8moe": 2, "sonic_forward": 3, "sonic": 4},
+        **{"fp8moe_shared": 2 - 3 / 4 * 5, "fp8moe_shared_forward": 1 - 3 / 4 * 5},
+    }
+    shown = tables.beside_sonic({"rows": [{"what": "training", "model": "olmoe", "tokens": 24, **row}]})
+    assert "OLMoE, 24 tokens" in shown and "| forward: time of SonicMoE / ours | 3.00 |" in shown
 
 
 def test_a_wrong_or_broken_peer_is_named_and_not_timed(monkeypatch):

@@ -33,7 +33,7 @@ TINY = [
     Case("sort_by_expert", ROUTING),
     *(Case(op, {"hidden": 32, **ROUTING}) for op in ("permute_quantize", "combine")),
     Case("quantize_with_transpose", {"m": 130, "k": 70}),
-    Case("gather_with_transpose", {"hidden": 32, **ROUTING, "weighted": True}),
+    Case("gather_with_transpose", {"hidden": 32, **ROUTING}),
     *(
         Case(op, {"groups": 3, "mean_rows": 4, "intermediate": 128})
         for op in ("swiglu_quantize", "swiglu_backward_quantize")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+import tomllib
 import venv
 import zipfile
 from email import message_from_string
@@ -97,6 +98,15 @@ def test_the_metadata(wheel_files):
     assert "Typing :: Typed" in classifiers
     extras = set(metadata.get_all("Provides-Extra"))
     assert {"transformers", "peft"} <= extras
+
+
+def test_tests_compile_with_the_oldest_nvrtc():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    everywhere, tests = (
+        next(str(found.specifier) for found in map(Requirement, every) if found.name == "nvidia-cuda-nvrtc")
+        for every in (project["dependencies"], project["optional-dependencies"]["test"])
+    )
+    assert tests == everywhere.replace("*", "0.*")
 
 
 def test_the_version_is_in_one_place():

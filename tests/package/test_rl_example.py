@@ -41,6 +41,20 @@ def test_without_refit_the_two_models_part(monkeypatch):
     assert steps[0].apart < ROUNDING and steps[-1].apart > 5 * ROUNDING
 
 
+@pytest.mark.parametrize("level", loop.LEVELS)
+def test_levels(level, tmp_path, capsys):
+    file = tmp_path / "rl.json"
+    assert main(["--device", "cpu", "--steps", "5", f"--{level}", "--out", str(file)]) == 0
+    assert capsys.readouterr().out.startswith(f"seed 0 on the CPU, --{level}\n")
+    (found,) = json.loads(file.read_text()).items()
+    steps = found[1]["seeds"]["0"]
+    assert found[0] == f"the CPU, --{level}" and all(0.3 < reward < 0.7 for reward in steps["reward"])
+    if level == "on-policy":
+        assert set(steps["most_apart"]) == {0}
+    else:
+        assert all(0 < apart < ROUNDING for apart in steps["apart"]) and max(steps["most_apart"]) < 0.2
+
+
 def test_rewards_and_advantages():
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 2, 2, 2, 2, 2, 3]])
     assert loop.rewards_of(tokens).tolist() == pytest.approx([1, 1 / 6])
@@ -63,6 +77,7 @@ def test_recorded_runs_learn():
             assert len(steps["reward"]) >= 50 and last > first
             assert max(steps["apart"]) < ROUNDING
             apart, most = fmean(steps["apart"]), max(steps["most_apart"])
+            assert most == 0 or not device.endswith("--on-policy")
             assert f"| {device} | {seed} | {first:.3f} | {last:.3f} | {apart:.4f} | {most:.2f} |\n" in page
 
 

@@ -1,13 +1,13 @@
 // Quantizes a tile of 128 rows and 128 columns twice: along its rows, bit for bit like quantize_1x128.cu, and along its
 // columns, stored transposed; or, where ROWS is false, along its columns alone. In the transposed result each group of
-// rows is padded with zeros to a multiple of 128.
+// rows is padded with zeros to a multiple of 128. BLOCKS: the transposed result has one scale for the tile, from its
+// finite values; the others become NaN.
 //
 // A thread block of 8 warps keeps the tile in registers; a thread holds 8 rows of 8 columns. Half a warp covers all 128
 // columns of its rows, so loads and stores cover whole 32-byte sectors. Shared memory has two uses: to combine the
 // largest magnitudes, from which each thread computes the scale of one row or column, and to transpose the bytes.
 //
-// Compile-time constants: those of quantize.cuh with UE8M0 = 0 and of row_tiles.cuh; WEIGHTED (for the transposed
-// result, each row is multiplied by a weight).
+// Compile-time constants: those of quantize.cuh with UE8M0 = 0 and of row_tiles.cuh.
 #pragma once
 
 #include "quantize.cuh"
@@ -17,9 +17,9 @@ constexpr int ROW_LANES = 16;               // lanes that share the same 8 rows
 constexpr int SIDE = BLOCK / ROW_LANES;     // rows, and columns, of a thread
 constexpr int VECTORS = SIDE / PER_VECTOR;  // vectors of a thread in one row
 constexpr int STEP = ROW_LANES * PER_VECTOR;
-constexpr int HALF = SIDE / 2;                      // rows that are quantized or loaded together
-constexpr bool PAIRS = PER_WORD == 2 && !WEIGHTED;  // one word holds the magnitudes of two columns
-constexpr int CHUNK = 16;                           // bytes of a transposed row that one thread moves
+constexpr int HALF = SIDE / 2;         // rows that are quantized or loaded together
+constexpr bool PAIRS = PER_WORD == 2;  // one word holds the magnitudes of two columns
+constexpr int CHUNK = 16;              // bytes of a transposed row that one thread moves
 constexpr int CHUNKS = BLOCK / CHUNK;
 static_assert(!UE8M0 && THREADS * SIDE * SIDE == BLOCK * BLOCK);
 
@@ -36,9 +36,9 @@ __device__ Transposed& transposed_tile() { return *reinterpret_cast<Transposed*>
 struct Shared {
   alignas(16) u32 column_amax[WARPS][PAIRS ? BLOCK / 2 : BLOCK];
   u32 row_amax[BLOCK];
-  Divisor<> columns[BLOCK];  // indexed by column_slot()
+  alignas(16) u32 block_amax[WARPS];  // raised, see input.cuh
+  Divisor<> columns[BLOCK];           // indexed by column_slot()
   Divisor<> rows[BLOCK];
-  float weights[BLOCK];
   RowTile tile;
 };
 
@@ -83,14 +83,11 @@ __device__ int column_slot(int column) {
   return c * ROW_LANES + column / PER_VECTOR % ROW_LANES;
 }
 
-// The larger of two column magnitudes, or of two pairs of them, packed in words.
-__device__ u32 larger(u32 a, u32 b) { return WEIGHTED ? max(a, b) : Input::larger(a, b); }
-
 // Finds the maxima of rows and columns in one pass: each magnitude is used for both at once, and is then no longer held
 // in a register.
-template <bool ROWS>
+template <bool ROWS, bool BLOCKS>
 __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& values) {
-  constexpr int WORDS = PAIRS ? SIDE / 2 : SIDE;
+  constexpr int WORDS = BLOCKS ? 1 : PAIRS ? SIDE / 2 : SIDE;
   u32 rows[SIDE], columns[WORDS] = {};
 #pragma unroll
   for (int r = 0; r < SIDE; ++r) {
@@ -99,12 +96,8 @@ __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& valu
     for (int i = 0; i < SIDE / PER_WORD; ++i) {
       const u32 word = Input::magnitude(values[r][i / 4].words[i % 4]);
       if constexpr (ROWS) row = Input::larger(row, word);
-      if constexpr (WEIGHTED) {
-#pragma unroll
-        for (int j = 0; j < PER_WORD; ++j) {
-          const float weighted = __fmul_rn(Input::value(Input::bits(word, j)), fabsf(s.weights[p.row + r]));
-          columns[i * PER_WORD + j] = max(columns[i * PER_WORD + j], __float_as_uint(weighted));
-        }
+      if constexpr (BLOCKS) {
+        columns[0] = Input::larger_raised(columns[0], Input::raised(word));
       } else {
         columns[i] = Input::larger(columns[i], word);
       }
@@ -115,8 +108,13 @@ __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& valu
     const u32 row = largest_of_rows(rows, p.lane);
     if (p.lane % 2 == 0) s.row_amax[p.row + p.column_group / 2] = row;
   }
+  if constexpr (BLOCKS) {
+    const u32 block = warp_reduce(columns[0], Input::larger_raised);
+    if (p.lane == 0) s.block_amax[p.warp] = block;
+    return;
+  }
 #pragma unroll
-  for (u32& word : columns) word = warp_reduce<WARP / ROW_LANES, ROW_LANES>(word, larger);
+  for (u32& word : columns) word = warp_reduce<WARP / ROW_LANES, ROW_LANES>(word, Input::larger);
   if (p.lane < ROW_LANES) {
 #pragma unroll
     for (int i = 0; i < WORDS; i += 4) {
@@ -126,18 +124,31 @@ __device__ void find_amax(Shared& s, const ThreadPosition& p, const Values& valu
   }
 }
 
-// Computes and stores all scales: half of the threads handle one column each, the other half one row each.
-template <bool ROWS>
+// Computes the scale of the whole tile, in every thread, and stores it. Returns the divisor of its values.
+__device__ Divisor<> make_block_scale(const Results& results, const Shared& s, i64 first_column) {
+  u32 word = 0;
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) word = Input::larger_raised(word, s.block_amax[w]);
+  const BlockScale<> scale(Input::value(Input::largest_lowered(word)));
+  if (threadIdx.x == 0) {
+    results.column_scale[s.tile.index * results.column_scale_pitch + first_column / BLOCK] = scale.value;
+  }
+  return scale.divisor;
+}
+
+// Computes and stores the scales of columns and rows: half of the threads handle one column each, the other half one
+// row each.
+template <bool ROWS, bool COLUMNS>
 __device__ void make_scales(const Results& results, Shared& s, i64 first_column) {
   const int t = threadIdx.x % BLOCK;
   const bool is_column = threadIdx.x < BLOCK;
-  if (!ROWS && !is_column) return;
+  if (is_column ? !COLUMNS : !ROWS) return;
   float amax;
   if (is_column) {
     u32 word = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) word = larger(word, s.column_amax[w][PAIRS ? t / 2 : t]);
-    amax = WEIGHTED ? __uint_as_float(word) : Input::value(Input::bits(word, PAIRS ? t % 2 : 0));
+    for (int w = 0; w < WARPS; ++w) word = Input::larger(word, s.column_amax[w][PAIRS ? t / 2 : t]);
+    amax = Input::value(Input::bits(word, PAIRS ? t % 2 : 0));
   } else {
     amax = Input::value(s.row_amax[t]);
   }
@@ -172,16 +183,14 @@ __device__ void store_row(u8* target, const u32 (&words)[2], int count) {
 // Quantizes each value by its row's and by its column's scale, two rows and two columns at a time. Values by row go to
 // global memory. Values by column go to shared memory, in pieces of 8 bytes of one column. To keep a warp's writes in
 // different banks, the pieces are permuted by column group, and the two halves of every second piece are swapped.
-template <bool ROWS>
+// block: the divisor of values by column, with BLOCKS.
+template <bool ROWS, bool BLOCKS>
 __device__ void quantize_values(const Results& results, const Shared& s, const ThreadPosition& p, i64 first_column,
-                                const Values& values) {
+                                const Values& values, Divisor<> block) {
   const auto value = [&](int r, int c) { return values[r][c / PER_VECTOR][c % PER_VECTOR]; };
   const int group = p.row / SIDE, swapped = group % 2;
   u8* const pieces = reinterpret_cast<u8*>(transposed_tile().chunks) + p.column(0) * BLOCK;
   u32* const piece = reinterpret_cast<u32*>(pieces + (group ^ p.column_group) * SIDE);
-  const int columns = inside(first_column, results.width, BLOCK) - p.column(0);
-  const int count = columns > 0 ? s.tile.count - p.row : 0;
-  u8* target = results.rows + i64{s.tile.first + p.row} * results.width + first_column + p.column(0);
 #pragma unroll
   for (int first = 0; first < SIDE; first += HALF) {
     Divisor<> divisors[HALF];
@@ -192,22 +201,17 @@ __device__ void quantize_values(const Results& results, const Shared& s, const T
     u32 row_words[HALF][2] = {};
 #pragma unroll
     for (int c = 0; c < SIDE; c += 2) {
-      const Divisor<> left = s.columns[c * ROW_LANES + p.column_group];
-      const Divisor<> right = s.columns[(c + 1) * ROW_LANES + p.column_group];
+      const Divisor<> left = BLOCKS ? block : s.columns[c * ROW_LANES + p.column_group];
+      const Divisor<> right = BLOCKS ? block : s.columns[(c + 1) * ROW_LANES + p.column_group];
       u32 left_word = 0, right_word = 0;
 #pragma unroll
       for (int i = 0; i < HALF; i += 2) {
         const int r = first + i;
-        float upper_left = value(r, c), upper_right = value(r, c + 1);
-        float lower_left = value(r + 1, c), lower_right = value(r + 1, c + 1);
+        const float upper_left = value(r, c), upper_right = value(r, c + 1);
+        const float lower_left = value(r + 1, c), lower_right = value(r + 1, c + 1);
         if constexpr (ROWS) {
           row_words[i][c / 4] |= divisors[i].quantize(upper_left, upper_right) << (c % 4 * 8);
           row_words[i + 1][c / 4] |= divisors[i + 1].quantize(lower_left, lower_right) << (c % 4 * 8);
-        }
-        if constexpr (WEIGHTED) {
-          const float upper_weight = s.weights[p.row + r], lower_weight = s.weights[p.row + r + 1];
-          upper_left = __fmul_rn(upper_left, upper_weight), upper_right = __fmul_rn(upper_right, upper_weight);
-          lower_left = __fmul_rn(lower_left, lower_weight), lower_right = __fmul_rn(lower_right, lower_weight);
         }
         left_word |= left.quantize(upper_left, lower_left) << (i * 8);
         right_word |= right.quantize(upper_right, lower_right) << (i * 8);
@@ -216,41 +220,50 @@ __device__ void quantize_values(const Results& results, const Shared& s, const T
       column[0] = left_word;
       column[BLOCK / 4] = right_word;
     }
+    if constexpr (ROWS) {
+      const int row = p.row + first, columns = inside(first_column, results.width, BLOCK) - p.column(0);
+      u8* target = results.rows + i64{s.tile.first + row} * results.width + first_column + p.column(0);
 #pragma unroll
-    for (int i = 0; i < HALF; ++i, target += results.width) {
-      if (ROWS && first + i < count) store_row(target, row_words[i], columns);
+      for (int i = 0; i < HALF; ++i, target += results.width) {
+        if (columns > 0 && row + i < s.tile.count) store_row(target, row_words[i], columns);
+      }
     }
     __syncwarp();  // keeps the compiler from merging the two passes, which would need more registers
   }
 }
 
 __device__ void store_columns(const Results& results, u32 row_tile, i64 first_column) {
+  constexpr int STEPS = THREADS / CHUNKS;  // columns that are stored together
   const i64 pitch = i64{results.row_tiles} * BLOCK;
+  const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
   const int columns = inside(first_column, results.width, BLOCK);
-  const int chunk = threadIdx.x % CHUNKS;
-  u8* target = results.columns + first_column * pitch + i64{row_tile} * BLOCK + chunk * CHUNK;
+  u8* target = results.columns + (first_column + first) * pitch + i64{row_tile} * BLOCK + chunk * CHUNK;
 #pragma unroll
-  for (int i = 0; i < BLOCK * CHUNKS / THREADS; ++i) {
-    const int column = i * (THREADS / CHUNKS) + threadIdx.x / CHUNKS;
+  for (int column = first; column < BLOCK; column += STEPS, target += STEPS * pitch) {
     const int group = column / PER_VECTOR % ROW_LANES;
     const Bytes16 v = load_16(&transposed_tile().chunks[column * CHUNKS + (chunk ^ group / 2)]);
     const auto& w = v.words;
-    if (column < columns) {
-      store_16(target + column * pitch, group % 2 ? Bytes16{w[2], w[3], w[1], w[0]} : Bytes16{w[0], w[1], w[3], w[2]});
-    }
+    const bool odd = group % 2;
+    const Bytes16 sorted = {odd ? w[2] : w[0], odd ? w[3] : w[1], odd ? w[1] : w[3], odd ? w[0] : w[2]};
+    if (column < columns) store_16(target, sorted);
   }
 }
 
-// Quantizes a tile along rows and columns and stores both results; without ROWS, along columns alone. `first_column`:
-// the tile's first column in the matrix.
-template <bool ROWS = true>
+// Quantizes a tile and stores the results. `first_column`: the tile's first column in the matrix. Calls meanwhile()
+// when the largest magnitudes have been found.
+template <bool ROWS, bool BLOCKS, typename Meanwhile>
 __device__ void quantize_tile(const Results& results, Shared& s, const ThreadPosition& p, i64 first_column,
-                              const Values& values) {
-  find_amax<ROWS>(s, p, values);
+                              const Values& values, const Meanwhile& meanwhile) {
+  find_amax<ROWS, BLOCKS>(s, p, values);
+  meanwhile();
   __syncthreads();
-  make_scales<ROWS>(results, s, first_column);
-  __syncthreads();
-  quantize_values<ROWS>(results, s, p, first_column, values);
+  Divisor<> block;
+  if constexpr (BLOCKS) block = make_block_scale(results, s, first_column);
+  if constexpr (ROWS || !BLOCKS) {
+    make_scales<ROWS, !BLOCKS>(results, s, first_column);
+    __syncthreads();
+  }
+  quantize_values<ROWS, BLOCKS>(results, s, p, first_column, values, block);
   __syncthreads();
   store_columns(results, s.tile.index, first_column);
 }

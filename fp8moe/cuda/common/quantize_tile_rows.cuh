@@ -6,9 +6,11 @@
 
 static_assert(VECTOR && VECTORS == 1);
 
-// Quantizes the rows of a tile and stores them. `first_column`: the tile's first column in the matrix.
+// Quantizes the rows of a tile and stores them. `first_column`: the tile's first column in the matrix. Calls
+// meanwhile() when the largest magnitudes have been found.
+template <typename Meanwhile>
 __device__ void quantize_rows(const Results& results, const RowTile& tile, const ThreadPosition& p, i64 first_column,
-                              const Values& values) {
+                              const Values& values, const Meanwhile& meanwhile) {
   u32 amax[SIDE];
 #pragma unroll
   for (int r = 0; r < SIDE; ++r) {
@@ -18,6 +20,7 @@ __device__ void quantize_rows(const Results& results, const RowTile& tile, const
     amax[r] = Input::largest(word);
   }
   const BlockScale<> scale(Input::value(largest_of_rows(amax, p.lane)));
+  meanwhile();
   const int scaled_row = p.row + p.column_group / 2;
   if (p.lane % 2 == 0 && scaled_row < tile.count) {
     results.row_scale[first_column / BLOCK * results.row_scale_pitch + tile.first + scaled_row] = scale.value;

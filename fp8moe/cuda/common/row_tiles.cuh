@@ -1,5 +1,5 @@
-// The tile of a thread block in a transposing quantizer: 128 rows of one group and 128 columns. Group sizes are known
-// only on the device.
+// The tiles of a thread block in a transposing quantizer: 128 rows of one group, and several times 128 columns. Group
+// sizes are known only on the device.
 //
 // Compile-time constants: BLOCK, WARPS (of a thread block), RESULTS_BYTES.
 #pragma once
@@ -14,12 +14,12 @@ struct Results {
   u8* rows;             // (num_rows, width), E4M3
   float* row_scale;     // (num_rows, ceil(width / 128)), columns `row_scale_pitch` apart
   u8* columns;          // (width, 128 * row_tiles), E4M3
-  float* column_scale;  // (width, row_tiles), columns `column_scale_pitch` apart
+  float* column_scale;  // (width, row_tiles), or of blocks (ceil(width / 128), row_tiles), `column_scale_pitch` apart
   int* offsets;         // (num_groups + 1), starts of the groups padded to whole tiles, or null
   const int* groups;    // (num_groups + 1), starts of the groups, or null: all rows are one group
   i64 width, row_scale_pitch, column_scale_pitch;
   u32 num_rows, num_groups;
-  u32 row_tiles, column_tiles, strip;  // thread blocks walk strips of `strip` column tiles, row tile by row tile
+  u32 row_tiles, column_tiles, strip;  // a thread block has `strip` column tiles
 };
 static_assert(sizeof(Results) == RESULTS_BYTES);
 
@@ -83,12 +83,18 @@ __device__ void find_rows(const Results& results, RowTile& tile, u32 index, bool
   __syncthreads();
 }
 
-// Returns the first column of this thread block's tile and writes its rows to `tile`. Grid: row_tiles * column_tiles.
-__device__ i64 find_tile(const Results& results, RowTile& tile) {
-  const u32 strip = blockIdx.x / (results.strip * results.row_tiles);
-  const u32 within = blockIdx.x - strip * results.strip * results.row_tiles;
-  const u32 strip_tiles = min(results.strip, results.column_tiles - strip * results.strip);
-  const u32 row_tile = within / strip_tiles;
-  find_rows(results, tile, row_tile, blockIdx.x == 0 && results.offsets);
-  return i64{strip * results.strip + within - row_tile * strip_tiles} * BLOCK;
+// The column tiles of a thread block: from `begin` to before `end`.
+struct Strip {
+  u32 begin, end;
+};
+
+// Returns this thread block's column tiles, in shared memory as registers are scarce, and writes their rows to `tile`.
+// Grid: (row_tiles, number of strips). Blocks take all rows of a strip before the next strip, so that rows that are
+// read repeatedly stay in L2.
+__device__ const Strip& find_strip(const Results& results, RowTile& tile) {
+  __shared__ Strip strip;
+  const u32 first = blockIdx.y * results.strip;
+  if (threadIdx.x == 0) strip = {first, min(first + results.strip, results.column_tiles)};
+  find_rows(results, tile, blockIdx.x, blockIdx.x == 0 && blockIdx.y == 0 && results.offsets);  // synchronizes
+  return strip;
 }

@@ -47,62 +47,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES);
 
-// q: row b has the query heads of sequence b. k, v: row b has the key and value heads of its new token. Rows are
-// *_stride elements apart. cos, sin (1 or batch, ROTATED); one_table: whether the first size is 1. q_weight, k_weight
-// (SIZE). Without NORM the weights are not read; without APPEND nothing of these but q is read. sinks (heads): float
-// if `float_sinks`, else Element; null: heads have no sinks. keys, values (batch, KEY_HEADS, length, SIZE).
-// The query of sequence b sees columns begin[b] to columns[b] of the cache, at most the last `window` of them.
-// columns[b] is the column of the new token; if it is outside [0, length), the token is not stored. out (batch, heads *
-// SIZE); data, scale: out quantized as by quantize_1x128.cu. out may be null, and so may data with scale.
-struct Arguments {
-  const Element *q, *k, *v;
-  const Element *cos, *sin;
-  const Element *q_weight, *k_weight;
-  const void* sinks;
-  Element *keys, *values;
-  const i64 *begin, *columns;
-  Element* out;
-  u8* data;
-  float* scale;
-  i64 q_stride, k_stride, v_stride, length, window, scale_pitch;
-  u32 one_table, early, float_sinks;
-  float eps, score_scale;
-};
-static_assert(sizeof(Arguments) == ARGUMENTS_BYTES);
-
-// The offset of a 16-byte chunk in a row of shared memory. Swizzled by row, so that 8 rows of one column are in
-// different banks.
-__device__ __forceinline__ int swizzled(int row, int chunk) { return (chunk ^ row % 8) * 16; }
-
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
-
-// e^(x - largest), where x and `largest` are already multiplied by LOG2_E; 0 if x is minus infinity.
-__device__ __forceinline__ float power(float x, float largest) {
-  return x == minus_infinity() ? 0.0f : exp2f(x - largest);
-}
-
-// The sink of a query head times LOG2_E, comparable to scaled scores; minus infinity if heads have no sinks.
-__device__ __forceinline__ float scaled_sink(const Arguments& a, int head) {
-  if (!a.sinks) return minus_infinity();
-  const float sink = a.float_sinks ? static_cast<const float*>(a.sinks)[head]
-                                   : Input::value(static_cast<const Element*>(a.sinks)[head]);
-  return sink * LOG2_E;
-}
-
-// The keys that a sequence's query sees: columns `first` to `first` + `count` - 1 of the cache.
-struct Keys {
-  i64 first;
-  int count;
-  bool appends;  // the last key is the new token's, which this kernel stores
-
-  __device__ Keys(const Arguments& a, int sequence) {
-    const i64 column = a.columns[sequence], begin = a.begin[sequence];
-    first = max(begin, column - a.window + 1);
-    const i64 end = min(column + 1, a.length);
-    count = static_cast<int>(max(end - first, i64{0}));
-    appends = APPEND && count > 0 && column < a.length;
-  }
-};
+#include "decode_attention.cuh"
 
 // A sum of values with weights e^(score - largest), four columns of it; `total` is the sum of the weights.
 struct Sum {
@@ -153,62 +98,7 @@ __device__ __forceinline__ void load_tile(u8 (&stage)[2][TILE][PITCH], const Ele
   }
 }
 
-// Norm and rotation of a thread block's heads. HEAD_LANES threads handle one head at a time.
-struct Heads {
-  static constexpr int AT_ONCE = THREADS / HEAD_LANES;
-  static constexpr int TURNS = ceil_div(MAX_ROWS + 2 * APPEND, AT_ONCE);
-
-  Values cos, sin, q_weight, k_weight;
-  u32 lane = threadIdx.x % HEAD_LANES;
-  int offset = static_cast<int>(lane) * PER_LANE;
-  bool holds = offset < SIZE;
-
-  __device__ __forceinline__ Heads(const Arguments& a, int sequence) {
-    const i64 table = (a.one_table ? 0 : i64{sequence} * ROTATED) + offset;
-    cos = Values::load(a.cos + table, APPEND && lane < 2 * HALF_LANES);
-    sin = Values::load(a.sin + table, APPEND && lane < 2 * HALF_LANES);
-    q_weight = Values::load(a.q_weight + offset, NORM && holds);
-    k_weight = Values::load(a.k_weight + offset, NORM && holds);
-  }
-
-  // Normalizes and rotates the queries and the new key, and puts them and the new value in shared memory. stores: also
-  // stores the new key and value to the cache; set in one block.
-  __device__ __forceinline__ void prepare(Shared& s, const Arguments& a, int sequence, int key_head, int first_row,
-                                          int rows, const Keys& seen, bool stores) const {
-    // Row i < rows is query head i; the two rows after are the key and the value.
-    Values loaded[TURNS];
-#pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
-      const int row = turn * AT_ONCE + static_cast<int>(threadIdx.x) / HEAD_LANES;
-      const Element* source = a.q + sequence * a.q_stride + (key_head * GROUP + first_row + row) * SIZE;
-      if (row == rows) source = a.k + sequence * a.k_stride + key_head * SIZE;
-      if (row == rows + 1) source = a.v + sequence * a.v_stride + key_head * SIZE;
-      loaded[turn] = Values::load(source + offset, row < rows + 2 * APPEND && holds);
-    }
-#pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
-      const int row = turn * AT_ONCE + static_cast<int>(threadIdx.x) / HEAD_LANES;
-      const bool is_key = row == rows, is_value = row == rows + 1;
-      Values x = loaded[turn];
-      if constexpr (APPEND) {
-        Values turned = x;
-        if constexpr (NORM) turned = normalized(turned, is_key ? Values(k_weight) : Values(q_weight), a.eps);
-        turned = rotated(turned, cos, sin, lane);
-        if (!is_value) x = turned;
-      }
-      // Lanes past the end of the head hold zeros, which pad the last step of mma.
-      if (row >= rows + 2 * APPEND || lane >= CHUNKS) continue;
-      if (row < rows) {
-        store_16(&s.query[row][swizzled(row, lane)], x.vectors[0]);
-        continue;
-      }
-      store_16(&s.fresh[is_value][lane * 16], x.vectors[0]);
-      if (!stores || !holds || !seen.appends) continue;
-      const i64 place = (i64{sequence} * KEY_HEADS + key_head) * a.length + seen.first + seen.count - 1;
-      x.store((is_value ? a.values : a.keys) + place * SIZE + offset);
-    }
-  }
-};
+#include "decode_attention_heads.cuh"
 
 // Grid: (CLUSTER, KEY_HEADS * HEAD_TILES, batch).
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const __grid_constant__ Arguments a) {

@@ -12,9 +12,9 @@
 constexpr u32 BLOCKS = ceil_div(NUM_EXPERTS, EXPERTS);
 constexpr bool EARLY_ROWS = VECTORS * EXPERTS <= 8;  // registers also fit the weight rows while tokens are summed
 
-// x, residual (tokens, HIDDEN); norm_weight (HIDDEN); weight (NUM_EXPERTS, HIDDEN).
+// x, residual (tokens, HIDDEN); norm_weight (HIDDEN); weight (NUM_EXPERTS, HIDDEN); bias (NUM_EXPERTS), may be null.
 struct Inputs {
-  const Element *x, *residual, *norm_weight, *weight;
+  const Element *x, *residual, *norm_weight, *weight, *bias;
 };
 
 // sum: x + residual; values: its norm; data: the quantized norm; all (tokens, HIDDEN). scale (tokens, ceil(HIDDEN /
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
   const float total = sum_in_lanes<SUMS>(sum, lane);
   if (lane < SUMS) sums[threadIdx.x / WARP][0][lane] = total;
   __syncthreads();
-  store_logits<1>(results.logits, sums, tokens);
+  store_logits<1>(results.logits, sums, inputs.bias, tokens);
 
 #pragma unroll
   for (int t = 0; t < TOKENS; ++t) {

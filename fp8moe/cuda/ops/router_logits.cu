@@ -9,10 +9,10 @@ constexpr int REGISTER_VECTORS = 24 / (EXPERTS + TOKENS) > 1 ? 24 / (EXPERTS + T
 constexpr int AT_ONCE = VECTORS < REGISTER_VECTORS ? VECTORS : REGISTER_VECTORS;
 static_assert(MAX_TOKENS % TOKENS == 0);
 
-// x (tokens, HIDDEN); weight (NUM_EXPERTS, HIDDEN); logits (tokens, NUM_EXPERTS). Grid: a thread block for each EXPERTS
-// experts and MAX_TOKENS tokens.
+// x (tokens, HIDDEN); weight (NUM_EXPERTS, HIDDEN); bias (NUM_EXPERTS), may be null; logits (tokens, NUM_EXPERTS). Grid:
+// a thread block for each EXPERTS experts and MAX_TOKENS tokens.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
-    router_logits(const Element* x, const Element* weight, Output::Element* logits, int tokens) {
+    router_logits(const Element* x, const Element* weight, const Element* bias, Output::Element* logits, int tokens) {
   __shared__ WarpSums<MAX_TOKENS / TOKENS> sums;
   const u32 lane = threadIdx.x % WARP;
   const int first_token = static_cast<int>(blockIdx.y) * MAX_TOKENS;
@@ -48,5 +48,5 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
     if (lane < SUMS) sums[threadIdx.x / WARP][token / TOKENS][lane] = total;
   }
   __syncthreads();
-  store_logits<MAX_TOKENS / TOKENS>(logits + i64{first_token} * NUM_EXPERTS, sums, tokens);
+  store_logits<MAX_TOKENS / TOKENS>(logits + i64{first_token} * NUM_EXPERTS, sums, bias, tokens);
 }

@@ -1,4 +1,4 @@
-// Router logits. The weight is divided among thread blocks: each has EXPERTS rows of it, and each thread the same
+// Router logits, with a bias or without. The weight is divided among thread blocks: each has EXPERTS rows of it, and each thread the same
 // columns of all these rows, for TOKENS tokens at a time. Products are exact for 16-bit types. Sums are float32 in a
 // fixed order: within a thread; then over the warp, after which each lane has one sum; then over the warps.
 //
@@ -75,16 +75,19 @@ __device__ __forceinline__ float sum_in_lanes(float (&v)[Size], u32 lane) {
 template <int Groups>
 using WarpSums = float[WARPS][Groups][SUMS];
 
-// Adds up the sums of the warps and stores the logits of `tokens` tokens. Called by the whole thread block once all
-// warps have written their sums.
+// Adds up the sums of the warps and the bias, and stores the logits of `tokens` tokens. Called by the whole thread block
+// once all warps have written their sums. bias (NUM_EXPERTS): may be null.
 template <int Groups>
-__device__ __forceinline__ void store_logits(Output::Element* logits, const WarpSums<Groups>& sums, int tokens) {
+__device__ __forceinline__ void store_logits(Output::Element* logits, const WarpSums<Groups>& sums, const Element* bias,
+                                             int tokens) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < tokens * EXPERTS; i += ROW_THREADS) {
     const int token = i / EXPERTS, expert = static_cast<int>(blockIdx.x) * EXPERTS + i % EXPERTS;
     float total = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) total += sums[warp][token / TOKENS][i % SUMS];
-    if (expert < NUM_EXPERTS) logits[i64{token} * NUM_EXPERTS + expert] = to_output(total);
+    if (expert >= NUM_EXPERTS) continue;
+    if (bias) total += Input::value(bias[expert]);
+    logits[i64{token} * NUM_EXPERTS + expert] = to_output(total);
   }
 }

@@ -2,14 +2,14 @@
 // registers would hold too few loads in flight. Its results replace the operands, rounded to bfloat16, so that a tile
 // needs only 32 registers when it is quantized.
 //
-// Compile-time constants: those of quantize_tile.cuh with INPUT = BFloat16, VECTOR = 1 and WEIGHTED = 0; SWIGLU_FORM
+// Compile-time constants: those of quantize_tile.cuh with INPUT = BFloat16 and VECTOR = 1; SWIGLU_FORM
 // (see swiglu.cuh), OPERANDS (2, or 3 with a gradient), BESIDE, SOURCE_BYTES, SHARED_BYTES.
 #pragma once
 
 #include "quantize_tile_rows.cuh"
 #include "swiglu.cuh"
 
-static_assert(VECTOR && VECTORS == 1 && !WEIGHTED);
+static_assert(VECTOR && VECTORS == 1);
 
 enum Operand { GATE, UP, GRAD };  // the transposed tile overwrites GATE
 
@@ -38,27 +38,15 @@ struct Rows {
   i64 stride;
 };
 
-// Starts to load the rows of a tile, as two groups of copies, one for each half of a thread's rows. Rows that do not
-// exist become zeros.
-__device__ void copy_operands(const RowTile& tile, const ThreadPosition& p, i64 column,
-                              const Rows (&operands)[OPERANDS]) {
+// Starts to load the rows of a tile of one operand. Rows that do not exist are not read; they become zeros.
+__device__ void copy_operand(Operand operand, const Rows& rows, const RowTile& tile, const ThreadPosition& p,
+                             i64 column) {
+  const int count = tile.count - p.row;
+  const Element* source = rows.data + (tile.first + p.row) * rows.stride + column + p.column(0);
 #pragma unroll
-  for (int r = 0; r < SIDE; ++r) {
-    const bool there = p.row + r < tile.count;
-    const i64 row = there ? tile.first + p.row + r : tile.first;
-#pragma unroll
-    for (int i = 0; i < OPERANDS; ++i) {
-      const Element* source = operands[i].data + row * operands[i].stride + column + p.column(0);
-      async_copy_16(shared_address(&slot(i, r)), source, there);
-    }
-    if (r % HALF == HALF - 1) async_commit();
+  for (int r = 0; r < SIDE; ++r, source += rows.stride) {
+    async_copy_16(shared_address(&slot(operand, r)), source, r < count);
   }
-}
-
-// Waits until a thread's row r has arrived. Must be called for rows in ascending order.
-__device__ void wait_for_operands(int r) {
-  if (r == 0) async_wait<1>();
-  if (r == HALF) async_wait<0>();
 }
 
 // A contiguous bfloat16 matrix that is written if BESIDE == VALUES.
@@ -73,17 +61,18 @@ struct ValuesBeside {
   }
 };
 
-// Quantizes the values that have replaced `operand`, and stores them; without ROWS, along columns alone.
-// `first_column`: the tile's first column in the results.
-template <bool ROWS = true>
-__device__ void quantize(Operand operand, const Results& results, Shared& s, const ThreadPosition& p,
-                         i64 first_column) {
+// Quantizes the values that have replaced `operand`, and stores them: along rows, and with BESIDE == COLUMNS along
+// columns as well. `first_column`: the tile's first column in the results. Calls meanwhile() when the values are in
+// registers.
+template <bool ROWS = true, bool BLOCKS = false, typename Meanwhile>
+__device__ void quantize(Operand operand, const Results& results, Shared& s, const ThreadPosition& p, i64 first_column,
+                         const Meanwhile& meanwhile) {
   Values values;
 #pragma unroll
   for (int r = 0; r < SIDE; ++r) values[r][0] = vector_in(operand, r);
   if constexpr (BESIDE == COLUMNS) {
-    quantize_tile<ROWS>(results, s, p, first_column, values);
+    quantize_tile<ROWS, BLOCKS>(results, s, p, first_column, values, meanwhile);
   } else {
-    quantize_rows(results, s.tile, p, first_column, values);
+    quantize_rows(results, s.tile, p, first_column, values, meanwhile);
   }
 }

@@ -21,7 +21,6 @@ __device__ void make_swiglu(const Source& source, const Results& results, const 
   };
 #pragma unroll 1
   for (int r = 0; r < SIDE; ++r) {
-    wait_for_operands(r);
     const Vector gate = vector_in(GATE, r), up = vector_in(UP, r);
     u32 h[SIDE / 2];
 #pragma unroll
@@ -33,17 +32,29 @@ __device__ void make_swiglu(const Source& source, const Results& results, const 
   }
 }
 
-// Grid: as for find_tile. Shared memory allows 3 thread blocks per SM.
+// Grid: as for find_strip. Shared memory allows 3 thread blocks per SM.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
     swiglu_quantize(const __grid_constant__ Results results, const __grid_constant__ Source source) {
   __shared__ Shared s;
   wait_for_previous_kernel();
   allow_next_kernel();
-  const i64 column = find_tile(results, s.tile);
+  const Strip& strip = find_strip(results, s.tile);
   if (s.tile.count == 0) return;
   const ThreadPosition p;
   const Rows gate = {source.gate_up, source.row_stride}, up = {source.gate_up + results.width, source.row_stride};
-  copy_operands(s.tile, p, column, {gate, up});
-  make_swiglu(source, results, s.tile, p, column);
-  quantize(GATE, results, s, p, column);
+  const auto copy = [&](u32 tile) {
+    if (tile >= strip.end) return;
+    const i64 column = i64{tile} * BLOCK;
+    copy_operand(GATE, gate, s.tile, p, column);
+    copy_operand(UP, up, s.tile, p, column);
+    async_commit();
+  };
+  copy(strip.begin);
+#pragma unroll 1
+  for (u32 tile = strip.begin; tile < strip.end; ++tile) {
+    const i64 column = i64{tile} * BLOCK;
+    async_wait<0>();
+    make_swiglu(source, results, s.tile, p, column);
+    quantize(GATE, results, s, p, column, [&] { copy(tile + 1); });
+  }
 }

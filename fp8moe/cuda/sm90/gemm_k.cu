@@ -1,16 +1,17 @@
 // FP8 GEMM for weight gradients on Hopper, where K (tokens) is divided into groups:
 //   out[e, m, n] (+)= sum_i a_scale[m, i] * b_scale[n, i] * sum_{k in block i} a[m, k] * b[n, k],  blocks i of group e
 //
-//   a (M, K), b (N, K) e4m3, a_scale (M, K / 128), b_scale (N, K / 128) float32 stored MN-major
+//   a (M, K), b (N, K) e4m3, a_scale (M, K / 128), b_scale (N, K / 128) float32 stored MN-major; or, with BLOCK_SCALES,
+//   b_scale (ceil(N / 128), K / 128): one for each 128x128 block of b
 //   offsets (groups + 1): group e has columns offsets[e] to offsets[e + 1]; known only on the device
 //
 // Roles as in gemm.cu: produce() is one thread that loads, consume() two warpgroups that multiply, and promote each
-// 128-deep product to float32 sums (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Here both operands have one scale
-// per row, so every element of a product has a different factor. TMA writes the sums, or adds them to the result, while
-// the next tile is multiplied (struct Output).
+// 128-deep product to float32 sums (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). If both operands have one scale per
+// row, every element of a product has a different factor; with BLOCK_SCALES, every row has one. TMA writes the sums, or
+// adds them to the result, while the next tile is multiplied (struct Output).
 //
 // The prelude (kernels/gemm/source.py) defines the constants of gemm_block.cuh, wgmma(), the result's type Out (float,
-// or u16 for bfloat16) and ACCUMULATE (only with float).
+// or u16 for bfloat16), ACCUMULATE (only with float), BLOCK_SCALES, PIECES and PIECE_PITCH.
 
 #include "gemm_block.cuh"
 #include "warp.cuh"
@@ -21,6 +22,10 @@ constexpr int EARLY = BLOCK_N / 16;                 // groups of 8 columns; see 
 
 constexpr int UNROLLED_STAGES = 4;
 
+// Scales of b in a stage. BLOCK_SCALES: TMA loads no fewer than 4, of blocks from a multiple of 4 on.
+constexpr int B_SCALES = BLOCK_SCALES ? 4 : BLOCK_N;
+static_assert(!BLOCK_SCALES || BLOCK_N == 128, "a tile has one scale of b for each block of K");
+
 struct Arguments {
   const int* offsets;
   int groups, m, k;
@@ -29,16 +34,16 @@ struct Arguments {
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/gemm/source.py lays it out otherwise");
 
 struct alignas(128) StageScales {
-  float a[BLOCK_M], b[BLOCK_N];
+  float a[BLOCK_M], b[B_SCALES];
 };
 
-// A piece: the part of a warp's sums that TMA writes at once, 16 rows of 128 bytes.
-constexpr int PIECE_ROWS = 16, PIECE_COLUMNS = 128 / sizeof(Out), PIECE_BYTES = PIECE_ROWS * 128;
+// A piece: the part of a warp's sums that TMA writes at once, 16 rows of PIECE_PITCH bytes (128, or 64).
+constexpr int PIECE_ROWS = 16, PIECE_COLUMNS = PIECE_PITCH / sizeof(Out), PIECE_BYTES = PIECE_ROWS * PIECE_PITCH;
 
 struct Shared {
   u8 a[STAGES][BLOCK_M * BLOCK_K];
   u8 b[STAGES][BLOCK_N * BLOCK_K];
-  u8 pieces[MATH_WARPS][2][PIECE_BYTES];
+  u8 pieces[MATH_WARPS][PIECES][PIECE_BYTES];
   u8 scales[STAGES][sizeof(StageScales)];
   Ring<STAGES> ring;
 
@@ -46,13 +51,16 @@ struct Shared {
     return *reinterpret_cast<StageScales*>(scales[stage]);
   }
 };
-constexpr int STAGE_BYTES = (BLOCK_M + BLOCK_N) * (BLOCK_K + 4);  // loaded per stage
+constexpr int STAGE_BYTES = (BLOCK_M + BLOCK_N) * BLOCK_K + (BLOCK_M + B_SCALES) * 4;  // loaded per stage
 static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/gemm/sm90.py counts otherwise");
 
 struct Tile {
   int group, m, n;
   int first, count;  // K blocks of the group
   bool aligned;      // whether the group begins and ends at multiples of 128
+
+  // With BLOCK_SCALES: the index of the tile's scale of b among those of its stage.
+  __device__ __forceinline__ int block() const { return n / BLOCK_N % B_SCALES; }
 };
 
 // The tiles of all groups; blocks take them in turns.
@@ -89,7 +97,8 @@ struct Loader {
     tma_load(shared_address(s.a[stage]), a, full.address(), k_block * BLOCK_K, tile.m);
     tma_load(shared_address(s.b[stage]), b, full.address(), k_block * BLOCK_K, tile.n);
     tma_load(shared_address(scales.a), a_scale, full.address(), tile.m, k_block);
-    tma_load(shared_address(scales.b), b_scale, full.address(), tile.n, k_block);
+    const int first = BLOCK_SCALES ? tile.n / BLOCK_N - tile.block() : tile.n;
+    tma_load(shared_address(scales.b), b_scale, full.address(), first, k_block);
   }
 };
 
@@ -106,11 +115,17 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule schedule)
   }
 }
 
-// Multiplies the next stage, hands it back, and adds the products to the sums. Calls meanwhile() while the first
-// product runs.
-template <typename Meanwhile>
+// Adds a scaled product to a sum; of the first stage, it is the sum.
+template <bool First>
+__device__ __forceinline__ void add_product(float& sum, float scale, float product) {
+  sum = First ? scale * product : fmaf(scale, product, sum);
+}
+
+// Multiplies the next stage, hands it back, and adds the products, times `factor`, to the sums. block: Tile::block().
+// Calls meanwhile() while the first product runs.
+template <bool First, typename Meanwhile>
 __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shared& s, Pipeline<STAGES>& pipeline,
-                                         int warpgroup, const Meanwhile& meanwhile) {
+                                         int warpgroup, int block, float factor, const Meanwhile& meanwhile) {
   const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
   pipeline.arrived();
   const StageScales& scales = s.stage_scales(pipeline.stage);
@@ -122,18 +137,36 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
   for (int i = 0; i < 2 * SLABS; ++i) {
     rows[i] = scales.a[(warpgroup * SLABS + i / 2) * 64 + warp * 16 + lane / 4 + i % 2 * 8];
   }
-  float2 features[BLOCK_N / 8];
+  if constexpr (First) {
 #pragma unroll
-  for (int j = 0; j < BLOCK_N / 8; ++j) {
-    features[j] = *reinterpret_cast<const float2*>(scales.b + 8 * j + 2 * (lane % 4));
+    for (float& row : rows) row *= factor;
+  }
+  float2 features[BLOCK_SCALES ? 1 : BLOCK_N / 8];
+  if constexpr (BLOCK_SCALES) {
+    const float of_block = scales.b[block];
+#pragma unroll
+    for (float& row : rows) row *= of_block;
+  } else {
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 8; ++j) {
+      features[j] = *reinterpret_cast<const float2*>(scales.b + 8 * j + 2 * (lane % 4));
+    }
   }
   float partial[ACCUMULATORS];
 #pragma unroll
   for (int slab = 0; slab < SLABS; ++slab) {
     start_product(partial, a + (warpgroup * SLABS + slab) * 64 * ROW_STEP, columns);
+    const float upper = rows[2 * slab], lower = rows[2 * slab + 1];
+    if constexpr (BLOCK_SCALES) {
+      if (slab == 0) meanwhile();
+      wgmma_wait();
+      if (slab == SLABS - 1) pipeline.release();
+#pragma unroll
+      for (int i = 0; i < ACCUMULATORS; ++i) add_product<First>(sum[slab][i], i % 4 < 2 ? upper : lower, partial[i]);
+      continue;
+    }
     // The scales of rows and columns are multiplied with each other, for half of the columns while the wgmma runs. All
     // of them after it would delay the next wgmma; all of them during it would need registers that the wgmma uses.
-    const float upper = rows[2 * slab], lower = rows[2 * slab + 1];
     float early[4 * EARLY];
 #pragma unroll
     for (int j = 0; j < EARLY; ++j) {
@@ -146,20 +179,20 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
     wgmma_wait();
     if (slab == SLABS - 1) pipeline.release();
 #pragma unroll
-    for (int i = 0; i < 4 * EARLY; ++i) sum[slab][i] = fmaf(early[i], partial[i], sum[slab][i]);
+    for (int i = 0; i < 4 * EARLY; ++i) add_product<First>(sum[slab][i], early[i], partial[i]);
 #pragma unroll
     for (int j = EARLY; j < BLOCK_N / 8; ++j) {
       float* v = sum[slab] + 4 * j;
-      v[0] = fmaf(upper * features[j].x, partial[4 * j], v[0]);
-      v[1] = fmaf(upper * features[j].y, partial[4 * j + 1], v[1]);
-      v[2] = fmaf(lower * features[j].x, partial[4 * j + 2], v[2]);
-      v[3] = fmaf(lower * features[j].y, partial[4 * j + 3], v[3]);
+      add_product<First>(v[0], upper * features[j].x, partial[4 * j]);
+      add_product<First>(v[1], upper * features[j].y, partial[4 * j + 1]);
+      add_product<First>(v[2], lower * features[j].x, partial[4 * j + 2]);
+      add_product<First>(v[3], lower * features[j].y, partial[4 * j + 3]);
     }
   }
   pipeline.advance();
 }
 
-// Hands the sums of a warp to TMA in pieces of 16 rows and up to 128 bytes, through two alternating buffers in shared
+// Hands the sums of a warp to TMA in pieces of 16 rows and up to PIECE_PITCH bytes, through PIECES buffers in shared
 // memory. In one call, a single thread block writes or adds to each element, so the order of additions is the order of
 // calls.
 struct Output {
@@ -197,8 +230,8 @@ struct Output {
   __device__ __forceinline__ void store_piece(const float (&sum)[ACCUMULATORS], int first, const TensorMap& target,
                                               int row, const Tile& tile) {
     u8* piece = s.pieces[threadIdx.x / WARP][turn];
-    turn ^= 1;
-    if (lane_id() == 0) bulk_wait_read<1>();
+    turn = (turn + 1) % PIECES;
+    if (lane_id() == 0) bulk_wait_read<PIECES - 1>();
     __syncwarp();
     stage<Columns>(sum, first, piece);
     fence_async_proxy();
@@ -213,13 +246,15 @@ struct Output {
     }
   }
 
-  // Writes a piece in the layout that TMA expects: rows of 128 bytes are swizzled in 16-byte chunks, shorter rows are
-  // not.
+  // Writes a piece in the layout that TMA expects: whole rows are swizzled in 16-byte chunks, shorter rows are not.
   template <int Columns>
   __device__ __forceinline__ void stage(const float (&sum)[ACCUMULATORS], int first, u8* piece) const {
     constexpr int PITCH = Columns * sizeof(Out);
     const int lane = lane_id();
-    const auto place = [](int row, int chunk) { return row * PITCH + (PITCH == 128 ? chunk ^ row % 8 : chunk) * 16; };
+    const auto place = [](int row, int chunk) {
+      if constexpr (Columns == PIECE_COLUMNS) chunk ^= PITCH == 128 ? row % 8 : row / 2 % 4;
+      return row * PITCH + chunk * 16;
+    };
     const float* v = sum + first / 2;
     if constexpr (sizeof(Out) == 4) {
 #pragma unroll
@@ -251,14 +286,19 @@ __device__ __forceinline__ void consume(Shared& s, Schedule schedule, Output& ou
     if (tile.count == 0) find_next();
     if (!ACCUMULATE || tile.count > 0 || !tile.aligned) {
       // A group that does not begin and end at multiples of 128 gets NaN.
-      const float initial = tile.aligned ? 0.f : __int_as_float(0x7FFFFFFF);
+      const float not_a_number = __int_as_float(0x7FFFFFFF);
       float sum[SLABS][ACCUMULATORS];
-#pragma unroll
-      for (int i = 0; i < SLABS * ACCUMULATORS; ++i) sum[i / ACCUMULATORS][i % ACCUMULATORS] = initial;
       if (tile.count > 0) {
-        multiply(sum, s, pipeline, output.warpgroup, find_next);
-        multiply_stages<UNROLLED_STAGES>(tile.count - 1,
-                                         [&](int) { multiply(sum, s, pipeline, output.warpgroup, [] {}); });
+        const int block = tile.block();
+        const float factor = tile.aligned ? 1.f : not_a_number;
+        multiply<true>(sum, s, pipeline, output.warpgroup, block, factor, find_next);
+        multiply_stages<UNROLLED_STAGES>(
+            tile.count - 1, [&](int) { multiply<false>(sum, s, pipeline, output.warpgroup, block, 1.f, [] {}); });
+      } else {
+#pragma unroll
+        for (int i = 0; i < SLABS * ACCUMULATORS; ++i) {
+          sum[i / ACCUMULATORS][i % ACCUMULATORS] = tile.aligned ? 0.f : not_a_number;
+        }
       }
       output.store(sum, tile);
     }

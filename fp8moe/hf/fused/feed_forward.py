@@ -211,27 +211,23 @@ def _norm_and_logits(
         normed = norms.norm(norm, x, residual, values=True, quantized=quantized)
         return normed, _logits(router, normed.values)
     rows, added = (part.reshape(-1, part.shape[-1]) for part in (x, residual))
-    options = {"residual": added, "quantized": quantized, "dtype": _sum_dtype(router, x)}
-    normed, logits = norm_logits(rows, norm.weight, norm.variance_epsilon, router.weight, **options)
-    return normed, _with_bias(router, logits, x.dtype)
+    options = {"residual": added, "quantized": quantized, "bias": _bias(router), "dtype": _logits_dtype(router, x)}
+    return norm_logits(rows, norm.weight, norm.variance_epsilon, router.weight, **options)
 
 
 def _logits(router: nn.Module, x: Tensor) -> Tensor:
     """Compute the router logits (M, E) of x (M, H)."""
     operand = x.to(router.weight.dtype)  # transformers keeps some routers in float32, in models of any dtype
-    return _with_bias(router, router_logits(operand, router.weight, dtype=_sum_dtype(router, x)), x.dtype)
+    return router_logits(operand, router.weight, bias=_bias(router), dtype=_logits_dtype(router, x))
 
 
-def _sum_dtype(router: nn.Module, x: Tensor) -> torch.dtype:
-    """Return the dtype of logits before a bias is added; the sum with it is rounded once."""
-    form = form_of(router, known_forwards.ROUTER)
-    return torch.float32 if form.in_float32 or form.logits_bias else x.dtype
+def _logits_dtype(router: nn.Module, x: Tensor) -> torch.dtype:
+    return torch.float32 if form_of(router, known_forwards.ROUTER).in_float32 else x.dtype
 
 
-def _with_bias(router: nn.Module, logits: Tensor, dtype: torch.dtype) -> Tensor:
-    if not form_of(router, known_forwards.ROUTER).logits_bias:
-        return logits
-    return torch.add(logits, router.bias, out=torch.empty_like(logits, dtype=dtype))
+def _bias(router: nn.Module) -> Tensor | None:
+    """Return the bias of the router's logits."""
+    return router.bias if form_of(router, known_forwards.ROUTER).logits_bias else None
 
 
 def _route(router: nn.Module, logits: Tensor, *, sort: bool) -> ChosenExperts:

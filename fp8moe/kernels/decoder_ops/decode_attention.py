@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.decoder_ops import rotary
+from fp8moe.kernels.decoder_ops import fixed_splits, rotary
 from fp8moe.kernels.decoder_ops.rotary import NewTokens
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized
 from fp8moe.quant.quantize import quantize_1x128, quantizer_defines
@@ -15,7 +15,7 @@ from fp8moe.runtime.checks import aligned, check_address, check_dtype, check_int
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
 from fp8moe.runtime.operator import Written, operator
-from fp8moe.runtime.sm90 import SHARED_LIMIT, WARP
+from fp8moe.runtime.sm90 import SHARED_LIMIT, SHARED_PER_SM, WARP
 
 DTYPES = (torch.bfloat16, torch.float16)
 MULTIPLE, MAX_HEAD = 8, 256
@@ -23,7 +23,9 @@ MAX_BATCH = 65535  # limit of a CUDA grid dimension
 _WARPS = 4  # warps of a thread block
 _TILE = _ROWS = 16  # _TILE: keys in a tile. _ROWS: query heads of a thread block
 _MAX_STAGES = 3
-_MAX_CLUSTER, _INVARIANT_CLUSTER = 8, 4
+_MAX_CLUSTER = 8
+_MAX_TILES, _LEAST_TILES = 8, 4  # that a warp loads ahead of use, of keys or values, where the order of sums is fixed
+_PART_PITCH = BLOCK + 8  # floats between parts of 128 columns in shared memory
 _NO_WINDOW = (1 << 63) - 1
 _VECTOR_BYTES = 16
 
@@ -70,8 +72,8 @@ def decode_attention(
         q, k and v, but none of the other tensors.
     Returns (B, heads * D) in the dtype of q, or an FP8Tensor; zeros for a query that sees no keys. Scores and sums are
     float32, softmax weights are rounded to the dtype of q. Norms and rotation round after each operation. Equal inputs
-    give equal bits, and if results are batch invariant (`fp8moe.batch_invariant`) the bits of a sequence do not depend
-    on the other sequences.
+    give equal bits. If results are batch invariant (`fp8moe.batch_invariant`), the order of sums is that of
+    `fixed_splits`: a query has the bits that `prompt_attention` gives it, whatever the other sequences are.
 
     Method: FlashAttention, arXiv:2205.14135, on parts of the keys whose results are merged at the end (Flash-Decoding:
     Dao, Haziza, Massa, Sizov, 2023). Sinks: gpt-oss, arXiv:2508.10925. Norms of heads and rotary embedding: see
@@ -120,7 +122,8 @@ class AttentionOperands(NamedTuple):
     def heads(self) -> "AttentionHeads":
         (_, heads, size), key_heads = self.q.shape, self.keys.shape[1]
         rotated = None if self.cos is None else self.cos.shape[-1]
-        return AttentionHeads(heads // key_heads, key_heads, size, rotated, self.q_weight is not None)
+        kind = FixedSplitHeads if config.settings.batch_invariant else AttentionHeads
+        return kind(heads // key_heads, key_heads, size, rotated, self.q_weight is not None)
 
 
 class AttentionHeads(NamedTuple):
@@ -135,6 +138,11 @@ class AttentionHeads(NamedTuple):
     size: int
     rotated: int | None
     norm: bool
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel, and of its source file without the suffix."""
+        return "decode_attention"
 
     @property
     def lanes(self) -> int:
@@ -170,10 +178,29 @@ class AttentionHeads(NamedTuple):
 
     def cluster(self, batch: int, sms: int) -> int:
         """Return the number of thread blocks in a cluster, which split the keys of one sequence and key head."""
-        if config.settings.batch_invariant:
-            return _INVARIANT_CLUSTER
         fits = sms // (batch * self.key_heads * self.tiles)
         return min(1 << max(fits, 1).bit_length() - 1, _MAX_CLUSTER)
+
+
+class FixedSplitHeads(AttentionHeads):
+    """A head layout, and launch sizes of the kernel whose order of sums is fixed (`fixed_splits`)."""
+
+    @property
+    def kernel(self) -> str:
+        return "decode_attention_fixed"
+
+    def stages(self, cluster: int) -> int:
+        """Return the number of tiles, of keys or of values, that a warp loads ahead of use."""
+        # Without clusters there are blocks enough for two on each SM.
+        limit = SHARED_PER_SM // 2 - 1024 if cluster == 1 else SHARED_LIMIT
+        fits, most = ((size - self.smem(0, cluster)) // (_WARPS * _TILE * self.pitch) for size in (limit, SHARED_LIMIT))
+        return min(fits if fits >= _LEAST_TILES else most, _MAX_TILES)
+
+    def smem(self, stages: int, cluster: int) -> int:
+        """Return the bytes of the kernel's ``struct Shared``: tiles, queries, new token, sinks, statistics, sums."""
+        parts = ceil_div(min(self.group, _ROWS) * self.size, BLOCK * cluster)
+        splits = _WARPS * cluster * (8 * _ROWS + 4 * parts * _PART_PITCH)
+        return _WARPS * stages * _TILE * self.pitch + (_ROWS + 2) * self.pitch + 4 * _ROWS + splits
 
 
 class _AttentionArguments(ctypes.Structure):
@@ -197,7 +224,7 @@ def kernel_spec(dtype: torch.dtype, heads: AttentionHeads, cluster: int) -> Kern
     work = ("WARPS", _WARPS), ("STAGES", stages), ("CLUSTER", cluster)
     nbytes = ("SHARED_BYTES", heads.smem(stages, cluster)), ("ARGUMENTS_BYTES", ctypes.sizeof(_AttentionArguments))
     defines = (*quantizer_defines(dtype), *of_head, *sizes, *steps, *work, *nbytes)
-    return KernelSpec("decode_attention.cu", "decode_attention", defines)
+    return KernelSpec(f"{heads.kernel}.cu", heads.kernel, defines)
 
 
 @planned
@@ -319,6 +346,8 @@ def _reference(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
         heads = (x[:, None] for x in (q, k, v, cos, sin))
         given = rotary.RotaryOperands(*heads, keys, values, columns, q_weight, k_weight, eps)
         q = rotary.reference(given)[:, 0]
+    if config.settings.batch_invariant:
+        return _reference_of_splits(operands, q)
     (batch, heads, size), (key_heads, length) = q.shape, keys.shape[1:3]
     column = torch.arange(length, device=q.device)
     seen = (column >= begin[:, None]) & (column <= columns[:, None])
@@ -335,7 +364,24 @@ def _reference(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
     weights = weights.where(seen.any(-1, keepdim=True), 0)
     visible = values.float().masked_fill(~seen.mT, 0)
     out = torch.einsum("bhgk,bhkd->bhgd", weights, visible).to(q.dtype).reshape(batch, heads * size)
-    return (q.new_empty(0), *quantize_1x128(out)) if quantized else (out, q.new_empty(0), q.new_empty(0))
+    return _results(out, quantized)
+
+
+def _reference_of_splits(operands: AttentionOperands, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the attention of normalized and rotated queries with the order of sums of `fixed_splits`."""
+    out, length = torch.zeros_like(q), operands.keys.shape[2]
+    for b, (begin, column) in enumerate(zip(operands.begin.tolist(), operands.columns.tolist(), strict=True)):
+        end = min(column + 1, length)
+        if end <= begin:
+            continue
+        keys, values = (cache[b, :, begin:end].transpose(0, 1) for cache in (operands.keys, operands.values))
+        found = fixed_splits.attend(q[b, None], keys, values, column - begin, operands.window, operands.scale)
+        out[b] = found.output(operands.sinks)[0]
+    return _results(out.flatten(1), operands.quantized)
+
+
+def _results(out: Tensor, quantized: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return (out.new_empty(0), *quantize_1x128(out)) if quantized else (out, out.new_empty(0), out.new_empty(0))
 
 
 _op = operator(

@@ -26,6 +26,7 @@ class NormLogitsOperands(NamedTuple):
     residual: Tensor
     weight: Tensor
     eps: float
+    bias: Tensor | None
     quantized: bool
     dtype: torch.dtype
 
@@ -37,14 +38,15 @@ def norm_logits(
     weight: Tensor,
     *,
     residual: Tensor,
+    bias: Tensor | None = None,
     quantized: bool = False,
     dtype: torch.dtype,
 ) -> tuple[Normed, Tensor]:
     """Compute `rms_norm` of x + residual, and `router_logits` of the normalized values.
 
-    x, residual: (T, H) bfloat16, float16 or float32, any strides; H up to 32768. norm_weight: (H,), weight: (E, H), all
-    in the dtype of x. quantized: return the norm in FP8 too. dtype: dtype of the logits (T, E): bfloat16, float16 or
-    float32.
+    x, residual: (T, H) bfloat16, float16 or float32, any strides; H up to 32768. norm_weight: (H,), weight: (E, H),
+    bias: (E,) or None, all in the dtype of x. quantized: return the norm in FP8 too. dtype: dtype of the logits (T, E):
+    bfloat16, float16 or float32.
     Returns Normed, which always has sum and values, and the logits. The results have the bits that `rms_norm` and
     `router_logits` would give. One kernel computes both for up to 2 tokens of at most 16 KB together, unless results
     are batch invariant (`fp8moe.batch_invariant`). Equal inputs give equal bits. There is no backward: calling it
@@ -54,8 +56,10 @@ def norm_logits(
     """
     for name, value in (("x", x), ("norm_weight", norm_weight), ("weight", weight), ("residual", residual)):
         check_tensor(name, value)
+    if bias is not None:
+        check_tensor("bias", bias)
     check_number("eps", eps)
-    operands = NormLogitsOperands(x, norm_weight, residual, weight, eps, quantized, dtype)
+    operands = NormLogitsOperands(x, norm_weight, residual, weight, eps, bias, quantized, dtype)
     total, values, data, scale, logits = autograd.run(_op, "fp8moe.kernels.decoder_ops.norm_logits", *operands)
     return Normed(total, values, FP8Tensor(data, scale) if quantized else None), logits
 
@@ -82,10 +86,10 @@ def kernel_spec(
 def launcher(
     device_index: int, tokens: int, experts: int, hidden: int, eps: float, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> PointerLauncher:
-    """Return the launcher, called with (x, residual, norm_weight, weight, sum, values, data, scale, logits).
+    """Return the launcher, called with (x, residual, norm_weight, weight, bias, sum, values, data, scale, logits).
 
-    dtypes: dtypes of x and of the logits. data and scale may be None. The scale is MN-major, and all other tensors
-    are contiguous. All tensors start at multiples of 16 bytes. `by_one_kernel` must be True for the sizes.
+    dtypes: dtypes of x and of the logits. bias, data and scale may be None. The scale is MN-major, and all other
+    tensors are contiguous. All tensors start at multiples of 16 bytes. `by_one_kernel` must be True for the sizes.
     """
     block_experts, _ = block = logits_block(tokens, experts, num_sms(device_index))
     return PointerLauncher(
@@ -93,13 +97,13 @@ def launcher(
         grid=ceil_div(experts, block_experts),
         block=logits_threads(hidden, dtypes[0]),
         pdl=True,
-        args=((ctypes.c_int64 * 4)(), (ctypes.c_int64 * 5)(), ctypes.c_int32(tokens), ctypes.c_float(eps)),
+        args=((ctypes.c_int64 * 5)(), (ctypes.c_int64 * 5)(), ctypes.c_int32(tokens), ctypes.c_float(eps)),
     )
 
 
 def _check(operands: NormLogitsOperands) -> None:
     x = operands.x
-    check_logits(x, operands.weight, operands.dtype)
+    check_logits(x, operands.weight, operands.bias, operands.dtype)
     if x.shape[1] > MAX_HIDDEN:
         raise ValueError(f"x: expected shape (T, H) with H up to {MAX_HIDDEN}, got {tuple(x.shape)}")
     check_like("norm_weight", operands.norm_weight, (x.dtype,), (x.shape[1],), x.device, "x")
@@ -107,21 +111,29 @@ def _check(operands: NormLogitsOperands) -> None:
 
 
 def _launch(operands: NormLogitsOperands) -> tuple[Tensor, ...]:
-    x, norm_weight, residual, weight, eps, quantized, dtype = operands
+    x, norm_weight, residual, weight, eps, bias, quantized, dtype = operands
     (tokens, hidden), experts, device_index = x.shape, len(weight), x.get_device()
     if not by_one_kernel(tokens, experts, hidden * x.itemsize):
         return _by_two(operands)
     results = total, values, data, scale, logits = _empty(operands)
     launch = launcher(device_index, tokens, experts, hidden, eps, (x.dtype, dtype))
     given = map(aligned, (x, residual, norm_weight, weight))
-    launch(*given, total, values, *((data, scale) if quantized else (None, None)), logits)
+    launch(
+        *given,
+        None if bias is None else aligned(bias),
+        total,
+        values,
+        *((data, scale) if quantized else (None, None)),
+        logits,
+    )
     return results
 
 
 def _by_two(operands: NormLogitsOperands) -> tuple[Tensor, ...]:
-    x, norm_weight, residual, weight, eps, quantized, dtype = operands
+    x, norm_weight, residual, weight, eps, bias, quantized, dtype = operands
     total, values, fp8 = rms_norm(x, norm_weight, eps, residual=residual, quantized=quantized)
-    return total, values, *(fp8 or (x.new_empty(0), x.new_empty(0))), router_logits(values, weight, dtype=dtype)
+    logits = router_logits(values, weight, bias=bias, dtype=dtype)
+    return total, values, *(fp8 or (x.new_empty(0), x.new_empty(0))), logits
 
 
 def _empty(operands: NormLogitsOperands) -> tuple[Tensor, ...]:

@@ -47,10 +47,10 @@ class ChosenExperts(NamedTuple):
     rows: Tensor | None = None
 
 
-def router_logits(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Return ``x @ weight.T``, summed in float32 and rounded once to `dtype`.
+def router_logits(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, dtype: torch.dtype) -> Tensor:
+    """Return ``x @ weight.T + bias``, summed in float32 and rounded once to `dtype`.
 
-    x: (T, H) bfloat16, float16 or float32, any strides. weight: (E, H) in the dtype of x.
+    x: (T, H) bfloat16, float16 or float32, any strides. weight: (E, H), bias: (E,) or None, in the dtype of x.
     dtype: dtype of the result (T, E): bfloat16, float16 or float32.
     Equal inputs give equal bits. There is no backward: calling it raises RuntimeError.
 
@@ -63,7 +63,9 @@ def router_logits(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
     """
     check_tensor("x", x)
     check_tensor("weight", weight)
-    return autograd.run(_logits_op, "fp8moe.kernels.decoder_ops.router_logits", x, weight, dtype)
+    if bias is not None:
+        check_tensor("bias", bias)
+    return autograd.run(_logits_op, "fp8moe.kernels.decoder_ops.router_logits", x, weight, bias, dtype)
 
 
 class RoutingRule(NamedTuple):
@@ -171,9 +173,10 @@ def logits_spec(
 def logits_launcher(
     device_index: int, tokens: int, experts: int, hidden: int, dtypes: tuple[torch.dtype, torch.dtype], vector: bool
 ) -> PointerLauncher:
-    """Return the launcher, called with (x (tokens, hidden), weight (experts, hidden), logits (tokens, experts)).
+    """Return the launcher, called with (x, weight, bias, logits).
 
-    dtypes: dtypes of x and of the logits. No size is 0, all tensors are contiguous; vector: see `logits_spec`.
+    x: (tokens, hidden), weight: (experts, hidden), bias: (experts,) or None, logits: (tokens, experts). dtypes: dtypes
+    of x and of the logits. No size is 0, all tensors are contiguous; vector: see `logits_spec`.
     """
     block_experts, _ = block = logits_block(tokens, experts, num_sms(device_index))
     return PointerLauncher(
@@ -181,12 +184,12 @@ def logits_launcher(
         grid=(ceil_div(experts, block_experts), ceil_div(tokens, MAX_TOKENS)),
         block=logits_threads(hidden, dtypes[0]),
         pdl=True,
-        pointers=3,
+        pointers=4,
         args=(ctypes.c_int32(tokens),),
     )
 
 
-def check_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+def check_logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
     """Check dtypes, shapes and devices of the arguments of `router_logits`."""
     check_dtype("x", x, *FLOATING)
     if x.dim() != 2:
@@ -195,6 +198,8 @@ def check_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         raise ValueError(f"weight: expected shape (E, {x.shape[1]}), got {tuple(weight.shape)}")
     check_device("weight", weight, x.device, "x")
+    if bias is not None:
+        check_like("bias", bias, (x.dtype,), (len(weight),), x.device, "x")
     _check_result(dtype)
 
 
@@ -203,25 +208,32 @@ def _check_result(dtype: torch.dtype) -> None:
         raise TypeError(f"dtype: expected bfloat16, float16 or float32, got {dtype}")
 
 
-def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     (tokens, hidden), experts = x.shape, weight.shape[0]
     if not by_kernel(tokens, hidden * x.itemsize) or not (tokens and experts):
         if x.dtype is torch.float32 or not x.is_cuda:  # x is on a CPU if kernels are only recorded
-            return _logits_reference(x, weight, dtype)
-        return by_fixed_rows(lambda rows: torch.mm(rows, weight.t(), out_dtype=torch.float32).to(dtype), x)
-    logits = _empty_logits(x, weight, dtype)
-    x, weight = x.contiguous(), weight.contiguous()
+            return _logits_reference(x, weight, bias, dtype)
+        sums = by_fixed_rows(lambda rows: torch.mm(rows, weight.t(), out_dtype=torch.float32), x)
+        return _rounded(sums, bias, dtype)
+    logits = _empty_logits(x, weight, bias, dtype)
+    x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
     vector = not (x.data_ptr() | weight.data_ptr() | hidden * x.itemsize) % VECTOR_BYTES
     launch = logits_launcher(x.get_device(), tokens, experts, hidden, (x.dtype, dtype), vector)
-    launch(x, weight, logits)
+    launch(x, weight, bias, logits)
     return logits
 
 
-def _logits_reference(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return by_fixed_rows(lambda rows: (rows.float() @ weight.float().t()).to(dtype), x)
+def _rounded(sums: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if bias is None:
+        return sums.to(dtype)
+    return torch.add(sums, bias, out=torch.empty_like(sums, dtype=dtype))
 
 
-def _empty_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _logits_reference(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return _rounded(by_fixed_rows(lambda rows: rows.float() @ weight.float().t(), x), bias, dtype)
+
+
+def _empty_logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 

@@ -35,7 +35,7 @@ from fp8moe.kernels.experts.swiglu import (
     swiglu_backward_quantize,
     swiglu_quantize,
 )
-from fp8moe.kernels.gemm.api import grouped_rows, weight_gradients
+from fp8moe.kernels.gemm.api import grouped_gemm_swiglu_keeping, grouped_rows, weight_gradients
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.quant.transpose import Transposed, quantize_columns, quantize_with_transpose, transpose_fp8
@@ -151,14 +151,9 @@ class RowOrder(NamedTuple):
         x = pad_columns(x, columns)
         return quantize_1x128(x) if self.rows is None else permute_quantize(x, self.rows, self.assignments.shape[0])
 
-    def both_ways(self, x: Tensor, columns: int, row_weights: Tensor) -> Transposed:
-        """Sort x by expert and quantize its rows and its columns, see `quantize_with_transpose`.
-
-        x: tokens or sorted rows. columns: as for `quantized`. row_weights: a factor for each row, applied only to the
-        values that are quantized by columns.
-        """
-        x = pad_columns(x, columns)
-        return quantize_with_transpose(x, self.groups, tokens=self.tokens(), row_weights=row_weights)
+    def both_ways(self, x: Tensor, columns: int) -> Transposed:
+        """Sort x, tokens or sorted rows, by expert and quantize it by rows and by columns. columns: see `quantized`."""
+        return quantize_with_transpose(pad_columns(x, columns), self.groups, tokens=self.tokens())
 
     def transposed(self, x: Tensor | FP8Tensor, columns: int) -> FP8Tensor:
         """Sort x by expert and quantize its columns. x, columns: as for `quantized`."""
@@ -258,11 +253,15 @@ def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
     if low is not None:
         up_ranks = lora_shrink(low.multiplied(operands.x), low.up_a, order.groups, order.tokens())
         up_addition = up_ranks, low.up_b
-    a = order.quantized(x, layer.sizes[1])
-    projected = order.multiply(a, layer.up, torch.bfloat16, low_rank=up_addition)
+    a, values = order.quantized(x, layer.sizes[1]), None
+    if low is None and layer.activation.is_swiglu:
+        options = {"activation": layer.activation, "whole": order.whole}
+        h, projected = grouped_gemm_swiglu_keeping(a, layer.up, order.groups, **options)
+    else:
+        projected = order.multiply(a, layer.up, torch.bfloat16, low_rank=up_addition)
+        beside = Beside.NOTHING if low is None else Beside.VALUES
+        h, values = activate(projected, order.groups, layer.activation, size, beside)
     del a
-    beside = Beside.NOTHING if low is None else Beside.VALUES
-    h, values = activate(projected, order.groups, layer.activation, size, beside)
     if low is not None:
         if low.dropout:
             values, kept = torch.native_dropout(values, low.dropout, True)
@@ -288,9 +287,9 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     else:
         row_weights = order.row_weights(top_k_weights)
 
-    # For the gradient of down_proj, `grad` is multiplied by the routing weights before it is quantized by columns. For
-    # `d_h`, `grad` is quantized by rows without these weights: the gradient of a routing weight is the dot product of
-    # the unweighted result with the gradient. `_factor_gradients` multiplies d_ranks by the routing weights.
+    # `grad` is quantized without the routing weights: the gradient of a routing weight is the dot product of the
+    # unweighted result with the gradient. For the gradient of down_proj, the weights multiply the activation instead.
+    # `_factor_gradients` multiplies d_ranks by them.
     addition = None
     if low is not None:
         grad_read = pad_columns(grad.bfloat16(), low.down_b.shape[1])
@@ -300,7 +299,7 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     if masters.down_master is None:
         grad_rows, grad_columns = order.quantized(grad, columns), None
     else:
-        grad_rows, grad_columns, _ = order.both_ways(grad, columns, row_weights)
+        grad_rows, grad_columns, _ = order.both_ways(grad, columns)
     d_h = order.multiply(grad_rows, transpose_fp8(layer.down), torch.bfloat16, low_rank=addition)
     del grad_rows
 
@@ -392,7 +391,8 @@ def activate_backward(
     d_projected, values, dots = weighted_backward(projected.contiguous(), d_h, row_weights, activation)
     if beside is Beside.COLUMNS:
         rows, *columns = quantize_with_transpose(d_projected, groups)
-        return ActivationGradient(rows, dots, *columns, quantize_columns(values, groups)[0])
+        weighted = row_weights[:, None] * values
+        return ActivationGradient(rows, dots, *columns, quantize_columns(weighted, groups)[0])
     both = (d_projected.bfloat16(), values.bfloat16()) if beside is Beside.VALUES else ()
     return ActivationGradient(quantize_1x128(d_projected), dots, None, None, None, *both)
 

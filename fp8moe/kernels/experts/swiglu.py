@@ -10,9 +10,9 @@ from torch import Tensor
 from fp8moe.kernels.activation import Activation, weighted_backward
 from fp8moe.quant import reference
 from fp8moe.quant.checks import check_groups, check_vector
-from fp8moe.quant.formats import BLOCK, FP8Tensor, empty_quantized, padded_rows
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, empty_quantized, padded_rows
 from fp8moe.quant.reference import Results, pad_groups
-from fp8moe.quant.transpose import TILE_BYTES, empty_results, tile_launcher, tile_spec
+from fp8moe.quant.transpose import TILE_BYTES, empty_results, strip_width, tile_launcher, tile_spec
 from fp8moe.runtime.checks import check_dtype, check_like, check_tensor, row_major
 from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.launch import PointerLauncher, planned
@@ -44,8 +44,8 @@ class ActivationGradient(NamedTuple):
 
     rows, columns, offsets: the gradient of the input, quantized by rows, optionally also by columns, and the offsets of
     the padded groups of columns, see `quantize_with_transpose`. dots: (R,), the gradient of the row weights. h_columns:
-    the activation's result, quantized by columns like the gradient. d_projected: the gradient of the input in bfloat16.
-    values: the activation's result in bfloat16.
+    the weighted result of the activation, quantized by columns in blocks of 128x128. d_projected: the gradient of the
+    input in bfloat16. values: the activation's result in bfloat16.
     """
 
     rows: FP8Tensor
@@ -95,9 +95,10 @@ def swiglu_backward_quantize(
     row_weights: (R,) float32.
     group_offsets, activation: as for `swiglu_quantize`. Gate or up values clamped by the limit get no gradient.
     beside: what to return besides the quantized rows and the gradient of row_weights, whose bits it does not change.
-        COLUMNS: the gradient of gate_up (R, 2I) and ``activation(gate_up)`` (R, I), both rounded to bfloat16 and
-        quantized by columns, for the weight gradients: DeepSeek-V3, arXiv:2412.19437, section 3.3.
-        `quantize_with_transpose` describes columns and offsets. VALUES: the same two in bfloat16.
+        COLUMNS: the gradient of gate_up (R, 2I) and ``row_weights * activation(gate_up)`` (R, I), both rounded to
+        bfloat16 and quantized by columns, for the weight gradients: DeepSeek-V3, arXiv:2412.19437, section 3.3. The
+        latter has scales of 128x128 blocks. `quantize_with_transpose` describes columns and offsets. VALUES: the
+        gradient and ``activation(gate_up)`` in bfloat16.
     Returns `ActivationGradient`: the gradient of gate_up (R, 2I), and the gradient of row_weights (R,) float32, which
     is ``sum over i of activation(gate_up)[r, i] * grad[r, i]``. Rows of no group are uninitialized in both gradients.
     Equal inputs give equal bits. The results are detached from the autograd graph.
@@ -163,7 +164,7 @@ class _BackwardSource(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("gate_up", "grad", "weights", "dots")),
         *((name, ctypes.c_int64) for name in ("d_gate_up", "values", "columns", "column_scale")),
-        *((name, ctypes.c_int64) for name in ("row_stride", "grad_stride")),
+        *((name, ctypes.c_int64) for name in ("column_scale_pitch", "row_stride", "grad_stride")),
         *_FORM,
     )
 
@@ -192,15 +193,18 @@ def launcher(
     gate_up: (R, 2I), grad: (R, I) for the backward, None for the forward; both as `row_major` returns them.
     """
     rows, width = gate_up.shape
+    column_tiles = width // 2 // BLOCK
     form = {"limit": activation.limit or 0.0, "alpha": activation.alpha or 0.0}
     if grad is None:
         source = _Source(row_stride=gate_up.stride(0), **form)
     else:
-        source = _BackwardSource(row_stride=gate_up.stride(0), grad_stride=grad.stride(0), **form)
+        pitches = {"column_scale_pitch": align(column_tiles, 4), "row_stride": gate_up.stride(0)}
+        source = _BackwardSource(**pitches, grad_stride=grad.stride(0), **form)
     spec = kernel_spec(activation, grad is not None, beside)
-    column_tiles = width // 2 // BLOCK
     width = width // 2 if grad is None else width
-    return tile_launcher(spec, source, rows=rows, width=width, groups=groups, column_tiles=column_tiles)
+    strip = strip_width(device_index, rows, groups, column_tiles)
+    sizes = {"rows": rows, "width": width, "groups": groups, "column_tiles": column_tiles, "strip": strip}
+    return tile_launcher(spec, source, **sizes)
 
 
 def launch(operands: SwigluOperands, results: Results, values: Tensor | None = None) -> None:
@@ -215,9 +219,9 @@ def launch(operands: SwigluOperands, results: Results, values: Tensor | None = N
 def launch_backward(operands: SwigluBackwardOperands, results: Results, *others: Tensor) -> Tensor:
     """Compute `swiglu_backward_quantize` into `results` and `others`; return the gradient of row_weights (R,).
 
-    others: if operands.beside is COLUMNS, data (I, P) and scale (I, P/128) of the activation's quantized transpose, in
-        the layout of the gradient's; if it is VALUES, the gradient of gate_up (R, 2I) and the activation (R, I) in
-        bfloat16.
+    others: if operands.beside is COLUMNS, data (I, P) and scale (I/128, P/128) of the activation's quantized transpose,
+        data in the layout of the gradient's and scale MN-major; if it is VALUES, the gradient of gate_up (R, 2I) and
+        the activation (R, I) in bfloat16.
     """
     group_offsets = operands.group_offsets.contiguous()
     rows, size = operands.grad.shape
@@ -301,7 +305,7 @@ def _empty(operands: _AnyOperands) -> tuple[Results, list[Tensor]]:
     if operands.beside == Beside.COLUMNS:
         groups = operands.group_offsets.shape[0] - 1
         return empty_results(like, rows, widths[0], groups), [
-            *empty_quantized(like, widths[1], padded_rows(rows, groups))
+            *empty_quantized(like, widths[1], padded_rows(rows, groups), blocks=True)
         ]
     values = [like.new_empty((rows, width)) for width in widths] if operands.beside == Beside.VALUES else []
     return Results(*empty_quantized(like, rows, widths[0])), values
@@ -337,9 +341,9 @@ def _reference_backward(operands: SwigluBackwardOperands) -> list[Tensor]:
     gate_up, grad, row_weights, group_offsets, activation, beside = operands
     d_gate_up, h, dots = swiglu_gradients(gate_up, grad, row_weights, activation)
     if beside == Beside.COLUMNS:
-        h = swiglu_values(gate_up, activation)  # the bits that the forward has quantized by rows
-        columns = reference.by_columns(h, group_offsets)[:2]
-        return [*reference.both_ways(d_gate_up, d_gate_up, group_offsets), dots, *columns]
+        h = (row_weights[:, None] * activation(gate_up.float())).to(gate_up.dtype)
+        columns = reference.by_columns(h, group_offsets, blocks=True)[:2]
+        return [*reference.both_ways(d_gate_up, group_offsets), dots, *columns]
     rows = reference.quantize_1x128(d_gate_up, False)
     return [*rows, dots, *([d_gate_up, h] if beside == Beside.VALUES else [])]
 

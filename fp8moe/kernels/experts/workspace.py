@@ -142,7 +142,7 @@ class Workspace:
             else:
                 groups, rows = operands.groups.data_ptr(), operands.rows.data_ptr()
             self.permute.launch(stream, *tokens, rows, a, a_scale, 0 if targets is None else last)
-            pointers = (up_scale.data_ptr(), up_bias, h, self.size, h_scale, self.pitch)
+            pointers = (up_scale.data_ptr(), up_bias, h, self.size, h_scale, self.pitch, 0, 0)
             self.gemm1.launch(stream, (a, a_scale, up_address, h), pointers, groups)
             mapped, scale = (h, h_scale, down_address, last), down_scale.data_ptr()
             if targets is not None:

@@ -1,6 +1,6 @@
 """Public functions and PyTorch operators for GEMMs of FP8 operands: dense, grouped by rows, and grouped along K."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple, overload
 
 import torch
@@ -269,10 +269,27 @@ def grouped_gemm_swiglu(
     whole: only without max_m; see `grouped_rows`.
     Returns data (M, I) and MN-major scale (M, ceil(I/128)); rows outside all groups are uninitialized.
     """
+    limits = _limits(activation)
+    return FP8Tensor(*_swiglu_op(*a, *gate_up, groups, *limits, bias, max_m, expected_m, whole))
+
+
+def grouped_gemm_swiglu_keeping(
+    a: FP8Tensor, gate_up: FP8Tensor, groups: Tensor, *, activation: Activation, whole: tuple[int, int] | None = None
+) -> tuple[FP8Tensor, Tensor]:
+    """Compute `grouped_gemm_swiglu` for training: also return gate and up (M, 2I) in bfloat16.
+
+    The activation is computed from gate and up as returned, and rounded to bfloat16 before it is quantized. Rows
+    outside all groups are uninitialized. groups: group_offsets (E+1,). Other arguments: as for `grouped_gemm_swiglu`.
+    """
+    limits = _limits(activation)
+    data, scale, projected = _swiglu_keeping_op(*a, *gate_up, groups, *limits, None, None, None, whole)
+    return FP8Tensor(data, scale), projected
+
+
+def _limits(activation: Activation) -> tuple[float | None, float | None]:
     if not activation.is_swiglu:
         raise ValueError(f"activation: expected a gated silu, got {activation}")
-    limits = activation.limit, activation.alpha
-    return FP8Tensor(*_swiglu_op(*a, *gate_up, groups, *limits, bias, max_m, expected_m, whole))
+    return activation.limit, activation.alpha
 
 
 def multiply_groups(
@@ -448,29 +465,44 @@ def _check_swiglu(call: _SwigluOperands) -> None:
     checks.group_bias(call.bias, call.a.data, call.b.data)
 
 
-def _swiglu_cuda(call: _SwigluOperands) -> tuple[Tensor, Tensor]:
+def _swiglu_cuda(call: _SwigluOperands, projected: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Compute `grouped_gemm_swiglu`; with `projected`, keep gate and up there: `grouped_gemm_swiglu_keeping`."""
     a, b, groups, limit, alpha, bias, max_m, expected_m, whole = call
     data, scale = _empty_swiglu(call)
+    kept = (0, 0) if projected is None else (projected.data_ptr(), projected.stride(0))
     if data.numel() and b.data.shape[0]:
         rows = checks.activations(*a)
         bias, groups = checks.bias_vector(bias), groups.contiguous()
         operands = GemmOperands(*rows, *checks.weights(*b, 2), bias, groups=groups)
-        epilogue, grouping = SwigluQuantize(Activation(limit, alpha)), Grouping(expected_m, max_m, whole)
+        epilogue = SwigluQuantize(Activation(limit, alpha), projected is not None)
+        grouping = Grouping(expected_m, max_m, whole)
         found = launch.grouped(a.data.get_device(), operands, epilogue, grouping)
-        launch.run(found, operands, data, scale.data_ptr(), scale.stride(1))
+        launch.run(found, operands, data, scale.data_ptr(), scale.stride(1), *kept)
     return data, scale
 
 
-def _swiglu_reference(call: _SwigluOperands) -> tuple[Tensor, Tensor]:
+def _swiglu_reference(call: _SwigluOperands, projected: Tensor | None = None) -> tuple[Tensor, Tensor]:
     out, activation = _empty_swiglu(call), Activation(call.limit, call.alpha)
     if out.data.numel() and call.b.data.shape[0]:
-        options = {"max_m": call.max_m, "bias": call.bias}
+        options = {"max_m": call.max_m, "bias": call.bias, "projected": projected}
         reference.grouped_gemm_swiglu_reference(call.a, call.b, call.groups, activation, out, **options)
     return out
 
 
 def _empty_swiglu(call: _SwigluOperands) -> FP8Tensor:
     return empty_quantized(call.a.data, call.a.data.shape[0], call.b.data.shape[1] // 2)
+
+
+def _keeping(compute: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[_SwigluOperands], tuple[Tensor, ...]]:
+    def call(operands: _SwigluOperands) -> tuple[Tensor, ...]:
+        projected = _empty_projected(operands)
+        return *compute(operands, projected), projected
+
+    return call
+
+
+def _empty_projected(call: _SwigluOperands) -> Tensor:
+    return call.a.data.new_empty(call.a.data.shape[0], call.b.data.shape[1], dtype=torch.bfloat16)
 
 
 _grouped_gemm_op = define("grouped_gemm -> Tensor", _grouped_gemm, _grouped_gemm_fake, forward_only=True)
@@ -483,6 +515,14 @@ _swiglu_op = operator(
     cuda=_swiglu_cuda,
     reference=_swiglu_reference,
     fake=_empty_swiglu,
+    forward_only=True,
+)
+_swiglu_keeping_op = operator(
+    "grouped_gemm_swiglu_keeping -> (Tensor, Tensor, Tensor)",
+    check=_check_swiglu,
+    cuda=_keeping(_swiglu_cuda),
+    reference=_keeping(_swiglu_reference),
+    fake=_keeping(lambda call, projected: _empty_swiglu(call)),
     forward_only=True,
 )
 
@@ -512,7 +552,8 @@ def grouped_gemm_k(
 
     a: FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, K/128) float32, MN-major as `quantize_128x1`
         writes it. K, the columns of all groups together, must be a multiple of 128.
-    b: FP8Tensor or (data, scale): data (N, K), scale (N, K/128), as for a. N must be a multiple of 8.
+    b: FP8Tensor or (data, scale): data (N, K), scale (N, K/128), as for a; or (ceil(N/128), K/128), MN-major, one for
+        each block of 128x128, which is faster. N must be a multiple of 8.
     group_offsets: (E+1,) int32, on the device of the operands: group e has the columns
         ``group_offsets[e]:group_offsets[e+1]``. Offsets must be multiples of 128 (pad each group with zeros), and are
         clamped to [0, K].
@@ -526,7 +567,7 @@ def grouped_gemm_k(
     A group that does not begin and end at multiples of 128 gives NaN on the CUDA backend, ValueError on the reference
     backend. Operands in another layout are copied first. Not differentiable: a backward through the result raises
     RuntimeError.
-    Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2, with one scale per row and 128 columns for both operands.
+    Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2, with one scale per row and 128 columns of a.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, ``accumulate``
     without ``out``, or an ``out`` that does not fit or overlaps an operand.

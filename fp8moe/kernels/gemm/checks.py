@@ -7,7 +7,15 @@ from torch import Tensor
 
 from fp8moe.quant.arranged import ARRANGED, arrange, as_stored, projections_of
 from fp8moe.quant.checks import check_scale, check_weight_scale, fp8_data, mn_major, weight_data
-from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major, has_channel_scales, is_packed, packed_format
+from fp8moe.quant.formats import (
+    FP8Tensor,
+    ceil_div,
+    empty_mn_major,
+    has_block_scales,
+    has_channel_scales,
+    is_packed,
+    packed_format,
+)
 from fp8moe.runtime.checks import (
     FLOATING,
     aligned,
@@ -102,20 +110,24 @@ def swiglu(a: FP8Tensor, gate_up: FP8Tensor, groups: Tensor, max_m: int | None) 
 
 def along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
     """Check dtypes, shapes and devices of the operands of ``grouped_gemm_k``. Returns E, M and N."""
-    shape = matrices_along_k(a, b)
+    shape = matrices_along_k(a, b, blocks_of_b=True)
     if group_offsets.dim() != 1 or not group_offsets.shape[0]:
         raise ValueError(f"group_offsets: expected shape (E + 1,), got {tuple(group_offsets.shape)}")
     _groups("group_offsets", group_offsets, tuple(group_offsets.shape), "(E + 1,)", a.data)
     return group_offsets.shape[0] - 1, *shape
 
 
-def matrices_along_k(a: FP8Tensor, b: FP8Tensor) -> tuple[int, int]:
-    """Check the operands ``a`` and ``b`` of ``grouped_gemm_k``. Returns M and N."""
+def matrices_along_k(a: FP8Tensor, b: FP8Tensor, *, blocks_of_b: bool = False) -> tuple[int, int]:
+    """Check the operands ``a`` and ``b`` of ``grouped_gemm_k``. Returns M and N.
+
+    blocks_of_b: whether ``b`` may have scales of 128x128 blocks.
+    """
     m, k = fp8_data("a.data", a.data, "(M, K)")
     fp8_data("b.data", b.data, "(N, K)")  # not packed
     (n,) = _weights("b.data", b.data, "(N, K)", a.data, multiple=128)
     check_scale("a.scale", a.scale, (m, k // 128), a.data.device)
-    check_scale("b.scale", b.scale, (n, k // 128), a.data.device)
+    of_blocks = blocks_of_b and b.scale.dim() == 2 and has_block_scales(*b)
+    check_scale("b.scale", b.scale, (ceil_div(n, 128) if of_blocks else n, k // 128), a.data.device)
     return m, n
 
 

@@ -124,14 +124,18 @@ class AddLowRank(PlainStore):
 
 @dataclass(frozen=True)
 class SwigluQuantize(Epilogue):
-    """Applies a SwiGLU to gate and up, and stores the result quantized 1x128."""
+    """Applies a SwiGLU to gate and up, and stores the result quantized 1x128.
+
+    keeps: also stores gate and up in bfloat16, from which it computes the SwiGLU, rounded to bfloat16.
+    """
 
     activation: Activation
+    keeps: bool = False
 
     out_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
     header: ClassVar[str] = "epilogue_swiglu.cuh"
     fields: ClassVar[Fields] = (
-        *_addresses(("data", "pitch", "scale", "scale_pitch")),
+        *_addresses(("data", "pitch", "scale", "scale_pitch", "projected", "projected_pitch")),
         *((name, ctypes.c_float) for name in ("limit", "alpha")),
     )
     gated: ClassVar[bool] = True
@@ -139,7 +143,7 @@ class SwigluQuantize(Epilogue):
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"SWIGLU_FORM": self.activation.form}
+        return {"SWIGLU_FORM": self.activation.form, "KEEPS": int(self.keeps)}
 
     @property
     def values(self) -> dict[str, float]:

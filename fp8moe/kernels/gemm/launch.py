@@ -22,6 +22,7 @@ from fp8moe.quant.formats import (
     PACKED_FORMATS,
     FP8Tensor,
     ceil_div,
+    has_block_scales,
     has_channel_scales,
     is_packed,
     packed_format,
@@ -336,26 +337,29 @@ def along_k(
 ) -> GemmLauncher:
     """Build the launcher of ``out[e] (+)= a[:, columns of e] @ b[:, columns of e].T`` for operands with these layouts.
 
-    a, b: (M, K) and (N, K) float8_e4m3fn, rows at multiples of 16 bytes; scales (..., K / 128) float32, MN-major.
+    a, b: (M, K) and (N, K) float8_e4m3fn, rows at multiples of 16 bytes; scales (M, K / 128), and (N, K / 128) or
+        (ceil(N / 128), K / 128), float32, MN-major.
     out: (E, M, N) float32, or bfloat16 unless accumulate, contiguous. Scales and out at multiples of 16 bytes.
     tile: overrides the choice of `choose_grouped_k`.
     """
     (groups, m, n), k = out.shape, a.data.shape[1]
     sms = num_sms(device_index)
-    tile = tile or choose_grouped_k(groups, m, n, sms)
+    tile = tile or choose_grouped_k(groups, m, n, sms, has_block_scales(*b))
     if config.settings.print_configs:
         config.log.info(f"grouped_gemm_k groups={groups} m={m} n={n} k={k}: {tile}")
     maps = []
-    for (data, scale), rows in ((a, tile.block_m), (b, tile.block_n)):
+    for (data, scale), rows, scales in ((a, tile.block_m, tile.block_m), (b, tile.block_n, tile.b_scales)):
         blocks = scale.shape[1]
         maps += [
             tensor_map(data, shape=data.shape, strides=(data.stride(0), 1), box=(rows, 128), swizzle=128),
-            tensor_map(scale, shape=(blocks, len(scale)), strides=(scale.stride(1), 1), box=(1, rows), l2_promotion=0),
+            tensor_map(
+                scale, shape=(blocks, len(scale)), strides=(scale.stride(1), 1), box=(1, scales), l2_promotion=0
+            ),
         ]
-    columns = 128 // out.element_size()  # number of columns that one TMA store writes
+    columns = tile.pieces.pitch // out.element_size()  # number of columns that one TMA store writes
     rest = tile.block_n % columns or columns  # number of columns that the last TMA store of a tile writes
     for width in (columns, rest):
-        swizzle = 128 if width == columns else 0
+        swizzle = tile.pieces.pitch if width == columns else 0
         maps.append(tensor_map(out, shape=out.shape, strides=out.stride(), box=(1, 16, width), swizzle=swizzle))
     rows = ceil_div(m, tile.block_m)
     grid = min(groups * rows * ceil_div(n, tile.block_n), sms)

@@ -16,6 +16,7 @@ from fp8moe.quant.formats import (
     FP8Tensor,
     as_float,
     ceil_div,
+    has_block_scales,
     has_channel_scales,
     is_packed,
     packed_format,
@@ -135,12 +136,14 @@ def grouped_gemm_swiglu_reference(
     *,
     max_m: int | None = None,
     bias: Tensor | None = None,
+    projected: Tensor | None = None,
 ) -> None:
     """Project each group to gate and up, apply `activation` in float32, and quantize the result into ``out``.
 
     a: data (M, H) with scale (M, ceil(H/128)). gate_up: data (E, 2I, H), gate rows then up rows, with the scales of
     gate, then of up, (E, 2 * ceil(I/128), ceil(H/128)) or (E, 2I, 1). bias: (E, 2I). out: data (M, I), scale
-    (M, ceil(I/128)); rows outside all groups are not written. groups, max_m: see `group_rows`.
+    (M, ceil(I/128)); rows outside all groups are not written. groups, max_m: see `group_rows`. projected: (M, 2I)
+    bfloat16 for gate and up, or None; if given, the activation is computed from it and rounded to bfloat16.
     """
     size, blocks = gate_up[0].shape[1] // 2, gate_up[1].shape[1] // 2
     for expert, rows in group_rows(groups, a[0].shape[0], max_m):
@@ -149,7 +152,13 @@ def grouped_gemm_swiglu_reference(
         gate_bias, up_bias = (None, None) if bias is None else bias[expert].chunk(2)
         gate = gemm_reference(x, FP8Tensor(data[:size], scale[:blocks]), gate_bias, torch.float32)
         up = gemm_reference(x, FP8Tensor(data[size:], scale[blocks:]), up_bias, torch.float32)
-        quantized = reference.quantize_1x128(activation(torch.cat([gate, up], dim=-1)), False)
+        both = torch.cat([gate, up], dim=-1)
+        if projected is not None:
+            projected[rows] = both.bfloat16()
+            h = activation(projected[rows].float()).bfloat16()
+        else:
+            h = activation(both)
+        quantized = reference.quantize_1x128(h, False)
         out.data[rows], out.scale[rows] = quantized
 
 
@@ -205,7 +214,9 @@ def grouped_gemm_k_reference(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, 
 
     Raises ValueError if a group does not begin and end at a multiple of 128.
     """
-    k = a[0].shape[1]
+    k, b_scale = a[0].shape[1], b.scale
+    if has_block_scales(*b):
+        b_scale = b_scale.repeat_interleave(BLOCK, dim=0)[: len(b.data)]
     offsets = [min(max(offset, 0), k) for offset in group_offsets.tolist()]
     groups = list(zip(offsets, offsets[1:], strict=False))
     for group, (start, end) in enumerate(groups):
@@ -216,7 +227,7 @@ def grouped_gemm_k_reference(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, 
         for block in range(start // BLOCK, end // BLOCK):
             columns = slice(block * BLOCK, (block + 1) * BLOCK)
             partial = products(to_float32(a[0][:, columns]), to_float32(b[0][:, columns]).T)
-            total.addcmul_(partial, a[1][:, block, None] * b[1][:, block])
+            total.addcmul_(partial, a[1][:, block, None] * b_scale[:, block])
         out[group] = total
 
 

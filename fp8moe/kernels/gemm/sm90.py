@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from fp8moe.quant.formats import align
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, SWIZZLE_ALIGNMENT, wgmma_source
@@ -299,20 +300,34 @@ def tokens_of_tile(tile: TileConfig, m: int) -> int:
     return min(tile.block_m, align(ceil(m / ceil(m / tile.block_m)), 8))
 
 
+class Pieces(NamedTuple):
+    """The buffers of a math warp through which TMA stores a result: 16 rows of `pitch` bytes each."""
+
+    count: int
+    pitch: int
+
+
 @dataclass(frozen=True)
 class GroupedKTile:
     """The tile configuration of ``cuda/sm90/gemm_k.cu``: block_m rows of ``a`` by block_n rows of ``b``.
 
-    All stages together take about 190 KB of shared memory.
+    All stages together take 150 to 200 KB of shared memory. block_scales: ``b`` has scales of 128x128 blocks;
+    block_n is then 128.
     """
 
     block_m: int
     block_n: int
     stages: int
+    block_scales: bool = False
 
     warpgroups = 2
     threads = 384  # two math warpgroups and a producer warpgroup
     math_registers = 240
+
+    @property
+    def b_scales(self) -> int:
+        """The number of scales of ``b`` in a stage, see ``B_SCALES`` of the kernel."""
+        return 4 if self.block_scales else self.block_n
 
     @property
     def mma_source(self) -> str:
@@ -320,9 +335,20 @@ class GroupedKTile:
         return wgmma_source(self.block_n)
 
     @property
+    def pieces(self) -> Pieces:
+        """The most and widest pieces for which there is room: a warp that waits for one multiplies nothing."""
+        choices = (Pieces(4, 128), Pieces(2, 128), Pieces(2, 64))
+        return next(pieces for pieces in choices if self._shared_bytes(pieces) <= SHARED_LIMIT)
+
+    @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block in bytes: per stage both tiles, their scales and two mbarriers; per math
-        warp two pieces of the result; and padding for alignment."""
+        """Dynamic shared memory of a block in bytes."""
+        return self._shared_bytes(self.pieces)
+
+    def _shared_bytes(self, pieces: Pieces) -> int:
+        """Count per stage both tiles, their scales and two mbarriers; the pieces of all math warps; and padding for
+        alignment."""
         rows = self.block_m + self.block_n
-        pieces = 4 * self.warpgroups * 2 * 16 * 128
-        return self.stages * (rows * 128 + align(rows * 4, 128) + 16) + pieces + SWIZZLE_ALIGNMENT
+        scales = self.block_m + self.b_scales
+        staged = 4 * self.warpgroups * pieces.count * 16 * pieces.pitch
+        return self.stages * (rows * 128 + align(scales * 4, 128) + 16) + staged + SWIZZLE_ALIGNMENT

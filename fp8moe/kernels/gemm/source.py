@@ -65,7 +65,9 @@ def kernel_spec(
 
 def grouped_k_spec(tile: GroupedKTile, n: int, *, out_float32: bool, accumulate: bool) -> KernelSpec:
     """Return the kernel spec for N = `n`. M, K and the groups are given at launch."""
-    prelude = constants(_common(tile, n, GroupedKArguments) | {"ACCUMULATE": int(accumulate)})
+    modes = {"ACCUMULATE": int(accumulate), "BLOCK_SCALES": int(tile.block_scales)}
+    modes |= {"PIECES": tile.pieces.count, "PIECE_PITCH": tile.pieces.pitch}
+    prelude = constants(_common(tile, n, GroupedKArguments) | modes)
     prelude += f"using Out = {'float' if out_float32 else 'unsigned short'};\n{tile.mma_source}"
     return KernelSpec("gemm_k.cu", "gemm_k", prelude=prelude)
 

@@ -330,19 +330,22 @@ def choose(
 
 # ---- groups along K ----
 
-GROUPED_K_TILES = (GroupedKTile(256, 96, 4), GroupedKTile(256, 112, 4), GroupedKTile(128, 96, 6))
+GROUPED_K_TILES = (
+    *(GroupedKTile(256, 96, 4), GroupedKTile(256, 112, 4), GroupedKTile(128, 96, 6)),
+    *(GroupedKTile(256, 128, 3, block_scales=True), GroupedKTile(128, 128, 5, block_scales=True)),
+)
 # Time per row in a tile of 128 rows over time per row in a tile of 256 rows: fewer rows share each load of ``b``.
 _LOW_TILE = 1.2
 
 
-def choose_grouped_k(groups: int, m: int, n: int, num_sms: int) -> GroupedKTile:
+def choose_grouped_k(groups: int, m: int, n: int, num_sms: int, block_scales: bool = False) -> GroupedKTile:
     """Return the tile with the least number of waves times area; tiles of 128 rows count `_LOW_TILE` times their area.
 
-    Low tiles need more loads, but fill the last wave better.
+    Low tiles need more loads, but fill the last wave better. block_scales: see `GroupedKTile`.
     """
 
     def cost(tile: GroupedKTile) -> float:
         waves = ceil(groups * ceil(m / tile.block_m) * ceil(n / tile.block_n) / num_sms)
         return waves * tile.block_m * tile.block_n * (_LOW_TILE if tile.block_m == 128 else 1)
 
-    return min(GROUPED_K_TILES, key=cost)
+    return min((tile for tile in GROUPED_K_TILES if tile.block_scales == block_scales), key=cost)

@@ -33,9 +33,9 @@ def linear_training(
 
     Gradients treat every quantization as the identity (straight through). They are summed in float32 and rounded once
     to the dtype of their tensor. The gradients of x and master are products of FP8 operands. Equal inputs give equal
-    bits. For the backward the forward keeps the FP8 weight and, with a master, x in FP8: ``K * P * 33/32`` bytes, P
-    being the number of rows rounded up to a multiple of 128. If N or K is not a multiple of 16, copies of the operands
-    are padded with zeros.
+    bits. For the backward the forward keeps the FP8 weight and, with a master, x in FP8: ``K * P`` bytes and 4 for each
+    block of 128x128, P being the number of rows rounded up to a multiple of 128. If N or K is not a multiple of 16,
+    copies of the operands are padded with zeros.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if the
     master has been changed in place since the forward; so does a backward of the backward.
@@ -75,7 +75,7 @@ def _forward(
         return out, x.new_empty(0), x.new_empty(0)
     _check(x, weight, weight_scale_inv, bias, master)
     n, k = weight.shape
-    rows, columns, _ = quantize_with_transpose(_matrix(x))
+    rows, columns, _ = quantize_with_transpose(_matrix(x), blocks=True)
     bias = bias if bias is None else _padded_columns(bias, n)
     return _product(rows, _padded(weight, weight_scale_inv), bias, (*x.shape[:-1], n), x.dtype), *columns
 
@@ -89,7 +89,7 @@ def _forward_fake(
     out = x.new_empty((*lead, n))
     if master is None:
         return out, x.new_empty(0), x.new_empty(0)
-    return out, *empty_quantized(x, align(k, _MULTIPLE), align(math.prod(lead), BLOCK))
+    return out, *empty_quantized(x, align(k, _MULTIPLE), align(math.prod(lead), BLOCK), blocks=True)
 
 
 class _Backward(NamedTuple):

@@ -12,7 +12,7 @@ from deep_gemm.utils.layout import float32_scale
 from fp8moe.kernels.gemm import gemm, grouped_gemm_k, grouped_gemm_masked
 from fp8moe.kernels.gemm.checks import RESULTS
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
-from fp8moe.quant.checks import check_vector, fp8_data, fp8_operand
+from fp8moe.quant.checks import check_scale, check_vector, fp8_data, fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.runtime.checks import check_like, check_tensor
 
@@ -101,6 +101,8 @@ def fp8_gemm_nt(
         check_tensor("d", d)
         if d.dim() != 2:
             raise ValueError(f"d: expected shape (M, N), got {tuple(d.shape)}")
+        if b.data.dim() == 2:  # grouped_gemm_k takes scales of blocks as well
+            check_scale("b.scale", b.scale, (b.data.shape[0], b.data.shape[1] // BLOCK), d.device)
         k = max(a.data.shape[-1], 1)
         whole = torch.arange(0, k + 1, k, dtype=torch.int32, device=d.device)  # offsets along K of a single group
         _write_sum(lambda out, add: grouped_gemm_k(a, b, whole, out=out.unsqueeze(0), accumulate=add), c, d)
