@@ -9,8 +9,8 @@ constexpr int REGISTER_VECTORS = 24 / (EXPERTS + TOKENS) > 1 ? 24 / (EXPERTS + T
 constexpr int AT_ONCE = VECTORS < REGISTER_VECTORS ? VECTORS : REGISTER_VECTORS;
 static_assert(MAX_TOKENS % TOKENS == 0);
 
-// x (tokens, HIDDEN); weight (NUM_EXPERTS, HIDDEN); bias (NUM_EXPERTS), may be null; logits (tokens, NUM_EXPERTS). Grid:
-// a thread block for each EXPERTS experts and MAX_TOKENS tokens.
+// x (tokens, HIDDEN); weight (NUM_EXPERTS, HIDDEN); bias (NUM_EXPERTS), may be null; logits (tokens, NUM_EXPERTS).
+// Grid: a thread block for each EXPERTS experts and MAX_TOKENS tokens.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
     router_logits(const Element* x, const Element* weight, const Element* bias, Output::Element* logits, int tokens) {
   __shared__ WarpSums<MAX_TOKENS / TOKENS> sums;

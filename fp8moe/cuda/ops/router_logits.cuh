@@ -1,6 +1,7 @@
-// Router logits, with a bias or without. The weight is divided among thread blocks: each has EXPERTS rows of it, and each thread the same
-// columns of all these rows, for TOKENS tokens at a time. Products are exact for 16-bit types. Sums are float32 in a
-// fixed order: within a thread; then over the warp, after which each lane has one sum; then over the warps.
+// Router logits, with a bias or without. The weight is divided among thread blocks: each has EXPERTS rows of it, and
+// each thread the same columns of all these rows, for TOKENS tokens at a time. Products are exact for 16-bit types.
+// Sums are float32 in a fixed order: within a thread; then over the warp, after which each lane has one sum; then over
+// the warps.
 //
 // Compile-time constants: those of router.cuh, with INPUT for x and weight; those of row_vectors.cuh, with ROW_THREADS
 // = the threads of a block; NUM_EXPERTS; EXPERTS and TOKENS (powers of two whose product is at most 32).
@@ -75,8 +76,8 @@ __device__ __forceinline__ float sum_in_lanes(float (&v)[Size], u32 lane) {
 template <int Groups>
 using WarpSums = float[WARPS][Groups][SUMS];
 
-// Adds up the sums of the warps and the bias, and stores the logits of `tokens` tokens. Called by the whole thread block
-// once all warps have written their sums. bias (NUM_EXPERTS): may be null.
+// Adds up the sums of the warps and the bias, and stores the logits of `tokens` tokens. Called by the whole thread
+// block once all warps have written their sums. bias (NUM_EXPERTS): may be null.
 template <int Groups>
 __device__ __forceinline__ void store_logits(Output::Element* logits, const WarpSums<Groups>& sums, const Element* bias,
                                              int tokens) {

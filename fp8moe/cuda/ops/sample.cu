@@ -365,7 +365,8 @@ __device__ void finish(const Operands& operands, u32 index, const Summary& raw, 
 }
 
 // Grid: a cluster for each row.
-extern "C" __global__ void __launch_bounds__(THREADS, VECTOR ? 2 : 1) sample(const __grid_constant__ Operands operands) {
+extern "C" __global__ void __launch_bounds__(THREADS, VECTOR ? 2 : 1)
+    sample(const __grid_constant__ Operands operands) {
   __shared__ Shared shared;
   __shared__ Summary whole, drawn;
   const u32 index = blockIdx.x / CLUSTER;
