@@ -269,7 +269,7 @@ def _tails(stop: StopStrings, tokens: Tensor, mask: Tensor | None, prefix: Prefi
     return [Tail(stop, before + [token for token in prompt if token >= 0]) for prompt in prompts]
 
 
-_UNSERVED = {
+UNSERVED = {
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"), (None, [], {})),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), (None,)),
     **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), (None, 0)),
@@ -291,7 +291,7 @@ _UNSERVED_SAMPLING = {
 
 def _check_config(generation_config: Any, *, sampling: bool) -> None:
     """Raise ValueError for a setting of the generation config that would change tokens but is not applied."""
-    for name, neutral in (_UNSERVED | (_UNSERVED_SAMPLING if sampling else {})).items():
+    for name, neutral in (UNSERVED | (_UNSERVED_SAMPLING if sampling else {})).items():
         value = getattr(generation_config, name, None)
         if value not in neutral:
             raise ValueError(

@@ -205,9 +205,14 @@ def find_expert_names(model: nn.Module) -> ExpertNames | None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's type and the first line of its message; transformers' messages may have many lines."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """Return an error's type and the first line of its message; transformers' messages may have many lines.
+
+    A line that ends with a colon goes on with the next line.
+    """
+    first, *more = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    while first.endswith(":") and more:
+        first = f"{first} {more.pop(0)}"
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def ignored_layers(model: nn.Module) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
 
+from fp8moe.decode.request import UNSERVED
 from fp8moe.weights.source import shown
 
 NEW_TOKENS = 1024
@@ -162,7 +163,8 @@ SAMPLING: dict[str, tuple] = {"temperature": (), "top_p": (1,), "top_k": (0, -1)
 _CONFIG = tuple(_GenerationConfig.model_fields)
 """Settings of a request's generation_config that are applied.
 
-All other settings must have the value of the model's generation_config, or transformers' default value.
+All other settings must have the value of the model's generation_config, transformers' default value, or one that has no
+effect.
 """
 _SAMPLER = (*SAMPLING, "repetition_penalty", "presence_penalty", "seed", "stop", "stop_token_ids", "ignore_eos")
 _SAMPLER += ("generation_config", "logprobs", "return_routed_experts")
@@ -286,7 +288,7 @@ class Reader:
         for name, value in given.items():
             if name in _CONFIG and value is not None:
                 applied[name] = value
-            elif value not in (None, getattr(config, name, None), getattr(plain, name, None)):
+            elif value not in (None, getattr(config, name, None), getattr(plain, name, None), *UNSERVED.get(name, ())):
                 raise ValueError(f"generation_config.{name[:80]}: {shown(value)} is not served")
         return applied
 

@@ -43,22 +43,19 @@ def shard(model, layers, **options):
 
 @contextmanager
 def quantizations():
-    """A list that every gathered master that is quantized is added to, but for those that a compiler traces.
+    """A list that every master that is quantized is added to, but for those that a compiler traces."""
+    weights, quantize = [], master.quantize_128x128
 
-    None has its transpose kept: autograd keeps the copies of all layers.
-    """
-    weights, quantize = [], master._quantize
+    def watched(weight, **options):
+        if not isinstance(weight, FakeTensor):
+            weights.append(weight)
+        return quantize(weight, **options)
 
-    def watched(*parts, both_ways=False):
-        assert not both_ways
-        weights.extend(part for part in parts if not isinstance(part, FakeTensor))
-        return quantize(*parts)
-
-    master._quantize = watched
+    master.quantize_128x128 = watched
     try:
         yield weights
     finally:
-        master._quantize = quantize
+        master.quantize_128x128 = quantize
 
 
 def train(sharded, plain, optimizers, data, targets, *, steps, limit, quantized):

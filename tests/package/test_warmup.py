@@ -349,6 +349,10 @@ def test_wrong_numbers(option, value, expected, capsys):
             {"model_type": "mixtral", "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
             r"config.json: quantization_config: weight_block_size is \[64, 64\], expected \[128, 128\]",
         ),
+        (
+            {"model_type": "qwen3_moe", "hidden_size": "wide"},
+            r"config.json: transformers cannot read it \(.*hidden_size.*wide",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_read(source, message):

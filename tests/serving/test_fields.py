@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from fp8moe.decode.request import UNSERVED
 from tests.decode_models import tiny_mixtral
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -139,6 +140,14 @@ def test_sampling_is_on_where_it_is_asked_for(reader):
     assert read(sampled).options["do_sample"] and not read(sampled, temperature=0).options["do_sample"]
     asked = read(sampled, top_k=-1)
     assert asked.config.top_k is None and asked.config.top_p == 0.9 and "top_k" not in asked.options
+
+
+def test_settings_without_effect_in_a_generation_config(reader):
+    """Clients may write out all settings, also those whose default transformers does not keep in a config."""
+    for name, neutral in UNSERVED.items():
+        for value in neutral:
+            asked = json.dumps({name: value})
+            assert read(reader, generation_config=asked).options == read(reader).options, asked
 
 
 def test_prompts(reader):
