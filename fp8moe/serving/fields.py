@@ -163,8 +163,8 @@ SAMPLING: dict[str, tuple] = {"temperature": (), "top_p": (1,), "top_k": (0, -1)
 _CONFIG = tuple(_GenerationConfig.model_fields)
 """Settings of a request's generation_config that are applied.
 
-All other settings must have the value of the model's generation_config, transformers' default value, or one that has no
-effect.
+All other settings must have the value of the model's generation_config or, where that has no effect, transformers'
+default value or another without effect.
 """
 _SAMPLER = (*SAMPLING, "repetition_penalty", "presence_penalty", "seed", "stop", "stop_token_ids", "ignore_eos")
 _SAMPLER += ("generation_config", "logprobs", "return_routed_experts")
@@ -288,7 +288,10 @@ class Reader:
         for name, value in given.items():
             if name in _CONFIG and value is not None:
                 applied[name] = value
-            elif value not in (None, getattr(config, name, None), getattr(plain, name, None), *UNSERVED.get(name, ())):
+                continue
+            own, neutral = getattr(config, name, None), (None, getattr(plain, name, None), *UNSERVED.get(name, ()))
+            # A value without effect does not turn off what the model's config asks for.
+            if value is not None and value != own and not (value in neutral and own in neutral):
                 raise ValueError(f"generation_config.{name[:80]}: {shown(value)} is not served")
         return applied
 

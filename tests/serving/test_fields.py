@@ -150,6 +150,13 @@ def test_settings_without_effect_in_a_generation_config(reader):
             assert read(reader, generation_config=asked).options == read(reader).options, asked
 
 
+def test_a_value_without_effect_does_not_hide_what_the_model_asks_for():
+    reader = make_reader(no_repeat_ngram_size=3)
+    assert read(reader, generation_config='{"no_repeat_ngram_size": 3}').config.no_repeat_ngram_size == 3
+    with pytest.raises(ValueError, match="generation_config.no_repeat_ngram_size: 0 is not served"):
+        read(reader, generation_config='{"no_repeat_ngram_size": 0}')
+
+
 def test_prompts(reader):
     assert read(reader, prompt=["hi", "a"]).prompts == [[74, 75], [67]]
     assert read(reader, prompt=[5, 6]).prompts == [[5, 6]]
