@@ -20,7 +20,6 @@ from fp8moe.layers.master import (
     check_master_dtype,
     part_of,
     quantized,
-    quantized_gate_up,
 )
 from fp8moe.layers.parameters import check_not_parametrized, frozen, local
 from fp8moe.layers.replaced import check_no_hooks
@@ -54,7 +53,7 @@ class Weights(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the tensors that could get gradients: the masters if any, otherwise FP8 tensors and biases."""
         layer = self.layer
-        return self.masters[:2] if self.masters.up_master is not None else (*layer.up, *layer.down, *layer.biases)
+        return self.masters if self.masters.up_master is not None else (*layer.up, *layer.down, *layer.biases)
 
 
 class GroupedExperts(MasterModule):
@@ -587,59 +586,6 @@ class GroupedExperts(MasterModule):
             if value is not None:
                 text += f", {name}={value}"
         return text
-
-
-def experts_rows_training(
-    rows: Tensor,
-    group_offsets: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    *,
-    activation: Activation = Activation(),  # noqa: B008 (immutable)
-) -> Tensor:
-    """Compute ``down_e(activation(gate_e(rows[r]), up_e(rows[r])))`` for every expert e and its rows r, differentiably.
-
-    This is `GroupedExperts.forward_rows` for modules of other libraries that keep gate and up in two parameters.
-
-    rows: (R, H) bfloat16, float16 or float32, sorted by expert.
-    group_offsets: (E+1,) int32 on the device of rows: expert e has rows ``group_offsets[e]`` up to
-        ``group_offsets[e+1]``. Group sizes are arbitrary; the CPU does not wait for the offsets.
-    gate, up, down: masters (E, I, H), (E, I, H) and (E, H, I), bfloat16 or float32. If they are DTensors, the function
-        uses this rank's shards. All three must be parameters of a `fp8moe.layers.master.MasterModule`, which drops FP8
-        copies when FSDP2 frees the gathered weights from which the copies were made. Gate and up share one FP8 copy
-        (E, 2I, H).
-    activation: a gated one, applied between the projections; see `GroupedExperts`.
-    Returns (R, H) in the dtype of rows; zeros in rows of no expert. The bits do not depend on whether gradients are
-    recorded. Equal inputs give equal bits, in the result and in the gradients of rows, gate, up and down.
-
-    Method, tensors kept for the backward and lifetime of FP8 copies: as for `GroupedExperts`.
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device or an activation without a gate;
-    the backward raises RuntimeError if a master has changed in place since the forward.
-    """
-    name = "fp8moe.experts_rows_training"
-    parameters = {"gate": gate, "up": up, "down": down}
-    for argument, master in parameters.items():
-        check_tensor(argument, master)
-        check_dtype(argument, master, *MASTER_DTYPES)
-        if master.dim() != 3:
-            raise ValueError(f"{argument}: expected three dimensions, got shape {tuple(master.shape)}")
-    if not activation.gated:
-        raise ValueError("activation: expected one with a gate")
-    check_tensor("rows", rows)
-    masters = [part_of(f"{name}: {argument}", master) for argument, master in parameters.items()]
-    check_derivatives(name, rows, *masters)
-    if masters[0].shape != masters[1].shape:
-        raise ValueError(f"up: expected shape {tuple(masters[0].shape)} like gate, got {tuple(masters[1].shape)}")
-    gate_part, up_part, down_part = masters
-    layer = Layer(
-        quantized_gate_up(gate_part.detach(), up_part.detach(), parameters=(gate, up)),
-        quantized(down_part.detach(), parameter=down),
-        activation,
-    )
-    given = Masters(up_part, down_part, gate_part)
-    out = experts_of_rows(rows, group_offsets, layer, row_dtype=row_dtype(rows.dtype), masters=given, training=True)
-    return out.to(rows.dtype)
 
 
 def flattened(

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fp8moe import FP8Linear, GroupedExperts, replace_linears
 from fp8moe.layers import master
-from fp8moe.layers.experts import experts_rows_training
+from fp8moe.layers.separate_masters import experts_rows_training
 from tests.compilers import INDUCTOR
 from tests.errors import refused, relative_error
 from tests.layers.test_fsdp import quantizations
