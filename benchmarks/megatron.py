@@ -19,6 +19,7 @@ parameters. Each variant begins when the memory of the one before is free.
 
 import argparse
 import gc
+import json
 import os
 import sys
 import time
@@ -31,7 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.report import ROOT, write_json
+from benchmarks.report import ROOT, digest, write_json
 
 SMALL = {
     **{"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 2, "channels": 64, "experts": 16, "top_k": 4},
@@ -331,6 +332,16 @@ def start(megatron: str | None, expert_parallel: int | None, expert_tensor_paral
     )
 
 
+def add_run(out: Path, result: dict) -> None:
+    """Write a run into a file beside those of other numbers of GPUs, of the same kernels."""
+    kernels = digest(ROOT)
+    stored = json.loads(out.read_text()) if out.exists() else {}
+    kept = stored["runs"] if stored.get("digest") == kernels else []
+    layout = ("world", "expert_parallel", "expert_tensor_parallel")
+    kept = [run for run in kept if any(run[name] != result[name] for name in layout)]
+    write_json(out, {"digest": kernels, "runs": sorted([*kept, result], key=lambda run: run["world"])})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.megatron", description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT.json")
@@ -357,7 +368,7 @@ def main() -> int:
     if args.only != "loss":
         result["speed"] = compare_speed(QWEN | {"layers": args.layers}, args.micro_batches, cpu=False)
     if dist.get_rank() == 0:
-        write_json(args.out, result)
+        add_run(args.out, result)
         print(args.out.read_text())
     dist.destroy_process_group()
     return int(not all(part["passed"] for part in (result.get("loss"), result.get("speed")) if part))

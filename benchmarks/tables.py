@@ -21,7 +21,7 @@ WHOLE_MODELS = VALIDATION.with_name("models.json")
 PEERS = VALIDATION.with_name("peers.json")
 BESIDE = {
     name: VALIDATION.with_name(f"{name}.json")
-    for name in ("distributed", "batch_invariance", "policy", "choice", "warmup", "serve_gpu", "titan")
+    for name in ("distributed", "batch_invariance", "policy", "choice", "warmup", "serve_gpu", "titan", "megatron")
 }
 """Maps benchmarks that `tools.validate` does not run to the files of their stored results."""
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
@@ -572,6 +572,36 @@ def titan(benchmarks: dict) -> str:
     return on(rows["bf16"]) + table(header, lines)
 
 
+def megatron(benchmarks: dict) -> str:
+    """Make the table of Megatron-Core's model, trained on several numbers of GPUs."""
+    runs = benchmarks["megatron"]["runs"]
+    spread = [f", experts over {run['expert_parallel']}" if run["expert_parallel"] > 1 else "" for run in runs]
+    names = (f"{run['world']} GPU{'s' * (run['world'] > 1)}{over}" for run, over in zip(runs, spread, strict=True))
+    rows = [{row["variant"]: row for row in run["speed"]["rows"]} for run in runs]
+    apart = [run["loss"]["apart"] for run in runs]
+    parts = {"experts": "experts alone in FP8", "fp8": "experts and linears in FP8"}
+    lines = [
+        (f"tokens/s of bfloat16's, {what}", *(f"{run['speed']['over_bf16'][part]:.2f}" for run in runs))
+        for part, what in parts.items()
+    ]
+    lines += [
+        (
+            "memory, FP8 and bfloat16",
+            *(f"{row['fp8']['peak_gib']:.0f}, {row['bf16']['peak_gib']:.0f} GiB" for row in rows),
+        )
+    ]
+    lines += [
+        (
+            f"loss of the small model apart from bfloat16's, {what}",
+            *(f"{100 * each[part]['last_ten']:.2f}%" for each in apart),
+        )
+        for part, what in (*parts.items(), ("control", "bfloat16 rounded in another way"))
+    ]
+    layers = runs[0]["speed"]["sizes"]["layers"]
+    header = (f"Megatron-Core {runs[0]['versions']['megatron-core']}, {layers} layers of Qwen3-30B-A3B's size", *names)
+    return on({"gpu": runs[0]["device"]}) + table(header, lines)
+
+
 def of(name: str, tables: Callable[[dict], str]) -> Callable[[dict], str]:
     """Wrap a function that makes tables, to return a sentence if benchmark `name` was not run with these kernels."""
     return lambda benchmarks: tables(benchmarks) if benchmarks.get(name) else "Not measured with these kernels yet.\n"
@@ -588,7 +618,7 @@ FILES: dict[str, Callable[[dict], str]] = {
     "docs/distributed.md": of("distributed", distributed),
     "docs/warmup.md": of("warmup", warmup),
     "docs/serving.md": of("serve_gpu", serving),
-    "docs/engines.md": of("titan", titan),
+    "docs/engines.md": lambda benchmarks: of("titan", titan)(benchmarks) + "\n" + of("megatron", megatron)(benchmarks),
 }
 
 
