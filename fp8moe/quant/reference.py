@@ -38,6 +38,12 @@ def quantize_1x128(x: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
     return data, empty_mn_major((rows, k_blocks), device=x.device).copy_(scale)
 
 
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize x (..., K) with one scale per row: data (..., K) and scale (..., 1)."""
+    scale = block_scale(x.float().abs().amax(-1, keepdim=True), False)
+    return _cast(x.float() / scale), scale
+
+
 def quantize_128x128(w: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """Quantize w (E, N, K) to data (E, N, K) and contiguous scale (E, ceil(N/128), ceil(K/128))."""
     experts, n, k = w.shape

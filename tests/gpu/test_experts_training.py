@@ -269,8 +269,8 @@ def test_compile(backend, fresh_compiler):
 
 @pytest.mark.parametrize("form", ["foreach", "fused"])
 def test_optimizers(form, monkeypatch):
-    count, quantize = [], masters.quantize_128x128
-    monkeypatch.setattr(masters, "quantize_128x128", lambda weight: count.append(0) or quantize(weight))
+    count, quantize = [], masters._quantize
+    monkeypatch.setattr(masters, "_quantize", lambda weight, **options: count.append(0) or quantize(weight, **options))
     block = Block(make())
     optimizer = torch.optim.AdamW(block.parameters(), lr=3e-3, **{form: True})
     x, target = torch.randn(2, 300, 272, device=DEVICE)

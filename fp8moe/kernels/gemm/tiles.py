@@ -173,7 +173,7 @@ def describe_dense(m: int, n: int, k: int, num_sms: int = 132) -> str:
 
 # Limits on the expected rows of a group: weights are tried as the 64-row operand up to the first limit, tokens from the
 # second limit on.
-_MOST_AS_COLUMNS, _FEWEST_AS_ROWS = 24, 6
+_MOST_AS_COLUMNS, FEWEST_AS_ROWS = 24, 6
 
 
 def row_tiles_bound(block_m: int, rows: int, groups: int, max_m: int | None) -> int:
@@ -210,14 +210,14 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
     tiles = []
     if packed:
         tiles = _packed_tiles(packed, (8, 16, 32, 64), swiglu=swiglu)
-        if packed != "int4" and expected_m >= _FEWEST_AS_ROWS and k > 384:
+        if packed != "int4" and expected_m >= FEWEST_AS_ROWS and k > 384:
             tiles += [TileConfig(128, 256, packed=packed), *([] if swiglu else [TileConfig(256, 128, packed=packed)])]
     if expected_m <= _MOST_AS_COLUMNS and not packed:
         shapes = [(8, 256, 2), (16, 256, 2), (32, 256, 2)]
         if not swiglu:
             shapes = [(8, 64, 1), (16, 64, 1), (16, 128, 2), (32, 64, 1)]
         tiles += [TileConfig(m, n_, weights_as_rows=True, warpgroups=w) for m, n_, w in shapes]
-    if expected_m >= _FEWEST_AS_ROWS and not packed:
+    if expected_m >= FEWEST_AS_ROWS and not packed:
         straight = [TileConfig(128, 256)]
         if not swiglu:
             # Of equally fast tiles the first is chosen. So put high tiles first: they read a group's weights once.
