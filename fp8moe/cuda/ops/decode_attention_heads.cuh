@@ -96,7 +96,7 @@ struct Heads {
       Cached* const cached = (is_value ? a.values : a.keys) + place * SIZE;
       u8* const fresh = s.fresh[is_value];
 #if FP8_CACHE
-      const Codes codes(x, largest);
+      const HeadCodes codes(x, largest);
 #if MULTIPLIES_CODES
       codes.store(fresh, reinterpret_cast<float*>(fresh + SIZE), lane);
 #else

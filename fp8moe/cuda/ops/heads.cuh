@@ -102,12 +102,12 @@ __device__ float largest_of_head(const Values& x) {
 }
 
 // A lane's eight values of a head in E4M3, and the head's scale: as quantize_rows of quant/reference.py.
-struct Codes {
+struct HeadCodes {
   uint2 codes;
   float scale;
 
   // largest: as `largest_of_head` returns it.
-  __device__ Codes(const Values& x, float largest) {
+  __device__ HeadCodes(const Values& x, float largest) {
     const BlockScale<> of_head(largest);
     const Vector& v = x.vectors[0];
     const auto quotient = [&](int i) { return of_head.quotient(v[i]); };

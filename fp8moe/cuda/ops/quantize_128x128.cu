@@ -20,7 +20,7 @@ __device__ u8* chunk_of(u8* transposed, int column, int chunk) {
 // w (e, n, k), experts `expert_stride` and rows `row_stride` apart. The results are rows of larger tensors: data of (e,
 // out_n, k), scale of (e, out_blocks, k_blocks); data_transposed of (e, k, out_n) and scale_transposed of (e, k_blocks,
 // out_blocks), or null. Grid: one thread block for each scale.
-extern "C" __global__ void __launch_bounds__(THREADS, VECTOR&& PER_VECTOR == 8 ? 4 : 2)
+extern "C" __global__ void __launch_bounds__(THREADS, !VECTOR ? 1 : PER_VECTOR == 8 ? 4 : 2)
     quantize_128x128(const Element* w, u8* data, float* scale, u8* data_transposed, float* scale_transposed, i64 n,
                      i64 k, i64 expert_stride, i64 row_stride, i64 k_blocks, i64 out_n, i64 out_blocks) {
   __shared__ u32 warp_amax[WARPS];

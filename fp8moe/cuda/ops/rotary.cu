@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) rotary(const Arguments
     const bool is_key = head < HEADS + KEY_HEADS;
     if (head >= HEADS && !is_key) out = x[i];
 #if FP8_CACHE
-    const Codes codes(out, largest_of_head(out));
+    const HeadCodes codes(out, largest_of_head(out));
 #endif
     if (!holds) continue;
     if (head < HEADS) {

@@ -26,10 +26,11 @@ struct ColumnScales {
       }
     }
   }
-  // lane: this lane's index.
-  __device__ __forceinline__ int at(int j, int lane) const {
-    return GATHERS ? places[GATHERS ? j : 0] : 8 * (j / 2) + 2 * (lane % 4) + j % 2;
+  // The place of scale j, beyond first_of_lane().
+  __device__ __forceinline__ int operator[](int j) const {
+    return GATHERS ? places[GATHERS ? j : 0] : 8 * (j / 2) + j % 2;
   }
+  static __device__ __forceinline__ int first_of_lane() { return GATHERS ? 0 : 2 * (lane_id() % 4); }
 };
 
 // A math warp. It has several ways to process the stages of a tile; consume() picks one for up to 32 stages at a time:
@@ -77,7 +78,7 @@ struct MathWarp {
     float tokens[SWAP ? ACCUMULATORS / 2 : 2];
     if constexpr (SWAP) {
 #pragma unroll
-      for (int j = 0; j < ACCUMULATORS / 2; ++j) tokens[j] = a_scale[column_scales.at(j, lane)];
+      for (int j = 0; j < ACCUMULATORS / 2; ++j) tokens[j] = a_scale[ColumnScales::first_of_lane() + column_scales[j]];
     }
     float partial[ACCUMULATORS];
 #pragma unroll

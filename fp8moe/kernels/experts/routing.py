@@ -192,7 +192,10 @@ def assigned_launcher(device_index: int, rows: Tensor, dtype: torch.dtype, num_r
 
 
 def _check_assigned(groups: Tensor, rows: Tensor, weights: Tensor, num_rows: int) -> None:
-    check_dtype("rows", rows, torch.int32)
+    for name, value, rank in (("groups", groups, 1), ("rows", rows, 2)):
+        check_dtype(name, value, torch.int32)
+        if value.dim() != rank:
+            raise ValueError(f"{name}: expected {rank} dimensions, got shape {tuple(value.shape)}")
     check_like("weights", weights, FLOATING, rows.shape, groups.device, "groups")
     check_device("rows", rows, groups.device, "groups")
 
