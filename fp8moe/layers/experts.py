@@ -54,7 +54,7 @@ class Weights(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the tensors that could get gradients: the masters if any, otherwise FP8 tensors and biases."""
         layer = self.layer
-        return self.masters[:2] if self.masters.up_master is not None else (*layer.up, *layer.down, *layer.biases)
+        return self.masters if self.masters.up_master is not None else (*layer.up, *layer.down, *layer.biases)
 
 
 class GroupedExperts(MasterModule):
@@ -627,6 +627,48 @@ def experts_rows_training(
     the backward raises RuntimeError if a master has changed in place since the forward.
     """
     name = "fp8moe.experts_rows_training"
+    weights = _weights_of(name, gate, up, down, activation)
+    check_tensor("rows", rows)
+    check_derivatives(name, rows, *weights.tensors())
+    options = {"row_dtype": row_dtype(rows.dtype), "masters": weights.masters, "training": True}
+    return experts_of_rows(rows, group_offsets, weights.layer, **options).to(rows.dtype)
+
+
+def experts_tokens_training(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    activation: Activation = Activation(),  # noqa: B008 (immutable)
+) -> Tensor:
+    """Compute the sum of each token's expert outputs times their routing weights, differentiably.
+
+    This is `GroupedExperts.forward` for modules of other libraries that keep gate and up in two parameters: tokens are
+    sorted, gathered and summed by the kernels that quantize and multiply them.
+
+    hidden_states: (T, H) bfloat16, float16 or float32. top_k_index: (T, K) int32 or int64; an index outside [0, E) adds
+        nothing. top_k_weights: (T, K) float32, bfloat16 or float16.
+    gate, up, down, activation, errors: as for `experts_rows_training`.
+    Returns (T, H) in the dtype of hidden_states. The bits do not depend on whether gradients are recorded. Equal inputs
+    give equal bits, in the result and in the gradients of hidden_states, top_k_weights, gate, up and down.
+    """
+    name = "fp8moe.experts_tokens_training"
+    weights = _weights_of(name, gate, up, down, activation)
+    for argument, value in {
+        "hidden_states": hidden_states,
+        "top_k_index": top_k_index,
+        "top_k_weights": top_k_weights,
+    }.items():
+        check_tensor(argument, value)
+    check_derivatives(name, hidden_states, top_k_weights, *weights.tensors())
+    return experts_training(hidden_states, top_k_index, top_k_weights, *weights)
+
+
+def _weights_of(name: str, gate: Tensor, up: Tensor, down: Tensor, activation: Activation) -> Weights:
+    """Check and quantize the three masters of `experts_rows_training`. name: the caller's name, for errors."""
     parameters = {"gate": gate, "up": up, "down": down}
     for argument, master in parameters.items():
         check_tensor(argument, master)
@@ -635,18 +677,15 @@ def experts_rows_training(
             raise ValueError(f"{argument}: expected three dimensions, got shape {tuple(master.shape)}")
     if not activation.gated:
         raise ValueError("activation: expected one with a gate")
-    check_tensor("rows", rows)
-    masters = [part_of(f"{name}: {argument}", master) for argument, master in parameters.items()]
-    check_derivatives(name, rows, *masters)
-    if masters[0].shape != masters[1].shape:
-        raise ValueError(f"up: expected shape {tuple(masters[0].shape)} like gate, got {tuple(masters[1].shape)}")
-    gate_part, up_part, down_part = masters
+    gate_part, up_part, down_part = masters = [
+        part_of(f"{name}: {argument}", master) for argument, master in parameters.items()
+    ]
+    if gate_part.shape != up_part.shape:
+        raise ValueError(f"up: expected shape {tuple(gate_part.shape)} like gate, got {tuple(up_part.shape)}")
     both_ways = recorded(*masters)
     gate_up = quantized_gate_up(gate_part.detach(), up_part.detach(), parameters=(gate, up), both_ways=both_ways)
     layer = Layer(gate_up, quantized(down_part.detach(), parameter=down, both_ways=both_ways), activation)
-    given = Masters(up_part, down_part, gate_part)
-    out = experts_of_rows(rows, group_offsets, layer, row_dtype=row_dtype(rows.dtype), masters=given, training=True)
-    return out.to(rows.dtype)
+    return Weights(layer, Masters(up_part, down_part, gate_part))
 
 
 def flattened(

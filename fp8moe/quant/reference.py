@@ -127,7 +127,7 @@ def gather(x: Tensor, index: Tensor, used: Tensor) -> Tensor:
 def block_scale(amax: Tensor, ue8m0: bool) -> Tensor:
     """Return the scales of blocks from their largest magnitudes ``amax`` (float32). Any NaN becomes NaN 0x7fc00000."""
     # Divide by a tensor, because on a GPU PyTorch replaces division by a number with multiplication by a reciprocal.
-    scale = amax.clamp(min=SCALE_FLOOR) / amax.new_tensor(FP8_MAX)
+    scale = amax.clamp(min=SCALE_FLOOR) / amax.new_full((), FP8_MAX)
     if ue8m0:
         scale = up_to_power_of_two(scale)
     return torch.where(amax.isnan(), torch.nan, scale)

@@ -352,7 +352,7 @@ def test_memory_kept_for_the_backward(trained):
     tokens, experts, top_k, hidden, size = 2048, 8, 4, 2048, 1024
     layer = make(experts, hidden, size)
     rows = tokens * top_k
-    documented = 4 * rows * size + 8 * rows + 4 * (experts + 1)
+    documented = 4 * rows * size + 4 * rows + 4 * (experts + 1)
     if trained == "none":
         layer = GroupedExperts.from_experts(layer)
     x, index, weights, _ = inputs(tokens, experts, top_k, hidden)

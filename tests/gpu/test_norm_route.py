@@ -83,7 +83,7 @@ def test_has_the_bits_of_three_kernels(experts, hidden, dtypes):
     dtype, *others = dtypes
     for tokens in TOKENS:
         if not by_one_kernel(tokens, experts, hidden * dtype.itemsize):
-            assert tokens > 1
+            assert tokens > 1 or dtype is torch.float32  # more does not fit in shared memory
             continue
         given = operands(tokens, experts, hidden, dtype, seed=tokens)
         for quantized in (False, True):
@@ -101,7 +101,7 @@ def test_every_rule(experts, top_k, form):
         rule = RoutingRule(top_k, **form)
         normed, chosen = got = write(given, rule, choice_bias)
         assert same_bits(got, by_three(given, rule, choice_bias))
-        exact = normed.values.double() @ given[3].double().t() + given[4].double()
+        exact = router_logits(normed.values, given[3], bias=given[4]).double()
         weights, missed = exact_route(exact, chosen.index, **form, bias=choice_bias)
         assert missed.max() < 1e-4
         torch.testing.assert_close(chosen.weights.double(), weights, rtol=1e-3, atol=1e-5)

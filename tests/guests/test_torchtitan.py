@@ -143,3 +143,36 @@ def test_converter():
     rows = rows_of((5, 0, 7, 30), dtype=torch.float32)
     compare(GroupedExperts(256, 160, 4, False), model.to_empty(device="cpu")["experts"], *rows)
     compare(FeedForward(256, 96), model["mlp"], torch.randn(7, 256).requires_grad_())
+
+
+@old
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("shared", [0, 2])
+def test_a_layer(before, shared):
+    """Whole layers, and layers whose experts get sorted rows as they do under expert parallelism, agree."""
+    from fp8moe_torchtitan.v0_2 import Converter, FP8MoE
+    from torchtitan.models.moe.moe import MoE, MoEArgs
+
+    arguments = MoEArgs(
+        **{"num_experts": 4, "num_shared_experts": shared, "top_k": 2, "score_func": "softmax", "route_norm": True},
+        **{"score_before_experts": before, "use_grouped_mm": False, "load_balance_coeff": None},
+    )
+    plain, whole, spread = layers = [MoE(arguments, 256, 160) for _ in range(3)]
+    for weight in plain.parameters():
+        nn.init.normal_(weight, std=0.05)
+    for layer in layers[1:]:
+        layer.load_state_dict(plain.state_dict())
+        Converter(None, SimpleNamespace(tp=1)).convert(nn.ModuleDict({"moe": layer}))
+        assert type(layer) is FP8MoE
+    # Expert parallelism hooks into the experts, and so do others that work on rows.
+    seen = []
+    spread.experts.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
+    x = torch.randn(2, 60, 256).bfloat16().float().requires_grad_()
+    expected, *found = (train_once(layer, x) for layer in layers)
+    assert seen == [(240, 256)]
+    for results in found:
+        assert results[0].shape == x.shape
+        for result, wanted in zip(results, expected, strict=True):
+            assert result.dtype is wanted.dtype and relative_error(result, wanted.double()) < ROUNDING
+    assert all(torch.equal(layer.tokens_per_expert, plain.tokens_per_expert) for layer in layers)
+    assert plain.tokens_per_expert.sum() == 240

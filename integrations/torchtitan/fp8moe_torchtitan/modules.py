@@ -2,10 +2,11 @@
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from fp8moe import FP8Linear
-from fp8moe.layers import MasterModule, experts_rows_training
+from fp8moe.layers import MasterModule, experts_rows_training, experts_tokens_training
 
 
 class Experts(MasterModule):
@@ -21,6 +22,22 @@ class Experts(MasterModule):
         """
         offsets = pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
         return experts_rows_training(rows.bfloat16(), offsets, gate, up, down).type_as(rows)
+
+    def compute_tokens(
+        self, tokens: Tensor, index: Tensor, scores: Tensor, gate: Tensor, down: Tensor, up: Tensor
+    ) -> Tensor:
+        """Return the sum of the tokens' results times their scores (T, D), in the dtype of tokens.
+
+        tokens: (T, D), cast to bfloat16. index, scores: (T, K), the experts of each token, all of them on this rank.
+        gate, up: (E, F, D), down: (E, D, F).
+        """
+        return experts_tokens_training(tokens.bfloat16(), index, scores, gate, up, down).type_as(tokens)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank has all of the experts, and nothing has to be done to their rows before or after."""
+        spread = any(isinstance(weight, DTensor) for weight in self.parameters())
+        return not (spread or self._forward_pre_hooks or self._forward_hooks)
 
 
 class Linear(FP8Linear):

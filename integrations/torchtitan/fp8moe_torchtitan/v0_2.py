@@ -5,8 +5,9 @@
 
 import logging
 
+import torch
 from torch import Tensor, nn
-from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_converter import register_model_converter
 
 from fp8moe import replace_linears
@@ -20,6 +21,26 @@ class FP8GroupedExperts(GroupedExperts, Experts):
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         return self.compute(x, num_tokens_per_expert, self.w1, self.w2, self.w3)
+
+
+class FP8MoE(MoE):
+    """torchtitan's MoE around `FP8GroupedExperts`: without parallel experts it neither gathers nor scatters rows.
+
+    The kernels that quantize and sum read and write tokens in their own order.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        experts = self.experts
+        if self.score_before_experts or not experts.alone:
+            return super().forward(x)
+        tokens = x.flatten(0, -2)
+        scores, index, counts = self.router(tokens, self.expert_bias)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts)
+        out = experts.compute_tokens(tokens, index, scores, experts.w1, experts.w2, experts.w3)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(tokens)
+        return out.view(x.shape)
 
 
 class Converter:
@@ -40,6 +61,9 @@ class Converter:
         experts = [name for name, module in modules.items() if type(module) is GroupedExperts]
         for name in experts:
             modules[name].__class__ = FP8GroupedExperts
+        for module in modules.values():
+            if type(module) is MoE and isinstance(module.experts, FP8GroupedExperts):
+                module.__class__ = FP8MoE
         names = replace_linears(model, skip=skip, master_dtype=next(model.parameters()).dtype)
         for name in names:
             model.get_submodule(name).__class__ = Linear
