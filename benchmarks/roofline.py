@@ -108,6 +108,7 @@ def training_work(model: Model, tokens: int) -> tuple[list[KernelWork], list[Ker
         KernelWork("combine", "result", 2 * wide + 2 * x),
     ]
     backward = [
+        KernelWork("assigned_rows", "routing", 16 * rows),
         KernelWork("quantize_transpose", "gradient, both ways", 2 * x + 2 * fp8 * wide),
         KernelWork("gemm", "gradient of the activation", block * down + fp8 * wide + 2 * narrow, 2 * wide * size),
         KernelWork(

@@ -39,10 +39,19 @@ from fp8moe.runtime.sm90 import WARP
 
 INPUT_TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
 
+
 # Kernel -> its macros: warps per thread block, rows per warp, columns per thread block.
+class _BlockSizes(ctypes.Structure):
+    """``struct Sizes`` of cuda/ops/quantize_128x128.cu."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("n", "k", "expert_stride", "row_stride", "k_blocks", "out_n", "out_blocks")
+    )
+
+
 _CONSTANTS = {
     "quantize_1x128": {"WARPS": 4, "ROWS_PER_WARP": 8},
-    "quantize_128x128": {"WARPS": 8},
+    "quantize_128x128": {"WARPS": 8, "SIZES_BYTES": ctypes.sizeof(_BlockSizes)},
     "quantize_128x1": {"WARPS": 8, "COLUMNS": 64},
 }
 
@@ -244,7 +253,9 @@ def launcher(
         grid = ceil_div(rows, BLOCK) * tiles
         sizes = rows, columns, stride, align(columns, 4), tiles
     kernel, args = load(kernel_spec(name, x.dtype, ue8m0, vector)), tuple(map(ctypes.c_int64, sizes))
-    pointers = 5 if name == "quantize_128x128" else 3
+    pointers = 3
+    if name == "quantize_128x128":
+        args, pointers = (_BlockSizes(*sizes),), 5
     return PointerLauncher(kernel, grid=grid, block=constants["WARPS"] * WARP, pointers=pointers, args=args)
 
 

@@ -37,8 +37,8 @@ NORMS = (
 # tokens, experts, hidden, type, type of the logits
 LOGITS = ((1, 128, 2048, BF16, BF16), (11, 300, 520, FP32, FP32), (64, 60, 131, FP16, FP32))
 NORM_ROUTES = (
-    *((1, 128, 2048, BF16, BF16), (2, 300, 520, FP32, FP32), (11, 60, 131, FP16, FP32)),
-    *((1, 64, 7168, BF16, FP32), (8, 256, 2048, BF16, FP32), (16, 128, 2880, BF16, FP32)),
+    *((1, 128, 2048, BF16, BF16), (2, 300, 520, FP32, FP32), (3, 60, 131, FP16, FP32)),
+    *((1, 64, 7168, BF16, FP32), (4, 256, 2048, BF16, FP32), (2, 128, 2880, BF16, FP32)),
 )
 # sequences, tokens, (heads, key heads, size, rotated, norm), type
 HEADS = (

@@ -68,8 +68,8 @@ EXPERTS = (
 # tokens, hidden, I, experts, top_k, options of the layer
 GATHERED = (
     (1, 272, 208, 16, 4, {}),
-    (16, 2048, 768, 32, 8, {"bias": True}),
-    (9, 256, 384, 16, 4, {"weight_format": "mxfp4"}),
+    (4, 2048, 768, 32, 8, {"bias": True}),
+    (3, 256, 384, 16, 4, {"weight_format": "mxfp4"}),
 )
 # sizes of groups, K, ranks, tokens from which rows are gathered
 LORA = (

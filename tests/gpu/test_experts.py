@@ -297,7 +297,7 @@ def test_gathered_tokens_have_the_bits_of_permuted_ones(sizes, invariant, dtype,
     """Spread over experts, all to the same ones, by experts that come up twice and by such that are not here."""
     layer, biased = make(*sizes), make(*sizes, bias=True)
     norm = Norm(torch.randn(sizes[1], device=DEVICE).to(dtype), 1e-6, True)
-    for tokens in (1, 2, 3, 7, 8, 9, 15, 16):
+    for tokens in (1, 2, 3, 4, 5):
         x = torch.randn(tokens, sizes[1], device=DEVICE).to(dtype)
         index, weights = route(tokens, sizes[0], 4, seed=tokens)
         alike, odd = index[:1].expand(tokens, -1).contiguous(), index.clone()
@@ -312,7 +312,7 @@ def test_gathered_tokens_have_the_bits_of_permuted_ones(sizes, invariant, dtype,
                 assert torch.equal(one(x, routed, weights, **given), one(x, routed, weights))
     if sizes[1] % 16 == 0 and sizes[2] % 16 == 0:  # and nothing was permuted
         monkeypatch.setattr("fp8moe.kernels.experts.workspace.permute_launcher", None)
-        x, (index, weights) = torch.randn(5, sizes[1], device=DEVICE).to(dtype), route(5, sizes[0], 3)
+        x, (index, weights) = torch.randn(4, sizes[1], device=DEVICE).to(dtype), route(4, sizes[0], 3)
         expected = exact(layer, x, index, weights)
         out = layer(x, index, weights, **sorted_and_quantized(x, index, sizes[0]))
         assert relative_error(out, expected) <= TOLERANCE
@@ -322,21 +322,21 @@ def test_gathered_tokens_have_the_bits_of_permuted_ones(sizes, invariant, dtype,
 def test_gathered_tokens_of_each_top_k(top_k):
     experts = 256
     layer = make(experts, 272, 144)
-    for tokens in (1, 5, 16):
+    for tokens in (1, 3, 4):
         x, (index, weights) = torch.randn(tokens, 272, device=DEVICE).bfloat16(), route(tokens, experts, top_k)
         given = sorted_and_quantized(x, index, experts)
         assert torch.equal(layer(x, index, weights, **given), layer(x, index, weights))
 
 
 def test_gathered_tokens_in_other_layouts():
-    layer, (index, weights) = make(16, 576, 208), route(7, 16, 4)
-    wide = torch.randn(7, 600, device=DEVICE).bfloat16()
+    layer, (index, weights) = make(16, 576, 208), route(3, 16, 4)
+    wide = torch.randn(3, 600, device=DEVICE).bfloat16()
     x = wide[:, 8:584]
     given = sorted_and_quantized(x, index, 16)
     data, scale = given.pop("quantized")
-    apart = torch.zeros(7, 592, dtype=torch.uint8, device=DEVICE)
+    apart = torch.zeros(3, 592, dtype=torch.uint8, device=DEVICE)
     apart[:, 16:] = data.view(torch.uint8)
-    shifted = torch.zeros(scale.shape[1], 9, device=DEVICE)[:, 1:8].t().copy_(scale)
+    shifted = torch.zeros(scale.shape[1], 5, device=DEVICE)[:, 1:4].t().copy_(scale)
     expected = layer(x, index, weights)
     for codes, scales in itertools.product(
         (data, apart[:, 16:].view(data.dtype), apart.t().contiguous().t()[:, 16:].view(data.dtype)),
@@ -346,21 +346,21 @@ def test_gathered_tokens_in_other_layouts():
 
 
 def test_bad_values_of_gathered_tokens_stay_in_their_tokens():
-    layer, (index, weights) = make(16, 576, 208), route(9, 16, 4)
-    x = torch.randn(9, 576, device=DEVICE).bfloat16()
+    layer, (index, weights) = make(16, 576, 208), route(4, 16, 4)
+    x = torch.randn(4, 576, device=DEVICE).bfloat16()
     clean = layer(x, index, weights)
     for value in (NAN, float("inf")):
         odd = x.clone()
-        odd[3, 100] = value
+        odd[2, 100] = value
         out = layer(odd, index, weights, **sorted_and_quantized(odd, index, 16))
-        others = [token for token in range(9) if token != 3]
-        assert not out[3].isfinite().any() and torch.equal(out[others], clean[others])
+        others = [token for token in range(4) if token != 2]
+        assert not out[2].isfinite().any() and torch.equal(out[others], clean[others])
 
 
 def test_groups_and_rows_of_gathered_tokens_that_mean_nothing():
     """Garbage gives garbage: no access out of bounds, and the next call is as ever."""
-    layer, (index, weights) = make(16, 576, 208), route(9, 16, 4)
-    x = torch.randn(9, 576, device=DEVICE).bfloat16()
+    layer, (index, weights) = make(16, 576, 208), route(4, 16, 4)
+    x = torch.randn(4, 576, device=DEVICE).bfloat16()
     given = sorted_and_quantized(x, index, 16)
     expected = layer(x, index, weights, **given)
     for low, high in ((-(2**31), 2**31 - 1), (-3, 40), (36, 37)):
@@ -374,7 +374,7 @@ def test_groups_and_rows_of_gathered_tokens_that_mean_nothing():
     assert torch.equal(layer(x, index, weights, **given), expected)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 2, 4])
 def test_repeats_of_gathered_tokens_have_equal_bits(tokens):
     """Whatever was in the memory that results and scratch get."""
     layer, (index, weights) = make(128, 2048, 768), route(tokens, 128, 8)
@@ -384,7 +384,7 @@ def test_repeats_of_gathered_tokens_have_equal_bits(tokens):
         assert torch.equal(same_every_time(lambda: layer(x, index, weights, **given)), expected)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("tokens", [1, 4, 5])
 @pytest.mark.parametrize("sizes", [(16, 576, 208), (128, 2048, 768)])
 def test_graph_replays_from_attention_to_the_next_norm(sizes, tokens):
     """Layers in a chain, the way a decode step runs them; each kernel starts while the one before it runs."""

@@ -5,7 +5,7 @@ import torch
 
 from fp8moe.kernels.experts import experts_of_rows, experts_of_tokens, experts_training
 from fp8moe.kernels.experts.operands import Masters, TokenOperands
-from fp8moe.layers.experts import experts_rows_training
+from fp8moe.layers.separate_masters import experts_rows_training
 from fp8moe.quant.quantize import quantize_1x128
 from tests.errors import relative_error
 from tests.experts_cases import VARIANTS, layer_of, make_trained, trained_layer

@@ -7,7 +7,7 @@ from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import backward as kernels
 from fp8moe.kernels.experts import experts_of_rows, experts_of_tokens, experts_training
 from fp8moe.kernels.experts.operands import Masters, TokenOperands
-from fp8moe.layers.experts import experts_rows_training
+from fp8moe.layers.separate_masters import experts_rows_training
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from tests.errors import relative_error

@@ -193,11 +193,11 @@ def test_weights_in_four_bits_keep_to_their_registers(epilogue, packing):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 20), st.integers(1, 32), st.integers(1, 1024), st.sampled_from((None, "mxfp4", "int4", "nvfp4")))
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 1024), st.sampled_from((None, "mxfp4", "int4", "nvfp4")))
 def test_tokens_are_gathered_where_weights_are_the_rows(tokens, top_k, experts, packed):
     """Every tile that may be chosen then has them as such, and room for the tokens of the rows."""
     if not gathers(tokens, top_k, experts):
-        assert tokens > 16 or tokens * top_k >= 6 * experts
+        assert tokens > 4 or top_k > 32 or tokens * top_k >= 6 * experts
         return
     rows = tokens * top_k
     for n, k in BENCHMARK_WEIGHTS:
@@ -205,7 +205,7 @@ def test_tokens_are_gathered_where_weights_are_the_rows(tokens, top_k, experts, 
         for config in grouped_candidates(problem):
             assert config.weights_as_rows
         tile = gathering(choose_grouped(problem), k)
-        assert fits(tile, k) and tile.scale_box == 16
+        assert fits(tile, k) and tile.scale_box == 4
 
 
 @pytest.mark.parametrize("packing", [None, *PACKINGS.values()], ids=["fp8", *PACKINGS])

@@ -99,14 +99,14 @@ def test_backward_raises():
 
 def test_few_tokens_are_one_kernel():
     for experts, row_bytes, most in (
-        *((128, 4096, 16), (8, 2, 16), (512, 4096, 16), (513, 8, 0), (128, 8192, 16), (64, 16384, 8), (64, 32768, 4)),
-        *((60, 32770, 0), (146, 14336, 8), (147, 14336, 0), (0, 4096, 0), (128, 0, 0)),
+        *((128, 4096, 4), (8, 2, 4), (512, 4096, 4), (513, 8, 0), (128, 8192, 4), (64, 16384, 4), (64, 32768, 4)),
+        *((60, 32770, 0), (146, 14336, 4), (147, 14336, 0), (0, 4096, 0), (128, 0, 0)),
     ):
         for tokens in range(20):
             assert by_one_kernel(tokens, experts, row_bytes) == (0 < tokens <= most)
 
 
-@pytest.mark.parametrize("dtype,tokens", [*((torch.bfloat16, 1 << i) for i in range(5)), (torch.float32, 8)], ids=str)
+@pytest.mark.parametrize("dtype,tokens", [*((torch.bfloat16, 1 << i) for i in range(3)), (torch.float32, 4)], ids=str)
 @pytest.mark.parametrize("experts,hidden", SIZES)
 def test_every_variant_compiles_without_spills(dtype, tokens, experts, hidden):
     if dtype is torch.float32:

@@ -42,17 +42,17 @@ def shard(model, layers, **options):
 
 
 @contextmanager
-def quantizations():
-    """A list that every gathered master that is quantized is added to, but for those that a compiler traces.
+def quantizations(gathered=True):
+    """A list that every master that is quantized is added to, but for those that a compiler traces.
 
-    None has its transpose kept: autograd keeps the copies of all layers.
+    gathered: by FSDP2. None has its transpose kept then: autograd keeps the copies of all layers.
     """
     weights, quantize = [], master._quantize
 
     def watched(*parts, both_ways=False):
-        assert not both_ways
+        assert not (gathered and both_ways)
         weights.extend(part for part in parts if not isinstance(part, FakeTensor))
-        return quantize(*parts)
+        return quantize(*parts, both_ways=both_ways)
 
     master._quantize = watched
     try:

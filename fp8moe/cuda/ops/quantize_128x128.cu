@@ -1,7 +1,7 @@
 // Quantizes with one scale per 128 rows and 128 columns, and writes the transpose too where it is wanted. A thread
 // block handles one such block of the weights, with 64 elements per thread.
 //
-// Compile-time constants: those of quantize.cuh; WARPS (of a thread block).
+// Compile-time constants: those of quantize.cuh; WARPS (of a thread block); SIZES_BYTES.
 #include "quantize.cuh"
 
 constexpr int THREADS = WARPS * WARP;
@@ -17,12 +17,18 @@ __device__ u8* chunk_of(u8* transposed, int column, int chunk) {
   return transposed + column * BLOCK + (chunk ^ column / PER_VECTOR % CHUNKS) * CHUNK;
 }
 
-// w (e, n, k), experts `expert_stride` and rows `row_stride` apart. The results are rows of larger tensors: data of (e,
-// out_n, k), scale of (e, out_blocks, k_blocks); data_transposed of (e, k, out_n) and scale_transposed of (e, k_blocks,
-// out_blocks), or null. Grid: one thread block for each scale.
+// w is (e, n, k), experts `expert_stride` and rows `row_stride` apart; results have out_n rows and out_blocks of them.
+struct Sizes {
+  i64 n, k, expert_stride, row_stride, k_blocks, out_n, out_blocks;
+};
+static_assert(sizeof(Sizes) == SIZES_BYTES);
+
+// The results are rows of larger tensors: data of (e, out_n, k), scale of (e, out_blocks, k_blocks); data_transposed of
+// (e, k, out_n) and scale_transposed of (e, k_blocks, out_blocks), or null. Grid: one thread block for each scale.
 extern "C" __global__ void __launch_bounds__(THREADS, !VECTOR ? 1 : PER_VECTOR == 8 ? 4 : 2)
-    quantize_128x128(const Element* w, u8* data, float* scale, u8* data_transposed, float* scale_transposed, i64 n,
-                     i64 k, i64 expert_stride, i64 row_stride, i64 k_blocks, i64 out_n, i64 out_blocks) {
+    quantize_128x128(const Element* w, u8* data, float* scale, u8* data_transposed, float* scale_transposed,
+                     const __grid_constant__ Sizes sizes) {
+  const auto [n, k, expert_stride, row_stride, k_blocks, out_n, out_blocks] = sizes;
   __shared__ u32 warp_amax[WARPS];
   __shared__ alignas(CHUNK) u8 transposed[BLOCK * BLOCK];
   const i64 k_block = blockIdx.x % static_cast<u32>(k_blocks);

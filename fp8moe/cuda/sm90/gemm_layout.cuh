@@ -48,7 +48,7 @@ constexpr int ANNOUNCED = K_BLOCKS - 4, ASKED = ANNOUNCED - 3;
 // permutes the 16-byte chunks of a 128-byte row by the bits of the shared memory address above them, so a box of one
 // row lands where it would as a row of a larger box. The scales of all tokens are loaded. The previous kernel writes
 // groups and rows, so everything but the setup of the block waits for it.
-constexpr int GATHERED_TOKENS = 16, GATHERED_ROWS = 512;
+constexpr int GATHERED_TOKENS = 4, GATHERED_ROWS = 128;
 static_assert(!GATHERS || (SWAP && GROUPS > 0));
 
 // HALVES: tiles of 128x256 may be halved; with groups, they may also be upright (see TileShape below). An upright tile

@@ -127,29 +127,26 @@ struct Schedule<0> : TileWalk<Schedule<0>> {
   }
 };
 
-// GATHERS: the rows of the assignments. The first of them are loaded ahead of their use, with the sizes of the groups.
+// GATHERS: the rows of the assignments, loaded ahead of their use, with the sizes of the groups.
 template <bool Gathers>
 struct AssignmentRows {
-  static constexpr int AHEAD_OF_USE = 4;
-  u32 rows[AHEAD_OF_USE];
+  static constexpr int EACH = GATHERED_ROWS / WARP;
+  u32 rows[EACH];
   u32 factor;  // of assignments below GATHERED_ROWS, assignment / top_k is assignment * factor >> 20
 
   __device__ __forceinline__ explicit AssignmentRows(const ScheduleArguments& args)
       : factor((1u << 20) / static_cast<u32>(args.top_k) + 1) {
 #pragma unroll
-    for (int i = 0; i < AHEAD_OF_USE; ++i) rows[i] = row(args, i * WARP + lane_id());
+    for (int i = 0; i < EACH; ++i) rows[i] = row(args, i * WARP + lane_id());
   }
 
   // Writes the token of each row to the table. Rows without an assignment keep arbitrary tokens.
   __device__ __forceinline__ void invert(TokensOfRows<Gathers>& table, const ScheduleArguments& args) const {
-    const u32 count = args.m;
-    const auto write = [&](u32 row, u32 assignment) {
-      if (row < count) table.token_of_row[row] = static_cast<u8>(assignment * factor >> 20);
-    };
 #pragma unroll
-    for (int i = 0; i < AHEAD_OF_USE; ++i) write(rows[i], i * WARP + lane_id());
-#pragma unroll 1
-    for (u32 i = AHEAD_OF_USE * WARP + lane_id(); i < count; i += WARP) write(row(args, i), i);
+    for (int i = 0; i < EACH; ++i) {
+      const u32 assignment = i * WARP + lane_id();
+      if (rows[i] < static_cast<u32>(args.m)) table.token_of_row[rows[i]] = static_cast<u8>(assignment * factor >> 20);
+    }
   }
 
  private:

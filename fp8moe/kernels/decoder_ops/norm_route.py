@@ -9,7 +9,6 @@ from torch import Tensor
 from fp8moe.kernels.decoder_ops.rms_norm import MAX_HIDDEN, VECTOR_BYTES, Normed, check_number, rms_norm
 from fp8moe.kernels.decoder_ops.router import (
     MAX_EXPERTS,
-    MAX_SORTED_TOKENS,
     ChosenExperts,
     Form,
     RouteOperands,
@@ -39,7 +38,8 @@ from fp8moe.runtime.sm90 import MAX_BLOCKS_PER_PORTABLE_CLUSTER, WARP
 
 BLOCKS = MAX_BLOCKS_PER_PORTABLE_CLUSTER  # thread blocks of the cluster
 # Limits of norm_route.cu. Its few SMs read all of the router's weight, and keep all normalized tokens in shared memory.
-_MAX_WEIGHT_BYTES, _MAX_TOKEN_BYTES, _MAX_ROW_BYTES = 2 << 20, 128 << 10, 32 << 10
+MAX_TOKENS = 4  # for more, the kernels of all SMs are as fast
+_MAX_WEIGHT_BYTES, _MAX_ROW_BYTES = 2 << 20, 32 << 10
 _THREADS = 512  # of a thread block, about
 _MAX_SUMS, _MAX_AT_ONCE = WARP, 8  # sums of a thread; rows of the weight, or tokens, that it multiplies at a time
 _WEIGHT_VECTORS = 8  # vectors of the weight that a thread keeps in registers
@@ -85,9 +85,9 @@ def norm_route(
     dtype that logits are rounded to, dtype: that of the experts' weights: bfloat16, float16 or float32. rule: see
     `RoutingRule`. choice_bias: float32 (E,), the bias of `route`, or None.
     Returns Normed, which always has sum and values, and ChosenExperts, sorted for up to 16 tokens and 512 experts. The
-    results have the bits that `rms_norm`, `router_logits` and `route` would give. One kernel computes them for up to
-    16 tokens, of at most 128 KB together, if the weight has at most 2 MB. Equal inputs give equal bits. There is no
-    backward: calling it raises RuntimeError.
+    results have the bits that `rms_norm`, `router_logits` and `route` would give. One kernel computes them for up to 4
+    tokens, if the weight has at most 2 MB. Equal inputs give equal bits. There is no backward: calling it raises
+    RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, size or device, or an unknown
     `rule.score`.
@@ -147,9 +147,8 @@ def _vectors(hidden: int, dtype: torch.dtype, threads: int) -> int:
 
 def by_one_kernel(tokens: int, experts: int, row_bytes: int) -> bool:
     """Return whether one kernel computes norm, logits and choice. row_bytes: of a token, and of a row of the weight."""
-    few = 0 < tokens <= MAX_SORTED_TOKENS and 0 < row_bytes <= _MAX_ROW_BYTES
-    fits = power_of_two_from(tokens) * row_bytes <= _MAX_TOKEN_BYTES if few else False
-    return fits and experts > 0 and sorts(tokens, experts) and experts * row_bytes <= _MAX_WEIGHT_BYTES
+    few = 0 < tokens <= MAX_TOKENS and 0 < row_bytes <= _MAX_ROW_BYTES
+    return few and experts > 0 and sorts(tokens, experts) and experts * row_bytes <= _MAX_WEIGHT_BYTES
 
 
 def kernel_spec(
