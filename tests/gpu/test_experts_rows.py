@@ -1,11 +1,11 @@
-"""Experts over rows that are in their order already, on the CUDA backend."""
+"""Experts over rows that are in their order already, on the CUDA backend; and with gate and up in two masters."""
 
 import pytest
 import torch
 
 from fp8moe.kernels.experts import experts_of_rows, experts_of_tokens, experts_training
 from fp8moe.kernels.experts.operands import Masters, TokenOperands
-from fp8moe.layers.separate_masters import experts_rows_training
+from fp8moe.layers.separate_masters import experts_rows_training, experts_tokens_training
 from fp8moe.quant.quantize import quantize_1x128
 from tests.errors import relative_error
 from tests.experts_cases import VARIANTS, layer_of, make_trained, trained_layer
@@ -191,3 +191,29 @@ def test_gate_and_up_apart_are_one_weight(size, dtype):
     d_rows, d_gate, d_up, d_down = torch.autograd.grad(out, (rows, gate, up, down), grad)
     assert torch.equal(out, whole) and torch.equal(d_rows, expected[0]) and torch.equal(d_down, expected[2])
     assert relative_error(torch.cat([d_gate, d_up], 1), expected[1]) <= GRADIENTS
+
+
+@pytest.mark.parametrize("tokens", [7, 300])
+@pytest.mark.parametrize("size", [208, 256])
+def test_tokens_with_gate_and_up_apart_are_a_layer(size, tokens):
+    layer = make_trained(4, 272, size, device=DEVICE, master_dtype=torch.bfloat16)
+    index = torch.rand(tokens, 4, device=DEVICE).topk(2).indices
+    x, weights = random(tokens).requires_grad_(), torch.rand(tokens, 2, device=DEVICE).requires_grad_()
+    grad = random(tokens)
+    whole = layer(x, index, weights)
+    expected = torch.autograd.grad(whole, (x, weights, layer.gate_up_proj, layer.down_proj), grad)
+    gate, up = (part.detach().contiguous().requires_grad_() for part in layer.gate_up_proj.chunk(2, 1))
+    down = layer.down_proj.detach().requires_grad_()
+
+    def step():
+        out = experts_tokens_training(x, index, weights, gate, up, down)
+        return out, *torch.autograd.grad(out, (x, weights, gate, up, down), grad)
+
+    first = step()
+    with no_waiting():
+        again = step()
+    assert all(map(torch.equal, first, again))
+    out, d_x, d_weights, d_gate, d_up, d_down = first
+    assert torch.equal(out, whole) and torch.equal(d_x, expected[0]) and torch.equal(d_weights, expected[1])
+    assert torch.equal(d_down, expected[3])
+    assert relative_error(torch.cat([d_gate, d_up], 1), expected[2]) <= GRADIENTS

@@ -72,6 +72,22 @@ def test_overrides_claim_experts_and_linears_alone(model):
 
 
 @new
+def test_token_dispatchers_may_be_overridden_too():
+    pytest.importorskip("torchtitan.config.override")
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.common.token_dispatcher import HybridEPTokenDispatcher
+    from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
+
+    config = qwen3_moe_debug()
+    layers = config.model_spec.model.layers
+    for layer in layers:
+        layer.moe.routed_experts.token_dispatcher = HybridEPTokenDispatcher.Config(num_experts=8, top_k=2)
+    capacity = "torchtitan.overrides.moe_token_dispatcher.hybridep_override", {"capacity_factor": 0.5}
+    lines = apply_overrides(OverrideConfig(imports=["fp8moe_torchtitan.experts", capacity]), config)
+    assert len(lines) == 2 * len(layers)
+
+
+@new
 def test_modules_have_the_parameters_and_initializers_of_torchtitan(model):
     from fp8moe_torchtitan import converted
     from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
@@ -176,3 +192,68 @@ def test_a_layer(before, shared):
             assert result.dtype is wanted.dtype and relative_error(result, wanted.double()) < ROUNDING
     assert all(torch.equal(layer.tokens_per_expert, plain.tokens_per_expert) for layer in layers)
     assert plain.tokens_per_expert.sum() == 240
+
+
+def moe_of(fp8, dispatcher="AllToAllTokenDispatcher", **sizes):
+    """A layer of torchtitan 0.3 with shared experts; 4 experts of 160, hidden size 256."""
+    import fp8moe_torchtitan
+    from torchtitan.models.common import config_utils, token_dispatcher
+
+    shape = {"dim": 256, "num_experts": 4, "top_k": 2}
+    routed = config_utils.make_routed_experts_config(**shape, hidden_dim=160, param_init={}, comm_backend="standard")
+    kind = getattr(token_dispatcher, dispatcher)
+    routed.token_dispatcher = kind.Config(num_experts=4, top_k=2, **sizes)
+    if fp8:
+        routed.inner_experts = fp8moe_torchtitan.experts(routed.inner_experts)
+    router = config_utils.make_router_config(**shape, gate_param_init={}, score_func="softmax", route_norm=True)
+    shared = config_utils.make_ffn_config(dim=256, hidden_dim=160, w1_param_init={}, w2w3_param_init={})
+    made = config_utils.make_moe_config(num_experts=4, router=router, routed_experts=routed, shared_experts=shared)
+    return made.build()
+
+
+@new
+def test_a_layer_moves_no_rows_without_parallel_experts(monkeypatch):
+    """Whole layers, and layers whose experts get sorted rows as they do under expert parallelism, agree."""
+    from fp8moe_torchtitan.v0_3 import FP8RoutedExperts, is_local
+    from torch.utils.checkpoint import checkpoint
+    from torchtitan.models.common.moe import RoutedExperts
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    layers = [moe_of(False), moe_of(True), moe_of(True, "LocalTokenDispatcher"), moe_of(True)]
+    plain, whole, local, hooked = layers
+    assert type(plain.routed_experts) is RoutedExperts
+    for weight in plain.parameters():
+        nn.init.normal_(weight, std=0.05)
+    for layer in layers[1:]:
+        layer.load_state_dict(plain.state_dict())
+        assert type(layer.routed_experts) is FP8RoutedExperts
+    seen, sort = [], LocalTokenDispatcher._local_reorder
+    monkeypatch.setattr(LocalTokenDispatcher, "_local_reorder", lambda *given: seen.append(given[0]) or sort(*given))
+    hooked.routed_experts.inner_experts.register_forward_hook(lambda module, inputs, out: None)
+    x = torch.randn(2, 60, 256).bfloat16().float().requires_grad_()
+    expected, *found = (train_once(layer, x) for layer in layers)
+    assert seen == [layer.routed_experts.token_dispatcher for layer in (plain, hooked)]
+    for results in found:
+        assert results[0].shape == x.shape
+        for result, wanted in zip(results, expected, strict=True):
+            assert result.dtype is wanted.dtype and relative_error(result, wanted.double()) < ROUNDING
+    assert all(torch.equal(layer.tokens_per_expert_E, plain.tokens_per_expert_E) for layer in layers)
+    assert plain.tokens_per_expert_E.sum() == 240
+    again = checkpoint(whole, x, use_reentrant=False), train_once(local, x)
+    assert torch.equal(again[0], found[0][0]) and all(map(torch.equal, again[1], found[0]))
+    dispatchers = [layer.routed_experts.token_dispatcher for layer in (whole, local)]
+    assert all(map(is_local, dispatchers))
+    dispatchers[0].ep_mesh = object()
+    padding = moe_of(True, "TorchAOTokenDispatcher", pad_multiple=16).routed_experts.token_dispatcher
+    assert not is_local(dispatchers[0]) and not is_local(padding)
+
+
+@new
+def test_a_compiled_layer(fresh_compiler):
+    layer = moe_of(True)
+    for weight in layer.parameters():
+        nn.init.normal_(weight, std=0.05)
+    x = torch.randn(2, 60, 256).requires_grad_()
+    expected = train_once(layer, x)
+    layer.compile(backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, train_once(layer, x), expected))

@@ -1,4 +1,7 @@
-"""Experts over rows that are in their order already: forward, backward, rows of no expert, quantized rows."""
+"""Experts over rows that are in their order already: forward, backward, rows of no expert, quantized rows.
+
+And experts whose gate and up are two masters, over rows and over tokens.
+"""
 
 import pytest
 import torch
@@ -7,7 +10,8 @@ from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import backward as kernels
 from fp8moe.kernels.experts import experts_of_rows, experts_of_tokens, experts_training
 from fp8moe.kernels.experts.operands import Masters, TokenOperands
-from fp8moe.layers.separate_masters import experts_rows_training
+from fp8moe.layers import master
+from fp8moe.layers.separate_masters import experts_rows_training, experts_tokens_training
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from tests.errors import relative_error
@@ -110,6 +114,12 @@ def test_gradients_are_those_of_a_layer_with_one_expert_a_token(variant, sizes, 
     assert not got["x"][:3].any() and not got["x"][37:].any()
 
 
+def apart(layer):
+    """Copies of a layer's masters: gate, up and down."""
+    masters = *layer.gate_up_proj.chunk(2, 1), layer.down_proj
+    return [weight.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for weight in masters]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_gate_and_up_apart_have_the_bits_of_one_weight(sizes, dtype):
@@ -118,8 +128,7 @@ def test_gate_and_up_apart_have_the_bits_of_one_weight(sizes, dtype):
     rows, grad = random_rows(hidden=hidden).requires_grad_(), random_rows(hidden=hidden)
     whole = layer.forward_rows(rows, offsets())
     expected = torch.autograd.grad(whole, (rows, layer.gate_up_proj, layer.down_proj), grad)
-    gate, up = (part.detach().contiguous().requires_grad_() for part in layer.gate_up_proj.chunk(2, 1))
-    down = layer.down_proj.detach().requires_grad_()
+    gate, up, down = apart(layer)
     out = experts_rows_training(rows, offsets(), gate, up, down)
     assert out.dtype is rows.dtype and torch.equal(out, whole)
     d_rows, d_gate, d_up, d_down = torch.autograd.grad(out, (rows, gate, up, down), grad)
@@ -137,6 +146,85 @@ def test_gate_and_up_apart_have_the_bits_of_one_weight(sizes, dtype):
         gate.mul_(2)
     with pytest.raises(RuntimeError, match="gate_proj, shape .* has been changed in place"):
         out.backward(grad)
+
+
+def routing(tokens=40):
+    """Two of four experts for each token, and none for one token; and the weights."""
+    index = torch.rand(tokens, 4).topk(2).indices
+    index[7] = torch.tensor([-1, 4])
+    return index, torch.rand(tokens, 2).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_tokens_with_gate_and_up_apart_have_the_bits_of_a_layer(sizes, dtype):
+    hidden, size = SIZES[sizes]
+    layer = make_trained(4, hidden, size, master_dtype=torch.bfloat16 if dtype is torch.float32 else torch.float32)
+    x, grad = random_rows(dtype, hidden).requires_grad_(), random_rows(dtype, hidden)
+    index, weights = routing()
+    whole = layer(x, index, weights)
+    expected = torch.autograd.grad(whole, (x, weights, layer.gate_up_proj, layer.down_proj), grad)
+    masters = gate, up, down = apart(layer)
+    out = experts_tokens_training(x, index, weights, *masters)
+    assert out.dtype is dtype and torch.equal(out, whole) and not out[7].any()
+    d_x, d_weights, d_gate, d_up, d_down = torch.autograd.grad(out, (x, weights, *masters), grad)
+    for got, wanted in zip((d_x, d_weights, torch.cat([d_gate, d_up], 1), d_down), expected, strict=True):
+        assert got.dtype is wanted.dtype and torch.equal(got, wanted)
+    with torch.no_grad():
+        assert torch.equal(experts_tokens_training(x, index, weights, *masters), out)
+    for frozen, other, wanted in ((gate, up, d_up), (up, gate, d_gate)):
+        frozen.requires_grad_(False)
+        out = experts_tokens_training(x, index, weights, *masters)
+        assert torch.equal(torch.autograd.grad(out, other, grad)[0], wanted)
+        frozen.requires_grad_()
+    out = experts_tokens_training(x, index, weights, *masters)
+    with torch.no_grad():
+        up.mul_(2)
+    with pytest.raises(RuntimeError, match="has been changed in place"):
+        out.backward(grad)
+
+
+def test_tokens_and_rows_share_fp8_copies(monkeypatch):
+    """Micro-batches and what activation checkpointing computes again quantize no weight a second time."""
+    made, quantize = [], master._quantize
+    monkeypatch.setattr(master, "_quantize", lambda *given, **how: made.append(len(given)) or quantize(*given, **how))
+    masters = apart(make_trained())
+    index, weights = routing()
+
+    def run():
+        experts_tokens_training(random_rows(), index, weights, *masters).sum().backward()
+        experts_rows_training(random_rows(), offsets(), *masters)
+
+    run(), run()
+    assert made == [2, 1]
+    with torch.no_grad():
+        masters[0].mul_(2)
+    run()
+    assert made == [2, 1, 2]
+
+
+def test_tokens_that_are_refused():
+    gate, down = torch.zeros(4, 96, 144), torch.zeros(4, 144, 96)
+    index, weights = routing()
+    given = {"hidden_states": random_rows(), "top_k_index": index, "top_k_weights": weights}
+    given |= {"gate": gate, "up": gate, "down": down}
+
+    def check(error, match, **change):
+        with pytest.raises(error, match=match):
+            experts_tokens_training(**(given | change))
+
+    for name in given:
+        check(TypeError, f"^{name}: expected a torch.Tensor", **{name: None})
+    check(TypeError, "^up: expected bfloat16 or float32, got torch.float16", up=gate.half())
+    check(TypeError, "^hidden_states: expected .*, got torch.float64", hidden_states=random_rows(torch.float64))
+    check(TypeError, "^top_k_index: expected .*, got torch.float32", top_k_index=index.float())
+    check(TypeError, "^top_k_weights: expected .*, got torch.float64", top_k_weights=weights.double())
+    check(ValueError, r"^hidden_states: expected shape \(T, 144\)", hidden_states=random_rows(hidden=128))
+    check(ValueError, "^top_k_index: expected shape", top_k_index=index[:5])
+    check(ValueError, "^top_k_weights: expected shape", top_k_weights=weights[:, :1])
+    check(ValueError, r"^up: expected shape \(4, 96, 144\) like gate", up=gate[:, :95])
+    check(ValueError, r"^down_proj: expected shape \(4, 144, 96\)", down=down[:3])
+    check(ValueError, "^activation: expected one with a gate", activation=Activation(gated=False))
 
 
 def test_gate_and_up_that_are_refused():
