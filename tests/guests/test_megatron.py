@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).parents[2] / "integrations/megatron"))
     "case",
     [
         cases.experts_compute_and_start_as_sequential_ones,
+        cases.layers_under_graphs_and_other_routers,
         cases.weights_that_change_without_a_step_are_quantized_anew,
         cases.refused,
     ],
@@ -32,8 +33,33 @@ def test_one_process(case):
     in_processes(case, world=1)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3, "moe_router_dtype": "fp32"},
+        {"moe_shared_expert_intermediate_size": 128, "moe_token_dispatcher_type": "alltoall"},
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"], "moe_router_dtype": "fp64"},
+        {"moe_expert_capacity_factor": 0.6, "moe_token_dispatcher_type": "alltoall"},
+        {
+            **{"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+            "moe_token_dispatcher_type": "alltoall",
+        },
+    ],
+    ids=["allgather", "shared", "recomputed", "dropped", "padded"],
+)
+def test_layers(config):
+    in_processes(cases.layers_agree, config, world=1)
+
+
 @pytest.mark.parametrize("expert_parallel, expert_tensor_parallel", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("case", [cases.checkpoints_are_those_of_sequential_experts, cases.whole_runs])
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.checkpoints_are_those_of_sequential_experts,
+        cases.layers_leave_rows_to_the_dispatcher,
+        cases.whole_runs,
+    ],
+)
 def test_two_processes(case, expert_parallel, expert_tensor_parallel):
     in_processes(case, expert_parallel, expert_tensor_parallel)
 

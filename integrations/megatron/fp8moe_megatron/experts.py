@@ -133,11 +133,16 @@ class FP8Experts(Trained, GroupedExperts):
 
         permuted_local_hidden_states: (R, H), rows sorted by expert. tokens_per_expert: (E,), on any device; rows after
         those of the last expert give zeros. permuted_probs: (R,), routing weights. The CPU does not wait for the GPU.
+
+        `FP8MoELayer` gives tokens (T, H), their experts (T, K) and weights (T, K), as for `GroupedExperts`, and gets
+        each token's sum, (T, H).
         """
         rows = permuted_local_hidden_states
+        probs = permuted_probs.float() if permuted_probs.dtype is torch.float64 else permuted_probs
+        if probs.dim() == 2:
+            return super().forward(rows, tokens_per_expert, probs), None
         ends = tokens_per_expert.to(rows.device, non_blocking=True).cumsum(0)
         expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
-        probs = permuted_probs.float() if permuted_probs.dtype is torch.float64 else permuted_probs
         return super().forward(rows, expert[:, None], probs[:, None]), None
 
     def backward_dw(self) -> None:

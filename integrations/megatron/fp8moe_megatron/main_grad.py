@@ -35,6 +35,8 @@ class _MainGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         weight = ctx.weight
+        # Not a copy in a step's first micro-batch: nothing says surely that main_grad is zero. Megatron's hook adds
+        # other gradients without setting grad_added_to_main_grad, and a CUDA graph would copy in each micro-batch.
         weight.main_grad.add_(grad)
         weight.grad_added_to_main_grad = True
         # Megatron's hook runs where autograd has a gradient; it ignores the values, unless zero_out_wgrad is set.

@@ -5,9 +5,11 @@ from functools import partial
 from typing import Any
 
 from fp8moe_megatron.experts import FP8Experts
+from fp8moe_megatron.layer import FP8MoELayer
 from fp8moe_megatron.linears import FP8ColumnParallelLinear, FP8RowParallelLinear
 
 _EXPERTS = dict.fromkeys(("SequentialMLP", "GroupedMLP", "TEGroupedMLP"), FP8Experts)
+_LAYERS = {"MoELayer": FP8MoELayer}
 _LINEARS = {
     "ColumnParallelLinear": FP8ColumnParallelLinear,
     "RowParallelLinear": FP8RowParallelLinear,
@@ -22,14 +24,14 @@ def in_fp8(spec: Any, *, experts: bool = True, linears: bool = True) -> Any:
 
     spec: of a layer or of anything in it, such as the results of get_gpt_layer_local_spec, get_gpt_decoder_block_spec
         and get_moe_module_spec.
-    experts: whether to replace SequentialMLP, TEGroupedMLP and GroupedMLP.
+    experts: whether to replace SequentialMLP, TEGroupedMLP and GroupedMLP, and the MoELayer around them.
     linears: whether to replace ColumnParallelLinear and RowParallelLinear, also TransformerEngine's, in attention,
         dense MLPs and shared experts. Routers, embeddings and output layers are not in a spec and stay as they are.
 
     Raises ValueError if there is nothing to replace, NotImplementedError with ``linears`` for a linear that
     TransformerEngine has fused with its norm.
     """
-    chosen = (_EXPERTS if experts else {}) | (_LINEARS if linears else {})
+    chosen = (_EXPERTS | _LAYERS if experts else {}) | (_LINEARS if linears else {})
     replaced: list[type] = []
     result = _replace(spec, chosen, replaced, ())
     for asked, kinds, name in ((experts, _EXPERTS, "experts"), (linears, _LINEARS, "linears")):

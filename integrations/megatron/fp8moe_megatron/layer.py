@@ -1,0 +1,113 @@
+"""Megatron's MoELayer around FP8Experts: on a rank with all of the experts no rows are sorted, copied or summed."""
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from fp8moe_megatron.experts import FP8Experts
+
+# Settings under which Megatron looks into its dispatcher, or has it compute something else.
+_DISPATCHED = {
+    "moe_shared_expert_overlap": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "cuda_graph_impl": "none",
+}
+
+
+class FP8MoELayer(MoELayer):
+    """Megatron's MoELayer; its forward gives `FP8Experts` whole tokens if this rank has all of the experts.
+
+    The kernels that quantize and sum then read and write tokens in their own order, and the CPU does not wait for the
+    numbers of tokens. Router, losses, dropped tokens, shared experts and recomputation are Megatron's in any case. Rows
+    are dispatched as Megatron does it under expert parallelism, expert tensor parallelism, CUDA graphs and overlapped
+    communication, and for routers and experts of other classes. What pads the rows of experts is ignored otherwise.
+
+    Args: those of MoELayer.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **options: Any,
+    ):
+        groups = get_default_pg_collection() if pg_collection is None else pg_collection
+        super().__init__(config, submodules, layer_number, groups, **options)
+        if self._has_all():
+            self.token_dispatcher = _WholeTokens(config, groups)
+
+    def _has_all(self) -> bool:
+        config, dispatcher = self.config, self.token_dispatcher
+        # A router of another class may choose more than K experts, or return their indices.
+        ours = isinstance(self.experts, FP8Experts) and type(self.router) is TopKRouter
+        spread = dispatcher.ep_size > 1 or dispatcher.tp_size > 1 or hasattr(self, "_inference_token_dispatcher")
+        return ours and not spread and all(getattr(config, name, to) == to for name, to in _DISPATCHED.items())
+
+
+class _WholeTokens(MoETokenDispatcher):
+    """Passes tokens on as they are; in place of numbers of rows and their probabilities, (T, K) indices and weights."""
+
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        self._shape = tokens.shape
+        self._index = chosen_experts(probs, routing_map, self.config.moe_router_topk)
+        return tokens.flatten(0, -2), _Picked.apply(probs, self._index)
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden_states, probs
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        index, self._index = self._index, None
+        return hidden_states, index, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states.view(self._shape)
+
+
+@torch.no_grad()
+def chosen_experts(probs: Tensor, routing_map: Tensor, top_k: int) -> Tensor:
+    """Return the experts of each token, (T, top_k) int64, ascending; E in place of those that it lacks.
+
+    probs, routing_map: (T, E), of which at most top_k are not 0 and True in each row. The map may also be True where a
+    router pads to a capacity; probs are 0 there.
+    """
+    experts = probs.shape[1]
+    # int16 takes a radix sort a quarter of the passes of int64.
+    numbers = torch.arange(experts, dtype=torch.int16, device=probs.device)
+    return torch.where(routing_map & (probs != 0), numbers, experts).topk(top_k, dim=1, largest=False).values.long()
+
+
+class _Picked(torch.autograd.Function):
+    """``probs.gather(1, index)``, (T, E) -> (T, K), 0 for an index E. Unlike that of gather, its backward adds nothing.
+
+    So equal inputs give equal bits, also under torch.use_deterministic_algorithms.
+    """
+
+    @staticmethod
+    def forward(ctx, probs: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.experts = probs.shape[1]
+        return pad(probs, (0, 1)).gather(1, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        dense = grad.new_zeros(len(grad), ctx.experts + 1).scatter_(1, index, grad)
+        return dense[:, :-1], None
