@@ -6,11 +6,15 @@ Uses Megatron-Core's model, router, dispatcher, DistributedDataParallel with flo
 optimizer. `--megatron` is a directory with its unpacked wheel; TransformerEngine and Apex are not needed. Attention is
 PyTorch's scaled_dot_product_attention in all variants.
 
-- bf16: `torch.nn.functional.grouped_mm` experts and Megatron's linears. experts: `fp8moe_megatron.FP8Experts` and
-  Megatron's linears. fp8: the linears in FP8, too.
+- bf16: `torch.nn.functional.grouped_mm` experts in Megatron's MoELayer, and Megatron's linears. Its dispatcher sorts
+  and sums rows by PyTorch's operations; Megatron's fused ones need TransformerEngine.
+- experts: `fp8moe_megatron.FP8Experts` and Megatron's linears; on one rank in an `FP8MoELayer`, which dispatches
+  nothing. fp8: the linears in FP8, too.
+- control, of the losses only: bf16 with experts multiplied in float32, to tell what another rounding alone changes.
 
-`loss` trains a small model for 50 steps from equal weights on equal batches; `speed` times steps of layers of
-Qwen3-30B-A3B's size, with a vocabulary of 32768, and counts the memory.
+`loss` trains a small model from equal weights on equal batches; `speed` times steps of layers of Qwen3-30B-A3B's size,
+with a vocabulary of 32768, and counts the memory: about 60 GiB on one GPU, of which 44 are 18 bytes for each of 2.6e9
+parameters. Each variant begins when the memory of the one before is free.
 """
 
 import argparse
@@ -34,12 +38,14 @@ SMALL = {
     **{"inter": 256, "vocabulary": 1024, "sequence": 256, "batch": 16},
 }
 QWEN = {
-    **{"layers": 2, "hidden": 2048, "heads": 32, "kv_heads": 4, "channels": 128, "experts": 128, "top_k": 8},
+    **{"layers": 4, "hidden": 2048, "heads": 32, "kv_heads": 4, "channels": 128, "experts": 128, "top_k": 8},
     **{"inter": 768, "vocabulary": 32768, "sequence": 4096, "batch": 2},
 }
 VARIANTS = ("bf16", "experts", "fp8")
 APART, FASTER = 0.003, 1.3  # bars
-WARMUP, STEPS, LOSS_STEPS = 3, 8, 50
+WARMUP, STEPS, LOSS_STEPS = 2, 5, 50
+RATE, RISING = 3e-4, 10  # the losses' learning rate, and the steps in which it is reached
+LEFT_GIB = 0.25  # what may be allocated when a variant begins: workspaces of libraries
 
 
 def find_megatron(directory: str | None) -> None:
@@ -60,6 +66,19 @@ def layer_spec(variant: str, experts: int):
             both = F.grouped_mm(rows, self.gate_up_proj.mT, offs=ends)
             return F.grouped_mm(_weighted_swiglu(both, probs), self.down_proj.mT, offs=ends), None
 
+    class InFloat32(FP8Experts):
+        """The same parameters in bfloat16, multiplied in float32."""
+
+        def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+            sizes = tokens_per_expert.tolist()
+            out = []
+            for part, of_part, up, down in zip(
+                *(rows.split(sizes), probs.split(sizes), self.gate_up_proj, self.down_proj), strict=True
+            ):
+                both = part.float() @ up.float().T
+                out.append(_swiglu(both, of_part) @ down.float().T)
+            return torch.cat(out).to(rows.dtype), None
+
     class Attention(nn.Module):
         """Causal attention by PyTorch's own kernels. Arguments: those of Megatron's core attention."""
 
@@ -73,11 +92,9 @@ def layer_spec(variant: str, experts: int):
 
     spec = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm", qk_layernorm=True)
     spec.submodules.self_attention.submodules.core_attention = Attention
-    spec = in_fp8(spec, linears=variant == "fp8")
-    if variant == "bf16":
-        moe = spec.submodules.mlp
-        submodules = moe.submodules if hasattr(moe, "submodules") else moe.keywords["submodules"]
-        submodules.experts = GroupedMM
+    if variant in ("experts", "fp8"):
+        return in_fp8(spec, linears=variant == "fp8")
+    spec.submodules.mlp.keywords["submodules"].experts = GroupedMM if variant == "bf16" else InFloat32
     return spec
 
 
@@ -167,6 +184,21 @@ class Trainer:
         self.optimizer.step()
         return loss
 
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def close(self) -> None:
+        """Let the memory go: Megatron-Core's objects hold each other by hooks and graphs that gc cannot look into."""
+        self.model.grad_accs.clear()
+        for module in self.model.modules():
+            if hasattr(module, "token_dispatcher"):
+                module.token_dispatcher = None  # it keeps the last probabilities
+        del self.model, self.optimizer
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _micro_batch(self, batch: Tensor, count: int, last: bool) -> Tensor:
         batch = batch.to(self.device, non_blocking=True)
         tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
@@ -202,29 +234,39 @@ def mean_over_ranks(value: Tensor) -> float:
     return value.item() / dist.get_world_size()
 
 
-def losses(variant: str, sizes: dict[str, int], steps: int, cpu: bool) -> list[float]:
+def losses(variant: str, sizes: dict[str, int], steps: int, cpu: bool, rate: float = RATE) -> list[float]:
+    """Return the losses of the steps. The learning rate rises for the first ten, and stays at `rate`."""
     from megatron.core import parallel_state
 
     trainer = Trainer(variant, sizes, cpu)
-    batches = batches_of(sizes, 1 + parallel_state.get_data_parallel_rank())
-    return [mean_over_ranks(trainer.step([batch])) for batch in islice(batches, steps)]
+    found = []
+    for number, batch in enumerate(islice(batches_of(sizes, 1 + parallel_state.get_data_parallel_rank()), steps), 1):
+        trainer.set_rate(rate * min(1.0, number / RISING))
+        found.append(mean_over_ranks(trainer.step([batch])))
+    trainer.close()
+    return found
 
 
-def compare_losses(sizes: dict[str, int], steps: int, cpu: bool) -> dict:
-    found = {variant: losses(variant, sizes, steps, cpu) for variant in VARIANTS}
+def compare_losses(sizes: dict[str, int], steps: int, cpu: bool, rate: float = RATE) -> dict:
+    """Compare losses with those of bf16. The control's distance, no part of the bar, must be well below it."""
+    found = {variant: losses(variant, sizes, steps, cpu, rate) for variant in ("bf16", "control", *VARIANTS[1:])}
     plain = found["bf16"]
     apart = {}
-    for variant in VARIANTS[1:]:
+    for variant in ("control", *VARIANTS[1:]):
         last = [sum(values[-10:]) for values in (found[variant], plain)]
         largest = max(abs(one / other - 1) for one, other in zip(found[variant], plain, strict=True))
         apart[variant] = {"last_ten": abs(last[0] / last[1] - 1), "largest": largest}
-    passed = all(each["last_ten"] <= APART for each in apart.values()) and plain[-1] < plain[0]
-    return {"sizes": sizes, "losses": found, "apart": apart, "bar": APART, "passed": passed}
+    passed = all(apart[variant]["last_ten"] <= APART for variant in VARIANTS[1:]) and plain[-1] < plain[0]
+    return {
+        **{"sizes": sizes, "learning_rate": rate, "losses": found, "apart": apart, "bar": APART},
+        **{"fair": apart["control"]["last_ten"] <= APART / 2, "passed": passed},
+    }
 
 
 def speed(variant: str, sizes: dict[str, int], micro_batches: int, cpu: bool) -> dict:
     from megatron.core import parallel_state
 
+    before = 0.0 if cpu else torch.cuda.memory_allocated() / 2**30
     trainer = Trainer(variant, sizes, cpu)
     data = parallel_state.get_data_parallel_rank()
     batches = [*islice(batches_of(sizes, 1 + data), micro_batches)]
@@ -237,7 +279,10 @@ def speed(variant: str, sizes: dict[str, int], micro_batches: int, cpu: bool) ->
     tokens = sizes["sequence"] * sizes["batch"] * micro_batches * parallel_state.get_data_parallel_world_size()
     row = {"variant": variant, "seconds": seconds, "tokens_per_second": tokens / seconds["step"]}
     row["tokens_per_second_of_gradients"] = tokens / seconds["gradients"]
-    return row | ({} if cpu else {"peak_gib": torch.cuda.max_memory_allocated() / 2**30})
+    if not cpu:
+        row |= {"gib_before": before, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    trainer.close()
+    return row
 
 
 def _seconds(work: Callable[[list[Tensor]], Tensor], batches: list[Tensor], cpu: bool) -> float:
@@ -259,15 +304,12 @@ def _wait(cpu: bool) -> None:
 
 
 def compare_speed(sizes: dict[str, int], micro_batches: int, cpu: bool) -> dict:
-    rows = []
-    for variant in VARIANTS:
-        rows.append(speed(variant, sizes, micro_batches, cpu))
-        gc.collect()
-        if not cpu:
-            torch.cuda.empty_cache()
+    rows = [speed(variant, sizes, micro_batches, cpu) for variant in VARIANTS]
     faster = {row["variant"]: row["tokens_per_second"] / rows[0]["tokens_per_second"] for row in rows[1:]}
     settings = {"sizes": sizes, "micro_batches": micro_batches}
-    return {**settings, "rows": rows, "over_bf16": faster, "bar": FASTER, "passed": faster["fp8"] >= FASTER}
+    freed = all(row.get("gib_before", 0) <= LEFT_GIB for row in rows)  # otherwise peaks count what others left
+    passed = faster["fp8"] >= FASTER and freed
+    return {**settings, "rows": rows, "over_bf16": faster, "bar": FASTER, "freed": freed, "passed": passed}
 
 
 def start(megatron: str | None, expert_parallel: int | None, expert_tensor_parallel: int, cpu: bool) -> None:
@@ -297,7 +339,7 @@ def main() -> int:
     parser.add_argument("--expert-parallel", type=int, help="default: all ranks")
     parser.add_argument("--expert-tensor-parallel", type=int, default=1)
     parser.add_argument("--layers", type=int, default=QWEN["layers"], help="of the model that is timed")
-    parser.add_argument("--micro-batches", type=int, default=4, help="of 8192 tokens, for each step that is timed")
+    parser.add_argument("--micro-batches", type=int, default=8, help="of 8192 tokens, for each step that is timed")
     parser.add_argument("--steps", type=int, default=LOSS_STEPS, help="of the small model")
     args = parser.parse_args()
     start(args.megatron, args.expert_parallel, args.expert_tensor_parallel, cpu=False)

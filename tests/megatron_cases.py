@@ -1,5 +1,6 @@
 """Cases of tests/guests/test_megatron.py, each in processes of its own: they replace parts of torch.cuda."""
 
+import gc
 import warnings
 from types import SimpleNamespace
 
@@ -243,10 +244,13 @@ def whole_runs(expert_parallel, expert_tensor_parallel):
     started(expert_parallel, expert_tensor_parallel)
     from benchmarks import megatron
 
-    result = megatron.compare_losses(SIZES, 6, cpu=True)
-    assert result["passed"], result
+    result = megatron.compare_losses(SIZES, 6, cpu=True, rate=3e-3)
+    assert result["passed"] and result["fair"], result
     plain = result["losses"]["bf16"]
-    assert plain[-1] < 0.95 * plain[0] and len({tuple(each) for each in result["losses"].values()}) == 3
+    assert plain[-1] < 0.95 * plain[0] and len({tuple(each) for each in result["losses"].values()}) == 4
+    from megatron.core.distributed import DistributedDataParallel
+
+    assert not any(type(each) is DistributedDataParallel for each in gc.get_objects())  # its memory would count
 
 
 def refused():
