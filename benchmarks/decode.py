@@ -1,6 +1,7 @@
 """A whole model under GraphDecoder: `python -m benchmarks decode [--model M] [--experts F] [--batch B ...]`.
 
 - `ms`: time of a decode step: GPU time from the first of MANY new tokens to the last, divided by the number of steps.
+- `decode_fp8_cache`: the same with keys and values in FP8; `of_decode`: ratio of `ms` to that of `decode`.
 - `floor_ms`: lower bound of `ms`: the bytes that a step must read (weights without the embedding, the experts in use,
   keys and values up to the middle of the answer) over the bandwidth of a copy. `x_floor`: ratio of `ms` to `floor_ms`.
 - `kernels`: the number of kernels in one step. Each column after `kernels` is one kind of kernel: the share of this
@@ -40,6 +41,7 @@ from fp8moe.decode import GraphDecoder
 
 CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (32, 8192))
 BF16_CASES = CASES[:3]
+FP8_CACHE_CASES = CASES[3:]
 PREFILLS = ((1, 512), (1, 2048), (4, 4096))
 LIMITS = {
     ("decode", 1, 512, "ms"): (2.8, 2.4),
@@ -47,6 +49,7 @@ LIMITS = {
     ("decode", 8, 512, "ms"): (5.5, 4.8),
     ("decode", 64, 512, "ms"): (11.0, 10.0),
     ("decode", 32, 8192, "x_floor"): (1.5, 1.3),
+    ("decode_fp8_cache", 32, 8192, "of_decode"): (1 / 1.22, 1 / 1.3),
     ("sampling", 64, 512, "over_greedy"): (0.05, 0.02),
     ("first", 64, 512, "new_s"): (60, 30),
     ("first", 64, 512, "again_s"): (15, 8),
@@ -69,7 +72,7 @@ KINDS = {
 }
 FIRST_SIZES = (1, 8, 64)
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "seed": 0}
-COLUMNS = ("what", "batch", "prompt", "ms", "tokens_s", "floor_ms", "x_floor", "kernels", *KINDS, "other")
+COLUMNS = ("what", "batch", "prompt", "ms", "tokens_s", "floor_ms", "x_floor", "of_decode", "kernels", *KINDS, "other")
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -148,8 +151,8 @@ def step_seconds(decoder: GraphDecoder, prompts: Tensor, **how: Any) -> float:
     return statistics.median(times) / (MANY - 1)
 
 
-def measure_decode(model: Any, batch: int, prompt: int) -> dict:
-    decoder = GraphDecoder(model, batch_sizes=(batch,), max_length=prompt + ROOM)
+def measure_decode(model: Any, batch: int, prompt: int, cache_dtype: torch.dtype | None = None) -> dict:
+    decoder = GraphDecoder(model, batch_sizes=(batch,), max_length=prompt + ROOM, cache_dtype=cache_dtype)
     prompts = random_prompts(model, batch, prompt)
     step = step_seconds(decoder, prompts)
     kernels, kinds = shares(decoder.steps[batch].replay)
@@ -226,8 +229,14 @@ def measure(
     if model is None:
         yield measure_first(name)
     built = build(name, experts=experts)
+    times = {}
     for case in product(batch, prompt) if batch else CASES:
-        yield measure_decode(built, *case)
+        row = measure_decode(built, *case)
+        times[case] = row["ms"]
+        yield row
+    for case in product(batch, prompt) if batch else FP8_CACHE_CASES:
+        row = measure_decode(built, *case, torch.float8_e4m3fn)
+        yield row | {"what": "decode_fp8_cache", "of_decode": row["ms"] / times[case]}
     for sizes in PREFILLS:
         yield measure_prefill(built, *sizes)
     if model is None:

@@ -8,6 +8,9 @@ does not return the sum that sinks need, so prompts of models with sinks always 
 If results are batch invariant (`fp8moe.batch_invariant`), all calls with several tokens run
 `kernels.decoder_ops.prompt_attention`, whose bits are those of the decode step, on the reference backend too.
 
+The new tokens of a cache in FP8 are quantized first. Calls with several tokens then read what is cached in the dtype of
+the model, so that a token sees the same keys in a prompt, whole or in pieces, and in decode steps.
+
 An `AttentionMetadata` replaces the mask. Other attention implementations get transformers' masks, in which
 `hf.patches.take_offsets_of_rows` allows rows of different lengths.
 """
@@ -23,8 +26,10 @@ from torch import Tensor, nn
 
 from fp8moe.hf.fused.attention import AttentionMetadata, UnsupportedAttention, check_metadata
 from fp8moe.hf.replaced import attention_chosen
+from fp8moe.kernels.decoder_ops import fp8_cache
 from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention, share_of_keys
 from fp8moe.kernels.decoder_ops.prompt_attention import prompt_attention
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import config
 
 NAME = "fp8moe_decode"
@@ -119,8 +124,8 @@ def attention_metadata(
 def attend(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | FP8Tensor,
+    value: Tensor | FP8Tensor,
     attention_mask: AttentionMetadata,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -129,7 +134,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute attention over the cache; transformers calls this function as the attention implementation `NAME`.
 
-    query: (B, heads, T, D). key, value: (B, key heads, columns, D), all columns of the cache or its first columns.
+    query: (B, heads, T, D). key, value: (B, key heads, columns, D), all columns of the cache or its first columns; in
+    FP8 with scales (B, key heads, columns, 1).
     s_aux: (heads,), the sink of each head.
     Returns (B, T, heads, D), and None for the attention weights. The query of a padded token gives 0.
 
@@ -140,16 +146,23 @@ def attend(
     batch, heads, new, size = query.shape
     check_metadata(metadata, query.dtype, new, key, value, others | {"dropout": dropout or None})
     if new == 1:
-        shape = batch, metadata.key_heads, metadata.length, size
-        cache = (x.as_strided(shape, x.stride()) for x in (key, value))
-        cache = StaticCache(*cache, metadata.begin, metadata.columns)
+        whole = (_all_columns(x, metadata.length) for x in (key, value))
+        cache = StaticCache(*whole, metadata.begin, metadata.columns)
         out = decode_attention(query[:, :, 0], cache, window=metadata.window, sinks=s_aux, scale=scaling)
         return out.view(batch, 1, heads, size), None
+    key, value = (fp8_cache.dequantized(x, query.dtype) if isinstance(x, FP8Tensor) else x for x in (key, value))
     if metadata.whole and s_aux is None:
         keys, values = key[:, :, :new], value[:, :, :new]
         output = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
         return output.transpose(1, 2), None
     return _several_tokens(query, key, value, metadata, scaling, s_aux), None
+
+
+def _all_columns(x: Tensor | FP8Tensor, length: int) -> Tensor | FP8Tensor:
+    """Return keys or values of all ``length`` columns of a cache, given those of its first columns."""
+    if isinstance(x, FP8Tensor):
+        return FP8Tensor(*(_all_columns(part, length) for part in x))
+    return x.as_strided((*x.shape[:2], length, x.shape[3]), x.stride())
 
 
 def _several_tokens(
@@ -208,7 +221,7 @@ def _flash_attention(
     window: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run PyTorch's flash attention on packed sequences.
+    """Run PyTorch's flash attention on packed sequences; on a CPU, where there is none, `prompt_attention`.
 
     Returns the output, shaped like ``query``, and logsumexp(scores), (heads, queries) float32.
 
@@ -216,6 +229,8 @@ def _flash_attention(
     sequence attends to all keys of the sequence. Each query before the last attends to one key less than the query
     after it. With a ``window``, a query attends to at most the last ``window`` of these keys.
     """
+    if not query.is_cuda:
+        return _prompt_attention(query, key, value, sequences, most_queries, most_keys, window, scale)
     first_query, first_key, count = sequences
     windows = {"window_size_left": window - 1, "window_size_right": 0} if window is not None else {}
     output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(

@@ -18,7 +18,7 @@ from fp8moe.decode.cache import bytes_of_a_row, has_states
 from fp8moe.decode.memory import free_memory
 from fp8moe.decode.prefill import MOST_GRAPH_TOKENS, compile_for_prompts
 from fp8moe.decode.prefix import Prefix
-from fp8moe.decode.probe import check_batch_invariance, check_model, device_of, find_capabilities
+from fp8moe.decode.probe import check_batch_invariance, check_cache_dtype, check_model, device_of, find_capabilities
 from fp8moe.decode.request import Options, Request, parse, parse_prefix
 from fp8moe.decode.sampling import integer
 from fp8moe.decode.scheduler import ROWS_PER_NEWCOMER, Result, decode, run
@@ -132,6 +132,10 @@ class GraphDecoder:
             time that streams of other requests wait: they get a step after each chunk. None: chosen from the free
             memory; while requests stream, chunks have at most 8192 tokens on a GPU and 256 on a CPU. Models that cannot
             prefill after cached tokens, such as some with linear attention, prefill a prompt in one piece.
+        cache_dtype: torch.float8_e4m3fn keeps keys and values in FP8, with a float32 scale for each token and head, in
+            half of the memory; attention then reads half of the bytes in a step. Every token, in a prompt too, attends
+            to keys and values as they are kept. Layers with a sliding window keep the model's dtype. This needs flash
+            attention, which then runs on a CPU too, and heads of a multiple of 16 values. None: the model's dtype.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the model cannot be captured; the message says why. The check
@@ -153,6 +157,7 @@ class GraphDecoder:
         capture: bool = True,
         fuse: bool = True,
         prefill_chunk: int | None = None,
+        cache_dtype: torch.dtype | None = None,
     ):
         if not isinstance(batch_sizes, Iterable):
             raise TypeError(f"batch_sizes: expected a sequence of integers, got {batch_sizes!r}")
@@ -172,6 +177,7 @@ class GraphDecoder:
         self.captured = capture and self.device.type == "cuda"
         check_outside("GraphDecoder", model)
         check_model(model, self.captured)
+        check_cache_dtype(model, cache_dtype)
         self.model = model
         self.ranks = ranks_of(model)
         self.batch_sizes = tuple(sizes)
@@ -181,7 +187,7 @@ class GraphDecoder:
         self._pool: tuple[int, int] | None = None
         self._reader: Step | None = None
         with self.on_device():
-            self.capabilities = self._find_capabilities(fuse)
+            self.capabilities = self._find_capabilities(fuse, cache_dtype)
             self._check_memory(sizes)
             self.steps = {size: self.step_of(size, self.max_length) for size in sizes}
         self.fused: tuple[FusedModule, ...] = self.capabilities.fused or ()
@@ -436,11 +442,17 @@ class GraphDecoder:
                 elif isinstance(value, ValueError):
                     raise value
 
-    def _find_capabilities(self, fuse: bool) -> Capabilities:
-        """Find the model's capabilities, with flash attention if it supports the model."""
-        flash = FLASH if self.device.type == "cuda" or self._batch_invariant else None
+    def _find_capabilities(self, fuse: bool, cache_dtype: torch.dtype | None) -> Capabilities:
+        """Find the model's capabilities, with flash attention if it supports the model.
+
+        Raises ValueError if the model does not support a cache of this dtype.
+        """
+        flash = FLASH if self.device.type == "cuda" or self._batch_invariant or cache_dtype else None
         fused = (find_fused(self.model) or None) if fuse else None
-        capabilities, refusals = find_capabilities(self.model, self.device, self.captured, flash, fused)
+        capabilities, refusals = find_capabilities(self.model, self.device, self.captured, flash, fused, cache_dtype)
+        if capabilities.cache_dtype is not cache_dtype:
+            reason = refusals.get("attention", refusals["cache_dtype"])
+            raise ValueError(f"cache_dtype: {type(self.model).__name__} cannot keep keys and values in FP8: {reason}")
         if fused and not capabilities.fused:
             name = type(self.model).__name__
             warnings.warn(f"GraphDecoder: {name} runs unfused: {refusals['fused']}", stacklevel=3)

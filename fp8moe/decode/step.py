@@ -37,12 +37,14 @@ class Capabilities(NamedTuple):
     ragged: whether the rows of a batch may have different lengths.
     chunked_prefill: whether a call may read several tokens after cached ones.
     fused: modules that run in fp8moe's kernels; None if the model's own forwards run.
+    cache_dtype: float8_e4m3fn if keys and values are in FP8; None for the model's dtype.
     """
 
     attention: str | None = None
     ragged: bool = False
     chunked_prefill: bool = False
     fused: Optimized | None = None
+    cache_dtype: torch.dtype | None = None
 
 
 PLAIN = Capabilities()
@@ -81,7 +83,7 @@ class Step:
         self.prefill_chunk = prefill_chunk
         self.ranks = ranks_of(model)
         self.position = CachePosition(size, device, capabilities.ragged)
-        self.cache = static_cache(model.config, max_length, self.position)
+        self.cache = static_cache(model.config, max_length, self.position, capabilities.cache_dtype)
         integers = partial(torch.zeros, dtype=torch.int64, device=device)
         booleans = partial(torch.zeros, dtype=torch.bool, device=device)
         self.tokens = integers(size, 1)
@@ -209,7 +211,10 @@ class Step:
         columns = self.prefill_chunk
         if columns is None:
             masked, device = self.capabilities.attention is None, self.columns.device
-            free = columns_at_a_time(self.model, self.size, end, device, masked=masked, ranks=self.ranks.most)
+            how = {"masked": masked, "ranks": self.ranks.most}
+            if self.capabilities.cache_dtype is not None:
+                how["copied"] = self.metadata.length
+            free = columns_at_a_time(self.model, self.size, end, device, **how)
             columns = min(self.ranks.least(free, device), most or end)
         return max(columns, 2)  # a call with one token runs as a decode step, in which no token may be padding
 

@@ -36,7 +36,7 @@ def on_policy(model: nn.Module) -> Iterator[None]:
     """Give the model's forwards in the block, in this thread, the bits of a generator that it refits.
 
     In the block, ``model(input_ids).logits.float().log_softmax(-1)`` equals, bit by bit, the log probabilities that a
-    `GraphDecoder`, made and called in `fp8moe.batch_invariant`, returns for the same tokens after
+    `GraphDecoder` without a cache_dtype, made and called in `fp8moe.batch_invariant`, returns for the same tokens after
     ``fp8moe.refit(generator, model)``. This holds for prompts and answers of any length and in any batch, padded as
     attention_mask says or packed as position_ids say, in train() and eval().
 

@@ -8,7 +8,7 @@ from fp8moe.kernels.experts.operands import Layer, Masters, row_dtype
 from fp8moe.kernels.experts.operator import experts_of_rows
 from fp8moe.layers.experts import Weights
 from fp8moe.layers.master import MASTER_DTYPES, part_of, quantized, quantized_gate_up
-from fp8moe.runtime.autograd import check_derivatives
+from fp8moe.runtime.autograd import check_derivatives, recorded
 from fp8moe.runtime.checks import check_dtype, check_tensor
 
 
@@ -91,9 +91,12 @@ def _weights_of(name: str, gate: Tensor, up: Tensor, down: Tensor, activation: A
             raise ValueError(f"{argument}: expected three dimensions, got shape {tuple(master.shape)}")
     if not activation.gated:
         raise ValueError("activation: expected one with a gate")
-    gate_part, up_part, down_part = [part_of(f"{name}: {argument}", master) for argument, master in parameters.items()]
+    gate_part, up_part, down_part = masters = [
+        part_of(f"{name}: {argument}", master) for argument, master in parameters.items()
+    ]
     if gate_part.shape != up_part.shape:
         raise ValueError(f"up: expected shape {tuple(gate_part.shape)} like gate, got {tuple(up_part.shape)}")
-    gate_up = quantized_gate_up(gate_part.detach(), up_part.detach(), parameters=(gate, up))
-    layer = Layer(gate_up, quantized(down_part.detach(), parameter=down), activation)
+    both_ways = recorded(*masters)
+    gate_up = quantized_gate_up(gate_part.detach(), up_part.detach(), parameters=(gate, up), both_ways=both_ways)
+    layer = Layer(gate_up, quantized(down_part.detach(), parameter=down, both_ways=both_ways), activation)
     return Weights(layer, Masters(up_part, down_part, gate_part))

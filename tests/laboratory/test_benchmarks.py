@@ -96,6 +96,14 @@ def test_quantizers_are_checked_and_timed(monkeypatch):
     assert gathered["of_copy_once"] / gathered["of_copy"] == pytest.approx((written + 80 * 256) / (written + 160 * 256))
 
 
+def test_attention_over_both_caches(monkeypatch):
+    monkeypatch.setattr(kernels, "CACHED", ((2, 40),))
+    monkeypatch.setattr(kernels, "HEADS", {"heads": 4, "key_heads": 2, "head_dim": 32})
+    bf16, fp8 = kernels.attention()
+    assert [row["gbps"] for row in (bf16, fp8)] == pytest.approx([2 * 2 * 2 * 40 * each / 3e3 for each in (64, 36)])
+    assert bf16["of_bf16"] == fp8["of_bf16"] == 1
+
+
 def test_what_differs_from_the_reference_is_not_timed(monkeypatch):
     torch.manual_seed(0)
     sizes = {"batch": 2, "context": [70, 3], "next_n": 1, "heads": 32, "head_dim": 32, "max_context_len": 90}

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fp8moe.hf.fused import known_forwards, linears, norms
 from fp8moe.hf.fused.known_forwards import called, form_of, rotary_of, runs_as_written
 from fp8moe.hf.versions import update_cache
-from fp8moe.kernels.decoder_ops import decode_attention, rotary
+from fp8moe.kernels.decoder_ops import decode_attention, fp8_cache, rotary
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
 from fp8moe.quant.formats import FP8Tensor
 
@@ -56,13 +56,20 @@ class UnsupportedAttention(ValueError):
 
 
 def check_metadata(
-    metadata: Any, dtype: torch.dtype, new: int, key: Tensor, value: Tensor, others: dict[str, Any]
+    metadata: Any,
+    dtype: torch.dtype,
+    new: int,
+    key: Tensor | FP8Tensor,
+    value: Tensor | FP8Tensor,
+    others: dict[str, Any],
 ) -> None:
     """Raise UnsupportedAttention for an attention that the kernels for static caches do not support.
 
     metadata: the attention_mask. dtype: the dtype of q. new: new tokens per row. key, value: (B, key heads,
-    columns, D), the cache. others: further keyword arguments that the model passes to its attention.
+    columns, D), the cache, or FP8Tensors of such data. others: further keyword arguments that the model passes to its
+    attention.
     """
+    (key, scales), (value, _) = map(fp8_cache.parts, (key, value))
     key_heads, size = key.shape[1], key.shape[-1]
     given = sorted(name for name, other in others.items() if other is not None and name not in WITHOUT_EFFECT)
     if given:
@@ -71,6 +78,8 @@ def check_metadata(
         raise UnsupportedAttention(f"{dtype}, keys {tuple(key.shape)} and values {tuple(value.shape)}")
     if not decode_attention.serves(size):
         raise UnsupportedAttention(f"heads of {size} values")
+    if scales is not None and size % fp8_cache.MULTIPLE:
+        raise UnsupportedAttention(f"heads of {size} values in FP8, which is no multiple of {fp8_cache.MULTIPLE}")
     length = key.stride(1) // size
     if any(x.stride() != (key_heads * length * size, length * size, size, 1) for x in (key, value)):
         raise UnsupportedAttention("keys that are no static cache's")
@@ -140,7 +149,7 @@ def attend(
         keys, values = torch.empty((2, batch, heads, tokens, size), dtype=k.dtype, device=k.device)
         columns = None
     else:
-        keys, values, columns = layer.keys, layer.values, layer.position.columns
+        keys, values, columns = *layer.cached(), layer.position.columns
     norm = {}
     if _has_norms(module, form):
         norm = {
@@ -168,7 +177,7 @@ def attend(
     query = rotary.rotary(q, new, keys, values, columns=columns).transpose(1, 2)
     if layer is not None:
         end = layer.position.end
-        keys, values = (x if end is None else x.narrow(2, 0, end) for x in (keys, values))
+        keys, values = (fp8_cache.first_columns(x, end) for x in (keys, values))
     elif past is not None:
         keys, values = update_cache(past_key_values, cache, keys, values, module.layer_idx, kwargs)
     match form.window:
