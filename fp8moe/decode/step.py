@@ -186,9 +186,10 @@ class Step:
         tokens = self.rows(tokens)
         self._note_prompts(tokens, None if mask is None else self.rows(mask), prefix)
         start: int | None = 0
+        padded = mask is not None
         if prefix is not None:
             tokens, start = prefix.put(self, tokens, mask)
-        padded = mask is not None
+            padded = start is None  # otherwise the mask, if there is one, has ones only
         known = 0 if prefix is None else prefix.length
         count = tokens.shape[1]
         at_a_time = self._chunk(known + count, most)

@@ -163,7 +163,10 @@ def test_tokens_of_a_decoder(calls, flash_on_cpu, fuse):
     ones = torch.ones_like(ids)
     check(decoder, ids, ones, [(13, 13)])
     check(decoder, ids, left_padded(ids, 4, 0, 1), [(13, 13)])
-    check(chunked, ids[:1], ones[:1], [(5, 5), (5, 10), (3, 13)])
+    calls.clear()
+    ((_, found),) = chunked.run([{"input_ids": ids[0], "max_new_tokens": NEW}])
+    assert torch.equal(found, model.generate(ids[:1], max_new_tokens=NEW, do_sample=False)[0, 13:])
+    assert calls == [shape for shape in [(5, 5), (5, 10), (3, 13)] for _ in range(layers)]
     prefix = decoder.prefix(system)
     calls.clear()
     found = decoder.generate(ids, max_new_tokens=NEW, prefix=prefix)

@@ -17,7 +17,7 @@ from fp8moe.runtime.backend import use_cuda
 NAME = "FlashAttention-3"
 MODULE = "fa3_fwd_interface"
 DTYPES = (torch.bfloat16,)  # fa3-fwd is built without float16 and without sliding windows
-HEAD_SIZES = (64, 128)
+HEAD_SIZES = (64, 96, 128, 192, 256)  # of its kernels
 
 
 class BrokenInstallation(RuntimeError):
