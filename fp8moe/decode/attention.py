@@ -3,7 +3,8 @@
 A decode step runs `kernels.decoder_ops.decode_attention`. Calls with several tokens run PyTorch's flash attention: each
 row of the batch is a sequence, whose keys the kernel finds in the cache by strides. Whole prompts without padding run
 the causal attention that PyTorch chooses. On a GPU this is cuDNN's attention, which is faster than flash attention. It
-does not return the sum that sinks need, so prompts of models with sinks always run flash attention.
+does not return the sum that sinks need, so prompts of models with sinks always run flash attention. Of prompts without
+padding or sinks, whole or after cached tokens, `hf.fused.flash_attention_3` takes those that it can.
 
 If results are batch invariant (`fp8moe.batch_invariant`), all calls with several tokens run
 `kernels.decoder_ops.prompt_attention`, whose bits are those of the decode step, on the reference backend too.
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8moe.hf.fused import flash_attention_3
 from fp8moe.hf.fused.attention import AttentionMetadata, UnsupportedAttention, check_metadata
 from fp8moe.hf.replaced import attention_chosen
 from fp8moe.kernels.decoder_ops import fp8_cache
@@ -46,13 +48,16 @@ class AttentionMetadataBuilder:
     def __init__(self, begin: Tensor, columns: Tensor, length: int, ranks: int = 1):
         self.begin, self.columns, self.length, self.ranks = begin, columns, length, ranks
         self._built: dict[tuple[int, int, int | None], AttentionMetadata] = {}
-        self._whole = False
+        self._before: int | None = None
 
-    def next_call(self, *, whole: bool = False) -> None:
-        """Discard the metadata of the last call. whole: whether the next call has only new tokens, and no padding."""
+    def next_call(self, *, before: int | None = None) -> None:
+        """Discard the metadata of the last call.
+
+        before: the number of tokens before those of the next call, if it is the same in all rows and none has padding.
+        """
         self._built = {}
-        # The causal kernel for whole prompts rounds differently from the kernel for other prompts.
-        self._whole = whole and not config.settings.batch_invariant
+        # The causal kernels for prompts without padding round differently from the kernel for other prompts.
+        self._before = None if config.settings.batch_invariant else before
 
     def build(self, new_tokens: int, key_heads: int, window: int | None) -> AttentionMetadata:
         """Return the metadata for layers with these key heads and this window, built once per call."""
@@ -68,10 +73,9 @@ class AttentionMetadataBuilder:
         sequences = torch.stack([row * new_tokens, row * (key_heads * self.length), torch.zeros_like(row)])
         sequences[1, :-1] += self.begin
         sequences[2, :-1] = (self.columns + new_tokens - self.begin).clamp(min=0)
-        return {
-            "sequences": sequences.int(),
-            "whole": self._whole and (window is None or window >= new_tokens),
-        }
+        before = self._before
+        seen = before is not None and (window is None or window >= before + new_tokens)
+        return {"sequences": sequences.int(), "before": before if seen else None}
 
 
 _builder: ContextVar[AttentionMetadataBuilder | None] = ContextVar("builder", default=None)
@@ -151,10 +155,13 @@ def attend(
         out = decode_attention(query[:, :, 0], cache, window=metadata.window, sinks=s_aux, scale=scaling)
         return out.view(batch, 1, heads, size), None
     key, value = (fp8_cache.dequantized(x, query.dtype) if isinstance(x, FP8Tensor) else x for x in (key, value))
-    if metadata.whole and s_aux is None:
-        keys, values = key[:, :, :new], value[:, :, :new]
-        output = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
-        return output.transpose(1, 2), None
+    if metadata.before is not None and s_aux is None:
+        keys, values = (x[:, :, : metadata.before + new] for x in (key, value))
+        if flash_attention_3.serves(query, keys, values):
+            return flash_attention_3.attend(query, keys, values, scaling), None
+        if metadata.before == 0:
+            output = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
+            return output.transpose(1, 2), None
     return _several_tokens(query, key, value, metadata, scaling, s_aux), None
 
 

@@ -94,7 +94,8 @@ class GraphDecoder:
     On a GPU, flash attention reads the cache in place, without a mask and without repeating the key heads, if it
     supports the model: 16-bit dtypes, keys and values of one size up to 256, no soft cap or position bias, and only
     causal and sliding-window masks; heads may have sinks. Otherwise the model's own attention runs. ``attention`` is
-    "flash", or the name of the model's own attention and the reason for it.
+    "flash", or the name of the model's own attention and the reason for it. Prompts run in FlashAttention-3 where
+    fa3-fwd is installed and takes them; `fp8moe.hf.report` says in which layers.
 
     Memory: each batch size has its own cache of ``max_length`` tokens per sequence, also for layers with a sliding
     window, of which attention reads only the window; the graphs share one memory pool. Closing or deleting the decoder
@@ -141,7 +142,8 @@ class GraphDecoder:
         TypeError, ValueError: an argument is wrong, or the model cannot be captured; the message says why. The check
             runs a few tokens through the decode step, with a static cache: their logits must be the same as without a
             cache.
-        RuntimeError: the capture itself failed, or the call is in a block of `fp8moe.hf.replay_routing` for the model.
+        RuntimeError: the capture itself failed, the call is in a block of `fp8moe.hf.replay_routing` for the model, or
+            fa3-fwd is installed but cannot be imported.
     """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -13,6 +13,7 @@ from fp8moe.decode.transfers import HostReads
 from fp8moe.decode.use import check_eval
 from fp8moe.hf import versions
 from fp8moe.hf.fused import Optimized
+from fp8moe.hf.fused.flash_attention_3 import BrokenInstallation
 from fp8moe.runtime.checks import FLOATING, describe
 
 PADDING = 2
@@ -188,7 +189,7 @@ def check_step(
     try:
         stepwise, reads = _with_cache(steps, tokens, mask, begins, captured)
         wholes = [_without_cache(model, tokens[:, begin:], mask[:, begin:]) for begin in begins]
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, BrokenInstallation):
         raise
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "")

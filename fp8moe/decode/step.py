@@ -186,9 +186,10 @@ class Step:
         tokens = self.rows(tokens)
         self._note_prompts(tokens, None if mask is None else self.rows(mask), prefix)
         start: int | None = 0
+        padded = mask is not None
         if prefix is not None:
             tokens, start = prefix.put(self, tokens, mask)
-        padded = mask is not None
+            padded = start is None  # otherwise the mask, if there is one, has ones only
         known = 0 if prefix is None else prefix.length
         count = tokens.shape[1]
         at_a_time = self._chunk(known + count, most)
@@ -235,7 +236,7 @@ class Step:
             positions = positions_of(mask)[:, start:]
         else:
             positions = torch.arange(start, end, device=tokens.device).expand(self.size, count)
-        logits = self._run(tokens, positions, mask, whole=start == 0 and not padded)
+        logits = self._run(tokens, positions, mask, before=None if padded else start)
         self.columns.add_(count)
         return logits
 
@@ -254,7 +255,7 @@ class Step:
         tokens = tokens.gather(1, (column + self.begin[:, None]).clamp(max=count - 1))
         self.begin.zero_()
         self.mask.fill_(True)
-        logits = self._run(tokens, column.expand(self.size, count), None, whole=True, last=last)
+        logits = self._run(tokens, column.expand(self.size, count), None, before=0, last=last)
         self.columns.add_(last[:, 0] + 1)
         return logits
 
@@ -286,10 +287,13 @@ class Step:
         positions: Tensor,
         mask: Tensor | None,
         *,
-        whole: bool = False,
+        before: int | None = None,
         last: Tensor | None = None,
     ) -> Tensor:
-        """Run the model; return the logits (B, vocabulary) after each row's last token, or after token last[b, 0]."""
+        """Run the model; return the logits (B, vocabulary) after each row's last token, or after token last[b, 0].
+
+        before: see `AttentionMetadataBuilder.next_call`.
+        """
         options = {versions.cache_name(self.model.forward): self.cache, "use_cache": True}
         if (
             last is None
@@ -302,7 +306,7 @@ class Step:
             options["output_router_logits"] = False  # the router loss expects a mask of just these tokens
         if self.capabilities.ragged:
             take_offsets_of_rows()  # install the patch again, as `unregister` may have removed it
-        self.metadata.next_call(whole=whole)
+        self.metadata.next_call(before=before)
         fused = nullcontext() if self.capabilities.fused is None else self.capabilities.fused.in_force()
         rows = nullcontext() if last is None else _head_reads(self.model, last)
         record = nullcontext() if self.recorder is None else self.recorder.open()
