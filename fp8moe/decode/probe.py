@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.decode.cache import STATES, CachePosition, in_fp8, static_cache
+from fp8moe.decode.output import check_output_layer
 from fp8moe.decode.step import PLAIN, Capabilities, Step, positions_of, vocabulary
 from fp8moe.decode.transfers import HostReads
 from fp8moe.decode.use import check_eval
@@ -104,12 +105,8 @@ def check_batch_invariance(model: Any, attention: str, states: bool) -> None:
 
 def check_cache_dtype(model: Any, dtype: torch.dtype | None) -> None:
     """Raise TypeError or ValueError for a cache dtype that there is not, or that the model's layers cannot have."""
-    if dtype is None:
+    if not _is_fp8("cache_dtype", dtype):
         return
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"cache_dtype: expected None or torch.float8_e4m3fn, got {describe(dtype)}")
-    if dtype is not torch.float8_e4m3fn:
-        raise ValueError(f"cache_dtype: expected None or torch.float8_e4m3fn, got {dtype}")
     name = type(model).__name__
     if model.dtype is torch.float32:
         raise ValueError(f"cache_dtype: {name} is in torch.float32, and FP8 needs a model in bfloat16 or float16")
@@ -117,6 +114,21 @@ def check_cache_dtype(model: Any, dtype: torch.dtype | None) -> None:
         raise ValueError(
             f"cache_dtype: {name} has no layer for FP8: those with a sliding window keep the model's dtype"
         )
+
+
+def check_output_dtype(model: Any, dtype: torch.dtype | None) -> None:
+    """Raise TypeError or ValueError for an output dtype that there is not, or that the model's layer cannot have."""
+    if _is_fp8("output_dtype", dtype):
+        check_output_layer(model)
+
+
+def _is_fp8(name: str, dtype: torch.dtype | None) -> bool:
+    """Return whether an argument is float8_e4m3fn and not None. Raises TypeError or ValueError for anything else."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name}: expected None or torch.float8_e4m3fn, got {describe(dtype)}")
+    if dtype not in (None, torch.float8_e4m3fn):
+        raise ValueError(f"{name}: expected None or torch.float8_e4m3fn, got {dtype}")
+    return dtype is not None
 
 
 def _is_experts(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fp8moe.decode.attention import AttentionMetadataBuilder, used_by
 from fp8moe.decode.cache import CachePosition, clear_rows, copy_rows, has_states, reset, static_cache
 from fp8moe.decode.memory import columns_at_a_time
+from fp8moe.decode.output import OutputLayer
 from fp8moe.decode.prefill import ShortPrompts
 from fp8moe.decode.prefix import Prefix
 from fp8moe.decode.sampling import GREEDY, Sampling, empty_state, write
@@ -38,6 +39,7 @@ class Capabilities(NamedTuple):
     chunked_prefill: whether a call may read several tokens after cached ones.
     fused: modules that run in fp8moe's kernels; None if the model's own forwards run.
     cache_dtype: float8_e4m3fn if keys and values are in FP8; None for the model's dtype.
+    output: what runs in place of the model's output layer; None for that layer itself. `probe` does not try it.
     """
 
     attention: str | None = None
@@ -45,6 +47,7 @@ class Capabilities(NamedTuple):
     chunked_prefill: bool = False
     fused: Optimized | None = None
     cache_dtype: torch.dtype | None = None
+    output: OutputLayer | None = None
 
 
 PLAIN = Capabilities()
@@ -308,10 +311,11 @@ class Step:
             take_offsets_of_rows()  # install the patch again, as `unregister` may have removed it
         self.metadata.next_call(before=before)
         fused = nullcontext() if self.capabilities.fused is None else self.capabilities.fused.in_force()
+        output = nullcontext() if self.capabilities.output is None else self.capabilities.output.in_force()
         rows = nullcontext() if last is None else _head_reads(self.model, last)
         record = nullcontext() if self.recorder is None else self.recorder.open()
         attention = used_by(self.model, self.capabilities.attention, self.metadata)
-        with attention, fused, linears_by_fixed_rows(), rows, record as recorded:
+        with attention, fused, output, linears_by_fixed_rows(), rows, record as recorded:
             logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, **options).logits
         if recorded is not None:
             self.position.write(self.routing, 1, recorded.routing.flatten(2))

@@ -364,6 +364,18 @@ def test_keys_and_values_in_fp8():
         main(["serve", "a model", "--cache-dtype", "int4"])
 
 
+def test_the_output_layer_in_fp8():
+    model = tiny_mixtral()
+    assert serve.make_decoder(model, 2, 32, output_dtype="fp8").capabilities.output is not None
+    model.lm_head = FP8Linear.from_linear(model.lm_head)
+    with pytest.raises(
+        ValueError, match="^--output-dtype fp8: the output layer of MixtralForCausalLM is in FP8 already"
+    ):
+        serve.make_decoder(model, 2, 32, output_dtype="fp8")
+    with pytest.raises(SystemExit):
+        main(["serve", "a model", "--output-dtype", "int4"])
+
+
 def test_models_that_nothing_serves():
     model = MODELS["Llama4ForCausalLM"].build()
 
