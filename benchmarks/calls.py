@@ -366,8 +366,18 @@ def append_kv(make: Operands, tokens: int, per_block: int = CACHE_BLOCK, head_di
     return call
 
 
+def quantize_both_ways(make: Operands, experts: int, n: int, k: int, dtype: str = "bfloat16") -> Callable:
+    return partial(torch.ops.fp8moe.quantize_both_ways, make.normal(experts, n, k, dtype=getattr(torch, dtype)), None)
+
+
 def transpose_fp8(make: Operands, experts: int, n: int, k: int) -> Callable:
     return partial(torch.ops.fp8moe.transpose_fp8, *make.weights(experts, n, k))
+
+
+def assigned_rows(make: Operands, experts: int, top_k: int, tokens: int) -> Callable:
+    sorted = sort_by_expert(make, experts, top_k, tokens)()
+    weights = make.normal(tokens, top_k)
+    return partial(torch.ops.fp8moe.assigned_rows, *sorted, weights, tokens * top_k)
 
 
 def sort_by_expert(make: Operands, experts: int, top_k: int, tokens: int) -> Callable:
@@ -452,8 +462,10 @@ LAYERS = {
 """Ops that launch several kernels per call: whole layers."""
 PARTS = {
     "append_kv": append_kv,
+    "quantize_both_ways": quantize_both_ways,
     "transpose_fp8": transpose_fp8,
     "sort_by_expert": sort_by_expert,
+    "assigned_rows": assigned_rows,
     "permute_quantize": permute_quantize,
     "combine": combine,
     "quantize_with_transpose": quantize_with_transpose,
@@ -520,10 +532,11 @@ def more_timed() -> list[Case]:
     hidden, intermediate, experts, top_k = model
     found = _cases("append_kv", ({"tokens": tokens, "per_block": 1} for tokens in (1, 128)))
     found += _cases("append_kv", ({"tokens": tokens} for tokens in (8192, 65536)))
-    found += _cases("transpose_fp8", [{"experts": 1, "n": 4096}, {"experts": experts, "n": 2 * intermediate}], k=hidden)
+    for op in ("quantize_both_ways", "transpose_fp8"):
+        found += _cases(op, [{"experts": 1, "n": 4096}, {"experts": experts, "n": 2 * intermediate}], k=hidden)
     for tokens in (64, 8192):
         routing = {"experts": experts, "top_k": top_k, "tokens": tokens}
-        found.append(Case("sort_by_expert", routing))
+        found += [Case(op, routing) for op in ("sort_by_expert", "assigned_rows")]
         found += [Case(op, {"hidden": hidden, **routing}) for op in ("permute_quantize", "combine")]
     found += _cases("quantize_with_transpose", ({"m": m, "k": hidden} for m in (8192, 65536)))
     found.append(Case("gather_with_transpose", {"hidden": hidden, **routing}))

@@ -1,6 +1,8 @@
 """A whole model under GraphDecoder: `python -m benchmarks decode [--model M] [--experts F] [--batch B ...]`.
 
 - `ms`: time of a decode step: GPU time from the first of MANY new tokens to the last, divided by the number of steps.
+- `decode_fp8_cache`: the same with keys and values in FP8; `decode_fp8_output`: with the output layer in FP8;
+  `of_decode`: ratio of `ms` to that of `decode`.
 - `floor_ms`: lower bound of `ms`: the bytes that a step must read (weights without the embedding, the experts in use,
   keys and values up to the middle of the answer) over the bandwidth of a copy. `x_floor`: ratio of `ms` to `floor_ms`.
 - `kernels`: the number of kernels in one step. Each column after `kernels` is one kind of kernel: the share of this
@@ -40,6 +42,8 @@ from fp8moe.decode import GraphDecoder
 
 CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (32, 8192))
 BF16_CASES = CASES[:3]
+FP8_CACHE_CASES = CASES[3:]
+FP8_OUTPUT_CASES = CASES[:1]
 PREFILLS = ((1, 512), (1, 2048), (4, 4096))
 LIMITS = {
     ("decode", 1, 512, "ms"): (2.8, 2.4),
@@ -47,6 +51,7 @@ LIMITS = {
     ("decode", 8, 512, "ms"): (5.5, 4.8),
     ("decode", 64, 512, "ms"): (11.0, 10.0),
     ("decode", 32, 8192, "x_floor"): (1.5, 1.3),
+    ("decode_fp8_cache", 32, 8192, "of_decode"): (1 / 1.22, 1 / 1.3),
     ("sampling", 64, 512, "over_greedy"): (0.05, 0.02),
     ("first", 64, 512, "new_s"): (60, 30),
     ("first", 64, 512, "again_s"): (15, 8),
@@ -69,7 +74,7 @@ KINDS = {
 }
 FIRST_SIZES = (1, 8, 64)
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "seed": 0}
-COLUMNS = ("what", "batch", "prompt", "ms", "tokens_s", "floor_ms", "x_floor", "kernels", *KINDS, "other")
+COLUMNS = ("what", "batch", "prompt", "ms", "tokens_s", "floor_ms", "x_floor", "of_decode", "kernels", *KINDS, "other")
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -148,13 +153,16 @@ def step_seconds(decoder: GraphDecoder, prompts: Tensor, **how: Any) -> float:
     return statistics.median(times) / (MANY - 1)
 
 
-def measure_decode(model: Any, batch: int, prompt: int) -> dict:
-    decoder = GraphDecoder(model, batch_sizes=(batch,), max_length=prompt + ROOM)
+def measure_decode(model: Any, batch: int, prompt: int, **dtypes: torch.dtype) -> dict:
+    decoder = GraphDecoder(model, batch_sizes=(batch,), max_length=prompt + ROOM, **dtypes)
     prompts = random_prompts(model, batch, prompt)
     step = step_seconds(decoder, prompts)
     kernels, kinds = shares(decoder.steps[batch].replay)
     cached = decoder.stats().cache_bytes * tokens_read(model.config, prompt + MANY / 2) / (prompt + ROOM)
-    floor = step_bytes(model, prompts, cached) / (1e12 * roofline.copy_tbps())
+    read = step_bytes(model, prompts, cached)
+    if "output_dtype" in dtypes:
+        read -= model.get_output_embeddings().weight.nbytes // 2
+    floor = read / (1e12 * roofline.copy_tbps())
     decoder.close()
     rates = {"ms": 1000 * step, "tokens_s": batch / step, "floor_ms": 1000 * floor, "x_floor": step / floor}
     return {"what": "decode", "batch": batch, "prompt": prompt, **rates, "kernels": kernels, **kinds}
@@ -226,8 +234,15 @@ def measure(
     if model is None:
         yield measure_first(name)
     built = build(name, experts=experts)
+    times = {}
     for case in product(batch, prompt) if batch else CASES:
-        yield measure_decode(built, *case)
+        row = measure_decode(built, *case)
+        times[case] = row["ms"]
+        yield row
+    for what, cases in (("cache", FP8_CACHE_CASES), ("output", FP8_OUTPUT_CASES)):
+        for case in product(batch, prompt) if batch else cases:
+            row = measure_decode(built, *case, **{f"{what}_dtype": torch.float8_e4m3fn})
+            yield row | {"what": f"decode_fp8_{what}", "of_decode": row["ms"] / times[case]}
     for sizes in PREFILLS:
         yield measure_prefill(built, *sizes)
     if model is None:

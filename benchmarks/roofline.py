@@ -97,8 +97,8 @@ def training_work(model: Model, tokens: int) -> tuple[list[KernelWork], list[Ker
     down, up = experts * hidden * size, 2 * experts * hidden * size  # values of the weights
     x, wide, narrow, mid = tokens * hidden, rows * hidden, rows * size, 2 * rows * size
     forward = [
-        KernelWork("quantize_128x128", "gate_up_proj", (2 + block) * up),
-        KernelWork("quantize_128x128", "down_proj", (2 + block) * down),
+        KernelWork("quantize_128x128", "gate_up_proj, both ways", (2 + 2 * block) * up),
+        KernelWork("quantize_128x128", "down_proj, both ways", (2 + 2 * block) * down),
         KernelWork("sort_by_expert", "routing", 12 * rows),
         KernelWork("permute_quantize", "tokens", 2 * x + fp8 * wide),
         KernelWork(
@@ -108,15 +108,14 @@ def training_work(model: Model, tokens: int) -> tuple[list[KernelWork], list[Ker
         KernelWork("combine", "result", 2 * wide + 2 * x),
     ]
     backward = [
+        KernelWork("assigned_rows", "routing", 16 * rows),
         KernelWork("quantize_transpose", "gradient, both ways", 2 * x + 2 * fp8 * wide),
-        KernelWork("transpose_fp8", "down_proj", 2 * block * down),
         KernelWork("gemm", "gradient of the activation", block * down + fp8 * wide + 2 * narrow, 2 * wide * size),
         KernelWork(
             *("swiglu_backward_quantize", "activation, gradient both ways"),
             2 * (mid + narrow) + 2 * fp8 * mid + block * narrow + 8 * rows,
         ),
         KernelWork("gemm_k", "gradient of down_proj", fp8 * wide + block * narrow + 2 * down, 2 * wide * size),
-        KernelWork("transpose_fp8", "gate_up_proj", 2 * block * up),
         KernelWork("gemm", "gradient of rows", block * up + fp8 * mid + 2 * wide, 2 * wide * 2 * size),
         KernelWork("combine", "gradient of tokens", 2 * wide + 2 * x),
         KernelWork("quantize_transpose", "tokens, by columns", 2 * x + block * wide),

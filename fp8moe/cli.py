@@ -161,6 +161,10 @@ def _add_serve(commands: Any) -> argparse.ArgumentParser:
     add("--slots", type=_count, default=64, metavar="N", help="answers that run at once; default: %(default)s")
     most = "most tokens of a prompt with its answer; default: 4096, or the model's positions"
     add("--max-length", type=_count, metavar="L", help=most)
+    kept = "how keys and values are kept: in FP8 they take half of the memory; default: in the model's dtype"
+    add("--cache-dtype", choices=("fp8",), help=kept)
+    output = "how the output layer runs: in FP8 a step reads half of its bytes; default: as the model has it"
+    add("--output-dtype", choices=("fp8",), help=output)
     add("--device", metavar="D", help="such as cuda:1 or cpu; default: a GPU if there is one")
     add("--served-model-name", metavar="NAME", help="what clients call the model; default: MODEL")
     add("--api-key", metavar="KEY", help="what clients must bring as their bearer token; default: none is asked for")

@@ -183,8 +183,9 @@ def writes_its_arguments_only(op, case: Case, device: str) -> None:
     for i in call.written:
         value = call.arguments[i]
         for gap in (0, 64 // value.itemsize)[: value.dim()]:
-            memory = torch.full((4 * value.nbytes + 2 * GUARD,), MARK, dtype=torch.uint8, device=device)
-            wide = memory[GUARD:].view(value.dtype)[: value[..., :1].numel() * (value.shape[-1] + gap)]
+            size = value[..., :1].numel() * (value.shape[-1] + gap)
+            memory = torch.full((size * value.itemsize + 2 * GUARD,), MARK, dtype=torch.uint8, device=device)
+            wide = memory[GUARD:].view(value.dtype)[:size]
             arguments = call.copied()
             arguments[i] = wide.view(*value.shape[:-1], -1)[..., : value.shape[-1]].copy_(value)
             try:

@@ -2,8 +2,10 @@
 
 import torch
 
+from fp8moe.kernels.decoder_ops import fp8_cache
 from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention
 from fp8moe.kernels.decoder_ops.rotary import NewTokens, rotary
+from fp8moe.quant.formats import FP8Tensor
 
 # sequences; query heads of a key head, key heads, values of a head, of which are rotated, with norms; columns; window
 SHAPES = (
@@ -20,6 +22,9 @@ SHAPES = (
     (4, (3, 2, 64, 64, False), 37, 1),
     (2, (8, 2, 64, 64, False), 50, 1000),
 )
+
+
+FP8_SHAPES = [shape for shape in SHAPES if not shape[1][2] % 16]
 
 
 def make(batch, heads, length, dtype=torch.bfloat16, seed=0, window=None):
@@ -60,26 +65,47 @@ def attend(q, keys, values, begin, columns, **how):
     return decode_attention(q, StaticCache(keys, values, begin, columns), **how)
 
 
+def in_fp8(q, keys, values, *places):
+    """What `make` returns first, with a cache in FP8. Columns of NaN have codes and scales of NaN."""
+    return q, fp8_cache.quantized(keys), fp8_cache.quantized(values), *places
+
+
+def exact(cache):
+    """Keys or values in float64."""
+    return cache.data.double() * cache.scale.double() if isinstance(cache, FP8Tensor) else cache.double()
+
+
+def bits(cache):
+    """The bits of keys or values, with those of their scales, as integers."""
+    parts = cache if isinstance(cache, FP8Tensor) else (cache,)
+    return torch.cat([part.contiguous().flatten().view(torch.uint8).cpu() for part in parts])
+
+
+def copied(cache):
+    return FP8Tensor(*(part.clone() for part in cache)) if isinstance(cache, FP8Tensor) else cache.clone()
+
+
 def moved(value, device):
-    if isinstance(value, NewTokens):
-        return NewTokens(*(moved(part, device) for part in value))
+    if isinstance(value, NewTokens | FP8Tensor):
+        return type(value)(*(moved(part, device) for part in value))
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def expected(q, keys, values, begin, columns, new, window=None, sinks=None):
     """The attention (B, heads * D) in float64, and the cache with the new tokens."""
-    keys, values = keys.clone(), values.clone()
+    keys, values = copied(keys), copied(values)
     if new is not None:
         tokens = NewTokens(*(x[:, None] for x in new[:4]), *new[4:])
         q = rotary(q[:, None], tokens, keys, values, columns=columns)[:, 0]
     batch, heads, size = q.shape
-    group = heads // keys.shape[1]
+    exact_keys, exact_values = exact(keys), exact(values)
+    group = heads // exact_keys.shape[1]
     out = torch.zeros(batch, heads, size, dtype=torch.float64)
     for b in range(batch):
         last = int(columns[b])
         first = int(begin[b]) if window is None else max(int(begin[b]), last + 1 - window)
         for head in range(heads):
-            seen_keys, seen_values = (x[b, head // group, first : last + 1].double() for x in (keys, values))
+            seen_keys, seen_values = (x[b, head // group, first : last + 1] for x in (exact_keys, exact_values))
             scores = seen_keys @ q[b, head].double() * size**-0.5
             if sinks is not None:
                 scores = torch.cat([scores, sinks[head, None].double()])

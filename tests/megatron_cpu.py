@@ -45,7 +45,7 @@ def stand_in() -> None:
         "Stream": lambda *_, **__: stream,
         "stream": lambda _: nullcontext(),
         "synchronize": lambda *_: None,
-        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
         "FloatTensor": torch.FloatTensor,
         "empty_cache": lambda: None,
@@ -53,6 +53,7 @@ def stand_in() -> None:
     }
     for name, function in replaced.items():
         setattr(torch.cuda, name, function)
+    torch.cuda.random.get_rng_state = replaced["get_rng_state"]  # recomputation calls it by this name
     _OnCPU().__enter__()
     all_to_all = dist.all_to_all_single
 

@@ -19,6 +19,7 @@ import fp8moe.layers
 import fp8moe.peft
 import fp8moe.quant
 from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.decoder_ops import fp8_cache
 from fp8moe.kernels.decoder_ops.sampling import SamplingState, Sequences
 from fp8moe.kernels.experts.backward import RowOrder
 from fp8moe.kernels.experts.operands import Biases, Layer, Norm, Shard, TokenOperands
@@ -44,6 +45,10 @@ for package in (fp8moe.quant, fp8moe.kernels, fp8moe.layers, fp8moe.peft):
 
 INTERNAL = "its callers have checked the operands"
 INTEGERS = "there is none among integers"
+ASSIGNED = {
+    "bad values": "test_routing.py: a weight goes to its row, whatever it is",
+    "nothing to do": "test_routing.py: rows are asked for apart from assignments",
+}
 SAVED = {"wrong operands": INTERNAL, "ranks are refused": INTERNAL}
 
 
@@ -164,6 +169,12 @@ def in_blocks(features: slice, group_offsets: Tensor, row: int = BAD_ROW) -> Tou
     return [(features, columns), (blocks, columns.start // 128), None]
 
 
+def both_ways_of_block(block: int, first: int, rows: int) -> Touched:
+    """Return what a value in column 130 of expert 1 may touch of weights and their transpose, in a block of rows."""
+    values, columns = slice(first, first + rows), slice(128, 256)
+    return [(1, values, columns), (1, block, 1), (1, columns, values), (1, 1, block)]
+
+
 def both_ways(results: list[Tensor], end: Tensor) -> list[Tensor]:
     """Columns and their scales up to the end of the last group; `end` of what pads the groups."""
     columns = int(end)
@@ -281,6 +292,16 @@ QUANTIZERS = {
         lambda a, results: [*both_ways(results, results[2][-1]), results[2]],
         bad={"x": ((BAD_ROW, 130), lambda a: in_blocks(slice(128, 256), a.group_offsets))},
     ),
+    "quantize_both_ways": Case(
+        lambda draw: (draw.normal(2, draw.rows, draw.hidden), draw.normal(2, draw.rows, draw.hidden)),
+        bad={
+            "w": ((1, BAD_ROW, 130), lambda a: both_ways_of_block(0, 0, min(a.w.shape[-2], 128))),
+            "below": (
+                (1, BAD_ROW, 130),
+                lambda a: both_ways_of_block(-(-a.w.shape[-2] // 128), a.w.shape[-2], min(a.w.shape[-2], 128)),
+            ),
+        },
+    ),
     "transpose_fp8": Case(
         lambda draw: tuple(draw.weights(2, draw.rows, draw.hidden)),
         bad={
@@ -363,6 +384,12 @@ def _gradient(draw: Draw) -> tuple:
     return ranks, x, draw.offsets(), tokens
 
 
+def _assigned(draw: Draw, num_rows: int) -> tuple:
+    index = draw.integers(-1, 6, draw.rows, 3)
+    sorted = sort_by_expert(index, 5, first_row=2, num_rows=num_rows)
+    return *sorted, draw.normal(draw.rows, 3), num_rows
+
+
 ROWS = {
     "permute_quantize": Case(
         lambda draw: (draw.normal(draw.rows, draw.hidden), draw.row_map(), TOP_K * draw.rows),
@@ -402,6 +429,8 @@ ROWS = {
         rows=(500, 20_000),
     ),
     "sort_by_expert, window": Case(lambda draw: (draw.integers(-1, 6, draw.rows, 3), 5, None, 3, 2, 7)),
+    "assigned_rows": Case(lambda draw: _assigned(draw, 70), exempt=ASSIGNED, rows=(500, 20_000)),
+    "assigned_rows, window": Case(lambda draw: _assigned(draw, 7), exempt=ASSIGNED),
     "lora_shrink": Case(
         lambda draw: (*_shrink(draw)[:3], None),
         bad={
@@ -455,6 +484,13 @@ def _new_token(draw: Draw, *, appends: bool, norm: bool) -> tuple:
     return q, keys, values, columns // 2, columns, *new, *norms
 
 
+def _in_fp8(operands: tuple, keys: int, *, defaults: tuple) -> tuple:
+    """Operands whose keys, at this place, and values are in FP8; `defaults` fill up to the scales, which are last."""
+    caches = [fp8_cache.quantized(cache) for cache in operands[keys : keys + 2]]
+    data, scales = zip(*caches, strict=True)
+    return *operands[:keys], *data, *operands[keys + 2 :], *defaults, *scales
+
+
 def _sinks(draw: Draw) -> Tensor:
     return draw.normal(32 if draw.large else 4)
 
@@ -502,6 +538,7 @@ def _sequences(draw: Draw) -> tuple:
     return logits, *state, *noted, count + draw.integers(1, 3, rows).long(), ends, count.new_tensor([7])
 
 
+SCALES = {"key_scales": "keys.scale|keys", "value_scales": "values.scale|values"}
 DECODER = {
     "rms_norm": Case(lambda draw: (*_norm(draw), None, 1e-6, True, False)),
     "rms_norm, residual and quantized": Case(
@@ -516,19 +553,19 @@ DECODER = {
         lambda draw: (*_norm(draw), draw.normal(draw.rows, 2, draw.hidden), 1e-6, False, True)
     ),
     "rotary": Case(
-        lambda draw: (*_heads(draw), None, None, 0.0),
+        lambda draw: (*_heads(draw), None, None, 0.0, None, None),
         bad={"q": ((BAD_ROW, 2, 1, 3), lambda a: [(BAD_ROW, 2, 1), None, None])},
         fixed=("keys", "values"),
         names={"k": "k|q"},
     ),
     "rotary, norm": Case(
-        lambda draw: (*(heads := _heads(draw)), *draw.normal(2, heads[0].shape[-1]), 1e-6),
+        lambda draw: (*(heads := _heads(draw)), *draw.normal(2, heads[0].shape[-1]), 1e-6, None, None),
         bad={"k": ((BAD_ROW, 2, 1, 3), lambda a: [None, (BAD_ROW, 1, int(a.columns[BAD_ROW]) + 2), None])},
         fixed=("keys", "values"),
         names={"k": "k|q"},
     ),
     "decode_attention": Case(
-        lambda draw: (*_new_token(draw, appends=False, norm=False), _sinks(draw), 4, 0.25, False, False),
+        lambda draw: (*_new_token(draw, appends=False, norm=False), _sinks(draw), 4, 0.25, *(False, False, None, None)),
         bad={
             "q": ((BAD_ROW, 1, 3), lambda a: [(BAD_ROW, _second_head(a)), None, None, None, None]),
             "sinks": ((1,), lambda a: [(slice(None), _second_head(a)), None, None, None, None]),
@@ -537,9 +574,29 @@ DECODER = {
         names={"k": "k|q"},
     ),
     "decode_attention, new tokens": Case(
-        lambda draw: (*_new_token(draw, appends=True, norm=True), _sinks(draw).float(), None, 0.25, True, False),
+        lambda draw: (
+            *_new_token(draw, appends=True, norm=True),
+            _sinks(draw).float(),
+            None,
+            0.25,
+            *(True, False, None, None),
+        ),
         bad={"q": ((BAD_ROW, 1, 3), lambda a: [None, BAD_ROW, BAD_ROW, None, None])},
         fixed=("keys", "values"),
+    ),
+    "rotary, FP8": Case(
+        lambda draw: _in_fp8(_heads(draw), 5, defaults=(None, None, 0.0)),
+        bad={"q": ((BAD_ROW, 2, 1, 3), lambda a: [(BAD_ROW, 2, 1), None, None, None, None])},
+        fixed=("keys", "values", "key_scales", "value_scales"),
+        names={"k": "k|q", **SCALES},
+    ),
+    "decode_attention, FP8": Case(
+        lambda draw: _in_fp8(
+            _new_token(draw, appends=True, norm=True), 1, defaults=(_sinks(draw), None, 0.25, False, False)
+        ),
+        bad={"q": ((BAD_ROW, 1, 3), lambda a: [(BAD_ROW, _second_head(a)), *[None] * 6])},
+        fixed=("keys", "values", "key_scales", "value_scales"),
+        names=SCALES,
     ),
     "prompt_attention": Case(
         _prompts,
@@ -564,20 +621,34 @@ DECODER = {
         exempt={"layouts, cuda": "rows that are not aligned take another kernel, which sums in another order"},
         rows=(1, 64, 300),
     ),
-    "norm_logits": Case(
-        lambda draw: (*_norm_and_router(draw), 1e-6, draw.normal(draw.experts), False, torch.float32),
-        bad={"x": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, None, None, BAD_ROW])},
-        sums=(4,),
-        rows=(1, 2, 300),
+    "norm_route": Case(
+        lambda draw: (
+            *(*_norm_and_router(draw), 1e-6, draw.normal(draw.experts), False, torch.float32),
+            *(3, "softmax", True, 1, 1, 1.0, None, torch.bfloat16),
+        ),
+        bad={"x": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, None, None, BAD_ROW, BAD_ROW, ..., ...])},
+        sums=(5,),
+        rows=(1, 8, 16, 300),
     ),
-    "norm_logits, quantized": Case(
-        lambda draw: (*_norm_and_router(draw), 1e-6, None, True, torch.bfloat16),
+    "norm_route, quantized": Case(
+        lambda draw: (
+            *(*_norm_and_router(draw), 1e-6, None, True, torch.bfloat16),
+            *(3, "sigmoid", True, 1, 1, 2.5, draw.normal(draw.experts, dtype=torch.float32), torch.float32),
+        ),
         bad={
-            "residual": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 5),
-            "weight": ((3, 5), lambda a: [None, None, None, None, (slice(None), 3)]),
+            "residual": ((BAD_ROW, 5), lambda a: [*[BAD_ROW] * 6, ..., ...]),
+            "weight": ((3, 5), lambda a: [None, None, None, None, ..., ..., ..., ...]),
         },
-        sums=(4,),
-        rows=(1, 2, 64),
+        sums=(5,),
+        rows=(1, 2, 13, 64),
+    ),
+    "rotary_tables": Case(
+        lambda draw: (
+            (draw.integers(0, 5000, draw.rows, dtype=torch.int64), draw.normal(24, dtype=torch.float32), 0.5)
+            + (torch.bfloat16,)
+        ),
+        bad={"frequencies": ((3,), lambda a: [(..., [3, 27]), (..., [3, 27])])},
+        rows=(1, 300),
     ),
     "route": Case(
         lambda draw: (
@@ -914,7 +985,9 @@ def _tokens(draw: Draw, **options: Any) -> tuple:
     return draw.normal(draw.rows, draw.hidden), *draw.routing(), *_layer(draw, draw.hidden, draw.size, **options)
 
 
-def _layer_operands(draw: Draw, activation: str = SWIGLU, biases: bool = False, **options: Any) -> tuple:
+def _layer_operands(
+    draw: Draw, activation: str = SWIGLU, biases: bool = False, quantized: bool = False, **options: Any
+) -> tuple:
     """Of `experts`: tokens and a layer, and behind these the fields of `TokenOperands` that options name."""
     tokens = _odd_tokens(draw) if activation == "gelu" else _tokens(draw)
     if options.pop("sorted_already", False):
@@ -924,7 +997,8 @@ def _layer_operands(draw: Draw, activation: str = SWIGLU, biases: bool = False, 
     data, index, weights, up, up_scale, down, down_scale = tokens
     added = Biases(*_biases(draw)) if biases else Biases()
     layer = Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), Activation.from_key(activation), added)
-    return TOKENS.pack(TokenOperands(data, index, weights, layer, **options))
+    operands = TokenOperands(data, index, weights, layer, **options)
+    return TOKENS.pack(operands.quantized(quantize_1x128(data)) if quantized else operands)
 
 
 def _residual(draw: Draw) -> Tensor:
@@ -1105,6 +1179,14 @@ LAYERS = {
             ),
         )
     },
+    "experts, quantized tokens, sorted already": Case(  # 8 rows at most are read by index
+        lambda draw: _layer_operands(
+            draw, sorted_already=True, quantized=True, residual=_residual(draw), norm=True, biases=True
+        ),
+        bad=QUANTIZED,
+        names=PARTIAL_NAMES,
+        rows=(1, 8, 40),
+    ),
     "experts, mxfp4": Case(
         lambda draw: (
             *(draw.normal(draw.rows, draw.packed_hidden), *draw.routing()),

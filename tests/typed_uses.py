@@ -142,6 +142,7 @@ def whole_models(directory: Path, ids: Tensor, requests: list[Mapping[str, Any]]
         pass
     decoder = GraphDecoder(model, batch_sizes=(1, 8), max_length=1024, prefill_chunk=512)
     assert_type(decoder.generate(ids, max_new_tokens=8, seed=[1, 2]), Tensor | tuple[Tensor, ...])
+    GraphDecoder(model, max_length=1024, cache_dtype=torch.float8_e4m3fn, output_dtype=torch.float8_e4m3fn)
     decoder.generate(ids, max_new_tokens=8, return_routing=True)
     prefix = decoder.prefix(ids)
     for index, _ in decoder.run(requests, progress=True):

@@ -72,7 +72,7 @@ def launched(directory, batch_sizes, lengths):
     attention._flash_attention = lambda query, *_: (query, query.new_zeros(query.shape[1::-1], dtype=torch.float32))
     router._gemm = lambda x, weight: x.float() @ weight.float().t()
 
-    def capabilities(self, fuse):
+    def capabilities(self, fuse, cache_dtype):
         fused = find_fused(model)
         own = hasattr(model.config, "kv_lora_rank")
         self.attention = model.config._attn_implementation if own else "flash"

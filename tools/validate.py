@@ -33,7 +33,7 @@ from fp8moe.runtime.architectures import SM90
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 BENCHMARKS = {
-    "benchmarks": ("quantize", "transpose", "host", "training", "mqa", "lora"),
+    "benchmarks": ("quantize", "transpose", "host", "training", "mqa", "attention", "lora"),
     "models": ("decode", "requests"),
 }
 """Maps each part that measures to the names of the benchmarks it runs."""

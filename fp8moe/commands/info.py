@@ -13,7 +13,7 @@ from fp8moe.runtime import config
 from fp8moe.runtime.architectures import ARCHITECTURES
 from fp8moe.runtime.backend import use_cuda
 
-PACKAGES = ("torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "transformers", "gguf")
+PACKAGES = ("torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "transformers", "gguf", "fa3-fwd")
 
 
 def run(options: argparse.Namespace) -> int:

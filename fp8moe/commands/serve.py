@@ -43,7 +43,9 @@ def run(options: argparse.Namespace) -> int:
             directory = str(open_checkpoint(options.model).directory)
             with still_running("loading the model"):
                 model, tokenizer = load(directory, device, trust_remote_code=options.trust_remote_code)
-                decoder = make_decoder(model, options.slots, options.max_length)
+                decoder = make_decoder(
+                    model, options.slots, options.max_length, options.cache_dtype, options.output_dtype
+                )
         most = options.max_length or min(MAX_LENGTH, positions(model))
         manager = DecoderManager(decoder) if decoder else BatchingManager(model, most)
         name = options.served_model_name or options.model
@@ -115,11 +117,16 @@ def _device(name: str | None) -> str:
     return name
 
 
-def make_decoder(model: Any, slots: int, max_length: int | None) -> Any:
+def make_decoder(
+    model: Any, slots: int, max_length: int | None, cache_dtype: str | None = None, output_dtype: str | None = None
+) -> Any:
     """Return a GraphDecoder for `slots` sequences; or warn and return None if only transformers can serve the model.
 
+    cache_dtype, output_dtype: "fp8" for keys and values, or the output layer, in FP8; None for the model's dtype.
+
     Raises ValueError for a model that neither GraphDecoder nor transformers can serve, for a max_length above the
-    model's number of positions, and for caches that do not fit into memory.
+    model's number of positions, for caches that do not fit into memory, and for a dtype that the model's decoder cannot
+    have.
     """
     from fp8moe.decode import GraphDecoder
     from fp8moe.hf.architecture import reason_of
@@ -129,14 +136,20 @@ def make_decoder(model: Any, slots: int, max_length: int | None) -> Any:
         raise ValueError(f"--max-length {max_length}: the model has {most} positions")
     max_length = max_length or min(MAX_LENGTH, most)
     sizes = sorted({1, max(1, slots // 8), slots})
+    asked = {"cache_dtype": cache_dtype, "output_dtype": output_dtype}
     try:
-        decoder = GraphDecoder(model, batch_sizes=sizes, max_length=max_length)
+        dtypes = {name: torch.float8_e4m3fn if value else None for name, value in asked.items()}
+        decoder = GraphDecoder(model, batch_sizes=sizes, max_length=max_length, **dtypes)
         decoder.run([])  # raises for a model whose sequences cannot share a batch
         return decoder
     except TypeError as error:
         raise ValueError(str(error)) from error
     except ValueError as error:
         reason = str(error)
+        for name, value in asked.items():
+            if value and reason.startswith(("model:", f"{name}:")):  # transformers would keep the model's dtype
+                option = f"--{name.replace('_', '-')} {value}"
+                raise ValueError(f"{option}: {reason.removeprefix(f'{name}: ')}") from error
         if not reason.startswith("model:"):
             raise ValueError(f"--slots {slots}, --max-length {max_length}: {reason}") from error
         if config.settings.batch_invariant:  # transformers' continuous batching is not batch invariant

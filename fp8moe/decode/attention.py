@@ -3,10 +3,14 @@
 A decode step runs `kernels.decoder_ops.decode_attention`. Calls with several tokens run PyTorch's flash attention: each
 row of the batch is a sequence, whose keys the kernel finds in the cache by strides. Whole prompts without padding run
 the causal attention that PyTorch chooses. On a GPU this is cuDNN's attention, which is faster than flash attention. It
-does not return the sum that sinks need, so prompts of models with sinks always run flash attention.
+does not return the sum that sinks need, so prompts of models with sinks always run flash attention. Of prompts without
+padding or sinks, whole or after cached tokens, `hf.fused.flash_attention_3` takes those that it can.
 
 If results are batch invariant (`fp8moe.batch_invariant`), all calls with several tokens run
 `kernels.decoder_ops.prompt_attention`, whose bits are those of the decode step, on the reference backend too.
+
+The new tokens of a cache in FP8 are quantized first. Calls with several tokens then read what is cached in the dtype of
+the model, so that a token sees the same keys in a prompt, whole or in pieces, and in decode steps.
 
 An `AttentionMetadata` replaces the mask. Other attention implementations get transformers' masks, in which
 `hf.patches.take_offsets_of_rows` allows rows of different lengths.
@@ -21,10 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8moe.hf.fused import flash_attention_3
 from fp8moe.hf.fused.attention import AttentionMetadata, UnsupportedAttention, check_metadata
 from fp8moe.hf.replaced import attention_chosen
+from fp8moe.kernels.decoder_ops import fp8_cache
 from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention, share_of_keys
 from fp8moe.kernels.decoder_ops.prompt_attention import prompt_attention
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import config
 
 NAME = "fp8moe_decode"
@@ -41,13 +48,16 @@ class AttentionMetadataBuilder:
     def __init__(self, begin: Tensor, columns: Tensor, length: int, ranks: int = 1):
         self.begin, self.columns, self.length, self.ranks = begin, columns, length, ranks
         self._built: dict[tuple[int, int, int | None], AttentionMetadata] = {}
-        self._whole = False
+        self._before: int | None = None
 
-    def next_call(self, *, whole: bool = False) -> None:
-        """Discard the metadata of the last call. whole: whether the next call has only new tokens, and no padding."""
+    def next_call(self, *, before: int | None = None) -> None:
+        """Discard the metadata of the last call.
+
+        before: the number of tokens before those of the next call, if it is the same in all rows and none has padding.
+        """
         self._built = {}
-        # The causal kernel for whole prompts rounds differently from the kernel for other prompts.
-        self._whole = whole and not config.settings.batch_invariant
+        # The causal kernels for prompts without padding round differently from the kernel for other prompts.
+        self._before = None if config.settings.batch_invariant else before
 
     def build(self, new_tokens: int, key_heads: int, window: int | None) -> AttentionMetadata:
         """Return the metadata for layers with these key heads and this window, built once per call."""
@@ -63,10 +73,9 @@ class AttentionMetadataBuilder:
         sequences = torch.stack([row * new_tokens, row * (key_heads * self.length), torch.zeros_like(row)])
         sequences[1, :-1] += self.begin
         sequences[2, :-1] = (self.columns + new_tokens - self.begin).clamp(min=0)
-        return {
-            "sequences": sequences.int(),
-            "whole": self._whole and (window is None or window >= new_tokens),
-        }
+        before = self._before
+        seen = before is not None and (window is None or window >= before + new_tokens)
+        return {"sequences": sequences.int(), "before": before if seen else None}
 
 
 _builder: ContextVar[AttentionMetadataBuilder | None] = ContextVar("builder", default=None)
@@ -119,8 +128,8 @@ def attention_metadata(
 def attend(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | FP8Tensor,
+    value: Tensor | FP8Tensor,
     attention_mask: AttentionMetadata,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -129,7 +138,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute attention over the cache; transformers calls this function as the attention implementation `NAME`.
 
-    query: (B, heads, T, D). key, value: (B, key heads, columns, D), all columns of the cache or its first columns.
+    query: (B, heads, T, D). key, value: (B, key heads, columns, D), all columns of the cache or its first columns; in
+    FP8 with scales (B, key heads, columns, 1).
     s_aux: (heads,), the sink of each head.
     Returns (B, T, heads, D), and None for the attention weights. The query of a padded token gives 0.
 
@@ -140,16 +150,26 @@ def attend(
     batch, heads, new, size = query.shape
     check_metadata(metadata, query.dtype, new, key, value, others | {"dropout": dropout or None})
     if new == 1:
-        shape = batch, metadata.key_heads, metadata.length, size
-        cache = (x.as_strided(shape, x.stride()) for x in (key, value))
-        cache = StaticCache(*cache, metadata.begin, metadata.columns)
+        whole = (_all_columns(x, metadata.length) for x in (key, value))
+        cache = StaticCache(*whole, metadata.begin, metadata.columns)
         out = decode_attention(query[:, :, 0], cache, window=metadata.window, sinks=s_aux, scale=scaling)
         return out.view(batch, 1, heads, size), None
-    if metadata.whole and s_aux is None:
-        keys, values = key[:, :, :new], value[:, :, :new]
-        output = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
-        return output.transpose(1, 2), None
+    key, value = (fp8_cache.dequantized(x, query.dtype) if isinstance(x, FP8Tensor) else x for x in (key, value))
+    if metadata.before is not None and s_aux is None:
+        keys, values = (x[:, :, : metadata.before + new] for x in (key, value))
+        if flash_attention_3.serves(query, keys, values):
+            return flash_attention_3.attend(query, keys, values, scaling), None
+        if metadata.before == 0:
+            output = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
+            return output.transpose(1, 2), None
     return _several_tokens(query, key, value, metadata, scaling, s_aux), None
+
+
+def _all_columns(x: Tensor | FP8Tensor, length: int) -> Tensor | FP8Tensor:
+    """Return keys or values of all ``length`` columns of a cache, given those of its first columns."""
+    if isinstance(x, FP8Tensor):
+        return FP8Tensor(*(_all_columns(part, length) for part in x))
+    return x.as_strided((*x.shape[:2], length, x.shape[3]), x.stride())
 
 
 def _several_tokens(
@@ -208,7 +228,7 @@ def _flash_attention(
     window: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run PyTorch's flash attention on packed sequences.
+    """Run PyTorch's flash attention on packed sequences; on a CPU, where there is none, `prompt_attention`.
 
     Returns the output, shaped like ``query``, and logsumexp(scores), (heads, queries) float32.
 
@@ -216,6 +236,8 @@ def _flash_attention(
     sequence attends to all keys of the sequence. Each query before the last attends to one key less than the query
     after it. With a ``window``, a query attends to at most the last ``window`` of these keys.
     """
+    if not query.is_cuda:
+        return _prompt_attention(query, key, value, sequences, most_queries, most_keys, window, scale)
     first_query, first_key, count = sequences
     windows = {"window_size_left": window - 1, "window_size_right": 0} if window is not None else {}
     output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(

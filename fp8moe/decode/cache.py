@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fp8moe.kernels.decoder_ops import fp8_cache
+from fp8moe.quant.formats import FP8Tensor
+
 
 class CachePosition:
     """The cache columns of a call's new tokens, shared by all attention layers.
@@ -58,8 +61,10 @@ class CachePosition:
         return target if self.end is None else target.narrow(dim, 0, self.end)
 
 
-def static_cache(config: Any, max_length: int, position: CachePosition) -> Any:
+def static_cache(config: Any, max_length: int, position: CachePosition, dtype: torch.dtype | None = None) -> Any:
     """Return a StaticCache whose attention layers all hold ``max_length`` tokens and write where ``position`` says.
+
+    dtype: float8_e4m3fn for keys and values in FP8, in layers without a sliding window; None for those of the model.
 
     transformers' own layers write all rows at the same column, and its sliding-window layers count tokens on the host,
     which a CUDA graph cannot follow. They are replaced by full-length layers; attention sees only the window of them.
@@ -74,11 +79,12 @@ def static_cache(config: Any, max_length: int, position: CachePosition) -> Any:
     except KeyError as error:
         raise ValueError(f"model: transformers has no static cache for its layers of type {error}") from error
     chunked = "chunked_attention" in (getattr(config.get_text_config(decoder=True), "layer_types", None) or [])
-    cache.layers[:] = [_layer(index, layer, max_length, position, chunked) for index, layer in enumerate(cache.layers)]
+    how = max_length, position, chunked, dtype is not None
+    cache.layers[:] = [_layer(index, layer, *how) for index, layer in enumerate(cache.layers)]
     return cache
 
 
-def _layer(index: int, layer: Any, max_length: int, position: CachePosition, chunked: bool) -> Any:
+def _layer(index: int, layer: Any, max_length: int, position: CachePosition, chunked: bool, fp8: bool) -> Any:
     """Return the replacement for a layer of transformers' cache, or the layer itself if it can stay."""
     name = type(layer).__name__
     if name in ("LinearAttentionLayer", "DummyLayer"):
@@ -88,6 +94,7 @@ def _layer(index: int, layer: Any, max_length: int, position: CachePosition, chu
             f"model: layer {index} keeps a {name}; GraphDecoder serves full, sliding-window, indexed and linear "
             "attention"
         )
+    name = f"{name} in FP8" if fp8 and name == "StaticLayer" else name
     own = _own_layers()[name](max_cache_len=max_length, number_of_states=getattr(layer, "number_of_states", 0))
     own.position = position
     return own
@@ -107,6 +114,8 @@ def copy_rows(target: Any, size: int, rows: Tensor, source: Any, chosen: Tensor,
             to, columns = targets[name], _COLUMNS.get(name)
             if columns is not None:
                 to, values = to.narrow(columns, 0, length), values.narrow(columns, 0, length)
+            if to.itemsize == 1:  # PyTorch copies no rows of FP8 by their indices
+                to, values = to.view(torch.uint8), values.view(torch.uint8)
             to.index_copy_(0, rows, values.index_select(0, chosen))
         if hasattr(theirs, "has_previous_state"):
             mine.has_previous_state.update(theirs.has_previous_state)
@@ -129,6 +138,11 @@ def clear_rows(cache: Any, rows: Tensor) -> None:
             tensor.index_fill_(0, rows, 0)
 
 
+def in_fp8(cache: Any) -> bool:
+    """Return whether any layer of the cache keeps keys and values in FP8."""
+    return any(isinstance(layer, _own_layers()["StaticLayer in FP8"]) for layer in cache.layers)
+
+
 def has_states(cache: Any) -> bool:
     """Return whether any layer of the cache keeps states of linear attention."""
     return any(hasattr(layer, kind) for layer in cache.layers for kind in STATES)
@@ -144,7 +158,7 @@ def bytes_of_a_row(cache: Any, max_length: int) -> int:
     return sum(sizes.values())
 
 
-_COLUMNS = {"keys": 2, "values": 2, "indexer_keys": 1}
+_COLUMNS = {"keys": 2, "values": 2, "key_scales": 2, "value_scales": 2, "indexer_keys": 1}
 """Maps names of a cache layer's tensors, those with a column for each token, to the dimension of the columns."""
 STATES = ("conv_states", "recurrent_states")
 """The attributes of a cache layer that are dicts of linear-attention states, with one row per sequence."""
@@ -186,11 +200,19 @@ def _own_layers() -> dict[str, type]:
         position: CachePosition  # the cache's owner advances it, once for all layers
         written_in = None
 
-        def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        def cached(self) -> tuple[Any, Any]:
+            """Return the keys and the values of all columns, in the form that fp8moe's kernels take."""
+            return self.keys, self.values
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Any, Any]:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
             self.written_in = self.position.call
-            return self.position.write(self.keys, 2, key_states), self.position.write(self.values, 2, value_states)
+            keys, values = self.cached()
+            return self.write(keys, key_states), self.write(values, value_states)
+
+        def write(self, target: Any, states: Tensor) -> Any:
+            return self.position.write(target, 2, states)
 
         def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
             return self.max_cache_len if self.position.end is None else self.position.end, 0
@@ -200,6 +222,25 @@ def _own_layers() -> dict[str, type]:
 
     class FullLayer(PositionedLayer, cache_utils.StaticLayer):
         pass
+
+    class FP8Layer(FullLayer):
+        """A layer whose keys and values are E4M3 codes; key_scales, value_scales: (B, key heads, max_length, 1)."""
+
+        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+            super().lazy_initialization(*(x.to(torch.float8_e4m3fn) for x in (key_states, value_states)))
+            self.key_scales, self.value_scales = (
+                torch.zeros((*data.shape[:-1], 1), dtype=torch.float32, device=data.device)
+                for data in (self.keys, self.values)
+            )
+
+        def cached(self) -> tuple[FP8Tensor, FP8Tensor]:
+            return FP8Tensor(self.keys, self.key_scales), FP8Tensor(self.values, self.value_scales)
+
+        def write(self, target: FP8Tensor, states: Tensor) -> FP8Tensor:
+            new = fp8_cache.quantized(states)
+            # As integers, because PyTorch scatters no FP8.
+            data = self.position.write(target.data.view(torch.uint8), 2, new.data.view(torch.uint8))
+            return FP8Tensor(data.view(target.data.dtype), self.position.write(target.scale, 2, new.scale))
 
     class IndexedLayer(PositionedLayer, cache_utils.StaticIndexedLayer):
         """A layer that also keeps the keys of an indexer, (B, max_length, D)."""
@@ -214,6 +255,7 @@ def _own_layers() -> dict[str, type]:
 
     return {
         "StaticLayer": FullLayer,
+        "StaticLayer in FP8": FP8Layer,
         "StaticSlidingWindowLayer": FullLayer,
         "StaticIndexedLayer": IndexedLayer,
         "LinearAttentionAndStaticFullAttentionLayer": HybridLayer,

@@ -10,20 +10,28 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, NoReturn, SupportsIndex, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8moe.decode import custom_generate
 from fp8moe.decode.attention import NAME as FLASH
 from fp8moe.decode.cache import bytes_of_a_row, has_states
 from fp8moe.decode.memory import free_memory
+from fp8moe.decode.output import OutputLayer, bytes_of_copy
 from fp8moe.decode.prefill import MOST_GRAPH_TOKENS, compile_for_prompts
 from fp8moe.decode.prefix import Prefix
-from fp8moe.decode.probe import check_batch_invariance, check_model, device_of, find_capabilities
+from fp8moe.decode.probe import (
+    check_batch_invariance,
+    check_cache_dtype,
+    check_model,
+    check_output_dtype,
+    device_of,
+    find_capabilities,
+)
 from fp8moe.decode.request import Options, Request, parse, parse_prefix
 from fp8moe.decode.sampling import integer
 from fp8moe.decode.scheduler import ROWS_PER_NEWCOMER, Result, decode, run
 from fp8moe.decode.stats import Records, Stats, cache_bytes, pool_bytes
-from fp8moe.decode.step import Capabilities, Step, capture_stream
+from fp8moe.decode.step import PLAIN, Capabilities, Step, capture_stream
 from fp8moe.decode.use import ModelState, check_eval, ranks_of
 from fp8moe.hf.fused import FusedModule, find_fused
 from fp8moe.hf.routing import Recorder, check_outside
@@ -94,7 +102,8 @@ class GraphDecoder:
     On a GPU, flash attention reads the cache in place, without a mask and without repeating the key heads, if it
     supports the model: 16-bit dtypes, keys and values of one size up to 256, no soft cap or position bias, and only
     causal and sliding-window masks; heads may have sinks. Otherwise the model's own attention runs. ``attention`` is
-    "flash", or the name of the model's own attention and the reason for it.
+    "flash", or the name of the model's own attention and the reason for it. Prompts run in FlashAttention-3 where
+    fa3-fwd is installed and takes them; `fp8moe.hf.report` says in which layers.
 
     Memory: each batch size has its own cache of ``max_length`` tokens per sequence, also for layers with a sliding
     window, of which attention reads only the window; the graphs share one memory pool. Closing or deleting the decoder
@@ -132,12 +141,20 @@ class GraphDecoder:
             time that streams of other requests wait: they get a step after each chunk. None: chosen from the free
             memory; while requests stream, chunks have at most 8192 tokens on a GPU and 256 on a CPU. Models that cannot
             prefill after cached tokens, such as some with linear attention, prefill a prompt in one piece.
+        cache_dtype: torch.float8_e4m3fn keeps keys and values in FP8, with a float32 scale for each token and head, in
+            half of the memory; attention then reads half of the bytes in a step. Every token, in a prompt too, attends
+            to keys and values as they are kept. Layers with a sliding window keep the model's dtype. This needs flash
+            attention, which then runs on a CPU too, and heads of a multiple of 16 values. None: the model's dtype.
+        output_dtype: torch.float8_e4m3fn computes logits by an FP8 copy of the output layer, made as by `FP8Linear`:
+            steps read half of its bytes, and the copy takes memory. The model keeps its own layer, and embeddings tied
+            to it stay as they are. This needs an nn.Linear of multiples of 8 and 16. None: the model's own layer.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the model cannot be captured; the message says why. The check
             runs a few tokens through the decode step, with a static cache: their logits must be the same as without a
             cache.
-        RuntimeError: the capture itself failed, or the call is in a block of `fp8moe.hf.replay_routing` for the model.
+        RuntimeError: the capture itself failed, the call is in a block of `fp8moe.hf.replay_routing` for the model, or
+            fa3-fwd is installed but cannot be imported.
     """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -153,6 +170,8 @@ class GraphDecoder:
         capture: bool = True,
         fuse: bool = True,
         prefill_chunk: int | None = None,
+        cache_dtype: torch.dtype | None = None,
+        output_dtype: torch.dtype | None = None,
     ):
         if not isinstance(batch_sizes, Iterable):
             raise TypeError(f"batch_sizes: expected a sequence of integers, got {batch_sizes!r}")
@@ -172,6 +191,8 @@ class GraphDecoder:
         self.captured = capture and self.device.type == "cuda"
         check_outside("GraphDecoder", model)
         check_model(model, self.captured)
+        check_cache_dtype(model, cache_dtype)
+        check_output_dtype(model, output_dtype)
         self.model = model
         self.ranks = ranks_of(model)
         self.batch_sizes = tuple(sizes)
@@ -181,8 +202,10 @@ class GraphDecoder:
         self._pool: tuple[int, int] | None = None
         self._reader: Step | None = None
         with self.on_device():
-            self.capabilities = self._find_capabilities(fuse)
-            self._check_memory(sizes)
+            self.capabilities = self._find_capabilities(fuse, cache_dtype)
+            self._check_memory(sizes, output_dtype is not None)
+            if output_dtype is not None:
+                self.capabilities = self.capabilities._replace(output=OutputLayer(model))
             self.steps = {size: self.step_of(size, self.max_length) for size in sizes}
         self.fused: tuple[FusedModule, ...] = self.capabilities.fused or ()
         if self._batch_invariant:
@@ -190,7 +213,7 @@ class GraphDecoder:
         if self.captured:
             self._capture()
             compile_for_prompts(self.device.index, self.batch_sizes[-1] * self.max_length)
-        self._state = ModelState(model)
+        self._state = ModelState(model, self.capabilities.output)
         refits_of(model).captures.add(self._state)
 
     def generate(self, input_ids: Tensor, **options: Unpack[Options]) -> Tensor | tuple[Tensor, ...]:
@@ -359,7 +382,7 @@ class GraphDecoder:
         return custom_generate.as_output(result) if generation_config.return_dict_in_generate else result
 
     def close(self) -> None:
-        """Free the graphs and the caches."""
+        """Free the graphs, the caches and the copy of the output layer."""
         with self._turns.next():
             self._release()
 
@@ -373,6 +396,9 @@ class GraphDecoder:
                 step.release()
         self.steps = {}
         self._reader = self._pool = None
+        output = getattr(self, "capabilities", PLAIN).output
+        if output is not None:
+            output.release()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -387,8 +413,10 @@ class GraphDecoder:
             check_outside("GraphDecoder", self.model)
             refits = refits_of(self.model)
             refits.check(refits.count)
-            if self.captured and (change := self._state.change(self.model)):
-                raise RuntimeError(f"{change} since the capture: make a new GraphDecoder")
+            copied = self.captured or self.capabilities.output is not None
+            if copied and (change := self._state.change(self.model)):
+                since = "the capture" if self.captured else "the decoder was made"
+                raise RuntimeError(f"{change} since {since}: make a new GraphDecoder")
             yield
 
     @cached_property
@@ -436,11 +464,17 @@ class GraphDecoder:
                 elif isinstance(value, ValueError):
                     raise value
 
-    def _find_capabilities(self, fuse: bool) -> Capabilities:
-        """Find the model's capabilities, with flash attention if it supports the model."""
-        flash = FLASH if self.device.type == "cuda" or self._batch_invariant else None
+    def _find_capabilities(self, fuse: bool, cache_dtype: torch.dtype | None) -> Capabilities:
+        """Find the model's capabilities, with flash attention if it supports the model.
+
+        Raises ValueError if the model does not support a cache of this dtype.
+        """
+        flash = FLASH if self.device.type == "cuda" or self._batch_invariant or cache_dtype else None
         fused = (find_fused(self.model) or None) if fuse else None
-        capabilities, refusals = find_capabilities(self.model, self.device, self.captured, flash, fused)
+        capabilities, refusals = find_capabilities(self.model, self.device, self.captured, flash, fused, cache_dtype)
+        if capabilities.cache_dtype is not cache_dtype:
+            reason = refusals.get("attention", refusals["cache_dtype"])
+            raise ValueError(f"cache_dtype: {type(self.model).__name__} cannot keep keys and values in FP8: {reason}")
         if fused and not capabilities.fused:
             name = type(self.model).__name__
             warnings.warn(f"GraphDecoder: {name} runs unfused: {refusals['fused']}", stacklevel=3)
@@ -449,16 +483,27 @@ class GraphDecoder:
         return capabilities
 
     @torch.no_grad()
-    def _check_memory(self, sizes: list[int]) -> None:
-        """Raise ValueError if the caches of these batch sizes do not fit into the free memory."""
+    def _check_memory(self, sizes: list[int], copies_output: bool) -> None:
+        """Raise ValueError if the caches of these batch sizes do not fit into the free memory.
+
+        copies_output: whether the output layer gets an FP8 copy. Then it must fit, too, and the model must call the
+        layer: ValueError if it uses its weight in another way.
+        """
         step = self.step_of(1, 2)
         step.start(1, 1, None, [], 0)
-        step.read()
+        called: list[bool] = []
+        layer = self.model.get_output_embeddings() if copies_output else nn.Identity()
+        with layer.register_forward_hook(lambda *call: called.append(True)):
+            step.read()
+        if copies_output and not called:
+            raise ValueError(f"output_dtype: {type(self.model).__name__} does not call its output layer")
         needed = sum(sizes) * bytes_of_a_row(step.cache, self.max_length)
+        needed += bytes_of_copy(layer) if copies_output else 0
         free = self.ranks.least(free_memory(self.device), self.device)
         if needed > free:
+            takes = "and the output layer in FP8 take" if copies_output else "takes"
             raise ValueError(
-                f"batch_sizes, max_length: the cache of {sum(sizes)} sequences of {self.max_length} tokens takes "
+                f"batch_sizes, max_length: the cache of {sum(sizes)} sequences of {self.max_length} tokens {takes} "
                 f"{needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free on {self.device}"
             )
 

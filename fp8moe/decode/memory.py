@@ -22,11 +22,14 @@ FREE_MEMORY_FRACTION = 0.5
 _RECEIVED, _SUM = 1.1, 4  # bytes per hidden value in a received FP8 token (with scales) and in a partial sum
 
 
-def columns_at_a_time(model: Any, batch: int, end: int, device: torch.device, *, masked: bool, ranks: int = 1) -> int:
+def columns_at_a_time(
+    model: Any, batch: int, end: int, device: torch.device, *, masked: bool, ranks: int = 1, copied: int = 0
+) -> int:
     """Return how many of the ``end`` columns of a batch of prompts to prefill at once; on a CPU all of them.
 
     masked: whether attention takes a mask; keys are then repeated for all heads. ranks: how many ranks share the
-    experts; each rank needs room for the tokens and the partial sums of all ranks.
+    experts; each rank needs room for the tokens and the partial sums of all ranks. copied: how many columns of a
+    layer's cache attention reads in a copy of the model's dtype.
     """
     if device.type != "cuda":
         return end
@@ -39,6 +42,8 @@ def columns_at_a_time(model: Any, batch: int, end: int, device: torch.device, *,
         each += ranks * (_RECEIVED + _SUM) * config.hidden_size
     if getattr(config, "kv_lora_rank", None):  # MLA expands all latents, then joins them with the rotary part
         room -= batch * end * heads * (2 * size + 2 * config.v_head_dim) * itemsize
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    room -= 2 * batch * copied * key_heads * size * itemsize
     if masked:
         room -= 2 * batch * end * heads * size * itemsize
         each += (1 + heads * (config._attn_implementation == "eager")) * 2 * end * itemsize

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8moe.decode.cache import STATES
+from fp8moe.decode.cache import STATES, CachePosition, in_fp8, static_cache
+from fp8moe.decode.output import check_output_layer
 from fp8moe.decode.step import PLAIN, Capabilities, Step, positions_of, vocabulary
 from fp8moe.decode.transfers import HostReads
 from fp8moe.decode.use import check_eval
 from fp8moe.hf import versions
 from fp8moe.hf.fused import Optimized
-from fp8moe.runtime.checks import FLOATING
+from fp8moe.hf.fused.flash_attention_3 import BrokenInstallation
+from fp8moe.runtime.checks import FLOATING, describe
 
 PADDING = 2
 PROMPT = 8
@@ -101,21 +103,55 @@ def check_batch_invariance(model: Any, attention: str, states: bool) -> None:
         raise ValueError(f"model: {name} cannot be batch invariant, as it has layers of linear attention")
 
 
+def check_cache_dtype(model: Any, dtype: torch.dtype | None) -> None:
+    """Raise TypeError or ValueError for a cache dtype that there is not, or that the model's layers cannot have."""
+    if not _is_fp8("cache_dtype", dtype):
+        return
+    name = type(model).__name__
+    if model.dtype is torch.float32:
+        raise ValueError(f"cache_dtype: {name} is in torch.float32, and FP8 needs a model in bfloat16 or float16")
+    if not in_fp8(static_cache(model.config, 1, CachePosition(1, torch.device("cpu"), False), dtype)):
+        raise ValueError(
+            f"cache_dtype: {name} has no layer for FP8: those with a sliding window keep the model's dtype"
+        )
+
+
+def check_output_dtype(model: Any, dtype: torch.dtype | None) -> None:
+    """Raise TypeError or ValueError for an output dtype that there is not, or that the model's layer cannot have."""
+    if _is_fp8("output_dtype", dtype):
+        check_output_layer(model)
+
+
+def _is_fp8(name: str, dtype: torch.dtype | None) -> bool:
+    """Return whether an argument is float8_e4m3fn and not None. Raises TypeError or ValueError for anything else."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name}: expected None or torch.float8_e4m3fn, got {describe(dtype)}")
+    if dtype not in (None, torch.float8_e4m3fn):
+        raise ValueError(f"{name}: expected None or torch.float8_e4m3fn, got {dtype}")
+    return dtype is not None
+
+
 def _is_experts(module: nn.Module) -> bool:
     """Return whether transformers' use_experts_implementation made the module's forward."""
     return hasattr(module, "has_gate") and hasattr(getattr(module, "config", None), "_experts_implementation")
 
 
 def find_capabilities(
-    model: Any, device: torch.device, captured: bool, flash: str | None, fused: Optimized | None = None
+    model: Any,
+    device: torch.device,
+    captured: bool,
+    flash: str | None,
+    fused: Optimized | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> tuple[Capabilities, dict[str, str]]:
     """Find the capabilities with which the model gives the right logits; return them, and why others are refused.
 
-    flash: the name of the attention implementation to try. fused: modules to try in fp8moe's kernels.
+    flash: the name of the attention implementation to try. fused: modules to try in fp8moe's kernels. cache_dtype: that
+        of keys and values to try.
     Raises the ValueError of `check_step` if the model's logits are wrong even with every capability off, that is, with
     the model's own forwards and attention, rows of one length and prompts in one piece.
     """
-    best = Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused)
+    best = Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused, cache_dtype=cache_dtype)
     if _refusal(model, device, captured, best) is None:
         return best, {}
     capabilities, refusals = PLAIN, {}
@@ -165,7 +201,7 @@ def check_step(
     try:
         stepwise, reads = _with_cache(steps, tokens, mask, begins, captured)
         wholes = [_without_cache(model, tokens[:, begin:], mask[:, begin:]) for begin in begins]
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, BrokenInstallation):
         raise
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fp8moe.decode.attention import AttentionMetadataBuilder, used_by
 from fp8moe.decode.cache import CachePosition, clear_rows, copy_rows, has_states, reset, static_cache
 from fp8moe.decode.memory import columns_at_a_time
+from fp8moe.decode.output import OutputLayer
 from fp8moe.decode.prefill import ShortPrompts
 from fp8moe.decode.prefix import Prefix
 from fp8moe.decode.sampling import GREEDY, Sampling, empty_state, write
@@ -37,12 +38,16 @@ class Capabilities(NamedTuple):
     ragged: whether the rows of a batch may have different lengths.
     chunked_prefill: whether a call may read several tokens after cached ones.
     fused: modules that run in fp8moe's kernels; None if the model's own forwards run.
+    cache_dtype: float8_e4m3fn if keys and values are in FP8; None for the model's dtype.
+    output: what runs in place of the model's output layer; None for that layer itself. `probe` does not try it.
     """
 
     attention: str | None = None
     ragged: bool = False
     chunked_prefill: bool = False
     fused: Optimized | None = None
+    cache_dtype: torch.dtype | None = None
+    output: OutputLayer | None = None
 
 
 PLAIN = Capabilities()
@@ -81,7 +86,7 @@ class Step:
         self.prefill_chunk = prefill_chunk
         self.ranks = ranks_of(model)
         self.position = CachePosition(size, device, capabilities.ragged)
-        self.cache = static_cache(model.config, max_length, self.position)
+        self.cache = static_cache(model.config, max_length, self.position, capabilities.cache_dtype)
         integers = partial(torch.zeros, dtype=torch.int64, device=device)
         booleans = partial(torch.zeros, dtype=torch.bool, device=device)
         self.tokens = integers(size, 1)
@@ -184,9 +189,10 @@ class Step:
         tokens = self.rows(tokens)
         self._note_prompts(tokens, None if mask is None else self.rows(mask), prefix)
         start: int | None = 0
+        padded = mask is not None
         if prefix is not None:
             tokens, start = prefix.put(self, tokens, mask)
-        padded = mask is not None
+            padded = start is None  # otherwise the mask, if there is one, has ones only
         known = 0 if prefix is None else prefix.length
         count = tokens.shape[1]
         at_a_time = self._chunk(known + count, most)
@@ -209,7 +215,10 @@ class Step:
         columns = self.prefill_chunk
         if columns is None:
             masked, device = self.capabilities.attention is None, self.columns.device
-            free = columns_at_a_time(self.model, self.size, end, device, masked=masked, ranks=self.ranks.most)
+            how = {"masked": masked, "ranks": self.ranks.most}
+            if self.capabilities.cache_dtype is not None:
+                how["copied"] = self.metadata.length
+            free = columns_at_a_time(self.model, self.size, end, device, **how)
             columns = min(self.ranks.least(free, device), most or end)
         return max(columns, 2)  # a call with one token runs as a decode step, in which no token may be padding
 
@@ -230,7 +239,7 @@ class Step:
             positions = positions_of(mask)[:, start:]
         else:
             positions = torch.arange(start, end, device=tokens.device).expand(self.size, count)
-        logits = self._run(tokens, positions, mask, whole=start == 0 and not padded)
+        logits = self._run(tokens, positions, mask, before=None if padded else start)
         self.columns.add_(count)
         return logits
 
@@ -249,7 +258,7 @@ class Step:
         tokens = tokens.gather(1, (column + self.begin[:, None]).clamp(max=count - 1))
         self.begin.zero_()
         self.mask.fill_(True)
-        logits = self._run(tokens, column.expand(self.size, count), None, whole=True, last=last)
+        logits = self._run(tokens, column.expand(self.size, count), None, before=0, last=last)
         self.columns.add_(last[:, 0] + 1)
         return logits
 
@@ -281,10 +290,13 @@ class Step:
         positions: Tensor,
         mask: Tensor | None,
         *,
-        whole: bool = False,
+        before: int | None = None,
         last: Tensor | None = None,
     ) -> Tensor:
-        """Run the model; return the logits (B, vocabulary) after each row's last token, or after token last[b, 0]."""
+        """Run the model; return the logits (B, vocabulary) after each row's last token, or after token last[b, 0].
+
+        before: see `AttentionMetadataBuilder.next_call`.
+        """
         options = {versions.cache_name(self.model.forward): self.cache, "use_cache": True}
         if (
             last is None
@@ -297,12 +309,13 @@ class Step:
             options["output_router_logits"] = False  # the router loss expects a mask of just these tokens
         if self.capabilities.ragged:
             take_offsets_of_rows()  # install the patch again, as `unregister` may have removed it
-        self.metadata.next_call(whole=whole)
+        self.metadata.next_call(before=before)
         fused = nullcontext() if self.capabilities.fused is None else self.capabilities.fused.in_force()
+        output = nullcontext() if self.capabilities.output is None else self.capabilities.output.in_force()
         rows = nullcontext() if last is None else _head_reads(self.model, last)
         record = nullcontext() if self.recorder is None else self.recorder.open()
         attention = used_by(self.model, self.capabilities.attention, self.metadata)
-        with attention, fused, linears_by_fixed_rows(), rows, record as recorded:
+        with attention, fused, output, linears_by_fixed_rows(), rows, record as recorded:
             logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, **options).logits
         if recorded is not None:
             self.position.write(self.routing, 1, recorded.routing.flatten(2))

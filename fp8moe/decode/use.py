@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8moe.decode.output import OutputLayer
 from fp8moe.layers.master import Fingerprint
 from fp8moe.weights.closing import modules_of, refits_of
 
@@ -80,14 +81,21 @@ class ModelState:
     """A snapshot of a model: addresses and versions of its weights, and peft's active adapters with their scales.
 
     CUDA graphs and cached keys are valid while the model matches it. The snapshot keeps no weights in memory.
+    output: an FP8 copy of the model's output layer, which `renew` quantizes again.
     """
 
-    def __init__(self, model: nn.Module):
-        self.renew(model)
+    def __init__(self, model: nn.Module, output: OutputLayer | None = None):
+        self._output = output
+        self._take(model)
         self._adapters = [(ref(module), _active(module)) for module in model.modules() if _has_adapters(module)]
 
     def renew(self, model: nn.Module) -> None:
         """Take a new snapshot of the weights; `change` compares with it from now on."""
+        self._take(model)
+        if self._output is not None:
+            self._output.renew()
+
+    def _take(self, model: nn.Module) -> None:
         self._weights = Fingerprint(_weights(model))
         self._refits = refits_of(model).count
 

@@ -17,7 +17,7 @@ from fp8moe.layers import experts_source
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.master import Fingerprint
 from fp8moe.layers.parameters import local
-from fp8moe.quant.formats import BLOCK
+from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.runtime import autograd
 from fp8moe.runtime.checks import FLOATING
 
@@ -54,6 +54,7 @@ def experts_forward(
     residual: Tensor | None = None,
     groups: Tensor | None = None,
     rows: Tensor | None = None,
+    quantized: FP8Tensor | None = None,
     norm: Norm | None = None,
 ) -> Tensor | tuple[Tensor, Normed | None]:
     """Run an experts module of transformers, whose forward calls this function; return the experts' weighted sums.
@@ -67,14 +68,13 @@ def experts_forward(
     Weights that require gradients get them in this thread's blocks of `replay_routing`. Otherwise the backward raises
     RuntimeError.
     """
-    inputs, others = (hidden_states, top_k_index, top_k_weights), {"residual": residual, "groups": groups, "rows": rows}
+    inputs = hidden_states, top_k_index, top_k_weights
+    others = {"residual": residual, "groups": groups, "rows": rows, "quantized": quantized}
     trained = TRAINS in self.__dict__ and any(weight.requires_grad for weight in _weights(self))
     return (_run_in_block if trained else _run_frozen)(self, inputs, norm, **others)
 
 
-def _run_frozen(
-    self: nn.Module, inputs: tuple, norm: Norm | None, *, residual: Tensor | None, **order: Tensor | None
-) -> Any:
+def _run_frozen(self: nn.Module, inputs: tuple, norm: Norm | None, *, residual: Tensor | None, **order: Any) -> Any:
     """Compute `experts_forward` with FP8 copies of the weights. The backward raises RuntimeError if any is trained."""
     trained = [weight for weight in _weights(self) if weight.requires_grad]
     layer = cached_layer(self)
@@ -126,7 +126,7 @@ def masters_of(module: nn.Module) -> GroupedExperts | None:
 
 
 @torch.compiler.disable
-def _run_in_block(module: nn.Module, inputs: tuple, norm: Norm | None, **others: Tensor | None) -> Any:
+def _run_in_block(module: nn.Module, inputs: tuple, norm: Norm | None, **others: Any) -> Any:
     """Compute `experts_forward` with the masters, if there are any and the block is one of this thread."""
     layer = masters_of(module) if module in here.trained else None
     if layer is None:

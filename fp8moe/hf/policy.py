@@ -36,9 +36,9 @@ def on_policy(model: nn.Module) -> Iterator[None]:
     """Give the model's forwards in the block, in this thread, the bits of a generator that it refits.
 
     In the block, ``model(input_ids).logits.float().log_softmax(-1)`` equals, bit by bit, the log probabilities that a
-    `GraphDecoder`, made and called in `fp8moe.batch_invariant`, returns for the same tokens after
-    ``fp8moe.refit(generator, model)``. This holds for prompts and answers of any length and in any batch, padded as
-    attention_mask says or packed as position_ids say, in train() and eval().
+    `GraphDecoder` without cache_dtype and output_dtype, made and called in `fp8moe.batch_invariant`, returns for the
+    same tokens after ``fp8moe.refit(generator, model)``. This holds for prompts and answers of any length and in any
+    batch, padded as attention_mask says or packed as position_ids say, in train() and eval().
 
     model: a model of transformers, which torch.compile or DistributedDataParallel may wrap, whose layers fp8moe knows,
         as Llama's, Mixtral's, Qwen3's and Qwen3-MoE's. Linears and experts are in FP8 in the generator where they have

@@ -1,4 +1,4 @@
-"""report: lists which library runs the experts, linears and indexers of a model, and why."""
+"""report: lists which library runs the experts, linears, indexers and attention to prompts of a model, and why."""
 
 import functools
 import re
@@ -12,9 +12,12 @@ from torch import nn
 
 from fp8moe.hf import experts, indexers, linears
 from fp8moe.hf.experts import NAME
+from fp8moe.hf.fused import flash_attention_3
+from fp8moe.hf.fused.known_forwards import ATTENTION, LATENT_ATTENTION, form_of
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.layers.mqa_indexer import TRANSFORMERS_CLASSES, FP8MQAIndexer
+from fp8moe.runtime import config as runtime_config
 
 _EXPERTS = re.compile(r"(Experts|MoE|Moe|MoeBlock|SparseMLP)$")
 """Matches class names of experts modules, and of mixture-of-experts blocks, which may hold the weights themselves."""
@@ -29,7 +32,8 @@ class ModuleReport(NamedTuple):
     """Which library runs one module of a model.
 
     name: the module's path in the model. module_class: its class name.
-    runs_on: "fp8moe", "transformers" or "PyTorch", or "refused" if the module's first forward will raise an error.
+    runs_on: "fp8moe", "transformers", "PyTorch" or "fa3-fwd", or "refused" if the module's first forward will raise an
+        error.
     why: the reason or, if refused, the error's message.
     """
 
@@ -42,10 +46,14 @@ class ModuleReport(NamedTuple):
 def report(model: nn.Module) -> list[ModuleReport]:
     """Return a `ModuleReport` for each experts module, linear layer and indexer of ``model``, in the model's order.
 
+    Attention modules whose code is known have one too: for prompts in a `GraphDecoder` or after `optimize`.
+
     model: a model of transformers, before or after `register`, or one from `load_model`. Nothing is computed, quantized
         or changed.
     """
     expert_modules = dict(experts_modules(model))
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    like = next((module.weight for module in embeddings), next(model.parameters(), None))
     rows = []
     for name, module in model.named_modules():
         if name in expert_modules:
@@ -54,6 +62,8 @@ def report(model: nn.Module) -> list[ModuleReport]:
             row = _of_linear(module)
         elif type(module).__name__.endswith("Indexer"):
             row = _of_indexer(module)
+        elif form_of(module, ATTENTION) or form_of(module, LATENT_ATTENTION):
+            row = _of_attention(module, like)
         else:
             continue
         rows.append(ModuleReport(name, type(module).__name__, *row))
@@ -171,3 +181,18 @@ def _of_indexer(module: nn.Module) -> tuple[str, str]:
     if (reason := indexers.refusal(module)) is not None:
         return _THEIRS, reason
     return _OURS, "scores in FP8"
+
+
+def _of_attention(module: Any, like: torch.Tensor) -> tuple[str, str]:
+    """Report on a module's attention to prompts. like: a tensor on the model's device and of its dtype."""
+    form = form_of(module, ATTENTION)
+    if form is None:
+        reason = "its keys and values have two sizes"
+    elif form.sinks:
+        reason = "its heads have sinks"
+    else:
+        reason = flash_attention_3.refusal(like, module.head_dim)
+    if reason is None:
+        return "fa3-fwd", f"prompts run in {flash_attention_3.NAME}, unless they are longer than a sliding window"
+    runs_on = _OURS if runtime_config.settings.batch_invariant else "PyTorch"
+    return runs_on, f"prompts do not run in {flash_attention_3.NAME}: {reason}"

@@ -443,6 +443,7 @@ class GroupedExperts(MasterModule):
         residual: Tensor | None = None,
         groups: Tensor | None = None,
         rows: Tensor | None = None,
+        quantized: FP8Tensor | None = None,
     ) -> Tensor:
         """Return the sum of each token's expert outputs times their routing weights, in the dtype of hidden_states.
 
@@ -454,13 +455,16 @@ class GroupedExperts(MasterModule):
         groups, rows: the results of `fp8moe.kernels.experts.sort_by_expert` for top_k_index (T, K), int32
             (num_experts + 1,) and (T, K). Where the call can use these results, it skips its own sort kernel;
             otherwise it ignores both tensors. Both are None if the caller has not sorted the assignments.
+        quantized: the result of `quantize_1x128` for hidden_states (T, H), if the caller has it: few tokens are then
+            read without being permuted. It is ignored where the call has no use for it.
         Returns (T, H), or (..., H). Equal inputs give equal bits, in the result and in the gradients.
 
         Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError under
         forward-mode differentiation and the derivatives of torch.func.
         """
         inputs = hidden_states, top_k_index, top_k_weights
-        return self.forward_with_norm(*inputs, None, residual=residual, groups=groups, rows=rows)[0]
+        order = {"groups": groups, "rows": rows, "quantized": quantized}
+        return self.forward_with_norm(*inputs, None, residual=residual, **order)[0]
 
     def forward_with_norm(
         self,
@@ -472,6 +476,7 @@ class GroupedExperts(MasterModule):
         residual: Tensor | None = None,
         groups: Tensor | None = None,
         rows: Tensor | None = None,
+        quantized: FP8Tensor | None = None,
     ) -> tuple[Tensor, Normed | None]:
         """Compute `forward`, and also the RMSNorm of the result (T, H) where the norm needs no further kernel.
 
@@ -497,6 +502,8 @@ class GroupedExperts(MasterModule):
             else:
                 order = None, None
             operands = TokenOperands(x, index, routing, weights.layer, capacity, residual, *order, norm=norm)
+            if quantized is not None and capacity is None and not recorded(x):
+                operands = operands.quantized(quantized)
             out, normed = experts_of_tokens(operands)
         return out.view(hidden_states.shape), normed
 
@@ -548,9 +555,11 @@ class GroupedExperts(MasterModule):
             check_dtype(f"{_NAME}: {name}", master, *MASTER_DTYPES)  # .half() may have cast it
         masters = [part_of(f"{_NAME}: {self.up_name}", up), part_of(f"{_NAME}: down_proj", down)]
         # Quantize gate and up separately, so that no block holds rows of both.
-        both = masters[0].detach().unflatten(1, (-1, self.intermediate_size))
-        data, scale = quantized(both, parameter=up)
-        down_copy = quantized(masters[1].detach(), parameter=down)
+        size = self.intermediate_size
+        both = masters[0].detach().unflatten(1, (-1, size if size % BLOCK else masters[0].shape[1]))
+        both_ways = recorded(*masters)
+        data, scale = quantized(both, parameter=up, both_ways=both_ways)
+        down_copy = quantized(masters[1].detach(), parameter=down, both_ways=both_ways)
         up_copy = FP8Tensor(data.flatten(1, 2), scale.flatten(1, 2))
         return Weights(Layer(up_copy, down_copy, self.activation), Masters(*masters))
 

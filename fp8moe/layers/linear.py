@@ -186,9 +186,10 @@ def linear_of_master(
     Returns (..., N) in the dtype of x. Raises as `FP8Linear` does.
     """
     check_derivatives("fp8moe.FP8Linear", x, weight, bias)
+    copy = quantized(weight, both_ways=recorded(x))
     if recorded(weight):
-        return linear_training(x, *quantized(weight), bias, weight if receiver is None else receiver)
-    return linear(x, *quantized(weight), bias)
+        return linear_training(x, *copy, bias, weight if receiver is None else receiver)
+    return linear(x, *copy, bias)
 
 
 def check_linear(name: str, module: nn.Module) -> None:

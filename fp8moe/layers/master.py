@@ -21,9 +21,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8moe.layers.parameters import frozen, local
+from fp8moe.layers.parameters import frozen, is_sharded, local
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import quantize_128x128
+from fp8moe.quant.transpose import quantize_both_ways
 from fp8moe.runtime.autograd import recorded
 from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.operator import define
@@ -42,19 +43,23 @@ class _Copies:
         and the state in which it was made: version counters, the `_Copies` of the second weight, and
         `_master_generation`.
     captured: whether a CUDA graph quantizes or changes one of the weights; its replays change no version counter.
+    gathered: whether FSDP2 has gathered the weights. Their copies have no transposes: autograd keeps the copies of all
+        layers from forward to backward, on every rank.
     """
 
     def __init__(self):
         self.by_layout: dict[tuple, tuple[FP8Tensor, tuple]] = {}
-        self.captured = False
+        self.captured = self.gathered = False
 
 
-def quantized(weight: Tensor, *, parameter: Tensor | None = None) -> FP8Tensor:
+def quantized(weight: Tensor, *, parameter: Tensor | None = None, both_ways: bool = False) -> FP8Tensor:
     """Return ``quantize_128x128(weight)``, cached from the last call if the weight has not changed since.
 
     weight: a master, or a view of one, (..., N, K) bfloat16, float16 or float32.
     parameter: the tensor, possibly a DTensor, of which `weight` is this rank's shard; changes of a DTensor show only in
         its own version counter, not in its shard's.
+    both_ways: a new copy keeps its transpose for the backward (`quantize_both_ways`), unless FSDP2 has gathered the
+        weight or a compiled graph calls.
     Returns data (..., N, K) and scale (..., ceil(N/128), ceil(K/128)), detached. The results must not be written to.
 
     A weight counts as changed if its version counter has changed or if any optimizer has made a step. For changes that
@@ -64,10 +69,12 @@ def quantized(weight: Tensor, *, parameter: Tensor | None = None) -> FP8Tensor:
     """
     if torch.compiler.is_compiling():
         return FP8Tensor(*torch.ops.fp8moe.quantized_master(weight.detach()))
-    return _quantized((weight,), (parameter,))
+    return _quantized((weight,), (parameter,), both_ways)
 
 
-def quantized_gate_up(gate: Tensor, up: Tensor, *, parameters: tuple[Tensor, Tensor]) -> FP8Tensor:
+def quantized_gate_up(
+    gate: Tensor, up: Tensor, *, parameters: tuple[Tensor, Tensor], both_ways: bool = False
+) -> FP8Tensor:
     """Quantize gate and up, masters (E, I, H), into one (E, 2I, H), cached while neither has changed; see `quantized`.
 
     parameters: the tensors, possibly DTensors, of which gate and up are this rank's shards.
@@ -75,7 +82,7 @@ def quantized_gate_up(gate: Tensor, up: Tensor, *, parameters: tuple[Tensor, Ten
     """
     if torch.compiler.is_compiling():
         return FP8Tensor(*torch.ops.fp8moe.quantized_gate_up(gate.detach(), up.detach()))
-    return _quantized((gate, up), parameters)
+    return _quantized((gate, up), parameters, both_ways)
 
 
 def part_of(name: str, weight: nn.Parameter) -> Tensor:
@@ -169,6 +176,8 @@ class MasterModule(nn.Module):
                 delattr(storage, _ATTRIBUTE)
         # This calls register_parameter, which marks the new parameter's storage, even if that was just unmarked.
         super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter) and isinstance(old, nn.Parameter) and is_sharded(old):
+            _copies(local(value).untyped_storage()).gathered = True
 
     def _register_weight(
         self,
@@ -293,11 +302,14 @@ class _Part(torch.autograd.Function):
         return grad, None
 
 
-def _quantized(weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...]) -> FP8Tensor:
+def _quantized(
+    weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...], both_ways: bool = False
+) -> FP8Tensor:
     try:
         copies, *others = [_copies(weight.untyped_storage()) for weight in weights]
     except NotImplementedError:  # torch.func.vmap's tensors have no storage
         return _quantize(*weights)
+    both_ways = both_ways and not any(each.gathered for each in (copies, *others))
     if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
         for each in (copies, *others):
             each.captured = True
@@ -305,7 +317,7 @@ def _quantized(weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...
     # none.
     if any(each.captured for each in (copies, *others)) or any(weight.is_inference() for weight in weights):
         copies.by_layout.clear()
-        return _quantize(*weights)
+        return _quantize(*weights, both_ways=both_ways)
     layout = tuple((weight.storage_offset(), weight.shape, weight.stride(), weight.dtype) for weight in weights)
     versions = [None if value is None else value._version for value in (*weights, *parameters)]
     state = (versions, others, _master_generation)
@@ -313,13 +325,15 @@ def _quantized(weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...
     if copied_state != state:
         copy = None
         copies.by_layout.pop(layout, None)  # frees the old copy's memory before the new one is allocated
-        copy = _quantize(*weights)
+        copy = _quantize(*weights, both_ways=both_ways)
         copies.by_layout[layout] = copy, state
     return copy
 
 
-def _quantize(*weights: Tensor) -> FP8Tensor:
+def _quantize(*weights: Tensor, both_ways: bool = False) -> FP8Tensor:
     with torch.inference_mode(False):  # make no inference tensors: a later call may save the copy for its backward
+        if both_ways:
+            return quantize_both_ways(*weights)
         if len(weights) == 1:
             return quantize_128x128(*weights)
         data, scale = _empty_gate_up(*weights)
@@ -353,7 +367,8 @@ define("quantized_gate_up(Tensor gate, Tensor up) -> (Tensor, Tensor)", _quantiz
 # Selective activation checkpointing must ignore these operators: because of the cached copies, a recomputation may
 # quantize more or fewer weights than the forward did.
 getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set()).update(
-    {torch.ops.fp8moe.quantize_128x128.default, torch.ops.fp8moe.quantize_128x128_out.default}
+    getattr(torch.ops.fp8moe, name).default
+    for name in ("quantize_128x128", "quantize_128x128_out", "quantize_both_ways")
 )
 
 

@@ -9,7 +9,8 @@ import ctypes
 import functools
 import math
 import operator as operators
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,10 +39,19 @@ from fp8moe.runtime.sm90 import WARP
 
 INPUT_TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
 
+
 # Kernel -> its macros: warps per thread block, rows per warp, columns per thread block.
+class _BlockSizes(ctypes.Structure):
+    """``struct Sizes`` of cuda/ops/quantize_128x128.cu."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("n", "k", "expert_stride", "row_stride", "k_blocks", "out_n", "out_blocks")
+    )
+
+
 _CONSTANTS = {
     "quantize_1x128": {"WARPS": 4, "ROWS_PER_WARP": 8},
-    "quantize_128x128": {"WARPS": 8},
+    "quantize_128x128": {"WARPS": 8, "SIZES_BYTES": ctypes.sizeof(_BlockSizes)},
     "quantize_128x1": {"WARPS": 8, "COLUMNS": 64},
 }
 
@@ -111,7 +121,7 @@ class Requantizer:
         """Quantize `w` into `out`. `takes(w)` must be True."""
         assert self._launcher is not None
         with device_guard(self._device):
-            self._launcher.launch(current_stream(self._device), w.data_ptr(), self._data, self._scale)
+            self._launcher.launch(current_stream(self._device), w.data_ptr(), self._data, self._scale, 0, 0)
 
 
 def quantize_128x1(x: Tensor) -> FP8Tensor:
@@ -173,6 +183,28 @@ def dequantize(t: FP8Tensor | tuple[Tensor, Tensor] | PackedTensor, *, dtype: to
     return values.to(dtype)
 
 
+class Places(NamedTuple):
+    """Where "quantize_128x128" writes: the rows of data, and of scale, from one expert's first to the next expert's."""
+
+    rows: int
+    row_blocks: int
+
+    @classmethod
+    def of(cls, data: Tensor, scale: Tensor) -> "Places | None":
+        """Return the places of data (..., N, K) and its scale, or None where the kernel cannot write.
+
+        Rows must be dense. There may be space between experts, as between the gate rows of a gate_up_proj.
+        """
+        if data.is_contiguous() and scale.is_contiguous():
+            return None if data.data_ptr() % 16 else cls(data.shape[-2], scale.shape[-2])
+        if data.dim() != 3 or 0 in data.shape or data.data_ptr() % 8:
+            return None
+        for value in (data, scale):
+            if value.stride()[1:] != (value.shape[2], 1) or value.stride(0) % value.shape[2]:
+                return None
+        return cls(*(value.stride(0) // value.shape[2] for value in (data, scale)))
+
+
 def input_defines(dtype: torch.dtype, *, vector: bool = True) -> tuple[tuple[str, int | str], ...]:
     """Return the macros for cuda/common/input.cuh. dtype: dtype of the input. vector: see `has_vector_rows`."""
     return ("INPUT", INPUT_TYPES[dtype]), ("VECTOR", int(vector))
@@ -195,12 +227,16 @@ def kernel_spec(name: str, dtype: torch.dtype, ue8m0: bool, vector: bool) -> Ker
 
 
 @planned
-def launcher(device_index: int, name: str, x: Tensor, vector: bool, ue8m0: bool = False) -> PointerLauncher:
+def launcher(
+    device_index: int, name: str, x: Tensor, vector: bool, ue8m0: bool = False, places: Places | None = None
+) -> PointerLauncher:
     """Build the launcher of the kernel `name`, to be called with the tensors (x, data, scale).
+
+    "quantize_128x128" takes data and scale of the transpose, too, or None for both.
 
     x: (M, K), for "quantize_128x128" (E, N, K), for "quantize_128x1" (K, M); last stride 1, not empty.
     vector: `has_vector_rows` of x. data: contiguous, at a multiple of 16 bytes. scale of "quantize_1x128": row i and K
-    block j at element i + j * align(M, 4).
+    block j at element i + j * align(M, 4). places: of "quantize_128x128"; None: data and scale are contiguous.
     """
     constants = _CONSTANTS[name]
     *lead, rows, columns = x.shape
@@ -208,7 +244,7 @@ def launcher(device_index: int, name: str, x: Tensor, vector: bool, ue8m0: bool 
     blocks = ceil_div(columns, BLOCK)
     if name == "quantize_128x128":
         grid = math.prod(lead) * ceil_div(rows, BLOCK) * blocks
-        sizes = rows, columns, x.stride(0), stride, blocks
+        sizes = rows, columns, x.stride(0), stride, blocks, *(places or Places(rows, ceil_div(rows, BLOCK)))
     elif name == "quantize_1x128":
         grid = ceil_div(ceil_div(rows, constants["ROWS_PER_WARP"]) * blocks, constants["WARPS"])
         sizes = rows, columns, stride, align(rows, 4), blocks
@@ -217,7 +253,10 @@ def launcher(device_index: int, name: str, x: Tensor, vector: bool, ue8m0: bool 
         grid = ceil_div(rows, BLOCK) * tiles
         sizes = rows, columns, stride, align(columns, 4), tiles
     kernel, args = load(kernel_spec(name, x.dtype, ue8m0, vector)), tuple(map(ctypes.c_int64, sizes))
-    return PointerLauncher(kernel, grid=grid, block=constants["WARPS"] * WARP, pointers=3, args=args)
+    pointers = 3
+    if name == "quantize_128x128":
+        args, pointers = (_BlockSizes(*sizes),), 5
+    return PointerLauncher(kernel, grid=grid, block=constants["WARPS"] * WARP, pointers=pointers, args=args)
 
 
 def has_vector_rows(x: Tensor) -> bool:
@@ -253,6 +292,16 @@ def _launch(name: str, x: Tensor, scale_format: str, results: tuple[Tensor, Tens
         x = unit_stride(x)
         launcher(x.get_device(), name, x, has_vector_rows(x), scale_format == "ue8m0")(x, *results)
     return results
+
+
+def launch_128x128(
+    w: Tensor, scale_format: str, results: Sequence[Tensor], places: Places, transposed: Sequence[Tensor | None]
+) -> None:
+    """Quantize w (..., N, K) into results (data, scale), which have these places, and into `transposed`, or None."""
+    if w.numel():
+        w = unit_stride(_merged(w, 2))
+        launch = launcher(w.get_device(), "quantize_128x128", w, has_vector_rows(w), scale_format == "ue8m0", places)
+        launch(w, *results, *transposed)
 
 
 def _launch_128x1(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,21 +340,26 @@ def _check_out(w: Tensor, scale_format: str, data: Tensor, scale: Tensor) -> Non
     check_like("out.scale", scale, (torch.float32,), (*lead, ceil_div(n, BLOCK), ceil_div(k, BLOCK)), w.device, "w")
 
 
-def _write_128x128(
-    quantize: Callable[..., tuple[Tensor, Tensor]], w: Tensor, scale_format: str, data: Tensor, scale: Tensor
-) -> None:
-    """Quantize w into data and scale, by calling ``quantize(w, scale_format, results)``.
-
-    If `quantize` cannot write to the layout of data and scale, it writes to temporary tensors, which are then copied
-    into data and scale.
-    """
+def _check_apart(w: Tensor, data: Tensor, scale: Tensor) -> None:
     for name, value in (("data", data), ("scale", scale)):
         if overlap(value, w):
             raise ValueError(f"out.{name}: expected memory of its own, got a tensor that overlaps w")
-    if data.is_contiguous() and scale.is_contiguous() and not data.data_ptr() % 16:
-        quantize(w, scale_format, (data, scale))
+
+
+def _launch_128x128(w: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
+    results = _empty_128x128(w, scale_format)
+    launch_128x128(w, scale_format, results, Places(*(value.shape[-2] for value in results)), (None, None))
+    return results
+
+
+def _write_128x128(w: Tensor, scale_format: str, data: Tensor, scale: Tensor) -> None:
+    """Quantize w into data and scale; where the kernel cannot write to their layout, by way of temporary tensors."""
+    _check_apart(w, data, scale)
+    places = Places.of(data, scale)
+    if places is not None:
+        launch_128x128(w, scale_format, (data, scale), places, (None, None))
         return
-    found = quantize(w, scale_format, _empty_128x128(w, scale_format))
+    found = _launch_128x128(w, scale_format)
     # Copy eight values as one int64 if start and length of every row are multiples of eight values.
     pitches = (data.shape[-1], data.storage_offset(), *data.stride()[:-1])
     wide = torch.int64 if data.stride(-1) == 1 and not any(pitch % 8 for pitch in pitches) else torch.uint8
@@ -313,14 +367,11 @@ def _write_128x128(
     scale.copy_(found[1])
 
 
-def _launch_128x128(w: Tensor, scale_format: str, results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return _launch("quantize_128x128", _merged(w, 2), scale_format, results)
-
-
-def _copy_128x128(w: Tensor, scale_format: str, results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    for result, value in zip(results, _reference_128x128(w, scale_format), strict=True):
-        result.copy_(value)
-    return results
+def _copy_128x128(w: Tensor, scale_format: str, data: Tensor, scale: Tensor) -> None:
+    _check_apart(w, data, scale)
+    found = _reference_128x128(w, scale_format)
+    data.view(torch.uint8).copy_(found[0].view(torch.uint8))
+    scale.copy_(found[1])
 
 
 _quantize_1x128 = operator(
@@ -333,15 +384,15 @@ _quantize_1x128 = operator(
 _quantize_128x128 = operator(
     "quantize_128x128(Tensor w, str scale_format) -> (Tensor, Tensor)",
     check=lambda w, scale_format: _check_input("w", w, 2),
-    cuda=lambda w, scale_format: _launch_128x128(w, scale_format, _empty_128x128(w, scale_format)),
+    cuda=_launch_128x128,
     reference=_reference_128x128,
     fake=_empty_128x128,
 )
 _quantize_128x128_out = operator(
     "quantize_128x128_out(Tensor w, str scale_format, Tensor(a!) data, Tensor(b!) scale) -> ()",
     check=_check_out,
-    cuda=functools.partial(_write_128x128, _launch_128x128),
-    reference=functools.partial(_write_128x128, _copy_128x128),
+    cuda=_write_128x128,
+    reference=_copy_128x128,
     fake=lambda *_: None,
 )
 _quantize_128x1 = operator(

@@ -38,6 +38,12 @@ def quantize_1x128(x: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
     return data, empty_mn_major((rows, k_blocks), device=x.device).copy_(scale)
 
 
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize x (..., K) with one scale per row: data (..., K) and scale (..., 1)."""
+    scale = block_scale(x.float().abs().amax(-1, keepdim=True), False)
+    return _cast(x.float() / scale), scale
+
+
 def quantize_128x128(w: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """Quantize w (E, N, K) to data (E, N, K) and contiguous scale (E, ceil(N/128), ceil(K/128))."""
     experts, n, k = w.shape
@@ -121,7 +127,7 @@ def gather(x: Tensor, index: Tensor, used: Tensor) -> Tensor:
 def block_scale(amax: Tensor, ue8m0: bool) -> Tensor:
     """Return the scales of blocks from their largest magnitudes ``amax`` (float32). Any NaN becomes NaN 0x7fc00000."""
     # Divide by a tensor, because on a GPU PyTorch replaces division by a number with multiplication by a reciprocal.
-    scale = amax.clamp(min=SCALE_FLOOR) / amax.new_tensor(FP8_MAX)
+    scale = amax.clamp(min=SCALE_FLOOR) / amax.new_full((), FP8_MAX)
     if ue8m0:
         scale = up_to_power_of_two(scale)
     return torch.where(amax.isnan(), torch.nan, scale)

@@ -9,15 +9,23 @@ from torch import Tensor
 from fp8moe.quant import reference
 from fp8moe.quant.checks import check_groups, check_padded, check_scale, check_vector, fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized, padded_rows
-from fp8moe.quant.quantize import has_vector_rows, quantizer_defines, unit_stride
+from fp8moe.quant.quantize import (
+    Places,
+    has_vector_rows,
+    launch_128x128,
+    quantize_128x128,
+    quantizer_defines,
+    unit_stride,
+)
 from fp8moe.quant.reference import Results, pad_groups
 from fp8moe.runtime.autograd import detached
-from fp8moe.runtime.checks import FLOATING, check_dtype, check_tensor
+from fp8moe.runtime.checks import FLOATING, check_dtype, check_like, check_tensor
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
 from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import WARP
 
+_TRANSPOSED = "_fp8moe_transposed"  # attribute of the storage of FP8 weights
 TILE_BYTES = BLOCK * BLOCK  # bytes of the transposed tile in shared memory
 _WARPS = 8  # warps per thread block
 _STRIP = 3  # the most tiles that a thread block processes, side by side
@@ -98,6 +106,29 @@ def transpose_fp8(w: FP8Tensor) -> FP8Tensor:
     """
     data, scale = fp8_operand("w", w)
     return FP8Tensor(*_transpose_fp8(detached(data), detached(scale)))
+
+
+def quantize_both_ways(w: Tensor, below: Tensor | None = None) -> FP8Tensor:
+    """Quantize weights as `quantize_128x128` does, and keep their transpose, made in the same pass.
+
+    w: (..., N, K) bfloat16, float16 or float32, any strides. below: (..., N, K), rows that follow those of w, in blocks
+        of their own, as `up` follows `gate`; None for none.
+    Returns data (..., N or 2N, K) and scale (..., the blocks of w and of below, ceil(K/128)), contiguous, detached. As
+    long as the data's memory lives, it holds the transpose, a byte for each value, which `transposed_weight` returns.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong rank, or a `below` that is not like w.
+    """
+    data, scale, *transposed = _quantize_both_ways(detached(w), None if below is None else detached(below))
+    setattr(data.untyped_storage(), _TRANSPOSED, FP8Tensor(*transposed))
+    return FP8Tensor(data, scale)
+
+
+def transposed_weight(w: FP8Tensor) -> FP8Tensor:
+    """Return `transpose_fp8(w)`: what `quantize_both_ways` has kept if w is a view of all of its result."""
+    kept = getattr(w.data.untyped_storage(), _TRANSPOSED, None)
+    if kept is None or kept.data.numel() != w.data.numel() or not w.data.is_contiguous():
+        return transpose_fp8(w)
+    return FP8Tensor(kept.data.view(w.data.mT.shape), kept.scale.view(w.scale.mT.shape))
 
 
 class _ResultPointers(ctypes.Structure):
@@ -350,6 +381,47 @@ def _empty_fp8(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return data.new_empty(data.mT.shape), scale.new_empty(scale.mT.shape)
 
 
+def _check_both_ways(w: Tensor, below: Tensor | None) -> None:
+    check_dtype("w", w, *FLOATING)
+    if w.dim() < 2:
+        raise ValueError(f"w: expected at least 2 dimension(s), got shape {tuple(w.shape)}")
+    if below is not None:
+        check_like("below", below, (w.dtype,), w.shape, w.device, "w")
+
+
+def _launch_both_ways(w: Tensor, below: Tensor | None) -> tuple[Tensor, ...]:
+    results = data, scale, data_t, scale_t = _empty_both_ways(w, below)
+    places = Places(data.shape[-2], scale.shape[-2])
+    rows, blocks = w.shape[-2], ceil_div(w.shape[-2], BLOCK)
+    for half, weight in enumerate([w] if below is None else [w, below]):
+        first, block = half * rows, half * blocks
+        out = data[..., first:, :], scale[..., block:, :]
+        launch_128x128(weight, "float32", out, places, (data_t[..., first:], scale_t[..., block:]))
+    return results
+
+
+def _reference_both_ways(w: Tensor, below: Tensor | None) -> tuple[Tensor, ...]:
+    halves = [quantize_128x128(weight) for weight in ([w] if below is None else [w, below])]
+    data = torch.cat([half.data.view(torch.uint8) for half in halves], -2).view(torch.float8_e4m3fn)
+    scale = torch.cat([half.scale for half in halves], -2)
+    return data, scale, *_reference_fp8(data, scale)
+
+
+def _empty_both_ways(w: Tensor, below: Tensor | None) -> tuple[Tensor, ...]:
+    *lead, n, k = w.shape
+    halves = 1 if below is None else 2
+    data = w.new_empty((*lead, halves * n, k), dtype=torch.float8_e4m3fn)
+    scale = w.new_empty((*lead, halves * ceil_div(n, BLOCK), ceil_div(k, BLOCK)), dtype=torch.float32)
+    return data, scale, *_empty_fp8(data, scale)
+
+
+_quantize_both_ways = operator(
+    "quantize_both_ways(Tensor w, Tensor? below) -> (Tensor, Tensor, Tensor, Tensor)",
+    check=_check_both_ways,
+    cuda=_launch_both_ways,
+    reference=_reference_both_ways,
+    fake=_empty_both_ways,
+)
 _transpose_fp8 = operator(
     "transpose_fp8(Tensor data, Tensor scale) -> (Tensor, Tensor)",
     check=_check_fp8,

@@ -38,9 +38,11 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_token_has_the_same_bits_in_prompts_and_answers(name):
-    decoder = GraphDecoder(MODELS[name](), batch_sizes=(1, 3), max_length=LENGTH + NEW)
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"), [*((name, None) for name in MODELS), ("qwen3 in FP8", torch.float8_e4m3fn)]
+)
+def test_a_token_has_the_same_bits_in_prompts_and_answers(name, cache_dtype):
+    decoder = GraphDecoder(MODELS[name](), batch_sizes=(1, 3), max_length=LENGTH + NEW, cache_dtype=cache_dtype)
     assert decoder.attention == "flash" and LENGTH > SPLIT
     ids = prompts(1, LENGTH - 4)
     whole, logprobs = decoder.generate(ids, max_new_tokens=NEW + 4, return_logprobs=True)
@@ -67,14 +69,18 @@ def _logprobs_of(decoder, ids, mask, token):
 
 
 @pytest.mark.parametrize("how", ["chunks", "prefix", "run"])
-def test_prompts_in_pieces(how):
-    model = MODELS["mixtral with a window"]()
-    decoder = GraphDecoder(model, batch_sizes=(1, 2), max_length=LENGTH + NEW)
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"), [("mixtral with a window", None), ("mixtral in FP8", torch.float8_e4m3fn)]
+)
+def test_prompts_in_pieces(how, name, cache_dtype):
+    model = MODELS[name]()
+    kept = {"max_length": LENGTH + NEW, "cache_dtype": cache_dtype}
+    decoder = GraphDecoder(model, batch_sizes=(1, 2), **kept)
     ids, options = prompts(1, LENGTH), dict(max_new_tokens=NEW, return_logprobs=True, do_sample=True, seed=1)
     tokens, logprobs = decoder.generate(ids, **options)
     if how == "chunks":
         for chunk in (3, 64):
-            other = GraphDecoder(model, max_length=LENGTH + NEW, prefill_chunk=chunk)
+            other = GraphDecoder(model, **kept, prefill_chunk=chunk)
             found, bits = other.generate(ids, **options)
             assert torch.equal(found, tokens) and torch.equal(bits, logprobs)
     elif how == "prefix":

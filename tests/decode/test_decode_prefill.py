@@ -132,13 +132,13 @@ def test_padded_prompts_of_a_model_that_does_not_call_its_output_layer(monkeypat
 GPU, GIB = torch.device("cuda"), 2**30
 
 
-def columns(monkeypatch, free, batch=1, end=100_000, mask=False, ranks=1, **changes):
+def columns(monkeypatch, free, batch=1, end=100_000, mask=False, ranks=1, copied=0, **changes):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     config = transformers.AutoConfig.for_model("qwen3_moe", **changes)
     model = SimpleNamespace(config=config, dtype=torch.bfloat16)
-    return memory.columns_at_a_time(model, batch, end, GPU, masked=mask, ranks=ranks)
+    return memory.columns_at_a_time(model, batch, end, GPU, masked=mask, ranks=ranks, copied=copied)
 
 
 def test_chunks_follow_the_memory(monkeypatch):
@@ -150,6 +150,7 @@ def test_chunks_follow_the_memory(monkeypatch):
     assert columns(monkeypatch, GIB, hidden_size=8192) < some[3]
     assert columns(monkeypatch, GIB, ranks=8) < columns(monkeypatch, GIB, ranks=2) < some[3]
     assert columns(monkeypatch, GIB, end=10_000, mask=True) < columns(monkeypatch, GIB, end=10_000)
+    assert columns(monkeypatch, GIB, copied=100_000) < some[3]
     llama = transformers.AutoConfig.for_model("llama")
     model = SimpleNamespace(config=llama, dtype=torch.float32)
     assert memory.columns_at_a_time(model, 1, 77, CPU, masked=True) == 77

@@ -174,7 +174,7 @@ def test_where_kernels_read_the_cache(monkeypatch):
     monkeypatch.setattr(
         decoder_module,
         "find_capabilities",
-        lambda model, device, captured, flash, fused: find(model, device, captured, attention.NAME, fused),
+        lambda model, device, captured, flash, *others: find(model, device, captured, attention.NAME, *others),
     )
     decoder = GraphDecoder(model, batch_sizes=(4,), max_length=64)
     assert decoder.attention == "flash"

@@ -26,7 +26,7 @@ def called(monkeypatch):
     monkeypatch.setattr(
         decoding,
         "find_capabilities",
-        lambda model, device, captured, flash, fused: find(model, device, captured, attention.NAME, fused),
+        lambda model, device, captured, flash, *others: find(model, device, captured, attention.NAME, *others),
     )
     return kernels_in_float32(monkeypatch)
 

@@ -180,7 +180,7 @@ def optimizers(world):
             (plain, spread), both, ((x, index, weights, target), mine), strict=True
         ):
             optimizer.zero_grad()
-            with quantizations() as made:
+            with quantizations(gathered=False) as made:
                 for _ in range(2):
                     (model(x_, index_, weights_) - target_).square().sum().backward()
             assert len(made) == 2 and {len(value) for value in made} == {EXPERTS // (world if model is spread else 1)}

@@ -13,9 +13,10 @@ from torch import Tensor
 
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
-from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
+from fp8moe.kernels.decoder_ops import router
+from fp8moe.kernels.decoder_ops.norm_route import norm_route
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
-from fp8moe.kernels.decoder_ops.router import router_logits
+from fp8moe.kernels.decoder_ops.router import RoutingRule, router_logits
 from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
 from fp8moe.kernels.experts import reference
 from fp8moe.kernels.indexer.mqa_cache import append_kv, new_kv_cache
@@ -35,9 +36,9 @@ NORMS = (
 )
 # tokens, experts, hidden, type, type of the logits
 LOGITS = ((1, 128, 2048, BF16, BF16), (11, 300, 520, FP32, FP32), (64, 60, 131, FP16, FP32))
-NORM_LOGITS = (
-    *((1, 128, 2048, BF16, BF16), (2, 300, 520, FP32, FP32), (2, 60, 131, FP16, FP32)),
-    *((1, 256, 7168, BF16, FP32), (8, 256, 2048, BF16, FP32)),
+NORM_ROUTES = (
+    *((1, 128, 2048, BF16, BF16), (2, 300, 520, FP32, FP32), (3, 60, 131, FP16, FP32)),
+    *((1, 64, 7168, BF16, FP32), (4, 256, 2048, BF16, FP32), (2, 128, 2880, BF16, FP32)),
 )
 # sequences, tokens, (heads, key heads, size, rotated, norm), type
 HEADS = (
@@ -48,6 +49,7 @@ HEADS = (
 ONE_TOKEN = (
     *((0, BF16, None), (2, FP16, FP16), (3, BF16, FP32), (6, FP16, None)),
     *((9, BF16, BF16), (10, FP16, FP32)),
+    *((place, BF16, BF16, True, invariant) for place in (0, 3, 6, 9) for invariant in (False, True)),
 )
 # queries, keys, heads, head width, ranges
 PREFILLS = (
@@ -98,16 +100,17 @@ def logits_error(tokens: int, experts: int, hidden: int, dtype: torch.dtype, out
     return rounded_error(got.cpu(), x.double() @ weight.double().T)
 
 
-def norm_logits_error(tokens: int, experts: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype) -> float:
+def norm_route_errors(tokens: int, experts: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype) -> int:
+    """Values that are not those of the three kernels."""
     shapes = (tokens, hidden), (hidden,), (experts, hidden), (tokens, hidden)
     x, norm_weight, weight, residual = (torch.randn(shape).to(dtype).cuda() for shape in shapes)
-    options = {"residual": residual, "quantized": True}
-    got, logits = norm_logits(x, norm_weight, 1e-6, weight, **options, dtype=out_dtype)
+    options, rule = {"residual": residual, "quantized": True}, RoutingRule(4, "softmax", True)
+    got, chosen = norm_route(x, norm_weight, 1e-6, weight, rule, **options, logits_dtype=out_dtype, dtype=FP32)
     expected = rms_norm(x, norm_weight, 1e-6, **options)
-    pairs = zip((*got[:2], *got.quantized), (*expected[:2], *expected.quantized), strict=True)
-    if differing([(one.cpu(), other.cpu()) for one, other in pairs]):
-        return INF
-    return rounded_error(logits.cpu(), got.values.cpu().double() @ weight.cpu().double().T)
+    logits = router_logits(expected.values, weight, dtype=out_dtype)
+    other = router.route(logits, rule, dtype=FP32, sort=True)
+    pairs = zip((*got[:2], *got.quantized, *chosen), (*expected[:2], *expected.quantized, *other), strict=True)
+    return differing([(one.cpu(), other.cpu()) for one, other in pairs])
 
 
 def route_errors(experts: int, top_k: int, form: dict, tokens: int = 9, sort: bool = False) -> int:
@@ -134,15 +137,19 @@ def rotary_error(batch: int, tokens: int, form: tuple, dtype: torch.dtype) -> fl
     return relative_error(got, expected.double())
 
 
-def attention_error(shape: int, dtype: torch.dtype, sinks_dtype: torch.dtype | None) -> float:
+def attention_error(
+    shape: int, dtype: torch.dtype, sinks_dtype: torch.dtype | None, fp8: bool = False, invariant: bool = False
+) -> float:
     batch, heads, length, window = decode_attention_cases.SHAPES[shape]
     operands, new = decode_attention_cases.make(batch, heads, min(length, 600), dtype, window=window)
+    operands = decode_attention_cases.in_fp8(*operands) if fp8 else operands
     sinks = decode_attention_cases.make_sinks(heads, sinks_dtype)
     expected, *_ = decode_attention_cases.expected(*operands, new, window, sinks)
     *operands, new, sinks = (decode_attention_cases.moved(value, "cuda") for value in (*operands, new, sinks))
     how = {"new": new, "window": window, "sinks": sinks}
-    values = decode_attention_cases.attend(*operands, **how, early=True)
-    codes = decode_attention_cases.attend(*operands, **how, quantized=True)
+    with fp8moe.batch_invariant(invariant):
+        values = decode_attention_cases.attend(*operands, **how, early=True)
+        codes = decode_attention_cases.attend(*operands, **how, quantized=True)
     if relative_error(exact(on_cpu(codes)), values.cpu().double()) > E4M3_ERROR:
         return INF
     return relative_error(values.cpu(), expected)
@@ -186,7 +193,7 @@ CASES = [
     *((norm_error, case, NORM_ERROR[case[2]]) for case in NORMS),
     *((norm_codes_error, case, E4M3_ERROR) for case in NORMS),
     *((logits_error, case, LOGITS_ERROR) for case in LOGITS),
-    *((norm_logits_error, case, LOGITS_ERROR) for case in NORM_LOGITS),
+    *((norm_route_errors, case, 0) for case in NORM_ROUTES),
     *((route_errors, case, 0) for case in FORMS),
     *((route_errors, (*case, tokens, True), 0) for case in FORMS[:6] for tokens in (1, 11, 16)),
     *((rotary_error, case, 2 * NORM_ERROR[case[3]]) for case in HEADS),

@@ -34,7 +34,13 @@ from fp8moe.quant.arranged import arrange
 from fp8moe.quant.checks import weight_operand
 from fp8moe.quant.formats import has_block_scales
 from fp8moe.quant.packed import blocks_of_nvfp4, quantize_nvfp4
-from fp8moe.quant.transpose import quantize_columns, quantize_with_transpose, transpose_fp8
+from fp8moe.quant.transpose import (
+    quantize_both_ways,
+    quantize_columns,
+    quantize_with_transpose,
+    transpose_fp8,
+    transposed_weight,
+)
 from tests.deep_gemm_cases import by_ends, by_group, by_rows, flat_groups
 from tests.gemm_cases import int32
 from tests.gpu.sanitizing import (
@@ -324,6 +330,16 @@ def transpose_fp8_errors(*shape: int) -> int:
     return differing(both(transpose_fp8, quantize_128x128(torch.randn(shape))))
 
 
+def both_ways_errors(*shape: int) -> int:
+    w, below = torch.randn(shape), torch.randn(shape)
+
+    def quantized(w: Tensor, below: Tensor) -> tuple[Tensor, ...]:
+        found = quantize_both_ways(w, below)
+        return *found, *transposed_weight(found)
+
+    return differing(both(quantized, w, below))
+
+
 def grouped_k_error(offsets: tuple[int, ...], m: int, n: int, accumulate: bool, dtype: torch.dtype) -> float:
     k = 640
     a, x = quantize_128x1(torch.randn(k, m)), torch.randn(k, n)
@@ -361,7 +377,7 @@ CASES = [
     *((gemm_swiglu_error, case, 1.5e-2) for case in GEMM_SWIGLUS),  # a value next to a tie may round to the other side
     *((transpose_errors, case, 0) for case in TRANSPOSES),
     *((swiglu_error, case, E4M3_ERROR) for case in SWIGLUS),
-    *((transpose_fp8_errors, case, 0) for case in WEIGHTS),
+    *((check, case, 0) for check in (transpose_fp8_errors, both_ways_errors) for case in WEIGHTS),
     *((grouped_k_error, case, GEMM_ERROR) for case in GROUPED_K),
     *((flat_error, case, GEMM_ERROR) for case in FLAT),
 ]

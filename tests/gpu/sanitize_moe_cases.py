@@ -20,7 +20,7 @@ from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
 from fp8moe.kernels.experts.operands import Layer, Norm, Shard
 from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
-from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.kernels.experts.routing import assigned_rows, sort_by_expert
 from fp8moe.kernels.experts.workspace import empty_normed
 from fp8moe.quant.reference import quantize_1x128 as quantize_reference
 from fp8moe.runtime.peer_table import SIGNALS_BYTES, Targets, meeting, no_meeting
@@ -65,6 +65,12 @@ EXPERTS = (
     (400, 272, 208, 5, 3, BF16, {"bias": True}),
     (400, 272, 208, 5, 3, FP32, {"bias": True, "weight_scales": "channel", "dtype": FP32}),
 )
+# tokens, hidden, I, experts, top_k, options of the layer
+GATHERED = (
+    (1, 272, 208, 16, 4, {}),
+    (4, 2048, 768, 32, 8, {"bias": True}),
+    (3, 256, 384, 16, 4, {"weight_format": "mxfp4"}),
+)
 # sizes of groups, K, ranks, tokens from which rows are gathered
 LORA = (
     ((3, 0, 7, 40), 136, 16, None),
@@ -86,6 +92,13 @@ def sort_errors(
     options = dict(zip(("first_expert", "first_row", "num_rows"), window, strict=True), capacity=capacity)
     index = random_index(tokens, top_k, num_experts, dtype)
     return differing(both(lambda index: tuple(sort_by_expert(index, num_experts, **options)), index))
+
+
+def assigned_errors(tokens: int, top_k: int, num_experts: int, num_rows: int, dtype: torch.dtype) -> int:
+    sorted = reference.sort_by_expert(random_index(tokens, top_k, num_experts), num_experts, None, 0, 0, num_rows)
+    weights = torch.randn(tokens, top_k).to(dtype)
+    pairs = both(lambda groups, rows, weights: assigned_rows((groups, rows), weights, num_rows), *sorted, weights)
+    return differing(pairs)
 
 
 def permute_errors(tokens: int, hidden: int, top_k: int, num_experts: int, dtype: torch.dtype) -> int:
@@ -172,6 +185,16 @@ def experts_error(
     return relative_error(got.cpu(), layer(x, index, weights).double())
 
 
+def gathered_errors(tokens: int, hidden: int, size: int, num_experts: int, top_k: int, options: dict) -> int:
+    """Values that are not those of permuted tokens, of which some have experts of other ranks."""
+    layer = make_layer(hidden, size, num_experts, **options).cuda()
+    x, weights = torch.randn(tokens, hidden, dtype=BF16).cuda(), torch.rand(tokens, top_k).cuda()
+    index = torch.stack([torch.randperm(num_experts + 2)[:top_k] for _ in range(tokens)]).cuda()
+    order = sort_by_expert(index, num_experts)._asdict()
+    got = layer(x, index, weights, **order, quantized=fp8moe.quantize_1x128(x))
+    return differing([(got.cpu(), layer(x, index, weights).cpu())])
+
+
 def partial_error(tokens: int, hidden: int, size: int, num_experts: int, top_k: int, dtype: torch.dtype) -> float:
     """Of one rank's experts, in two passes, and of rows that are in their order."""
     layer, num_rows = make_layer(hidden, size, num_experts), tokens * top_k // 2 + 1
@@ -234,12 +257,14 @@ def lora_error(sizes: tuple[int, ...], width: int, rank: int, tokens: int | None
 
 CASES = [
     *((sort_errors, case, 0) for case in SORTS),
+    *((assigned_errors, (100, 8, 16, rows, torch.bfloat16), 0) for rows in (300, 800, 900)),
     *((permute_errors, case, 0) for case in PERMUTATIONS),
     *((combine_errors, case, 0) for case in COMBINATIONS),
     *((combine_norm_errors, case, 0) for case in NORMED),
     *((dispatch_errors, case, 0) for case in DISPATCHES),
     *((placed_errors, case, 0) for case in PLACED),
     *((experts_error, case, LAYER_ERROR) for case in EXPERTS),
+    *((gathered_errors, case, 0) for case in GATHERED),
     *((partial_error, case[:6], LAYER_ERROR) for case in EXPERTS[:2]),
     *((sent_error, case, LAYER_ERROR) for case in SENT),
     *((lora_error, case, BFLOAT16_ERROR) for case in LORA),

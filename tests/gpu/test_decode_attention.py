@@ -146,9 +146,9 @@ def test_whole_prompts_with_sinks():
     query, key, value = operands(2, 8, 8, 64, 400, torch.bfloat16, 300)
     begin = columns = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     builder = AttentionMetadataBuilder(begin, columns, 400)
-    builder.next_call(whole=True)
+    builder.next_call(before=0)
     metadata, sinks = builder.build(300, 8, None), sinks_of(query)
-    assert metadata.whole
+    assert metadata.before == 0
     found = attention.attend(None, query, key, value, metadata, scaling=0.125, s_aux=sinks)[0]
     expected = reference(query, key, value, begin, columns, None, sinks)
     assert (found.double() - expected).norm() <= 4 * torch.finfo(torch.bfloat16).eps * expected.norm()

@@ -11,18 +11,20 @@ from torch import nn
 
 from fp8moe import batch_invariant, experts
 from fp8moe.kernels.decoder_ops import router
-from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
+from fp8moe.kernels.decoder_ops.norm_route import norm_route
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.experts import sort_by_expert
 from fp8moe.kernels.experts.operands import Norm
 from fp8moe.layers.experts import PACKED_WEIGHTS, GroupedExperts
 from fp8moe.quant.arranged import ARRANGED
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from tests import experts_cases
 from tests.backends import on_reference
+from tests.contracts import memory_of_nan
 from tests.errors import relative_error
 from tests.experts_cases import VARIANTS, from_intermediate, packed, quantized_intermediate
-from tests.gpu.checks import captured, memory_of, same_bits
+from tests.gpu.checks import captured, memory_of, same_bits, same_every_time
 from tests.small_checkpoints import bits
 
 pytestmark = pytest.mark.gpu
@@ -253,9 +255,11 @@ def test_graph_replays_of_norms_that_come_with_results(tokens, dtype):
     def run(by_one):
         total, values = x * 1.0, added * 1.0
         for layer, gate, weight in zip(layers, gates, weights[1:], strict=True):
-            normed, logits = norm_logits(values, weights[0], 1e-6, gate, residual=total, dtype=torch.float32)
-            routing = router.route(logits, RULE, dtype=torch.float32, sort=by_one)
-            options = {"residual": normed.sum, "groups": routing.groups, "rows": routing.rows}
+            dtypes = {"logits_dtype": torch.float32, "dtype": torch.float32}
+            how = {"residual": total, "quantized": by_one, **dtypes}
+            normed, routing = norm_route(values, weights[0], 1e-6, gate, RULE, **how)
+            order = {"groups": routing.groups, "rows": routing.rows, "quantized": normed.quantized} if by_one else {}
+            options = {"residual": normed.sum, **order}
             inputs = normed.values, routing.index, routing.weights
             quantized = layer is layers[1]
             if by_one:
@@ -277,6 +281,147 @@ def test_graph_replays_of_norms_that_come_with_results(tokens, dtype):
             graph.replay()
         for got, expected in zip(results, run(False), strict=True):
             assert torch.equal(got, expected)
+
+
+# ---- few tokens, which GEMM 1 reads by index ----
+
+
+def sorted_and_quantized(x, index, experts):
+    return {**sort_by_expert(index, experts)._asdict(), "quantized": quantize_1x128(x)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("sizes", [(16, 576, 208), (128, 2048, 768), (32, 1040, 144), (16, 7168, 512), (16, 200, 72)])
+def test_gathered_tokens_have_the_bits_of_permuted_ones(sizes, invariant, dtype, monkeypatch):
+    """Spread over experts, all to the same ones, by experts that come up twice and by such that are not here."""
+    layer, biased = make(*sizes), make(*sizes, bias=True)
+    norm = Norm(torch.randn(sizes[1], device=DEVICE).to(dtype), 1e-6, True)
+    for tokens in (1, 2, 3, 4, 5):
+        x = torch.randn(tokens, sizes[1], device=DEVICE).to(dtype)
+        index, weights = route(tokens, sizes[0], 4, seed=tokens)
+        alike, odd = index[:1].expand(tokens, -1).contiguous(), index.clone()
+        odd[0, 0], odd[-1, 1], odd[:, 2] = -1, sizes[0], odd[:, 3]
+        for one, routed in itertools.product((layer, biased), (index, alike, odd)):
+            given = sorted_and_quantized(x, routed, sizes[0])
+            with batch_invariant(invariant):
+                expected = one.forward_with_norm(x, routed, weights, norm, residual=x)
+                for _ in range(2):  # with a new plan and with a kept one
+                    got = one.forward_with_norm(x, routed, weights, norm, residual=x, **given)
+                    assert same_bits(got, expected)
+                assert torch.equal(one(x, routed, weights, **given), one(x, routed, weights))
+    if sizes[1] % 16 == 0 and sizes[2] % 16 == 0:  # and nothing was permuted
+        monkeypatch.setattr("fp8moe.kernels.experts.workspace.permute_launcher", None)
+        x, (index, weights) = torch.randn(4, sizes[1], device=DEVICE).to(dtype), route(4, sizes[0], 3)
+        expected = exact(layer, x, index, weights)
+        out = layer(x, index, weights, **sorted_and_quantized(x, index, sizes[0]))
+        assert relative_error(out, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 8, 32])
+def test_gathered_tokens_of_each_top_k(top_k):
+    experts = 256
+    layer = make(experts, 272, 144)
+    for tokens in (1, 3, 4):
+        x, (index, weights) = torch.randn(tokens, 272, device=DEVICE).bfloat16(), route(tokens, experts, top_k)
+        given = sorted_and_quantized(x, index, experts)
+        assert torch.equal(layer(x, index, weights, **given), layer(x, index, weights))
+
+
+def test_gathered_tokens_in_other_layouts():
+    layer, (index, weights) = make(16, 576, 208), route(3, 16, 4)
+    wide = torch.randn(3, 600, device=DEVICE).bfloat16()
+    x = wide[:, 8:584]
+    given = sorted_and_quantized(x, index, 16)
+    data, scale = given.pop("quantized")
+    apart = torch.zeros(3, 592, dtype=torch.uint8, device=DEVICE)
+    apart[:, 16:] = data.view(torch.uint8)
+    shifted = torch.zeros(scale.shape[1], 5, device=DEVICE)[:, 1:4].t().copy_(scale)
+    expected = layer(x, index, weights)
+    for codes, scales in itertools.product(
+        (data, apart[:, 16:].view(data.dtype), apart.t().contiguous().t()[:, 16:].view(data.dtype)),
+        (scale, scale.contiguous(), shifted),
+    ):
+        assert torch.equal(layer(x, index, weights, quantized=FP8Tensor(codes, scales), **given), expected)
+
+
+def test_bad_values_of_gathered_tokens_stay_in_their_tokens():
+    layer, (index, weights) = make(16, 576, 208), route(4, 16, 4)
+    x = torch.randn(4, 576, device=DEVICE).bfloat16()
+    clean = layer(x, index, weights)
+    for value in (NAN, float("inf")):
+        odd = x.clone()
+        odd[2, 100] = value
+        out = layer(odd, index, weights, **sorted_and_quantized(odd, index, 16))
+        others = [token for token in range(4) if token != 2]
+        assert not out[2].isfinite().any() and torch.equal(out[others], clean[others])
+
+
+def test_groups_and_rows_of_gathered_tokens_that_mean_nothing():
+    """Garbage gives garbage: no access out of bounds, and the next call is as ever."""
+    layer, (index, weights) = make(16, 576, 208), route(4, 16, 4)
+    x = torch.randn(4, 576, device=DEVICE).bfloat16()
+    given = sorted_and_quantized(x, index, 16)
+    expected = layer(x, index, weights, **given)
+    for low, high in ((-(2**31), 2**31 - 1), (-3, 40), (36, 37)):
+        groups, rows = (
+            torch.randint(low, high, t.shape, device=DEVICE).int() for t in (given["groups"], given["rows"])
+        )
+        layer(x, index, weights, groups=groups, rows=rows, quantized=given["quantized"])
+        layer(x, index, weights, **given | {"rows": rows})
+        layer(x, index, weights, **given | {"groups": groups.sort().values})
+        torch.cuda.synchronize()
+    assert torch.equal(layer(x, index, weights, **given), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_repeats_of_gathered_tokens_have_equal_bits(tokens):
+    """Whatever was in the memory that results and scratch get."""
+    layer, (index, weights) = make(128, 2048, 768), route(tokens, 128, 8)
+    x = torch.randn(tokens, 2048, device=DEVICE).bfloat16()
+    expected, given = layer(x, index, weights), sorted_and_quantized(x, index, 128)
+    with memory_of_nan():
+        assert torch.equal(same_every_time(lambda: layer(x, index, weights, **given)), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5])
+@pytest.mark.parametrize("sizes", [(16, 576, 208), (128, 2048, 768)])
+def test_graph_replays_from_attention_to_the_next_norm(sizes, tokens):
+    """Layers in a chain, the way a decode step runs them; each kernel starts while the one before it runs."""
+    experts, hidden, _ = sizes
+    layers, rule = [make(*sizes, seed) for seed in range(3)], router.RoutingRule(8, "softmax", True)
+    start = torch.randn(2, tokens, hidden, device=DEVICE).bfloat16()
+    gates = torch.randn(3, experts, hidden, device=DEVICE).bfloat16().mul_(0.05)
+    norms = torch.randn(2, hidden, device=DEVICE).bfloat16()
+    dtypes = {"logits_dtype": torch.float32, "dtype": torch.bfloat16}
+
+    def run(together):
+        values, total = start[0] * 1.0, start[1] * 1.0
+        found = []
+        for layer, gate in zip(layers, gates, strict=True):
+            if together:
+                how = {"residual": total, "quantized": True, **dtypes}
+                normed, chosen = norm_route(values, norms[0], 1e-6, gate, rule, **how)
+                order = {"groups": chosen.groups, "rows": chosen.rows, "quantized": normed.quantized}
+            else:
+                normed = rms_norm(values, norms[0], 1e-6, residual=total)
+                logits = router.router_logits(normed.values, gate, dtype=torch.float32)
+                chosen, order = router.route(logits, rule, dtype=torch.bfloat16), {}
+            inputs = normed.values, chosen.index, chosen.weights, Norm(norms[1], 1e-6, False)
+            total, following = layer.forward_with_norm(*inputs, residual=normed.sum, **order)
+            values = following.values
+            found += total, values, chosen.index
+        return found
+
+    graph, results = captured(lambda: run(True))
+    for seed in range(6):
+        torch.manual_seed(seed)
+        start.normal_(), norms.normal_(), gates.normal_(0, 0.05)
+        for _ in range(3):
+            for result in results:
+                result.fill_(1)
+            graph.replay()
+        assert same_bits(results, run(False))
 
 
 @pytest.mark.parametrize("sizes", [(8, 272, 208), (8, 2048, 512), (8, 200, 208)])
@@ -376,6 +521,7 @@ def test_layers_in_four_bits(form, gated):
         index, routing = route(tokens, 8, 2)
         out = layer(x, index, routing)
         assert torch.equal(out, experts(x, index, routing, *weights, activation=layer.activation))
+        assert torch.equal(layer(x, index, routing, **sorted_and_quantized(x, index, 8)), out)
         graph, replayed = captured(partial(layer, x, index, routing))
         graph.replay()
         assert torch.equal(replayed, out)

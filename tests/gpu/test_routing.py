@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8moe.kernels.experts import combine, permute, reference, routing
-from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.kernels.experts.routing import assigned_rows, sort_by_expert
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.runtime.launch import current_stream, device_guard
 
@@ -171,3 +171,50 @@ def test_chain_over_memory_of_the_caller(tokens, hidden):
         assert torch.equal(views[4].view(torch.bfloat16).view(tokens, hidden), expected)
         for start, size, end in zip(starts, sizes, starts[1:], strict=False):
             assert (result[start + size : end] == 0xAB).all()
+
+
+# ---- what each row is of ----
+
+
+@pytest.mark.parametrize("tokens,top_k", [(1, 1), (1, 8), (3, 7), (129, 8), (1000, 9), (8192, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_assigned_rows(tokens, top_k, dtype):
+    index = random_index(tokens, top_k, 16)
+    weights = torch.randn(tokens, 2 * top_k, device="cuda").to(dtype)[:, ::2]  # strided
+    weights[0, 0] = float("nan")
+    for first_row in (0, 5):
+        for num_rows in (0, 1, tokens, tokens * top_k, 2 * tokens * top_k + 3):
+            sorted = sort_by_expert(index, 16, first_row=first_row, num_rows=num_rows)
+            expected = reference.assigned_rows(*sorted, weights, num_rows)
+            for _ in range(20):
+                poison(num_rows)
+                for got, wanted in zip(assigned_rows(sorted, weights, num_rows), expected, strict=True):
+                    assert got.dtype == wanted.dtype and torch.equal(got.view(torch.int32), wanted.view(torch.int32))
+
+
+def test_assigned_rows_without_assignments():
+    for shape in ((0, 8), (5, 0)):
+        sorted = sort_by_expert(torch.empty(shape, dtype=torch.int64, device="cuda"), 4)
+        tokens, weights = assigned_rows(sorted, torch.empty(shape, device="cuda"), 6)
+        assert tokens.tolist() == [-1] * 6 and weights.tolist() == [0] * 6
+
+
+def test_assigned_rows_in_a_graph():
+    index, weights = random_index(300, 8, 16), torch.randn(300, 8, device="cuda")
+    found = []
+
+    def run():
+        sorted = sort_by_expert(index, 16)
+        found[:] = *sorted, *assigned_rows(sorted, weights, 2400)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for seed in range(3):
+        index.copy_(random_index(300, 8, 16, seed=seed + 1))
+        weights.normal_()
+        graph.replay()
+        groups, rows, *got = found
+        for value, wanted in zip(got, reference.assigned_rows(groups, rows, weights, 2400), strict=True):
+            assert torch.equal(value, wanted)

@@ -30,13 +30,14 @@ LATENT = "norms and residuals, queries and latents as one, latent attention"
 WIDE = {"head_dim": 128, "hidden_size": 256, "num_key_value_heads": 1, "num_attention_heads": 2}
 
 # What is fused in some classes: of the layers, and of modules by themselves.
+TABLES = "cosines and sines"
 PARTS = {
-    "Qwen3MoeForCausalLM": {"norm", "router", WHOLE},
-    "MixtralForCausalLM": {"norm", "router", WHOLE},
-    "Qwen2MoeForCausalLM": {"norm", "router", WHOLE},
-    "Glm4MoeForCausalLM": {"norm", "router", WHOLE.removesuffix(", router"), WHOLE},
-    "DeepseekV3ForCausalLM": {"norm", "router", LATENT, f"{LATENT}, router"},
-    "OlmoeForCausalLM": {"norm", "router", "norms and residuals, router"},
+    "Qwen3MoeForCausalLM": {TABLES, "norm", "router", WHOLE},
+    "MixtralForCausalLM": {TABLES, "norm", "router", WHOLE},
+    "Qwen2MoeForCausalLM": {TABLES, "norm", "router", WHOLE},
+    "Glm4MoeForCausalLM": {TABLES, "norm", "router", WHOLE.removesuffix(", router"), WHOLE},
+    "DeepseekV3ForCausalLM": {TABLES, "norm", "router", LATENT, f"{LATENT}, router"},
+    "OlmoeForCausalLM": {TABLES, "norm", "router", "norms and residuals, router"},
     "JambaForCausalLM": {"norm"},
     "Qwen3NextForCausalLM": {"router"},
     "GptOssForCausalLM": {"norm", "router", WHOLE},

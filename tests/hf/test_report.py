@@ -214,7 +214,7 @@ def test_models_of_load_model_and_from_pretrained(tmp_path, monkeypatch):
     quantize_checkpoint(tmp_path / "bf16", tmp_path / "fp8")
     rows = report(load_model(tmp_path / "fp8"))
     assert {row[1:] for row in rows if "mlp.experts" in row.name} == {("GroupedExperts", "fp8moe", "a GroupedExperts")}
-    assert {row[1:] for row in rows if "self_attn" in row.name} == {("FP8Linear", "fp8moe", "an FP8Linear")}
+    assert {row[1:] for row in rows if "self_attn." in row.name} == {("FP8Linear", "fp8moe", "an FP8Linear")}
     assert {row.runs_on for row in rows if row.name == "lm_head"} == {"PyTorch"}
 
     quantizer = quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer

@@ -535,8 +535,11 @@ def test_routers_that_run_fused_are_recorded(monkeypatch):
         logits_of(model)
     first, second = (layer.mlp.gate for layer in model.model.layers)
     hf.optimize(model)
-    plain, route = logits_of(model), feed_forward.route
-    monkeypatch.setattr(feed_forward, "route", lambda *args, **how: chosen.append(route(*args, **how)) or chosen[-1])
+    plain = logits_of(model)
+    for name in ("norm_route", "route"):  # of a block, and of a router alone
+        choose = getattr(feed_forward, name)
+        counted = lambda *args, choose=choose, **how: chosen.append(choose(*args, **how)) or chosen[-1]  # noqa: E731
+        monkeypatch.setattr(feed_forward, name, counted)
     with hf.record_routing(model) as recorded:
         assert torch.equal(logits_of(model), plain)
     assert torch.equal(recorded.routing, unfused.routing) and len(chosen) == 2
@@ -649,8 +652,10 @@ def test_gradients_of_experts_against_float32(name):
 
 @pytest.mark.usefixtures("one_thread", "registered")
 def test_weights_are_quantized_once_for_each_step(monkeypatch):
-    weights, quantize = [], master.quantize_128x128
-    monkeypatch.setattr(master, "quantize_128x128", lambda weight: weights.append(weight.shape) or quantize(weight))
+    weights, quantize = [], master._quantize
+    monkeypatch.setattr(
+        master, "_quantize", lambda weight, **options: weights.append(weight.shape) or quantize(weight, **options)
+    )
     model = on_fp8moe().train()
     batches = batches_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -23,6 +23,7 @@ from tests import experts_cases
 from tests.errors import relative_error
 from tests.experts_cases import MLP, layer_of, make, route
 from tests.experts_training_reference import Block
+from tests.gpu.checks import same_bits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The largest error allowed against float64 over the same quantized operands.
@@ -252,6 +253,35 @@ def test_residual_gets_its_gradient():
     trained = experts_cases.make_trained()
     out = trained(x, index, weights, residual=residual.detach())
     assert torch.equal(out, residual + trained(x, index, weights))
+
+
+@pytest.mark.parametrize("sizes", [(4, 144, 112), (4, 131, 77)])
+@pytest.mark.parametrize("variant", ["plain", "gelu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_that_are_quantized_already(dtype, variant, sizes):
+    """With their order and without, in the result's dtype and with a norm of it, and in one that keeps them apart."""
+    layer, masked = make(*sizes, **VARIANTS[variant]), make(*sizes, **VARIANTS[variant], decode_capacity=64)
+    for tokens in (0, 1, 16, 17):
+        x, (index, weights) = torch.randn(tokens, sizes[1]).to(dtype), route(tokens, 4, 2)
+        index[:1, 0] = -1
+        order, quantized = sort_by_expert(index, 4)._asdict(), quantize_1x128(x)
+        norm = Norm(torch.randn(sizes[1]).to(dtype), 1e-6, True)
+        for one, extra in ((layer, order), (layer, {}), (masked, order)):
+            expected = one(x, index, weights, residual=x, **extra)
+            assert torch.equal(one(x, index, weights, residual=x, quantized=quantized, **extra), expected)
+            results = one.forward_with_norm(x, index, weights, norm, residual=x, quantized=quantized, **extra)
+            assert same_bits(results, one.forward_with_norm(x, index, weights, norm, residual=x, **extra))
+        wrong = quantized._replace(scale=quantized.scale * 2)  # they are what is read
+        assert not tokens or not torch.equal(layer(x, index, weights, quantized=wrong), layer(x, index, weights))
+
+
+def test_gradients_of_tokens_that_are_quantized_already():
+    layer, (index, weights) = make(), route(5, 4, 2)
+    x = torch.randn(5, 144, requires_grad=True)
+    for extra in ({}, {"quantized": quantize_1x128(x.detach())}):
+        layer(x, index, weights, **extra).sum().backward()
+    once = torch.autograd.grad(layer(x, index, weights).sum(), x)[0]
+    torch.testing.assert_close(x.grad, 2 * once)
 
 
 def test_leading_dimensions():

@@ -17,6 +17,7 @@ from fp8moe.kernels.experts.operands import Layer, Masters, Shard
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.layers import master as masters
 from fp8moe.layers.experts import GroupedExperts
+from fp8moe.quant import transpose
 from fp8moe.quant.formats import FP8Tensor
 from tests import experts_cases
 from tests.compilers import INDUCTOR
@@ -310,7 +311,8 @@ def calls(monkeypatch):
         "quantize_1x128",
     ):
         count(kernels, name)
-    count(masters, "quantize_128x128")
+    count(masters, "_quantize")
+    count(transpose, "transpose_fp8")
     return counts
 
 
@@ -320,18 +322,35 @@ def test_each_quantization_happens_once(calls):
     x.requires_grad_()
     out = layer(x, index, weights.requires_grad_())
     # x by rows, both weights; GEMM 1 quantizes h.
-    assert calls == {"permute_quantize": 1, "quantize_128x128": 2}
+    assert calls == {"permute_quantize": 1, "_quantize": 2}
     calls.clear()
     out.backward(grad)
     # The gradient of the result; that of the gate and up projections, and h by columns; x by columns.
-    assert calls == {"quantize_with_transpose": 1, "swiglu_backward_quantize": 1, "quantize_columns": 1}
+    by_columns = {"quantize_with_transpose": 1, "swiglu_backward_quantize": 1, "quantize_columns": 1}
+    assert calls == by_columns | {"transpose_fp8": 2}  # of padded copies
+
+
+def test_micro_batches_share_the_transposes_that_are_made_with_the_copies(calls):
+    layer = make(intermediate_size=128)
+    x, index, weights, grad = inputs()
+    for _ in range(3):
+        layer(x.requires_grad_(), index, weights).backward(grad)
+    assert calls["_quantize"] == 2 and "transpose_fp8" not in calls
+    first = [parameter.grad.clone() for parameter in layer.parameters()]
+    fresh = make(intermediate_size=128)
+    with torch.no_grad():
+        fresh(x, index, weights)  # leaves copies without transposes
+    for _ in range(3):
+        fresh(x, index, weights).backward(grad)
+    assert calls["transpose_fp8"] == 6
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(fresh.parameters(), first, strict=True))
 
 
 def test_each_quantization_happens_once_with_another_activation(calls):
     layer = make(**VARIANTS["gelu"])
     backward(layer, *inputs())
-    by_rows = {"permute_quantize": 1, "quantize_1x128": 1, "quantize_128x128": 2}
-    assert calls == by_rows | {"quantize_with_transpose": 2, "quantize_columns": 2}
+    by_rows = {"permute_quantize": 1, "quantize_1x128": 1, "_quantize": 2}
+    assert calls == by_rows | {"quantize_with_transpose": 2, "quantize_columns": 2, "transpose_fp8": 2}
 
 
 @pytest.mark.parametrize("variant", ["plain", "gelu"])
@@ -340,7 +359,8 @@ def test_frozen_weights_need_no_transposed_activations(calls, variant):
     calls.clear()
     backward(layer, *inputs())
     activations = {"swiglu_backward_quantize": 1}
-    assert calls == {"permute_quantize": 2} | (activations if variant == "plain" else {"quantize_1x128": 2})
+    others = activations if variant == "plain" else {"quantize_1x128": 2}
+    assert calls == {"permute_quantize": 2, "transpose_fp8": 2} | others
 
 
 def test_masters_are_quantized_once_per_step(calls):
@@ -352,7 +372,7 @@ def test_masters_are_quantized_once_per_step(calls):
             layer(x, index, weights).backward(grad)
         with torch.no_grad():
             layer(x, index, weights)
-        assert calls["quantize_128x128"] == 2 * step
+        assert calls["_quantize"] == 2 * step
         optimizer.step()
         optimizer.zero_grad()
 
@@ -384,7 +404,7 @@ def test_memory_kept_for_the_backward(gated, sizes, dtype):
     experts, tokens, top_k, (hidden, size) = 4, 200, 2, sizes
     x, index, weights, _ = inputs(tokens, experts, top_k, hidden, dtype)
     rows, size = tokens * top_k, -(-size // 128) * 128
-    documented = (4 if gated else 2) * rows * size + 8 * rows + 4 * (experts + 1)
+    documented = (4 if gated else 2) * rows * size + 4 * rows + 4 * (experts + 1)
 
     layer = make(experts, *sizes, gated=gated)
     x.requires_grad_()

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm.cost import group_sizes, grouped_time, resident_clusters
 from fp8moe.kernels.gemm.epilogue import AddLowRank, Columns, Packing, PeerStore, PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.launch import gathers
 from fp8moe.kernels.gemm.sm90 import (
     BUSY_PRODUCER_REGISTERS,
     PRODUCER_REGISTERS,
     TileConfig,
+    fits,
+    gathering,
     with_stages,
     without_tma_store,
 )
@@ -187,6 +190,40 @@ def test_weights_in_four_bits_keep_to_their_registers(epilogue, packing):
         # Values that only the ends of a tile need.
         assert config.name in ("8x256*2", "16x256*2") and max(memory) <= 40, (config, memory)
         assert not complaints and not static and registers == 80, (config, complaints, static, registers)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 1024), st.sampled_from((None, "mxfp4", "int4", "nvfp4")))
+def test_tokens_are_gathered_where_weights_are_the_rows(tokens, top_k, experts, packed):
+    """Every tile that may be chosen then has them as such, and room for the tokens of the rows."""
+    if not gathers(tokens, top_k, experts):
+        assert tokens > 4 or top_k > 32 or tokens * top_k >= 6 * experts
+        return
+    rows = tokens * top_k
+    for n, k in BENCHMARK_WEIGHTS:
+        problem = GroupedProblem(rows, experts, rows / experts, n, k, SMS, swiglu=True, packed=packed)
+        for config in grouped_candidates(problem):
+            assert config.weights_as_rows
+        tile = gathering(choose_grouped(problem), k)
+        assert fits(tile, k) and tile.scale_box == 4
+
+
+@pytest.mark.parametrize("packing", [None, *PACKINGS.values()], ids=["fp8", *PACKINGS])
+def test_gathered_tokens_keep_to_their_registers(packing):
+    found = [
+        (gathering(config, k), n, k)
+        for config, n, k in variants(True, packing and packing.format)
+        if config.weights_as_rows and config.block_m <= 16
+    ]
+    assert {config.block_m for config, _, _ in found} == {8, 16}
+    wrong = faults(found, CLAMPED, None if packing is None else torch.bfloat16, packing)
+    for config, (memory, complaints, static, registers) in wrong.items():
+        # As without: values that only the ends of a tile need.
+        assert packing is not None and config.name in ("8x256*2", "16x256*2") and max(memory) <= 40, (config, memory)
+        assert not complaints and not static and registers == 80, (config, complaints, static, registers)
+    for config, n, k in found:
+        spec = kernel_spec(config, n, k, CLAMPED, Columns(packing=packing))
+        assert counts_shared_memory_alike(spec, config.shared_bytes)
 
 
 @pytest.mark.parametrize("epilogue", PEER_STORES, ids=str)

@@ -1,5 +1,7 @@
 """Sorting assignments by expert: the semantics on the reference backend, the operator, and the compiled kernels."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from fp8moe.kernels.experts import routing
 from fp8moe.kernels.experts.checks import MAX_EXPERTS
-from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.kernels.experts.routing import assigned_rows, sort_by_expert
 from tests.ptxas import compile_report
 
 DTYPES = (torch.int32, torch.int64)
@@ -71,6 +73,39 @@ def test_window_is_a_part_of_all_rows(tokens, num_experts, first_row, num_rows, 
     # Each row of the window has its place among the groups of experts.
     for expert, (start, end) in enumerate(zip(groups.tolist(), groups.tolist()[1:], strict=False)):
         assert sorted(rows[(index == expert) & (rows >= 0)].tolist()) == list(range(start, end))
+
+
+@given(
+    tokens=st.integers(0, 20),
+    num_experts=st.integers(1, 12),
+    num_rows=st.integers(0, 70),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+    seed=st.integers(0, 1000),
+)
+def test_assigned_rows_one_at_a_time(tokens, num_experts, num_rows, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randint(-2, num_experts + 3, (tokens, 3), generator=generator)
+    weights = torch.randn(tokens, 3, generator=generator).to(dtype).requires_grad_()
+    if tokens:
+        weights.data[0] = torch.tensor([math.nan, math.inf, -0.0])
+    sorted = sort_by_expert(index, num_experts, num_rows=num_rows)
+    expected_tokens, expected_weights = [-1] * num_rows, [0.0] * num_rows
+    for token, places in enumerate(sorted.rows.tolist()):
+        for k, row in enumerate(places):
+            if row >= 0:
+                expected_tokens[row], expected_weights[row] = token, weights[token, k].item()
+    found = assigned_rows(sorted, weights, num_rows)
+    assert found.tokens.dtype == torch.int32 and found.tokens.tolist() == expected_tokens
+    assert found.weights.dtype == torch.float32 and not found.weights.requires_grad
+    assert torch.equal(found.weights.nan_to_num(7.0), torch.tensor(expected_weights).view(num_rows).nan_to_num(7.0))
+
+
+def test_refused_weights_of_rows():
+    sorted = sort_by_expert(torch.zeros(4, 2, dtype=torch.int64), 3)
+    with pytest.raises(ValueError, match="weights"):
+        assigned_rows(sorted, torch.zeros(4, 3), 8)
+    with pytest.raises(TypeError, match="weights"):
+        assigned_rows(sorted, torch.zeros(4, 2, dtype=torch.int32), 8)
 
 
 @given(tokens=st.integers(1, 60), num_experts=st.integers(1, MAX_EXPERTS), seed=st.integers(0, 1000))

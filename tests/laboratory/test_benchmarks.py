@@ -96,6 +96,14 @@ def test_quantizers_are_checked_and_timed(monkeypatch):
     assert gathered["of_copy_once"] / gathered["of_copy"] == pytest.approx((written + 80 * 256) / (written + 160 * 256))
 
 
+def test_attention_over_both_caches(monkeypatch):
+    monkeypatch.setattr(kernels, "CACHED", ((2, 40),))
+    monkeypatch.setattr(kernels, "HEADS", {"heads": 4, "key_heads": 2, "head_dim": 32})
+    bf16, fp8 = kernels.attention()
+    assert [row["gbps"] for row in (bf16, fp8)] == pytest.approx([2 * 2 * 2 * 40 * each / 3e3 for each in (64, 36)])
+    assert bf16["of_bf16"] == fp8["of_bf16"] == 1
+
+
 def test_what_differs_from_the_reference_is_not_timed(monkeypatch):
     torch.manual_seed(0)
     sizes = {"batch": 2, "context": [70, 3], "next_n": 1, "heads": 32, "head_dim": 32, "max_context_len": 90}
@@ -188,7 +196,7 @@ def test_a_step_launches_the_kernels_whose_work_is_known():
     events = [KernelEvent(f"{name}<1>", i, 1000 * (i + 1)) for i, name in enumerate(training.PROFILES * names)]
     rows = training.kernel_rows(reversed(events), work)
     assert [row["kernel"] for row in rows[2:5]] == ["sort_by_expert", "at::native::index", "permute_quantize"]
-    assert rows[0]["us"] == pytest.approx(1 + len(names)) and rows[0]["of"] == "gate_up_proj"
+    assert rows[0]["us"] == pytest.approx(1 + len(names)) and rows[0]["of"] == "gate_up_proj, both ways"
     assert rows[3]["of"] is None and rows[-1]["x_floor"] == rows[-1]["us"] / work[-1].floor_us
     with pytest.raises(RuntimeError, match="expected the kernels quantize_128x128"):
         training.kernel_rows(events, work[1:])

@@ -42,20 +42,23 @@ def shard(model, layers, **options):
 
 
 @contextmanager
-def quantizations():
-    """A list that every master that is quantized is added to, but for those that a compiler traces."""
-    weights, quantize = [], master.quantize_128x128
+def quantizations(gathered=True):
+    """A list that every master that is quantized is added to, but for those that a compiler traces.
 
-    def watched(weight, **options):
-        if not isinstance(weight, FakeTensor):
-            weights.append(weight)
-        return quantize(weight, **options)
+    gathered: by FSDP2. None has its transpose kept then: autograd keeps the copies of all layers.
+    """
+    weights, quantize = [], master._quantize
 
-    master.quantize_128x128 = watched
+    def watched(*parts, both_ways=False):
+        assert not (gathered and both_ways)
+        weights.extend(part for part in parts if not isinstance(part, FakeTensor))
+        return quantize(*parts, both_ways=both_ways)
+
+    master._quantize = watched
     try:
         yield weights
     finally:
-        master.quantize_128x128 = quantize
+        master._quantize = quantize
 
 
 def train(sharded, plain, optimizers, data, targets, *, steps, limit, quantized):

@@ -56,7 +56,7 @@ def test_a_compiled_graph_quantizes_masters_once(backend, fresh_compiler):
     experts = GroupedExperts(num_experts=2, hidden_size=256, intermediate_size=128, master_dtype=torch.float32)
     routing = torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1)
     run = torch.compile(lambda x: experts(fp8(x), *routing), backend=backend)
-    with quantizations() as weights:
+    with quantizations(gathered=False) as weights:
         for _ in range(3):
             run(torch.randn(8, 256)).sum().backward()
     assert len(weights) == 4  # of two linears, and the experts' up and down
@@ -91,7 +91,7 @@ def test_gate_and_up_are_quantized_once(backend, fresh_compiler):
         (lambda: setattr(experts, "w1", nn.Parameter(experts.w1.data)), 2),
     ):
         change()
-        with quantizations() as weights:
+        with quantizations(gathered=False) as weights:
             for _ in range(3):
                 out = run(x)
                 out.sum().backward()
@@ -114,7 +114,7 @@ def exchanged(model):
 )
 def test_copied_and_moved_masters_are_quantized_once(change, fresh_compiler):
     run = torch.compile(change(plain_and_fp8()[1]), backend="aot_eager")
-    with quantizations() as weights:
+    with quantizations(gathered=False) as weights:
         for _ in range(2):
             run(torch.randn(8, 256)).sum().backward()
     assert len(weights) == 2

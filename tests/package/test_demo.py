@@ -167,6 +167,9 @@ def test_run_from_end_to_end(monkeypatch, tmp_path, tiny_model, capsys, graphs):
     four_bits = written["experts_in_four_bits"]
     assert list(four_bits) == list(PACKED_WEIGHTS)
     assert len({*four_bits.values()} - {*written["perplexity"].values()}) == len(PACKED_WEIGHTS)
+    outputs = written["output_layer_in_fp8"]
+    assert list(outputs) == ["bf16", "FP8"] and not {*outputs.values()} & {*written["perplexity"].values()}
+    assert [*outputs.values()] == pytest.approx(perplexities[:2], rel=0.05)
     assert perplexities[1:] == pytest.approx(perplexities[:1] * 2, rel=0.2)
     assert perplexities[2] == pytest.approx(perplexities[1], rel=0.05)
     if graphs:

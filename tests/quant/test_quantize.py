@@ -311,7 +311,7 @@ def test_every_variant_compiles_without_spills(name, dtype):
         if ue8m0 and name == "quantize_128x1":
             continue
         report = without_spills(quantize.kernel_spec(name, dtype, ue8m0, vector))
-        assert report.registers <= 128
+        assert report.registers <= (128 if vector else 224)
         if vector and dtype != torch.float32:
             # An SM of 65536 registers then holds 1024 threads, with 64 bytes or more of loads in flight each.
             assert report.registers <= 64

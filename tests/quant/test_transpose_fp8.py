@@ -1,15 +1,18 @@
 """The exact transpose of FP8 weights: reference backend, errors, operator, and the compiled kernels."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8moe import FP8Tensor
 from fp8moe.quant import transpose
 from fp8moe.quant.quantize import dequantize, quantize_128x128
-from fp8moe.quant.transpose import transpose_fp8
+from fp8moe.quant.transpose import quantize_both_ways, transpose_fp8, transposed_weight
 from tests.ptxas import without_spills
 
 
@@ -73,3 +76,61 @@ def test_every_variant_compiles_without_spills():
         assert report.static_smem == 128 * 128
         # 6 blocks of 256 threads on an SM of 65536 registers, each with 16 KB of loads in flight.
         assert report.registers <= 40
+
+
+# ---- weights quantized both ways ----
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def same_bits(got: FP8Tensor, expected: FP8Tensor) -> bool:
+    return torch.equal(got.data.view(torch.uint8), expected.data.view(torch.uint8)) and torch.equal(
+        got.scale.view(torch.int32), expected.scale.view(torch.int32)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(136, 272), (3, 128, 256), (2, 1, 130, 70), (0, 16, 16), (2, 0, 16)])
+def test_both_ways_are_quantization_and_transpose(shape, dtype):
+    w = torch.randn(shape).to(dtype).requires_grad_()
+    found, expected = quantize_both_ways(w), quantize_128x128(w)
+    assert same_bits(found, expected) and not found.data.requires_grad
+    assert same_bits(transposed_weight(found), transpose_fp8(expected))
+    for value in (*found, *transposed_weight(found)):
+        assert value.is_contiguous()
+
+
+def test_rows_below_have_blocks_of_their_own():
+    gate, up = torch.randn(2, 3, 200, 144)
+    found = quantize_both_ways(gate, up)
+    expected = quantize_128x128(torch.stack([gate, up], 1))
+    assert same_bits(found, FP8Tensor(*(part.flatten(1, 2) for part in expected)))
+    assert same_bits(transposed_weight(found), transpose_fp8(found))
+
+
+def test_the_transpose_is_kept_as_long_as_the_weight():
+    w = quantize_both_ways(torch.randn(2, 1, 128, 256))
+    kept = transposed_weight(w)
+    assert transposed_weight(w).data.data_ptr() == kept.data.data_ptr()
+    merged = FP8Tensor(w.data.flatten(0, 1), w.scale.flatten(0, 1))  # a view of all of it
+    assert transposed_weight(merged).data.data_ptr() == kept.data.data_ptr()
+    assert transposed_weight(merged).data.shape == (2, 256, 128)
+    one = FP8Tensor(w.data[0], w.scale[0])  # a part of it, and a copy, are transposed
+    assert same_bits(transposed_weight(one), transpose_fp8(one))
+    copy = FP8Tensor(w.data.clone(), w.scale)
+    assert transposed_weight(copy).data.data_ptr() != kept.data.data_ptr()
+    freed = weakref.ref(kept.data.untyped_storage())
+    del w, merged, one, kept
+    gc.collect()
+    assert freed() is None
+
+
+def test_refusals_of_both_ways():
+    with pytest.raises(TypeError, match="w: expected bfloat16, float16 or float32"):
+        quantize_both_ways(torch.ones(4, 4, dtype=torch.int32))
+    with pytest.raises(ValueError, match="w: expected at least 2"):
+        quantize_both_ways(torch.ones(4))
+    with pytest.raises(ValueError, match="below: expected shape"):
+        quantize_both_ways(torch.ones(4, 4), torch.ones(4, 5))
+    with pytest.raises(TypeError, match="below: expected float32, got torch.bfloat16"):
+        quantize_both_ways(torch.ones(4, 4), torch.ones(4, 4).bfloat16())

@@ -348,6 +348,34 @@ def test_a_checkpoint_in_fp8_stays_in_fp8(directory, tmp_path):
     assert serve.make_decoder(model, 2, None).max_length == model.config.max_position_embeddings
 
 
+def test_keys_and_values_in_fp8():
+    decoder = serve.make_decoder(tiny_model().bfloat16(), 2, 32, "fp8")
+    ids = torch.arange(3, 9)
+    ((_, tokens),) = decoder.run([{"input_ids": ids, "max_new_tokens": 4, "eos_token_id": ()}])
+    assert len(tokens) == 4 and decoder.capabilities.cache_dtype is torch.float8_e4m3fn
+    refused = {
+        "^--cache-dtype fp8: MixtralForCausalLM is in torch.float32": tiny_model(),
+        "^--cache-dtype fp8: model: layer 0 keeps a Static": MODELS["Llama4ForCausalLM"].build().bfloat16(),
+    }
+    for message, model in refused.items():
+        with pytest.raises(ValueError, match=message):
+            serve.make_decoder(model, 2, 32, "fp8")
+    with pytest.raises(SystemExit):
+        main(["serve", "a model", "--cache-dtype", "int4"])
+
+
+def test_the_output_layer_in_fp8():
+    model = tiny_mixtral()
+    assert serve.make_decoder(model, 2, 32, output_dtype="fp8").capabilities.output is not None
+    model.lm_head = FP8Linear.from_linear(model.lm_head)
+    with pytest.raises(
+        ValueError, match="^--output-dtype fp8: the output layer of MixtralForCausalLM is in FP8 already"
+    ):
+        serve.make_decoder(model, 2, 32, output_dtype="fp8")
+    with pytest.raises(SystemExit):
+        main(["serve", "a model", "--output-dtype", "int4"])
+
+
 def test_models_that_nothing_serves():
     model = MODELS["Llama4ForCausalLM"].build()
 

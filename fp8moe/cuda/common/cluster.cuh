@@ -26,3 +26,6 @@ __device__ __forceinline__ void store_to_block(u32 address, float4 v) {
 __device__ __forceinline__ void store_to_block(u32 address, float2 v) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
+__device__ __forceinline__ void store_to_block(u32 address, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}

@@ -13,25 +13,32 @@ struct Scale : BlockScale<UE8M0> {
   explicit __device__ Scale(u32 amax) : BlockScale(Input::value(amax)) {}
 };
 
-// Quantizes one vector and stores its first `count` elements. `count` may be negative or exceed the vector.
-__device__ void store(u8* target, const Vector& v, const Scale& scale, int count) {
-  u32 out[PER_VECTOR / 4];
+// The E4M3 values of one vector.
+struct Codes {
+  u32 words[PER_VECTOR / 4];
+
+  __device__ Codes(const Vector& v, const Scale& scale) {
 #pragma unroll
-  for (int i = 0; i < PER_VECTOR; i += 4) {
-    out[i / 4] =
-        to_e4m3(scale.quotient(v[i]), scale.quotient(v[i + 1]), scale.quotient(v[i + 2]), scale.quotient(v[i + 3]));
+    for (int i = 0; i < PER_VECTOR; i += 4) {
+      words[i / 4] =
+          to_e4m3(scale.quotient(v[i]), scale.quotient(v[i + 1]), scale.quotient(v[i + 2]), scale.quotient(v[i + 3]));
+    }
   }
+};
+
+// Stores the first `count` values. `count` may be negative or exceed the vector.
+__device__ void store(u8* target, const Codes& codes, int count) {
   if constexpr (VECTOR) {
     if (count <= 0) return;
     if constexpr (PER_VECTOR == 8) {
-      *reinterpret_cast<uint2*>(target) = make_uint2(out[0], out[1]);
+      *reinterpret_cast<uint2*>(target) = make_uint2(codes.words[0], codes.words[1]);
     } else {
-      *reinterpret_cast<u32*>(target) = out[0];
+      *reinterpret_cast<u32*>(target) = codes.words[0];
     }
   } else {
 #pragma unroll
     for (int i = 0; i < PER_VECTOR; ++i) {
-      if (i < count) target[i] = static_cast<u8>(out[i / 4] >> (i % 4 * 8));
+      if (i < count) target[i] = static_cast<u8>(codes.words[i / 4] >> (i % 4 * 8));
     }
   }
 }

@@ -55,3 +55,15 @@ __device__ __forceinline__ void copy_16(u8* target, const u8* source, int count,
     for (int i = 0; i < min(count, 16); ++i) target[i] = source[i];
   }
 }
+
+// Transposes a 4x4 matrix of bytes: moves byte j of word i to byte i of word j.
+__device__ __forceinline__ void transpose_bytes(u32 (&words)[4]) {
+  const u32 low01 = __byte_perm(words[0], words[1], 0x5140);
+  const u32 high01 = __byte_perm(words[0], words[1], 0x7362);
+  const u32 low23 = __byte_perm(words[2], words[3], 0x5140);
+  const u32 high23 = __byte_perm(words[2], words[3], 0x7362);
+  words[0] = __byte_perm(low01, low23, 0x5410);
+  words[1] = __byte_perm(low01, low23, 0x7632);
+  words[2] = __byte_perm(high01, high23, 0x5410);
+  words[3] = __byte_perm(high01, high23, 0x7632);
+}

@@ -28,6 +28,6 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
   if (slot < 0 || slot >= num_slots) return;
   CacheBlock<BLOCK_TOKENS>& block = cache[slot / BLOCK_TOKENS];
   const int place = slot % BLOCK_TOKENS;
-  store(block.keys + place * HEAD_DIM + column, v, scale, PER_VECTOR);
+  store(block.keys + place * HEAD_DIM + column, Codes(v, scale), PER_VECTOR);
   if (column == 0) block.scales[place] = scale.value;
 }

@@ -9,17 +9,19 @@
 // if `float_sinks`, else Element; null: heads have no sinks. keys, values (batch, KEY_HEADS, length, SIZE).
 // The query of sequence b sees columns begin[b] to columns[b] of the cache, at most the last `window` of them.
 // columns[b] is the column of the new token; if it is outside [0, length), the token is not stored. out (batch, heads *
-// SIZE); data, scale: out quantized as by quantize_1x128.cu. out may be null, and so may data with scale.
+// SIZE); data, scale: out quantized as by quantize_1x128.cu. out may be null, and so may data with scale. With
+// FP8_CACHE key_scales, value_scales (batch, KEY_HEADS, length).
 struct Arguments {
   const Element *q, *k, *v;
   const Element *cos, *sin;
   const Element *q_weight, *k_weight;
   const void* sinks;
-  Element *keys, *values;
+  Cached *keys, *values;
   const i64 *begin, *columns;
   Element* out;
   u8* data;
   float* scale;
+  float *key_scales, *value_scales;
   i64 q_stride, k_stride, v_stride, length, window, scale_pitch;
   u32 one_table, early, float_sinks;
   float eps, score_scale;

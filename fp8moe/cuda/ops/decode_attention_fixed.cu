@@ -5,6 +5,9 @@
 // splits, keys and then values, STAGES tiles ahead. After each round, in which every warp of the cluster has a split,
 // the sums go to the blocks that finish their columns, and are merged there in the order of splits.
 //
+// A tile of a cache in FP8 is converted to the type of the queries when it has arrived, in place: prompt_attention.cu
+// reads a cache that was converted in the same way.
+//
 // Compile-time constants: those of decode_attention.cu.
 #include "cluster.cuh"
 #include "fixed_splits.cuh"
@@ -24,6 +27,9 @@ static_assert(VECTORS == 1 && HEAD_LANES >= CHUNKS && BLOCK == 4 * WARP);
 
 struct Shared {
   Row tiles[WARPS][STAGES][TILE];  // of keys or values
+#if FP8_CACHE
+  float scales[WARPS][STAGES][TILE];
+#endif
   Row query[ROWS];
   Row fresh[2];       // the new token's key and value
   float sinks[ROWS];  // as `scaled_sink` returns them
@@ -33,6 +39,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES);
 
+#define MULTIPLIES_CODES 0
 #include "decode_attention_heads.cuh"
 
 // The keys that the query sees, numbered from the first key of the split that has the first of them.
@@ -51,15 +58,31 @@ struct Seen {
 
 // The tiles that a warp loads: of each of its splits those of the keys, then those of the values.
 struct Loads {
-  const Element *keys, *values;
+  const Cached *keys, *values;
+#if FP8_CACHE
+  const float *key_scales, *value_scales;
+  float* scales;  // of the tile of stage 0
+#endif
   Seen seen;
   int split, part = 0;  // the next tile to load: split, and which of its 2 * SPLIT_TILES tiles
 
   // Starts to load the next tile. Keys that are not seen become zeros: a NaN there would reach the result.
-  __device__ __forceinline__ void start(Row* target) {
+  __device__ __forceinline__ void start(Row* target, int stage) {
     const int first = split * SPLIT + part % SPLIT_TILES * TILE;
-    const Element* const source = part < SPLIT_TILES ? keys : values;
+    const Cached* const source = part < SPLIT_TILES ? keys : values;
     if (first < seen.end) {
+#if FP8_CACHE
+#pragma unroll
+      for (int i = threadIdx.x % WARP; i < TILE * STEPS; i += WARP) {
+        const int key = first + i / STEPS;
+        const bool there = key >= seen.first && key < seen.cached;
+        async_copy_16(shared_address(target) + i * 16, source + (there ? i64{key} * SIZE + i % STEPS * 16 : 0), there);
+      }
+      const int lane = threadIdx.x % WARP, key = first + lane;
+      const float* const of_codes = part < SPLIT_TILES ? key_scales : value_scales;
+      const bool there = key >= seen.first && key < seen.cached;
+      if (lane < TILE) async_copy_4(shared_address(scales + stage * TILE + lane), of_codes + (there ? key : 0), there);
+#else
 #pragma unroll
       for (int i = threadIdx.x % WARP; i < TILE * CHUNKS; i += WARP) {
         const int row = i / CHUNKS, chunk = i % CHUNKS, key = first + row;
@@ -67,11 +90,36 @@ struct Loads {
         async_copy_16(shared_address(&target[row][swizzled(row, chunk)]),
                       source + (there ? i64{key} * SIZE + chunk * 8 : 0), there);
       }
+#endif
     }
     async_commit();
     if (++part == 2 * SPLIT_TILES) part = 0, split += ROUND;
   }
 };
+
+#if FP8_CACHE
+// Converts a tile of codes, row after row, to rows of values in its place.
+__device__ __forceinline__ void convert(Row* tile, const float* scales) {
+  constexpr int EACH = ceil_div(TILE * STEPS, WARP);
+  const int lane = threadIdx.x % WARP;
+  Bytes16 codes[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int chunk = min(lane + i * WARP, TILE * STEPS - 1);
+    codes[i] = load_16(&tile[0][0] + chunk * 16);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int chunk = lane + i * WARP, row = chunk / STEPS, column = chunk % STEPS * 2;
+    if (chunk >= TILE * STEPS) break;
+    const u32(&words)[4] = codes[i].words;
+    store_16(&tile[row][swizzled(row, column)], dequantized(make_uint2(words[0], words[1]), scales[row]));
+    store_16(&tile[row][swizzled(row, column + 1)], dequantized(make_uint2(words[2], words[3]), scales[row]));
+  }
+  __syncwarp();
+}
+#endif
 
 __device__ __forceinline__ void wait_for_blocks() {
   if constexpr (CLUSTER > 1) {
@@ -99,9 +147,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention_fixed(
   const Seen seen(a, keys, sequence, key_head);
   const int splits = ceil_div(seen.end, SPLIT);
   const i64 place = seen.first_place * SIZE;
-  Loads loads = {a.keys + place, a.values + place, seen, warp * CLUSTER + block};
+  Loads loads = {a.keys + place,
+                 a.values + place,
+#if FP8_CACHE
+                 a.key_scales + seen.first_place,
+                 a.value_scales + seen.first_place,
+                 s.scales[warp][0],
+#endif
+                 seen,
+                 warp * CLUSTER + block};
 #pragma unroll
-  for (int stage = 0; stage < STAGES; ++stage) loads.start(own_tiles[stage]);
+  for (int stage = 0; stage < STAGES; ++stage) loads.start(own_tiles[stage], stage);
   for (int i = rows * CHUNKS + threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
     store_16(&s.query[i / CHUNKS][swizzled(i / CHUNKS, i % CHUNKS)], Bytes16{});
   }
@@ -123,7 +179,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention_fixed(
   // The address of the tile `ahead` of the next one, which has arrived. If it has the new token's key or value, that is
   // added. first: its first key. which: keys or values.
   const auto tile_at = [&](int ahead, int first, int which) {
-    Row* const tile = own_tiles[stage + ahead < STAGES ? stage + ahead : stage + ahead - STAGES];
+    const int place = stage + ahead < STAGES ? stage + ahead : stage + ahead - STAGES;
+    Row* const tile = own_tiles[place];
+#if FP8_CACHE
+    convert(tile, s.scales[warp][place]);
+#endif
     if (keys.appends && seen.end - 1 >= first && seen.end - 1 < first + TILE) {
       const int row = seen.end - 1 - first;
       if (lane < CHUNKS) store_16(&tile[row][swizzled(row, lane)], load_16(&s.fresh[which][lane * 16]));
@@ -133,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention_fixed(
   };
   const auto release = [&] {
     __syncwarp();
-    loads.start(own_tiles[stage]);
+    loads.start(own_tiles[stage], stage);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   };
 

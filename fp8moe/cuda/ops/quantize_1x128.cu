@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     const int count = row + pass * ROWS_AT_ONCE < rows ? columns - column : 0;
 #pragma unroll
     for (int i = 0; i < ROW_VECTORS; ++i) {
-      store(target + pass * ROWS_AT_ONCE * k + i * STEP, v[pass][i], block_scale, count - i * STEP);
+      store(target + pass * ROWS_AT_ONCE * k + i * STEP, Codes(v[pass][i], block_scale), count - i * STEP);
     }
   }
 

@@ -10,7 +10,6 @@
 #include "quantize.cuh"
 #include "row_vectors.cuh"
 
-constexpr int ROW_WARPS = ceil_div(ROW_THREADS, WARP);
 // Neighbouring lanes that share a quantization block, or a row if that is shorter.
 constexpr int BLOCK_LANES = BLOCK / PER_VECTOR < ROW_THREADS ? BLOCK / PER_VECTOR : ROW_THREADS;
 constexpr bool EARLY = VECTORS <= 4;  // registers can hold the weight, too, during the sum of squares
@@ -23,24 +22,26 @@ __device__ Vector operator+(const Vector& a, const Vector& b) {
   return to_vector(sum);
 }
 
-// Replaces each x[r] by its sum over the threads that share a row; all of them get the result.
-template <int Rows>
+// Replaces each x[r] by its sum over the threads that share a row; all of them get the result. Teams: the number of
+// rows that a thread block handles at a time, if ROW_THREADS is more than a warp. The block synchronizes.
+template <int Teams = 1, int Rows>
 __device__ __forceinline__ void sum_rows(float (&x)[Rows]) {
   const auto add = [](float a, float b) { return __fadd_rn(a, b); };
 #pragma unroll
   for (float& sum : x) sum = warp_reduce<ROW_WARPS == 1 ? ROW_THREADS : WARP>(sum, add);
   if constexpr (ROW_WARPS > 1) {
-    __shared__ float sums[Rows][ROW_WARPS];
+    __shared__ float sums[Teams][Rows][ROW_WARPS];
+    const u32 warp = threadIdx.x / WARP, team = Teams == 1 ? 0 : warp / ROW_WARPS;
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
-      if (threadIdx.x % WARP == 0) sums[r][threadIdx.x / WARP] = x[r];
+      if (threadIdx.x % WARP == 0) sums[team][r][Teams == 1 ? warp : warp % ROW_WARPS] = x[r];
     }
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
-      x[r] = sums[r][0];
+      x[r] = sums[team][r][0];
 #pragma unroll
-      for (int warp = 1; warp < ROW_WARPS; ++warp) x[r] = __fadd_rn(x[r], sums[r][warp]);
+      for (int w = 1; w < ROW_WARPS; ++w) x[r] = __fadd_rn(x[r], sums[team][r][w]);
     }
   }
 }
@@ -111,7 +112,7 @@ __device__ __forceinline__ void store_quantized(u8* data, float* scale, i64 scal
 #pragma unroll
   for (int i = 0; i < VECTORS; ++i) {
     const Scale block_scale(amax[i]);
-    store(data + i * STEP, row[i], block_scale, count(i));
+    store(data + i * STEP, Codes(row[i], block_scale), count(i));
     const int block = (static_cast<int>(thread) * PER_VECTOR + i * STEP) / BLOCK;
     if (thread % BLOCK_LANES == 0 && count(i) > 0) scale[block * scale_pitch] = block_scale.value;
   }

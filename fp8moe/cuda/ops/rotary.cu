@@ -15,13 +15,16 @@ static_assert(HEADS % KEY_HEADS == 0);
 // Row b * tokens + t of q, k, v holds the heads of token t of sequence b. Rows are *_stride elements apart. cos, sin (1
 // or batch, tokens, ROTATED); one_table: whether the first size is 1. q_weight, k_weight (SIZE); unused without NORM.
 // Result: query (batch, tokens, HEADS, SIZE). keys, values (batch, KEY_HEADS, length, SIZE): token t of sequence b is
-// stored at columns[b] + t, or at t if `columns` is null; outside [0, length) it is not stored.
+// stored at columns[b] + t, or at t if `columns` is null; outside [0, length) it is not stored. With FP8_CACHE
+// key_scales, value_scales (batch, KEY_HEADS, length).
 struct Arguments {
   const Element *q, *k, *v;
   const Element *cos, *sin;
   const Element *q_weight, *k_weight;
-  Element *query, *keys, *values;
+  Element* query;
+  Cached *keys, *values;
   const i64* columns;
+  float *key_scales, *value_scales;
   i64 q_stride, k_stride, v_stride, length;
   u32 batch, tokens, one_table;
   float eps;
@@ -69,13 +72,22 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) rotary(const Arguments
     Values out = x[i];
     if (NORM) out = normalized(out, head < HEADS ? Values(q_weight) : Values(k_weight), a.eps);
     out = rotated(out, cos, sin, lane);
+    const bool is_key = head < HEADS + KEY_HEADS;
+    if (head >= HEADS && !is_key) out = x[i];
+#if FP8_CACHE
+    const HeadCodes codes(out, largest_of_head(out));
+#endif
     if (!holds) continue;
     if (head < HEADS) {
       out.store(a.query + (row * HEADS + head) * SIZE + offset);
     } else if (inside && head < ALL_HEADS) {
-      const bool is_key = head < HEADS + KEY_HEADS;
       const i64 place = (i64{sequence} * KEY_HEADS + (head - HEADS) % KEY_HEADS) * a.length + column;
-      (is_key ? out : x[i]).store((is_key ? a.keys : a.values) + place * SIZE + offset);
+      Cached* const row = (is_key ? a.keys : a.values) + place * SIZE;
+#if FP8_CACHE
+      codes.store(row, (is_key ? a.key_scales : a.value_scales) + place, lane);
+#else
+      out.store(row + offset);
+#endif
     }
   }
 }

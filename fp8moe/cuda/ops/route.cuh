@@ -4,8 +4,8 @@
 // that decides the choice is mapped to a key, an unsigned integer of the same order, with NaN above all others. Each
 // round chooses the largest key, and the lowest expert that has it.
 //
-// Compile-time constants: those of router.cuh, with INPUT for logits and OUTPUT for weights; EXPERTS; GROUPS (of equal
-// size); TOP_GROUPS; TOP_K; SIGMOID (scores are sigmoid, otherwise softmax); BIAS (there is a bias); NORMALIZE.
+// Compile-time constants: those of router.cuh, with INPUT for logits and OUTPUT for weights; NUM_EXPERTS; GROUPS (of
+// equal size); TOP_GROUPS; TOP_K; SIGMOID (scores are sigmoid, otherwise softmax); BIAS (there is a bias); NORMALIZE.
 #pragma once
 
 #include "ordered.cuh"
@@ -13,12 +13,12 @@
 
 __host__ __device__ constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2); }
 
-constexpr int GROUP_EXPERTS = EXPERTS / GROUPS;
+constexpr int GROUP_EXPERTS = NUM_EXPERTS / GROUPS;
 constexpr int GROUP_LANES = WARP / power_of_two_from(GROUPS);
 constexpr int EACH = ceil_div(GROUP_EXPERTS, GROUP_LANES);  // experts per lane
 // If possible, choose by logits: scores have the same order, but rounding may make different scores equal.
 constexpr bool BY_LOGITS = !BIAS && GROUPS == 1;
-static_assert(EXPERTS % GROUPS == 0 && GROUPS <= WARP && TOP_K <= WARP && TOP_K <= TOP_GROUPS * GROUP_EXPERTS);
+static_assert(NUM_EXPERTS % GROUPS == 0 && GROUPS <= WARP && TOP_K <= WARP && TOP_K <= TOP_GROUPS * GROUP_EXPERTS);
 
 constexpr u32 NONE = 0;  // the key of no expert; below all others
 
@@ -81,9 +81,10 @@ struct Choice {
   float weight;
 };
 
-// Chooses the experts of one token; called by a warp. logits (EXPERTS): of the token; bias (EXPERTS): unused without
-// BIAS.
-__device__ __forceinline__ Choice choose(const Element* logits, const float* bias, float scale) {
+// Chooses the experts of one token; called by a warp. logits (NUM_EXPERTS): of the token; bias (NUM_EXPERTS): unused
+// without BIAS.
+template <class Logits = Input>
+__device__ __forceinline__ Choice choose(const typename Logits::Element* logits, const float* bias, float scale) {
   const u32 lane = lane_id();
   const Experts experts(lane);
 
@@ -92,7 +93,7 @@ __device__ __forceinline__ Choice choose(const Element* logits, const float* bia
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const bool exists = i < experts.count;
-    value[i] = exists ? Input::value(logits[experts.first + i]) : 0.0f;
+    value[i] = exists ? Logits::value(logits[experts.first + i]) : 0.0f;
     key[i] = exists ? key_of(value[i]) : NONE;
     lane_largest = max(lane_largest, key[i]);
   }

@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
   tokens = min(tokens - first_token, MAX_TOKENS);
   const int first = threadIdx.x * PER_VECTOR;
   x += i64{first_token} * HIDDEN + first;
-  const WeightRows rows(weight);
+  const WeightRows rows(weight, blockIdx.x, threadIdx.x);
 
   rows.prefetch();
   wait_for_previous_kernel();
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) add_products(sum, v[i], w[i]);
     }
-    const float total = sum_in_lanes<SUMS>(sum, lane);
+    const float total = sum_in_lanes(sum, lane);
     if (lane < SUMS) sums[threadIdx.x / WARP][token / TOKENS][lane] = total;
   }
   __syncthreads();

@@ -6,5 +6,6 @@
 
 #include "input.cuh"
 
+constexpr int ROW_WARPS = ceil_div(ROW_THREADS, WARP);
 constexpr int STEP = ROW_THREADS * PER_VECTOR;
 constexpr int VECTORS = ceil_div(HIDDEN, STEP);

@@ -12,18 +12,6 @@ constexpr int CHUNKS = BLOCK / CHUNK;
 constexpr int THREAD_ROWS = 4;
 static_assert(WARPS == CHUNKS && WARP / CHUNKS * THREAD_ROWS == CHUNK);
 
-// Transposes a 4x4 matrix of bytes: moves byte j of word i to byte i of word j.
-__device__ void transpose_bytes(u32 (&words)[4]) {
-  const u32 low01 = __byte_perm(words[0], words[1], 0x5140);
-  const u32 high01 = __byte_perm(words[0], words[1], 0x7362);
-  const u32 low23 = __byte_perm(words[2], words[3], 0x5140);
-  const u32 high23 = __byte_perm(words[2], words[3], 0x7362);
-  words[0] = __byte_perm(low01, low23, 0x5410);
-  words[1] = __byte_perm(low01, low23, 0x7632);
-  words[2] = __byte_perm(high01, high23, 0x5410);
-  words[3] = __byte_perm(high01, high23, 0x7632);
-}
-
 // Reads data (e, n, k) and scale (e, n_blocks, k_blocks); writes data_out (e, k, n) and scale_out (e, k_blocks,
 // n_blocks); all contiguous. Grid: e * n_blocks * k_blocks, with k_blocks running fastest.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)

@@ -3,7 +3,8 @@
 //   a (M, K) e4m3, a_scale (M, ceil(K / 128)) float32 stored MN-major                    tokens
 //   b (N, K) e4m3, b_scale (ceil(N / 128), ceil(K / 128)) float32, or with CHANNEL (N)   weights
 //   bias (N), with BIAS                                                                  added to the sums
-//   With GROUPS, b has one (N, K) for each group of rows of a; group sizes are known only on the device.
+//   With GROUPS, b has one (N, K) for each group of rows of a; group sizes are known only on the device. With GATHERS
+//   the rows of a group are tokens of a by index.
 //
 // A block computes tiles of BLOCK_M x BLOCK_N. It has two roles, connected by a ring of STAGES stages in shared memory
 // (docs/gemm.md):
@@ -50,6 +51,7 @@ __device__ __forceinline__ void consume(Math& math, Schedule<GROUPS>& schedule, 
   while (more) {
     const int used = slabs_in_use(tile, math.warpgroup);
     if constexpr (COLUMN_VALUES && REDUCES) columns.prefetch(tile);
+    math.column_scales.find(math.s, tile);
     Tile following = tile;
     float sum[SLABS][ACCUMULATORS];
     if constexpr (OVERLAPS) {
@@ -140,6 +142,13 @@ __device__ __forceinline__ void consume(Math& math, Schedule<GROUPS>& schedule, 
   epilogue.finish();
 }
 
+__device__ __forceinline__ void init_barriers(Shared& s) {
+  s.ring.init(UNPACKS ? 1 + UNPACK_WARPS : 1, MATH_WARPS);
+  init_codes(s);
+  if constexpr (SPLIT_K > 1) s.sums.init(1);
+  mbarrier_init_fence();
+}
+
 // below: tensor map of arranged scales, only of E2M1. out_map: that of the result, which assumes a pitch of N.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gemm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a_scale,
@@ -155,16 +164,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   const Loader loader{s, a, a_scale, b, below, {args.b_scale, args.bias}, args.schedule.tokens_of_tile()};
   Schedule<GROUPS> schedule(args.schedule, s.groups);
 
+  if constexpr (GATHERS) {
+    if (loads) init_barriers(s);
+    if (warp == MATH_WARPS) wait_for_previous_kernel();
+  }
   if (warp == MATH_WARPS) {
     schedule.prepare();
     schedule.ready();
   }
   fill_magnitudes(s);
   if (loads) {
-    s.ring.init(UNPACKS ? 1 + UNPACK_WARPS : 1, MATH_WARPS);
-    init_codes(s);
-    if constexpr (SPLIT_K > 1) s.sums.init(1);
-    mbarrier_init_fence();
+    if constexpr (!GATHERS) init_barriers(s);
     fill_ring(loader, schedule, k, split, args.schedule.early_stages);
   } else if (warp == MATH_WARPS + 1) {
     prefetch_map(b), prefetch_map(a), prefetch_map(a_scale);

@@ -7,6 +7,7 @@
 //   FIRST_STAGES               stages that are loaded before everything else
 //   GATED                      the weights are the gate projection followed by the up projection
 //   DYNAMIC                    blocks take their tiles from a counter, see below
+//   GATHERS                    rows of a group are tokens of a in any order, see below
 //   PRODUCTS                   products that a math warp starts before it waits, if registers hold weights
 //   PACKED, GROUP, FLOAT32_SCALES
 //                              weights in four bits: their format, the values along K that share a scale, and
@@ -41,6 +42,14 @@ constexpr int A_PIECE_BYTES = 64 * BLOCK_K;
 // the weights in L2. At stage ASKED of a tile the loader asks for the next tile; at stage ANNOUNCED it announces that
 // tile to the math warps.
 constexpr int ANNOUNCED = K_BLOCKS - 4, ASKED = ANNOUNCED - 3;
+
+// GATHERS: `a` has at most GATHERED_TOKENS tokens, not in the order of groups; row i of the result is that of token
+// token_of_row[i]. TMA loads a tile's tokens one by one, each to its row of the tile: its swizzle, like that of wgmma,
+// permutes the 16-byte chunks of a 128-byte row by the bits of the shared memory address above them, so a box of one
+// row lands where it would as a row of a larger box. The scales of all tokens are loaded. The previous kernel writes
+// groups and rows, so everything but the setup of the block waits for it.
+constexpr int GATHERED_TOKENS = 4, GATHERED_ROWS = 128;
+static_assert(!GATHERS || (SWAP && GROUPS > 0));
 
 // HALVES: tiles of 128x256 may be halved; with groups, they may also be upright (see TileShape below). An upright tile
 // is 192x128: its last 64 tokens are stored where a whole tile stores its second 128 rows of weights.
@@ -130,11 +139,19 @@ struct alignas(8) Tile {
   }
 };
 
+// GATHERS: the token of each row.
+template <bool Gathers>
+struct TokensOfRows {
+  u8 token_of_row[GATHERED_ROWS];
+};
+template <>
+struct TokensOfRows<false> {};
+
 // For each group: its rows, from `first` to `end`, and the number of tile rows before it. The total number of tile rows
 // is at index [Groups]. DYNAMIC: announced[stage] is the tile that follows the one of that stage (see ANNOUNCED); its
 // group is -1 if no tile is left.
 template <int Groups>
-struct GroupTable {
+struct GroupTable : TokensOfRows<GATHERS> {
   int tile_rows_before[Groups + 1], first[Groups], end[Groups];
   Tile announced[PARTIAL ? STAGES : 1];
 

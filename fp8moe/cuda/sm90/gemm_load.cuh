@@ -43,6 +43,11 @@ struct Loader {
     return min(ceil_div(tile.end - tile.m, 64), BLOCK_M / 64 + tile.upright());
   }
 
+  // The number of tokens that are loaded for a tile which is not partial.
+  __device__ __forceinline__ int token_count(const Tile& tile) const {
+    return GATHERS ? min(tile.end - tile.m, BLOCK_M) : tile_m;
+  }
+
   // Loads scales and biases of the tile's output features, together with the tile's first stage. buffer: alternates
   // between 0 and 1.
   __device__ __forceinline__ void load_columns(const Tile& tile, int buffer, u32 stage) const {
@@ -53,7 +58,7 @@ struct Loader {
 
   __device__ __forceinline__ void load_weights(const Tile& tile, int k_block, u32 stage) const {
     const int tokens = (tile.upright() ? 2 : DEPTH) * A_SCALE_BYTES +
-                       (PARTIAL ? pieces(tile) * A_PIECE_BYTES : DEPTH * tile_m * BLOCK_K);
+                       (PARTIAL ? pieces(tile) * A_PIECE_BYTES : DEPTH * token_count(tile) * BLOCK_K);
     const int weights = tile.columns() * WEIGHT_BYTES;
     Barrier& full = weights_arrived(s, stage);
     if constexpr (UNPACKS) s.ring.full[stage].expect(tokens);
@@ -86,6 +91,16 @@ struct Loader {
       for (int i = 0; i < BLOCK_M / 64; ++i) {
         if (i < count) tma_load(target + i * A_PIECE_BYTES, a, full, k_block * BLOCK_K, tile.m + i * 64);
       }
+    } else if constexpr (GATHERS) {
+      const int count = token_count(tile);
+#pragma unroll 1
+      for (int row = 0; row < count; ++row) {
+        const int token = token_of(s.groups, tile, row);
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d) {
+          tma_load(target + d * A_BLOCK_BYTES + row * BLOCK_K, a, full, (k_block + d) * BLOCK_K, token);
+        }
+      }
     } else {
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
@@ -96,7 +111,7 @@ struct Loader {
     for (int i = 0; i < DEPTH * A_SCALE_LOADS; ++i) {
       const int d = i / A_SCALE_LOADS, row = i % A_SCALE_LOADS * A_SCALE_STEP;
       tma_load(shared_address(s.a_scale[stage] + d * A_SCALE_PITCH + row), a_scale, full,
-               (GROUPS ? tile.m & ~3 : tile.m) + row, k_block + d);
+               GATHERS ? 0 : (GROUPS ? tile.m & ~3 : tile.m) + row, k_block + d);
     }
     if (tile.upright()) {
       const int row = tile.m + BLOCK_M;

@@ -11,6 +11,28 @@
 // product.
 constexpr bool AHEAD = UNROLLED_STAGES > 1 && !OVERLAPS && STAGES > 2 && K_BLOCKS > 8;
 
+// Where the token scales of a tile begin in those of a stage.
+__device__ __forceinline__ int first_token_scale(const Tile& tile) { return GROUPS && !GATHERS ? tile.m & 3 : 0; }
+
+// SWAP: which of these scales belong to a lane's columns of wgmma.
+struct ColumnScales {
+  int places[GATHERS ? ACCUMULATORS / 2 : 1];
+
+  __device__ __forceinline__ void find(const Shared& s, const Tile& tile) {
+    if constexpr (GATHERS) {
+#pragma unroll
+      for (int j = 0; j < ACCUMULATORS / 2; ++j) {
+        places[j] = token_of(s.groups, tile, 8 * (j / 2) + 2 * (lane_id() % 4) + j % 2);
+      }
+    }
+  }
+  // The place of scale j, beyond first_of_lane().
+  __device__ __forceinline__ int operator[](int j) const {
+    return GATHERS ? places[GATHERS ? j : 0] : 8 * (j / 2) + j % 2;
+  }
+  static __device__ __forceinline__ int first_of_lane() { return GATHERS ? 0 : 2 * (lane_id() % 4); }
+};
+
 // A math warp. It has several ways to process the stages of a tile; consume() picks one for up to 32 stages at a time:
 //
 //   multiply<true>, then multiply_more   a whole tile; products of the first stage initialize the sums
@@ -25,6 +47,7 @@ struct MathWarp {
   Pipeline<STAGES> pipeline;
   TileStart rows, columns;  // in the current stage: the 64-row side, from this warpgroup's first slab on; the other one
   WeightScales weights;
+  ColumnScales column_scales;
   int warpgroup;
 
   __device__ __forceinline__ MathWarp(Shared& s, const float* b_scale, KRange k, int warpgroup)
@@ -49,13 +72,13 @@ struct MathWarp {
     const TileScales weight_scales(weights, source, tile);
     if (First || !AHEAD) pipeline.arrived();
     if (!AHEAD) find_tiles();
-    const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0);
+    const float* a_scale = s.a_scale[pipeline.stage] + first_token_scale(tile);
     // SWAP: token scales are loaded before the products. Handing a stage back does not wait for loads in flight, so
     // after a late load TMA might overwrite the scales before they are read.
     float tokens[SWAP ? ACCUMULATORS / 2 : 2];
     if constexpr (SWAP) {
 #pragma unroll
-      for (int j = 0; j < ACCUMULATORS / 2; ++j) tokens[j] = a_scale[8 * (j / 2) + 2 * (lane % 4) + j % 2];
+      for (int j = 0; j < ACCUMULATORS / 2; ++j) tokens[j] = a_scale[ColumnScales::first_of_lane() + column_scales[j]];
     }
     float partial[ACCUMULATORS];
 #pragma unroll
@@ -98,7 +121,7 @@ struct MathWarp {
     const int lane = lane_id(), warp = threadIdx.x / WARP % 4, row = slab_row(warpgroup, 0);
     product.weights = TileScales(weights, source, tile);
     pipeline.arrived();
-    const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0) + row + warp * 16 + lane / 4;
+    const float* a_scale = s.a_scale[pipeline.stage] + first_token_scale(tile) + row + warp * 16 + lane / 4;
     start_product(product.partial, wgmma_descriptor(shared_address(s.a[pipeline.stage]) + row * BLOCK_K),
                   wgmma_descriptor(shared_address(s.b[pipeline.stage])));
     product.tokens[0] = a_scale[0];

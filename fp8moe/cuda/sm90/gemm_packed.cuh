@@ -229,7 +229,7 @@ struct PackedMathWarp : MathWarp {
     pipeline.arrived();
     const TileStart columns(shared_address(s.a[pipeline.stage]));
     const u32 codes = shared_address(s.b[pipeline.stage]);
-    const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0) + 2 * (lane_id() % 4);
+    const float* a_scale = s.a_scale[pipeline.stage] + first_token_scale(tile) + ColumnScales::first_of_lane();
     const u32* below = scales_below(s, pipeline.stage);
     const Released stage(pipeline);
     Product products[PRODUCTS];
@@ -274,8 +274,8 @@ struct PackedMathWarp : MathWarp {
     pipeline.advance();
   }
 
-  static __device__ __forceinline__ void load_tokens(Product& product, const float* scales) {
+  __device__ __forceinline__ void load_tokens(Product& product, const float* scales) const {
 #pragma unroll
-    for (int j = 0; j < ACCUMULATORS / 2; ++j) product.tokens[j] = load_shared_float(scales + 8 * (j / 2) + j % 2);
+    for (int j = 0; j < ACCUMULATORS / 2; ++j) product.tokens[j] = load_shared_float(scales + column_scales[j]);
   }
 };

@@ -28,7 +28,8 @@ __device__ __forceinline__ int slabs_in_use(const Tile& tile, int warpgroup) {
 // The arguments of a launch that the schedule and the loader use.
 struct ScheduleArguments {
   const int* groups;  // sizes or offsets of the groups: see Schedule below
-  int m;              // rows of a and of the result
+  const int* rows;    // GATHERS: (m / top_k, top_k), the row of each token's assignments; otherwise unused
+  int m;              // rows of the result, and of a unless GATHERS
   int max_m;
   int raster;        // tile rows in a band, see RasterPosition
   int group_pitch;   // distance from one group to the next in `groups`
@@ -36,6 +37,7 @@ struct ScheduleArguments {
   int tile_rows;     // without groups: number of tile rows
   int counter;       // DYNAMIC: index of the counter in `groups`; set to 0 by a kernel before the previous one
   int early_stages;  // `most` of fill_ring()
+  int top_k;         // GATHERS
 
   // The number of rows in a tile. Without groups this may be less than BLOCK_M, so that tiles share the rows of a
   // evenly: TMA is slowest at loading rows past the end. With STAGED it is BLOCK_M, because TMA stores only whole slabs
@@ -125,6 +127,40 @@ struct Schedule<0> : TileWalk<Schedule<0>> {
   }
 };
 
+// GATHERS: the rows of the assignments, loaded ahead of their use, with the sizes of the groups.
+template <bool Gathers>
+struct AssignmentRows {
+  static constexpr int EACH = GATHERED_ROWS / WARP;
+  u32 rows[EACH];
+  u32 factor;  // of assignments below GATHERED_ROWS, assignment / top_k is assignment * factor >> 20
+
+  __device__ __forceinline__ explicit AssignmentRows(const ScheduleArguments& args)
+      : factor((1u << 20) / static_cast<u32>(args.top_k) + 1) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) rows[i] = row(args, i * WARP + lane_id());
+  }
+
+  // Writes the token of each row to the table. Rows without an assignment keep arbitrary tokens.
+  __device__ __forceinline__ void invert(TokensOfRows<Gathers>& table, const ScheduleArguments& args) const {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const u32 assignment = i * WARP + lane_id();
+      if (rows[i] < static_cast<u32>(args.m)) table.token_of_row[rows[i]] = static_cast<u8>(assignment * factor >> 20);
+    }
+  }
+
+ private:
+  // The row of an assignment; none for one that does not exist.
+  static __device__ __forceinline__ u32 row(const ScheduleArguments& args, u32 assignment) {
+    return assignment < static_cast<u32>(args.m) ? static_cast<u32>(args.rows[assignment]) : 0xFFFFFFFFu;
+  }
+};
+template <>
+struct AssignmentRows<false> {
+  __device__ __forceinline__ explicit AssignmentRows(const ScheduleArguments&) {}
+  __device__ __forceinline__ void invert(TokensOfRows<false>&, const ScheduleArguments&) const {}
+};
+
 // One weight matrix for each group of rows. Group sizes are known only on the device: one warp turns them into a table
 // in shared memory. Rows are clamped to m, whatever `groups` contains.
 // `groups` has one of three layouts:
@@ -144,6 +180,7 @@ struct Schedule : TileWalk<Schedule<Groups>> {
   // Fills the table; called by one warp.
   __device__ __forceinline__ void prepare() {
     const int* groups = args.groups;
+    const AssignmentRows<GATHERS> rows(args);
     int first[EACH], end[EACH], tile_rows = 0;
     const int lane = lane_id();
 #pragma unroll
@@ -172,6 +209,7 @@ struct Schedule : TileWalk<Schedule<Groups>> {
       }
     }
     if (lane == WARP - 1) table.tile_rows_before[Groups] = sum;
+    rows.invert(table, args);
     __syncwarp();
   }
 
@@ -214,6 +252,12 @@ struct Schedule : TileWalk<Schedule<Groups>> {
     return {m, n, end, group, shape};
   }
 };
+
+// GATHERS: the token of a tile's row; of a row past the end of the group, any token.
+template <int Groups>
+__device__ __forceinline__ int token_of(const GroupTable<Groups>& groups, const Tile& tile, int row) {
+  return groups.token_of_row[min(tile.m + row, tile.end - 1)] % GATHERED_TOKENS;
+}
 
 // Tells the compiler that the tile is the same in all lanes, so that values derived from it may use uniform registers.
 __device__ __forceinline__ Tile same_in_warp(Tile tile) {

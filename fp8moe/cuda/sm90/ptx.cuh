@@ -98,9 +98,15 @@ __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.w
 
 // ---- asynchronous copies ----
 
-// Copies 16 bytes to shared memory, bypassing L1. If `there` is false, writes zeros and does not read the source.
+// Copies 16 bytes to shared memory, bypassing L1, or 4 bytes. If `there` is false, writes zeros and does not read the
+// source.
 __device__ __forceinline__ void async_copy_16(u32 target, const void* source, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(there ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void async_copy_4(u32 target, const void* source, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(there ? 4 : 0)
                : "memory");
 }
 
@@ -317,6 +323,18 @@ __device__ __forceinline__ u16 pack_e4m3(float low, float high) {
   u16 packed;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+// Converts four E4M3 codes to float16, exactly: the lower two, and the upper two.
+__device__ __forceinline__ uint2 unpack_e4m3(u32 codes) {
+  uint2 values;
+  asm("{\n.reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n}\n"
+      : "=r"(values.x), "=r"(values.y)
+      : "r"(codes));
+  return values;
 }
 
 // The smaller, or the larger, of two values; NaN if either is NaN.

@@ -1,7 +1,7 @@
 """Fused attention modules: q, k and v in one GEMM, then head norms, rotary embedding and cache write in one kernel.
 
 The attention itself is the model's own choice (`model.config._attn_implementation`), except for decode steps of
-GraphDecoder, which run fp8moe's kernel.
+GraphDecoder, which run fp8moe's kernel, and for prompts that `flash_attention_3` takes in place of "sdpa".
 """
 
 from collections.abc import Callable, MutableMapping
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fp8moe.hf.fused import known_forwards, linears, norms
+from fp8moe.hf.fused import flash_attention_3, known_forwards, linears, norms
 from fp8moe.hf.fused.known_forwards import called, form_of, rotary_of, runs_as_written
 from fp8moe.hf.versions import update_cache
-from fp8moe.kernels.decoder_ops import decode_attention, rotary
+from fp8moe.kernels.decoder_ops import decode_attention, fp8_cache, rotary
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
 from fp8moe.quant.formats import FP8Tensor
 
@@ -38,7 +38,8 @@ class AttentionMetadata:
     sequences: None for one new token, otherwise (3, B + 1) int32. Column b describes row b of the batch: the index of
     the first query, the index of the first key in the flattened cache, and the number of keys. The last column holds
     the total number of queries, and the end of the flattened cache.
-    whole: whether rows consist of the new tokens only, without padding.
+    before: the number of tokens before the new ones, if it is the same in all rows, no row has padding, and the window
+    is not smaller than a row; otherwise None.
     """
 
     begin: Tensor
@@ -48,7 +49,7 @@ class AttentionMetadata:
     length: int
     window: int | None
     sequences: Tensor | None = None
-    whole: bool = False
+    before: int | None = None
 
 
 class UnsupportedAttention(ValueError):
@@ -56,13 +57,20 @@ class UnsupportedAttention(ValueError):
 
 
 def check_metadata(
-    metadata: Any, dtype: torch.dtype, new: int, key: Tensor, value: Tensor, others: dict[str, Any]
+    metadata: Any,
+    dtype: torch.dtype,
+    new: int,
+    key: Tensor | FP8Tensor,
+    value: Tensor | FP8Tensor,
+    others: dict[str, Any],
 ) -> None:
     """Raise UnsupportedAttention for an attention that the kernels for static caches do not support.
 
     metadata: the attention_mask. dtype: the dtype of q. new: new tokens per row. key, value: (B, key heads,
-    columns, D), the cache. others: further keyword arguments that the model passes to its attention.
+    columns, D), the cache, or FP8Tensors of such data. others: further keyword arguments that the model passes to its
+    attention.
     """
+    (key, scales), (value, _) = map(fp8_cache.parts, (key, value))
     key_heads, size = key.shape[1], key.shape[-1]
     given = sorted(name for name, other in others.items() if other is not None and name not in WITHOUT_EFFECT)
     if given:
@@ -71,6 +79,8 @@ def check_metadata(
         raise UnsupportedAttention(f"{dtype}, keys {tuple(key.shape)} and values {tuple(value.shape)}")
     if not decode_attention.serves(size):
         raise UnsupportedAttention(f"heads of {size} values")
+    if scales is not None and size % fp8_cache.MULTIPLE:
+        raise UnsupportedAttention(f"heads of {size} values in FP8, which is no multiple of {fp8_cache.MULTIPLE}")
     length = key.stride(1) // size
     if any(x.stride() != (key_heads * length * size, length * size, size, 1) for x in (key, value)):
         raise UnsupportedAttention("keys that are no static cache's")
@@ -140,7 +150,7 @@ def attend(
         keys, values = torch.empty((2, batch, heads, tokens, size), dtype=k.dtype, device=k.device)
         columns = None
     else:
-        keys, values, columns = layer.keys, layer.values, layer.position.columns
+        keys, values, columns = *layer.cached(), layer.position.columns
     norm = {}
     if _has_norms(module, form):
         norm = {
@@ -168,7 +178,7 @@ def attend(
     query = rotary.rotary(q, new, keys, values, columns=columns).transpose(1, 2)
     if layer is not None:
         end = layer.position.end
-        keys, values = (x if end is None else x.narrow(2, 0, end) for x in (keys, values))
+        keys, values = (fp8_cache.first_columns(x, end) for x in (keys, values))
     elif past is not None:
         keys, values = update_cache(past_key_values, cache, keys, values, module.layer_idx, kwargs)
     match form.window:
@@ -176,9 +186,28 @@ def attend(
             kwargs["sliding_window"] = module.sliding_window
         case "config":
             kwargs["sliding_window"] = getattr(module.config, "sliding_window", None)
-    kwargs |= {"dropout": 0.0, "scaling": module.scaling} | ({"s_aux": module.sinks} if form.sinks else {})
-    output, _ = attention_interface(module)(module, query, keys, values, attention_mask, **kwargs)
+    causal = not form.sinks and _is_causal(module, query, keys, attention_mask, kwargs)
+    if causal and flash_attention_3.serves(query, keys, values):
+        output = flash_attention_3.attend(query, keys, values, module.scaling)
+    else:
+        kwargs |= {"dropout": 0.0, "scaling": module.scaling} | ({"s_aux": module.sinks} if form.sinks else {})
+        output, _ = attention_interface(module)(module, query, keys, values, attention_mask, **kwargs)
     return module.o_proj(output.reshape(*lead, -1))
+
+
+def _is_causal(module: nn.Module, query: Tensor, key: Any, mask: Any, others: dict[str, Any]) -> bool:
+    """Return whether the attention is that of "sdpa" without a mask, from each new token to itself and those before it.
+
+    others: further keyword arguments of the module's forward.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if mask is not None or query.shape[2] != key.shape[2] or attention_interface(module) is not sdpa_attention_forward:
+        return False
+    if any(value is not None and name not in WITHOUT_EFFECT for name, value in others.items()):
+        return False
+    asked = others.get("is_causal")
+    return getattr(module, "is_causal", True) if asked is None else asked
 
 
 _doubled: MutableMapping[Tensor, tuple[int, Tensor]] = WeakIdKeyDictionary()

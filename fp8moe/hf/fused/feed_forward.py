@@ -14,9 +14,9 @@ from fp8moe.hf.experts import NAME, chosen_implementation
 from fp8moe.hf.fused import known_forwards, linears, norms
 from fp8moe.hf.fused.known_forwards import form_of, is_cast, runs_as_written
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
+from fp8moe.kernels.decoder_ops.norm_route import norm_route
 from fp8moe.kernels.decoder_ops.rms_norm import Normed, rms_norm
-from fp8moe.kernels.decoder_ops.router import ChosenExperts, RoutingRule, route, router_logits
+from fp8moe.kernels.decoder_ops.router import ChosenExperts, RoutingRule, route, router_logits, sorts
 from fp8moe.kernels.experts.operands import Norm
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
 from fp8moe.layers.experts import GroupedExperts
@@ -44,11 +44,11 @@ def forward(
     if `following` is None or the normalization would take another kernel.
     """
     if _serves_block(module, residual.dtype):
-        shared = _shared(module)
-        normed, logits = _norm_and_logits(
-            norm, _router(module), attended, residual, quantized=shared is not None and _serves_mlp(shared)
-        )
-        result, following_normed = _mix(module, normed, logits, following)
+        router, shared = _router(module), _shared(module)
+        few = sorts(residual.numel() // residual.shape[-1], len(router.weight))
+        quantized = (few and _takes_order(module.experts)) or (shared is not None and _serves_mlp(shared))
+        normed, routing = _norm_and_route(norm, router, attended, residual, quantized=quantized)
+        result, following_normed = _mix(module, normed, routing, following)
         return result.view(residual.shape), following_normed
     if _serves_mlp(module):
         normed = norms.norm(norm, attended, residual, values=False, quantized=True)
@@ -132,17 +132,20 @@ def _shared(module: nn.Module) -> nn.Module | None:
     return None if name is None else getattr(module, name)
 
 
-def _mix(module: nn.Module, normed: Normed, logits: Tensor, following: Norm | None) -> tuple[Tensor, Normed | None]:
+def _mix(
+    module: nn.Module, normed: Normed, routing: ChosenExperts, following: Norm | None
+) -> tuple[Tensor, Normed | None]:
     """Run a mixture-of-experts block; return its result plus residual (M, H), and this sum normalized, or None.
 
-    normed: the block's input after the norm, as values and, if shared experts run in FP8, also quantized; its `sum` is
-    the residual. logits: the router logits.
+    normed: the block's input after the norm, as values and, if experts read it in FP8, also quantized; its `sum` is the
+    residual. routing: the experts that the router has chosen.
     """
     form = form_of(module, known_forwards.BLOCK)
     x = normed.values
     ours = _are_ours(module.experts)
-    routing = _route(_router(module), logits, sort=ours and _sorts_as_router(module.experts))
-    order = {} if routing.rows is None else {"groups": routing.groups, "rows": routing.rows}
+    order = {}
+    if routing.rows is not None and _takes_order(module.experts):
+        order = {"groups": routing.groups, "rows": routing.rows, "quantized": normed.quantized}
     if form.shared is None and ours:
         inputs = x, routing.index, routing.weights
         if following is None:
@@ -157,7 +160,8 @@ def _mix(module: nn.Module, normed: Normed, logits: Tensor, following: Norm | No
 
     def run_shared() -> Tensor:
         shared = _shared(module)
-        out = shared(x) if normed.quantized is None else _run_mlp(shared, normed.quantized, x.dtype)
+        in_fp8 = normed.quantized is not None and _serves_mlp(shared)
+        out = _run_mlp(shared, normed.quantized, x.dtype) if in_fp8 else shared(x)
         return torch.sigmoid(module.shared_expert_gate(x)) * out if form.gated else out
 
     return _add(normed.sum, out + (run_shared() if beside is None else beside.run(run_shared)), following)
@@ -168,9 +172,10 @@ def _waits_for_ranks(experts: nn.Module) -> bool:
     return any(getattr(experts, name, None) is not None for name in ("parallel", "_fp8moe_parallel"))
 
 
-def _sorts_as_router(experts: nn.Module) -> bool:
-    """Return whether the experts can use the router kernel's sorting of assignments in place of their own."""
-    return not _waits_for_ranks(experts) and getattr(experts, "decode_capacity", None) is None
+def _takes_order(experts: nn.Module) -> bool:
+    """Return whether the experts take what the router has sorted, and tokens that are quantized already."""
+    alone = not _waits_for_ranks(experts) and getattr(experts, "decode_capacity", None) is None
+    return alone and _are_ours(experts)
 
 
 def _are_ours(experts: nn.Module) -> bool:
@@ -191,7 +196,7 @@ def forward_router(module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Te
     if torch.is_grad_enabled() or module.training or not _serves_router(module, hidden_states.dtype):
         return type(module).forward(module, hidden_states)
     logits = _logits(module, hidden_states.reshape(-1, hidden_states.shape[-1]))
-    routing = _route(module, logits, sort=False)
+    routing = _route(module, logits)
     return logits, routing.weights, routing.index
 
 
@@ -203,16 +208,21 @@ def _serves_router(module: nn.Module, dtype: torch.dtype) -> bool:
     return module.weight.dtype is dtype or (form.in_float32 and module.weight.dtype is torch.float32)
 
 
-def _norm_and_logits(
+def _norm_and_route(
     norm: nn.Module, router: nn.Module, x: Tensor, residual: Tensor, *, quantized: bool
-) -> tuple[Normed, Tensor]:
-    """Return the RMSNorm of x + residual and the router logits (M, E) of its rows, from one kernel if possible."""
+) -> tuple[Normed, ChosenExperts]:
+    """Return the RMSNorm of x + residual and the experts chosen for its rows, by one kernel if possible."""
     if router.weight.dtype is not x.dtype:
         normed = norms.norm(norm, x, residual, values=True, quantized=quantized)
-        return normed, _logits(router, normed.values)
+        return normed, _route(router, _logits(router, normed.values), sort=True)
     rows, added = (part.reshape(-1, part.shape[-1]) for part in (x, residual))
-    options = {"residual": added, "quantized": quantized, "bias": _bias(router), "dtype": _logits_dtype(router, x)}
-    return norm_logits(rows, norm.weight, norm.variance_epsilon, router.weight, **options)
+    logits_dtype = _logits_dtype(router, x)
+    rule, choice_bias, dtype = _rule(router, logits_dtype)
+    dtypes = {"logits_dtype": logits_dtype, "dtype": dtype}
+    options = {"residual": added, "quantized": quantized, "bias": _bias(router), "choice_bias": choice_bias}
+    operands = rows, norm.weight, norm.variance_epsilon, router.weight, rule
+    normed, chosen = norm_route(*operands, **options, **dtypes)
+    return normed, _noted(router, chosen)
 
 
 def _logits(router: nn.Module, x: Tensor) -> Tensor:
@@ -230,15 +240,25 @@ def _bias(router: nn.Module) -> Tensor | None:
     return router.bias if form_of(router, known_forwards.ROUTER).logits_bias else None
 
 
-def _route(router: nn.Module, logits: Tensor, *, sort: bool) -> ChosenExperts:
-    """Choose the experts for router logits (M, E) by the router's own rule. sort: see `kernels.decoder_ops.router`."""
+def _rule(router: nn.Module, logits_dtype: torch.dtype) -> tuple[RoutingRule, Tensor | None, torch.dtype]:
+    """Return a router's rule, the bias by which it chooses, and the dtype of its weights."""
     form, bias, groups = form_of(router, known_forwards.ROUTER), None, ()
     if form.bias:
         bias = router.e_score_correction_bias.float()
         groups = router.num_group, router.topk_group, router.routed_scaling_factor
     normalize = form.normalize == "always" or bool(router.norm_topk_prob)
     rule = RoutingRule(router.top_k, form.score, normalize, *groups)
-    chosen = route(logits, rule, bias=bias, dtype=logits.dtype if form.cast else torch.float32, sort=sort)
+    return rule, bias, logits_dtype if form.cast else torch.float32
+
+
+def _route(router: nn.Module, logits: Tensor, *, sort: bool = False) -> ChosenExperts:
+    """Choose the experts for router logits (M, E) by the router's own rule. sort: see `kernels.decoder_ops.router`."""
+    rule, bias, dtype = _rule(router, logits.dtype)
+    return _noted(router, route(logits, rule, bias=bias, dtype=dtype, sort=sort))
+
+
+def _noted(router: nn.Module, chosen: ChosenExperts) -> ChosenExperts:
+    """Hand the choice to a recorder of the router, if there is one, and return it."""
     if (note := known_forwards.recorders.get().get(router)) is not None:
         note(chosen.index)
     return chosen

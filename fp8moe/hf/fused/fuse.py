@@ -14,6 +14,9 @@ from fp8moe.hf.fused import attention, feed_forward, known_forwards, latent_atte
 from fp8moe.hf.fused.known_forwards import form_of, is_fused, runs_as_written
 from fp8moe.hf.fused.norms import Handover
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
+from fp8moe.kernels.decoder_ops.rotary_tables import rotary_tables
+from fp8moe.runtime import config
+from fp8moe.runtime.checks import FLOATING
 
 
 class FusedModule(NamedTuple):
@@ -82,8 +85,11 @@ def find_fused(model: nn.Module) -> Optimized:
     changed: list[FusedModule] = []
     forwards: list[tuple[nn.Module, Callable]] = []
     neighbours = _neighbours(model)
+    layered = any(map(is_decoder_layer, model.modules()))
     for name, module in model.named_modules():
         known = None if "forward" in module.__dict__ else _fused_form(module, neighbours.get(module, _ALONE))
+        if known is None and layered and "forward" not in module.__dict__:
+            known = _fused_tables(module)
         if known is not None:
             forward, what = known
             changed.append(FusedModule(name, type(module).__name__, what))
@@ -112,6 +118,30 @@ def _fused_form(module: nn.Module, neighbours: Neighbours) -> tuple[Callable, st
     if form_of(module, known_forwards.ROUTER):
         return functools.partial(feed_forward.forward_router, module), "router"
     return None
+
+
+def _fused_tables(module: nn.Module) -> tuple[Callable, str] | None:
+    """Return the fused forward of a rotary embedding's cosines and sines, or None if the module's code is unknown.
+
+    A model's layers share them, so they are fused in models with known decoder layers only.
+    """
+    if form_of(module, known_forwards.ROTARY_TABLES) is None:
+        return None
+    return functools.partial(_forward_tables, module), "cosines and sines"
+
+
+def _forward_tables(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the cosines and sines of a rotary embedding for positions (B, T).
+
+    The module's own forward runs if gradients are enabled, if its frequencies depend on the positions, or if results
+    are batch invariant: then other forwards, which run PyTorch's operations, must have these bits.
+    """
+    moving = "dynamic" in module.rope_type or module.rope_type == "longrope"
+    of_kernel = position_ids.dtype is torch.int64 and module.inv_freq.dtype is torch.float32 and x.dtype in FLOATING
+    here = position_ids.device == module.inv_freq.device == x.device
+    if torch.is_grad_enabled() or moving or config.settings.batch_invariant or not (of_kernel and here):
+        return type(module).forward(module, x, position_ids)
+    return rotary_tables(position_ids, module.inv_freq, module.attention_scaling, dtype=x.dtype)
 
 
 # Maps each file with a fused attention to the known forwards that it replaces. A forward is in at most one of these.

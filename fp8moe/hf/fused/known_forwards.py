@@ -174,6 +174,7 @@ RMS_NORM = {
     "1b07ee1747472a39": True,  # LlamaRMSNorm
     "b1de898ee5fd9935": True,  # GptOssRMSNorm, which does not round before it multiplies by the weight
 }
+ROTARY_TABLES = {"4d38bfa9ff6accf4": True}  # MixtralRotaryEmbedding, which computes the cosines and sines
 DECODER_LAYER = {
     "92647791d19bfb72": True,  # Qwen3MoeDecoderLayer
     "96644274337cc9a1": True,  # MixtralDecoderLayer

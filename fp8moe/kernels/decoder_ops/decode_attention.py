@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.decoder_ops import fixed_splits, rotary
+from fp8moe.kernels.decoder_ops import fixed_splits, fp8_cache, rotary
 from fp8moe.kernels.decoder_ops.rotary import NewTokens
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized
 from fp8moe.quant.quantize import quantize_1x128, quantizer_defines
@@ -22,6 +22,7 @@ MULTIPLE, MAX_HEAD = 8, 256
 MAX_BATCH = 65535  # limit of a CUDA grid dimension
 _WARPS = 4  # warps of a thread block
 _TILE = _ROWS = 16  # _TILE: keys in a tile. _ROWS: query heads of a thread block
+_FP8_TILE = 32  # keys in a tile of codes
 _MAX_STAGES = 3
 _MAX_CLUSTER = 8
 _MAX_TILES, _LEAST_TILES = 8, 4  # that a warp loads ahead of use, of keys or values, where the order of sums is fixed
@@ -33,12 +34,12 @@ _VECTOR_BYTES = 16
 class StaticCache(NamedTuple):
     """The KV cache of B sequences, and the range of cache columns (positions in L) that each sequence uses.
 
-    keys, values: (B, key heads, L, D), contiguous. begin, columns: (B,) int64, each sequence's first column and the
-    column of its new token.
+    keys, values: (B, key heads, L, D), contiguous; or FP8Tensors of float8_e4m3fn data of that shape and float32 scale
+    (B, key heads, L, 1). begin, columns: (B,) int64, each sequence's first column and the column of its new token.
     """
 
-    keys: Tensor
-    values: Tensor
+    keys: Tensor | FP8Tensor
+    values: Tensor | FP8Tensor
     begin: Tensor
     columns: Tensor
 
@@ -57,11 +58,12 @@ def decode_attention(
     """Attend with one new token per sequence to the keys and values of a static cache, in one kernel.
 
     q: (B, heads, D) bfloat16 or float16, heads contiguous, D a multiple of 8 up to 256, B up to 65535.
-    cache: keys and values in the dtype of q; heads is a multiple of key heads. Sequence b sees the columns begin[b] to
-        columns[b], both included.
+    cache: keys and values in the dtype of q, or in FP8 if D is a multiple of 16; heads is a multiple of key heads.
+        Sequence b sees the columns begin[b] to columns[b], both included.
     new: keys and values of the new tokens; its tensors lack the dimension T of `NewTokens`. The kernel then normalizes
-        and rotates q and k, and writes k and v to the cache at columns[b], if columns[b] is in [0, L). None: q is
-        normalized and rotated already, and the cache has the new tokens.
+        and rotates q and k, and writes k and v to the cache at columns[b], if columns[b] is in [0, L); in FP8 each
+        head gets a scale of its own, and the query sees what is written. None: q is normalized and rotated already, and
+        the cache has the new tokens.
     window: a query sees at most the `window` most recent keys, its own among them; keys before these are not read.
         None: all.
     sinks: (heads,) float32 or the dtype of q: a logit of each query head that takes part in the softmax, with a value
@@ -71,9 +73,10 @@ def decode_attention(
     early: read all tensors except q, k and v before the previous kernel in the stream has ended. That kernel may write
         q, k and v, but none of the other tensors.
     Returns (B, heads * D) in the dtype of q, or an FP8Tensor; zeros for a query that sees no keys. Scores and sums are
-    float32, softmax weights are rounded to the dtype of q. Norms and rotation round after each operation. Equal inputs
-    give equal bits. If results are batch invariant (`fp8moe.batch_invariant`), the order of sums is that of
-    `fixed_splits`: a query has the bits that `prompt_attention` gives it, whatever the other sequences are.
+    float32; softmax weights are rounded to the dtype of q, and over a cache in FP8, multiplied by the scales of values,
+    to float16. Norms and rotation round after each operation. Equal inputs give equal bits. If results are batch
+    invariant (`fp8moe.batch_invariant`), keys and values in FP8 are rounded to the dtype of q, and the order of sums is
+    that of `fixed_splits`: a query has the bits that `prompt_attention` gives it, whatever the other sequences are.
 
     Method: FlashAttention, arXiv:2205.14135, on parts of the keys whose results are merged at the end (Flash-Decoding:
     Dao, Haziza, Massa, Sizov, 2023). Sinks: gpt-oss, arXiv:2508.10925. Norms of heads and rotary embedding: see
@@ -83,7 +86,10 @@ def decode_attention(
     `rotary.serves` returns False.
     """
     tokens = (None,) * 6 + (0.0,) if new is None else (*new[:6], float(new.eps))
-    for name, value in (("q", q), *zip(StaticCache._fields, cache, strict=True)):
+    keys, values, begin, columns = cache
+    check_tensor("q", q)
+    fp8_cache.check_tensors(keys, values)
+    for name, value in (("begin", begin), ("columns", columns)):
         check_tensor(name, value)
     if new is not None:
         for name, value in zip(NewTokens._fields[:4], new, strict=False):
@@ -93,7 +99,9 @@ def decode_attention(
     if sinks is not None:
         check_tensor("sinks", sinks)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    operands = q, *cache, *tokens, sinks, window, scale, quantized, early
+    (keys, key_scales), (values, value_scales) = map(fp8_cache.parts, (keys, values))
+    places = keys, values, begin, columns
+    operands = q, *places, *tokens, sinks, window, scale, quantized, early, key_scales, value_scales
     out, data, scales = autograd.run(_op, "fp8moe.kernels.decoder_ops.decode_attention", *operands)
     return FP8Tensor(data, scales) if quantized else out
 
@@ -118,19 +126,23 @@ class AttentionOperands(NamedTuple):
     scale: float
     quantized: bool
     early: bool
+    key_scales: Annotated[Tensor | None, "Tensor(c!)?"] = None
+    value_scales: Annotated[Tensor | None, "Tensor(d!)?"] = None
 
     def heads(self) -> "AttentionHeads":
         (_, heads, size), key_heads = self.q.shape, self.keys.shape[1]
         rotated = None if self.cos is None else self.cos.shape[-1]
         kind = FixedSplitHeads if config.settings.batch_invariant else AttentionHeads
-        return kind(heads // key_heads, key_heads, size, rotated, self.q_weight is not None)
+        return kind(
+            heads // key_heads, key_heads, size, rotated, self.q_weight is not None, self.key_scales is not None
+        )
 
 
 class AttentionHeads(NamedTuple):
     """The head layout of an attention layer, and the launch sizes that follow from the layout.
 
     group: query heads per key head. size: values of a head (D). rotated: values of a head that are rotated; None: the
-    kernel appends no new tokens. norm: heads are normalized first.
+    kernel appends no new tokens. norm: heads are normalized first. fp8: the cache is in FP8.
     """
 
     group: int
@@ -138,6 +150,7 @@ class AttentionHeads(NamedTuple):
     size: int
     rotated: int | None
     norm: bool
+    fp8: bool = False
 
     @property
     def kernel(self) -> str:
@@ -156,17 +169,23 @@ class AttentionHeads(NamedTuple):
 
     @property
     def pitch(self) -> int:
-        """Bytes between consecutive rows (key, value or query vectors) in shared memory."""
+        """Bytes between consecutive rows (key, value or query vectors of 16 bits) in shared memory."""
         return align(2 * self.size, 128)
+
+    @property
+    def tile(self) -> int:
+        """Bytes of a tile of keys and values in shared memory."""
+        if self.fp8:
+            return 2 * _FP8_TILE * (align(self.size, 128 if self.size > 64 else 64) + 4)  # codes and scales
+        return 2 * _TILE * self.pitch
 
     def stages(self, cluster: int) -> int:
         """Return the number of pipeline stages: the number of tiles that a warp loads ahead of use."""
-        fits = (SHARED_LIMIT - self.smem(0, cluster)) // (_WARPS * 2 * _TILE * self.pitch)
-        return min(fits, _MAX_STAGES)
+        return min((SHARED_LIMIT - self.smem(0, cluster)) // (_WARPS * self.tile), _MAX_STAGES)
 
     def smem(self, stages: int, cluster: int) -> int:
         """Return the bytes of the kernel's ``struct Shared``: tiles, queries, new token, sinks, sums, statistics."""
-        tiles = _WARPS * stages * 2 * _TILE * self.pitch
+        tiles = _WARPS * stages * self.tile + 4 * _ROWS * self.fp8
         parts = ceil_div(min(self.group, _ROWS) * self.size, BLOCK * cluster)
         statistics = 8 * (_WARPS + cluster) * _ROWS
         return tiles + (_ROWS + 2) * self.pitch + 4 * _ROWS + statistics + 4 * parts * cluster * BLOCK
@@ -193,21 +212,27 @@ class FixedSplitHeads(AttentionHeads):
         """Return the number of tiles, of keys or of values, that a warp loads ahead of use."""
         # Without clusters there are blocks enough for two on each SM.
         limit = SHARED_PER_SM // 2 - 1024 if cluster == 1 else SHARED_LIMIT
-        fits, most = ((size - self.smem(0, cluster)) // (_WARPS * _TILE * self.pitch) for size in (limit, SHARED_LIMIT))
+        fits, most = ((size - self.smem(0, cluster)) // (_WARPS * self.tile) for size in (limit, SHARED_LIMIT))
         return min(fits if fits >= _LEAST_TILES else most, _MAX_TILES)
+
+    @property
+    def tile(self) -> int:
+        """Bytes of a tile of keys or values in shared memory, and of the scales of its codes."""
+        return _TILE * (self.pitch + 4 * self.fp8)
 
     def smem(self, stages: int, cluster: int) -> int:
         """Return the bytes of the kernel's ``struct Shared``: tiles, queries, new token, sinks, statistics, sums."""
         parts = ceil_div(min(self.group, _ROWS) * self.size, BLOCK * cluster)
         splits = _WARPS * cluster * (8 * _ROWS + 4 * parts * _PART_PITCH)
-        return _WARPS * stages * _TILE * self.pitch + (_ROWS + 2) * self.pitch + 4 * _ROWS + splits
+        return _WARPS * stages * self.tile + (_ROWS + 2) * self.pitch + 4 * _ROWS + splits
 
 
 class _AttentionArguments(ctypes.Structure):
-    _pointers_ = 15
+    _pointers_ = 17
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("q", "k", "v", "cos", "sin", "q_weight", "k_weight", "sinks")),
         *((name, ctypes.c_int64) for name in ("keys", "values", "begin", "columns", "out", "data", "data_scale")),
+        *((name, ctypes.c_int64) for name in ("key_scales", "value_scales")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "length", "window", "scale_pitch")),
         *((name, ctypes.c_uint32) for name in ("one_table", "early", "float_sinks")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
@@ -219,7 +244,7 @@ def kernel_spec(dtype: torch.dtype, heads: AttentionHeads, cluster: int) -> Kern
     appends = heads.rotated is not None
     of_head = ("SIZE", heads.size), ("ROTATED", heads.rotated or rotary.MULTIPLE), ("HEAD_LANES", heads.lanes)
     sizes = ("VECTORS", 1), ("KEY_HEADS", heads.key_heads), ("GROUP", heads.group)
-    steps = ("NORM", int(heads.norm)), ("APPEND", int(appends))
+    steps = ("NORM", int(heads.norm)), ("APPEND", int(appends)), ("FP8_CACHE", int(heads.fp8))
     stages = heads.stages(cluster)
     work = ("WARPS", _WARPS), ("STAGES", stages), ("CLUSTER", cluster)
     nbytes = ("SHARED_BYTES", heads.smem(stages, cluster)), ("ARGUMENTS_BYTES", ctypes.sizeof(_AttentionArguments))
@@ -229,8 +254,8 @@ def kernel_spec(dtype: torch.dtype, heads: AttentionHeads, cluster: int) -> Kern
 
 @planned
 def launcher(device_index: int, operands: AttentionOperands) -> PointerLauncher:
-    """Return the launcher, to be called with the tensors that the first 15 fields of `_AttentionArguments` name."""
-    q, keys, *_, k, v, cos, _, _, _, eps, sinks, window, scale, _, early = operands
+    """Return the launcher, to be called with the tensors that the first 17 fields of `_AttentionArguments` name."""
+    q, keys, *_, k, v, cos, _, _, _, eps, sinks, window, scale, _, early, _, _ = operands
     batch = q.shape[0]
     heads = operands.heads()
     cluster = heads.cluster(batch, num_sms(device_index))
@@ -269,7 +294,8 @@ def serves(size: int) -> bool:
 
 
 def _check(operands: AttentionOperands) -> None:
-    q, keys, values, begin, columns, k, v, cos, sin, q_weight, k_weight, _, sinks, *_ = operands
+    q, keys, values, begin, columns, k, v, cos, sin, q_weight, k_weight, *_ = operands
+    sinks = operands.sinks
     check_dtype("q", q, *DTYPES)
     if q.dim() != 3 or q.shape[0] > MAX_BATCH or not serves(q.shape[2]):
         raise ValueError(
@@ -281,7 +307,7 @@ def _check(operands: AttentionOperands) -> None:
         raise ValueError(f"keys: expected shape (B, key heads, L, D) for {heads} query heads, got {tuple(keys.shape)}")
     key_heads, length = keys.shape[1:3]
     like = (q.dtype,)
-    rotary.check_cache(keys, values, q, (batch, key_heads, length, size))
+    fp8_cache.check_cache(keys, values, operands.key_scales, operands.value_scales, q, (batch, key_heads, length, size))
     for name, places in (("begin", begin), ("columns", columns)):
         check_like(name, places, (torch.int64,), (batch,), q.device, "q")
     if sinks is not None:
@@ -313,7 +339,9 @@ def _launch(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
     q, keys, cache_values, begin, columns, k, v, cos, sin, q_weight, k_weight, _, sinks, *_ = operands
     launch = launcher(q.get_device(), operands)
     written = (values, *((data, scale) if quantizes else (None, None)))
-    launch(q, k, v, cos, sin, q_weight, k_weight, sinks, keys, cache_values, begin, columns, *written)
+    cache = keys, cache_values, begin, columns
+    scales = operands.key_scales, operands.value_scales
+    launch(q, k, v, cos, sin, q_weight, k_weight, sinks, *cache, *written, *scales)
     return (out, *quantize_1x128(values)) if operands.quantized and not quantizes else results
 
 
@@ -340,14 +368,18 @@ def _empty(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _reference(operands: AttentionOperands) -> tuple[Tensor, Tensor, Tensor]:
-    q, keys, values, begin, columns, *tokens, eps, sinks, window, scale, quantized, _ = operands
-    k, v, cos, sin, q_weight, k_weight = tokens
+    q, keys, values, begin, columns, k, v, cos, sin, q_weight, k_weight, *others = operands
+    eps, sinks, window, scale, quantized, _, *scales = others
     if k is not None:
         heads = (x[:, None] for x in (q, k, v, cos, sin))
-        given = rotary.RotaryOperands(*heads, keys, values, columns, q_weight, k_weight, eps)
+        given = rotary.RotaryOperands(*heads, keys, values, columns, q_weight, k_weight, eps, *scales)
         q = rotary.reference(given)[:, 0]
-    if config.settings.batch_invariant:
-        return _reference_of_splits(operands, q)
+    invariant = config.settings.batch_invariant
+    if operands.key_scales is not None:
+        dtype = q.dtype if invariant else torch.float32
+        keys, values = (fp8_cache.dequantized(FP8Tensor(*x), dtype) for x in zip((keys, values), scales, strict=True))
+    if invariant:
+        return _reference_of_splits(operands._replace(keys=keys, values=values), q)
     (batch, heads, size), (key_heads, length) = q.shape, keys.shape[1:3]
     column = torch.arange(length, device=q.device)
     seen = (column >= begin[:, None]) & (column <= columns[:, None])

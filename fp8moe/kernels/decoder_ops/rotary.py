@@ -6,15 +6,15 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8moe.kernels.decoder_ops import fp8_cache
 from fp8moe.kernels.decoder_ops.rms_norm import normalized
-from fp8moe.quant.formats import ceil_div
-from fp8moe.quant.quantize import input_defines
+from fp8moe.quant.formats import FP8Tensor, ceil_div
+from fp8moe.quant.quantize import quantizer_defines
 from fp8moe.runtime import autograd
 from fp8moe.runtime.checks import (
     FLOATING,
     aligned,
     check_address,
-    check_contiguous,
     check_device,
     check_dtype,
     check_like,
@@ -52,11 +52,20 @@ class NewTokens(NamedTuple):
     eps: float = 0.0
 
 
-def rotary(q: Tensor, new: NewTokens, keys: Tensor, values: Tensor, *, columns: Tensor | None = None) -> Tensor:
+def rotary(
+    q: Tensor,
+    new: NewTokens,
+    keys: Tensor | FP8Tensor,
+    values: Tensor | FP8Tensor,
+    *,
+    columns: Tensor | None = None,
+) -> Tensor:
     """Apply RMSNorm, if `new` has weights for it, and rotary embedding to each head of q and k; write k, v to a cache.
 
     q: (B, T, heads, D) bfloat16, float16 or float32, laid out like k. new: tensors in the dtype of q.
-    keys, values: the cache, (B, key heads, L, D) in the dtype of q, contiguous; written in place.
+    keys, values: the cache, (B, key heads, L, D) in the dtype of q, contiguous; written in place. Or FP8Tensors of
+        float8_e4m3fn data and float32 scale (B, key heads, L, 1): then heads are quantized as they are written, each
+        with one scale. This needs q in 16 bits, and D a multiple of 16.
     columns: (B,) int64, the position in L of each sequence's first token. None: all positions start at 0. Tokens whose
         position is outside of [0, L) are not written.
     Returns the queries (B, T, heads, D), contiguous. Each step rounds to the dtype, as separate PyTorch operations do.
@@ -67,11 +76,13 @@ def rotary(q: Tensor, new: NewTokens, keys: Tensor, values: Tensor, *, columns: 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, and for sizes where `serves` is False.
     """
     k, v, cos, sin, q_weight, k_weight, eps = new
-    given = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "keys": keys, "values": values}
+    given = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin}
     for name, value in given.items():
         check_tensor(name, value)
-    options = columns, q_weight, k_weight, float(eps)
-    return autograd.run(_op, "fp8moe.kernels.decoder_ops.rotary", *given.values(), *options)
+    fp8_cache.check_tensors(keys, values)
+    (keys, key_scales), (values, value_scales) = map(fp8_cache.parts, (keys, values))
+    options = columns, q_weight, k_weight, float(eps), key_scales, value_scales
+    return autograd.run(_op, "fp8moe.kernels.decoder_ops.rotary", *given.values(), keys, values, *options)
 
 
 def serves(size: int, rotated: int) -> bool:
@@ -93,16 +104,22 @@ class RotaryOperands(NamedTuple):
     q_weight: Tensor | None
     k_weight: Tensor | None
     eps: float
+    key_scales: Annotated[Tensor | None, "Tensor(c!)?"] = None
+    value_scales: Annotated[Tensor | None, "Tensor(d!)?"] = None
 
 
 class RotaryHeads(NamedTuple):
-    """Numbers of query heads, key heads, values per head and rotated values per head; norm: whether to normalize."""
+    """Numbers of query heads, key heads, values per head and rotated values per head.
+
+    norm: whether to normalize. fp8: whether the cache is in FP8.
+    """
 
     queries: int
     keys: int
     size: int
     rotated: int
     norm: bool
+    fp8: bool = False
 
     def lanes(self, dtype: torch.dtype) -> tuple[int, int]:
         """Return the number of lanes that share a head, a power of two, and the number of 16-byte vectors per lane."""
@@ -113,10 +130,10 @@ class RotaryHeads(NamedTuple):
 
 
 class _RotaryArguments(ctypes.Structure):
-    _pointers_ = 11
+    _pointers_ = 13
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("q", "k", "v", "cos", "sin", "q_weight", "k_weight")),
-        *((name, ctypes.c_int64) for name in ("query", "keys", "values", "columns")),
+        *((name, ctypes.c_int64) for name in ("query", "keys", "values", "columns", "key_scales", "value_scales")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "length")),
         *((name, ctypes.c_uint32) for name in ("batch", "tokens", "one_table")),
         ("eps", ctypes.c_float),
@@ -129,12 +146,13 @@ def kernel_spec(dtype: torch.dtype, heads: RotaryHeads, many: bool) -> KernelSpe
     sizes = ("HEADS", heads.queries), ("KEY_HEADS", heads.keys), ("SIZE", heads.size), ("ROTATED", heads.rotated)
     work = ("NORM", int(heads.norm)), ("WARPS", _WARPS), ("AT_ONCE", _AT_ONCE[many]), ("HEAD_LANES", lanes)
     bytes_of = ("VECTORS", vectors), ("ARGUMENTS_BYTES", ctypes.sizeof(_RotaryArguments))
-    return KernelSpec("rotary.cu", "rotary", (*input_defines(dtype), *sizes, *work, *bytes_of))
+    defines = (*quantizer_defines(dtype), ("FP8_CACHE", int(heads.fp8)), *sizes, *work, *bytes_of)
+    return KernelSpec("rotary.cu", "rotary", defines)
 
 
 @planned
 def launcher(device_index: int, operands: RotaryOperands) -> PointerLauncher:
-    """Return the launcher, called with (q, k, v, cos, sin, q_weight, k_weight, query, keys, values, columns).
+    """Return the launcher, to be called with the tensors that the first 13 fields of `_RotaryArguments` name.
 
     query: the result, rotated q.
     """
@@ -152,7 +170,8 @@ def launcher(device_index: int, operands: RotaryOperands) -> PointerLauncher:
         one_table=cos.shape[0] == 1,
         eps=operands.eps,
     )
-    heads = RotaryHeads(queries, key_heads, size, cos.shape[2], operands.q_weight is not None)
+    fp8 = operands.key_scales is not None
+    heads = RotaryHeads(queries, key_heads, size, cos.shape[2], operands.q_weight is not None, fp8)
     many = batch * tokens >= _MANY_ROWS
     heads_of_warp = _AT_ONCE[many] * WARP // heads.lanes(q.dtype)[0]
     warps = batch * tokens * ceil_div(queries + 2 * key_heads, heads_of_warp)
@@ -161,7 +180,7 @@ def launcher(device_index: int, operands: RotaryOperands) -> PointerLauncher:
 
 
 def _check(operands: RotaryOperands) -> None:
-    q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, _ = operands
+    q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, _, *scales = operands
     check_dtype("q", q, *FLOATING)
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q: expected shape (B, T, heads, D), got {tuple(q.shape)} with k {tuple(k.shape)}")
@@ -179,7 +198,7 @@ def _check(operands: RotaryOperands) -> None:
             f"rotated, got {size} and {rotated}"
         )
     length = keys.shape[2] if keys.dim() == 4 else 0
-    check_cache(keys, values, q, (batch, key_heads, length, size))
+    fp8_cache.check_cache(keys, values, *scales, q, (batch, key_heads, length, size))
     if columns is not None:
         check_like("columns", columns, (torch.int64,), (batch,), q.device, "q")
     check_head_norms(q_weight, k_weight, q)
@@ -202,12 +221,6 @@ def check_tables(cos: Tensor, sin: Tensor, q: Tensor, *tokens: int) -> int:
     return rotated
 
 
-def check_cache(keys: Tensor, values: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:
-    for name, cache in (("keys", keys), ("values", values)):
-        check_like(name, cache, (q.dtype,), shape, q.device, "q")
-        check_contiguous(name, cache)
-
-
 def check_head_norms(q_weight: Tensor | None, k_weight: Tensor | None, q: Tensor) -> None:
     """Check the weights of the RMSNorm of heads: either both are given or neither."""
     if (q_weight is None) != (k_weight is None):
@@ -219,7 +232,7 @@ def check_head_norms(q_weight: Tensor | None, k_weight: Tensor | None, q: Tensor
 
 def _launch(operands: RotaryOperands) -> Tensor:
     query = _empty(operands)
-    q, k, v, cos, sin, keys, values, *others, _ = operands
+    q, k, v, cos, sin, keys, values, *others, _, key_scales, value_scales = operands
     if not (q.numel() or k.numel()):
         return query
     check_address("keys", keys)
@@ -227,7 +240,7 @@ def _launch(operands: RotaryOperands) -> Tensor:
     q, k, v, cos, sin = _rows(q), _rows(k), _rows(v), aligned(cos), aligned(sin)
     columns, q_weight, k_weight = (x if x is None else aligned(x) for x in others)
     launch = launcher(q.get_device(), operands._replace(q=q, k=k, v=v, cos=cos, sin=sin))
-    launch(q, k, v, cos, sin, q_weight, k_weight, query, keys, values, columns)
+    launch(q, k, v, cos, sin, q_weight, k_weight, query, keys, values, columns, key_scales, value_scales)
     return query
 
 
@@ -247,11 +260,15 @@ def _empty(operands: RotaryOperands) -> Tensor:
 
 
 def reference(operands: RotaryOperands) -> Tensor:
-    q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, eps = operands
+    q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, eps, *scales = operands
     if q_weight is not None:
         q, k = normalized(q, q_weight, eps), normalized(k, k_weight, eps)
-    _write(keys, rotated(k, cos, sin), columns)
-    _write(values, v, columns)
+    for cache, scale, x in zip((keys, values), scales, (rotated(k, cos, sin), v), strict=True):
+        if scale is None:
+            _write(cache, x, columns)
+        else:
+            for target, part in zip((cache, scale), fp8_cache.quantized(x), strict=True):
+                _write(target, part, columns)
     return rotated(q, cos, sin).contiguous()
 
 

@@ -28,7 +28,6 @@ _MAX_BYTES = 256 << 10  # bytes of the largest x for router_logits.cu, whose thr
 _MAX_ROW_BYTES = 32 << 10  # bytes of the largest row for router_logits.cu: 256 threads with 8 vectors of 16 bytes each
 _MAX_EXPERTS_AT_ONCE = 8  # most experts per thread block: more would cost registers and hide no latency
 _MAX_SUMS = WARP  # most accumulators per thread, which has one for each (expert, token) pair of its thread block
-_INVARIANT_TOKENS = 8  # in batch-invariant mode, `logits_block` assumes this many tokens, whatever their number
 _ROUTE_WARPS = 4  # warps of a thread block of route.cu
 MAX_SORTED_TOKENS = 16  # most tokens for route_sorted.cu, a single thread block: for more, two kernels are faster
 MAX_SORTED_EXPERTS = 512  # most experts for route_sorted.cu, which keeps the scores of all experts in registers
@@ -107,14 +106,19 @@ def route(
     check_tensor("logits", logits)
     if bias is not None:
         check_tensor("bias", bias)
+    check_rule_types(rule)
+    op = _route_sorted_op if sort and sorts(*logits.shape) else _route_op
+    operands = _ROUTE.pack(RouteOperands(logits, rule, bias, dtype))
+    return ChosenExperts(*autograd.run(op, "fp8moe.kernels.decoder_ops.route", *operands))
+
+
+def check_rule_types(rule: RoutingRule) -> None:
+    """Check the types of a rule's fields, and its score."""
     for name in ("top_k", "num_groups", "top_groups"):
         check_int(name, getattr(rule, name))
     if rule.score not in SCORES:
         raise ValueError(f"score: expected one of {SCORES}, got {rule.score!r}")
     check_number("scale", rule.scale)
-    op = _route_sorted_op if sort and _sorts(*logits.shape) else _route_op
-    operands = _ROUTE.pack(RouteOperands(logits, rule, bias, dtype))
-    return ChosenExperts(*autograd.run(op, "fp8moe.kernels.decoder_ops.route", *operands))
 
 
 # ---- logits ----
@@ -135,15 +139,13 @@ def logits_block(tokens: int, experts: int, sms: int) -> tuple[int, int]:
     """Return the number of experts per thread block, and the number of tokens that a block processes at a time.
 
     The first gives about one thread block per SM. Both numbers are powers of two and compile-time constants of the
-    kernel; they determine the order in which it sums.
+    kernel, whose order of sums they do not change.
     """
-    if config.settings.batch_invariant:
-        tokens = _INVARIANT_TOKENS
-    block_experts = min(_power_of_two_from(ceil_div(experts, sms)), _MAX_EXPERTS_AT_ONCE)
-    return block_experts, min(_power_of_two_from(tokens), _MAX_SUMS // block_experts)
+    block_experts = min(power_of_two_from(ceil_div(experts, sms)), _MAX_EXPERTS_AT_ONCE)
+    return block_experts, min(power_of_two_from(tokens), _MAX_SUMS // block_experts)
 
 
-def _power_of_two_from(n: int) -> int:
+def power_of_two_from(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
@@ -189,8 +191,8 @@ def logits_launcher(
     )
 
 
-def check_logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-    """Check dtypes, shapes and devices of the arguments of `router_logits`."""
+def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Check dtypes, shapes and devices of the operands of `router_logits`."""
     check_dtype("x", x, *FLOATING)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape (T, H), got {tuple(x.shape)}")
@@ -200,12 +202,16 @@ def check_logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dt
     check_device("weight", weight, x.device, "x")
     if bias is not None:
         check_like("bias", bias, (x.dtype,), (len(weight),), x.device, "x")
-    _check_result(dtype)
 
 
-def _check_result(dtype: torch.dtype) -> None:
+def _check_logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    check_operands(x, weight, bias)
+    check_result(dtype)
+
+
+def check_result(dtype: torch.dtype, name: str = "dtype") -> None:
     if dtype not in FLOATING:
-        raise TypeError(f"dtype: expected bfloat16, float16 or float32, got {dtype}")
+        raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {dtype}")
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -239,7 +245,7 @@ def _empty_logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.d
 
 _logits_op = operator(
     "router_logits -> Tensor",
-    check=check_logits,
+    check=_check_logits,
     cuda=_logits,
     reference=_logits_reference,
     fake=_empty_logits,
@@ -274,16 +280,16 @@ class RouteOperands(NamedTuple):
         return Form(top_k, score == "sigmoid", self.bias is not None, num_groups, top_groups, normalize)
 
 
-def _route_defines(experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple:
-    """Return the macros that cuda/ops/route.cuh requires."""
+def route_defines(experts: int, form: Form, out_dtype: torch.dtype) -> tuple:
+    """Return the macros that cuda/ops/route.cuh requires, except for those of its logits."""
     names = ("TOP_K", "SIGMOID", "BIAS", "GROUPS", "TOP_GROUPS", "NORMALIZE")
-    types = (*input_defines(dtype, vector=False), ("OUTPUT", INPUT_TYPES[out_dtype]))
-    return (*types, ("EXPERTS", experts), *zip(names, map(int, form), strict=True))
+    types = ("OUTPUT", INPUT_TYPES[out_dtype]), ("NUM_EXPERTS", experts)
+    return (*types, *zip(names, map(int, form), strict=True))
 
 
 def route_spec(experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
     """Return the kernel for logits of `experts` experts in `dtype`, and weights in `out_dtype`."""
-    defines = _route_defines(experts, form, dtype, out_dtype)
+    defines = *input_defines(dtype, vector=False), *route_defines(experts, form, out_dtype)
     return KernelSpec("route.cu", "route", (*defines, ("WARPS", _ROUTE_WARPS)))
 
 
@@ -305,21 +311,21 @@ def route_launcher(
     )
 
 
-def _sorts(tokens: int, experts: int) -> bool:
-    """Return whether one kernel can route `tokens` tokens and sort their assignments."""
+def sorts(tokens: int, experts: int) -> bool:
+    """Return whether one thread block can route `tokens` tokens and sort their assignments."""
     return tokens <= MAX_SORTED_TOKENS and experts <= MAX_SORTED_EXPERTS
 
 
 def sorted_shape(tokens: int, experts: int) -> KernelShape:
-    """Return the launch shape of route_sorted.cu: one thread block with a warp for each token."""
+    """Return the shape of the sort of `tokens` tokens by one thread block, which has a warp for each token."""
     counters, warps, _ = KernelShape.of(1, experts)
-    return KernelShape(counters, max(warps, _power_of_two_from(max(tokens, 1))), 1)
+    return KernelShape(counters, max(warps, power_of_two_from(max(tokens, 1))), 1)
 
 
 def sorted_spec(tokens: int, experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
     """Return the kernel that routes and sorts `tokens` tokens; other arguments: see `route_spec`."""
-    defines = *_route_defines(experts, form, dtype, out_dtype), *sorted_shape(tokens, experts).defines(False)
-    return KernelSpec("route_sorted.cu", "route_sorted", defines)
+    defines = *input_defines(dtype, vector=False), *route_defines(experts, form, out_dtype)
+    return KernelSpec("route_sorted.cu", "route_sorted", (*defines, *sorted_shape(tokens, experts).defines(False)))
 
 
 @planned
@@ -338,19 +344,25 @@ def sorted_launcher(
         block=shape.warps * WARP,
         smem=shape.shared_bytes,
         pdl=True,
-        pointers=6,
-        args=(ctypes.c_int32(tokens), ctypes.c_float(scale)),
+        pointers=2,
+        args=((ctypes.c_int64 * 4)(), ctypes.c_int32(tokens), ctypes.c_float(scale)),
     )
 
 
 def _check_route(operands: RouteOperands) -> None:
-    logits, (top_k, _, _, num_groups, top_groups, _), bias, dtype = operands
+    logits, rule, bias, dtype = operands
     check_dtype("logits", logits, *FLOATING)
     if logits.dim() != 2 or not 1 <= logits.shape[1] <= MAX_EXPERTS:
         raise ValueError(f"logits: expected shape (T, E) with E from 1 to {MAX_EXPERTS}, got {tuple(logits.shape)}")
-    experts = logits.shape[1]
     if bias is not None:
-        check_like("bias", bias, (torch.float32,), (experts,), logits.device, "logits")
+        check_like("bias", bias, (torch.float32,), (logits.shape[1],), logits.device, "logits")
+    check_rule(rule, logits.shape[1])
+    check_result(dtype)
+
+
+def check_rule(rule: RoutingRule, experts: int) -> None:
+    """Check the numbers of a rule for `experts` experts."""
+    top_k, _, _, num_groups, top_groups, _ = rule
     if not 1 <= num_groups <= MAX_GROUPS or experts % num_groups or (num_groups > 1 and experts == num_groups):
         raise ValueError(
             f"num_groups: expected 1, or up to {MAX_GROUPS} groups of equal size, 2 or more of {experts} experts in "
@@ -361,7 +373,6 @@ def _check_route(operands: RouteOperands) -> None:
     limit = min(MAX_TOP_K, experts // num_groups * top_groups)
     if not 1 <= top_k <= limit:
         raise ValueError(f"top_k: expected 1 to {limit} of {experts} experts, got {top_k}")
-    _check_result(dtype)
 
 
 def _launch(launcher: planned[..., PointerLauncher], operands: RouteOperands, results: tuple[Tensor, ...]) -> None:
@@ -380,7 +391,7 @@ def _route(operands: RouteOperands) -> tuple[Tensor, Tensor]:
 def _check_sorted(operands: RouteOperands) -> None:
     _check_route(operands)
     tokens, experts = operands.logits.shape
-    if not _sorts(tokens, experts):
+    if not sorts(tokens, experts):
         limits = f"up to {MAX_SORTED_TOKENS} tokens and {MAX_SORTED_EXPERTS} experts"
         raise ValueError(f"logits: expected {limits} to sort by expert, got {tuple(operands.logits.shape)}")
 
@@ -397,9 +408,15 @@ def _reference_route_sorted(operands: RouteOperands) -> tuple[Tensor, ...]:
 
 
 def _empty_sorted(operands: RouteOperands) -> tuple[Tensor, ...]:
-    index, weights = _empty_route(operands)
-    groups = index.new_empty((operands.logits.shape[1] + 1,), dtype=torch.int32)
-    return index, weights, groups, index.new_empty(index.shape, dtype=torch.int32)
+    return empty_chosen(operands.logits, *operands.logits.shape, operands.rule.top_k, operands.dtype)
+
+
+def empty_chosen(like: Tensor, tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return uninitialized index, weights, groups and rows; the last two have no elements if `sorts` is False."""
+    index, ordered = like.new_empty((tokens, top_k), dtype=torch.int64), sorts(tokens, experts)
+    groups = like.new_empty((experts + 1 if ordered else 0,), dtype=torch.int32)
+    rows = like.new_empty(index.shape if ordered else (0,), dtype=torch.int32)
+    return index, like.new_empty(index.shape, dtype=dtype), groups, rows
 
 
 def _reference_route(operands: RouteOperands) -> tuple[Tensor, Tensor]:

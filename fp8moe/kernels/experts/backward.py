@@ -26,8 +26,7 @@ from fp8moe.kernels.experts.operands import (
     without_padding,
 )
 from fp8moe.kernels.experts.permute import permute_quantize
-from fp8moe.kernels.experts.reference import assignments_of
-from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.kernels.experts.routing import AssignedRows, SortedAssignments, assigned_rows, sort_by_expert
 from fp8moe.kernels.experts.swiglu import (
     Activated,
     ActivationGradient,
@@ -38,7 +37,7 @@ from fp8moe.kernels.experts.swiglu import (
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu_keeping, grouped_rows, weight_gradients
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
-from fp8moe.quant.transpose import Transposed, quantize_columns, quantize_with_transpose, transpose_fp8
+from fp8moe.quant.transpose import Transposed, quantize_columns, quantize_with_transpose, transposed_weight
 from fp8moe.runtime.operator import Signature, define
 
 
@@ -74,11 +73,11 @@ def experts_training(
     weight gradients read: hidden_states, the activation and the gradients. SonicMoE, arXiv:2512.14080, keeps the same.
 
     Bytes kept for the backward: the sum of ``4 * R * I`` (half of this without a gate), ``4 * R * r`` with a low_rank,
-    ``R * I`` if the low_rank has dropout, ``8 * R``, and ``4 * (E + 1)``. Here R is T * K or num_rows, and I is rounded
-    up to a multiple of 128. Also kept are top_k_weights, the weights, low_rank and, with an up_master or a low_rank,
-    hidden_states or low_rank.dropped: the caller's tensors themselves, no copies. If I is not a multiple of 128, or H
-    not a multiple of 16, forward and backward make padded copies of the FP8 weights. For weights in four bits, the
-    backward makes FP8 copies, and so does the forward with a low_rank or where I is not a multiple of 128.
+    ``R * I`` if the low_rank has dropout, ``4 * T * K``, and ``4 * (E + 1)``. Here R is T * K or num_rows, and I is
+    rounded up to a multiple of 128. Also kept are top_k_weights, the weights, low_rank and, with an up_master or a
+    low_rank, hidden_states or low_rank.dropped: the caller's tensors themselves, no copies. If I is not a multiple of
+    128, or H not a multiple of 16, forward and backward make padded copies of the FP8 weights. For weights in four
+    bits, the backward makes FP8 copies, and so does the forward with a low_rank or where I is not a multiple of 128.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if a
     master, an FP8 weight, or hidden_states that were kept, have been changed in place since the forward; so does a
@@ -107,33 +106,29 @@ class RowOrder(NamedTuple):
     """The order in which a call processes rows: sorted by expert.
 
     groups: (E + 1,), the offsets of the experts' groups of rows.
-    rows: (T, K), the row of each assignment, -1 for none. assignments: (R,), the assignment t * K + k of each row, -1
-        for none. Both are None if the input of the call is rows that are already sorted by expert.
+    rows: (T, K), the row of each assignment, -1 for none; None if the input of the call is rows that are already sorted
+        by expert. num_rows: R, the number of rows; None with them.
     whole: numbers of rows and groups of the whole layer, of which the call may compute a part; None: the call computes
         the whole layer.
     """
 
     groups: Tensor
     rows: Tensor | None = None
-    assignments: Tensor | None = None
+    num_rows: int | None = None
     whole: tuple[int, int] | None = None
 
     @classmethod
     def of_tokens(cls, top_k_index: Tensor, count: int, shard: Shard) -> "RowOrder":
         """Sort assignments by expert, for a shard with `count` experts, and return the resulting order."""
         groups, rows = sort_by_expert(top_k_index, count, first_expert=shard.first_expert, num_rows=shard.num_rows)
-        assignments = assignments_of(rows, rows.numel() if shard.num_rows is None else shard.num_rows)
-        return cls(groups, rows, assignments, (rows.numel(), shard.total(count)))
+        num_rows = rows.numel() if shard.num_rows is None else shard.num_rows
+        return cls(groups, rows, num_rows, (rows.numel(), shard.total(count)))
 
-    def tokens(self) -> Tensor | None:
-        """Return the token of each row (R,), -1 for a row without a token; None if the input is already sorted rows."""
+    def assigned(self, top_k_weights: Tensor | None) -> AssignedRows | None:
+        """Return the token and the routing weight of each row; None if the input is rows that are already sorted."""
         if self.rows is None:
             return None
-        return self.assignments.div(max(self.rows.shape[1], 1), rounding_mode="floor")
-
-    def row_weights(self, top_k_weights: Tensor) -> Tensor:
-        """Return the routing weight of each row: (T, K) -> (R,) float32."""
-        return top_k_weights.flatten().index_select(0, self.assignments.clamp(min=0)).float()
+        return assigned_rows(SortedAssignments(self.groups, self.rows), top_k_weights, self.num_rows)
 
     def by_assignment(self, values: Tensor) -> Tensor:
         """Map one value per row to one per assignment: (R,) -> (T, K), 0 for assignments without a row."""
@@ -149,16 +144,19 @@ class RowOrder(NamedTuple):
         if not isinstance(x, Tensor):
             return FP8Tensor(pad_columns(x.data, columns), x.scale)
         x = pad_columns(x, columns)
-        return quantize_1x128(x) if self.rows is None else permute_quantize(x, self.rows, self.assignments.shape[0])
+        return quantize_1x128(x) if self.rows is None else permute_quantize(x, self.rows, self.num_rows)
 
-    def both_ways(self, x: Tensor, columns: int) -> Transposed:
-        """Sort x, tokens or sorted rows, by expert and quantize it by rows and by columns. columns: see `quantized`."""
-        return quantize_with_transpose(pad_columns(x, columns), self.groups, tokens=self.tokens())
+    def both_ways(self, x: Tensor, columns: int, tokens: Tensor | None) -> Transposed:
+        """Sort x, tokens or sorted rows, by expert and quantize it by rows and by columns.
 
-    def transposed(self, x: Tensor | FP8Tensor, columns: int) -> FP8Tensor:
-        """Sort x by expert and quantize its columns. x, columns: as for `quantized`."""
+        columns: see `quantized`. tokens: those of `assigned`; None if x is sorted rows.
+        """
+        return quantize_with_transpose(pad_columns(x, columns), self.groups, tokens=tokens)
+
+    def transposed(self, x: Tensor | FP8Tensor, columns: int, tokens: Tensor | None) -> FP8Tensor:
+        """Sort x by expert and quantize its columns. x, columns: as for `quantized`, tokens: as for `both_ways`."""
         x = pad_columns(x, columns) if isinstance(x, Tensor) else dequantize(self.quantized(x, columns))
-        return quantize_columns(x, self.groups, tokens=self.tokens())[0]
+        return quantize_columns(x, self.groups, tokens=tokens)[0]
 
     def multiply(self, a: FP8Tensor, b: FP8Tensor, dtype: torch.dtype, **options: Any) -> Tensor:
         """Return ``a[rows of e] @ b[e].T`` for every expert e; options: others_zero, low_rank of `grouped_rows`."""
@@ -251,7 +249,8 @@ def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
     up_ranks, down_ranks, kept = (layer.up.data.new_empty(0) for _ in range(3))
     up_addition = down_addition = None
     if low is not None:
-        up_ranks = lora_shrink(low.multiplied(operands.x), low.up_a, order.groups, order.tokens())
+        assigned = order.assigned(operands.top_k_weights)
+        up_ranks = lora_shrink(low.multiplied(operands.x), low.up_a, order.groups, assigned and assigned.tokens)
         up_addition = up_ranks, low.up_b
     a, values = order.quantized(x, layer.sizes[1]), None
     if low is None and layer.activation.is_swiglu:
@@ -282,10 +281,11 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     hidden, size = layer.down.data.shape[1:]
     layer = layer.padded(BLOCK)
     grads: dict[str, Tensor] = {}
-    if order.rows is None:
-        row_weights = torch.ones(grad.shape[0], dtype=torch.float32, device=grad.device)
-    else:
-        row_weights = order.row_weights(top_k_weights)
+    assigned = order.assigned(top_k_weights)
+    tokens = assigned and assigned.tokens
+    row_weights = (
+        torch.ones(len(grad), dtype=torch.float32, device=grad.device) if assigned is None else assigned.weights
+    )
 
     # `grad` is quantized without the routing weights: the gradient of a routing weight is the dot product of the
     # unweighted result with the gradient. For the gradient of down_proj, the weights multiply the activation instead.
@@ -293,14 +293,14 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     addition = None
     if low is not None:
         grad_read = pad_columns(grad.bfloat16(), low.down_b.shape[1])
-        d_ranks = lora_shrink(grad_read, low.down_b.mT.contiguous(), order.groups, order.tokens())
+        d_ranks = lora_shrink(grad_read, low.down_b.mT.contiguous(), order.groups, tokens)
         addition = None if low.dropout else (d_ranks, low.down_a.mT.contiguous())
     columns = layer.down.data.shape[1]
     if masters.down_master is None:
         grad_rows, grad_columns = order.quantized(grad, columns), None
     else:
-        grad_rows, grad_columns, _ = order.both_ways(grad, columns)
-    d_h = order.multiply(grad_rows, transpose_fp8(layer.down), torch.bfloat16, low_rank=addition)
+        grad_rows, grad_columns, _ = order.both_ways(grad, columns, tokens)
+    d_h = order.multiply(grad_rows, transposed_weight(layer.down), torch.bfloat16, low_rank=addition)
     del grad_rows
 
     beside = Beside.NOTHING if masters.down_master is None and not masters.of_up else Beside.COLUMNS
@@ -311,7 +311,7 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     d = activate_backward(saved.projected, d_h, row_weights, order.groups, layer.activation, beside)
     del d_h
     if low is not None:
-        of_factors, d_ranks = _factor_gradients(operands, grad_read, d_ranks, d, row_weights)
+        of_factors, d_ranks = _factor_gradients(operands, grad_read, d_ranks, d, tokens, row_weights)
         grads |= of_factors
         del grad_read
     d_rows, dots, d_columns, offsets, h_columns = d[:5]
@@ -324,7 +324,7 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
         grads["top_k_weights"] = order.by_assignment(dots).to(top_k_weights.dtype)
     if input_dtype is not None:
         addition = None if low is None or low.dropped is not None else (d_ranks, low.up_a.mT.contiguous())
-        transposed, dtype, others_zero = transpose_fp8(layer.up), row_dtype(input_dtype), order.rows is None
+        transposed, dtype, others_zero = transposed_weight(layer.up), row_dtype(input_dtype), order.rows is None
         dx = order.multiply(d_rows, transposed, dtype, others_zero=others_zero, low_rank=addition)
         del transposed
         grads["x"] = without_padding(order.sum(dx, None, input_dtype), hidden)
@@ -336,7 +336,7 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     if not masters.of_up:
         return [grads[name] for name in operands.wanted]
     # The largest gradients are allocated last, when temporary tensors for the other gradients have been freed.
-    x_columns = order.transposed(x if x_scale is None else FP8Tensor(x, x_scale), columns)
+    x_columns = order.transposed(x if x_scale is None else FP8Tensor(x, x_scale), columns, tokens)
     both = 2 if layer.activation.gated else 1
     if masters.up_master is not None and masters.up_master.shape[1] == both * size:
         shape, dtype = (both, size, hidden), masters.up_master.dtype
@@ -350,15 +350,20 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
 
 
 def _factor_gradients(
-    operands: TrainingBackwardOperands, grad: Tensor, d_ranks: Tensor, d: ActivationGradient, row_weights: Tensor
+    operands: TrainingBackwardOperands,
+    grad: Tensor,
+    d_ranks: Tensor,
+    d: ActivationGradient,
+    tokens: Tensor | None,
+    row_weights: Tensor,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the gradients of the LoRA factors, by name, and the gradient (R, r) of up_a's product with the input.
 
     grad: (T, H) bfloat16, the gradient of the result. d_ranks: (R, r), the product of grad's rows with down_b, not yet
-    multiplied by row_weights. d: the result of `activate_backward`.
+    multiplied by row_weights. d: the result of `activate_backward`. tokens, row_weights: those of `RowOrder.assigned`.
     """
     order, saved, low = operands.order, operands.saved, operands.low_rank
-    groups, tokens = order.groups, order.tokens()
+    groups = order.groups
     values = low.drop(d.values, saved.kept) if low.dropout else d.values
     d_ranks, down_ranks = (
         torch.mul(ranks, row_weights[:, None], out=torch.empty_like(ranks))  # float32 product, rounded to bfloat16 once
@@ -418,13 +423,14 @@ def _save(ctx, inputs, output) -> None:
     operands = _TRAINING.unpack(*inputs)
     _, projected, *others = output
     order, layer, low = operands.order, operands.layer, operands.low_rank
-    routed = order.groups, order.rows, order.assignments, operands.top_k_weights
+    routed = order.groups, order.rows, operands.top_k_weights
     *factors, ctx.dropout = low or (None,) * 6
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*others)
     # Save the FP8 weights too, so that autograd refuses a backward after adapters were merged into the weights.
     ctx.save_for_backward(*routed, *layer.up, *layer.down, *operands.kept_input, *factors, projected, *others)
-    ctx.whole, ctx.activation, ctx.input_dtype = order.whole, layer.activation, operands.x.dtype
+    ctx.num_rows, ctx.whole = order.num_rows, order.whole
+    ctx.activation, ctx.input_dtype = layer.activation, operands.x.dtype
     # Masters are not saved tensors, so that `_check_unchanged` can name a master that changed. Autograd's error for a
     # changed saved tensor would not name the master.
     ctx.masters = operands.masters
@@ -436,11 +442,11 @@ def _differentiate(ctx, grad, *_) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * len(needed)
     _check_unchanged(ctx.masters, ctx.versions, ctx.activation.gated)
-    groups, rows, assignments, top_k_weights, up, up_scale, down, down_scale, x, x_scale, *others = ctx.saved_tensors
+    groups, rows, top_k_weights, up, up_scale, down, down_scale, x, x_scale, *others = ctx.saved_tensors
     up_a, up_b, down_a, down_b, dropped, *saved = others
     operands = TrainingBackwardOperands(
         grad.contiguous(),
-        RowOrder(groups, rows, assignments, ctx.whole),
+        RowOrder(groups, rows, ctx.num_rows, ctx.whole),
         top_k_weights,
         Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), ctx.activation),
         ctx.masters,

@@ -38,7 +38,7 @@ def tokens(operands: TokenOperands) -> None:
     if operands.residual_known is not None:
         check_like(f"{residual_name}_known", operands.residual_known, (torch.bool,), x.shape[:1], device, name)
     if operands.norm is not None:
-        check_like("norm_weight", operands.norm.norm_weight, (x.dtype,), x.shape[1:], device, name)
+        check_like("norm_weight", operands.norm.norm_weight, (sums,), x.shape[1:], device, name)
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity: expected at least one row an expert, got {capacity}")
     order = {"groups": (operands.groups, (count + 1,)), "rows": (operands.rows, index.shape)}

@@ -211,6 +211,12 @@ class TokenOperands(NamedTuple):
         """Names for hidden_states and residual in error messages: the argument names of the called function."""
         return ("hidden_states", "residual") if self.shard.out_dtype is None else ("x", "partial")
 
+    def quantized(self, values: FP8Tensor) -> "TokenOperands":
+        """Replace hidden_states by the same values quantized 1x128. The results keep their dtype and bits."""
+        dtype = self.hidden_states.dtype
+        shard = self.shard._replace(row_dtype=row_dtype(dtype), out_dtype=dtype)
+        return self._replace(hidden_states=values.data, hidden_scale=values.scale, shard=shard)
+
     def layouts(self) -> tuple:
         """Return the key under which launchers are cached: the layout of each tensor, and all other fields."""
         layer, norm = self.layer, self.norm

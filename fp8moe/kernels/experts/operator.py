@@ -56,11 +56,12 @@ def experts_of_tokens(operands: TokenOperands) -> tuple[Tensor, Normed | None]:
 
     Here x is hidden_states and e is top_k_index[t, k].
 
-    operands: hidden_states is not quantized, and the shard is the whole layer.
-    Returns (T, H) in the dtype of hidden_states, and the norm or None. The norm is a Normed with the bits of
-    `rms_norm`. It is computed if operands.norm asks for it and the last kernel of the layer can include it. This kernel
-    can if there are at most 64 tokens of at most 32 KB each, hidden_states is bfloat16 or float32, the activation is a
-    SwiGLU, and H and I are multiples of 16.
+    operands: the shard is the whole layer. hidden_states is not quantized, or by `TokenOperands.quantized`, which the
+        caller does where no gradient is recorded.
+    Returns (T, H) in the dtype of hidden_states before it was quantized, and the norm or None. The norm is a Normed
+    with the bits of `rms_norm`. It is computed if operands.norm asks for it and the last kernel of the layer can
+    include it. This kernel can if there are at most 64 tokens of at most 32 KB each, the result is bfloat16 or float32,
+    the activation is a SwiGLU, and H and I are multiples of 16.
 
     Products are summed in float32. Results of down_e are rounded to bfloat16 if hidden_states is bfloat16. The weighted
     sum is taken in float32 in the order of k.
@@ -76,7 +77,8 @@ def experts_of_tokens(operands: TokenOperands) -> tuple[Tensor, Normed | None]:
         norm, operands = None, operands._replace(norm=None)
     biased = operands.layer.biases.up_bias is not None or operands.layer.biases.down_bias is not None
     name = "fp8moe.GroupedExperts with biases" if biased else "fp8moe.GroupedExperts"
-    out, *normed = autograd.run(_experts, name, *(_WHOLE if norm is None else _TOKENS).pack(operands))
+    signature = _TOKENS if norm is not None else _WHOLE if operands.hidden_scale is None else _SHARD
+    out, *normed = autograd.run(_experts, name, *signature.pack(operands))
     if norm is None:
         return out, None
     return out, Normed(None, None, FP8Tensor(*normed)) if norm.norm_quantized else Normed(None, *normed, None)

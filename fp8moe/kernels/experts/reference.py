@@ -110,5 +110,14 @@ def assignments_of(rows: Tensor, count: int) -> Tensor:
     return index.new_full((count + 1,), -1).scatter_(0, target, index)[:count].clone()
 
 
+def assigned_rows(groups: Tensor, rows: Tensor, weights: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    if not rows.numel():
+        return rows.new_full((num_rows,), -1), weights.new_zeros(num_rows, dtype=torch.float32)
+    assignments = assignments_of(rows, num_rows)
+    picked = weights.flatten().index_select(0, assignments.clamp(min=0)).float()
+    tokens = assignments.div(rows.shape[1], rounding_mode="floor").to(torch.int32)
+    return tokens, torch.where(assignments >= 0, picked, 0)
+
+
 def valid_rows(rows: Tensor, num_rows: int) -> Tensor:
     return (rows >= 0) & (rows < num_rows)

@@ -1,4 +1,7 @@
-"""``sort_by_expert``: number the (token, expert) assignments so that the assignments of an expert are contiguous."""
+"""``sort_by_expert``: number the (token, expert) assignments so that the assignments of an expert are contiguous.
+
+``assigned_rows`` tells the token and the routing weight of each row.
+"""
 
 import ctypes
 from typing import NamedTuple
@@ -7,8 +10,10 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.experts import checks, reference
-from fp8moe.quant.formats import align
-from fp8moe.runtime.checks import check_tensor
+from fp8moe.quant.formats import align, ceil_div
+from fp8moe.quant.quantize import input_defines
+from fp8moe.runtime.autograd import detached
+from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like, check_tensor
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, planned
 from fp8moe.runtime.operator import operator
@@ -17,6 +22,7 @@ from fp8moe.runtime.sm90 import MAX_BLOCKS_PER_PORTABLE_CLUSTER, WARP
 INDEX_TYPES = {torch.int32: "int", torch.int64: "long long"}
 _STEPS = 4  # number of assignments that each lane keeps in registers
 _MAX_WARPS = 32
+_ASSIGNED_THREADS = 256
 
 
 class SortedAssignments(NamedTuple):
@@ -60,6 +66,26 @@ def sort_by_expert(
     """
     check_tensor("top_k_index", top_k_index)
     return SortedAssignments(*_sort_by_expert(top_k_index, num_experts, capacity, first_expert, first_row, num_rows))
+
+
+class AssignedRows(NamedTuple):
+    """What each row is of. tokens: int32 (R,), -1 for a row without an assignment. weights: float32 (R,), 0 there."""
+
+    tokens: Tensor
+    weights: Tensor
+
+
+def assigned_rows(sorted: SortedAssignments, weights: Tensor, num_rows: int) -> AssignedRows:
+    """Return token and routing weight of each row.
+
+    sorted: groups (E + 1,) and rows (T, K) of `sort_by_expert`, without a capacity, for a window of num_rows rows.
+    weights: (T, K) float32, bfloat16 or float16, any strides. The result is detached from its autograd graph.
+    num_rows: R, the length of the results.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device.
+    """
+    check_tensor("weights", weights)
+    return AssignedRows(*_assigned_rows(*sorted, detached(weights), num_rows))
 
 
 class _SortSizes(ctypes.Structure):
@@ -150,6 +176,50 @@ def _empty(top_k_index: Tensor, num_experts: int, capacity: int | None, *window:
     return groups, top_k_index.new_empty(top_k_index.shape, dtype=torch.int32)
 
 
+@planned
+def assigned_launcher(device_index: int, rows: Tensor, dtype: torch.dtype, num_rows: int) -> PointerLauncher:
+    """Return the launcher, called with contiguous (rows (T, K), the last of groups, weights, tokens, row weights)."""
+    count, top_k = rows.numel(), rows.shape[1]
+    defines = (*input_defines(dtype), ("THREADS", _ASSIGNED_THREADS))
+    return PointerLauncher(
+        load(KernelSpec("assigned_rows.cu", "assigned_rows", defines)),
+        grid=ceil_div(max(count, num_rows), _ASSIGNED_THREADS),
+        block=_ASSIGNED_THREADS,
+        pdl=True,
+        pointers=5,
+        args=tuple(map(ctypes.c_uint32, (count, top_k, num_rows))),
+    )
+
+
+def _check_assigned(groups: Tensor, rows: Tensor, weights: Tensor, num_rows: int) -> None:
+    for name, value, rank in (("groups", groups, 1), ("rows", rows, 2)):
+        check_dtype(name, value, torch.int32)
+        if value.dim() != rank:
+            raise ValueError(f"{name}: expected {rank} dimensions, got shape {tuple(value.shape)}")
+    check_like("weights", weights, FLOATING, rows.shape, groups.device, "groups")
+    check_device("rows", rows, groups.device, "groups")
+
+
+def _launch_assigned(groups: Tensor, rows: Tensor, weights: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    if not rows.numel() or not num_rows:
+        return reference.assigned_rows(groups, rows, weights, num_rows)
+    results = _empty_assigned(groups, rows, weights, num_rows)
+    launch = assigned_launcher(rows.get_device(), rows, weights.dtype, num_rows)
+    launch(rows.contiguous(), groups[-1:], weights.contiguous(), *results)
+    return results
+
+
+def _empty_assigned(groups: Tensor, rows: Tensor, weights: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(num_rows), weights.new_empty(num_rows, dtype=torch.float32)
+
+
+_assigned_rows = operator(
+    "assigned_rows(Tensor groups, Tensor rows, Tensor weights, SymInt num_rows) -> (Tensor, Tensor)",
+    check=_check_assigned,
+    cuda=_launch_assigned,
+    reference=reference.assigned_rows,
+    fake=_empty_assigned,
+)
 _sort_by_expert = operator(
     "sort_by_expert(Tensor top_k_index, int num_experts, SymInt? capacity, int first_expert=0, SymInt first_row=0, "
     "SymInt? num_rows=None) -> (Tensor, Tensor)",

@@ -1,4 +1,4 @@
-"""`Workspace`: launches an experts layer, or one rank's shard, as four or five kernels that share a scratch tensor."""
+"""`Workspace`: launches an experts layer, or one rank's shard, as three to five kernels that share a scratch tensor."""
 
 import functools
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from fp8moe.kernels.experts.combine import Dtypes, norm_launcher
 from fp8moe.kernels.experts.combine import launcher as combine_launcher
-from fp8moe.kernels.experts.operands import Biases, Norm, TokenOperands, grouping_of
+from fp8moe.kernels.experts.operands import Biases, Norm, Shard, TokenOperands, grouping_of
 from fp8moe.kernels.experts.permute import launcher as permute_launcher
 from fp8moe.kernels.experts.routing import launcher as sort_launcher
-from fp8moe.kernels.gemm.checks import bias_vector, weights
+from fp8moe.kernels.gemm.checks import activations, bias_vector, weights
 from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
-from fp8moe.kernels.gemm.launch import GemmOperands
+from fp8moe.kernels.gemm.launch import GemmOperands, gathers
 from fp8moe.kernels.gemm.launch import build as build_gemm
 from fp8moe.quant.formats import (
     BLOCK,
@@ -31,12 +31,14 @@ from fp8moe.runtime.peer_table import Targets
 class Workspace:
     """The launchers of a layer with a SwiGLU, and the layout of the scratch tensor that its kernels share.
 
-    The kernels: sort the assignments by expert, if they are not sorted yet; quantize the tokens 1x128 into that order;
-    GEMM 1 with activation and quantization; GEMM 2; each token's weighted sum over its rows. Each kernel is launched
+    The kernels: sort the assignments by expert, if they are not sorted yet; quantize the tokens 1x128 into that order,
+    unless GEMM 1 gathers few tokens that are quantized and sorted; GEMM 1 with activation and quantization; GEMM 2;
+    each token's weighted sum over its rows. Each kernel is launched
     while the previous one runs (programmatic dependent launch). This is safe because the first kernel is launched the
     ordinary way, or begins by waiting for all earlier ones, and because every kernel lets its successor start only
     after it has itself waited for its predecessor. So a kernel that has not waited yet may already read the results of
-    all earlier kernels except its predecessor: the GEMMs read groups and weights at once.
+    all earlier kernels except its predecessor: the GEMMs read groups and weights at once. A GEMM 1 that gathers waits
+    before it reads the groups, as its predecessor may have written them.
 
     operands: in layouts that the kernels read, on the current device. The scratch has room for the rows of their shard.
     form: `Targets.form`, if the rows of GEMM 2 go to peers; None: the results are the weighted sums.
@@ -55,12 +57,13 @@ class Workspace:
         num_rows = shard.rows(tokens * top_k) if capacity is None else count * capacity
         row_dtype, out_dtype = shard.dtypes(x.dtype)
         self.pitch = align(num_rows, 4)
+        self.gathers = _gathers(operands)
         # Bytes of each intermediate result in the scratch tensor, each at a multiple of 256 bytes.
         parts = {
             "groups": (count + (capacity is None) + 1) * 4,  # the last int32 is the tile counter of GEMM 1
             "rows": tokens * top_k * 4,
-            "a": num_rows * hidden,
-            "a_scale": self.pitch * ceil_div(hidden, BLOCK) * 4,
+            "a": 0 if self.gathers else num_rows * hidden,
+            "a_scale": 0 if self.gathers else self.pitch * ceil_div(hidden, BLOCK) * 4,
             "h": num_rows * size,
             "h_scale": self.pitch * ceil_div(size, BLOCK) * 4,
             # The assignment of each row if the rows of GEMM 2 go to peers, otherwise the rows of GEMM 2.
@@ -86,12 +89,14 @@ class Workspace:
 
         # A window that begins past row 0 is filled only if routing is uneven, so most tokens have no row in it.
         launch = {"sparse": shard.first_row > 0, "pdl": True}
-        self.permute = permute_launcher(device, x, operands.hidden_scale, top_k, num_rows, **launch)
         grouping = grouping_of(tokens * top_k, shard.total(count), capacity)
-        a, h = quantized("a", hidden), quantized("h", size)
-        up_bias, down_bias = layer.biases
+        a = FP8Tensor(x, operands.hidden_scale) if self.gathers else quantized("a", hidden)
+        h, (up_bias, down_bias) = quantized("h", size), layer.biases
         first, second = GemmOperands(*a, *layer.up, up_bias), GemmOperands(*h, *layer.down, down_bias)
-        self.gemm1 = build_gemm(first, SwigluQuantize(layer.activation), grouping, h.data, pdl=True)
+        gathered = {"top_k": top_k} if self.gathers else {}
+        self.gemm1 = build_gemm(first, SwigluQuantize(layer.activation), grouping, h.data, pdl=True, **gathered)
+        if not self.gathers:
+            self.permute = permute_launcher(device, x, operands.hidden_scale, top_k, num_rows, **launch)
         # If GEMM 1 needs a tile counter (a 0 after the groups), sort again: groups given by the caller lack a counter.
         self.sort = None
         if operands.groups is None or self.gemm1.dynamic:
@@ -124,6 +129,8 @@ class Workspace:
         norm = operands.norm
         norm_address = 0 if norm is None else norm.norm_weight.data_ptr()
         addresses = x | up_address | down_address | residual | up_bias | down_bias | norm_address
+        if self.gathers:
+            addresses |= operands.hidden_scale.data_ptr()
         if self.aligned_scales:
             addresses |= up_scale.data_ptr() | down_scale.data_ptr()
         if addresses & 15:
@@ -141,9 +148,12 @@ class Workspace:
                 self.sort.launch(stream, operands.top_k_index.data_ptr(), groups, rows)
             else:
                 groups, rows = operands.groups.data_ptr(), operands.rows.data_ptr()
-            self.permute.launch(stream, *tokens, rows, a, a_scale, 0 if targets is None else last)
             pointers = (up_scale.data_ptr(), up_bias, h, self.size, h_scale, self.pitch, 0, 0)
-            self.gemm1.launch(stream, (a, a_scale, up_address, h), pointers, groups)
+            if self.gathers:
+                self.gemm1.launch(stream, (*tokens, up_address, h), pointers, groups, rows)
+            else:
+                self.permute.launch(stream, *tokens, rows, a, a_scale, 0 if targets is None else last)
+                self.gemm1.launch(stream, (a, a_scale, up_address, h), pointers, groups)
             mapped, scale = (h, h_scale, down_address, last), down_scale.data_ptr()
             if targets is not None:
                 self.gemm2.launch(stream, mapped, (scale, down_bias, *targets.pointers(last)), groups)
@@ -164,6 +174,14 @@ class Workspace:
                 now = results[1].data_ptr()
             self.combine.launch(stream, last, rows, weights, residual, known, now, out.data_ptr())
         return results
+
+
+def _gathers(operands: TokenOperands) -> bool:
+    """Return whether GEMM 1 can read the tokens by index: few tokens that are quantized, and sorted by the caller."""
+    if operands.hidden_scale is None or operands.groups is None or operands.capacity is not None:
+        return False
+    here, whole = len(operands.layer.up.data), operands.shard._replace(row_dtype=None, out_dtype=None) == Shard()
+    return whole and gathers(*operands.top_k_index.shape, here)
 
 
 def empty_normed(out: Tensor, norm: Norm | None) -> list[Tensor]:
@@ -191,12 +209,15 @@ def run(operands: TokenOperands, targets: Targets | None = None, out: Tensor | N
 
 def _as_kernels_load(operands: TokenOperands) -> TokenOperands:
     """Return the operands, with copies of tensors whose memory layouts the kernels cannot read."""
-    layer = operands.layer
+    layer, x, scale = operands.layer, operands.hidden_states, operands.hidden_scale
+    if scale is not None and _gathers(operands):
+        x, scale = activations(x, scale)
     added = {"top_k_weights": operands.top_k_weights, "residual": operands.residual}
     norm = operands.norm
     scalars = {name: getattr(operands, name) for name in ("residual_known", "groups", "rows")}
     return operands._replace(
-        hidden_states=row_major(operands.hidden_states),
+        hidden_states=row_major(x),
+        hidden_scale=scale,
         top_k_index=operands.top_k_index.contiguous(),
         layer=layer._replace(
             up=weights(*layer.up, 2),

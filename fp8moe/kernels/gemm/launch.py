@@ -13,9 +13,25 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8moe.kernels.gemm.epilogue import AddAndStore, Columns, Epilogue, Packing, PeerStore, PlainStore
-from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile, with_columns
+from fp8moe.kernels.gemm.sm90 import (
+    GATHERED_ROWS,
+    GATHERED_TOKENS,
+    GroupedKTile,
+    TileConfig,
+    gathering,
+    tokens_of_tile,
+    with_columns,
+)
 from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, is_dynamic, kernel_spec
-from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose, choose_grouped_k, raster_group, row_tiles_bound
+from fp8moe.kernels.gemm.tiles import (
+    FEWEST_AS_ROWS,
+    DenseProblem,
+    Grouping,
+    choose,
+    choose_grouped_k,
+    raster_group,
+    row_tiles_bound,
+)
 from fp8moe.kernels.gemm.warmup import Family, note
 from fp8moe.quant.arranged import ARRANGED
 from fp8moe.quant.formats import (
@@ -102,14 +118,17 @@ class GemmLauncher:
                 torch.empty_strided, self.shape, out.stride(), dtype=out.dtype, device=out.device
             )
 
-    def launch(self, stream: int, mapped: tuple[int, ...], pointers: tuple[int, ...], groups: int = 0) -> None:
+    def launch(
+        self, stream: int, mapped: tuple[int, ...], pointers: tuple[int, ...], groups: int = 0, rows: int = 0
+    ) -> None:
         """Enqueue the kernel.
 
         mapped: addresses for the tensor maps, multiples of 16: a, a_scale, b, result; for a GEMM grouped along K: a,
             a_scale, b, b_scale, result, result.
         pointers: b_scale, bias or 0, then addresses and pitches in the order of the epilogue's `fields`; for a GEMM
             grouped along K: the offsets.
-        groups: address of `GemmOperands.groups`, 0 for a dense GEMM.
+        groups: address of `GemmOperands.groups`, 0 for a dense GEMM. rows: that of the tokens' rows, if these are
+            gathered.
         """
         launcher = self._launcher
         with launcher.lock:
@@ -120,6 +139,8 @@ class GemmLauncher:
             self._pointers[:] = pointers
             if groups:
                 self._arguments.groups = groups
+            if rows:
+                self._arguments.rows = rows
             launcher.launch(stream)
 
 
@@ -134,6 +155,7 @@ def build(
     *,
     tile: TileConfig | None = None,
     pdl: bool = False,
+    top_k: int | None = None,
 ) -> GemmLauncher:
     """Build the launcher of a dense or row-grouped GEMM of operands with these layouts, whose device must be current.
 
@@ -142,9 +164,11 @@ def build(
     grouping: None for a dense GEMM. epilogue: gives the result's dtype; the result is (M, N), or (M, N / 2) if gated.
     out: a tensor with the layout of the results; None for contiguous results, or if the epilogue stores to peers.
     tile: overrides the cost model's choice. pdl: start before the previous kernel in the stream has ended.
+    top_k: if given, ``a`` has tokens, of which each is in `top_k` rows of the result: see `gathers`.
     """
     a, b = operands.a, operands.b
     (m, k), n, groups = a.shape, b.shape[-2], b.shape[0] if grouping else 0
+    m *= top_k or 1
     if out is None and not isinstance(epilogue, PeerStore):
         out = torch.empty((m, n // 2 if epilogue.gated else n), dtype=epilogue.out_dtype, device=a.device)
     grouping = grouping or Grouping()
@@ -159,9 +183,12 @@ def build(
     if tile is None:
         if grouping.max_m is None:
             # A part of a GEMM may have any number of rows, so record the number of rows of the whole GEMM.
-            note(Family(n, k, groups, epilogue.kind, columns), grouping.whole[0] if grouping.whole else m)
+            family = Family(n, k, groups, epilogue.kind, columns, gathers=top_k is not None)
+            note(family, grouping.whole[0] if grouping.whole else m)
         tile = choose(problem, epilogue, grouping.whole)
     tile = with_columns(tile, columns.bytes, k)
+    if top_k:
+        tile = gathering(tile, k)
     if config.settings.print_configs:
         about = f"grouped_gemm m={m} groups={groups} expected_m={problem.expected_m}" if groups else f"gemm m={m}"
         config.log.info(f"{about} n={n} k={k} {epilogue} {columns}: {tile}")
@@ -180,8 +207,9 @@ def build(
         tile_rows=tile_rows,
         counter=groups + (grouping.max_m is None),
         # Number of stages whose weights are loaded before any tokens. With pdl these are all stages, because the tokens
-        # can be loaded only after the previous kernel.
-        early_stages=tile.stages if pdl else tile.first_stages,
+        # can be loaded only after the previous kernel; if these are gathered, weights are too.
+        early_stages=tile.stages if pdl and not top_k else tile.first_stages,
+        top_k=top_k or 1,
         **epilogue.values,
     )
     return GemmLauncher(
@@ -198,6 +226,15 @@ def build(
         smem=tile.shared_bytes,
         pdl=pdl,
     )
+
+
+def gathers(tokens: int, top_k: int, experts: int) -> bool:
+    """Return whether a grouped GEMM can read its rows from `tokens` tokens by index, for `experts` experts in all.
+
+    It can for few tokens and few rows an expert, for which weights are the 64-row operand.
+    """
+    few = tokens <= GATHERED_TOKENS and tokens * top_k <= GATHERED_ROWS
+    return few and tokens * top_k < FEWEST_AS_ROWS * experts
 
 
 def packing_of(b: Tensor, scale: Tensor) -> Packing:
@@ -223,7 +260,7 @@ def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Ten
     a, a_scale, b = operands.a, operands.a_scale, operands.b
     (m, k), n, groups = a.shape, b.shape[-2], tile.groups
     # A group may end within a tile, so if tokens are the 64-row operand, they are loaded 64 rows at a time.
-    a_rows = 64 if groups and not tile.weights_as_rows else tokens_of_tile(tile, m)
+    a_rows = 64 if groups and not tile.weights_as_rows else 1 if tile.gathers else tokens_of_tile(tile, m)
     # Gate and up, or the halves of a tile, are loaded one after the other.
     b_rows = tile.block_n // 2 if epilogue.gated or tile.half_tiles else tile.block_n
     blocks = a_scale.shape[1]

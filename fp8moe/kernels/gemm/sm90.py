@@ -14,6 +14,7 @@ PRODUCER_REGISTERS = 24
 BUSY_PRODUCER_REGISTERS = 40
 UNPACK_REGISTERS = 72  # of a producer thread if its warpgroup unpacks; math threads then get 24 registers fewer
 MAX_STAGES = 16
+GATHERED_TOKENS, GATHERED_ROWS = 4, 128  # most tokens and rows of a tile that `gathers`
 _TILE_BYTES = 24  # size of ``struct Tile`` of cuda/sm90/gemm_layout.cuh
 _OTHER_REGISTERS = 28  # registers of a math thread for everything but accumulators
 _LEAST_OTHER_REGISTERS = 24  # registers of a math thread for everything but accumulators and sums of parts of K
@@ -34,6 +35,7 @@ class TileConfig:
     k_parts: number of parts of K. One block sums each part, one part after the other, and then adds these sums. split_k
         with the same number gives bitwise equal results.
     column_bytes: bytes of scale and bias per output feature, kept in shared memory if sums stay in the registers.
+    gathers: rows of a group are tokens by index, of up to `GATHERED_TOKENS`; weights are the 64-row operand.
     half_tiles: tiles of 128x256 are halved in a last wave that fills at most half of the blocks, and grouped GEMMs may
         use tiles of 192x128 (``TileShape`` of cuda/sm90/gemm_layout.cuh).
     """
@@ -51,6 +53,7 @@ class TileConfig:
     half_tiles: bool = False
     packed: str | None = None
     column_bytes: int = 0
+    gathers: bool = False
 
     @property
     def name(self) -> str:
@@ -197,8 +200,11 @@ class TileConfig:
     def scale_box(self) -> int:
         """Number of token scales per TMA load.
 
-        A load begins at a multiple of 4 scales, but a group may begin at any row: grouped GEMMs load 4 scales more.
+        A load begins at a multiple of 4 scales, but a group may begin at any row: grouped GEMMs load 4 scales more. If
+        the tile `gathers`, they load those of all tokens.
         """
+        if self.gathers:
+            return GATHERED_TOKENS
         return self.block_m // ceil(self.block_m / 128) + (4 if self.groups else 0)
 
     def may_be_dynamic(self, k: int) -> bool:
@@ -242,6 +248,7 @@ class TileConfig:
         table = 1  # an empty struct takes a byte
         if self.groups:
             table = align((3 * self.groups + 1) * 4, 8) + (_TILE_BYTES if self.weights_as_rows else 0)
+            table += GATHERED_ROWS if self.gathers else 0
         return align(8 + table, 8)
 
 
@@ -263,6 +270,11 @@ def with_stages(tile: TileConfig, k: int) -> TileConfig:
 def with_columns(tile: TileConfig, column_bytes: int, k: int) -> TileConfig:
     """Return ``tile`` with shared memory for scales and biases of its output features, and so perhaps fewer stages."""
     return with_stages(replace(tile, column_bytes=column_bytes), k) if column_bytes and not tile.reduces else tile
+
+
+def gathering(tile: TileConfig, k: int) -> TileConfig:
+    """Return ``tile``, whose 64-row operand is weights, with `gathers` and the shared memory that it takes."""
+    return with_stages(replace(tile, gathers=True), k)
 
 
 def without_tma_store(tile: TileConfig, k: int) -> TileConfig:

@@ -47,6 +47,7 @@ def kernel_spec(
         "GROUPS": tile.groups,
         "GATED": int(epilogue.gated),
         "DYNAMIC": int(dynamic),
+        "GATHERS": int(tile.gathers),
     }
     busy = dynamic or tile.column_bytes or (tile.half_tiles and isinstance(epilogue, PeerStore))
     if tile.math_registers and tile.unpacks:
@@ -74,8 +75,9 @@ def grouped_k_spec(tile: GroupedKTile, n: int, *, out_float32: bool, accumulate:
 
 def arguments_type(epilogue: Epilogue) -> type[ctypes.Structure]:
     """Return the ctypes type of ``struct Arguments`` of cuda/sm90/gemm.cu, including the epilogue's ``Output``."""
-    sizes = ("m", "max_m", "raster", "group_pitch", "tile_m", "tile_rows", "counter", "early_stages")
-    schedule = (("groups", ctypes.c_int64), *((name, ctypes.c_int) for name in sizes))
+    sizes = ("m", "max_m", "raster", "group_pitch", "tile_m", "tile_rows", "counter", "early_stages", "top_k")
+    addresses = (("groups", ctypes.c_int64), ("rows", ctypes.c_int64))
+    schedule = (*addresses, *((name, ctypes.c_int) for name in sizes))
     columns = (("b_scale", ctypes.c_int64), ("bias", ctypes.c_int64))
     fields = (*columns, *epilogue.fields, *schedule)
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})

@@ -173,7 +173,7 @@ def describe_dense(m: int, n: int, k: int, num_sms: int = 132) -> str:
 
 # Limits on the expected rows of a group: weights are tried as the 64-row operand up to the first limit, tokens from the
 # second limit on.
-_MOST_AS_COLUMNS, _FEWEST_AS_ROWS = 24, 6
+_MOST_AS_COLUMNS, FEWEST_AS_ROWS = 24, 6
 
 
 def row_tiles_bound(block_m: int, rows: int, groups: int, max_m: int | None) -> int:
@@ -210,14 +210,14 @@ def grouped_candidates(problem: GroupedProblem) -> list[TileConfig]:
     tiles = []
     if packed:
         tiles = _packed_tiles(packed, (8, 16, 32, 64), swiglu=swiglu)
-        if packed != "int4" and expected_m >= _FEWEST_AS_ROWS and k > 384:
+        if packed != "int4" and expected_m >= FEWEST_AS_ROWS and k > 384:
             tiles += [TileConfig(128, 256, packed=packed), *([] if swiglu else [TileConfig(256, 128, packed=packed)])]
     if expected_m <= _MOST_AS_COLUMNS and not packed:
         shapes = [(8, 256, 2), (16, 256, 2), (32, 256, 2)]
         if not swiglu:
             shapes = [(8, 64, 1), (16, 64, 1), (16, 128, 2), (32, 64, 1)]
         tiles += [TileConfig(m, n_, weights_as_rows=True, warpgroups=w) for m, n_, w in shapes]
-    if expected_m >= _FEWEST_AS_ROWS and not packed:
+    if expected_m >= FEWEST_AS_ROWS and not packed:
         straight = [TileConfig(128, 256)]
         if not swiglu:
             # Of equally fast tiles the first is chosen. So put high tiles first: they read a group's weights once.
@@ -287,6 +287,15 @@ def _table(costs: Iterable[tuple[float, TileConfig]]) -> str:
 # ---- the choice under the current settings ----
 
 
+def rounded_rows(rows: int) -> int:
+    """Round many rows up, by a thirty-second at most: a choice takes the CPU longer than a launch.
+
+    Parallel experts and packed sequences have another number of rows in each call.
+    """
+    step = 1 << max(0, rows.bit_length() - 6)
+    return rows if rows <= 2048 else -(-rows // step) * step
+
+
 class Grouping(NamedTuple):
     """The groups of a GEMM's rows; each group has weights of its own.
 
@@ -307,12 +316,12 @@ class Grouping(NamedTuple):
     def problem(
         self, rows: int, groups: int, n: int, k: int, num_sms: int, *, swiglu: bool, packed: str | None = None
     ) -> GroupedProblem:
-        """Return the `GroupedProblem` for `rows` rows, `groups` groups, weights (n, k) and these options."""
+        """Return the `GroupedProblem` for `rows` rows, rounded, `groups` groups, weights (n, k) and these options."""
         expected_m = self.expected_m
         if expected_m is None:
             of_all, among = self.whole or (rows, groups)
-            expected_m = of_all / among
-        return GroupedProblem(rows, groups, expected_m, n, k, num_sms, self.max_m, swiglu, packed)
+            expected_m = rounded_rows(of_all) / among
+        return GroupedProblem(rounded_rows(rows), groups, expected_m, n, k, num_sms, self.max_m, swiglu, packed)
 
 
 def choose(
@@ -320,6 +329,7 @@ def choose(
 ) -> TileConfig:
     """Return the tile for a problem under the current settings; without tma_store if the epilogue stores to peers."""
     if isinstance(problem, GroupedProblem):
+        whole = whole and (rounded_rows(whole[0]), whole[1])
         tile = choose_grouped(problem, whole=whole, unsplit=config.settings.batch_invariant)
     else:
         m, n, k, num_sms, packed = problem

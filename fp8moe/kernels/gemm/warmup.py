@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fp8moe.kernels.gemm.epilogue import Columns, Epilogue
-from fp8moe.kernels.gemm.sm90 import TileConfig, with_columns
+from fp8moe.kernels.gemm.sm90 import GATHERED_ROWS, TileConfig, gathering, with_columns
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose
 from fp8moe.runtime.jit import KernelSpec
@@ -24,7 +24,7 @@ class Family(NamedTuple):
     """GEMMs that differ only in their number of rows.
 
     n, k: shape of the weights. groups: number of weight matrices, 0 for a dense GEMM. columns: what is applied to each
-    output feature; see `epilogue.Columns`.
+    output feature; see `epilogue.Columns`. gathers: as in `TileConfig`.
     """
 
     n: int
@@ -32,6 +32,7 @@ class Family(NamedTuple):
     groups: int
     epilogue: Epilogue
     columns: Columns = Columns()
+    gathers: bool = False
 
     def variants(self, rows: int, num_sms: int) -> set[KernelSpec]:
         """Return the kernels chosen for 1 to `rows` rows, in a fraction of a second.
@@ -39,6 +40,7 @@ class Family(NamedTuple):
         Only some numbers of rows are tried. A kernel that is chosen only for other numbers may be missed; it is then
         only slightly faster than the kernels that are found.
         """
+        rows = min(rows, GATHERED_ROWS) if self.gathers else rows
         sizes = _ladder(1, rows)
         if not self.groups:
             ends = _full_tiles(_MANY)
@@ -48,6 +50,7 @@ class Family(NamedTuple):
 
     def all_variants(self, step: int, rows: int, num_sms: int) -> set[KernelSpec]:
         """Return every kernel chosen for 1 to `rows` rows; if grouped, for multiples of `step` rows. Takes seconds."""
+        rows = min(rows, GATHERED_ROWS) if self.gathers else rows
         chosen = self._choice(num_sms)
         if self.groups:
             return self._kernels(map(chosen, range(step, rows + 1, step)))
@@ -55,7 +58,7 @@ class Family(NamedTuple):
 
     def _choice(self, num_sms: int) -> Callable[[int], TileConfig]:
         """Return a function that maps a number of rows to the tile that `launch.build` chooses."""
-        n, k, groups, epilogue, columns = self
+        n, k, groups, epilogue, columns, _ = self
         packed = None if columns.packing is None else columns.packing.format
         if not groups:
             return lambda rows: choose(DenseProblem(rows, n, k, num_sms, packed), epilogue)
@@ -63,8 +66,11 @@ class Family(NamedTuple):
         return lambda rows: choose(Grouping().problem(rows, groups, n, k, num_sms, **options), epilogue)
 
     def _kernels(self, tiles: Iterable[TileConfig]) -> set[KernelSpec]:
-        n, k, _, epilogue, columns = self
-        return {kernel_spec(with_columns(tile, columns.bytes, k), n, k, epilogue, columns) for tile in set(tiles)}
+        n, k, _, epilogue, columns, gathers = self
+        found = {with_columns(tile, columns.bytes, k) for tile in tiles}
+        if gathers:
+            found = {gathering(tile, k) for tile in found if tile.weights_as_rows}
+        return {kernel_spec(tile, n, k, epilogue, columns) for tile in found}
 
 
 families: dict[Family, int] = {}

@@ -11,7 +11,7 @@ from fp8moe.kernels.gemm.api import gemm, weight_gradients
 from fp8moe.quant.checks import check_block_scales, check_weight_scale, fp8_data
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, empty_quantized
 from fp8moe.quant.quantize import quantize_1x128
-from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
+from fp8moe.quant.transpose import quantize_with_transpose, transposed_weight
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
 from fp8moe.runtime.operator import define
 
@@ -121,7 +121,7 @@ def _backward(operands: _Backward) -> tuple[Tensor, Tensor, Tensor]:
     elif input_grad:
         rows = quantize_1x128(_matrix(grad))
     if input_grad:
-        transposed = transpose_fp8(_padded(weight, weight_scale_inv))
+        transposed = transposed_weight(_padded(weight, weight_scale_inv))
         d_x = _product(rows, transposed, None, (*grad.shape[:-1], k), grad.dtype)
     return d_x, d_weight, d_bias
 
