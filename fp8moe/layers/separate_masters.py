@@ -8,6 +8,7 @@ from fp8moe.kernels.experts.operands import Layer, Masters, row_dtype
 from fp8moe.kernels.experts.operator import experts_of_rows
 from fp8moe.layers.experts import Weights
 from fp8moe.layers.master import MASTER_DTYPES, part_of, quantized, quantized_gate_up
+from fp8moe.layers.parameters import local
 from fp8moe.runtime.autograd import check_derivatives, recorded
 from fp8moe.runtime.checks import check_dtype, check_tensor
 
@@ -65,11 +66,18 @@ def experts_tokens_training(
 
     hidden_states: (T, H) bfloat16, float16 or float32. top_k_index: (T, K) int32 or int64; an index outside [0, E) adds
         nothing. top_k_weights: (T, K) float32, bfloat16 or float16.
-    gate, up, down, activation, errors: as for `experts_rows_training`.
+    gate, up, down, activation, errors: as for `experts_rows_training`, but ValueError for a DTensor of which this rank
+        has a part: `top_k_index` names experts among all of them.
     Returns (T, H) in the dtype of hidden_states. The bits do not depend on whether gradients are recorded. Equal inputs
     give equal bits, in the result and in the gradients of hidden_states, top_k_weights, gate, up and down.
     """
     name = "fp8moe.experts_tokens_training"
+    for argument, master in {"gate": gate, "up": up, "down": down}.items():
+        if isinstance(master, Tensor) and (here := local(master).shape) != master.shape:
+            raise ValueError(
+                f"{argument}: expected all of it on this rank, got {tuple(here)} of a DTensor {tuple(master.shape)}; "
+                "experts that are spread over ranks take sorted rows: fp8moe.layers.experts_rows_training"
+            )
     weights = _weights_of(name, gate, up, down, activation)
     for argument, value in {
         "hidden_states": hidden_states,

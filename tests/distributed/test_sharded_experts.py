@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8moe import FP8Linear, GroupedExperts, replace_linears
 from fp8moe.distributed import ExpertParallel
+from fp8moe.layers import experts_tokens_training
 from fp8moe.quant.arranged import ARRANGED
 from tests.processes import in_processes
 from tests.small_checkpoints import bits
@@ -118,6 +119,10 @@ def parts_of_experts():
             ValueError, match=r"^down_proj: expected all of it on this rank, got \(2, 144, 72\) of a DT"
         ):
             model[0](*inputs())
+    gate, down = (distribute_tensor(torch.zeros(shape), mesh, [Shard(0)]) for shape in ((4, 72, 144), (4, 144, 72)))
+    index, weights = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
+    with pytest.raises(ValueError, match=r"^gate: expected all of it on this rank, got \(1, 72, 144\) of a DT"):
+        experts_tokens_training(torch.zeros(3, 144), index, weights, gate, gate, down)
 
 
 def all_conversions():

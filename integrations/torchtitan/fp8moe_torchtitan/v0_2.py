@@ -31,7 +31,8 @@ class FP8MoE(MoE):
 
     def forward(self, x: Tensor) -> Tensor:
         experts = self.experts
-        if self.score_before_experts or not experts.alone:
+        # A wrapper around the experts would be passed over.
+        if self.score_before_experts or not (isinstance(experts, FP8GroupedExperts) and experts.alone):
             return super().forward(x)
         tokens = x.flatten(0, -2)
         scores, index, counts = self.router(tokens, self.expert_bias)

@@ -43,7 +43,8 @@ class FP8RoutedExperts(RoutedExperts):
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
         experts = self.inner_experts
-        if not (experts.alone and is_local(self.token_dispatcher)):
+        # A wrapper around the experts would be passed over.
+        if not (isinstance(experts, FP8GroupedExperts) and experts.alone and is_local(self.token_dispatcher)):
             return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
         tokens, index, scores = (value.flatten(0, 1) for value in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK))
         out = experts.compute_tokens(tokens, index, scores, experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)
