@@ -55,9 +55,9 @@ def kernels_in_float32(monkeypatch):
     """
     called, decode_attention = set(), one_token.decode_attention
 
-    def several(*args):
+    def several(*args, **how):
         called.add("several")
-        return flash_attention(*args)
+        return flash_attention(*args, **how)
 
     def one(*args, **how):
         called.add("one, appended" if how.get("new") else "one")
@@ -70,7 +70,7 @@ def kernels_in_float32(monkeypatch):
     return called
 
 
-def flash_attention(query, key, value, rows, most_queries, most_keys, window, scale):
+def flash_attention(query, key, value, rows, *, most_queries, most_keys, window, scale):
     """What the kernel computes, in float32; the logsumexp of a query that sees nothing is infinite, as the kernel's."""
     results, logsumexp = torch.zeros(query.shape), torch.zeros(query.shape[1::-1])
     groups = query.shape[1] // key.shape[1]

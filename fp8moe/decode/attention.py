@@ -188,34 +188,19 @@ def _several_tokens(
         raise UnsupportedAttention("attention with sinks, which in a prompt has other bits than in a decode step")
     # In the strided view, row b * key_heads * length + j at head h is key j of sequence b and head h.
     strided = (batch * key_heads * length - (key_heads - 1) * length, key_heads, size), (size, length * size, 1)
-    output, logsumexp = (_prompt_attention if invariant else _flash_attention)(
+    output, logsumexp = (prompt_attention if invariant else _flash_attention)(
         query.transpose(1, 2).reshape(batch * new, heads, size),
         key.as_strided(*strided),
         value.as_strided(*strided),
         metadata.sequences,
-        new,
-        end,
-        metadata.window,
-        scale,
+        most_queries=new,
+        most_keys=end,
+        window=metadata.window,
+        scale=scale,
     )
     if sinks is not None:
         output.mul_(share_of_keys(logsumexp, sinks[:, None]).T[..., None])
     return output.view(batch, new, heads, size)
-
-
-def _prompt_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sequences: Tensor,
-    most_queries: int,
-    most_keys: int,
-    window: int | None,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute `_flash_attention` with the bits of decode steps."""
-    sizes = {"most_queries": most_queries, "most_keys": most_keys}
-    return prompt_attention(query, key, value, sequences, **sizes, window=window, scale=scale)
 
 
 def _flash_attention(
@@ -223,6 +208,7 @@ def _flash_attention(
     key: Tensor,
     value: Tensor,
     sequences: Tensor,
+    *,
     most_queries: int,
     most_keys: int,
     window: int | None,
@@ -237,7 +223,8 @@ def _flash_attention(
     after it. With a ``window``, a query attends to at most the last ``window`` of these keys.
     """
     if not query.is_cuda:
-        return _prompt_attention(query, key, value, sequences, most_queries, most_keys, window, scale)
+        sizes = {"most_queries": most_queries, "most_keys": most_keys}
+        return prompt_attention(query, key, value, sequences, **sizes, window=window, scale=scale)
     first_query, first_key, count = sequences
     windows = {"window_size_left": window - 1, "window_size_right": 0} if window is not None else {}
     output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(

@@ -194,6 +194,7 @@ class GraphDecoder:
         check_cache_dtype(model, cache_dtype)
         check_output_dtype(model, output_dtype)
         self.model = model
+        self._dtype = model.dtype
         self.ranks = ranks_of(model)
         self.batch_sizes = tuple(sizes)
         self._turns = _Turns()
@@ -411,6 +412,11 @@ class GraphDecoder:
                 raise RuntimeError(f"the decoder was made {made} of fp8moe.batch_invariant(): call it there too")
             check_eval(self.model)
             check_outside("GraphDecoder", self.model)
+            if (now := (self.model.dtype, self.model.device)) != (self._dtype, self.device):
+                raise RuntimeError(
+                    f"the model is {now[0]} on {now[1]}, and was {self._dtype} on {self.device} when the decoder was "
+                    "made: make a new GraphDecoder"
+                )
             refits = refits_of(self.model)
             refits.check(refits.count)
             copied = self.captured or self.capabilities.output is not None

@@ -293,7 +293,8 @@ def _check_config(generation_config: Any, *, sampling: bool) -> None:
     """Raise ValueError for a setting of the generation config that would change tokens but is not applied."""
     for name, neutral in (UNSERVED | (_UNSERVED_SAMPLING if sampling else {})).items():
         value = getattr(generation_config, name, None)
-        if value not in neutral:
+        # True is equal to 1, but asks for something.
+        if value is True or value not in neutral:
             raise ValueError(
                 f"generation_config.{name}: GraphDecoder does not apply {_shown(value)}; set it to None in "
                 "model.generation_config to go on without it"

@@ -59,7 +59,7 @@ def _run(model: Any, batch_sizes: Iterable[int], lengths: Iterable[int]) -> None
         step.read_several(torch.zeros(1, count, dtype=torch.int64, device=_CPU), 0, 0, False)
 
 
-def _no_flash_attention(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _no_flash_attention(query: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(query), query.new_zeros(query.shape[1::-1], dtype=torch.float32)
 
 

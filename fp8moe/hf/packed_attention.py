@@ -44,8 +44,11 @@ def sequences_of(mask: Tensor | None, positions: Tensor) -> AttendedSequences:
     """Find the sequences of a batch. Waits for the device.
 
     mask: (B, T), 0 for padding, or None. positions: (B, T), from 0 on in each sequence.
-    Raises ValueError for a sequence that does not begin at position 0, or has padding inside.
+    Raises ValueError for a batch without tokens, and for a sequence that does not begin at position 0 or has padding
+    inside.
     """
+    if positions.numel() == 0:
+        raise ValueError(f"input_ids: on_policy expects at least one token, got shape {tuple(positions.shape)}")
     real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask.bool()
     continues = torch.zeros_like(real)
     continues[:, 1:] = real[:, :-1] & (positions[:, 1:] == positions[:, :-1] + 1)

@@ -190,6 +190,17 @@ def test_weights_without_memory_are_refused():
         GraphDecoder(random_model("llama", LLAMA).to("meta"), max_length=8)
 
 
+def test_a_model_that_is_cast_after_the_decoder_was_made_is_refused():
+    model, ids = build("MixtralForCausalLM"), prompts(1, 4)
+    decoder = GraphDecoder(model, max_length=8)
+    expected = decoder.generate(ids, max_new_tokens=2)
+    before = model.dtype
+    model.half()
+    with pytest.raises(RuntimeError, match=f"^the model is torch.float16 on cpu, and was {before} on cpu when"):
+        decoder.generate(ids, max_new_tokens=2)
+    assert GraphDecoder(model, max_length=8).generate(ids, max_new_tokens=2).shape == expected.shape
+
+
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "JambaForCausalLM", "Qwen3VLMoeForConditionalGeneration"])
 def test_models_that_are_set_to_return_the_logits_of_routers(name):
     """As configurations of models are that were trained with a loss of these."""

@@ -56,6 +56,7 @@ def test_without_sampling_only_penalties_come_from_the_configuration():
         {"min_new_tokens": 3},
         {"no_repeat_ngram_size": 2},
         {"num_beams": 2},
+        {"num_return_sequences": True},
         {"guidance_scale": 2.0},
         {"token_healing": True},
         {"max_time": 1.0},

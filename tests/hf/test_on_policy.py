@@ -324,6 +324,9 @@ def test_forwards_that_are_refused_before_a_layer_runs(trainer, monkeypatch):
         with hf.on_policy(trainer), pytest.raises(ValueError, match=expected):
             monkeypatch.setattr(policy._Part, "run", lambda *given: pytest.fail("a layer ran"))
             trainer(tokens, **inputs)
+    for empty in ((0, 6), (2, 0)):
+        with hf.on_policy(trainer), pytest.raises(ValueError, match=r"^input_ids: on_policy expects at least one tok"):
+            trainer(torch.zeros(empty, dtype=torch.int64))
     with hf.on_policy(trainer), pytest.raises(ValueError, match=r"^cache: on_policy|^past_key_values: on_policy"):
         trainer.generate(tokens, max_new_tokens=2)
     trainer.config.attention_dropout = 0.1
