@@ -7,7 +7,8 @@
   keys and values up to the middle of the answer) over the bandwidth of a copy. `x_floor`: ratio of `ms` to `floor_ms`.
 - `kernels`: the number of kernels in one step. Each column after `kernels` is one kind of kernel: the share of this
   kind in the time of all kernels.
-- Prefill: time of the prefill of prompts and the choice of one token; `tokens_s` counts prompt tokens.
+- Prefill: time of the prefill of prompts and the choice of one token; `tokens_s` counts prompt tokens. `prefill`:
+  in PyTorch's attention; `prefill_fa3`: in FlashAttention-3's, if `fa3-fwd` is installed.
 - Sampling: time of a step whose tokens are sampled, with a repetition penalty; `over_greedy`: extra time relative to a
   greedy step.
 - First: seconds from the construction of a decoder with the batch sizes FIRST_SIZES to its first token: `new_s` in a
@@ -28,9 +29,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +43,7 @@ from benchmarks import roofline, timing
 from benchmarks.report import Bar, Benchmark, Option, start
 from benchmarks.whole_models import CONFIGS, FORMATS, build
 from fp8moe.decode import GraphDecoder
+from fp8moe.hf.fused import flash_attention_3
 
 CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (32, 8192))
 BF16_CASES = CASES[:3]
@@ -57,6 +62,7 @@ LIMITS = {
     ("first", 64, 512, "again_s"): (15, 8),
     ("first", 64, 512, "beside_gb"): (2.0, 1.0),
     ("prefill", 4, 4096, "tokens_s"): (100_000, 120_000),
+    ("prefill_fa3", 4, 4096, "ms"): (150, 130),
 }
 """Maps (what, batch, prompt length, column) to (limit, aim) on an H200. Every case fits in 80 GB of GPU memory."""
 
@@ -177,6 +183,13 @@ def measure_sampling(model: Any, batch: int, prompt: int) -> dict:
     return {"what": "sampling", "batch": batch, "prompt": prompt, **rates}
 
 
+@contextmanager
+def without_fa3() -> Iterator[None]:
+    """Run prompts as if fa3-fwd were not installed."""
+    with mock.patch.object(flash_attention_3, "_interface", lambda: None):
+        yield
+
+
 def measure_prefill(model: Any, batch: int, prompt: int) -> dict:
     decoder = GraphDecoder(model, batch_sizes=(batch,), max_length=prompt + 16)
     read = partial(decoder.generate, random_prompts(model, batch, prompt), max_new_tokens=1, eos_token_id=())
@@ -244,7 +257,10 @@ def measure(
             row = measure_decode(built, *case, **{f"{what}_dtype": torch.float8_e4m3fn})
             yield row | {"what": f"decode_fp8_{what}", "of_decode": row["ms"] / times[case]}
     for sizes in PREFILLS:
-        yield measure_prefill(built, *sizes)
+        with without_fa3():
+            yield measure_prefill(built, *sizes)
+        if find_spec(flash_attention_3.MODULE):
+            yield measure_prefill(built, *sizes) | {"what": "prefill_fa3"}
     if model is None:
         yield measure_sampling(built, *CASES[2])
         del built

@@ -263,14 +263,26 @@ def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
     plain = {(row["batch"], row["prompt"]): f"{row['ms']:.1f} ms" for row in select(rows, "decode_bf16")}
     steps = "a step, batch {batch}, prompts of {prompt}", "{ms:.1f} ms", "{tokens_s:.0f}", "{x_floor:.1f}"
     drawn = "the same drawn with top_k, top_p, a penalty, batch {batch}", "{ms:.1f} ms", "{tokens_s:.0f}"
+    cache = "keys and values in FP8, batch {batch}, prompts of {prompt}", *steps[1:]
+    output = "output layer in FP8, batch {batch}, prompts of {prompt}", *steps[1:]
     prompts = "{batch} x {prompt} tokens of prompt", "{ms:.0f} ms", "{tokens_s:.0f}"
+    fa3 = "the same in FlashAttention-3, {batch} x {prompt}", *prompts[1:]
     many = "{requests} requests over {slots} slots, new tokens", "{seconds:.0f} s", "{tokens_s:.0f}"
     found = [
         (*(cell.format(**row) for cell in steps), plain.get((row["batch"], row["prompt"]), ""))
         for row in select(rows, "decode")
     ]
-    others = (drawn, select(rows, "sampling")), (prompts, select(rows, "prefill")), (many, requests)
-    found += [tuple(cell.format(**row) for cell in cells) for cells, some in others for row in some]
+    others = {
+        "decode_fp8_cache": cache,
+        "decode_fp8_output": output,
+        "sampling": drawn,
+        "prefill": prompts,
+        "prefill_fa3": fa3,
+    }
+    found += [
+        tuple(cell.format(**row) for cell in cells) for what, cells in others.items() for row in select(rows, what)
+    ]
+    found += [tuple(cell.format(**row) for cell in many) for row in requests]
     for row in select(rows, "first"):
         found.append(("constructor, three batch sizes, to the first token", f"{row['new_s']:.0f} s"))
         found.append(("the same with compiled kernels on the disk", f"{row['again_s']:.0f} s"))
