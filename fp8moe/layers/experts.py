@@ -18,6 +18,7 @@ from fp8moe.layers.master import (
     MasterModule,
     WeightFormat,
     check_master_dtype,
+    drop_after_use,
     part_of,
     quantized,
 )
@@ -493,7 +494,7 @@ class GroupedExperts(MasterModule):
         normed = None
         if self.trains(weights, x, routing):
             check_derivatives(_NAME, x, routing, *weights.tensors())
-            out = experts_training(x, index, routing, *weights)
+            out = drop_after_use(experts_training(x, index, routing, *weights), *weights.masters)
             out = out if residual is None else residual + out
         else:
             capacity, order = self.decode_capacity, (groups, rows)
@@ -526,7 +527,7 @@ class GroupedExperts(MasterModule):
         dtype = rows.dtype if isinstance(rows, Tensor) else torch.bfloat16
         options = {"row_dtype": row_dtype(dtype), "training": self.trainable and self.training}
         out = experts_of_rows(rows, group_offsets, weights.layer, masters=weights.masters, **options)
-        return out.to(dtype)
+        return drop_after_use(out, *weights.masters).to(dtype)
 
     def whole_weights(self) -> Weights:
         """Return `local_weights()`; raise ValueError if this rank has only a part of the experts."""

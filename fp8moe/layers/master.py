@@ -3,9 +3,9 @@
 An FP8 copy is an attribute of its master's storage. So the copy lives as long as the master's memory, is found through
 every alias of the weight (detached, or as a compiled graph sees it), and is not saved, moved or copied with the weight.
 The copy is valid until the weight's version counter changes, any optimizer makes a step (some optimizers write through
-``.data``), or `invalidate` is called. The copy is dropped when another Parameter takes the master's place in its
-module. FSDP2 does this when it frees gathered weights; it later gathers new values into the same memory without
-changing the version.
+``.data``), or `invalidate` is called. The copy is dropped after its last backward pass before an optimizer's step
+(`drop_after_use`), and when another Parameter takes the master's place in its module. FSDP2 does this when it frees
+gathered weights; it later gathers new values into the same memory without changing the version.
 
 A compiled graph keeps copies only for Parameters of modules, not for weights that it computes: it may reuse one storage
 for several weights that it computes.
@@ -45,11 +45,22 @@ class _Copies:
     captured: whether a CUDA graph quantizes or changes one of the weights; its replays change no version counter.
     gathered: whether FSDP2 has gathered the weights. Their copies have no transposes: autograd keeps the copies of all
         layers from forward to backward, on every rank.
+    uses: backward passes through the copies since `_master_generation` became `generation`. expected: the same between
+        the two optimizer steps before, 0 if not known.
     """
 
     def __init__(self):
         self.by_layout: dict[tuple, tuple[FP8Tensor, tuple]] = {}
         self.captured = self.gathered = False
+        self.uses = self.expected = self.generation = 0
+
+    def used(self) -> None:
+        """Count a backward pass, and drop the copies if it is the last that is expected before an optimizer's step."""
+        if self.generation != _master_generation:
+            self.expected, self.uses, self.generation = self.uses, 0, _master_generation
+        self.uses += 1
+        if self.uses == self.expected:
+            self.by_layout.clear()
 
 
 def quantized(weight: Tensor, *, parameter: Tensor | None = None, both_ways: bool = False) -> FP8Tensor:
@@ -83,6 +94,28 @@ def quantized_gate_up(
     if torch.compiler.is_compiling():
         return FP8Tensor(*torch.ops.fp8moe.quantized_gate_up(gate.detach(), up.detach()))
     return _quantized((gate, up), parameters, both_ways)
+
+
+def drop_after_use(out: Tensor, *weights: Tensor | None) -> Tensor:
+    """Let the last backward pass before an optimizer's step drop the FP8 copies of the weights; return `out`.
+
+    out: a result that the copies were made for. As many backward passes are expected as there were between the two
+    optimizer steps before. If there are more, the next forward quantizes once again; if there are fewer, the copies
+    stay until the next forward after the step.
+    """
+    if torch.compiler.is_compiling() or out.grad_fn is None:
+        return out
+    try:
+        found = {_copies(weight.untyped_storage()) for weight in weights if weight is not None}
+    except NotImplementedError:  # torch.func.vmap's tensors have no storage
+        return out
+
+    def count(*gradients: object) -> None:
+        for copies in found:
+            copies.used()
+
+    out.grad_fn.register_hook(count)
+    return out
 
 
 def part_of(name: str, weight: nn.Parameter) -> Tensor:

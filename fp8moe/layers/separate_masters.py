@@ -7,7 +7,7 @@ from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.operands import Layer, Masters, row_dtype
 from fp8moe.kernels.experts.operator import experts_of_rows
 from fp8moe.layers.experts import Weights
-from fp8moe.layers.master import MASTER_DTYPES, part_of, quantized, quantized_gate_up
+from fp8moe.layers.master import MASTER_DTYPES, drop_after_use, part_of, quantized, quantized_gate_up
 from fp8moe.layers.parameters import local
 from fp8moe.runtime.autograd import check_derivatives, recorded
 from fp8moe.runtime.checks import check_dtype, check_tensor
@@ -46,7 +46,8 @@ def experts_rows_training(
     check_tensor("rows", rows)
     check_derivatives(name, rows, *weights.tensors())
     options = {"row_dtype": row_dtype(rows.dtype), "masters": weights.masters, "training": True}
-    return experts_of_rows(rows, group_offsets, weights.layer, **options).to(rows.dtype)
+    out = experts_of_rows(rows, group_offsets, weights.layer, **options)
+    return drop_after_use(out, *weights.masters).to(rows.dtype)
 
 
 def experts_tokens_training(
@@ -86,7 +87,7 @@ def experts_tokens_training(
     }.items():
         check_tensor(argument, value)
     check_derivatives(name, hidden_states, top_k_weights, *weights.tensors())
-    return experts_training(hidden_states, top_k_index, top_k_weights, *weights)
+    return drop_after_use(experts_training(hidden_states, top_k_index, top_k_weights, *weights), *weights.masters)
 
 
 def _weights_of(name: str, gate: Tensor, up: Tensor, down: Tensor, activation: Activation) -> Weights:

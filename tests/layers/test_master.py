@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fp8moe import FP8Linear, GroupedExperts, replace_linears
 from fp8moe.layers import master
-from fp8moe.layers.separate_masters import experts_rows_training
+from fp8moe.layers.separate_masters import experts_rows_training, experts_tokens_training
 from tests.compilers import INDUCTOR
 from tests.errors import refused, relative_error
 from tests.layers.test_fsdp import quantizations
@@ -83,16 +83,17 @@ def test_gate_and_up_are_quantized_once(backend, fresh_compiler):
     run = experts if backend is None else torch.compile(experts, backend=backend)
     optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
     x = torch.randn(8, 256)
-    for change, count in (
-        (lambda: None, 3),
-        (optimizer.step, 3),
-        (lambda: (experts.w3.data.mul_(2), master.invalidate()), 3),
-        (lambda: setattr(experts, "w3", nn.Parameter(experts.w3.data)), 2),
-        (lambda: setattr(experts, "w1", nn.Parameter(experts.w1.data)), 2),
+    # Fewer micro-batches each time, so that no backward is the last that is expected.
+    for change, count, batches in (
+        (lambda: None, 3, 9),
+        (optimizer.step, 3, 8),
+        (lambda: (experts.w3.data.mul_(2), master.invalidate()), 3, 2),
+        (lambda: setattr(experts, "w3", nn.Parameter(experts.w3.data)), 2, 2),
+        (lambda: setattr(experts, "w1", nn.Parameter(experts.w1.data)), 2, 2),
     ):
         change()
         with quantizations(gathered=False) as weights:
-            for _ in range(3):
+            for _ in range(batches):
                 out = run(x)
                 out.sum().backward()
         assert len(weights) == count
@@ -100,6 +101,76 @@ def test_gate_and_up_are_quantized_once(backend, fresh_compiler):
         for name, weight in experts.named_parameters():
             setattr(expected, name, nn.Parameter(weight.detach().clone()))
         assert torch.equal(out, expected(x))
+
+
+def trained(kind):
+    """A module with masters, and a function of x (8, 256) that trains it."""
+    torch.manual_seed(0)
+    routing, offsets = (torch.tensor([[0], [1]] * 4), torch.ones(8, 1)), torch.tensor([0, 5, 8], dtype=torch.int32)
+    if kind == "linear":
+        module = run = FP8Linear(256, 256, bias=False, master_dtype=torch.float32)
+    elif kind.startswith("experts"):
+        module = GroupedExperts(num_experts=2, hidden_size=256, intermediate_size=128, master_dtype=torch.float32)
+        run = lambda x: module(x, *routing)  # noqa: E731
+        if kind == "experts of rows":
+            run = lambda x: module.forward_rows(x, offsets)  # noqa: E731
+    else:
+        module = run = GateUp()
+        if kind == "tokens, gate and up apart":
+            run = lambda x: experts_tokens_training(x, *routing, module.w1, module.w3, module.w2)  # noqa: E731
+    for weight in module.parameters():
+        nn.init.normal_(weight, std=1 / 16)
+    return module, run
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["kept", "recomputed", "recomputed reentrantly"])
+@pytest.mark.parametrize(
+    "kind", ["linear", "experts", "experts of rows", "rows, gate and up apart", "tokens, gate and up apart"]
+)
+def test_the_last_backward_before_a_step_drops_the_copies(kind, use_reentrant):
+    module, run = trained(kind)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x = torch.randn(8, 256, requires_grad=True)
+    whole = None
+    for batches, expected in (
+        (2, [True, True]),  # how many there will be is not known yet
+        (2, [True, False]),
+        (3, [True, False, True]),  # one more than expected
+        (3, [True, True, False]),
+        (1, [True]),
+        (1, [False]),
+    ):
+        held = []
+        with quantizations(gathered=False) as weights:
+            for _ in range(batches):
+                out = run(x) if use_reentrant is None else checkpoint(run, x, use_reentrant=use_reentrant)
+                out.sum().backward()
+                copies = [getattr(weight.untyped_storage(), master._ATTRIBUTE) for weight in module.parameters()]
+                held.append(any(each.by_layout for each in copies))
+        whole = whole or len(weights)
+        assert held == expected
+        assert len(weights) == whole * (1 + (expected == [True, False, True]))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert copies[0].uses == 1
+
+
+def test_gradients_after_dropped_copies_are_those_of_kept_ones(monkeypatch):
+    def gradients():
+        module, run = trained("experts")
+        optimizer, found = torch.optim.SGD(module.parameters(), lr=0.1), []
+        for batches in (1, 1, 3):
+            for seed in range(batches):
+                x = torch.randn(8, 256, generator=torch.Generator().manual_seed(seed))
+                run(x).square().sum().backward()
+            found += [weight.grad.clone() for weight in module.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    dropped = gradients()
+    monkeypatch.setattr(master._Copies, "used", lambda self: None)
+    assert all(torch.equal(*pair) for pair in zip(dropped, gradients(), strict=True))
 
 
 def exchanged(model):
