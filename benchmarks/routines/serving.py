@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import fp8moe
-from benchmarks.decode import random_prompts, step_seconds
+from benchmarks.decode import random_prompts, step_seconds, without_fa3
 from benchmarks.report import Bar, Benchmark, Option
 from benchmarks.whole_models import CONFIGS, build
 from fp8moe.decode import GraphDecoder
@@ -65,12 +65,13 @@ def clocked(call: Callable[[], list], asked: int) -> tuple[float, int]:
 def measure_requests(model: str = MODEL.default, requests: int = COUNT) -> Iterator[dict]:
     """Measure new tokens/s, prefill included. `of_steady`: ratio to the rate of decode with full batches."""
     built = build(model)
-    decoder = make_decoder(built)
-    steady = SLOTS / step_seconds(decoder, random_prompts(built, SLOTS, STEADY_PROMPT))
     asked = make_requests(built, requests)
-    run_all(decoder, asked[: 2 * SLOTS])  # compiles kernels for the batch sizes in use
-    seconds, new = clocked(lambda: run_all(decoder, asked), sum(one["max_new_tokens"] for one in asked))
-    decoder.close()
+    with without_fa3():
+        decoder = make_decoder(built)
+        steady = SLOTS / step_seconds(decoder, random_prompts(built, SLOTS, STEADY_PROMPT))
+        run_all(decoder, asked[: 2 * SLOTS])  # compiles kernels for the batch sizes in use
+        seconds, new = clocked(lambda: run_all(decoder, asked), sum(one["max_new_tokens"] for one in asked))
+        decoder.close()
     tokens = {"prompt_tokens": sum(len(one["input_ids"]) for one in asked), "new_tokens": new}
     row = {"what": "requests", "requests": requests, "slots": SLOTS, "seconds": seconds, **tokens}
     yield row | {"tokens_s": new / seconds, "steady_tokens_s": steady, "of_steady": new / seconds / steady}
