@@ -105,14 +105,15 @@ def _card(peers: dict) -> str:
 def draw_overview(peers: dict, path: Path) -> None:
     """Draw the ratio of each other library's time to ours for experts layers, by number of tokens.
 
-    Beside the ratios, draw tokens/s of a whole model.
+    Beside the ratios, draw tokens/s of a whole model if one was timed.
     """
-    rows = tables.layers(peers)
+    rows, rates = tables.layers(peers), tables.whole_models(peers["rows"], "decode")
     tokens = sorted({row["tokens"] for row in rows})
     series = {name: colour for name, colour in COLOURS.items() if tables.ratios(rows, name)}
     width, title = 0.81 / len(series), f"fp8moe on an {_card(peers)}"
-    with _picture(peers, path, title, (10, 4.1), 1, 2, below=0.1, width_ratios=(3, 2)) as (figure, grid):
-        left, right = grid[0]
+    panels, size, columns = ((3, 2), (10, 4.1), 5) if rates else ((1,), (6.5, 4.1), 2)
+    with _picture(peers, path, title, size, 1, len(panels), below=0.1, width_ratios=panels) as (figure, grid):
+        left = grid[0][0]
         for index, (name, colour) in enumerate(series.items()):
             for position, count in enumerate(tokens):
                 found = tables.ratios([row for row in rows if row["tokens"] == count], name)
@@ -126,10 +127,11 @@ def draw_overview(peers: dict, path: Path) -> None:
         left.set_xlabel("tokens of a call")
         left.set_ylabel("time over fp8moe's, linear")
         left.set_title("Experts layers of DeepSeek-V3 and Qwen3; above 1 fp8moe is faster")
-        _rates_panel(right, tables.whole_models(peers["rows"], "decode"))
+        if rates:
+            _rates_panel(grid[0][1], rates)
         names = tables.NAMES | {"vllm": "vLLM (left its Triton experts)"}
         bars = [(names[name], colour, "") for name, colour in series.items()]
-        _legend(figure, [("fp8moe", OURS, ""), *bars, ("one of four layers", MARK, "o")], ncols=5)
+        _legend(figure, [("fp8moe", OURS, ""), *bars, ("one of four layers", MARK, "o")], ncols=columns)
 
 
 def _rates_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.peers import CASES
 from benchmarks.report import ROOT, geomean, select
 from benchmarks.roofline import MXFP4_BYTES, NODE, least_us, predicted
 from benchmarks.shapes import FOUR_BITS, MODEL_NAMES, MODELS, QWEN, WHOLE_MODEL_NAMES
@@ -296,7 +297,26 @@ def whole_models(rows: Sequence[dict], what: str, model: str = QWEN) -> list[dic
     return [row | {"us": row["ms"]} for row in select(rows, what) if row.get("model", QWEN) == model]
 
 
-NO_WHOLE_MODELS = "A model of Qwen3-30B-A3B's size was not timed beside vLLM's with these kernels yet."
+def not_measured(peers: dict) -> str:
+    """Return a sentence that names the cases of a run which have no row, or nothing."""
+    missing = sorted({case.name for case in CASES} - {row["case"] for row in peers["rows"]})
+    return f"Not measured with these kernels yet: {', '.join(f'`{name}`' for name in missing)}.\n" if missing else ""
+
+
+def not_beside_vllm(rows: Sequence[dict]) -> str:
+    """Return a sentence that says which whole models were not timed beside vLLM's, or nothing."""
+    missing = [
+        shown
+        for model, shown in WHOLE_MODEL_NAMES.items()
+        if not any("vllm" in row["ms"] for row in whole_models(rows, "decode", model))
+    ]
+    if not missing:
+        return ""
+    models = f"A model of {missing[0]}'s size" if len(missing) == 1 else f"Models of {' and '.join(missing)}'s sizes"
+    return f"{models} {'was' if len(missing) == 1 else 'were'} not timed beside vLLM's with these kernels yet."
+
+
+NUMBERS = ("no", "one", "two", "three", "four")
 
 
 def headline(benchmarks: dict) -> str:
@@ -304,11 +324,16 @@ def headline(benchmarks: dict) -> str:
     peers = benchmarks["peers"]
     rows = peers["rows"]
     grouped = [row for row in rows if row["what"] in ("contiguous", "masked")]
+    trained = select(rows, "training")
     compared = (
         ("experts layer of four models, 1 to 8192 tokens", layers(peers), LAYERS),
         ("dense FP8 GEMMs", select(rows, "gemm"), ("deep_gemm", "cublas_block")),
         ("grouped FP8 GEMMs", grouped, ("deep_gemm",)),
-        ("experts layer of three models trained, forward and backward", select(rows, "training"), ("sonic",)),
+        (
+            f"experts layer of {NUMBERS[len({row['model'] for row in trained})]} models trained, forward and backward",
+            trained,
+            ("sonic",),
+        ),
     )
     work = {"decode": "generating, 1, 8, 64 sequences at once", "prefill": "reading prompts, 4 of 4096 tokens"}
     found = [
@@ -329,8 +354,7 @@ def headline(benchmarks: dict) -> str:
         "Whole models are of Qwen3-30B-A3B's size where no other is named: a token for each of 1, 8, 64 sequences takes"
     )
     whole = f"{whole} {', '.join(f'{ms:.1f}' for ms in steps)} ms." if len(steps) == 3 else ""
-    if not any("vllm" in row["ms"] for row in qwen):
-        whole = f"{whole} {NO_WHOLE_MODELS}".strip()
+    whole = f"{whole} {not_beside_vllm(rows)}".strip()
     shown = pictures("docs/images/", "overview") if layers(peers) else []
     head = ("", "beside", "their time over ours, mean (worst)")
     return "\n".join([measured_with(peers), f"{whole}\n", table(head, found), *shown])
@@ -343,6 +367,7 @@ def figures(benchmarks: dict) -> str:
     others_there = (
         [
             f"{measured_with(peers)}\n",
+            *filter(None, (not_measured(peers),)),
             *filter(None, (gemms(peers), layer(peers), four_bits(peers), beside_sonic(peers), *of_models)),
         ]
         if peers
@@ -356,7 +381,7 @@ def figures(benchmarks: dict) -> str:
 
 
 PICTURES = {
-    "overview": "The experts layer and a whole model",
+    "overview": "Experts layers in short",
     "experts": "Experts layers",
     "gemm": "Dense GEMMs",
     "grouped_gemm": "Grouped GEMMs",
