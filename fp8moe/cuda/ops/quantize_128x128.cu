@@ -25,7 +25,9 @@ static_assert(sizeof(Sizes) == SIZES_BYTES);
 
 // The results are rows of larger tensors: data of (e, out_n, k), scale of (e, out_blocks, k_blocks); data_transposed of
 // (e, k, out_n) and scale_transposed of (e, k_blocks, out_blocks), or null. Grid: one thread block for each scale.
-extern "C" __global__ void __launch_bounds__(THREADS, !VECTOR ? 1 : PER_VECTOR == 8 ? 4 : 2)
+extern "C" __global__ void __launch_bounds__(THREADS, !VECTOR           ? 1
+                                                      : PER_VECTOR == 8 ? 4
+                                                                        : 2)
     quantize_128x128(const Element* w, u8* data, float* scale, u8* data_transposed, float* scale_transposed,
                      const __grid_constant__ Sizes sizes) {
   const auto [n, k, expert_stride, row_stride, k_blocks, out_n, out_blocks] = sizes;
