@@ -498,7 +498,7 @@ class GraphDecoder:
         step = self.step_of(1, 2)
         step.start(1, 1, None, [], 0)
         called: list[bool] = []
-        layer = self.model.get_output_embeddings() if copies_output else nn.Identity()
+        layer: Any = self.model.get_output_embeddings() if copies_output else nn.Identity()
         with layer.register_forward_hook(lambda *call: called.append(True)):
             step.read()
         if copies_output and not called:

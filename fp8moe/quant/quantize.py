@@ -242,6 +242,7 @@ def launcher(
     *lead, rows, columns = x.shape
     stride = x.stride(-2)
     blocks = ceil_div(columns, BLOCK)
+    sizes: tuple[int, ...]
     if name == "quantize_128x128":
         grid = math.prod(lead) * ceil_div(rows, BLOCK) * blocks
         sizes = rows, columns, x.stride(0), stride, blocks, *(places or Places(rows, ceil_div(rows, BLOCK)))
@@ -252,11 +253,11 @@ def launcher(
         tiles = ceil_div(columns, constants["COLUMNS"])
         grid = ceil_div(rows, BLOCK) * tiles
         sizes = rows, columns, stride, align(columns, 4), tiles
-    kernel, args = load(kernel_spec(name, x.dtype, ue8m0, vector)), tuple(map(ctypes.c_int64, sizes))
-    pointers = 3
+    kernel = load(kernel_spec(name, x.dtype, ue8m0, vector))
+    block = constants["WARPS"] * WARP
     if name == "quantize_128x128":
-        args, pointers = (_BlockSizes(*sizes),), 5
-    return PointerLauncher(kernel, grid=grid, block=constants["WARPS"] * WARP, pointers=pointers, args=args)
+        return PointerLauncher(kernel, grid=grid, block=block, pointers=5, args=(_BlockSizes(*sizes),))
+    return PointerLauncher(kernel, grid=grid, block=block, pointers=3, args=tuple(map(ctypes.c_int64, sizes)))
 
 
 def has_vector_rows(x: Tensor) -> bool:
