@@ -1,129 +1,71 @@
-"""Latent attention on the GPU at DeepSeek-V3's widths: results, memory, and steps in CUDA graphs."""
+"""Latent attention on a GPU: against float64, outside of what a sequence has, in graphs, twice the same bits."""
 
 import pytest
 import torch
 
-from fp8moe.decode import GraphDecoder
-from fp8moe.hf import optimize
-from fp8moe.hf.fused import latent_attention
-from tests.latent_attention_cases import (
-    attention_of,
-    distance,
-    fused_step_of,
-    in_float64,
-    in_fp8,
-    make_model,
-    step_of,
-    with_exact_latents,
-)
-from tests.transformers_models import left_padded, prompts
+from fp8moe.kernels.latent import latent_attention
+from tests import latent_cases
+from tests.gpu.checks import captured
 
-pytest.importorskip("transformers")
-from tests.gpu.checks import memory_of
-
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("registered")]
+pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-WIDTHS = {
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "hidden_size": 1024,
-    "num_hidden_layers": 1,
-    "initializer_range": 0.02,
+SIZES = {"value_size": 512, "scale": 576**-0.5}
+LENGTHS = {
+    "one token": [1],
+    "a tile and one more": [64, 65, 63, 1, 0],
+    "long and short": [8192, 3, 700, 0, 129],
+    "one long": [70000],
+    "many": [*range(0, 640, 7)],
 }
 
 
-def operands(batch, length, dtype, heads=128):
-    """Of `_absorbed`, but mask and scale: the latents are a slice of a static cache."""
-
-    def values(*shape):
-        return torch.randn(shape, device=DEVICE).to(dtype)
-
-    q = values(heads, batch, 192).transpose(0, 1)
-    latent, k_rot = (values(batch, 1, length + 100, size)[:, 0, :length] for size in (512, 64))
-    return q[..., :128], q[..., 128:], latent, k_rot, values(heads * 256, 512) / 23
+def error(found, expected):
+    return ((found.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 6e-3), (torch.float16, 1e-3), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("batch, length", [(1, 1), (1, 513), (5, 300), (64, 17)])
-@pytest.mark.parametrize("masked", [False, True])
-def test_against_float64(masked, batch, length, dtype, limit):
-    given = operands(batch, length, dtype)
-    visible = None
-    if masked:
-        visible = torch.rand(batch, 1, length, device=DEVICE) < 0.6
-        visible[:, :, -1] = True
-    got = latent_attention._absorbed(*given, visible, 192**-0.5)
-    assert got.dtype is dtype
-    assert distance(got, in_float64(*given, visible, 192**-0.5)) <= limit
-    assert torch.equal(latent_attention._absorbed(*given, visible, 192**-0.5), got)
+@pytest.mark.parametrize("paged", [False, True], ids=["in a row", "paged"])
+@pytest.mark.parametrize(("queries", "heads"), [(1, 16), (1, 20), (1, 128), (2, 16), (3, 40), (16, 8), (5, 1)])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_against_float64(lengths, queries, heads, paged):
+    operands = latent_cases.operands(lengths, queries=queries, heads=heads, paged=paged, device=DEVICE)
+    q, latents, count, table = operands
+    results = [latent_attention(q, latents, count, block_table=table, **SIZES) for _ in range(20)]
+    expected = latent_cases.expected(*operands, **SIZES)
+    assert results[0].isfinite().all() and results[0].dtype == torch.bfloat16
+    assert error(results[0], expected) < 1e-2 if expected.any() else not results[0].any()
+    unseen = ~expected.flatten(2).any(-1)
+    assert not results[0][unseen].any()
+    assert all(torch.equal(results[0], again) for again in results[1:])
 
 
-def test_a_step_expands_no_token():
-    """Of 8 sequences with 4096 tokens the keys and values would take 8 * 4096 * 128 * 320 * 2 bytes, 2.7 GB."""
-    given = operands(8, 4096, torch.bfloat16)
-    visible = torch.ones(8, 1, 4096, dtype=torch.bool, device=DEVICE)
-    assert memory_of(lambda: latent_attention._absorbed(*given, visible, 0.07), warm=False)[1] < 200e6
+@pytest.mark.parametrize("heads", [16, 128])
+def test_lengths_that_change_between_replays(heads):
+    lengths = [300, 1, 4000]
+    q, latents, count, _ = latent_cases.operands([4096] * 3, heads=heads, device=DEVICE)
+    count.copy_(torch.tensor(lengths))
+    graph, out = captured(lambda: latent_attention(q, latents, count, **SIZES))
+    for lengths in ([300, 1, 4000], [0, 4096, 64], [0, 0, 0], [2**31 - 1, -5, 77], [4096] * 3):
+        count.copy_(torch.tensor(lengths, dtype=torch.int32))
+        out.fill_(torch.nan)
+        graph.replay()
+        expected = latent_cases.expected(q, latents, count, None, **SIZES)
+        assert error(out, expected) < 1e-2 if expected.any() else not out.any()
 
 
-def test_fp8_step_takes_the_latents_as_they_are():
-    attention = attention_of(in_fp8(torch.bfloat16, **WIDTHS).to(DEVICE))
-    expected = step_of(with_exact_latents(attention, torch.bfloat16), length=200)
-    assert (
-        distance(fused_step_of(attention, length=200), expected)
-        <= 2e-2
-        < distance(step_of(attention, length=200), expected)
-    )
+def test_large_scores_and_a_nan():
+    q, latents, count, _ = latent_cases.operands([500, 90], device=DEVICE)
+    expected = latent_cases.expected(100 * q, latents, count, None, **SIZES)
+    assert error(latent_attention(100 * q, latents, count, **SIZES), expected) < 1e-2
+    latents[0, 77, 3] = torch.nan
+    found = latent_attention(q, latents, count, **SIZES)
+    assert found[0].isnan().all() and found[1].isfinite().all()
 
 
-def test_a_graph_reads_weights_that_changed():
-    attention = attention_of(in_fp8(torch.bfloat16).to(DEVICE))
-    up = attention.kv_b_proj
-
-    def expand():
-        return latent_attention._up_weight(up, torch.bfloat16).clone()
-
-    first, graph = expand(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = expand()
-    with torch.no_grad():
-        up.weight_scale_inv.mul_(2)
-    changed = expand()
-    graph.replay()
-    assert torch.equal(captured, changed) and torch.equal(changed, 2 * first)
-
-
-def test_nothing_is_kept_of_a_capture():
-    """Its values are there only once the graph has run."""
-    up = attention_of(in_fp8(torch.bfloat16).to(DEVICE)).kv_b_proj
-    expected = latent_attention._up_weight(up, torch.bfloat16).clone()
-    del latent_attention._weight_cache[up]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = latent_attention._up_weight(up, torch.bfloat16)
-    assert up not in latent_attention._weight_cache
-    graph.replay()
-    assert torch.equal(captured, expected)
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-def test_captured_steps_give_the_tokens_of_eager_ones(fp8):
-    model = (in_fp8 if fp8 else make_model)(torch.bfloat16, moe_intermediate_size=128).to(DEVICE)
-    model.set_experts_implementation("fp8moe")
-    optimize(model)
-    ids = prompts(3, device=DEVICE)
-    how = {"attention_mask": left_padded(ids, 0, 5, 2), "max_new_tokens": 20, "eos_token_id": ()}
-    eager = GraphDecoder(model, batch_sizes=(3,), max_length=64, capture=False)
-    captured = GraphDecoder(model, batch_sizes=(3,), max_length=64)
-    assert captured.captured and captured.capabilities == eager.capabilities
-    assert torch.equal(captured.generate(ids, **how), eager.generate(ids, **how))
-    # Other lengths in the same graph.
-    assert torch.equal(
-        captured.generate(ids[:, :4], max_new_tokens=8, eos_token_id=()),
-        eager.generate(ids[:, :4], max_new_tokens=8, eos_token_id=()),
-    )
+def test_table_and_lengths_out_of_range():
+    q, latents, count, table = latent_cases.operands([640, 128], paged=True, device=DEVICE)
+    latents.nan_to_num_()
+    table[0, 3], table[1] = 2**31 - 1, -7
+    count.fill_(2**31 - 1)
+    expected = latent_cases.expected(q, latents, count, table, **SIZES)
+    assert error(latent_attention(q, latents, count, block_table=table, **SIZES), expected) < 1e-2

@@ -3,9 +3,9 @@
 //               with from_starts, this value is out[s, t - start(s)]
 //   q (S, H, D) e4m3; kv: tokens of D e4m3 values and a float32 scale; weights (S, H) float32; out (S, columns) float32
 //
-// The schedule (mqa_schedule.cuh) gives each thread block segments: consecutive tiles of TILE kv tokens that a group of
-// QUERIES queries scores. In the paged variant, a tile is a block of the cache. The warps of a thread block have four
-// roles:
+// The schedule (tile_schedule.cuh, mqa_schedule.cuh) gives each thread block segments: consecutive tiles of TILE kv
+// tokens that a group of QUERIES queries scores. In the paged variant, a tile is a block of the cache. The warps of a
+// thread block have four roles:
 //   produce_tiles    one warp loads kv tiles into a ring
 //   produce_queries  one warp loads q and the weights of each segment's group
 //   fill             two warps write -inf where a query has no tile
@@ -142,7 +142,7 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const TensorMap&
     const u32 slot = ring.stage;
     const int s = segment.group * QUERIES;
     if (lane == 0) shared.items[slot].segment = segment;
-    if (lane < QUERIES) shared.items[slot].tokens[lane] = query_tokens(arguments.ranges, s + lane);
+    if (lane < QUERIES) shared.items[slot].tokens[lane] = arguments.ranges.query(s + lane);
     // Every thread that writes or reads an item arrives itself: racecheck only tracks threads that arrive at a barrier.
     if (lane > 0 || segment.count == 0) {
       ring.full().arrive();
@@ -175,8 +175,8 @@ __device__ __forceinline__ void fill(const Arguments& arguments, int warp) {
     const long long s = piece / pieces;
     const int begin = static_cast<int>(piece % pieces) * FILL_COLUMNS;
     const int end = begin + min(FILL_COLUMNS, out.columns - begin);
-    const Range tiles = group_tiles(arguments.ranges, static_cast<int>(s) / QUERIES);
-    const int first = first_token(out, query_tokens(arguments.ranges, static_cast<int>(s)));
+    const Range tiles = arguments.ranges.tiles(static_cast<int>(s) / QUERIES);
+    const int first = first_token(out, arguments.ranges.query(static_cast<int>(s)));
     // [low, high): the columns that the tiles cover. Before clamping they may exceed 2^31.
     const int low = clamp(static_cast<long long>(tiles.begin) * TILE - first, begin, end);
     const int high = clamp(static_cast<long long>(tiles.end) * TILE - first, low, end);
