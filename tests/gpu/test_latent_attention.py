@@ -69,3 +69,30 @@ def test_table_and_lengths_out_of_range():
     count.fill_(2**31 - 1)
     expected = latent_cases.expected(q, latents, count, table, **SIZES)
     assert error(latent_attention(q, latents, count, block_table=table, **SIZES), expected) < 1e-2
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["in a row", "paged"])
+@pytest.mark.parametrize(("queries", "heads"), [(1, 16), (1, 128), (3, 20), (70, 64)])
+@pytest.mark.parametrize("chosen", [1, 64, 100, 2048])
+def test_chosen_latents(chosen, queries, heads, paged):
+    """Against float64; some indices are none, or out of range; what is not chosen is NaN."""
+    lengths = [3000, 130, 0]
+    q, latents, count, table = latent_cases.operands(lengths, queries=queries, heads=heads, paged=paged, device=DEVICE)
+    draw = torch.Generator().manual_seed(chosen)
+    every = torch.stack([torch.randperm(3000, generator=draw)[:chosen] for _ in range(3 * queries)])
+    indices = every.view(3, queries, -1).int().to(DEVICE)
+    indices[0, :, chosen // 2] = -1
+    indices[0, -1, 0] = 2**31 - 1
+    how = {"indices": indices, **SIZES}
+    results = [latent_attention(q, latents, count, block_table=table, **how) for _ in range(20)]
+    expected = latent_cases.expected(q, latents, count, table, **how)
+    assert results[0].isfinite().all()
+    assert error(results[0], expected) < 1e-2 if expected.any() else not results[0].any()
+    assert all(torch.equal(results[0], again) for again in results[1:])
+
+
+def test_all_chosen_is_all_seen():
+    q, latents, count, _ = latent_cases.operands([700, 64], device=DEVICE)
+    indices = torch.stack([torch.randperm(700)] * 2).int().to(DEVICE)[:, None]
+    chosen = latent_attention(q, latents, count, indices=indices, **SIZES)
+    assert error(chosen, latent_attention(q, latents, count, **SIZES).double()) < 1e-2

@@ -73,7 +73,13 @@ def test_what_the_kernel_does_not_take_is_refused_by_name():
     recorder = Recorder(132)
     q, latents, lengths, _ = latent_cases.operands([70, 3])
     sizes = {"value_size": 512, "scale": 0.1}
-    assert len(recorder.record(lambda: latent_attention(q, latents, lengths, **sizes))) == 2
+    chosen = torch.zeros(2, 1, 4).int()
+    for how in ({}, {"indices": chosen}):
+        assert len(recorder.record(lambda how=how: latent_attention(q, latents, lengths, **sizes, **how))) == 2
+    for nothing in ({"indices": chosen[..., :0]}, {"block_table": chosen[:, 0, :0]}):
+        given = latents if "indices" in nothing else latents[:, :64]
+        made = lambda nothing=nothing, given=given: latent_attention(q, given, lengths, **sizes, **nothing)  # noqa: E731
+        assert recorder.record(made) == []
     for error, message, call in (
         (
             TypeError,
@@ -81,16 +87,11 @@ def test_what_the_kernel_does_not_take_is_refused_by_name():
             lambda: latent_attention(q.half(), latents.half(), lengths, **sizes),
         ),
         (ValueError, "^value_size: the kernel takes", lambda: latent_attention(q, latents, lengths, **SIZES)),
-        (
-            ValueError,
-            "^indices: there is no kernel",
-            lambda: latent_attention(q, latents, lengths, indices=torch.zeros(2, 1, 4).int(), **sizes),
-        ),
     ):
         with pytest.raises(error, match=message):
             recorder.record(call)
 
 
 def test_kernels_compile_without_spills():
-    for spec in (attention_spec(), merge_spec()):
+    for spec in (attention_spec(False), attention_spec(True), merge_spec()):
         assert not without_spills(spec).complaints

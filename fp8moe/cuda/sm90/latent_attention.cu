@@ -11,7 +11,10 @@
 // half of the values' columns. Of the four products that a tile could be, the latents are the second operand of both:
 // keys lie along memory, values across (the descriptor's "MN-major").
 //
-// kernels/latent/sm90.py defines the constants: THREADS, STAGES, registers, SHARED_BYTES, ARGUMENTS_BYTES.
+// With CHOSEN (DeepSeek-V3.2, arXiv:2512.02556, section 2) each query reads only the latents that its row of `indices`
+// names, so a group has rows of one query. Four warps gather them by asynchronous copies, in place of one thread's TMA.
+//
+// kernels/latent/sm90.py defines the constants: CHOSEN, THREADS, STAGES, registers, SHARED_BYTES, ARGUMENTS_BYTES.
 #include "pipeline.cuh"
 #include "tile_schedule.cuh"
 
@@ -35,6 +38,9 @@ struct alignas(SWIZZLE_ALIGNMENT) Shared {
     TileSums sums;            // before the first tile
   };
   float exchanged[2][2][ROWS];  // between the warpgroups, in turns
+#if CHOSEN
+  alignas(8) u16 there[STAGES][TILE / 16];  // bits of the latents of a tile that there are
+#endif
   Ring<STAGES> ring;
   Ring<1> query_ring;
 };
@@ -42,8 +48,8 @@ static_assert(sizeof(TileSums) <= PANEL_BYTES);
 static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT <= SHARED_BYTES, "kernels/latent/sm90.py counts otherwise");
 
 // What a thread block leaves for latent_merge.cu: the group whose first tiles, but not all, are the block's last
-// segment
-// (-1 for none), and how many tiles of it and how many tiles of all groups other blocks have.
+// segment (-1 for
+// none), and how many tiles of it and how many tiles of all groups other blocks have.
 struct Record {
   int group, left, all, unused;
 };
@@ -54,18 +60,22 @@ struct Arguments {
   float* sums;         // (2 * blocks, ROWS, VALUE): of segments that are part of a group
   float2* statistics;  // (2 * blocks, ROWS): largest score, sum of weights
   Record* records;     // (blocks,)
-  int sequences, rows, heads, queries, limit, pitch, table_blocks, stride;
+  const int* indices;  // (queries of all sequences, chosen)
+  const u16* latents;
+  int sequences, rows, heads, queries, limit, pitch, table_blocks, stride, chosen;
   float scale;
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/latent/sm90.py lays it out otherwise");
 
-// Rows of one sequence that are computed together, and the latents that they see.
+// Rows of one sequence, or with CHOSEN of one query, that are computed together, and the latents that they see. All
+// other code takes such a query for a sequence, of which `length` latents are chosen.
 struct Group {
   int sequence, first_row, rows, length;
 
   // The number of latents that a row sees, not positive for none. Rows past the last, of which nothing is kept, see
   // what the last sees.
   __device__ __forceinline__ int seen(const Arguments& a, int row) const {
+    if constexpr (CHOSEN) return length;
     return length - a.queries + 1 + (first_row + min(row, rows - 1)) / a.heads;
   }
 };
@@ -76,10 +86,12 @@ struct Groups {
 
   __device__ __forceinline__ explicit Groups(const Arguments& a) : a(a), each(ceil_div(a.rows, ROWS)) {}
   __device__ __forceinline__ int count() const { return a.sequences * each; }
+  __device__ __forceinline__ int length_of(int sequence) const {
+    return min(max(__ldg(a.lengths + sequence), 0), a.limit);
+  }
   __device__ __forceinline__ Group group(int index) const {
     const int sequence = index / each, first = index % each * ROWS;
-    const int length = min(max(__ldg(a.lengths + sequence), 0), a.limit);
-    return {sequence, first, min(a.rows - first, ROWS), length};
+    return {sequence, first, min(a.rows - first, ROWS), CHOSEN ? a.chosen : length_of(sequence)};
   }
   __device__ __forceinline__ Range tiles(int index) const {
     const Group of = group(index);
@@ -101,8 +113,69 @@ __device__ __forceinline__ u64 values_descriptor(u32 address) {
   return wgmma_descriptor<128>(address) | (u64{PANEL_BYTES >> 4} << 16);
 }
 
+// Loads a group's queries, called by one thread.
+__device__ __forceinline__ void load_queries(Shared& shared, Pipeline<1>& queries, const TensorMap& q, int row) {
+  queries.acquire();
+  queries.full().expect(sizeof(Rows));
+#pragma unroll
+  for (int panel = 0; panel < PANELS; ++panel) {
+    tma_load(shared_address(shared.q[panel]), q, queries.full().address(), panel * PANEL_COLUMNS, row);
+  }
+  queries.advance();
+}
+
+#if CHOSEN
+// Called by the four warps that gather: each has 16 latents of a tile.
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, const TensorMap&, const Arguments& a,
+                                        const Groups& groups, WorkRange work, int warp) {
+  constexpr int CHUNKS = WIDTH / 8;  // of 16 bytes in a latent
+  const int lane = lane_id();
+  Pipeline<STAGES> ring(shared.ring);
+  Pipeline<1> queries(shared.query_ring);
+#pragma unroll 1
+  while (true) {
+    const Segment segment = work.next(groups);
+    if (segment.count == 0) return;
+    const Group group = groups.group(segment.group);
+    const int sequence = group.sequence / a.queries, length = groups.length_of(sequence);
+    const int* indices = a.indices + static_cast<long long>(group.sequence) * a.chosen;
+    const int* ids = a.table + static_cast<long long>(sequence) * a.pitch;
+#pragma unroll 1
+    for (int i = 0; i < segment.count; ++i) {
+      const int number = (segment.first + i) * TILE + warp * 16 + lane % 16;
+      const int index = number < a.chosen ? __ldg(indices + number) : -1;
+      const bool there = index >= 0 && index < length;
+      int row = sequence * a.stride + index;
+      if (a.table && there) row = min(max(__ldg(ids + index / TILE), 0), a.table_blocks - 1) * TILE + index % TILE;
+      const u32 bits = __ballot_sync(FULL_WARP, there) & 0xFFFF;
+      ring.acquire();
+#pragma unroll 4
+      for (int copy = lane; copy < 16 * CHUNKS; copy += WARP) {
+        const int of = copy / CHUNKS, chunk = copy % CHUNKS, stored = warp * 16 + of;
+        const int from = __shfl_sync(FULL_WARP, row, of);
+        const bool real = bits >> of & 1;
+        const u32 target = shared_address(shared.latents[ring.stage][chunk / 8]) + stored * 128;
+        const u16* source = a.latents + (real ? static_cast<long long>(from) * WIDTH + chunk * 8 : 0);
+        async_copy_16(target + (chunk % 8 ^ stored % 8) * 16, source, real);
+      }
+      if (lane == 0) {
+        shared.there[ring.stage][warp] = static_cast<u16>(bits);
+        ring.full().arrive();
+      }
+      async_arrive(ring.full().address());
+      ring.advance();
+      if (i == 0 && warp == 0 && lane == 0) {
+        load_queries(shared, queries, q, group.sequence * a.rows + group.first_row);
+      }
+      __syncwarp();
+    }
+  }
+}
+#else
+// Called by four warps, of which one thread loads.
 __device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, const TensorMap& latents,
-                                        const Arguments& a, const Groups& groups, WorkRange work) {
+                                        const Arguments& a, const Groups& groups, WorkRange work, int warp) {
+  if (warp > 0 || lane_id() > 0) return;
   Pipeline<STAGES> ring(shared.ring);
   Pipeline<1> queries(shared.query_ring);
 #pragma unroll 1
@@ -125,18 +198,11 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, cons
                  panel * PANEL_COLUMNS, row);
       }
       ring.advance();
-      if (i > 0) continue;
-      queries.acquire();
-      queries.full().expect(sizeof(Rows));
-#pragma unroll
-      for (int panel = 0; panel < PANELS; ++panel) {
-        tma_load(shared_address(shared.q[panel]), q, queries.full().address(), panel * PANEL_COLUMNS,
-                 group.sequence * a.rows + group.first_row);
-      }
-      queries.advance();
+      if (i == 0) load_queries(shared, queries, q, group.sequence * a.rows + group.first_row);
     }
   }
 }
+#endif
 
 // Writes zeros for groups that see no latent, and the block's record.
 __device__ __forceinline__ void finish(const Arguments& a, const Groups& groups, WorkRange work, int all) {
@@ -159,6 +225,26 @@ __device__ __forceinline__ void finish(const Arguments& a, const Groups& groups,
   }
   if (lane == 0) a.records[blockIdx.x] = record;
 }
+
+// Which latents of a tile a row does not see.
+struct Hidden {
+#if CHOSEN
+  u64 there;  // a bit for each
+
+  __device__ __forceinline__ bool none() const { return there == ~u64{0}; }
+  __device__ __forceinline__ bool has(int, int latent) const { return !(there >> latent & 1); }
+#else
+  int seen[2], least;  // how many of the tile's: by two rows, and by the row that sees fewest
+
+  __device__ __forceinline__ bool none() const { return least >= TILE; }
+  __device__ __forceinline__ bool has(int i, int latent) const { return latent >= seen[i]; }
+#endif
+};
+
+// How many latents the rows of a group see: a thread's two, and those that see fewest and most.
+struct Seen {
+  int rows[2], least, most;
+};
 
 // The math of one warpgroup.
 struct Math {
@@ -211,8 +297,8 @@ struct Math {
   }
 
   // Turns scores into weights, in shared memory, and rescales the sums.
-  __device__ __forceinline__ void weigh(float (&scores)[SCORED / 2], int first_latent, const int (&seen)[2], bool whole,
-                                        float factor) {
+  __device__ __forceinline__ void weigh(float (&scores)[SCORED / 2], const Hidden& hidden, float factor) {
+    const bool none = hidden.none();
     float most[2], others[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -223,8 +309,8 @@ struct Math {
         for (int k = 0; k < 2; ++k) {
           float& score = scores[4 * j + 2 * i + k];
           score *= factor;
-          const int latent = first_latent + half * SCORED + 8 * j + 2 * (lane % 4) + k;
-          if (!whole && latent >= seen[i]) score = minus_infinity();
+          const int latent = half * SCORED + 8 * j + 2 * (lane % 4) + k;
+          if (!none && hidden.has(i, latent)) score = minus_infinity();
           most[i] = fmaxf(most[i], score);
         }
       }
@@ -285,17 +371,28 @@ struct Math {
     wgmma_commit();
   }
 
-  // Weighs a tile's latents, whose scores have been computed, and starts to add its values. Returns its stage.
-  __device__ __forceinline__ Released add(float (&scores)[SCORED / 2], int first, const int (&seen)[2], int least,
-                                          int most, float factor) {
-    weigh(scores, first, seen, first + TILE <= least, factor);
-    if (first + TILE > most) clear(ring.stage, most - first);
+  // Weighs a tile's latents, whose scores have been computed, and starts to add its values. first: the tile's first
+  // latent. Returns its stage.
+  __device__ __forceinline__ Released add(float (&scores)[SCORED / 2], int first, const Seen& seen, float factor) {
+#if CHOSEN
+    weigh(scores, Hidden{*reinterpret_cast<const u64*>(shared.there[ring.stage])}, factor);
+#else
+    weigh(scores, Hidden{{seen.rows[0] - first, seen.rows[1] - first}, seen.least - first}, factor);
+    if (first + TILE > seen.most) clear(ring.stage, seen.most - first);
+#endif
     fence_async_proxy();
     named_barrier(2, MATH_THREADS);
     add_values(ring.stage);
     const Released stage(ring);
     ring.advance();
     return stage;
+  }
+
+  // Waits for the next tile, and starts to score it.
+  __device__ __forceinline__ void next(float (&scores)[SCORED / 2]) {
+    ring.arrived();
+    if constexpr (CHOSEN) fence_async_proxy();  // wgmma reads what ordinary copies wrote
+    score(scores, ring.stage);
   }
 
   __device__ __forceinline__ void run(WorkRange work) {
@@ -306,8 +403,9 @@ struct Math {
       segment = {same_in_warp(segment.group), same_in_warp(segment.first), same_in_warp(segment.count)};
       if (segment.count == 0) return;
       const Group group = groups.group(segment.group);
-      const int seen[2] = {group.seen(a, row(0)), group.seen(a, row(1))};
-      const int most = same_in_warp(group.seen(a, ROWS)), least = same_in_warp(group.seen(a, 0));
+      const Seen seen = {{group.seen(a, row(0)), group.seen(a, row(1))},
+                         same_in_warp(group.seen(a, 0)),
+                         same_in_warp(group.seen(a, ROWS))};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         largest[i] = minus_infinity();
@@ -317,16 +415,14 @@ struct Math {
       for (float& sum : out) sum = 0.f;
 
       queries.arrived();
-      ring.arrived();
       float scores[SCORED / 2];
-      score(scores, ring.stage);
+      next(scores);
       wgmma_wait<0>(scores);
       int first = segment.first * TILE;
 #pragma unroll 1
       for (int later = segment.count - 1; later > 0; --later) {
-        const Released stage = add(scores, first, seen, least, most, factor);
-        ring.arrived();
-        score(scores, ring.stage);
+        const Released stage = add(scores, first, seen, factor);
+        next(scores);
         wgmma_wait<1>(out);
         stage.arrive();
         wgmma_wait<0>(scores);
@@ -334,7 +430,7 @@ struct Math {
       }
       queries.release();
       queries.advance();
-      const Released stage = add(scores, first, seen, least, most, factor);
+      const Released stage = add(scores, first, seen, factor);
       wgmma_wait<0>(out);
       stage.arrive();
       store(segment, group);
@@ -385,7 +481,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == THREADS - 1) {
     prefetch_map(q);
     prefetch_map(latents);
-    shared.ring.init(1, MATH_WARPS);
+    shared.ring.init(CHOSEN ? WARPGROUP + 4 : 1,
+                     MATH_WARPS);  // CHOSEN: the copies of each thread, and each warp's bits
     shared.query_ring.init(1, MATH_WARPS);
     mbarrier_init_fence();
   }
@@ -398,7 +495,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const WorkRange work = find_work_range(groups, shared.sums);
     const int all = all_tiles(shared.sums);
     named_barrier(3, THREADS);
-    if (warp == MATH_WARPS && lane_id() == 0) produce(shared, q, latents, arguments, groups, work);
+    produce(shared, q, latents, arguments, groups, work, warp - MATH_WARPS);
+    __syncwarp();
     if (warp == MATH_WARPS + 1) finish(arguments, groups, work, all);
   } else {
     registers_increase<MATH_REGISTERS>();

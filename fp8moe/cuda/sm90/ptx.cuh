@@ -113,6 +113,10 @@ __device__ __forceinline__ void async_copy_4(u32 target, const void* source, boo
 // async_commit closes a group of the copies that this thread has issued. async_wait waits until all but the last
 // `Pending` groups are complete.
 __device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Has the mbarrier count one arrival of this thread when the copies that it has issued are complete.
+__device__ __forceinline__ void async_arrive(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 template <int Pending>
 __device__ __forceinline__ void async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");

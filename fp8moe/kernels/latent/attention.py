@@ -58,8 +58,8 @@ def latent_attention(
     backward: calling it raises RuntimeError. Method: DeepSeek-V2, arXiv:2405.04434, section 2.1; softmax by tiles,
     arXiv:2205.14135; indices, DeepSeek-V3.2, arXiv:2512.02556, section 2.
 
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, and for sizes, dtypes or indices
-    that the kernel does not take.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, and both for what the kernel
+    does not take.
     """
     for name, value in (("q", q), ("latents", latents), ("lengths", lengths)):
         check_tensor(name, value)
@@ -86,7 +86,7 @@ class _Kernels(NamedTuple):
 
     def launch(self, operands: LatentOperands, out: Tensor) -> None:
         """Enqueue both kernels on PyTorch's current stream."""
-        q, latents, lengths, _, block_table, *_ = operands
+        q, latents, lengths, indices, block_table, *_ = operands
         index = q.get_device()
         sums = q.new_empty((2 * self.blocks, ROWS, VALUE), dtype=torch.float32)
         statistics = q.new_empty((2 * self.blocks, ROWS, 2), dtype=torch.float32)
@@ -99,6 +99,8 @@ class _Kernels(NamedTuple):
                 arguments.statistics, arguments.records = statistics.data_ptr(), records.data_ptr()
             self.arguments.lengths = lengths.data_ptr()
             self.arguments.block_table = 0 if block_table is None else block_table.data_ptr()
+            self.arguments.indices = 0 if indices is None else indices.data_ptr()
+            self.arguments.latents = latents.data_ptr()
             stream = current_stream(index)
             self.attend.launch(stream)
             self.merge.launch(stream)
@@ -106,15 +108,16 @@ class _Kernels(NamedTuple):
 
 @planned
 def _kernels(device_index: int, operands: LatentOperands) -> _Kernels:
-    q, latents, _, _, block_table, _, scale = operands
+    q, latents, _, indices, block_table, _, scale = operands
     batch, queries, heads, width = q.shape
-    rows, blocks = queries * heads, num_sms(device_index)
+    # With indices each query is a sequence of its own to the kernel.
+    rows, blocks = heads if indices is not None else queries * heads, num_sms(device_index)
     maps = tuple(
         tensor_map(flat, shape=flat.shape, strides=flat.stride(), box=(TILE, 64), swizzle=128)
         for flat in (q.view(-1, width), latents.view(-1, width))
     )
     arguments = Arguments(
-        sequences=batch,
+        sequences=batch if indices is None else batch * queries,
         rows=rows,
         heads=heads,
         queries=queries,
@@ -122,10 +125,12 @@ def _kernels(device_index: int, operands: LatentOperands) -> _Kernels:
         table_pitch=0 if block_table is None else block_table.stride(0),
         num_blocks=latents.shape[0],
         stride=latents.shape[1],
+        chosen=0 if indices is None else indices.shape[2],
         scale=scale,
     )
     merge_arguments = MergeArguments(rows=rows)
-    attend = Launcher(load(attention_spec()), grid=blocks, block=THREADS, smem=SHARED_LIMIT, args=(*maps, arguments))
+    kernel = load(attention_spec(indices is not None))
+    attend = Launcher(kernel, grid=blocks, block=THREADS, smem=SHARED_LIMIT, args=(*maps, arguments))
     grid = blocks, min(rows, ROWS)
     merge = Launcher(load(merge_spec()), grid=grid, block=MERGE_THREADS, pdl=True, args=(merge_arguments,))
     return _Kernels(attend, merge, maps, arguments, merge_arguments, blocks)
@@ -140,17 +145,14 @@ def _launch(operands: LatentOperands) -> Tensor:
             f"value_size: the kernel takes latents of {WIDTH} values, of which {VALUE} are the value, got {q.shape[3]} "
             f"and {value_size}"
         )
-    if indices is not None:
-        raise ValueError("indices: there is no kernel that reads chosen latents; pass None")
     out = _empty(operands)
     if not out.numel():
         return out
-    if not latents.numel() or (block_table is not None and not block_table.numel()):
+    if not all(x is None or x.numel() for x in (latents, indices, block_table)):
         return out.zero_()
-    if block_table is not None:
-        block_table = block_table.contiguous()
+    indices, block_table = (x if x is None else x.contiguous() for x in (indices, block_table))
     q, latents = aligned(q.contiguous()), aligned(latents.contiguous())
-    operands = LatentOperands(q, latents, lengths.contiguous(), None, block_table, value_size, scale)
+    operands = LatentOperands(q, latents, lengths.contiguous(), indices, block_table, value_size, scale)
     _kernels(q.get_device(), operands).launch(operands, out)
     return out
 

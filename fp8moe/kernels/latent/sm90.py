@@ -27,8 +27,9 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("lengths", "block_table", "out", "sums", "statistics", "records")),
+        *((name, ctypes.c_int64) for name in ("indices", "latents")),
         *((name, ctypes.c_int) for name in ("sequences", "rows", "heads", "queries", "limit")),
-        *((name, ctypes.c_int) for name in ("table_pitch", "num_blocks", "stride")),
+        *((name, ctypes.c_int) for name in ("table_pitch", "num_blocks", "stride", "chosen")),
         ("scale", ctypes.c_float),
     )
 
@@ -42,9 +43,10 @@ class MergeArguments(ctypes.Structure):
     )
 
 
-def attention_spec() -> KernelSpec:
-    """Return the spec of the kernel that attends."""
+def attention_spec(chosen: bool) -> KernelSpec:
+    """Return the spec of the kernel that attends. chosen: each query reads the latents that indices name."""
     values = {
+        "CHOSEN": int(chosen),
         "THREADS": THREADS,
         "STAGES": _STAGES,
         "MATH_REGISTERS": _MATH_REGISTERS,
