@@ -6,7 +6,7 @@ from string import ascii_lowercase
 
 import torch
 
-from fp8moe.decode import attention
+from fp8moe.decode import attention, decoder
 from fp8moe.decode.transfers import Readback
 from fp8moe.kernels.decoder_ops import decode_attention as one_token
 from tests.transformers_models import BASE, random_model
@@ -46,6 +46,16 @@ def tiny_gpt_oss(**how):
         for layer in model.model.layers:
             layer.self_attn.sinks.copy_(torch.tensor([2.0, -torch.inf, -1.0, 4.0]))
     return model
+
+
+def fp8moe_attention_on_cpu(monkeypatch):
+    """Let GraphDecoder attend as on a GPU wherever fp8moe's attention serves the model."""
+    find = decoder.find_capabilities
+    monkeypatch.setattr(
+        decoder,
+        "find_capabilities",
+        lambda model, device, captured, flash, *others: find(model, device, captured, attention.NAME, *others),
+    )
 
 
 def kernels_in_float32(monkeypatch):

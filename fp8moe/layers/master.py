@@ -100,8 +100,8 @@ def drop_after_use(out: Tensor, *weights: Tensor | None) -> Tensor:
     """Let the last backward pass before an optimizer's step drop the FP8 copies of the weights; return `out`.
 
     out: a result that the copies were made for. As many backward passes are expected as there were between the two
-    optimizer steps before. If there are more, the next forward quantizes once again; if there are fewer, the copies
-    stay until the next forward after the step.
+    optimizer steps before. A forward after them all quantizes once again; if there are fewer, the copies stay until the
+    next forward after the step.
     """
     if torch.compiler.is_compiling() or out.grad_fn is None:
         return out

@@ -9,11 +9,10 @@ import torch
 
 import fp8moe
 from fp8moe.decode import GraphDecoder, attention
-from fp8moe.decode import decoder as decoding
 from fp8moe.decode.attention import AttentionMetadataBuilder
 from fp8moe.hf import optimize, report
 from fp8moe.hf.fused import flash_attention_3
-from tests.decode_models import kernels_in_float32, tiny_gpt_oss, tiny_mixtral
+from tests.decode_models import fp8moe_attention_on_cpu, kernels_in_float32, tiny_gpt_oss, tiny_mixtral
 from tests.tiny_moe_models import MODELS
 from tests.transformers_models import left_padded, prompts
 
@@ -63,12 +62,7 @@ def absent(here, monkeypatch):
 @pytest.fixture
 def flash_on_cpu(monkeypatch):
     """Prompts and steps of GraphDecoder as on a GPU, in float32, in which tokens stay."""
-    find = decoding.find_capabilities
-    monkeypatch.setattr(
-        decoding,
-        "find_capabilities",
-        lambda model, device, captured, flash, *others: find(model, device, captured, attention.NAME, *others),
-    )
+    fp8moe_attention_on_cpu(monkeypatch)
     monkeypatch.setattr(flash_attention_3, "DTYPES", (torch.float32,))
     monkeypatch.setattr(flash_attention_3, "HEAD_SIZES", (16, 32, 64))
     return kernels_in_float32(monkeypatch)

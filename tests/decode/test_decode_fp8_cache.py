@@ -4,12 +4,11 @@ import pytest
 import torch
 
 import fp8moe
-from fp8moe.decode import GraphDecoder, attention, cache
-from fp8moe.decode import decoder as decoding
+from fp8moe.decode import GraphDecoder, cache
 from fp8moe.kernels.decoder_ops import fp8_cache
 from fp8moe.layers import replace_linears
 from tests import on_policy_cases
-from tests.decode_models import tiny_gpt_oss, tiny_mixtral
+from tests.decode_models import fp8moe_attention_on_cpu, tiny_gpt_oss, tiny_mixtral
 from tests.tiny_moe_models import MODELS
 from tests.transformers_models import left_padded, prompts
 
@@ -34,12 +33,7 @@ def model(request):
 @pytest.fixture
 def flash_on_cpu(monkeypatch):
     """Let caches of the model's dtype be read by fp8moe's attention, too."""
-    find = decoding.find_capabilities
-    monkeypatch.setattr(
-        decoding,
-        "find_capabilities",
-        lambda model, device, captured, flash, *others: find(model, device, captured, attention.NAME, *others),
-    )
+    fp8moe_attention_on_cpu(monkeypatch)
 
 
 @torch.no_grad()

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fp8moe.decode import GraphDecoder, attention
-from fp8moe.decode import decoder as decoding
-from tests.decode_models import kernels_in_float32, tiny_gpt_oss
+from tests.decode_models import fp8moe_attention_on_cpu, kernels_in_float32, tiny_gpt_oss
 from tests.transformers_models import left_padded, prompts
 
 pytest.importorskip("transformers")
@@ -22,12 +21,7 @@ def model():
 
 @pytest.fixture
 def called(monkeypatch):
-    find = decoding.find_capabilities
-    monkeypatch.setattr(
-        decoding,
-        "find_capabilities",
-        lambda model, device, captured, flash, *others: find(model, device, captured, attention.NAME, *others),
-    )
+    fp8moe_attention_on_cpu(monkeypatch)
     return kernels_in_float32(monkeypatch)
 
 

@@ -660,10 +660,10 @@ def test_weights_are_quantized_once_for_each_step(monkeypatch):
     batches = batches_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
-        for ids, routing in batches:
-            replayed(model, ids, routing)
         with torch.no_grad(), hf.replay_routing(model, batches[0][1]):
             after = logits_of(model, input_ids=batches[0][0])
+        for ids, routing in batches:
+            replayed(model, ids, routing)
         assert len(weights) == 4 * (step + 1)
         optimizer.step()
     first = model.model.layers[0].mlp.experts
