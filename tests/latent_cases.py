@@ -6,7 +6,7 @@ import torch
 def operands(lengths, *, queries=1, heads=16, limit=None, paged=False, width=576, seed=0, device="cpu"):
     """(q, latents, lengths, block_table) in bfloat16. What lies behind a sequence's latents is NaN."""
     draw = torch.Generator().manual_seed(seed)
-    batch, limit = len(lengths), limit or max(*lengths, 1)
+    batch, limit = len(lengths), limit or max([*lengths, 1])
     q = torch.randn(batch, queries, heads, width, generator=draw)
     blocks = -(-limit // 64)
     latents = torch.randn(batch, 64 * blocks if paged else limit, width, generator=draw)

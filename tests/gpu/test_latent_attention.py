@@ -5,6 +5,7 @@ import torch
 
 from fp8moe.kernels.latent import latent_attention
 from tests import latent_cases
+from tests.errors import refused
 from tests.gpu.checks import captured
 
 pytestmark = pytest.mark.gpu
@@ -96,3 +97,20 @@ def test_all_chosen_is_all_seen():
     indices = torch.stack([torch.randperm(700)] * 2).int().to(DEVICE)[:, None]
     chosen = latent_attention(q, latents, count, indices=indices, **SIZES)
     assert error(chosen, latent_attention(q, latents, count, **SIZES).double()) < 1e-2
+
+
+def test_what_the_kernel_does_not_take_is_refused_by_name():
+    q, latents, count, _ = latent_cases.operands([70, 3], device=DEVICE)
+    refused(TypeError, "^q: the kernel takes bf", latent_attention, q.half(), latents.half(), count, **SIZES)
+    refused(ValueError, "^value_size: the kernel", latent_attention, q, latents, count, value_size=32, scale=0.1)
+    odd = torch.empty(latents.numel() + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view_as(latents)
+    refused(ValueError, "^latents: expected to start at a multiple of 16", latent_attention, q, odd, count, **SIZES)
+
+
+def test_nothing_to_read():
+    q, latents, count, _ = latent_cases.operands([70, 3], device=DEVICE)
+    chosen = torch.zeros(2, 1, 0, dtype=torch.int32, device=DEVICE)
+    assert not latent_attention(q, latents, count, indices=chosen, **SIZES).any()
+    blocks = latents[:, :64].contiguous()
+    assert not latent_attention(q, blocks, count, block_table=chosen[:, 0], **SIZES).any()
+    assert not latent_attention(q, latents[:, :0].contiguous(), count, **SIZES).any()

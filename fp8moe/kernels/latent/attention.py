@@ -20,7 +20,7 @@ from fp8moe.kernels.latent.sm90 import (
     merge_spec,
 )
 from fp8moe.runtime import autograd
-from fp8moe.runtime.checks import aligned, check_int, check_tensor
+from fp8moe.runtime.checks import aligned, check_address, check_int, check_tensor
 from fp8moe.runtime.jit import load
 from fp8moe.runtime.launch import Launcher, TensorMap, current_stream, device_guard, num_sms, planned, tensor_map
 from fp8moe.runtime.operator import operator
@@ -42,7 +42,8 @@ def latent_attention(
     ``out[b, t, h] = sum over j of softmax_j(scale * q[b, t, h] . latents[b, j]) * latents[b, j, :value_size]``
 
     q: (B, T, heads, R + P) bfloat16, the last T tokens of each sequence, with the keys' up-projection absorbed.
-    latents: (B, L, R + P) in the dtype of q; with a block_table (blocks, 64, R + P).
+    latents: (B, L, R + P) in the dtype of q, contiguous, at a multiple of 16 bytes; with a block_table (blocks, 64,
+        R + P).
     lengths: (B,) int32, on the device of q: each sequence's number of latents, clamped to [0, L]. Query t sees the
         first ``length - T + 1 + t``; one that sees none has zeros as its result.
     value_size: R. The kernel takes R = 512 and P = 64.
@@ -151,7 +152,8 @@ def _launch(operands: LatentOperands) -> Tensor:
     if not all(x is None or x.numel() for x in (latents, indices, block_table)):
         return out.zero_()
     indices, block_table = (x if x is None else x.contiguous() for x in (indices, block_table))
-    q, latents = aligned(q.contiguous()), aligned(latents.contiguous())
+    check_address("latents", latents)
+    q = aligned(q.contiguous())
     operands = LatentOperands(q, latents, lengths.contiguous(), indices, block_table, value_size, scale)
     _kernels(q.get_device(), operands).launch(operands, out)
     return out

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
+from fp8moe.runtime.checks import FLOATING, check_contiguous, check_device, check_dtype, check_like
 
 BLOCK_TOKENS = 64
 """Latents in a block of a paged cache."""
@@ -44,6 +44,7 @@ def operands(given: LatentOperands) -> None:
     fits = latents.dim() == 3 and latents.shape[2] == width
     if not fits or (latents.shape[0] != first if block_table is None else latents.shape[1] != BLOCK_TOKENS):
         raise ValueError(f"latents: expected shape {dimensions} to match q, got {tuple(latents.shape)}")
+    check_contiguous("latents", latents)
     check_like("lengths", lengths, (torch.int32,), (batch,), q.device, "q")
     if not 0 < value_size <= width:
         raise ValueError(f"value_size: expected 1 to {width}, the values of a latent, got {value_size}")

@@ -9,6 +9,7 @@ def latent_attention(operands: LatentOperands) -> Tensor:
     """Compute `latent_attention` for checked operands."""
     q, _, lengths, indices, _, value_size, scale = operands
     batch, queries, heads, _ = q.shape
+    q = q.contiguous()  # products of other layouts may be summed in another order
     out = q.new_zeros((batch, queries, heads, value_size))
     for b, length in enumerate(lengths.clamp(0, operands.limit).tolist()):
         rows = _latents(operands, b, length).float()
