@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -183,11 +183,9 @@ def measure_sampling(model: Any, batch: int, prompt: int) -> dict:
     return {"what": "sampling", "batch": batch, "prompt": prompt, **rates}
 
 
-@contextmanager
-def without_fa3() -> Iterator[None]:
-    """Run prompts as if fa3-fwd were not installed."""
-    with mock.patch.object(flash_attention_3, "_interface", lambda: None):
-        yield
+def without_fa3() -> AbstractContextManager:
+    """Return a context in which prompts run as if fa3-fwd were not installed."""
+    return mock.patch.object(flash_attention_3, "_interface", lambda: None)
 
 
 def measure_prefill(model: Any, batch: int, prompt: int) -> dict:

@@ -363,16 +363,11 @@ def headline(benchmarks: dict) -> str:
 def figures(benchmarks: dict) -> str:
     """Make all tables of docs/benchmarks.md, and links to the pictures of the same run."""
     peers = benchmarks["peers"]
-    of_models = [whole_model(peers, model) for model in WHOLE_MODEL_NAMES] if peers else []
-    others_there = (
-        [
-            f"{measured_with(peers)}\n",
-            *filter(None, (not_measured(peers),)),
-            *filter(None, (gemms(peers), layer(peers), four_bits(peers), beside_sonic(peers), *of_models)),
-        ]
-        if peers
-        else []
-    )
+    others_there = []
+    if peers:
+        parts = not_measured(peers), gemms(peers), layer(peers), four_bits(peers), beside_sonic(peers)
+        of_models = (whole_model(peers, model) for model in WHOLE_MODEL_NAMES)
+        others_there = [f"{measured_with(peers)}\n", *filter(None, (*parts, *of_models))]
     passes = training(benchmarks["training"]["rows"])
     model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
     return "\n".join(

@@ -234,7 +234,7 @@ def grouped_gemm_masked(
     operands in other layouts are copied, and a backward through the result raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, a negative
-    ``expected_m``, or an ``out`` that does not fit or overlaps an operand, NotImplementedError as `gemm` does.
+    ``expected_m``, or an ``out`` that does not fit or overlaps an operand.
     """
     operands = (*fp8_operand("a", a), *weight_operand("b", b))
     check_tensor("masked_m", masked_m)
