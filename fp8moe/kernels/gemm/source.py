@@ -1,6 +1,7 @@
 """Kernel specs of ``cuda/sm90/gemm.cu`` and ``gemm_k.cu``: source files with a prelude of generated constants."""
 
 import ctypes
+import functools
 
 from fp8moe.kernels.gemm.epilogue import Columns, Epilogue, PeerStore
 from fp8moe.kernels.gemm.sm90 import (
@@ -21,6 +22,8 @@ def is_dynamic(tile: TileConfig, k: int, epilogue: Epilogue) -> bool:
     return epilogue.gated and tile.may_be_dynamic(k)
 
 
+# Cached, as are the arguments' types: a plan for another number of rows mostly takes a kernel that there is.
+@functools.lru_cache(maxsize=4096)
 def kernel_spec(
     tile: TileConfig,
     n: int,
@@ -73,6 +76,7 @@ def grouped_k_spec(tile: GroupedKTile, n: int, *, out_float32: bool, accumulate:
     return KernelSpec("gemm_k.cu", "gemm_k", prelude=prelude)
 
 
+@functools.lru_cache(maxsize=4096)
 def arguments_type(epilogue: Epilogue) -> type[ctypes.Structure]:
     """Return the ctypes type of ``struct Arguments`` of cuda/sm90/gemm.cu, including the epilogue's ``Output``."""
     sizes = ("m", "max_m", "raster", "group_pitch", "tile_m", "tile_rows", "counter", "early_stages", "top_k")
