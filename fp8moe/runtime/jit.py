@@ -29,6 +29,8 @@ _KEY_VERSION = b"1"
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>).*$', re.MULTILINE)
 _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once.*$", re.MULTILINE)
+_IF = re.compile(r"^[ \t]*#[ \t]*(?:el)?if[ \t]+!?([A-Za-z]\w*)[ \t]*$", re.MULTILINE)
+_DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,17 @@ class Compiled(NamedTuple):
 def full_source(spec: KernelSpec) -> str:
     """Return the whole translation unit: macros, prelude and source, with includes inlined, each file once.
 
-    Raises ValueError if a file is missing, or includes a header that is in none of the architecture's SOURCE_DIRS.
+    Raises ValueError if a file is missing, or includes a header that is in none of the architecture's SOURCE_DIRS, or
+    if an #if names no macro: the preprocessor takes it for 0, whatever constant of a prelude has this name.
     """
     directories = SOURCE_DIRS[spec.architecture.folder]
     defines = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
     seen: set[str] = set()
     prelude = _inline_includes(spec.prelude, "prelude", directories, seen)
-    return f"{defines}{prelude}\n{_inline(spec.source, directories, seen)}"
+    text = f"{defines}{prelude}\n{_inline(spec.source, directories, seen)}"
+    if unknown := set(_IF.findall(text)) - set(_DEFINE.findall(text)):
+        raise ValueError(f"{spec.source}: #if reads {', '.join(sorted(unknown))}, which no macro defines")
+    return text
 
 
 def constants(values: Mapping[str, int]) -> str:

@@ -120,6 +120,15 @@ def test_a_header_from_elsewhere_is_refused(sources, header):
     refused(ValueError, header.strip('"<>'), jit.full_source, SCALE)
 
 
+def test_an_if_of_what_is_no_macro_is_refused(sources):
+    text = (sources / "main.cu").read_text()
+    (sources / "main.cu").write_text(f"#if WIDE\n#endif\n{text}")
+    for prelude in ("", "constexpr int WIDE = 1;\n"):
+        spec = replace(SCALE, prelude=prelude)
+        refused(ValueError, "^main.cu: #if reads WIDE, which no macro defines", jit.full_source, spec)
+    jit.full_source(replace(SCALE, defines=(*SCALE.defines, ("WIDE", 1))))
+
+
 def test_a_missing_source_is_named():
     refused(ValueError, "nothing.cu", jit.full_source, jit.KernelSpec("nothing.cu", "k"))
 
