@@ -283,7 +283,7 @@ def test_optimizers(form, monkeypatch):
         torch.nn.utils.clip_grad_norm_(block.parameters(), 0.1)
         optimizer.step()
         losses.append(loss.item())
-        assert len(count) == 2 * (step + 1)  # before the first step, each backward is taken for the last
+        assert len(count) == 2 * (step + 1)  # before the first step, the first backward is taken for the last
     assert losses[-1] < 0.9 * losses[0]
 
 

@@ -137,7 +137,7 @@ def calls(monkeypatch):
 def test_each_quantization_happens_once(calls):
     layer = make(272, 144)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    for again in (["_quantize"], [], []):  # before the first step, each backward is taken for the last
+    for again in (["_quantize"], [], []):  # before the first step, the first backward is taken for the last
         calls.clear()
         for _ in range(2):
             layer(torch.randn(40, 272, requires_grad=True)).sum().backward()
