@@ -46,19 +46,18 @@ class _Copies:
     gathered: whether FSDP2 has gathered the weights. Their copies have no transposes: autograd keeps the copies of all
         layers from forward to backward, on every rank.
     uses: backward passes through the copies since `_master_generation` became `generation`. expected: the same between
-        the two optimizer steps before, 1 if not known.
+        the two optimizer steps before, 0 if not known.
     """
 
     def __init__(self):
         self.by_layout: dict[tuple, tuple[FP8Tensor, tuple]] = {}
         self.captured = self.gathered = False
-        self.uses = self.generation = 0
-        self.expected = 1
+        self.uses = self.expected = self.generation = 0
 
     def used(self) -> None:
         """Count a backward pass, and drop the copies if it is the last that is expected before an optimizer's step."""
         if self.generation != _master_generation:
-            self.expected, self.uses, self.generation = self.uses or 1, 0, _master_generation
+            self.expected, self.uses, self.generation = self.uses, 0, _master_generation
         self.uses += 1
         if self.uses == self.expected:
             self.by_layout.clear()
@@ -101,8 +100,8 @@ def drop_after_use(out: Tensor, *weights: Tensor | None) -> Tensor:
     """Let the last backward pass before an optimizer's step drop the FP8 copies of the weights; return `out`.
 
     out: a result that the copies were made for. As many backward passes are expected as there were between the two
-    optimizer steps before, and one before the first step, in which an optimizer allocates its state. A forward after
-    them all quantizes once again; if there are fewer, the copies stay until the next forward after the step.
+    optimizer steps before. A forward after them all quantizes once again; if there are fewer, the copies stay until the
+    next forward after the step.
     """
     if torch.compiler.is_compiling() or out.grad_fn is None:
         return out
