@@ -60,17 +60,13 @@ class Compiled(NamedTuple):
 def full_source(spec: KernelSpec) -> str:
     """Return the whole translation unit: macros, prelude and source, with includes inlined, each file once.
 
-    Raises ValueError if a file is missing, or includes a header that is in none of the architecture's SOURCE_DIRS, or
-    if an #if names no macro: the preprocessor takes it for 0, whatever constant of a prelude has this name.
+    Raises ValueError if a file is missing, or includes a header that is in none of the architecture's SOURCE_DIRS.
     """
     directories = SOURCE_DIRS[spec.architecture.folder]
     defines = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
     seen: set[str] = set()
     prelude = _inline_includes(spec.prelude, "prelude", directories, seen)
-    text = f"{defines}{prelude}\n{_inline(spec.source, directories, seen)}"
-    if unknown := set(_IF.findall(text)) - set(_DEFINE.findall(text)):
-        raise ValueError(f"{spec.source}: #if reads {', '.join(sorted(unknown))}, which no macro defines")
-    return text
+    return f"{defines}{prelude}\n{_inline(spec.source, directories, seen)}"
 
 
 def constants(values: Mapping[str, int]) -> str:
@@ -110,10 +106,13 @@ def _inline_includes(text: str, name: str, directories: tuple[Path, ...], seen: 
 def compile_spec(spec: KernelSpec) -> Compiled:
     """Compile a kernel without using the cache. Needs no GPU.
 
-    Raises ValueError as `full_source` does; RuntimeError if the source does not compile (the message holds the log) or
-    has no kernel of that name, or the compiler is not installed.
+    Raises ValueError as `full_source` does, and if an #if names no macro: the preprocessor takes it for 0, whatever
+    constant of a prelude has this name. Raises RuntimeError if the source does not compile (the message holds the log)
+    or has no kernel of that name, or the compiler is not installed.
     """
     text, compiler = full_source(spec), config.settings.compiler
+    if unknown := set(_IF.findall(text)) - set(_DEFINE.findall(text)):
+        raise ValueError(f"{spec.source}: #if reads {', '.join(sorted(unknown))}, which no macro defines")
     cubin, log = compilers.compile_source(text, _unit_name(spec), compiler, spec.architecture.flag)
     names = kernel_names(log)
     if spec.name not in names:

@@ -125,8 +125,8 @@ def test_an_if_of_what_is_no_macro_is_refused(sources):
     (sources / "main.cu").write_text(f"#if WIDE\n#endif\n{text}")
     for prelude in ("", "constexpr int WIDE = 1;\n"):
         spec = replace(SCALE, prelude=prelude)
-        refused(ValueError, "^main.cu: #if reads WIDE, which no macro defines", jit.full_source, spec)
-    jit.full_source(replace(SCALE, defines=(*SCALE.defines, ("WIDE", 1))))
+        refused(ValueError, "^main.cu: #if reads WIDE, which no macro defines", jit.compile_spec, spec)
+    jit.compile_spec(replace(SCALE, defines=(*SCALE.defines, ("WIDE", 1))))
 
 
 def test_a_missing_source_is_named():
