@@ -48,7 +48,7 @@ def routed(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if refusal(weight, block_size, activation_scale) is not None:
             return theirs(input, weight, weight_scale_inv, block_size, bias, activation_scale, allow_deepgemm)
-        scale = _float_scale(weight_scale_inv)
+        scale = float_scale(weight_scale_inv)
         if torch.is_grad_enabled():  # transformers' FP8 parameters may require gradients; treat them as constants
             weight, scale, bias = (value if value is None else value.detach() for value in (weight, scale, bias))
         return linear(input, weight, scale, bias)
@@ -60,7 +60,7 @@ def routed(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
 _float_scales = WeakTensorKeyDictionary()  # maps e8m0 scales to their Fingerprint and float32 values
 
 
-def _float_scale(scale: Tensor) -> Tensor:
+def float_scale(scale: Tensor) -> Tensor:
     """Return the scale in float32. The copy of an e8m0 scale is cached for as long as that scale lives."""
     if scale.dtype is torch.float32:
         return scale
@@ -79,4 +79,4 @@ def refresh(module: nn.Module) -> None:
     """Update the cached float32 copies of this module's scales."""
     for value in module._parameters.values() if _float_scales else ():
         if value is not None and value in _float_scales:
-            _float_scale(value)
+            float_scale(value)

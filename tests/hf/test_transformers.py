@@ -347,14 +347,14 @@ def test_other_formats_stay_with_transformers(changes, ours):
 
 def test_e8m0_scales_are_converted_once():
     scale = torch.tensor([[0.5, 2.0]]).to(torch.float8_e8m0fnu)
-    converted = linears._float_scale(scale)
+    converted = linears.float_scale(scale)
     assert torch.equal(converted, torch.tensor([[0.5, 2.0]]))
-    assert linears._float_scale(scale) is converted
+    assert linears.float_scale(scale) is converted
     scale.copy_(torch.tensor([[4.0, 2.0]]))
-    assert torch.equal(linears._float_scale(scale), torch.tensor([[4.0, 2.0]]))
+    assert torch.equal(linears.float_scale(scale), torch.tensor([[4.0, 2.0]]))
     scale.data.copy_(torch.tensor([[8.0, 2.0]]))
     master.invalidate()
-    assert torch.equal(linears._float_scale(scale), torch.tensor([[8.0, 2.0]]))
+    assert torch.equal(linears.float_scale(scale), torch.tensor([[8.0, 2.0]]))
     count = len(linears._float_scales)
     del scale
     assert len(linears._float_scales) == count - 1

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 import fp8moe
 from fp8moe.hf.experts import experts_forward
-from fp8moe.hf.linears import refusal
+from fp8moe.hf.linears import float_scale, refusal
 
 
 class FP8MoeExperts(nn.Module):
@@ -44,6 +44,7 @@ def _fp8_linear(module: nn.Module, x: Tensor) -> Tensor:
     block_size, activation_scale = getattr(module, "block_size", (128, 128)), getattr(module, "activation_scale", None)
     if (reason := refusal(module.weight, block_size, activation_scale)) is not None:
         raise ValueError(f"{type(module).__name__} cannot run on fp8moe's FP8Linear: {reason}")
-    weight, scale = module.weight.detach(), module.weight_scale_inv.detach()
-    # e8m0 scales are powers of two, exact in float32
-    return fp8moe.linear(x, (weight, scale.float() if scale.dtype is torch.float8_e8m0fnu else scale), module.bias)
+    scale = module.weight_scale_inv.detach()
+    if scale.dtype is torch.float8_e8m0fnu:
+        scale = float_scale(module.weight_scale_inv)
+    return fp8moe.linear(x, (module.weight.detach(), scale), module.bias)
