@@ -4,7 +4,7 @@
 
 Uses the modules of torchtitan 0.2.2 without its trainer. `--titan` is a directory with its unpacked wheel; packages
 that it imports only for trainers need not be installed. As when torchtitan trains on one GPU, master weights are
-float32 under bfloat16 autocast, blocks are compiled and AdamW is fused. Each variant runs in its own process.
+float32 under bfloat16 autocast, blocks and loss are compiled and AdamW is fused. Each variant runs in its own process.
 
 - bf16: `torch._grouped_mm` and nn.Linear. fp8moe: experts and linear layers by the converter of
   `fp8moe_torchtitan.v0_2`.
@@ -153,8 +153,10 @@ def measure(variant: str, arguments: argparse.Namespace) -> dict:
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights(torch.device(device))
+    loss_of = cross_entropy
     if not arguments.eager:
         compile_blocks(model)
+        loss_of = torch.compile(cross_entropy)  # as torchtitan compiles it beside the model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     generator = torch.Generator(device).manual_seed(1)
     shape = (arguments.batch, arguments.sequence + 1)
@@ -167,7 +169,7 @@ def measure(variant: str, arguments: argparse.Namespace) -> dict:
             begin = time.perf_counter()
         with torch.autocast(device, torch.bfloat16):
             logits = model(data[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), data[:, 1:].flatten())
+        loss = loss_of(logits, data[:, 1:])
         del logits
         loss.backward()
         optimizer.step()
@@ -181,6 +183,11 @@ def measure(variant: str, arguments: argparse.Namespace) -> dict:
     parameters = sum(value.numel() for value in model.parameters())
     losses = [round(value, 4) for value in torch.stack(losses).tolist()]
     return row | {"parameters": parameters, "losses": losses, "compiled": not arguments.eager}
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the loss of torchtitan's `cross_entropy_loss`."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
 
 
 def wait(device: str) -> None:
