@@ -1,48 +1,109 @@
-"""`python -m tools.sglang_hooks`: the tests of SGLang in empty environments; the result is validation/sglang.json.
+"""`python -m tools.sglang_hooks`: integrations/sglang end to end on the CPU; the result is validation/sglang.json.
 
-Each environment has one supported version of SGLang, pinned by its hash and without the CUDA packages that it requires,
-and the packages that SGLang's modules for experts and linear layers import. fp8moe is installed as the README of
-integrations/sglang says. No server is run, because SGLang's CPU kernels need AMX. Takes about ten minutes and 3 GB.
+Creates an environment and installs into it PyTorch, SGLang (pinned by its hash, without the CUDA packages that it
+requires), the packages that its server imports, and fp8moe as described in the README of integrations/sglang. There the
+tests of the plug-in run. The README's command then serves a tiny Qwen3-MoE with random weights, quantized by `fp8moe
+quantize`, once with each of the options in `SERVED`. Prompts are sent all at once, and the log probabilities of their
+tokens and of those generated are compared with those that `load_model` gives in this environment. fp8moe's reference
+backend computes the FP8 layers. Takes about ten minutes and 3 GB.
 """
 
+import inspect
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
+import sys
 import tempfile
+import time
+import types
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from benchmarks.report import ROOT
-from tools.environments import PYTHON, commands_of, make, parser_of, pip, store
+from tools.environments import commands_of, make, parser_of, pip, store, versions
+from tools.vllm_serving import MAX_MEDIAN_DIFFERENCE, compare, log_probabilities, make_checkpoint, wait
 
 FILE = ROOT / "validation" / "sglang.json"
 README = ROOT / "integrations/sglang/README.md"
-# Maps a version of SGLang to the hash of its wheel for Python 3.11, and to the version of transformers that it pins.
-VERSIONS = {
-    "0.5.13": ("9d26266ab7e99165098f9e173f4a5a0ef6a0b64a6f30ef0b5ee859eead37e75a", "5.8.1"),
-    "0.5.23": ("00b3cd5b265ac76c64185fbb6b95424f324ddd9f428d0306b77bc9db9d859937", "5.19.0"),
-}
+VERSIONS = ("0.5.23",)
+SGLANG = f"sglang=={VERSIONS[0]} --hash=sha256:00b3cd5b265ac76c64185fbb6b95424f324ddd9f428d0306b77bc9db9d859937"
 IMPORTED = (
-    *("orjson", "gguf", "psutil", "pybase64", "triton", "pillow", "starlette", "msgspec", "pyzmq", "aiohttp", "dill"),
-    *("apache-tvm-ffi", "sentencepiece", "compressed-tensors", "einops", "openai", "partial-json-parser", "requests"),
-    *("pytest", "hypothesis"),
+    *("transformers==5.19.0", "orjson", "gguf", "psutil", "pybase64", "triton", "pillow", "starlette", "msgspec"),
+    *("pyzmq", "aiohttp", "dill", "apache-tvm-ffi", "sentencepiece", "compressed-tensors", "einops", "openai"),
+    *("partial-json-parser", "requests", "uvicorn", "fastapi", "uvloop", "setproctitle", "python-multipart"),
+    *("jsonschema", "prometheus-client", "xxhash", "distro", "pytest", "hypothesis"),
 )
+IMPORTED_ALONE = ("xgrammar==0.2.7",)  # whose requirements would replace PyTorch
+PACKAGES = ("fp8moe", "fp8moe-sglang", "sglang", "torch", "transformers")
+SERVED = ("", "--tp-size 2")
+NEW_TOKENS = 4
+ENVIRONMENT = {"FP8MOE_BACKEND": "reference", "HF_HUB_OFFLINE": "1"}
+REQUEST_S, STOP_S = 300, 60
+
+
+class Anything(type):
+    """Classes with any attribute, each such a class."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything(name, (), {"__init__": lambda self, *args, **options: None})
+
+
+class Missing:
+    """Finds modules that SGLang imports and this model does not use; any name in them is `Anything`."""
+
+    names = "IPython", "datasets", "soundfile", "torchvision", "vllm"
+
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.names else None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__version__ = "0"
+        module.__getattr__ = lambda name: getattr(Anything(spec.name, (), {}), name)
+        return module
+
+    def exec_module(self, module):
+        pass
 
 
 def main() -> None:
-    """Run the tests with each version of SGLang, and write the file."""
-    args = parser_of("sglang_hooks", FILE, reuses=False).parse_args()
-    rows = {}
-    for version, (digest, transformers) in VERSIONS.items():
-        with tempfile.TemporaryDirectory() as directory:
-            environment = Path(directory) / "environment"
-            make(environment, args.torch)
-            (Path(directory) / "sglang.txt").write_text(f"sglang=={version} --hash=sha256:{digest}")
-            pip(environment, "install", f"transformers=={transformers}", *IMPORTED)
-            pip(environment, "install", "--no-deps", "--require-hashes", "-r", f"{directory}/sglang.txt")
-            pip(environment, *commands_of(README)[0][1:])
-            rows[version] = run_tests(environment)
-    store(args.out, {"python": PYTHON, "torch": args.torch, "tests": rows})
+    """Run the tests, serve a checkpoint with each of the options in SERVED, and write the file."""
+    args = parser_of("sglang_hooks", FILE).parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        environment = (args.environment or work / "environment").absolute()
+        if not environment.exists():
+            install(environment, args.torch, work)
+        tests = run_tests(environment)
+        prompts, _, without_experts = make_checkpoint(work)
+        rows = [serve(environment, work, options, prompts) for options in SERVED]
+        installed = versions(environment, PACKAGES)
+    found = {"bar": {"median": MAX_MEDIAN_DIFFERENCE}, "model_without_experts": without_experts, "served": rows}
+    store(args.out, {"versions": installed, "tests": {VERSIONS[0]: tests}, **found})
+    failed = [row for row in rows if row["median"] > MAX_MEDIAN_DIFFERENCE]
+    sys.exit(f"above {MAX_MEDIAN_DIFFERENCE}: {failed}" if failed else 0)
+
+
+def install(environment: Path, torch_requirement: str, work: Path) -> None:
+    """Create an environment; install into it SGLang, and fp8moe as the README of integrations/sglang says."""
+    make(environment, torch_requirement)
+    (work / "sglang.txt").write_text(SGLANG)
+    pip(environment, "install", *IMPORTED)
+    pip(environment, "install", "--no-deps", *IMPORTED_ALONE)
+    pip(environment, "install", "--no-deps", "--require-hashes", "-r", f"{work}/sglang.txt")
+    pip(environment, *commands_of(README)[0][1:])
+    packages = next(environment.glob("lib/python*/site-packages"))
+    imports = "import sys\nimport types\nfrom importlib.machinery import ModuleSpec\n\n"
+    code = f"{inspect.getsource(Anything)}\n\n{inspect.getsource(Missing)}\n\nsys.meta_path.append(Missing())\n"
+    (packages / "missing_modules.py").write_text(imports + code)
+    (packages / "missing_modules.pth").write_text("import missing_modules\n")  # imported by every process
 
 
 def run_tests(environment: Path) -> dict[str, int]:
@@ -56,6 +117,61 @@ def run_tests(environment: Path) -> dict[str, int]:
     if done.returncode or set(found) != {"passed"}:
         raise RuntimeError(f"{found}: {done.stdout[-4000:]}{done.stderr[-1000:]}")
     return found
+
+
+def serve(environment: Path, work: Path, options: str, prompts: list[list[int]]) -> dict:
+    """Serve the checkpoint by the README's command with more options.
+
+    Return a row with the differences between the server's log probabilities and those of `load_model`.
+    """
+    from fp8moe.hf import load_model
+
+    begin = time.perf_counter()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    readme = [str(work / "fp8") if word == "MODEL" else word for word in commands_of(README)[1]]
+    more = ["--device", "cpu", "--port", str(port), "--max-total-tokens", "4096", *options.split()]
+    command = [str(environment / "bin" / readme[0]), *readme[1:], *more]
+    print(*command, flush=True)
+    environ = os.environ | ENVIRONMENT
+    if options:
+        environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
+    environ.pop("PYTHONPATH", None)
+    with (work / "log").open("w+") as log:
+        server = subprocess.Popen(command, cwd=work, env=environ, stdout=log, stderr=log, start_new_session=True)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait(server, f"{url}/health")
+            with ThreadPoolExecutor() as pool:
+                tokens, found = zip(*pool.map(lambda prompt: ask(url, prompt), prompts), strict=True)
+        except BaseException:
+            print((work / "log").read_text()[-6000:], flush=True)
+            raise
+        finally:
+            server.send_signal(signal.SIGINT)
+            try:
+                server.wait(STOP_S)
+            finally:
+                if server.poll() is None:
+                    os.killpg(server.pid, signal.SIGKILL)
+    said = sorted(set(re.findall(r"fp8moe: .*", (work / "log").read_text())))
+    differences = compare(found, log_probabilities(load_model(work / "fp8"), tokens))
+    row = {"options": options, "tokens": sum(map(len, found)), **differences}
+    row |= {"seconds": round(time.perf_counter() - begin), "log": said}
+    print(row, flush=True)
+    return row
+
+
+def ask(url: str, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """Let the server continue a prompt; return all tokens, and the log probability of each except the first."""
+    sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
+        said = json.load(answer)
+    scores = said["meta_info"]["input_token_logprobs"][1:] + said["meta_info"]["output_token_logprobs"]
+    return [*prompt, *said["output_ids"]], [score for score, *_ in scores]
 
 
 if __name__ == "__main__":

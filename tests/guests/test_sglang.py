@@ -1,13 +1,13 @@
-"""integrations/sglang on SGLang's structures and hooks, which need no GPU: `import sglang` and its Python are enough.
+"""integrations/sglang on SGLang's own layers, dispatcher structures and command line, which need no GPU.
 
-What SGLang imports at once and these parts do not use (torchvision, IPython, datasets) is replaced where it is missing.
+`python -m tools.sglang_hooks` runs this with what SGLang imports; a whole server is run there as well.
 """
 
 import importlib
+import json
 import logging
 import sys
-import types
-from importlib.machinery import ModuleSpec
+from contextlib import ExitStack
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,64 +21,65 @@ from tests.errors import refused
 from tests.experts_cases import dense
 
 if find_spec("sglang") is None:
-    pytest.skip("sglang is not installed; its Python files and orjson are enough", allow_module_level=True)
+    pytest.skip("sglang is not installed", allow_module_level=True)
 
 DISTRIBUTION = Path(__file__).parents[2] / "integrations/sglang"
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 128, 8, 2
+QUANTIZATION = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MODEL = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": HIDDEN, "head_dim": 128}
+MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 512}
+MODEL |= {"moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+MODEL |= {"dtype": "bfloat16", "max_position_embeddings": 256}
 
 
-class Anything(type):
-    """Classes with any attribute, each such a class."""
-
-    def __getattr__(cls, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything(name, (), {})
-
-
-class Missing:
-    """Finds modules that are not installed, in which any name is `Anything`."""
-
-    def __init__(self, *names):
-        self.names = [name for name in names if find_spec(name) is None]
-
-    def find_spec(self, name, path=None, target=None):
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.names else None
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__version__ = "0"
-        module.__getattr__ = lambda name: getattr(Anything(spec.name, (), {}), name)
-        return module
-
-    def exec_module(self, module):
-        pass
+def attributes():
+    """Map the names of the attributes of SGLang's modules and of their classes to the objects that they are."""
+    found = {}
+    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "sglang"]:
+        for name, value in list(vars(module).items()):
+            found[module.__name__, name] = value
+            if isinstance(value, type) and value.__module__.partition(".")[0] == "sglang":
+                found |= {(value.__module__, value.__qualname__, name): own for name, own in vars(value).items()}
+    return found
 
 
 @pytest.fixture(scope="module")
-def sglang():
-    """SGLang's modules in this process, with the hooks applied as its load_plugins does."""
+def sglang(tmp_path_factory):
+    """SGLang's modules in this process, with the plug-in registered and `--quantization fp8moe` parsed and published."""
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text(json.dumps(MODEL | {"quantization_config": QUANTIZATION}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "meta_path", [*sys.meta_path, Missing("torchvision", "IPython", "datasets")])
         patch.syspath_prepend(str(DISTRIBUTION))
-        patch.setenv("FP8MOE_SGLANG", "1")
         patch.setenv("FP8MOE_BACKEND", "reference")
-        patch.delenv("FP8MOE_STRICT", raising=False)
         import fp8moe_sglang
 
-        parts = "plugins.hook_registry", "layers.moe.moe_runner.base", "layers.moe.moe_runner.triton"
-        parts += "layers.moe.topk", "layers.moe.token_dispatcher.standard", "layers.quantization.fp8_utils"
+        from fp8moe_sglang import quantization
+
+        parts = "layers.linear", "layers.moe.fused_moe_triton", "layers.moe.moe_runner.base", "layers.moe.topk"
+        parts += "layers.moe.token_dispatcher.standard", "layers.quantization", "layers.quantization.unquant"
+        parts += "plugins.hook_registry", "runtime_context", "server_args", "configs.model_config", "layers.moe.utils"
         modules = {part.rpartition(".")[2]: importlib.import_module(f"sglang.srt.{part}") for part in parts}
+        modules |= {"ours": quantization, "before": attributes()}
         fp8moe_sglang.register()
+        fp8moe_sglang.register()  # SGLang may call it again
         modules["hook_registry"].HookRegistry.apply_hooks()
+        modules["after"] = attributes()
+        command = ["--model-path", str(model), "--quantization", "fp8moe", "--device", "cpu"]
+        args = modules["args"] = modules["server_args"].prepare_server_args(command)
+        args.resolve_once()
+        context = modules["runtime_context"]
+        context.publish(args, role="scheduler", ranks=context.SpawnRanks(world_rank=0, gpu_id=0))
         yield SimpleNamespace(**modules)
 
 
 @pytest.fixture
-def log(sglang, caplog):
-    from fp8moe_sglang import hooks
+def config(sglang):
+    sglang.ours._say.cache_clear()
+    return sglang.quantization.get_quantization_config("fp8moe").from_config(dict(QUANTIZATION))
 
-    hooks._say.cache_clear()
+
+@pytest.fixture
+def log(caplog):
     caplog.set_level(logging.INFO, "sglang.fp8moe")
     yield lambda: [record.getMessage() for record in caplog.records if record.name == "sglang.fp8moe"]
 
@@ -93,14 +94,110 @@ def test_sglang_finds_the_plugin(sglang):
     assert importlib.import_module("sglang.srt.plugins").GENERAL_PLUGINS_GROUP == "sglang.srt.plugins"
 
 
+def test_nothing_of_sglang_is_wrapped_or_replaced(sglang):
+    assert len(sglang.before) > 10000 and sglang.before.keys() == sglang.after.keys()
+    assert [name for name, value in sglang.before.items() if sglang.after[name] is not value] == []
+    assert ("sglang.srt.layers.quantization.fp8", "Fp8MoEMethod", "apply") in sglang.before
+    assert not any(vars(sglang.hook_registry.HookRegistry).get(name) for name in ("_hooks", "_patched"))
+
+
+def test_command_line(sglang):
+    model = sglang.model_config.ModelConfig.from_server_args(sglang.args)
+    assert sglang.args.quantization == model.quantization == "fp8moe"
+
+
+def test_checkpoints_that_are_refused(sglang, monkeypatch):
+    of = sglang.quantization.get_quantization_config("fp8moe")
+    refused(ValueError, "does not run checkpoints with weight_block_size None", of)
+    for blocks in (None, [32, 32]):
+        refused(ValueError, "blocks of \\[128, 128\\]", of.from_config, QUANTIZATION | {"weight_block_size": blocks})
+    refused(ValueError, "experts in NVFP4", of.from_config, QUANTIZATION | {"moe_quant_algo": "NVFP4"})
+    mxfp4 = of.from_config(dict(QUANTIZATION))
+    mxfp4.is_fp4_experts = True  # as SGLang's loader sets it
+    refused(ValueError, "experts in MXFP4", mxfp4.get_quant_method, None, "")
+    assert mxfp4.get_supported_act_dtypes() == [torch.bfloat16]
+    for found, asked in (("fp8", None), ("fp8", "fp8"), ("mxfp8", "fp8moe")):
+        assert of.override_quantization_method({"quant_method": found}, asked) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    monkeypatch.delenv("FP8MOE_BACKEND")
+    refused(ValueError, "without a Hopper GPU", of.from_config, QUANTIZATION)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    of.from_config(dict(QUANTIZATION))
+
+
+# ---- linears ----
+
+
 def quantized(*shape):
     return fp8moe.quantize_128x128(torch.randn(shape) * shape[-1] ** -0.5)
 
 
-def layer(sglang, **options):
+@pytest.mark.parametrize("shape", [(0, HIDDEN), (1, HIDDEN), (3, 5, HIDDEN)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(sglang, config, log, shape, bias):
+    torch.set_default_dtype(torch.bfloat16)  # as SGLang's loader does
+    try:
+        layer = sglang.linear.ReplicatedLinear(HIDDEN, 192, bias=bias, quant_config=config, prefix="proj")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    weight, x = quantized(192, HIDDEN), torch.randn(shape, dtype=torch.bfloat16)
+    layer.weight_loader(layer.weight, weight.data)
+    layer.weight_loader(layer.weight_scale_inv, weight.scale)
+    if bias:
+        layer.bias.data.normal_()
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(layer.weight_scale_inv, weight.scale) and layer.weight_scale_inv.dtype == torch.float32
+    out, _ = layer(x)
+    expected = torch.nn.functional.linear(x.float(), fp8moe.dequantize(weight), layer.bias.float() if bias else None)
+    assert out.dtype == torch.bfloat16 and out.shape == expected.shape
+    assert (out - expected).norm() <= 0.05 * expected.norm()
+    assert log() == ["fp8moe: linear (192, 256): on fp8moe"]
+
+
+def test_linear_of_two_shards(sglang, config):
+    """Gate and up in one weight: SGLang loads each shard, and its scales, by a loader that it chooses by a name."""
+    build = sglang.linear.MergedColumnParallelLinear
+    layer = build(HIDDEN, [128, 256], bias=False, quant_config=config, prefix="gate_up", tp_rank=0, tp_size=1)
+    for shard, weight in enumerate(weights := [quantized(128, HIDDEN), quantized(256, HIDDEN)]):
+        for parameter, loaded in ((layer.weight, weight.data), (layer.weight_scale_inv, weight.scale)):
+            parameter.weight_loader(parameter, loaded, shard)
+    x = torch.randn(7, HIDDEN).bfloat16()
+    expected = torch.cat([fp8moe.linear(x, weight) for weight in weights], 1)
+    assert torch.equal(layer(x)[0], expected)
+
+
+def test_layers_that_the_checkpoint_does_not_quantize(sglang):
+    config = sglang.ours.Fp8moeConfig.from_config(QUANTIZATION | {"modules_to_not_convert": ["lm_head"]})
+    build = sglang.linear.ReplicatedLinear
+    layers = [build(HIDDEN, 64, bias=False, quant_config=config, prefix=name) for name in ("lm_head", "proj")]
+    kinds = [sglang.unquant.UnquantizedLinearMethod, sglang.ours.Fp8moeLinearMethod]
+    assert [type(layer.quant_method) for layer in layers] == kinds
+    assert config.is_linear_unquantized("lm_head") and not config.is_linear_unquantized("proj")
+
+
+# ---- experts ----
+
+
+def experts(sglang, config, **options):
+    """A layer of experts as SGLang builds it, on one of two ranks, with random weights."""
+    fused = sglang.fused_moe_triton.FusedMoE
+    layer = fused.__new__(fused)
+    torch.nn.Module.__init__(layer)
+    layer.with_bias = options.pop("with_bias", False)
+    layer.moe_tp_size, layer.num_local_experts = 1, EXPERTS
+    layer.quant_method = config.get_quant_method(layer, "model.layers.0.mlp.experts")
+    assert type(layer.quant_method) is sglang.ours.Fp8moeMoEMethod
+    sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size_per_partition": INTERMEDIATE}
+    layer.quant_method.create_weights(layer, **sizes, params_dtype=torch.bfloat16, weight_loader=None)
+    runs = sglang.base.MoeRunnerConfig(num_experts=2 * EXPERTS, num_local_experts=EXPERTS, top_k=TOP_K, **options)
+    layer.quant_method.create_moe_runner(layer, runs)
     up, down = quantized(EXPERTS, 2 * INTERMEDIATE, HIDDEN), quantized(EXPERTS, HIDDEN, INTERMEDIATE)
-    scales = {"w13_scale": up.scale, "w2_scale": down.scale, "block_shape": [128, 128], "use_fp8_w8a8": True}
-    return up, down, sglang.triton.TritonMoeQuantInfo(up.data, down.data, **scales | options)
+    for name, weight in (("w13_weight", up), ("w2_weight", down)):
+        getattr(layer, name).data.copy_(weight.data)
+        getattr(layer, f"{name}_scale_inv").data.copy_(weight.scale)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer, up, down
 
 
 def dispatched(sglang, tokens):
@@ -110,141 +207,103 @@ def dispatched(sglang, tokens):
     return sglang.standard.StandardDispatchOutput(x, None, routing)
 
 
-def config(sglang, **options):
-    """One of two ranks."""
-    return sglang.base.MoeRunnerConfig(num_experts=2 * EXPERTS, num_local_experts=EXPERTS, **options)
-
-
-def fused(sglang):
-    return sglang.base.FusedOpPool.get_fused_func("none", "triton")
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 @pytest.mark.parametrize("scaling", [None, 2.5])
-def test_experts(sglang, log, monkeypatch, tokens, scaling):
-    monkeypatch.setenv("FP8MOE_STRICT", "1")
-    up, down, quant_info = layer(sglang)
+def test_experts(sglang, config, log, tokens, scaling):
+    layer, up, down = experts(sglang, config, routed_scaling_factor=scaling)
     tokens = dispatched(sglang, tokens)
     x, (weights, ids, _) = tokens.hidden_states, tokens.topk_output
     ids[::2, 0] = -1  # elsewhere
     before = x.clone()
-    result = fused(sglang)(tokens, quant_info, config(sglang, routed_scaling_factor=scaling))
+    result = layer.quant_method.apply(layer, tokens)
     assert isinstance(result, sglang.standard.StandardCombineInput) and torch.equal(x, before)
     expected = dense(up, down, x, weights * (scaling or 1.0), ids)
     assert (result.hidden_states - expected).norm() <= 0.06 * expected.norm()
+    assert layer.quant_method.get_moe_runner_backend(layer).value == "fp8moe"
     assert log() == ["fp8moe: experts (8, 128, 256, 2): on fp8moe"]
 
 
-def test_other_runners_are_sglangs(sglang):
-    pool = sglang.base.FusedOpPool
-    assert pool.get_fused_func("none", "no such runner") is None
-    assert all(func is pool.get_fused_func(*key) for key, func in pool._fused_funcs.items() if key[1] != "triton")
-
-
 @pytest.mark.parametrize(
-    ("quantization", "options", "why"),
+    ("options", "what"),
     [
-        ({"block_shape": None}, {}, r"weights that are not FP8 in blocks of \[128, 128\]"),
-        ({"use_fp8_w8a8": False}, {}, "weights that are not FP8"),
-        ({"w2_scale": torch.ones(1, dtype=torch.int32)}, {}, "scales in .*, not float32"),
-        ({"b2": torch.zeros(1)}, {}, "biases"),
-        ({"a2_scale": torch.ones(1)}, {}, "static scales of activations"),
-        ({}, {"activation": "gelu"}, "activation gelu"),
-        ({}, {"is_gated": False}, "activation silu without a gate"),
-        ({}, {"gemm1_clamp_limit": 7.0}, "SwiGLU with a limit or an alpha"),
-        ({}, {"apply_router_weight_on_input": True}, "apply_router_weight_on_input"),
-        ({}, {"no_combine": True}, "no_combine"),
+        ({"with_bias": True}, "experts with biases"),
+        ({"activation": "gelu"}, "experts with activation gelu;"),
+        ({"is_gated": False}, "experts with activation silu without a gate"),
+        ({"gemm1_clamp_limit": 7.0}, "experts with a limit or an alpha in SwiGLU"),
+        ({"swiglu_limit": 10.0}, "experts with a limit or an alpha in SwiGLU"),
+        ({"apply_router_weight_on_input": True}, "experts with apply_router_weight_on_input"),
+        ({"no_combine": True}, "experts with no_combine"),
     ],
 )
-def test_experts_that_fp8moe_does_not_run_are_sglangs(sglang, log, monkeypatch, quantization, options, why):
-    *_, quant_info = layer(sglang, **quantization)
-    tokens, theirs = dispatched(sglang, 3), fused(sglang).func
-    call = lambda: theirs(lambda *given: given, tokens, quant_info, config(sglang, **options))  # noqa: E731
-    assert call()[1] is quant_info and call()[0] is tokens
-    (line,) = log()
-    assert line.startswith("fp8moe: experts: on SGLang's kernels: ")
-    monkeypatch.setenv("FP8MOE_STRICT", "1")
-    refused(ValueError, f"fp8moe: experts: .*{why}", call)
+def test_experts_that_are_refused(sglang, config, options, what):
+    refused(ValueError, f"--quantization fp8moe does not run {what}", experts, sglang, config, **options)
 
 
-@pytest.fixture
-def linear(sglang, monkeypatch):
-    monkeypatch.setenv("FP8MOE_STRICT", "1")
-    return sglang.fp8_utils._dispatch_auto_backend()
+def test_options_that_are_refused(sglang, config, monkeypatch):
+    moe = sglang.utils
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang.ours, "get_moe_runner_backend", lambda: moe.MoeRunnerBackend.TRITON)
+        refused(ValueError, "experts with --moe-runner-backend triton", experts, sglang, config)
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang.ours, "get_moe_a2a_backend", lambda: moe.MoeA2ABackend.DEEPEP)
+        refused(ValueError, "experts with --moe-a2a-backend deepep", experts, sglang, config)
+    layer, *_ = experts(sglang, config)
+    backend = layer.quant_method.runner.runner_backend
+    refused(ValueError, "LoRA on experts", layer.quant_method.get_moe_quant_info, layer, backend)
+    settings(sglang, monkeypatch, paged=True)
+    refused(ValueError, "experts with --enable-paged-experts", experts, sglang, config)
+    settings(sglang, monkeypatch, gemm="triton")
+    refused(ValueError, "linears with --fp8-gemm-backend triton", sglang.ours.Fp8moeConfig.from_config, QUANTIZATION)
 
 
-@pytest.mark.parametrize("shape", [(0, HIDDEN), (1, HIDDEN), (3, 5, HIDDEN)])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_linear(linear, shape, with_bias):
-    weight, x = quantized(192, HIDDEN), torch.randn(shape, dtype=torch.bfloat16)
-    bias = torch.randn(192, dtype=torch.bfloat16) if with_bias else None
-    expected = torch.nn.functional.linear(x.float(), fp8moe.dequantize(weight), bias.float() if with_bias else None)
-    out = linear(x, weight.data, [128, 128], weight.scale, input_scale=None, bias=bias)
-    assert out.dtype == torch.bfloat16 and out.shape == expected.shape
-    assert (out - expected).norm() <= 0.05 * expected.norm()
+def settings(sglang, monkeypatch, gemm="auto", paged=False, deterministic=False):
+    """Set what SGLang's command line may say besides."""
+    found = SimpleNamespace(
+        kernel=SimpleNamespace(fp8_gemm_runner_backend=gemm),
+        moe=SimpleNamespace(enable_paged_experts=paged),
+        deterministic=SimpleNamespace(enable_deterministic_inference=deterministic),
+    )
+    monkeypatch.setattr(sglang.ours, "get_exec", lambda: found)
 
 
-def test_linear_of_quantized_input(linear):
-    weight, x = quantized(192, HIDDEN), fp8moe.quantize_1x128(torch.randn(7, HIDDEN))
-    out = linear(x.data, weight.data, [128, 128], weight.scale, input_scale=x.scale.contiguous())
-    assert torch.equal(out, fp8moe.gemm(x, weight))
+# ---- experts and linears ----
 
 
-def test_linears_that_fp8moe_does_not_take_are_sglangs(sglang, log, linear, monkeypatch):
-    weight, x = quantized(60, HIDDEN), torch.randn(2, HIDDEN).bfloat16()
-    with pytest.raises(ValueError, match=r"linears: a weight \(60, 256\): it takes multiples of 8 output"):
-        linear(x, weight.data, [128, 128], weight.scale)
-    refused(ValueError, "activations in torch.float16", linear, x.half(), weight.data, [128, 128], weight.scale)
-    refused(ValueError, "scales in torch.int32", linear, x, weight.data, [128, 128], weight.scale.int())
-    refused(ValueError, r"blocks of \[32, 32\]", linear, x, weight.data, [32, 32], weight.scale)
-    monkeypatch.delenv("FP8MOE_BACKEND")
-    refused(ValueError, "needs a Hopper GPU", linear, x, weight.data, [128, 128], weight.scale)
-    monkeypatch.delenv("FP8MOE_STRICT")
-    given = linear.func(lambda *given, **more: (given, more), x, weight.data, [128, 128], weight.scale, weight_bf16=1)
-    assert given == ((x, weight.data, [128, 128], weight.scale, None, None), {"weight_bf16": 1})
-    assert log() == [
-        "fp8moe: linears: on SGLang's kernels: it needs a Hopper GPU (sm_90); "
-        "FP8MOE_BACKEND=reference runs anywhere, slowly"
-    ]
-
-
-def test_a_server_compiles_before_it_serves(sglang, monkeypatch):
-    from fp8moe_sglang import hooks
-
+def test_a_server_compiles_before_it_serves(sglang, config, monkeypatch):
     warmed = []
-    monkeypatch.setattr(fp8moe, "warm", lambda shapes, counts, dtype: warmed.append((shapes, counts, dtype)))
-    monkeypatch.setattr(hooks, "_max_tokens", lambda: 8192)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    hooks._warm.cache_clear()
-    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    monkeypatch.setattr(fp8moe, "warm", lambda shapes, counts: warmed.append((shapes, counts)))
+    monkeypatch.setattr(sglang.ours, "_max_tokens", lambda: 8192)
     for _ in range(48):
-        hooks._taken("linear", (192, HIDDEN), on_gpu)
-    assert warmed == [([(192, HIDDEN)], [8192], torch.bfloat16)]
+        config.taken("linear", (192, HIDDEN))
+        config.taken("experts", (EXPERTS, INTERMEDIATE, HIDDEN, TOP_K))
+    for _ in range(48):
+        config.warm(SimpleNamespace(is_cuda=True))
+    assert warmed == [([(EXPERTS, INTERMEDIATE, HIDDEN, TOP_K), (192, HIDDEN)], [8192])]
 
 
-@pytest.mark.parametrize(("chunk", "tokens"), [(8192, 8192), (-1, 16384), (None, 16384)])
+@pytest.mark.parametrize(("chunk", "tokens"), [(8192, 16384), (-1, 32768), (None, 32768)])
 def test_tokens_of_a_forward_pass(sglang, monkeypatch, chunk, tokens):
-    from fp8moe_sglang import hooks
+    schedule = SimpleNamespace(chunked_prefill_size=chunk, max_prefill_tokens=16384)
+    monkeypatch.setattr(sglang.ours, "get_schedule", lambda: schedule)
+    monkeypatch.setattr(sglang.ours, "get_parallel", lambda: SimpleNamespace(attn_dp_size=2))
+    assert sglang.ours._max_tokens() == tokens
 
-    settings = SimpleNamespace(chunked_prefill_size=chunk, max_prefill_tokens=16384)
-    if find_spec("sglang.srt.runtime_context"):
-        monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: settings)
-    else:
-        monkeypatch.setattr("sglang.srt.server_args.get_global_server_args", lambda: settings)
-    assert hooks._max_tokens() == tokens
+
+def test_settings_are_where_sglang_has_them(sglang):
+    context = sglang.runtime_context
+    assert context.get_exec().kernel.fp8_gemm_runner_backend == "auto"
+    assert (
+        context.get_exec().moe.enable_paged_experts is context.get_exec().deterministic.enable_deterministic_inference
+    )
+    assert sglang.ours._max_tokens() > 0
 
 
 def test_deterministic_inference_is_batch_invariant(sglang, monkeypatch):
-    from contextlib import ExitStack
-
-    from fp8moe_sglang import hooks
-
     from fp8moe.runtime import config as fp8moe_config
 
-    monkeypatch.setattr("sglang.srt.batch_invariant_ops.is_batch_invariant_mode_enabled", lambda: True)
+    settings(sglang, monkeypatch, deterministic=True)
     with ExitStack() as modes:
-        monkeypatch.setattr(hooks, "_modes", modes)
-        hooks._follow_batch_invariance.cache_clear()
-        hooks._taken("linear", (192, HIDDEN), torch.zeros(1))
+        monkeypatch.setattr(sglang.ours, "_batch_invariant", modes)
+        sglang.ours.Fp8moeConfig.from_config(dict(QUANTIZATION))
         assert fp8moe_config.settings.batch_invariant
     assert not fp8moe_config.settings.batch_invariant

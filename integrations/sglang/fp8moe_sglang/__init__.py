@@ -1,18 +1,25 @@
-"""A plugin that runs SGLang on fp8moe's kernels if the environment has FP8MOE_SGLANG=1."""
+"""A plugin that runs SGLang on fp8moe's kernels: `sglang serve --model-path MODEL --quantization fp8moe`."""
 
-import os
+import logging
 
 
 def register() -> None:
-    """Register fp8moe's two hooks. SGLang calls this once in each of its processes, and then applies the hooks."""
-    if os.environ.get("FP8MOE_SGLANG") != "1":
+    """Add the quantization method "fp8moe" and its runner of experts to SGLang, which calls this in each process.
+
+    If this SGLang lacks an import that the plugin needs, only log a warning; SGLang then refuses the method's name.
+    """
+    try:
+        from sglang.srt.layers.moe.moe_runner.runner import register_moe_runner_core
+        from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+        from sglang.srt.server_args import add_quantization_method_choices
+
+        from fp8moe_sglang.quantization import NAME, ExpertsCore, Fp8moeConfig
+    except ImportError as error:
+        logging.getLogger("sglang.fp8moe").warning(
+            "fp8moe: no --quantization fp8moe, which needs SGLang 0.5.23 or later: %s", error
+        )
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    from fp8moe_sglang import hooks
-
-    for target, hook in (
-        ("sglang.srt.layers.moe.moe_runner.base.FusedOpPool.get_fused_func", hooks.get_fused_func),
-        ("sglang.srt.layers.quantization.fp8_utils._dispatch_auto_backend", hooks.dispatch_auto_backend),
-    ):
-        HookRegistry.register(target, hook, HookType.AROUND)
+    if NAME not in QUANTIZATION_METHODS:
+        register_moe_runner_core(NAME, ExpertsCore)
+        QUANTIZATION_METHODS[NAME] = Fp8moeConfig
+        add_quantization_method_choices([NAME])
