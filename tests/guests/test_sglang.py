@@ -45,14 +45,13 @@ def attributes():
 
 @pytest.fixture(scope="module")
 def sglang(tmp_path_factory):
-    """SGLang's modules in this process, with the plug-in registered and `--quantization fp8moe` parsed and published."""
+    """SGLang's modules in this process: the plug-in is registered, `--quantization fp8moe` is parsed and published."""
     model = tmp_path_factory.mktemp("model")
     (model / "config.json").write_text(json.dumps(MODEL | {"quantization_config": QUANTIZATION}))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(DISTRIBUTION))
         patch.setenv("FP8MOE_BACKEND", "reference")
         import fp8moe_sglang
-
         from fp8moe_sglang import quantization
 
         parts = "layers.linear", "layers.moe.fused_moe_triton", "layers.moe.moe_runner.base", "layers.moe.topk"
@@ -98,7 +97,7 @@ def test_nothing_of_sglang_is_wrapped_or_replaced(sglang):
     assert len(sglang.before) > 10000 and sglang.before.keys() == sglang.after.keys()
     assert [name for name, value in sglang.before.items() if sglang.after[name] is not value] == []
     assert ("sglang.srt.layers.quantization.fp8", "Fp8MoEMethod", "apply") in sglang.before
-    assert not any(vars(sglang.hook_registry.HookRegistry).get(name) for name in ("_hooks", "_patched"))
+    assert not sglang.hook_registry.HookRegistry._hooks and not sglang.hook_registry.HookRegistry._patched
 
 
 def test_command_line(sglang):
@@ -158,7 +157,7 @@ def test_linear(sglang, config, log, shape, bias):
 def test_linear_of_two_shards(sglang, config):
     """Gate and up in one weight: SGLang loads each shard, and its scales, by a loader that it chooses by a name."""
     build = sglang.linear.MergedColumnParallelLinear
-    layer = build(HIDDEN, [128, 256], bias=False, quant_config=config, prefix="gate_up", tp_rank=0, tp_size=1)
+    layer = build(HIDDEN, [128, 256], bias=False, quant_config=config, prefix="gate_up")
     for shard, weight in enumerate(weights := [quantized(128, HIDDEN), quantized(256, HIDDEN)]):
         for parameter, loaded in ((layer.weight, weight.data), (layer.weight_scale_inv, weight.scale)):
             parameter.weight_loader(parameter, loaded, shard)
@@ -186,11 +185,12 @@ def experts(sglang, config, **options):
     torch.nn.Module.__init__(layer)
     layer.with_bias = options.pop("with_bias", False)
     layer.moe_tp_size, layer.num_local_experts = 1, EXPERTS
+    runs = sglang.base.MoeRunnerConfig(num_experts=2 * EXPERTS, num_local_experts=EXPERTS, top_k=TOP_K, **options)
+    layer.moe_runner_config = runs
     layer.quant_method = config.get_quant_method(layer, "model.layers.0.mlp.experts")
     assert type(layer.quant_method) is sglang.ours.Fp8moeMoEMethod
     sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size_per_partition": INTERMEDIATE}
     layer.quant_method.create_weights(layer, **sizes, params_dtype=torch.bfloat16, weight_loader=None)
-    runs = sglang.base.MoeRunnerConfig(num_experts=2 * EXPERTS, num_local_experts=EXPERTS, top_k=TOP_K, **options)
     layer.quant_method.create_moe_runner(layer, runs)
     up, down = quantized(EXPERTS, 2 * INTERMEDIATE, HIDDEN), quantized(EXPERTS, HIDDEN, INTERMEDIATE)
     for name, weight in (("w13_weight", up), ("w2_weight", down)):
