@@ -175,6 +175,16 @@ def test_layers_that_the_checkpoint_does_not_quantize(sglang):
     assert config.is_linear_unquantized("lm_head") and not config.is_linear_unquantized("proj")
 
 
+def test_a_method_that_is_not_known_is_refused(sglang, config, monkeypatch):
+    """A later SGLang may choose another method for FP8 layers, which must not run in place of fp8moe's."""
+
+    class Later(sglang.ours.Fp8LinearMethod):
+        pass
+
+    monkeypatch.setattr(sglang.ours.Fp8Config, "get_quant_method", lambda self, layer, prefix: Later(self))
+    refused(ValueError, "layers for which this SGLang takes Later;", config.get_quant_method, None, "")
+
+
 # ---- experts ----
 
 
@@ -229,8 +239,9 @@ def test_experts(sglang, config, log, tokens, scaling):
         ({"with_bias": True}, "experts with biases"),
         ({"activation": "gelu"}, "experts with activation gelu;"),
         ({"is_gated": False}, "experts with activation silu without a gate"),
-        ({"gemm1_clamp_limit": 7.0}, "experts with a limit or an alpha in SwiGLU"),
-        ({"swiglu_limit": 10.0}, "experts with a limit or an alpha in SwiGLU"),
+        ({"gemm1_beta": 1.0}, "experts with a limit, an alpha or a beta in SwiGLU"),
+        ({"gemm1_clamp_limit": 7.0}, "experts with a limit, an alpha or a beta in SwiGLU"),
+        ({"swiglu_limit": 10.0}, "experts with a limit, an alpha or a beta in SwiGLU"),
         ({"apply_router_weight_on_input": True}, "experts with apply_router_weight_on_input"),
         ({"no_combine": True}, "experts with no_combine"),
     ],

@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore, MoeRunnerConfig
@@ -12,8 +12,9 @@ from sglang.srt.layers.moe.moe_runner.runner import MoeRunner
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput, StandardDispatchOutput
 from sglang.srt.layers.moe.utils import RegisteredMoeRunnerBackend, get_moe_a2a_backend, get_moe_runner_backend
-from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase, LinearMethodBase, QuantizeMethodBase
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
 from torch import Tensor
 
@@ -24,7 +25,7 @@ log = logging.getLogger("sglang.fp8moe")
 _batch_invariant = ExitStack()  # never closed: the mode lasts as long as the process
 
 
-def refuse(what: str) -> None:
+def refuse(what: str) -> NoReturn:
     """Raise ValueError: the user asked for fp8moe, which does not run `what`."""
     raise ValueError(
         f"--quantization fp8moe does not run {what}; without this option the model runs on SGLang's kernels"
@@ -42,7 +43,7 @@ class Fp8moeConfig(Fp8Config):
         super().__init__(*args, **options)
         if not self.is_checkpoint_fp8_serialized or self.weight_block_size != [128, 128]:
             refuse(
-                f"checkpoints with weight_block_size {self.weight_block_size} but those with FP8 weights in blocks of "
+                f"checkpoints with weight_block_size {self.weight_block_size}, only FP8 weights in blocks of "
                 "[128, 128], as `fp8moe quantize SOURCE TARGET` makes them"
             )
         hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -74,7 +75,12 @@ class Fp8moeConfig(Fp8Config):
             refuse("experts in MXFP4")
         method = super().get_quant_method(layer, prefix)
         ours = {Fp8LinearMethod: Fp8moeLinearMethod, Fp8MoEMethod: Fp8moeMoEMethod}.get(type(method))
-        return ours(self) if ours else method
+        if ours:
+            return ours(self)
+        unquantized = UnquantizedLinearMethod, UnquantizedFusedMoEMethod
+        if isinstance(method, LinearMethodBase | FusedMoEMethodBase) and not isinstance(method, unquantized):
+            refuse(f"layers for which this SGLang takes {type(method).__name__}")
+        return method
 
     def taken(self, layer: str, shape: tuple[int, ...]) -> None:
         """Log once that fp8moe runs a layer, and record its shape for `warm`."""
@@ -170,8 +176,9 @@ def unsupported(config: MoeRunnerConfig, with_bias: bool) -> str | None:
         return "experts with biases"
     if config.activation != "silu" or not config.is_gated:
         return f"experts with activation {config.activation}{'' if config.is_gated else ' without a gate'}"
-    if any(limit is not None for limit in (config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit)):
-        return "experts with a limit or an alpha in SwiGLU"
+    swiglu = config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit, config.swiglu_limit
+    if any(value is not None for value in swiglu):
+        return "experts with a limit, an alpha or a beta in SwiGLU"
     for option in ("apply_router_weight_on_input", "no_combine"):
         if getattr(config, option):
             return f"experts with {option}"
