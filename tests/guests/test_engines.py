@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import environments, sglang_hooks, vllm_serving
+from tools import environments, sglang_serving, vllm_serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,15 +62,15 @@ def test_what_vllm_served():
 
 
 def test_what_sglang_was_tried_with():
-    tests = json.loads(sglang_hooks.FILE.read_text())["tests"]
-    assert list(tests) == [*sglang_hooks.VERSIONS] and all(set(counts) == {"passed"} for counts in tests.values())
+    tests = json.loads(sglang_serving.FILE.read_text())["tests"]
+    assert list(tests) == [*sglang_serving.VERSIONS] and all(set(counts) == {"passed"} for counts in tests.values())
 
 
 @pytest.mark.parametrize(
     ("tool", "engine", "last"),
     [
         (vllm_serving, "vllm", ["vllm", "serve", "MODEL", "--quantization", "fp8moe"]),
-        (sglang_hooks, "sglang", ["sglang", "serve", "--model-path", "MODEL", "--quantization", "fp8moe"]),
+        (sglang_serving, "sglang", ["sglang", "serve", "--model-path", "MODEL", "--quantization", "fp8moe"]),
     ],
 )
 def test_the_readmes_have_the_commands_that_ran(tool, engine, last):

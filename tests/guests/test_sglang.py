@@ -1,6 +1,6 @@
 """integrations/sglang on SGLang's own layers, dispatcher structures and command line, which need no GPU.
 
-`python -m tools.sglang_hooks` runs this with what SGLang imports; a whole server is run there as well.
+`python -m tools.sglang_serving` runs this with what SGLang imports; a whole server is run there as well.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""`python -m tools.sglang_hooks`: integrations/sglang end to end on the CPU; the result is validation/sglang.json.
+"""`python -m tools.sglang_serving`: integrations/sglang end to end on the CPU; the result is validation/sglang.json.
 
 Creates an environment and installs into it PyTorch, SGLang (pinned by its hash, without the CUDA packages that it
 requires), the packages that its server imports, and fp8moe as described in the README of integrations/sglang. There the
@@ -75,7 +75,7 @@ class Missing:
 
 def main() -> None:
     """Run the tests, serve a checkpoint with each of the options in SERVED, and write the file."""
-    args = parser_of("sglang_hooks", FILE).parse_args()
+    args = parser_of("sglang_serving", FILE).parse_args()
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         environment = (args.environment or work / "environment").absolute()
