@@ -67,7 +67,8 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap&, const 
     const int length = CHOSEN ? groups.length_of(sequence) : group.seen(a, ROWS);
     const int* ids = a.table + static_cast<long long>(sequence) * a.pitch;
 #pragma unroll 1
-    for (int first = segment.first * TILE; first < (segment.first + segment.count) * TILE; first += TILE) {
+    for (int left = segment.count, tile = segment.first + segment.turn; left > 0; --left, tile = segment.after(tile)) {
+      const int first = tile * TILE;
       const u32 full = ring.full().address(), target = shared_address(shared.latents[ring.stage]);
       const auto block = [&](int number) { return min(max(__ldg(ids + number), 0), a.table_blocks - 1) * TILE; };
 #if CHOSEN
@@ -322,7 +323,8 @@ struct Math : Softmax {
 #pragma unroll 1
     while (true) {
       Segment segment = work.next(groups);
-      segment = {same_in_warp(segment.group), same_in_warp(segment.first), same_in_warp(segment.count)};
+      segment = {same_in_warp(segment.group), same_in_warp(segment.first), same_in_warp(segment.count),
+                 same_in_warp(segment.turn)};
       if (segment.count == 0) return;
       const Group group = groups.group(segment.group);
       const int least = same_in_warp(group.seen(a, 0)), most = same_in_warp(group.seen(a, ROWS));
@@ -332,10 +334,12 @@ struct Math : Softmax {
 #pragma unroll
       for (int i = 0; i < VALUE_PANELS * SCORES; ++i) out[i / SCORES][i % SCORES] = 0.f;
       load_queries(group);
+      int tile = segment.first + segment.turn;
 #pragma unroll 1
       for (int i = 0; i < segment.count; ++i) {
-        if ((turn + i) % 2 == half) add_tile((segment.first + i) * TILE, group, least, most, factor);
+        if ((turn + i) % 2 == half) add_tile(tile * TILE, group, least, most, factor);
         ring.advance();
+        tile = segment.after(tile);
       }
       turn += segment.count;
       store(segment, group);

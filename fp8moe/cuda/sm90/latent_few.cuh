@@ -124,7 +124,8 @@ struct Math : Softmax {
 #pragma unroll 1
     while (true) {
       Segment segment = work.next(groups);
-      segment = {same_in_warp(segment.group), same_in_warp(segment.first), same_in_warp(segment.count)};
+      segment = {same_in_warp(segment.group), same_in_warp(segment.first), same_in_warp(segment.count),
+                 same_in_warp(segment.turn)};
       if (segment.count == 0) return;
       const Group group = groups.group(segment.group);
       const int least = same_in_warp(group.seen(a, 0)), most = same_in_warp(group.seen(a, ROWS));
@@ -142,19 +143,19 @@ struct Math : Softmax {
       float scores[SCORES];
       next(scores);
       wgmma_wait<0>(scores);
-      int first = segment.first * TILE;
+      int tile = segment.first + segment.turn;
 #pragma unroll 1
       for (int later = segment.count - 1; later > 0; --later) {
-        const Released stage = add(scores, first, seen, least, most, factor);
+        const Released stage = add(scores, tile * TILE, seen, least, most, factor);
         next(scores);
         wait_for_sums<1>();
         stage.arrive();
         wgmma_wait<0>(scores);
-        first += TILE;
+        tile = segment.after(tile);
       }
       queries.release();
       queries.advance();
-      const Released stage = add(scores, first, seen, least, most, factor);
+      const Released stage = add(scores, tile * TILE, seen, least, most, factor);
       wait_for_sums<0>();
       stage.arrive();
       store(segment, group);
