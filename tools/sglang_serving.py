@@ -12,8 +12,6 @@ import inspect
 import json
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.report import ROOT
 from tools.environments import commands_of, make, parser_of, pip, store, versions
-from tools.vllm_serving import MAX_MEDIAN_DIFFERENCE, compare, log_probabilities, make_checkpoint, wait
+from tools.vllm_serving import MAX_MEDIAN_DIFFERENCE, compare, free_port, log_probabilities, make_checkpoint, running
 
 FILE = ROOT / "validation" / "sglang.json"
 README = ROOT / "integrations/sglang/README.md"
@@ -43,7 +41,7 @@ PACKAGES = ("fp8moe", "fp8moe-sglang", "sglang", "torch", "transformers")
 SERVED = ("", "--tp-size 2")
 NEW_TOKENS = 4
 ENVIRONMENT = {"FP8MOE_BACKEND": "reference", "HF_HUB_OFFLINE": "1"}
-REQUEST_S, STOP_S = 300, 60
+REQUEST_S = 300
 
 
 class Anything(type):
@@ -127,9 +125,7 @@ def serve(environment: Path, work: Path, options: str, prompts: list[list[int]])
     from fp8moe.hf import load_model
 
     begin = time.perf_counter()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     readme = [str(work / "fp8") if word == "MODEL" else word for word in commands_of(README)[1]]
     more = ["--device", "cpu", "--port", str(port), "--max-total-tokens", "4096", *options.split()]
     command = [str(environment / "bin" / readme[0]), *readme[1:], *more]
@@ -138,23 +134,9 @@ def serve(environment: Path, work: Path, options: str, prompts: list[list[int]])
     if options:
         environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
     environ.pop("PYTHONPATH", None)
-    with (work / "log").open("w+") as log:
-        server = subprocess.Popen(command, cwd=work, env=environ, stdout=log, stderr=log, start_new_session=True)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait(server, f"{url}/health")
-            with ThreadPoolExecutor() as pool:
-                tokens, found = zip(*pool.map(lambda prompt: ask(url, prompt), prompts), strict=True)
-        except BaseException:
-            print((work / "log").read_text()[-6000:], flush=True)
-            raise
-        finally:
-            server.send_signal(signal.SIGINT)
-            try:
-                server.wait(STOP_S)
-            finally:
-                if server.poll() is None:
-                    os.killpg(server.pid, signal.SIGKILL)
+    url = f"http://127.0.0.1:{port}"
+    with running(command, work, environ, f"{url}/health"), ThreadPoolExecutor() as pool:
+        tokens, found = zip(*pool.map(lambda prompt: ask(url, prompt), prompts), strict=True)
     said = sorted(set(re.findall(r"fp8moe: .*", (work / "log").read_text())))
     differences = compare(found, log_probabilities(load_model(work / "fp8"), tokens))
     row = {"options": options, "tokens": sum(map(len, found)), **differences}

@@ -19,7 +19,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -137,9 +139,7 @@ def serve(environment: Path, work: Path, options: str, prompts: list[list[int]],
     Return a row with the differences between the server's log probabilities and `expected`.
     """
     begin = time.perf_counter()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     readme = [str(work / "fp8") if word == "MODEL" else word for word in commands_of(README)[1]]
     more = ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "256", "--max-num-seqs", "8"]
     more += ["--gpu-memory-utilization", "0.3"]
@@ -149,13 +149,33 @@ def serve(environment: Path, work: Path, options: str, prompts: list[list[int]],
     if "--tensor-parallel-size" in options:
         environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     environ.pop("PYTHONPATH", None)
+    url = f"http://127.0.0.1:{port}"
+    with running(command, work, environ, f"{url}/health"), ThreadPoolExecutor() as pool:
+        found = [*pool.map(lambda prompt: ask(url, str(work / "fp8"), prompt), prompts)]
+    said = sorted(set(re.findall(r"fp8moe: .*", (work / "log").read_text())))
+    row = {"options": options, **compare(found, expected), "seconds": round(time.perf_counter() - begin), "log": said}
+    print(row, flush=True)
+    return row
+
+
+def free_port() -> int:
+    """Return a port of this machine that no program listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextmanager
+def running(command: list[str], work: Path, environ: dict[str, str], health: str) -> Iterator[None]:
+    """Start a server in the directory `work`, wait until it answers, and stop it at the end of the context.
+
+    The server writes into the file `log` there, whose end is printed if anything is raised.
+    """
     with (work / "log").open("w+") as log:
         server = subprocess.Popen(command, cwd=work, env=environ, stdout=log, stderr=log, start_new_session=True)
         try:
-            url = f"http://127.0.0.1:{port}"
-            wait(server, f"{url}/health")
-            with ThreadPoolExecutor() as pool:
-                found = [*pool.map(lambda prompt: ask(url, str(work / "fp8"), prompt), prompts)]
+            wait(server, health)
+            yield
         except BaseException:
             print((work / "log").read_text()[-6000:], flush=True)
             raise
@@ -166,10 +186,6 @@ def serve(environment: Path, work: Path, options: str, prompts: list[list[int]],
             finally:
                 if server.poll() is None:
                     os.killpg(server.pid, signal.SIGKILL)
-    said = sorted(set(re.findall(r"fp8moe: .*", (work / "log").read_text())))
-    row = {"options": options, **compare(found, expected), "seconds": round(time.perf_counter() - begin), "log": said}
-    print(row, flush=True)
-    return row
 
 
 def wait(server: subprocess.Popen, health: str) -> None:
