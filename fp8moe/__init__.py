@@ -28,6 +28,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_k",
     "grouped_gemm_masked",
+    "latent_attention",
     "linear",
     "mqa_logits",
     "paged_mqa_logits",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from fp8moe.kernels.experts.api import experts, experts_masked, experts_rows
     from fp8moe.kernels.gemm import gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked
     from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
+    from fp8moe.kernels.latent import latent_attention
     from fp8moe.kernels.linear import linear
     from fp8moe.layers import FP8Linear, FP8MQAIndexer, GroupedExperts, replace_linears, warm
     from fp8moe.quant import (
@@ -66,6 +68,7 @@ else:
         "kernels.experts.api",
         "kernels.gemm",
         "kernels.indexer.mqa_logits",
+        "kernels.latent",
         "kernels.linear",
         "layers",
         "quant",

@@ -30,7 +30,7 @@ from fp8moe.quant.formats import FP8Tensor, align
 from fp8moe.quant.packed import quantize_int4, quantize_mxfp4, quantize_nvfp4
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x128
 from fp8moe.runtime.operator import Signature
-from tests import experts_cases, mqa_cases, sampling_cases
+from tests import experts_cases, latent_cases, mqa_cases, sampling_cases
 from tests.gemm_cases import int32
 from tests.random_values import some_slots
 
@@ -946,6 +946,32 @@ INDEXER = {
 }
 
 
+# ---- latent attention ----
+
+
+def _latents(draw: Draw, **how) -> tuple:
+    lengths = [50 + 30 * b % 70 for b in range(draw.rows)]
+    q, latents, count, table = latent_cases.operands(lengths, queries=2, heads=3, seed=draw.seed, **how)
+    return q, latents.nan_to_num(), count, None, table, 512, 0.04
+
+
+LATENT = {
+    "latent_attention": Case(
+        _latents, bad={"q": ((BAD_ROW, 1, 2, 3), lambda a: [(BAD_ROW, 1, 2)])}, fixed=("latents",), rows=(8,)
+    ),
+    "latent_attention, paged": Case(lambda draw: _latents(draw, paged=True), fixed=("latents",), rows=(8,)),
+    "latent_attention, chosen": Case(
+        lambda draw: (
+            *(found := _latents(draw))[:3],
+            torch.randperm(60)[:20].int().expand(draw.rows, 2, 20).clone(),
+            *found[4:],
+        ),
+        fixed=("latents",),
+        rows=(8,),
+    ),
+}
+
+
 # ---- linear layers and experts ----
 
 
@@ -1331,7 +1357,7 @@ LAYERS = {
     ),
 }
 
-CASES = QUANTIZERS | ROWS | DECODER | GEMMS | INDEXER | LAYERS
+CASES = QUANTIZERS | ROWS | DECODER | GEMMS | INDEXER | LATENT | LAYERS
 NOT_OPERATIONS = {"no_backward": "it raises, whatever it is given"}
 
 

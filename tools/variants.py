@@ -118,12 +118,24 @@ def cases() -> Iterator[Case]:
         yield Case("experts_training", {**model, "tokens": 70, **form})
 
 
+def _latent_attention(make: Operands) -> Iterator[Callable[[], object]]:
+    for queries, chosen, paged in product((1, 3), (None, 100), (False, True)):
+        q = make.normal(2, queries, 20, 576)
+        latents = make.normal(*((9, 64) if paged else (2, 200)), 576)
+        how = {
+            "indices": None if chosen is None else make.zeros(2, queries, chosen, dtype=torch.int32),
+            "block_table": make.zeros(2, 4, dtype=torch.int32) if paged else None,
+        }
+        yield partial(fp8moe.latent_attention, q, latents, make.integers([70, 3]), value_size=512, scale=0.1, **how)
+
+
 def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     """Yield calls of operators with arguments that no public function or layer passes."""
     ops = torch.ops.fp8moe
     rows, experts = make.rows(200, 1024), make.weights(4, 512, 1024)
     offsets, sizes = make.integers([0, 50, 60, 150, 200]), make.integers([50, 10, 40, 20])
     masked = fp8moe.FP8Tensor(*(part.unflatten(0, (4, 50)) for part in rows))
+    yield from _latent_attention(make)
     yield lambda: fp8moe.gemm(rows, make.weights(512, 1024))
     yield lambda: fp8moe.grouped_gemm(rows, experts, offsets)
     yield lambda: fp8moe.grouped_gemm(rows, experts, offsets, out=make.zeros(200, 512, dtype=torch.float32))

@@ -11,10 +11,13 @@ MAX_BLOCKS_PER_PORTABLE_CLUSTER = 8
 SWIZZLE_ALIGNMENT = 1024  # bytes; alignment of a tile in shared memory with a 128-byte swizzle
 
 
-def wgmma_source(columns: int, *, rows_in_registers: bool = False) -> str:
-    """Return the CUDA source of ``wgmma(d, a, b, accumulate)``: one m64nNk32 FP8 product with N = ``columns``.
+def wgmma_source(
+    columns: int, *, rows_in_registers: bool = False, name: str = "wgmma", bfloat16: bool = False, across: bool = False
+) -> str:
+    """Return the CUDA source of ``name(d, a, b, accumulate)``: one m64nNk32 FP8 product with N = ``columns``.
 
-    rows_in_registers: ``a`` is four registers of each thread instead of a descriptor of shared memory.
+    rows_in_registers: ``a`` is four registers of each thread instead of a descriptor of shared memory. bfloat16: one
+    m64nNk16 product of bfloat16 values. across: columns, not K, lie along the memory of a bfloat16 ``b``.
 
     PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async".
     """
@@ -27,11 +30,14 @@ def wgmma_source(columns: int, *, rows_in_registers: bool = False) -> str:
         flags = "p, 1, 1"
     else:
         a, rows, used, rows_operand, flags = "unsigned long long a", '"l"(a)', 1, f"%{count}", "p, 1, 1"
+    kind = "k32.f32.e4m3.e4m3"
+    if bfloat16:
+        kind, flags = "k16.f32.bf16.bf16", f"{flags}, {'' if rows_in_registers else '0, '}{int(across)}"
     operands = f"{{{registers}}}, {rows_operand}, %{count + used}, {flags}"
     return f"""
-__device__ __forceinline__ void wgmma(float (&d)[{count}], {a}, unsigned long long b, bool accumulate) {{
+__device__ __forceinline__ void {name}(float (&d)[{count}], {a}, unsigned long long b, bool accumulate) {{
   asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + used + 1}, 0;\\n"
-               "wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {operands};\\n}}\\n"
+               "wgmma.mma_async.sync.aligned.m64n{columns}{kind} {operands};\\n}}\\n"
                : {outputs}
                : {rows}, "l"(b), "r"(static_cast<int>(accumulate)));
 }}

@@ -1,0 +1,74 @@
+"""Latent attention on the reference backend, its errors, and its kernels as they compile."""
+
+import pytest
+import torch
+
+from fp8moe.kernels.latent import latent_attention
+from fp8moe.kernels.latent.sm90 import attention_spec, merge_spec
+from tests import latent_cases
+from tests.errors import refused
+from tests.ptxas import without_spills
+
+SIZES = {"value_size": 32, "scale": 0.2}
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_against_float64(queries, paged):
+    q, *others = latent_cases.operands([130, 2, 0, 64], queries=queries, heads=5, width=48, paged=paged)
+    q, latents, lengths, table = q.float(), others[0].float(), *others[1:]
+    found = latent_attention(q, latents, lengths, block_table=table, **SIZES)
+    torch.testing.assert_close(
+        found.double(), latent_cases.expected(q, latents, lengths, table, **SIZES), atol=1e-5, rtol=1e-5
+    )
+    assert found.dtype == torch.float32 and (found[2] == 0).all()
+
+
+def test_chosen_latents():
+    q, latents, lengths, _ = latent_cases.operands([130, 2], queries=2, heads=5, width=48)
+    indices = torch.randperm(130)[:40].int().expand(2, 2, 40).clone()
+    indices[0, 1, :7] = torch.tensor([-1, 130, 999, -(2**31), 2**31 - 1, 131, -5])
+    found = latent_attention(q.float(), latents.float(), lengths, indices=indices, **SIZES)
+    expected = latent_cases.expected(q.float(), latents.float(), lengths, None, indices=indices, **SIZES)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    everything = torch.randperm(130).int().expand(2, 1, 130)
+    one = latent_attention(q[:, 1:].float(), latents.float(), lengths, indices=everything, **SIZES)
+    whole = latent_attention(q[:, 1:].float(), latents.float(), lengths, **SIZES)
+    torch.testing.assert_close(one, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_lengths_and_blocks_out_of_range_are_clamped():
+    q, latents, _, table = latent_cases.operands([128, 128], paged=True, width=48)
+    far = torch.tensor([2**31 - 1, -3], dtype=torch.int32)
+    table[0, 0], table[1] = 2**31 - 1, -9
+    found = latent_attention(q.float(), latents.nan_to_num().float(), far, block_table=table, **SIZES)
+    last = table.clone()
+    last[0, 0] = len(latents) - 1
+    near = torch.tensor([128, 0], dtype=torch.int32)
+    assert torch.equal(
+        found, latent_attention(q.float(), latents.nan_to_num().float(), near, block_table=last.clamp(0), **SIZES)
+    )
+
+
+def test_wrong_operands_are_refused_by_name():
+    q, latents, lengths, table = latent_cases.operands([70, 3], paged=True, width=48)
+    for error, message, change in (
+        (TypeError, "^q: expected", {"q": q.double()}),
+        (ValueError, r"^q: expected shape \(B, T, heads", {"q": q[0]}),
+        (TypeError, "^latents: expected bfloat16", {"latents": latents.float()}),
+        (ValueError, r"^latents: expected shape \(blocks, 64, 48\)", {"latents": latents[:, :32]}),
+        (ValueError, "^latents: expected a contiguous tensor", {"latents": latents[::2]}),
+        (ValueError, r"^latents: expected shape \(2, L, 48\)", {"block_table": None}),
+        (TypeError, "^lengths: expected int32", {"lengths": lengths.long()}),
+        (ValueError, "^value_size: expected 1 to 48", {"value_size": 49}),
+        (TypeError, "^indices: expected int32", {"indices": torch.zeros(2, 1, 4)}),
+        (ValueError, r"^indices: expected shape \(2, 1\) and k", {"indices": torch.zeros(2, 4).int()}),
+        (ValueError, r"^block_table: expected shape \(2, max_blocks\)", {"block_table": table[:1]}),
+    ):
+        given = {"q": q, "latents": latents, "lengths": lengths, "block_table": table, **SIZES} | change
+        refused(error, message, latent_attention, **given)
+
+
+def test_kernels_compile_without_spills():
+    for spec in (attention_spec(False), attention_spec(True), merge_spec()):
+        assert not without_spills(spec).complaints
