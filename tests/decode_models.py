@@ -13,6 +13,7 @@ from tests.transformers_models import BASE, random_model
 
 VOCABULARY = BASE["vocab_size"]
 PAD, END = 0, 1
+NEW = 8  # tokens that `forced_logits` decodes
 PIECES = (
     *("st", "op", "stop", "sto", "pper", "s", "top", "o", "p", "t", "é", "Ã", " ", " st"),
     *("x", "op ", "p s", "!", "€"),
@@ -149,3 +150,16 @@ class Puts:
 
     def end(self):
         self.ended += 1
+
+
+@torch.no_grad()
+def forced_logits(decoder, ids, mask=None, new=NEW):
+    """The logits after prompts, and after each of the ``new`` last tokens of ids (B, T), which are decoded."""
+    step = decoder.steps[decoder.batch_sizes[-1]]
+    prompt = ids[:, :-new]
+    step.start(len(ids), prompt.shape[1], mask, [], 0)
+    found = [step.prefill(prompt, mask)]
+    for token in ids[:, -new:].split(1, 1):
+        step.tokens.copy_(step.rows(token))
+        found.append(step.read())
+    return torch.stack(found, 1)[: len(ids)].float()

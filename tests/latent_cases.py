@@ -22,7 +22,7 @@ def operands(lengths, *, queries=1, heads=16, limit=None, paged=False, width=576
     return *moved, torch.tensor(lengths, dtype=torch.int32, device=device), table
 
 
-def expected(q, latents, lengths, table, *, value_size, scale, indices=None):
+def expected(q, latents, lengths, table, *, value_size, scale, indices=None, begin=None):
     """In float64, on the device of the operands."""
     batch, queries, heads, _ = q.shape
     out = torch.zeros(batch, queries, heads, value_size, dtype=torch.float64, device=q.device)
@@ -30,7 +30,8 @@ def expected(q, latents, lengths, table, *, value_size, scale, indices=None):
         rows = latents[b] if table is None else latents[table[b].long().clamp(0, len(latents) - 1)].flatten(0, 1)
         length = min(max(length, 0), len(rows))
         for t in range(queries):
-            seen = rows[: max(length - queries + 1 + t, 0)]
+            first = 0 if begin is None else max(begin[b].item(), 0)
+            seen = rows[first : max(length - queries + 1 + t, 0)]
             if indices is not None:
                 chosen = indices[b, t].long()
                 seen = rows[chosen[(chosen >= 0) & (chosen < length)]]

@@ -952,12 +952,15 @@ INDEXER = {
 def _latents(draw: Draw, **how) -> tuple:
     lengths = [50 + 30 * b % 70 for b in range(draw.rows)]
     q, latents, count, table = latent_cases.operands(lengths, queries=2, heads=3, seed=draw.seed, **how)
-    return q, latents.nan_to_num(), count, None, table, 512, 0.04
+    return q, latents.nan_to_num(), count, None, table, None, 512, 0.04
 
 
 LATENT = {
     "latent_attention": Case(
         _latents, bad={"q": ((BAD_ROW, 1, 2, 3), lambda a: [(BAD_ROW, 1, 2)])}, fixed=("latents",), rows=(8,)
+    ),
+    "latent_attention, padded": Case(
+        lambda draw: (*(found := _latents(draw))[:5], found[2] // 3, *found[6:]), fixed=("latents",), rows=(8,)
     ),
     "latent_attention, paged": Case(lambda draw: _latents(draw, paged=True), fixed=("latents",), rows=(8,)),
     "latent_attention, chosen": Case(

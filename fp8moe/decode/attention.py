@@ -17,7 +17,7 @@ An `AttentionMetadata` replaces the mask. Other attention implementations get tr
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8moe.decode import latents
 from fp8moe.hf.fused import flash_attention_3
 from fp8moe.hf.fused.attention import AttentionMetadata, UnsupportedAttention, check_metadata
 from fp8moe.hf.replaced import attention_chosen
@@ -49,13 +50,16 @@ class AttentionMetadataBuilder:
         self.begin, self.columns, self.length, self.ranks = begin, columns, length, ranks
         self._built: dict[tuple[int, int, int | None], AttentionMetadata] = {}
         self._before: int | None = None
+        self._end: int | None = None
 
-    def next_call(self, *, before: int | None = None) -> None:
+    def next_call(self, *, before: int | None = None, end: int | None = None) -> None:
         """Discard the metadata of the last call.
 
         before: the number of tokens before those of the next call, if it is the same in all rows and none has padding.
+        end: the number of columns that the next call reads; None: all.
         """
         self._built = {}
+        self._end = end
         # The causal kernels for prompts without padding round differently from the kernel for other prompts.
         self._before = None if config.settings.batch_invariant else before
 
@@ -65,7 +69,7 @@ class AttentionMetadataBuilder:
         if kind not in self._built:
             more = {} if new_tokens == 1 else self._of_several(*kind)
             common = self.begin, self.columns, new_tokens, key_heads, self.length, window
-            self._built[kind] = AttentionMetadata(*common, **more)
+            self._built[kind] = AttentionMetadata(*common, **more, end=self._end)
         return self._built[kind]
 
     def _of_several(self, new_tokens: int, key_heads: int, window: int | None) -> dict[str, Any]:
@@ -94,7 +98,10 @@ def used_by(model: Any, name: str | None, builder: AttentionMetadataBuilder | No
     config = model.config.get_text_config(decoder=True)
     before = _builder.set(builder)
     try:
-        with nullcontext() if name is None else attention_chosen(config, name):
+        with ExitStack() as chosen:
+            if name is not None:
+                chosen.enter_context(attention_chosen(config, name))
+                chosen.enter_context(latents.left_as_cached(model, lambda: _builder.get() is not None))
             yield
     finally:
         _builder.reset(before)
@@ -147,8 +154,11 @@ def attend(
     that the model asks for: soft caps, position biases, selected tokens; in batch-invariant mode, sinks.
     """
     metadata = attention_mask
+    others["dropout"] = dropout or None
+    if latents.are_latents(module, key, value):
+        return latents.attend(module, query, key, value, metadata, scaling, s_aux=s_aux, **others), None
     batch, heads, new, size = query.shape
-    check_metadata(metadata, query.dtype, new, key, value, others | {"dropout": dropout or None})
+    check_metadata(metadata, query.dtype, new, key, value, others)
     if new == 1:
         whole = (_all_columns(x, metadata.length) for x in (key, value))
         cache = StaticCache(*whole, metadata.begin, metadata.columns)

@@ -221,7 +221,12 @@ def _own_layers() -> dict[str, type]:
             return self.position.length(self.written_in is self.position.call)
 
     class FullLayer(PositionedLayer, cache_utils.StaticLayer):
-        pass
+        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+            """Allocate keys and values. Latents and their rotary parts, of one head, are kept side by side."""
+            super().lazy_initialization(key_states, value_states)
+            sizes = key_states.shape[-1], value_states.shape[-1]
+            if key_states.shape[1] == 1 and sizes[0] != sizes[1]:
+                self.keys, self.values = self.keys.new_zeros((*self.keys.shape[:-1], sum(sizes))).split(sizes, -1)
 
     class FP8Layer(FullLayer):
         """A layer whose keys and values are E4M3 codes; key_scales, value_scales: (B, key heads, max_length, 1)."""
@@ -242,7 +247,7 @@ def _own_layers() -> dict[str, type]:
             data = self.position.write(target.data.view(torch.uint8), 2, new.data.view(torch.uint8))
             return FP8Tensor(data.view(target.data.dtype), self.position.write(target.scale, 2, new.scale))
 
-    class IndexedLayer(PositionedLayer, cache_utils.StaticIndexedLayer):
+    class IndexedLayer(FullLayer, cache_utils.StaticIndexedLayer):
         """A layer that also keeps the keys of an indexer, (B, max_length, D)."""
 
         def update_indexer(self, indexer_key_states: Tensor) -> Tensor:

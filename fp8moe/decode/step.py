@@ -309,7 +309,7 @@ class Step:
             options["output_router_logits"] = False  # the router loss expects a mask of just these tokens
         if self.capabilities.ragged:
             take_offsets_of_rows()  # install the patch again, as `unregister` may have removed it
-        self.metadata.next_call(before=before)
+        self.metadata.next_call(before=before, end=self.position.end)
         fused = nullcontext() if self.capabilities.fused is None else self.capabilities.fused.in_force()
         output = nullcontext() if self.capabilities.output is None else self.capabilities.output.in_force()
         rows = nullcontext() if last is None else _head_reads(self.model, last)

@@ -8,7 +8,7 @@ from fp8moe.decode import GraphDecoder, cache
 from fp8moe.kernels.decoder_ops import fp8_cache
 from fp8moe.layers import replace_linears
 from tests import on_policy_cases
-from tests.decode_models import fp8moe_attention_on_cpu, tiny_gpt_oss, tiny_mixtral
+from tests.decode_models import NEW, forced_logits, fp8moe_attention_on_cpu, tiny_gpt_oss, tiny_mixtral
 from tests.tiny_moe_models import MODELS
 from tests.transformers_models import left_padded, prompts
 
@@ -17,7 +17,6 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FP8 = torch.float8_e4m3fn
-NEW = 8
 BUILD = {
     "qwen3_moe": lambda: on_policy_cases.build("qwen3_moe"),
     "llama": lambda: on_policy_cases.build("llama"),
@@ -34,19 +33,6 @@ def model(request):
 def flash_on_cpu(monkeypatch):
     """Let caches of the model's dtype be read by fp8moe's attention, too."""
     fp8moe_attention_on_cpu(monkeypatch)
-
-
-@torch.no_grad()
-def forced_logits(decoder, ids, mask=None, new=NEW):
-    """The logits after prompts, and after each of the ``new`` last tokens of ids (B, T), which are decoded."""
-    step = decoder.steps[decoder.batch_sizes[-1]]
-    prompt = ids[:, :-new]
-    step.start(len(ids), prompt.shape[1], mask, [], 0)
-    found = [step.prefill(prompt, mask)]
-    for token in ids[:, -new:].split(1, 1):
-        step.tokens.copy_(step.rows(token))
-        found.append(step.read())
-    return torch.stack(found, 1)[: len(ids)].float()
 
 
 def loss(logits, ids):

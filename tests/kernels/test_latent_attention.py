@@ -24,6 +24,16 @@ def test_against_float64(queries, paged):
     assert found.dtype == torch.float32 and (found[2] == 0).all()
 
 
+def test_latents_before_the_first_are_not_seen():
+    q, latents, lengths, _ = latent_cases.operands([130, 2, 0, 64], queries=3, heads=5, width=48)
+    begin = torch.tensor([70, 2, 0, -4], dtype=torch.int32)
+    latents[0, :70] = torch.nan
+    how = {"begin": begin, **SIZES}
+    found = latent_attention(q.float(), latents.float(), lengths, **how)
+    expected = latent_cases.expected(q.float(), latents.float(), lengths, None, **how)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_chosen_latents():
     q, latents, lengths, _ = latent_cases.operands([130, 2], queries=2, heads=5, width=48)
     indices = torch.randperm(130)[:40].int().expand(2, 2, 40).clone()
@@ -64,11 +74,13 @@ def test_wrong_operands_are_refused_by_name():
         (TypeError, "^indices: expected int32", {"indices": torch.zeros(2, 1, 4)}),
         (ValueError, r"^indices: expected shape \(2, 1\) and k", {"indices": torch.zeros(2, 4).int()}),
         (ValueError, r"^block_table: expected shape \(2, max_blocks\)", {"block_table": table[:1]}),
+        (TypeError, "^begin: expected int32", {"begin": lengths.long()}),
+        (ValueError, "^begin: expected None with indices or a block_table", {"begin": lengths}),
     ):
         given = {"q": q, "latents": latents, "lengths": lengths, "block_table": table, **SIZES} | change
         refused(error, message, latent_attention, **given)
 
 
 def test_kernels_compile_without_spills():
-    for spec in (attention_spec(False), attention_spec(True), merge_spec()):
+    for spec in (attention_spec(False), attention_spec(True), merge_spec(132, 512), merge_spec(132, 128)):
         assert not without_spills(spec).complaints

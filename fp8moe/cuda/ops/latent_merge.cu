@@ -1,14 +1,15 @@
 // Adds up the sums that the thread blocks of latent_attention.cu have left of groups whose tiles were shared out, in
-// the order of the tiles. Grid: (blocks of latent_attention, rows of a group). PARTS quarters of a thread block each
-// add consecutive pieces, four columns a thread.
+// the order of the tiles. Grid: (groups that can be shared out, rows of a group, parts of the columns). A thread has
+// four columns of consecutive pieces; PARTS threads share the pieces of a column.
 //
-// Compile-time constants: THREADS, ARGUMENTS_BYTES.
+// Compile-time constants: THREADS, COLUMN_THREADS (of a thread block's columns), BLOCKS (of latent_attention.cu),
+// ARGUMENTS_BYTES.
 #include "vector.cuh"
 #include "warp.cuh"
 
 constexpr int VALUE = 512, ROWS = 64;
-constexpr int COLUMN_THREADS = VALUE / 4, PARTS = THREADS / COLUMN_THREADS;
-constexpr int MAX_PIECES = 256;
+constexpr int PARTS = THREADS / COLUMN_THREADS;
+static_assert(BLOCKS <= THREADS);
 
 // As latent_attention.cu writes them.
 struct Record {
@@ -31,17 +32,29 @@ __device__ __forceinline__ float power_of_two(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_constant__ Arguments a) {
-  __shared__ float2 statistics[MAX_PIECES];
-  __shared__ float weights[MAX_PIECES];
+  __shared__ u32 shared_out[THREADS / WARP];  // a bit for each block whose record has a group
+  __shared__ float2 statistics[BLOCKS];
+  __shared__ float weights[BLOCKS];
   __shared__ float4 parts[PARTS][COLUMN_THREADS];
-  const int block = blockIdx.x, row = blockIdx.y, thread = threadIdx.x;
+  const int row = blockIdx.y, thread = threadIdx.x;
   wait_for_previous_kernel();
+  const u32 bits = __ballot_sync(FULL_WARP, thread < BLOCKS && a.records[min(thread, BLOCKS - 1)].group >= 0);
+  if (lane_id() == 0) shared_out[thread / WARP] = bits;
+  __syncthreads();
+  // The block that has the first tiles of this thread block's group, the blockIdx.x-th of such blocks.
+  int block = -1, before = blockIdx.x;
+#pragma unroll
+  for (int word = 0; word < ceil_div(BLOCKS, WARP); ++word) {
+    const int count = __popc(shared_out[word]);
+    if (block < 0 && before < count) block = word * WARP + static_cast<int>(__fns(shared_out[word], 0, before + 1));
+    before -= count;
+  }
+  if (block < 0) return;
   const Record record = a.records[block];
-  if (record.group < 0) return;
   const int each = ceil_div(a.rows, ROWS), group_row = record.group % each * ROWS + row;
   if (group_row >= a.rows) return;
   // The first piece is this block's last, slot 1; the others are the first of the blocks that follow, slot 0.
-  const int least = record.all / static_cast<int>(gridDim.x), rest = record.all % static_cast<int>(gridDim.x);
+  const int least = record.all / BLOCKS, rest = record.all % BLOCKS;
   int pieces = 1;
   for (int left = record.left; left > 0; ++pieces) left -= least + (block + pieces < rest);
   const auto place = [&](int piece) {
@@ -59,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
   __syncthreads();
   for (int piece = 0; piece < pieces; ++piece) total = __fmaf_rn(weights[piece], statistics[piece].y, total);
 
-  const int part = thread / COLUMN_THREADS, column = thread % COLUMN_THREADS;
+  const int part = thread / COLUMN_THREADS, own = thread % COLUMN_THREADS;
+  const int column = blockIdx.z * COLUMN_THREADS + own;
   const int first = pieces * part / PARTS, last = pieces * (part + 1) / PARTS;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 8
@@ -69,12 +83,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
     sum.x = __fmaf_rn(value.x, weight, sum.x), sum.y = __fmaf_rn(value.y, weight, sum.y);
     sum.z = __fmaf_rn(value.z, weight, sum.z), sum.w = __fmaf_rn(value.w, weight, sum.w);
   }
-  parts[part][column] = sum;
+  parts[part][own] = sum;
   __syncthreads();
   if (part) return;
 #pragma unroll
   for (int i = 1; i < PARTS; ++i) {
-    const float4 more = parts[i][column];
+    const float4 more = parts[i][own];
     sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
   }
   const float inverse = total == 0.f ? 0.f : 1.f / total;

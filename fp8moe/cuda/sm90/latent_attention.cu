@@ -47,14 +47,15 @@ struct alignas(SWIZZLE_ALIGNMENT) Shared {
 static_assert(sizeof(TileSums) <= PANEL_BYTES);
 static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT <= SHARED_BYTES, "kernels/latent/sm90.py counts otherwise");
 
-// What a thread block leaves for latent_merge.cu: the group whose first tiles, but not all, are the block's last segment
+// What a thread block leaves for latent_merge.cu: the group whose first tiles, but not all, are the block's last
+// segment
 // (-1 for none), how many tiles of it other blocks have, and how many tiles all groups have.
 struct Record {
   int group, left, all, unused;
 };
 
 struct Arguments {
-  const int *lengths, *table;
+  const int *lengths, *begins, *table;
   u16* out;
   float* sums;         // (2 * blocks, ROWS, VALUE): of segments that are part of a group
   float2* statistics;  // (2 * blocks, ROWS): largest score, sum of weights
@@ -71,10 +72,10 @@ __device__ __forceinline__ void async_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Rows of one sequence, or with CHOSEN of one query, that are computed together, and the latents that they see. All
-// other code takes such a query for a sequence, of which `length` latents are chosen.
+// Rows of one sequence, or with CHOSEN of one query, that are computed together, and the latents that they see:
+// `length` from `begin` on. All other code takes such a query for a sequence, of which `length` latents are chosen.
 struct Group {
-  int sequence, first_row, rows, length;
+  int sequence, first_row, rows, begin, length;
 
   // The number of latents that a row sees, not positive for none. Rows past the last, of which nothing is kept, see
   // what the last sees.
@@ -94,8 +95,10 @@ struct Groups {
     return min(max(__ldg(a.lengths + sequence), 0), a.limit);
   }
   __device__ __forceinline__ Group group(int index) const {
-    const int sequence = index / each, first = index % each * ROWS;
-    return {sequence, first, min(a.rows - first, ROWS), CHOSEN ? a.chosen : length_of(sequence)};
+    const int sequence = index / each, first = index % each * ROWS, rows = min(a.rows - first, ROWS);
+    if constexpr (CHOSEN) return {sequence, first, rows, 0, a.chosen};
+    const int length = length_of(sequence), begin = a.begins ? min(max(__ldg(a.begins + sequence), 0), length) : 0;
+    return {sequence, first, rows, begin, length - begin};
   }
   __device__ __forceinline__ Range tiles(int index) const {
     const Group of = group(index);
@@ -191,8 +194,8 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, cons
     int id = a.table ? __ldg(ids) : 0;
 #pragma unroll 1
     for (int i = 0; i < segment.count; ++i) {
-      const int row =
-          a.table ? min(max(id, 0), a.table_blocks - 1) * TILE : group.sequence * a.stride + (segment.first + i) * TILE;
+      const int row = a.table ? min(max(id, 0), a.table_blocks - 1) * TILE
+                              : group.sequence * a.stride + group.begin + (segment.first + i) * TILE;
       if (a.table && i + 1 < segment.count) id = __ldg(ids + i + 1);
       ring.acquire();
       ring.full().expect(sizeof(Rows));

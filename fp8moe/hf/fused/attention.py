@@ -6,6 +6,7 @@ GraphDecoder, which run fp8moe's kernel, and for prompts that `flash_attention_3
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class AttentionMetadata:
     the total number of queries, and the end of the flattened cache.
     before: the number of tokens before the new ones, if it is the same in all rows, no row has padding, and the window
     is not smaller than a row; otherwise None.
+    end: the number of columns that the call reads.
     """
 
     begin: Tensor
@@ -50,6 +52,43 @@ class AttentionMetadata:
     window: int | None
     sequences: Tensor | None = None
     before: int | None = None
+    end: int | None = None
+
+    @cached_property
+    def first(self) -> Tensor:
+        """The columns of each row's first token, (B,) int32."""
+        return self.begin.int()
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """The number of columns up to each row's last new token, (B,) int32."""
+        return (self.columns + self.new_tokens).int()
+
+    def seen(self, indices: Tensor) -> Tensor:
+        """Return chosen columns (B, T, k) int32, with -1 for those that a query does not see."""
+        begin, last = self._bounds
+        return torch.where((indices >= begin) & (indices <= last), indices, -1).int()
+
+    def __getitem__(self, index: tuple) -> Tensor:
+        """Return which columns each query sees, (B, T, end) bool: what transformers' indexers take of a mask.
+
+        index: [:, 0, :, :], of a mask (B, 1, T, end).
+        """
+        if index != (slice(None), 0, slice(None), slice(None)):
+            raise UnsupportedAttention(f"a mask that is read at {index}")
+        return self._mask
+
+    @cached_property
+    def _mask(self) -> Tensor:
+        begin, last = self._bounds
+        columns = torch.arange(self.length if self.end is None else self.end, device=begin.device)
+        return (columns >= begin) & (columns <= last)
+
+    @property
+    def _bounds(self) -> tuple[Tensor, Tensor]:
+        """The first and the last column that each query sees, (B, 1, 1) and (B, T, 1)."""
+        new = torch.arange(self.new_tokens, device=self.begin.device)
+        return self.begin[:, None, None], (self.columns[:, None] + new)[..., None]
 
 
 class UnsupportedAttention(ValueError):
@@ -72,9 +111,7 @@ def check_metadata(
     """
     (key, scales), (value, _) = map(fp8_cache.parts, (key, value))
     key_heads, size = key.shape[1], key.shape[-1]
-    given = sorted(name for name, other in others.items() if other is not None and name not in WITHOUT_EFFECT)
-    if given:
-        raise UnsupportedAttention(f"attention with {', '.join(given)}")
+    unsupported(others)
     if dtype not in decode_attention.DTYPES or value.shape != key.shape:
         raise UnsupportedAttention(f"{dtype}, keys {tuple(key.shape)} and values {tuple(value.shape)}")
     if not decode_attention.serves(size):
@@ -87,6 +124,13 @@ def check_metadata(
     known = isinstance(metadata, AttentionMetadata)
     if not known or (metadata.new_tokens, metadata.key_heads, metadata.length) != (new, key_heads, length):
         raise UnsupportedAttention(f"{key_heads} key heads of {length} columns, with what is visible of others")
+
+
+def unsupported(others: dict[str, Any]) -> None:
+    """Raise UnsupportedAttention for keyword arguments that ask an attention for more than a mask does."""
+    given = sorted(name for name, other in others.items() if other is not None and name not in WITHOUT_EFFECT)
+    if given:
+        raise UnsupportedAttention(f"attention with {', '.join(given)}")
 
 
 def attention_interface(module: nn.Module) -> Callable:

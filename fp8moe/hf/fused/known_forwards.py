@@ -188,7 +188,8 @@ ATTENTION = {
     "bcc7d9a8194d1110": Attention("if use_qk_norm", "nowhere"),  # Glm4MoeAttention
     "22d2a9344e3cc50b": Attention("never", "module", sinks=True),  # GptOssAttention
 }
-LATENT_ATTENTION = {"7035ce544a77a2ac": "4cf8bd8cc9c9b3aa"}  # DeepseekV3Attention: digests of forward and expand_kv
+LATENT_ATTENTION = {"7035ce544a77a2ac": True}  # DeepseekV3Attention
+EXPANSION = {"4cf8bd8cc9c9b3aa": True}  # DeepseekV3Attention.expand_kv
 ROUTER = {
     "9df852d229406d32": Router("softmax", "if norm_topk_prob"),  # Qwen3MoeTopKRouter
     "7fb11be956c0942d": Router("softmax", "always"),  # Qwen3VLMoeTextTopKRouter

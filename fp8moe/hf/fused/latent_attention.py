@@ -69,7 +69,7 @@ def attend(
         latent, k_rot = update_cache(past_key_values, cache, latent, k_rot, module.layer_idx, kwargs)
     weight = None
     if lead[1] == 1 and _is_plain(module, attention_mask, latent.shape[2], kwargs):
-        weight = _up_weight(module.kv_b_proj, q.dtype)
+        weight = up_weight(module.kv_b_proj, q.dtype)
     if weight is None:
         output = _expanded(module, torch.cat((q_pass, q_rot), dim=-1), latent, k_rot, attention_mask, kwargs)
     else:
@@ -80,8 +80,12 @@ def attend(
 
 
 def _is_known(module: nn.Module) -> bool:
-    expansion = form_of(module, known_forwards.LATENT_ATTENTION)
-    return expansion is not None and known_forwards.digest(type(module).expand_kv) == expansion
+    return form_of(module, known_forwards.LATENT_ATTENTION) is not None and expands_latents(module)
+
+
+def expands_latents(module: nn.Module) -> bool:
+    """Return whether the module expands cached latents to keys and values by a known `expand_kv`."""
+    return form_of(module, known_forwards.EXPANSION, "expand_kv") is not None
 
 
 def inputs(module: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -158,7 +162,7 @@ def _add_products(scores: Tensor, query: Tensor, keys: Tensor, scale: float, bet
         torch.baddbmm(scores, query.float(), keys.float(), beta=beta, alpha=scale, out=scores)
 
 
-def _up_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor | None:
+def up_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor | None:
     """Return the weight (N, K) of kv_b_proj, dequantized to this dtype; None if the linear cannot be absorbed."""
     weights = linears.weights(linear)
     if weights is not None:

@@ -17,8 +17,10 @@ from fp8moe.kernels.latent.sm90 import (
     Arguments,
     MergeArguments,
     attention_spec,
+    merge_columns,
     merge_spec,
 )
+from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime import autograd
 from fp8moe.runtime.checks import aligned, check_address, check_int, check_tensor
 from fp8moe.runtime.jit import load
@@ -36,6 +38,7 @@ def latent_attention(
     scale: float,
     indices: Tensor | None = None,
     block_table: Tensor | None = None,
+    begin: Tensor | None = None,
 ) -> Tensor:
     """Attend to latents, each of which is a key and, with its first values, a value, for all heads.
 
@@ -51,6 +54,8 @@ def latent_attention(
         skipped; whether they come after the query is up to the caller. None: all that it sees.
     block_table: (B, max_blocks) int32: latents 64 * i to 64 * i + 63 of sequence b are in block ``block_table[b, i]``,
         clamped to [0, blocks - 1]. L is then 64 * max_blocks.
+    begin: (B,) int32, without indices and block_table: no query sees the latents of a sequence before this one, as of
+        padding. None: 0.
     Returns (B, T, heads, value_size) in the dtype of q. Products are summed in float32, weights are rounded to
     bfloat16. Equal inputs give equal bits. A NaN in a latent that some query of the sequence sees may make the results
     of all of its queries NaN; others are not read.
@@ -64,11 +69,11 @@ def latent_attention(
     """
     for name, value in (("q", q), ("latents", latents), ("lengths", lengths)):
         check_tensor(name, value)
-    for name, value in (("indices", indices), ("block_table", block_table)):
+    for name, value in (("indices", indices), ("block_table", block_table), ("begin", begin)):
         if value is not None:
             check_tensor(name, value)
     check_int("value_size", value_size)
-    operands = LatentOperands(q, latents, lengths, indices, block_table, value_size, float(scale))
+    operands = LatentOperands(q, latents, lengths, indices, block_table, begin, value_size, float(scale))
     return autograd.run(_latent_attention, "fp8moe.latent_attention", *operands)
 
 
@@ -87,7 +92,7 @@ class _Kernels(NamedTuple):
 
     def launch(self, operands: LatentOperands, out: Tensor) -> None:
         """Enqueue both kernels on PyTorch's current stream."""
-        q, latents, lengths, indices, block_table, *_ = operands
+        q, latents, lengths, indices, block_table, begin, *_ = operands
         index = q.get_device()
         sums = q.new_empty((2 * self.blocks, ROWS, VALUE), dtype=torch.float32)
         statistics = q.new_empty((2 * self.blocks, ROWS, 2), dtype=torch.float32)
@@ -99,6 +104,7 @@ class _Kernels(NamedTuple):
                 arguments.out, arguments.sums = out.data_ptr(), sums.data_ptr()
                 arguments.statistics, arguments.records = statistics.data_ptr(), records.data_ptr()
             self.arguments.lengths = lengths.data_ptr()
+            self.arguments.begin = 0 if begin is None else begin.data_ptr()
             self.arguments.block_table = 0 if block_table is None else block_table.data_ptr()
             self.arguments.indices = 0 if indices is None else indices.data_ptr()
             self.arguments.latents = latents.data_ptr()
@@ -109,7 +115,7 @@ class _Kernels(NamedTuple):
 
 @planned
 def _kernels(device_index: int, operands: LatentOperands) -> _Kernels:
-    q, latents, _, indices, block_table, _, scale = operands
+    q, latents, _, indices, block_table, *_, scale = operands
     batch, queries, heads, width = q.shape
     # With indices each query is a sequence of its own to the kernel.
     rows, blocks = heads if indices is not None else queries * heads, num_sms(device_index)
@@ -132,13 +138,17 @@ def _kernels(device_index: int, operands: LatentOperands) -> _Kernels:
     merge_arguments = MergeArguments(rows=rows)
     kernel = load(attention_spec(indices is not None))
     attend = Launcher(kernel, grid=blocks, block=THREADS, smem=SHARED_LIMIT, args=(*maps, arguments))
-    grid = blocks, min(rows, ROWS)
-    merge = Launcher(load(merge_spec()), grid=grid, block=MERGE_THREADS, pdl=True, args=(merge_arguments,))
+    groups = arguments.sequences * ceil_div(rows, ROWS)
+    columns = merge_columns(groups)
+    grid = min(groups, blocks), min(rows, ROWS), VALUE // columns
+    merge = Launcher(
+        load(merge_spec(blocks, columns)), grid=grid, block=MERGE_THREADS, pdl=True, args=(merge_arguments,)
+    )
     return _Kernels(attend, merge, maps, arguments, merge_arguments, blocks)
 
 
 def _launch(operands: LatentOperands) -> Tensor:
-    q, latents, lengths, indices, block_table, value_size, scale = operands
+    q, latents, lengths, indices, block_table, begin, value_size, scale = operands
     if q.dtype is not torch.bfloat16:
         raise TypeError(f"q: the kernel takes bfloat16, got {q.dtype}")
     if (q.shape[3], value_size) != (WIDTH, VALUE):
@@ -151,10 +161,10 @@ def _launch(operands: LatentOperands) -> Tensor:
         return out
     if not all(x is None or x.numel() for x in (latents, indices, block_table)):
         return out.zero_()
-    indices, block_table = (x if x is None else x.contiguous() for x in (indices, block_table))
+    indices, block_table, begin = (x if x is None else x.contiguous() for x in (indices, block_table, begin))
     check_address("latents", latents)
     q = aligned(q.contiguous())
-    operands = LatentOperands(q, latents, lengths.contiguous(), indices, block_table, value_size, scale)
+    operands = LatentOperands(q, latents, lengths.contiguous(), indices, block_table, begin, value_size, scale)
     _kernels(q.get_device(), operands).launch(operands, out)
     return out
 

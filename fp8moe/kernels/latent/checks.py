@@ -22,6 +22,7 @@ class LatentOperands(NamedTuple):
     lengths: Tensor
     indices: Tensor | None
     block_table: Tensor | None
+    begin: Tensor | None
     value_size: int
     scale: float
 
@@ -33,7 +34,7 @@ class LatentOperands(NamedTuple):
 
 def operands(given: LatentOperands) -> None:
     """Check dtypes, shapes and devices."""
-    q, latents, lengths, indices, block_table, value_size, _ = given
+    q, latents, lengths, indices, block_table, begin, value_size, _ = given
     check_dtype("q", q, *FLOATING)
     if q.dim() != 4:
         raise ValueError(f"q: expected shape (B, T, heads, R + P), got {tuple(q.shape)}")
@@ -58,3 +59,7 @@ def operands(given: LatentOperands) -> None:
         if block_table.dim() != 2 or block_table.shape[0] != batch:
             raise ValueError(f"block_table: expected shape ({batch}, max_blocks), got {tuple(block_table.shape)}")
         check_device("block_table", block_table, q.device, "q")
+    if begin is not None:
+        check_like("begin", begin, (torch.int32,), (batch,), q.device, "q")
+        if indices is not None or block_table is not None:
+            raise ValueError("begin: expected None with indices or a block_table")

@@ -7,17 +7,18 @@ from fp8moe.kernels.latent.checks import BLOCK_TOKENS, LatentOperands
 
 def latent_attention(operands: LatentOperands) -> Tensor:
     """Compute `latent_attention` for checked operands."""
-    q, _, lengths, indices, _, value_size, scale = operands
+    q, _, lengths, indices, _, begin, value_size, scale = operands
     batch, queries, heads, _ = q.shape
     q = q.contiguous()  # products of other layouts may be summed in another order
     out = q.new_zeros((batch, queries, heads, value_size))
+    begins = [0] * batch if begin is None else begin.clamp(min=0).tolist()
     for b, length in enumerate(lengths.clamp(0, operands.limit).tolist()):
         rows = _latents(operands, b, length).float()
         if not length:
             continue
         for t in range(queries):
             if indices is None:
-                seen = rows[: max(length - queries + 1 + t, 0)]
+                seen = rows[begins[b] : max(length - queries + 1 + t, 0)]
             else:
                 chosen = indices[b, t]
                 seen = rows[chosen[(chosen >= 0) & (chosen < length)].long()]

@@ -26,8 +26,8 @@ class Arguments(ctypes.Structure):
     """``struct Arguments`` of latent_attention.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("lengths", "block_table", "out", "sums", "statistics", "records")),
-        *((name, ctypes.c_int64) for name in ("indices", "latents")),
+        *((name, ctypes.c_int64) for name in ("lengths", "begin", "block_table", "out", "sums")),
+        *((name, ctypes.c_int64) for name in ("statistics", "records", "indices", "latents")),
         *((name, ctypes.c_int) for name in ("sequences", "rows", "heads", "queries", "limit")),
         *((name, ctypes.c_int) for name in ("table_pitch", "num_blocks", "stride", "chosen")),
         ("scale", ctypes.c_float),
@@ -59,7 +59,18 @@ def attention_spec(chosen: bool) -> KernelSpec:
     return KernelSpec("latent_attention.cu", "latent_attention", prelude=constants(values) + scores + sums)
 
 
-def merge_spec() -> KernelSpec:
-    """Return the spec of the kernel that adds up what several thread blocks have of one sequence."""
-    defines = ("THREADS", MERGE_THREADS), ("ARGUMENTS_BYTES", ctypes.sizeof(MergeArguments))
-    return KernelSpec("latent_merge.cu", "latent_merge", defines)
+def merge_spec(blocks: int, columns: int) -> KernelSpec:
+    """Return the spec of the kernel that adds up what several thread blocks have of one sequence.
+
+    blocks: of the kernel that attends. columns: how many of the values a thread block adds up.
+    """
+    defines = ("THREADS", MERGE_THREADS), ("COLUMN_THREADS", columns // 4), ("BLOCKS", blocks)
+    return KernelSpec("latent_merge.cu", "latent_merge", (*defines, ("ARGUMENTS_BYTES", ctypes.sizeof(MergeArguments))))
+
+
+def merge_columns(groups: int) -> int:
+    """Return how many columns a thread block adds up: few where few groups, and so many pieces of each, are shared out.
+
+    groups: those of ROWS queries and heads, of all sequences.
+    """
+    return VALUE // 4 if groups <= 8 else VALUE

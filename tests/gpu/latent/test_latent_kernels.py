@@ -40,6 +40,18 @@ def test_against_float64(lengths, queries, heads, paged):
     assert all(torch.equal(results[0], again) for again in results[1:])
 
 
+@pytest.mark.parametrize(("queries", "heads"), [(1, 16), (3, 40)])
+def test_latents_before_the_first_are_not_seen(queries, heads):
+    lengths = [8192, 130, 64, 5, 700]
+    q, latents, count, _ = latent_cases.operands(lengths, queries=queries, heads=heads, device=DEVICE)
+    begin = torch.tensor([4099, 65, 64, -3, 1], dtype=torch.int32, device=DEVICE)
+    for sequence, first in enumerate(begin.tolist()):
+        latents[sequence, : max(first, 0)] = torch.nan
+    results = [latent_attention(q, latents, count, begin=begin, **SIZES) for _ in range(20)]
+    assert error(results[0], latent_cases.expected(q, latents, count, None, begin=begin, **SIZES)) < 1e-2
+    assert all(torch.equal(results[0], again) for again in results[1:])
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_lengths_that_change_between_replays(heads):
     lengths = [300, 1, 4000]

@@ -1,0 +1,117 @@
+"""Latent attention that reads a static cache of latents in place, for decode steps and prompts.
+
+transformers caches the latents of a layer (DeepSeek-V2, arXiv:2405.04434, section 2.1) as its keys, and their rotary
+parts as its values, and expands all of them to keys and values of each head before it attends. `left_as_cached` has it
+pass them on unexpanded. `attend` absorbs the expansion into queries and results, and reads each latent once for all
+heads, by `fp8moe.latent_attention`: all that a query sees or, in models with an indexer (DeepSeek-V3.2,
+arXiv:2512.02556, section 2), those that it has chosen. The latents of whole prompts are expanded, which takes fewer
+operations, unless an indexer has chosen among them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8moe.hf.fused import flash_attention_3
+from fp8moe.hf.fused.attention import AttentionMetadata, UnsupportedAttention, unsupported
+from fp8moe.hf.fused.latent_attention import expands_latents, up_weight
+from fp8moe.hf.replaced import hold, release
+from fp8moe.kernels.latent import latent_attention
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.runtime import config
+
+_modules: WeakKeyDictionary[Any, tuple[nn.Module, ...]] = WeakKeyDictionary()
+"""Maps each model to its modules with latent attention."""
+
+
+@contextmanager
+def left_as_cached(model: Any, here: Callable[[], bool]) -> Iterator[None]:
+    """Within the context, have the model's attention modules pass latents on as they are cached.
+
+    here: whether the calling thread runs a decoder's call; in others the modules expand their latents.
+    """
+    if model not in _modules:
+        _modules[model] = tuple(filter(expands_latents, model.modules()))
+
+    def expand_kv(module: Any, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        return (latent, rotary) if here() else type(module).expand_kv(module, latent, rotary)
+
+    with ExitStack() as held:
+        for module in _modules[model]:
+            hold(module, "expand_kv", MethodType(expand_kv, module))
+            held.callback(partial(release, module, "expand_kv"))
+        yield
+
+
+def are_latents(module: Any, key: Any, value: Any) -> bool:
+    """Return whether the keys and values that a module passes to its attention are latents and their rotary parts."""
+    (key, value) = (x.data if isinstance(x, FP8Tensor) else x for x in (key, value))
+    return expands_latents(module) and (key.shape[1], key.shape[-1]) == (1, module.kv_lora_rank)
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    latent: Tensor,
+    rotary: Tensor,
+    metadata: AttentionMetadata,
+    scaling: float | None = None,
+    indices: Tensor | None = None,
+    **others: Any,
+) -> Tensor:
+    """Compute attention over the latents of a static cache; return (B, T, heads, D).
+
+    query: (B, heads, T, N + P). latent: (B, 1, columns, R), rotary (B, 1, columns, P), the first columns of the cache.
+    indices: (B, T, k), the columns that an indexer has chosen for each query; those that the query does not see are
+    skipped.
+
+    Raises UnsupportedAttention for latents in FP8, projections that cannot be absorbed, features that the model asks
+    for beside these, and in batch-invariant mode.
+    """
+    unsupported(others)
+    batch, heads, new, size = query.shape
+    known = isinstance(metadata, AttentionMetadata) and (metadata.new_tokens, metadata.window) == (new, None)
+    if not known or isinstance(latent, FP8Tensor):
+        raise UnsupportedAttention("latents in FP8" if known else "latent attention with a mask of another kind")
+    if config.settings.batch_invariant:
+        raise UnsupportedAttention("latent attention, whose bits depend on the other sequences of a call")
+    scale = size**-0.5 if scaling is None else scaling
+    rank, rest = latent.shape[-1], rotary.shape[-1]
+    if indices is not None and latent.shape[2] <= indices.shape[-1]:
+        indices = None  # every column is chosen
+    if new > 1 and metadata.before == 0 and indices is None:
+        keys, values = type(module).expand_kv(module, latent[:, :, :new], rotary[:, :, :new])
+        if flash_attention_3.serves(query, keys, values):
+            return flash_attention_3.attend(query, keys, values, scale)
+        return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale).transpose(1, 2)
+    weight = up_weight(module.kv_b_proj, query.dtype)
+    if weight is None:
+        raise UnsupportedAttention(f"a kv_b_proj that cannot be absorbed ({type(module.kv_b_proj).__name__})")
+    to_keys, to_values = weight.view(heads, -1, rank).tensor_split([size - rest], dim=1)
+    passed = query[..., : size - rest].transpose(0, 1).reshape(heads, batch * new, -1)
+    absorbed = torch.bmm(passed, to_keys).view(heads, batch, new, rank).permute(1, 2, 0, 3)
+    q = torch.cat((absorbed, query[..., size - rest :].transpose(1, 2)), dim=-1)
+    seen: dict[str, Tensor] = {"begin": metadata.first} if indices is None else {"indices": metadata.seen(indices)}
+    latents = _joined(latent, metadata.length, rest)
+    out = latent_attention(q, latents, metadata.ends, value_size=rank, scale=scale, **seen)
+    out = torch.bmm(out.permute(2, 0, 1, 3).reshape(heads, batch * new, rank), to_values.transpose(1, 2))
+    return out.view(heads, batch, new, -1).permute(1, 2, 0, 3)
+
+
+def _joined(latent: Tensor, length: int, rest: int) -> Tensor:
+    """Return all columns (B, length, R + P) of a cache whose layers keep latents and rotary parts side by side.
+
+    latent: (B, 1, columns, R), the first columns. Raises UnsupportedAttention for another cache.
+    """
+    batch, _, _, rank = latent.shape
+    width = rank + rest
+    if latent.stride() != (length * width, length * width, width, 1):
+        raise UnsupportedAttention("latents that are no static cache's")
+    return latent.as_strided((batch, length, width), (length * width, width, 1))
