@@ -232,10 +232,12 @@ def write_json(path: Path, content: dict) -> None:
     temporary.replace(path)
 
 
-def digest(root: Path) -> str:
-    """Return what `tools.digest` prints for the checkout at `root`. RuntimeError with the tool's output if it fails."""
+def digest(root: Path, group: str = "kernels") -> str:
+    """Return the digest of a group of kernels at `root`. RuntimeError with the output of `tools.digest` if it fails."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FP8MOE_")}
     command = [sys.executable, "-m", "tools.digest"]
+    if group != "kernels":  # older checkouts have this group alone, and no --group
+        command += ["--group", group]
     done = subprocess.run(
         command, cwd=root, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
     )

@@ -1,11 +1,12 @@
 """A digest of what the GPU runs: `python -m tools.digest` prints it, on any machine.
 
-`--write FILE` stores the hashed content as JSON; `--against FILE` lists the differences from such a file.
+`--write FILE` stores the hashed content as JSON; `--against FILE` lists the differences from such a file. Each group of
+kernels in `tools.variants` has its own digest; `--group NAME` chooses the group.
 
-The digest covers the launches of all calls in `tools.variants`, as `fp8moe.runtime.record` records them for an H200:
-kernels, launch configurations, tensor maps, arguments, and the complete source of every kernel with the compiler's
-options. Comments, names in Python and the Python code around launches do not affect it. So stored results of a GPU run
-stay valid while only these change.
+The digest covers the launches of all calls of the group, as `fp8moe.runtime.record` records them for an H200: kernels,
+launch configurations, tensor maps, arguments, and the complete source of every kernel with the compiler's options.
+Comments, names in Python and the Python code around launches do not affect it. So stored results of a GPU run stay
+valid while only these change.
 """
 
 import argparse
@@ -140,16 +141,16 @@ def _changes(before: list[dict], after: list[dict]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the digest. With `--against`, print the differences and return 1 if there are any."""
+    from fp8moe.runtime.record import Recorder
+    from tools.variants import GROUPS, Untouched
+
     parser = argparse.ArgumentParser(prog="python -m tools.digest", description="what the GPU runs, as one hash")
+    parser.add_argument("--group", choices=GROUPS, default="kernels", help="group of kernels (default: %(default)s)")
     parser.add_argument("--write", metavar="FILE", help="store what it is taken over")
     parser.add_argument("--against", metavar="FILE", help="list what differs from a stored file")
     args = parser.parse_args(argv)
-
-    from fp8moe.runtime.record import Recorder
-    from tools.variants import Untouched, all_calls
-
     recorder = Recorder(NUM_SMS)
-    calls = [recorder.record(call) for call in all_calls(Untouched())]
+    calls = [recorder.record(call) for call in GROUPS[args.group](Untouched())]
     status = 0
     if args.write:
         with open(args.write, "w", encoding="utf-8") as file:

@@ -5,6 +5,8 @@ matches the sources. Parts may be run one at a time: each part is stored as soon
 recorded with another digest are dropped. `--again` reruns only failed tests, for use after fixing a wrong test, and
 only missing or failed benchmarks.
 
+Each group of kernels (`tools.variants.GROUPS`) is validated by itself, into a file of its own: `--group NAME`.
+
 Whole models are measured with `--only models`, into a separate file. That file has a digest too, and a test requires
 both digests to be the same.
 """
@@ -18,10 +20,11 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import torch
@@ -30,16 +33,41 @@ from benchmarks.__main__ import BENCHMARKS as BY_NAME
 from benchmarks.report import ROOT, digest, versions, write_json
 from fp8moe.runtime import config
 from fp8moe.runtime.architectures import SM90
+from tools.variants import GROUPS
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-BENCHMARKS = {
-    "benchmarks": ("quantize", "transpose", "host", "training", "mqa", "attention", "lora"),
-    "models": ("decode", "requests"),
-}
-"""Maps each part that measures to the names of the benchmarks it runs."""
 TIMEOUT_S = 570
 TAIL_LINES = 30
 _SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
+
+
+class File(NamedTuple):
+    """A file in validation/ about one group of kernels.
+
+    benchmarks: maps each part that measures to the names of the benchmarks it runs. tests: pytest's arguments that
+    select the GPU tests; without them the file has no tests and no sanitizers.
+    """
+
+    name: str
+    group: str
+    benchmarks: Mapping[str, Sequence[str]]
+    tests: Sequence[str] = ()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (*(("tests", "sanitizer") if self.tests else ()), *self.benchmarks)
+
+
+KERNELS = File(
+    "kernels.json",
+    "kernels",
+    {"benchmarks": ("quantize", "transpose", "host", "training", "mqa", "attention", "lora")},
+    ("tests/gpu", "--ignore=tests/gpu/latent"),
+)
+MODELS = File("models.json", "kernels", {"models": ("decode", "requests")})
+LATENT = File("latent.json", "latent", {"benchmarks": ("latent",)}, ("tests/gpu/latent",))
+FILES = (KERNELS, MODELS, LATENT)
+"""The first file of a group is the evidence that its kernels are right, and its parts run by default."""
 
 
 def require_gpu() -> None:
@@ -75,14 +103,15 @@ def listed_gpus() -> dict[str, str]:
     return {} if known else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
 
 
-def run_tests(root: Path) -> dict:
-    """Run the GPU tests in parallel processes, two fewer than there are cores: most of their time is CPU time.
+def run_tests(root: Path, tests: Sequence[str]) -> dict:
+    """Run GPU tests in parallel processes, two fewer than there are cores: most of their time is CPU time.
 
-    Where there are several GPUs, tests/conftest.py spreads the processes over them.
+    tests: pytest's arguments that select them. Where there are several GPUs, tests/conftest.py spreads the processes
+    over them.
     """
     processes = max(1, (os.cpu_count() or 1) - 2)
     spread = ("-n", str(processes), "--dist", "worksteal") if processes > 1 else ()
-    return run_alone(root, _pytest(root, *spread, "tests/gpu", processes=processes))
+    return run_alone(root, _pytest(root, *spread, *tests, processes=processes))
 
 
 def run_alone(root: Path, beside_others: dict) -> dict:
@@ -143,8 +172,8 @@ def find_sanitizer() -> str:
     return path
 
 
-def run_sanitizer(root: Path) -> dict:
-    """Run a script with a reduced set of operations under each sanitizer tool, in parallel.
+def run_sanitizer(root: Path, group: str) -> dict:
+    """Run a script with a reduced set of a group's operations under each sanitizer tool, in parallel.
 
     The script also checks results.
     """
@@ -157,7 +186,7 @@ def run_sanitizer(root: Path) -> dict:
     def run(tool: str) -> dict:
         # The script checks API errors itself: it raises, or handles errors that PyTorch provokes.
         command = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--print-limit", "20"]
-        command += [sys.executable, "tests/gpu/sanitize_cases.py"]
+        command += [sys.executable, "tests/gpu/sanitize_cases.py", group]
         try:
             piped = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             done = subprocess.run(command, cwd=root, env=environment, timeout=TIMEOUT_S, **piped)
@@ -191,18 +220,16 @@ def run_benchmarks(
     return results
 
 
-PARTS: dict[str, Callable[[Path, Callable, dict], dict]] = {
-    "tests": lambda root, save, done: run_tests(root),
-    "sanitizer": lambda root, save, done: run_sanitizer(root),
-    "benchmarks": lambda root, save, done: run_benchmarks(BENCHMARKS["benchmarks"], save, done),
-    "models": lambda root, save, done: run_benchmarks(BENCHMARKS["models"], save, done),
+PARTS: dict[str, Callable[[File, Path, Callable, dict], dict]] = {
+    "tests": lambda file, root, save, done: run_tests(root, file.tests),
+    "sanitizer": lambda file, root, save, done: run_sanitizer(root, file.group),
+    "benchmarks": lambda file, root, save, done: run_benchmarks(file.benchmarks["benchmarks"], save, done),
+    "models": lambda file, root, save, done: run_benchmarks(file.benchmarks["models"], save, done),
 }
-"""Maps each part to a function (root, save, done) that returns its result.
+"""Maps each part to a function (file, root, save, done) that returns its result.
 
 save: function that stores partial results. done: results of an earlier run.
 """
-FILES = {"kernels.json": ("tests", "sanitizer", "benchmarks"), "models.json": ("models",)}
-"""Maps each file in validation/ to the parts it has. kernels.json is the evidence that the kernels are right."""
 
 
 def merge(stored: dict, current: str, part: str, result: dict) -> dict:
@@ -211,12 +238,16 @@ def merge(stored: dict, current: str, part: str, result: dict) -> dict:
     return {"digest": current, **{name: parts[name] for name in PARTS if name in parts}}
 
 
-def problems(content: dict, current: str, needed: Iterable[str] = FILES["kernels.json"]) -> list[str]:
-    """Return why a validation file does not validate sources with the digest `current`: one sentence a reason."""
-    found = []
+def problems(content: dict, current: str, file: File, needed: Iterable[str] | None = None) -> list[str]:
+    """Return why a file's content does not validate sources with the digest `current`: one sentence a reason.
+
+    needed: the parts that must be there, by default all parts of the file.
+    """
+    found, parts = [], file.parts if needed is None else needed
     if content.get("digest") != current:
-        found.append("the digest is not that of what the GPU runs now: run `make validate` again")
-    found += [f"the part {part!r} is missing" for part in needed if part not in content]
+        command = f"python -m tools.validate --group {file.group}"
+        found.append(f"the digest is not that of what the GPU runs now: run `{command}` again")
+    found += [f"the part {part!r} is missing" for part in parts if part not in content]
     if tests := content.get("tests"):
         found += [f"failed: {name}" for name in tests["failures"]]
         if not tests["passed"] or tests["exit_code"]:
@@ -225,36 +256,36 @@ def problems(content: dict, current: str, needed: Iterable[str] = FILES["kernels
         result = content["sanitizer"][tool]
         if result["errors"] != 0 or result["exit_code"] != 0:
             found.append(f"{tool}: {result['errors']} errors, exit code {result['exit_code']}")
-    for name, result in recorded(content):
+    for name, result in recorded(content, file):
         if "error" in result:
             found.append(f"benchmark {name}: {result['error']}")
     return found
 
 
-def recorded(content: dict) -> Iterator[tuple[str, dict]]:
+def recorded(content: dict, file: File) -> Iterator[tuple[str, dict]]:
     """Yield the name and result of every benchmark in the recorded parts; a missing result is {"error": "missing"}."""
-    for part, names in BENCHMARKS.items():
+    for part, names in file.benchmarks.items():
         if part in content:
             yield from ((name, content[part].get(name, {"error": "missing"})) for name in names)
 
 
-def missed_thresholds(content: dict) -> list[str]:
+def missed_thresholds(content: dict, file: File) -> list[str]:
     """Return one line for each threshold that a recorded benchmark misses."""
-    missed = [one for _, result in recorded(content) for one in result.get("thresholds", ()) if not one["passed"]]
+    missed = [one for _, result in recorded(content, file) for one in result.get("thresholds", ()) if not one["passed"]]
     return [f"{one['name']}: {one['value']:.4g}, limit {one['limit']:g} {one['unit']}".rstrip() for one in missed]
 
 
-def summary(content: dict, current: str, needed: Iterable[str] = FILES["kernels.json"]) -> str:
+def summary(content: dict, current: str, file: File) -> str:
     """Return a text: what was recorded in a validation file, and what is wrong with it."""
     lines = [f"digest {content['digest'][:16]}"]
     if tests := content.get("tests"):
         lines.append(f"tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped")
     if sanitizer := content.get("sanitizer"):
         lines.append("sanitizer: " + ", ".join(f"{tool} {sanitizer[tool]['errors']} errors" for tool in SANITIZERS))
-    rows = [f"{name} {len(result.get('rows', ()))} rows" for name, result in recorded(content)]
+    rows = [f"{name} {len(result.get('rows', ()))} rows" for name, result in recorded(content, file)]
     lines += [f"benchmarks: {', '.join(rows)}"] if rows else []
-    lines += [f"threshold missed: {threshold}" for threshold in missed_thresholds(content)]
-    return "\n".join(lines + [f"problem: {problem}" for problem in problems(content, current, needed)])
+    lines += [f"threshold missed: {threshold}" for threshold in missed_thresholds(content, file)]
+    return "\n".join(lines + [f"problem: {problem}" for problem in problems(content, current, file)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -262,30 +293,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.validate", description="check and time every kernel on this GPU"
     )
-    default, whole_models = FILES.values()
-    help_parts = f"of {', '.join(PARTS)} (default: {', '.join(default)})"
+    parser.add_argument("--group", choices=GROUPS, default="kernels", help="group of kernels (default: %(default)s)")
+    help_parts = f"of {', '.join(PARTS)} (default: {', '.join(KERNELS.parts)})"
     parser.add_argument("--only", metavar="PART[,PART]", help=help_parts)
     parser.add_argument(
         "--again",
         action="store_true",
         help="run the tests that failed in the file, then only PARTs, without benchmarks that are done",
     )
-    files = "validation/kernels.json of the checkout, of models models.json"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {files}")
+    default_path = "validation/GROUP.json of the checkout, of models models.json"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {default_path}")
     args = parser.parse_args(argv)
-    chosen = args.only.split(",") if args.only else [] if args.again else list(default)
-    if unknown := set(chosen) - PARTS.keys():
-        parser.error(f"--only: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    if set(chosen) & set(whole_models) and set(chosen) - set(whole_models):
+    files = [file for file in FILES if file.group == args.group]
+    parts = [part for file in files for part in file.parts]
+    chosen = args.only.split(",") if args.only else [] if args.again else list(files[0].parts)
+    if unknown := set(chosen) - set(parts):
+        names = ", ".join(sorted(unknown))
+        parser.error(f"--only: no part {names} in group {args.group}; there are {', '.join(parts)}")
+    file = next((file for file in files if set(chosen) <= set(file.parts)), None)
+    if file is None:
         parser.error("models have a file of their own: run --only models by itself")
-    name, needed = next((name, parts) for name, parts in FILES.items() if set(chosen) <= set(parts))
     require_gpu()
     if "sanitizer" in chosen:
         find_sanitizer()  # exit now, rather than after the long parts, if there is no compute-sanitizer
-    path = args.out or ROOT / "validation" / name
-    current = digest(ROOT)
+    path = args.out or ROOT / "validation" / file.name
+    current = digest(ROOT, file.group)
     content = json.loads(path.read_text()) if path.exists() else {}
-    if args.again and "tests" in needed:
+    if args.again and file.tests:
         write_json(path, content := run_failures(ROOT, content, current))
     measured_with = versions()
     for part in chosen:
@@ -299,9 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         earlier = content.get(part, {}) if args.again else {}
         # All results in a part must be from the same GPU, driver and versions of packages.
         done = earlier if earlier.get("versions") == measured_with else {}
-        content = save(PARTS[part](ROOT, save, done))
-    print(summary(content, current, needed))
-    return int(bool(problems(content, current, needed=chosen)))
+        content = save(PARTS[part](file, ROOT, save, done))
+    print(summary(content, current, file))
+    return int(bool(problems(content, current, file, needed=chosen)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The calls whose launches make up the digest.
+"""The calls whose launches make up the digests, in groups: `GROUPS`.
 
 These are the calls that the benchmarks time and, for every op, calls with odd sizes, all dtypes and all options, so
 that every kernel and each of its variants is included.
@@ -118,7 +118,8 @@ def cases() -> Iterator[Case]:
         yield Case("experts_training", {**model, "tokens": 70, **form})
 
 
-def _latent_attention(make: Operands) -> Iterator[Callable[[], object]]:
+def latent_calls(make: Operands) -> Iterator[Callable[[], object]]:
+    """Yield calls of `fp8moe.latent_attention`."""
     for queries, chosen, paged in product((1, 3), (None, 100), (False, True)):
         q = make.normal(2, queries, 20, 576)
         latents = make.normal(*((9, 64) if paged else (2, 200)), 576)
@@ -135,7 +136,6 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     rows, experts = make.rows(200, 1024), make.weights(4, 512, 1024)
     offsets, sizes = make.integers([0, 50, 60, 150, 200]), make.integers([50, 10, 40, 20])
     masked = fp8moe.FP8Tensor(*(part.unflatten(0, (4, 50)) for part in rows))
-    yield from _latent_attention(make)
     yield lambda: fp8moe.gemm(rows, make.weights(512, 1024))
     yield lambda: fp8moe.grouped_gemm(rows, experts, offsets)
     yield lambda: fp8moe.grouped_gemm(rows, experts, offsets, out=make.zeros(200, 512, dtype=torch.float32))
@@ -461,10 +461,14 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def all_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield all calls. Each is built only when it is asked for, so that few operands are in memory."""
+    """Yield all calls of the group "kernels". Each is built only when needed, so that few operands are in memory."""
     for case in cases():
         yield calls.build(case, make)
     yield from operator_calls(make)
+
+
+GROUPS: dict[str, Callable[[Operands], Iterator[Callable[[], object]]]] = {"kernels": all_calls, "latent": latent_calls}
+"""Maps each group to its calls. The kernels of a group are validated together, into a file of their own."""
 
 
 def packed_calls(make: Operands) -> Iterator[Callable[[], object]]:

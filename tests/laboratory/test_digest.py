@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from benchmarks.report import digest
 from fp8moe.runtime import jit
 from tools.digest import fingerprint, normalize_cuda, normalize_unit
-from tools.validate import problems
+from tools.validate import KERNELS, LATENT, problems
+from tools.variants import GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,44 +74,48 @@ def test_where_lines_come_from_does_not_count():
 
 FEW = 100  # a call of so many is enough to see whether anything changes
 
-# Each tree in a process of its own that has PyTorch already: the digest of every STEP-th call, with STEP 1 all of them.
+# Each tree in a process of its own that has PyTorch already, and so each group: the digest of every STEP-th call, with
+# STEP 1 the calls themselves.
 RECORD = """
 import json, os, sys
 import torch
 step = int(sys.argv[1])
-for tree in sys.argv[2:]:
+def forked(name):
     child = os.fork()
-    if child:
-        if os.waitpid(child, 0)[1]:
-            sys.exit(f"no digest of {tree}")
-        continue
+    if child and os.waitpid(child, 0)[1]:
+        sys.exit(f"no digest of {name}")
+    return not child
+for tree in filter(forked, sys.argv[2:]):
     sys.path.insert(0, tree)
     import fp8moe
     from fp8moe.runtime.record import Recorder
     from tools import digest, variants
     assert fp8moe.__file__.startswith(tree) and digest.__file__.startswith(tree)
-    recorder, calls = Recorder(digest.NUM_SMS), []
-    with torch.autograd.profiler.profile(enabled=step == 1) as profile:
-        for i, call in enumerate(variants.all_calls(variants.Untouched())):
-            if i % step == 0:
-                calls.append(recorder.record(call))
-    if step == 1:
-        kernels = [[spec.source, spec.name, spec.defines, spec.prelude] for spec in recorder.kernels]
-        operators = sorted({event.name() for event in profile.kineto_results.events()})
-        found = {"calls": calls, "kernels": kernels, "operators": operators}
-    else:
-        found = {"digest": digest.fingerprint(calls, recorder.kernels)}
-    with open(os.path.join(tree, "digest.json"), "w") as file:
-        json.dump(found, file)
+    for group in filter(forked, variants.GROUPS):
+        recorder, calls = Recorder(digest.NUM_SMS), []
+        with torch.autograd.profiler.profile(enabled=step == 1) as profile:
+            for i, call in enumerate(variants.GROUPS[group](variants.Untouched())):
+                if i % step == 0:
+                    calls.append(recorder.record(call))
+        if step == 1:
+            kernels = [[spec.source, spec.name, spec.defines, spec.prelude] for spec in recorder.kernels]
+            operators = sorted({event.name() for event in profile.kineto_results.events()})
+            found = {"calls": calls, "kernels": kernels, "operators": operators}
+        else:
+            found = digest.fingerprint(calls, recorder.kernels)
+        with open(os.path.join(tree, f"{group}.json"), "w") as file:
+            json.dump(found, file)
+        os._exit(0)
     os._exit(0)
 """
 
 
 def record(step, *trees):
+    """What is recorded of each tree, by group."""
     command = [sys.executable, "-c", RECORD, str(step), *map(str, trees)]
     done = subprocess.run(command, cwd=trees[0], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return [json.loads((tree / "digest.json").read_text()) for tree in trees]
+    return [{group: json.loads((tree / f"{group}.json").read_text()) for group in GROUPS} for tree in trees]
 
 
 def copy_tree(path):
@@ -126,16 +131,20 @@ def recorded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def kernels(recorded):
-    return [
-        jit.KernelSpec(source, name, tuple(map(tuple, defines)), prelude)
-        for source, name, defines, prelude in recorded["kernels"]
-    ]
+    """Those of each group."""
+    return {
+        group: [
+            jit.KernelSpec(source, name, tuple(map(tuple, defines)), prelude)
+            for source, name, defines, prelude in found["kernels"]
+        ]
+        for group, found in recorded.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def one_of_each(kernels):
     """A kernel for each set of files that kernels are made of."""
-    return list({files_of(spec): spec for spec in kernels}.values())
+    return list({files_of(spec): spec for specs in kernels.values() for spec in specs}.values())
 
 
 def files_of(spec):
@@ -148,14 +157,17 @@ def test_the_command_prints_the_digest_of_a_tree(tmp_path):
     (expected,) = record(FEW, tree)
     with (tree / "tools/variants.py").open("a") as file:
         # still built one at a time: a call whose operands are arranged launches kernels when it is built
-        file.write("\nfrom itertools import islice\n_every = all_calls\n")
-        file.write(f"def all_calls(untouched):\n    return islice(_every(untouched), 0, None, {FEW})\n")
-    assert digest(tree) == expected["digest"]
+        file.write("\nfrom itertools import islice\n")
+        few = f"lambda untouched, calls=calls: islice(calls(untouched), 0, None, {FEW})"
+        file.write(f"GROUPS = {{group: {few} for group, calls in GROUPS.items()}}\n")
+    assert {group: digest(tree, group) for group in GROUPS} == expected
+    assert digest(tree) == expected["kernels"]
 
 
 def test_every_source_is_covered(kernels, one_of_each):
     names = {path.name for path in (ROOT / "fp8moe/cuda").rglob("*.cu*")}
-    assert {spec.source for spec in kernels} == {name for name in names if name.endswith(".cu")}
+    sources = {spec.source for specs in kernels.values() for spec in specs}
+    assert sources == {name for name in names if name.endswith(".cu")}
     assert frozenset.union(*map(files_of, one_of_each)) == names
 
 
@@ -172,25 +184,28 @@ def test_every_operator_is_covered(recorded):
         *("fp8moe::adapter_product", "fp8moe::quantize_mxfp4", "fp8moe::quantize_int4"),
         "fp8moe::prompt_attention_backward",
     }
-    assert defined - set(recorded["operators"]) - of_pytorch == others
+    reached = {name for found in recorded.values() for name in found["operators"]}
+    assert defined - reached - of_pytorch == others
 
 
-def test_calls_launch_what_they_are_made_for(recorded):
-    assert all(recorded["calls"])
-    launched = [launch for launches in recorded["calls"] for launch in launches]
-    assert len(launched) > len(recorded["calls"])
-    assert {launch["kernel"] for launch in launched} == set(range(len(recorded["kernels"])))
+@pytest.mark.parametrize("group", GROUPS)
+def test_calls_launch_what_they_are_made_for(recorded, group):
+    calls, kernels = recorded[group]["calls"], recorded[group]["kernels"]
+    assert all(calls)
+    launched = [launch for launches in calls for launch in launches]
+    assert len(launched) > len(calls)
+    assert {launch["kernel"] for launch in launched} == set(range(len(kernels)))
     # Clusters, programmatic dependent launch and tensor maps are among it.
     assert any(launch["attributes"] for launch in launched)
     assert any(argument[0] == "tensor map" for launch in launched for argument in launch["arguments"])
-    text = json.dumps(recorded["calls"])
+    text = json.dumps(calls)
     assert "0x" not in text and "torch" not in text
 
 
 @pytest.mark.parametrize("field", ["grid", "block", "shared", "attributes", "arguments"])
 def test_what_is_launched_counts(recorded, one_of_each, field):
-    before = fingerprint(recorded["calls"], one_of_each)
-    calls = json.loads(json.dumps(recorded["calls"]))
+    before = fingerprint(recorded["kernels"]["calls"], one_of_each)
+    calls = json.loads(json.dumps(recorded["kernels"]["calls"]))
     calls[-1][-1][field] = 7
     assert fingerprint(calls, one_of_each) != before
 
@@ -293,7 +308,7 @@ def test_python_counts_where_it_changes_what_is_launched(tmp_path):
     rewrite(trees[1])
     for change, tree in zip(CHANGES.values(), trees[2:], strict=True):
         change(tree)
-    first, same, *others = (found["digest"] for found in record(FEW, *trees))
+    first, same, *others = (found["kernels"] for found in record(FEW, *trees))
     assert first == same
     assert len({first, *others}) == 1 + len(CHANGES), dict(zip(CHANGES, others, strict=True))
 
@@ -303,9 +318,10 @@ def test_a_tree_that_cannot_be_recorded_is_an_error(tmp_path):
         digest(tmp_path)
 
 
-def test_stored_validation_is_of_these_sources_and_without_problems(recorded, kernels):
-    path = ROOT / "validation/kernels.json"
-    assert path.exists(), "run `make validate` and commit validation/kernels.json"
+@pytest.mark.parametrize("file", [KERNELS, LATENT], ids=lambda file: file.group)
+def test_stored_validation_is_of_these_sources_and_without_problems(recorded, kernels, file):
+    path = ROOT / "validation" / file.name
+    assert path.exists(), f"run `python -m tools.validate --group {file.group}` and commit validation/{file.name}"
     content = json.loads(path.read_text())
-    assert problems(content, fingerprint(recorded["calls"], kernels)) == []
-    assert len({content[part]["versions"]["gpu"] for part in ("tests", "sanitizer", "benchmarks")}) == 1
+    assert problems(content, fingerprint(recorded[file.group]["calls"], kernels[file.group]), file) == []
+    assert len({content[part]["versions"]["gpu"] for part in file.parts}) == 1

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from tests import conftest
-from tools import validate
+from tests.gpu import sanitize_cases
+from tools import validate, variants
+from tools.validate import KERNELS, LATENT, MODELS
 
 CLEAN = {
     "digest": "d",
     "tests": {"passed": 3, "failed": 0, "skipped": 0, "failures": [], "skips": [], "exit_code": 0},
     "sanitizer": {tool: {"errors": 0, "exit_code": 0, "tail": []} for tool in validate.SANITIZERS},
-    "benchmarks": {name: {"rows": [], "thresholds": []} for name in validate.BENCHMARKS["benchmarks"]},
+    "benchmarks": {name: {"rows": [], "thresholds": []} for name in KERNELS.benchmarks["benchmarks"]},
 }
 
 
@@ -44,8 +46,8 @@ def changed(*path, value):
     ],
 )
 def test_problems_are_named(content, word):
-    assert validate.problems(CLEAN, "d") == []
-    assert any(word in problem for problem in validate.problems(content, "d"))
+    assert validate.problems(CLEAN, "d", KERNELS) == []
+    assert any(word in problem for problem in validate.problems(content, "d", KERNELS))
 
 
 def test_parts_are_merged_only_for_the_same_digest():
@@ -92,7 +94,7 @@ def test_what_fails_beside_others_runs_again_alone(tmp_path):
     mark = "@pytest.mark.parametrize('x', [1.5])\n"
     (directory / "test_once.py").write_text(f"{head}{mark}{once}    assert len(seen.read_text()) > 1\n")
     (directory / "test_bad.py").write_text(f"{head}def test_good(): pass\ndef test_it(): assert False\n")
-    result = validate.run_tests(tmp_path)
+    result = validate.run_tests(tmp_path, KERNELS.tests)
     assert result["failures"] == ["tests.gpu.test_bad::test_it"]
     assert result["passed_alone"] == ["tests.gpu.test_once::test_once[1.5]"]
     assert (result["passed"], result["failed"], result["exit_code"]) == (2, 1, 1)
@@ -106,11 +108,11 @@ def test_what_fails_beside_others_runs_again_alone(tmp_path):
         with pytest.raises(SystemExit, match="--again needs tests"):
             validate.run_failures(tmp_path, stale, "d")
     (directory / "test_bad.py").write_text("import no_such_module\n")
-    result = validate.run_tests(tmp_path)
+    result = validate.run_tests(tmp_path, KERNELS.tests)
     assert result["failed"] == 1 and result["exit_code"]
     (directory / "test_bad.py").unlink()
     (directory / "seen").unlink()
-    result = validate.run_tests(tmp_path)
+    result = validate.run_tests(tmp_path, KERNELS.tests)
     assert (result["passed"], result["failed"], result["exit_code"], result["failures"]) == (1, 0, 0, [])
 
 
@@ -129,14 +131,14 @@ def test_processes_begin_with_different_gpus_and_see_all(monkeypatch, tmp_path):
     seen = "os.environ['PYTEST_XDIST_WORKER'] + os.environ['CUDA_VISIBLE_DEVICES']"
     lines = "".join(one.format(number, seen) for number in range(2))
     (directory / "test_seen.py").write_text(f"import os, pathlib, time, pytest\n{lines}")
-    assert validate.run_tests(tmp_path)["passed"] == 2
+    assert validate.run_tests(tmp_path, KERNELS.tests)["passed"] == 2
     assert {file.read_text() for file in tmp_path.glob("seen*")} == {"gw00,1", "gw11,0"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert validate.listed_gpus() == {}
 
 
 def test_benchmarks_that_are_done_do_not_run_again(monkeypatch):
-    ran, names = [], validate.BENCHMARKS["benchmarks"][:3]
+    ran, names = [], KERNELS.benchmarks["benchmarks"][:3]
     first, second, third = names
 
     def benchmark(name):
@@ -156,9 +158,9 @@ def test_benchmarks_of_other_versions_run_again(monkeypatch, tmp_path, again):
     given, path = [], tmp_path / "file.json"
     monkeypatch.setattr(validate, "require_gpu", lambda: None)
     monkeypatch.setattr(validate.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(validate, "digest", lambda root: "d")
+    monkeypatch.setattr(validate, "digest", lambda root, group: "d")
     monkeypatch.setitem(
-        validate.PARTS, "benchmarks", lambda root, save, done: given.append(done) or CLEAN["benchmarks"]
+        validate.PARTS, "benchmarks", lambda file, root, save, done: given.append(done) or CLEAN["benchmarks"]
     )
     arguments = [*(["--again"] if again else []), "--only", "benchmarks", "--out", str(path)]
     path.write_text(json.dumps(CLEAN))
@@ -172,26 +174,34 @@ def test_benchmarks_of_other_versions_run_again(monkeypatch, tmp_path, again):
 def test_missed_thresholds_are_listed_with_their_limit():
     missed = {"name": "time", "value": 30.0, "limit": 25, "unit": "us", "passed": False}
     content = changed("benchmarks", "host", value={"rows": [], "thresholds": [missed, missed | {"passed": True}]})
-    assert validate.missed_thresholds(content) == ["time: 30, limit 25 us"]
+    assert validate.missed_thresholds(content, KERNELS) == ["time: 30, limit 25 us"]
 
 
 def test_every_recorded_benchmark_is_there_to_run():
-    for name in (*validate.BENCHMARKS["benchmarks"], *validate.BENCHMARKS["models"]):
+    for name in (name for file in validate.FILES for names in file.benchmarks.values() for name in names):
         assert validate.BY_NAME[name].name == name
 
 
-@pytest.mark.parametrize("parts", ["tests,everything", "tests,models"])
-def test_parts_that_cannot_be_run_are_refused(parts, capsys):
+@pytest.mark.parametrize(
+    ("group", "parts", "message"),
+    [
+        ("kernels", "tests,everything", "no part everything"),
+        ("kernels", "tests,models", "models have a file of their own"),
+        ("latent", "models", "no part models in group latent"),
+        ("other", "tests", "invalid choice: 'other'"),
+    ],
+)
+def test_parts_that_cannot_be_run_are_refused(group, parts, message, capsys):
     with pytest.raises(SystemExit):
-        validate.main(["--only", parts])
-    assert parts.partition(",")[2] in capsys.readouterr().err
+        validate.main(["--group", group, "--only", parts])
+    assert message in capsys.readouterr().err
 
 
 def test_whole_models_have_a_file_of_their_own(monkeypatch, tmp_path):
     monkeypatch.setattr(validate, "ROOT", tmp_path)
     monkeypatch.setattr(validate, "require_gpu", lambda: None)
     monkeypatch.setattr(validate.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(validate, "digest", lambda root: "d")
+    monkeypatch.setattr(validate, "digest", lambda root, group: "d")
     monkeypatch.setattr(validate, "versions", dict)
     missed = {"name": "a step", "value": 3.0, "limit": 2, "unit": "ms", "passed": False}
     ran = []
@@ -199,7 +209,7 @@ def test_whole_models_have_a_file_of_their_own(monkeypatch, tmp_path):
     def benchmark(name):
         return SimpleNamespace(run=lambda: ran.append(name) or {"rows": [{}], "thresholds": [missed]})
 
-    for name in validate.BENCHMARKS["models"]:
+    for name in MODELS.benchmarks["models"]:
         monkeypatch.setitem(validate.BY_NAME, name, benchmark(name))
     for again, count in (([], 2), (["--again"], 2), ([], 4)):
         assert validate.main([*again, "--only", "models"]) == 0
@@ -208,14 +218,53 @@ def test_whole_models_have_a_file_of_their_own(monkeypatch, tmp_path):
     assert content["digest"] == "d" and set(content["models"]) == {"date", "versions", "decode", "requests"}
     assert not (tmp_path / "validation/kernels.json").exists()
     del content["models"]["requests"]
-    assert validate.problems(content, "d", ("models",)) == ["benchmark requests: missing"]
+    assert validate.problems(content, "d", MODELS) == ["benchmark requests: missing"]
+
+
+def test_each_group_has_a_file_of_its_own(monkeypatch, tmp_path):
+    assert {file.group for file in validate.FILES} == variants.GROUPS.keys() == sanitize_cases.CASES.keys()
+    monkeypatch.setattr(validate, "ROOT", tmp_path)
+    monkeypatch.setattr(validate, "require_gpu", lambda: None)
+    monkeypatch.setattr(validate, "find_sanitizer", lambda: "")
+    monkeypatch.setattr(validate, "digest", lambda root, group: f"of {group}")
+    monkeypatch.setattr(validate, "versions", dict)
+    ran = []
+    failed = CLEAN["tests"] | {"failed": 1, "failures": ["test_x::test_y"], "exit_code": 1}
+    monkeypatch.setattr(validate, "run_tests", lambda root, tests: ran.append(tests) or failed)
+    monkeypatch.setattr(validate, "run_alone", lambda root, found: ran.append(found["failures"]) or CLEAN["tests"])
+    monkeypatch.setattr(validate, "run_sanitizer", lambda root, group: ran.append(group) or CLEAN["sanitizer"])
+    benchmark = SimpleNamespace(run=lambda: ran.append("benchmark") or {"rows": [{}]})
+    monkeypatch.setitem(validate.BY_NAME, "latent", benchmark)
+    arguments = ["--group", "latent"]
+    assert validate.main(arguments) == 1
+    assert ran == [("tests/gpu/latent",), "latent", "benchmark"]
+    assert validate.main([*arguments, "--again"]) == 0
+    assert validate.main([*arguments, "--again", "--only", "benchmarks"]) == 0
+    assert ran[3:] == [["test_x::test_y"], []]
+    (path,) = (tmp_path / "validation").iterdir()
+    content = json.loads(path.read_text())
+    assert path.name == "latent.json" and list(content) == ["digest", "tests", "sanitizer", "benchmarks"]
+    assert validate.problems(content, "of latent", LATENT) == []
+    assert validate.main([*arguments, "--only", "sanitizer", "--out", str(tmp_path / "other.json")]) == 0
+    assert list(json.loads((tmp_path / "other.json").read_text())) == ["digest", "sanitizer"]
+
+
+def test_each_test_is_of_one_group(monkeypatch, tmp_path):
+    monkeypatch.setattr(validate.os, "cpu_count", lambda: 1)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    for path, count in (("tests/gpu/test_a.py", 1), ("tests/gpu/latent/test_b.py", 2)):
+        assert (validate.ROOT / path).parent.is_dir()
+        (tmp_path / path).parent.mkdir(parents=True)
+        lines = "".join(f"@pytest.mark.gpu\ndef test_{number}(): pass\n" for number in range(count))
+        (tmp_path / path).write_text(f"import pytest\n{lines}")
+    assert [validate.run_tests(tmp_path, file.tests)["passed"] for file in (KERNELS, LATENT)] == [1, 2]
 
 
 def test_the_stored_file_of_whole_models_is_complete_and_current():
     kernels, models = (
         json.loads((validate.ROOT / "validation" / name).read_text()) for name in ("kernels.json", "models.json")
     )
-    found = validate.problems(models, kernels["digest"], ("models",))
+    found = validate.problems(models, kernels["digest"], MODELS)
     assert not found, "run `python -m tools.validate --only models` and commit validation/models.json"
 
 
