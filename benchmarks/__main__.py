@@ -11,9 +11,10 @@ from benchmarks.routines import kernels, policy, refit, serving, tiles, warmup
 BENCHMARKS: dict[str, Benchmark] = {
     one.name: one
     for one in (
-        *(kernels.QUANTIZE, kernels.TRANSPOSE, kernels.MQA, kernels.ATTENTION, kernels.BATCH_INVARIANCE),
+        *(kernels.QUANTIZE, kernels.TRANSPOSE, kernels.MQA, kernels.ATTENTION, kernels.LATENT),
+        kernels.BATCH_INVARIANCE,
         tiles.CHOICE,
-        *(host.HOST, training.TRAINING, lora.LORA, decode.DECODE, load.LOAD),
+        *(host.HOST, training.TRAINING, lora.LORA, decode.DECODE, decode.LATENT_DECODE, load.LOAD),
         *(serving.REQUESTS, serving.SERVE, refit.REFIT, policy.POLICY, warmup.WARMUP),
     )
 }

@@ -11,6 +11,8 @@
   in PyTorch's attention; `prefill_fa3`: in FlashAttention-3's, if `fa3-fwd` is installed.
 - Sampling: time of a step whose tokens are sampled, with a repetition penalty; `over_greedy`: extra time relative to a
   greedy step.
+- `latent_decode`: a model with latent attention, GLM-4.7-Flash, in fp8moe's attention and in its own: steps after
+  CACHED random latents, and prefill.
 - First: seconds from the construction of a decoder with the batch sizes FIRST_SIZES to its first token: `new_s` in a
   process with empty disk caches, `again_s` in another process with the caches that the first one filled. `beside_gb`:
   GPU memory that the second process used for anything but weights, keys and values.
@@ -29,7 +31,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -42,8 +44,9 @@ from torch import Tensor, nn
 from benchmarks import roofline, timing
 from benchmarks.report import Bar, Benchmark, Option, start
 from benchmarks.whole_models import CONFIGS, FORMATS, build
-from fp8moe.decode import GraphDecoder
+from fp8moe.decode import GraphDecoder, latents
 from fp8moe.hf.fused import flash_attention_3
+from fp8moe.hf.fused.attention import UnsupportedAttention
 
 CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (32, 8192))
 BF16_CASES = CASES[:3]
@@ -285,6 +288,75 @@ DECODE = Benchmark(
         "batch": Option(()),
         "prompt": Option((512,)),
     },
+)
+
+CACHED = 8192
+GLM_LAYERS = 47
+LATENT_PREFILL = (4, 4096)
+
+
+def own_attention() -> AbstractContextManager:
+    """Return a context in which decoders leave latent attention to the model."""
+    refused = UnsupportedAttention("latent attention, for comparison")
+    return mock.patch.object(latents, "attend", mock.Mock(side_effect=refused))
+
+
+def measure_cached_step(model: Any, batch: int) -> float:
+    """Return milliseconds per decode step after CACHED tokens of random latents."""
+    decoder = GraphDecoder(model, batch_sizes=(batch,), max_length=CACHED + ROOM)
+    decoder.generate(random_prompts(model, batch, 8), max_new_tokens=2, eos_token_id=())
+    step = decoder.steps[batch]
+    for layer in step.cache.layers:
+        for values in (layer.keys, layer.values):
+            values.normal_()
+    for tensor in (step.count, step.finished, step.failed, step.begin):
+        tensor.zero_()
+    step.limit.fill_(ROOM)
+    times = []
+    for _ in range(REPEATS):
+        step.columns.fill_(CACHED)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        step.replay()
+        begin.record()
+        for _ in range(MANY):
+            step.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / MANY)
+    decoder.close()
+    return statistics.median(times)
+
+
+def measure_latents(layers: int = GLM_LAYERS) -> Iterator[dict]:
+    """Measure steps and prefill of a model with latent attention, in fp8moe's attention and in the model's own."""
+    model = build("glm-4.7-flash", layers=layers)
+    for batch, prompt in ((1, CACHED), (64, CACHED), LATENT_PREFILL):
+        what = "prefill" if (batch, prompt) == LATENT_PREFILL else "decode"
+        found = {}
+        for name, context in (("latent", nullcontext()), ("own", own_attention())):
+            with context:
+                found[name] = (
+                    measure_prefill(model, batch, prompt)["ms"]
+                    if what == "prefill"
+                    else measure_cached_step(model, batch)
+                )
+        row = {"what": what, "batch": batch, "prompt": prompt, "ms": found["latent"], "own_ms": found["own"]}
+        yield row | {"own_over": found["own"] / found["latent"]}
+
+
+LATENT_DECODE = Benchmark(
+    "latent_decode",
+    measure_latents,
+    ("what", "batch", "prompt", "ms", "own_ms", "own_over"),
+    [
+        Bar(
+            f"the model's own latent attention over fp8moe's, {what}, batch {{batch}}",
+            *("own_over", limit, None, {"what": what, "batch": batch}),
+            at_least=True,
+        )
+        for what, batch, limit in (("decode", 64, 2.0), ("prefill", 4, 1.2))
+    ],
+    {"layers": Option(GLM_LAYERS)},
 )
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "first_k_dense_replace": 1, "rope_parameters": _YARN}
         | {"max_position_embeddings": 163840},
     ),
+    "glm-4.7-flash": ("glm4_moe_lite", {}),
     "gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
     "gpt-oss-120b": ("gpt_oss", {"num_hidden_layers": 36, "num_local_experts": 128}),
 }

@@ -324,6 +324,99 @@ ATTENTION = Benchmark(
     ],
 )
 
+LATENT_CASES = [
+    *({"heads": heads, "batch": batch, "tokens": 8192} for heads in (16, 20, 128) for batch in (1, 64)),
+    {"heads": 16, "batch": 64, "tokens": 512},
+    {"heads": 16, "batch": 64, "tokens": 8192, "queries": 4},
+    {"heads": 16, "batch": 64, "tokens": 8192, "chosen": 2048},
+    {"heads": 128, "batch": 64, "tokens": 8192, "chosen": 2048},
+    {"heads": 128, "batch": 1, "tokens": 32768, "queries": 2048, "chosen": 2048},
+]
+"""Numbers of heads, sequences, latents of a sequence, queries of a sequence, and latents that each query has chosen."""
+LATENT_VALUES, ROTARY = 512, 64
+
+
+def latent() -> Iterator[dict]:
+    """Time attention over bfloat16 latents: of the last tokens of sequences, over all latents or chosen ones.
+
+    The bandwidth counts one read of each latent that is seen, and of each that a query has chosen. `over_pytorch`: the
+    time of products and a softmax in PyTorch, which make all scores, over that of the kernel.
+    """
+    make, scale = calls.Operands(DEVICE), (LATENT_VALUES + ROTARY) ** -0.5
+    for case in LATENT_CASES:
+        heads, batch, tokens, queries, chosen = (({"queries": 1, "chosen": 0} | case)[name] for name in LATENT_COLUMNS)
+        q = make.normal(batch, queries, heads, LATENT_VALUES + ROTARY)
+        latents = make.normal(batch, tokens, LATENT_VALUES + ROTARY)
+        lengths = make.integers([tokens] * batch)
+        indices = None
+        if chosen:
+            drawn = torch.rand(batch, queries, tokens, device=DEVICE).argsort(-1)[..., :chosen]
+            indices = drawn.int()
+        how = {"value_size": LATENT_VALUES, "scale": scale}
+        made = [partial(fp8moe.latent_attention, q, latents, lengths, indices=indices, **how)]
+        check("latent attention", made[0])
+        if queries == 1 and not chosen:
+            made.append(partial(_by_products, q[:, 0], latents, scale))
+        own, *products = timing.measure(made, rests=[REST] * len(made))
+        read = batch * queries * chosen if chosen else batch * tokens
+        pairs = heads * (read if chosen else batch * (queries * tokens - queries * (queries - 1) // 2))
+        yield {
+            **dict(zip(LATENT_COLUMNS, (heads, batch, tokens, queries, chosen), strict=True)),
+            **rates(2 * read * (LATENT_VALUES + ROTARY), own.median_us),
+            "tflops": 2 * pairs * (2 * LATENT_VALUES + ROTARY) / own.median_us / 1e6,
+            "over_pytorch": products[0].median_us / own.median_us if products else None,
+        }
+        del q, latents, indices, made
+
+
+def _by_products(q: Tensor, latents: Tensor, scale: float) -> Tensor:
+    """Attention of one query a sequence by PyTorch's products, with scores and their softmax in float32."""
+    scores = torch.empty((*q.shape[:2], latents.shape[1]), dtype=torch.float32, device=q.device)
+    keys = latents.mT
+    if q.is_cuda:
+        torch.baddbmm(scores, q, keys, torch.float32, beta=0, alpha=scale, out=scores)
+    else:  # PyTorch has bfloat16 products with float32 results on GPUs only
+        torch.baddbmm(scores, q.float(), keys.float(), beta=0, alpha=scale, out=scores)
+    return torch.bmm(scores.softmax(-1).to(q.dtype), latents[..., :LATENT_VALUES])
+
+
+LATENT_COLUMNS = ("heads", "batch", "tokens", "queries", "chosen")
+LATENT = Benchmark(
+    "latent",
+    latent,
+    (*LATENT_COLUMNS, *RATES, "tflops", "over_pytorch"),
+    [
+        *(
+            Bar(
+                f"latent attention, {heads} heads, 64 x 8192, share of the copy bandwidth",
+                *("of_copy", 0.80, 0.90, {"heads": heads, "batch": 64, "tokens": 8192, "queries": 1, "chosen": 0}),
+                at_least=True,
+            )
+            for heads in (16, 20)
+        ),
+        *(
+            Bar(
+                f"latent attention, {heads} heads, 1 x 8192",
+                *("us", 15, 12, {"heads": heads, "batch": 1, "tokens": 8192}),
+                unit="us",
+            )
+            for heads in (16, 20)
+        ),
+        Bar(
+            "latent attention, 128 heads, 64 x 8192",
+            *("tflops", 450, 600, {"heads": 128, "batch": 64, "tokens": 8192, "chosen": 0}),
+            at_least=True,
+            unit="TFLOPS",
+        ),
+        Bar(
+            "latent attention of a prompt, 128 heads, 2048 chosen latents",
+            *("tflops", 350, 500, {"heads": 128, "queries": 2048}),
+            at_least=True,
+            unit="TFLOPS",
+        ),
+    ],
+)
+
 DENSE_M, TOKENS = (1, 16, 64, 512, 4096), (1, 16, 64, 512, 4096)
 FEW, MANY = 64, 512  # the bars are for calls with at most FEW tokens and with at least MANY tokens
 

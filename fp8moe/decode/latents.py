@@ -27,6 +27,9 @@ from fp8moe.kernels.latent import latent_attention
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import config
 
+ROWS_AT_A_TIME = 1 << 18
+"""Absorbed queries, of all heads and sequences, that are in memory at a time: 302 MB for latents of 576 values."""
+
 _modules: WeakKeyDictionary[Any, tuple[nn.Module, ...]] = WeakKeyDictionary()
 """Maps each model to its modules with latent attention."""
 
@@ -95,14 +98,25 @@ def attend(
     if weight is None:
         raise UnsupportedAttention(f"a kv_b_proj that cannot be absorbed ({type(module.kv_b_proj).__name__})")
     to_keys, to_values = weight.view(heads, -1, rank).tensor_split([size - rest], dim=1)
-    passed = query[..., : size - rest].transpose(0, 1).reshape(heads, batch * new, -1)
-    absorbed = torch.bmm(passed, to_keys).view(heads, batch, new, rank).permute(1, 2, 0, 3)
-    q = torch.cat((absorbed, query[..., size - rest :].transpose(1, 2)), dim=-1)
-    seen: dict[str, Tensor] = {"begin": metadata.first} if indices is None else {"indices": metadata.seen(indices)}
-    latents = _joined(latent, metadata.length, rest)
-    out = latent_attention(q, latents, metadata.ends, value_size=rank, scale=scale, **seen)
-    out = torch.bmm(out.permute(2, 0, 1, 3).reshape(heads, batch * new, rank), to_values.transpose(1, 2))
-    return out.view(heads, batch, new, -1).permute(1, 2, 0, 3)
+    latents, chosen = _joined(latent, metadata.length, rest), None if indices is None else metadata.seen(indices)
+    out = query.new_empty((batch, new, heads, to_values.shape[1]))
+    at_a_time = max(1, ROWS_AT_A_TIME // (batch * heads))
+    for first in range(0, new, at_a_time):
+        part = slice(first, first + at_a_time)
+        passed, rotated = query[:, :, part].split([size - rest, rest], dim=-1)
+        q = torch.cat((_by_heads(passed, to_keys), rotated.transpose(1, 2)), dim=-1)
+        how = {"begin": metadata.first} if chosen is None else {"indices": chosen[:, part]}
+        ends = metadata.ends - max(0, new - part.stop)
+        found = latent_attention(q, latents, ends, value_size=rank, scale=scale, **how)
+        out[:, part] = _by_heads(found.transpose(1, 2), to_values.transpose(1, 2))
+    return out
+
+
+def _by_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the products (B, T, heads, N) of x (B, heads, T, K) and weight (heads, K, N)."""
+    batch, heads, new, _ = x.shape
+    flat = torch.bmm(x.transpose(0, 1).reshape(heads, batch * new, -1), weight)
+    return flat.view(heads, batch, new, -1).permute(1, 2, 0, 3)
 
 
 def _joined(latent: Tensor, length: int, rest: int) -> Tensor:

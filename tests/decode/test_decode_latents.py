@@ -151,3 +151,15 @@ def test_refusals_by_name(models):
             GraphDecoder(model, batch_sizes=(1,), max_length=32)
     finally:
         model.float()
+
+
+@pytest.mark.parametrize("name", [DENSE[0], SPARSE[1]])
+def test_many_queries_are_attended_to_in_parts(name, models, calls, monkeypatch):
+    model = models[name]
+    ids = prompts(2, 30, seed=2)
+    mask = torch.ones(2, 30 - NEW, dtype=torch.bool)
+    monkeypatch.setattr(latents, "ROWS_AT_A_TIME", 5 * 2 * model.config.num_attention_heads)
+    decoder = GraphDecoder(model, batch_sizes=(2,), max_length=64, prefill_chunk=13)
+    calls.clear()
+    close(forced_logits(decoder, ids, mask), expected_logits(model, ids, mask))
+    assert {queries for queries, _ in calls} == {5, 3, 4, 1}

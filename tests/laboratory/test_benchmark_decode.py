@@ -59,7 +59,7 @@ def shrink(name, monkeypatch):
     model_type, options = whole_models.CONFIGS[name]
     config = transformers.AutoConfig.for_model(model_type, **options)
     small = {key: min(value, found) for key, value in SMALL.items() if (found := getattr(config, key, None))}
-    if model_type == "deepseek_v3":
+    if model_type in ("deepseek_v3", "glm4_moe_lite"):
         small["num_key_value_heads"] = small["num_attention_heads"]
         del small["head_dim"]
     monkeypatch.setitem(whole_models.CONFIGS, name, (model_type, options | small))

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+import fp8moe
 from benchmarks import calls, distributed, host, report, roofline, tables, timing, training
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.calls import Case
@@ -102,6 +103,22 @@ def test_attention_over_both_caches(monkeypatch):
     bf16, fp8 = kernels.attention()
     assert [row["gbps"] for row in (bf16, fp8)] == pytest.approx([2 * 2 * 2 * 40 * each / 3e3 for each in (64, 36)])
     assert bf16["of_bf16"] == fp8["of_bf16"] == 1
+
+
+def test_attention_over_latents(monkeypatch):
+    cases = [{"heads": 2, "batch": 2, "tokens": 40}, {"heads": 2, "batch": 1, "tokens": 40, "queries": 3, "chosen": 8}]
+    monkeypatch.setattr(kernels, "LATENT_CASES", cases)
+    dense, chosen = kernels.latent()
+    assert dense["gbps"] == pytest.approx(2 * 80 * 576 / 3e3) and dense["over_pytorch"] == 1
+    assert dense["tflops"] == pytest.approx(2 * 2 * 80 * (576 + 512) / 3e6)
+    assert chosen["gbps"] == pytest.approx(2 * 24 * 576 / 3e3) and chosen["over_pytorch"] is None
+
+
+def test_products_are_latent_attention():
+    make = calls.Operands("cpu")
+    q, latents = make.normal(2, 1, 4, 576), make.normal(2, 30, 576)
+    expected = fp8moe.latent_attention(q, latents, make.integers([30, 30]), value_size=512, scale=0.05)
+    torch.testing.assert_close(kernels._by_products(q[:, 0], latents, 0.05), expected[:, 0], rtol=0.02, atol=0.02)
 
 
 def test_what_differs_from_the_reference_is_not_timed(monkeypatch):

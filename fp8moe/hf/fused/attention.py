@@ -69,26 +69,44 @@ class AttentionMetadata:
         begin, last = self._bounds
         return torch.where((indices >= begin) & (indices <= last), indices, -1).int()
 
-    def __getitem__(self, index: tuple) -> Tensor:
-        """Return which columns each query sees, (B, T, end) bool: what transformers' indexers take of a mask.
+    def __getitem__(self, index: tuple) -> "Visible":
+        """Return which columns each query sees, as transformers' indexers read it from a mask.
 
         index: [:, 0, :, :], of a mask (B, 1, T, end).
         """
         if index != (slice(None), 0, slice(None), slice(None)):
             raise UnsupportedAttention(f"a mask that is read at {index}")
-        return self._mask
-
-    @cached_property
-    def _mask(self) -> Tensor:
-        begin, last = self._bounds
-        columns = torch.arange(self.length if self.end is None else self.end, device=begin.device)
-        return (columns >= begin) & (columns <= last)
+        return Visible(*self._bounds, self.length if self.end is None else self.end)
 
     @property
     def _bounds(self) -> tuple[Tensor, Tensor]:
         """The first and the last column that each query sees, (B, 1, 1) and (B, T, 1)."""
         new = torch.arange(self.new_tokens, device=self.begin.device)
         return self.begin[:, None, None], (self.columns[:, None] + new)[..., None]
+
+
+class Visible:
+    """A mask (B, T, columns) of the columns that each query sees, made only where it is read.
+
+    first (B, 1, 1), last (B, T, 1): the first and the last column that each query sees.
+    """
+
+    dtype = torch.bool
+
+    def __init__(self, first: Tensor, last: Tensor, columns: int):
+        self.first, self.last, self.columns = first, last, columns
+
+    def expand(self, *_: int) -> "Visible":
+        return self
+
+    def __getitem__(self, part: tuple[slice, slice]) -> Tensor:
+        """Return the mask of some rows and queries."""
+        rows, queries = part
+        columns = torch.arange(self.columns, device=self.first.device)
+        return (columns >= self.first[rows]) & (columns <= self.last[rows, queries])
+
+    def __invert__(self) -> Tensor:
+        return ~self[:, :]
 
 
 class UnsupportedAttention(ValueError):
