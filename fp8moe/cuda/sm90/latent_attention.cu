@@ -132,10 +132,10 @@ __device__ __forceinline__ void load_queries(Shared& shared, Pipeline<1>& querie
 }
 
 #if CHOSEN
-// Called by the four warps that gather: each has 16 latents of a tile.
+// Called by the four warps that gather: each has 16 latents of a tile, of which eight lanes copy one, 128 bytes at a
+// time.
 __device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, const TensorMap&, const Arguments& a,
                                         const Groups& groups, WorkRange work, int warp) {
-  constexpr int CHUNKS = WIDTH / 8;  // of 16 bytes in a latent
   const int lane = lane_id();
   Pipeline<STAGES> ring(shared.ring);
   Pipeline<1> queries(shared.query_ring);
@@ -156,14 +156,17 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, cons
       if (a.table && there) row = min(max(__ldg(ids + index / TILE), 0), a.table_blocks - 1) * TILE + index % TILE;
       const u32 bits = __ballot_sync(FULL_WARP, there) & 0xFFFF;
       ring.acquire();
-#pragma unroll 4
-      for (int copy = lane; copy < 16 * CHUNKS; copy += WARP) {
-        const int of = copy / CHUNKS, chunk = copy % CHUNKS, stored = warp * 16 + of;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int of = lane / 8 + 4 * k, stored = warp * 16 + of;
         const int from = __shfl_sync(FULL_WARP, row, of);
         const bool real = bits >> of & 1;
-        const u32 target = shared_address(shared.latents[ring.stage][chunk / 8]) + stored * 128;
-        const u16* source = a.latents + (real ? static_cast<long long>(from) * WIDTH + chunk * 8 : 0);
-        async_copy_16(target + (chunk % 8 ^ stored % 8) * 16, source, real);
+        const u32 target = shared_address(shared.latents[ring.stage]) + stored * 128 + (lane % 8 ^ stored % 8) * 16;
+        const u16* source = a.latents + (real ? static_cast<long long>(from) * WIDTH : 0) + lane % 8 * 8;
+#pragma unroll
+        for (int panel = 0; panel < PANELS; ++panel) {
+          async_copy_16(target + panel * PANEL_BYTES, source + panel * PANEL_COLUMNS, real);
+        }
       }
       if (lane == 0) {
         shared.there[ring.stage][warp] = static_cast<u16>(bits);

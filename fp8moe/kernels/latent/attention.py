@@ -17,7 +17,7 @@ from fp8moe.kernels.latent.sm90 import (
     Arguments,
     MergeArguments,
     attention_spec,
-    merge_columns,
+    merge_grid,
     merge_spec,
 )
 from fp8moe.quant.formats import ceil_div
@@ -138,12 +138,8 @@ def _kernels(device_index: int, operands: LatentOperands) -> _Kernels:
     merge_arguments = MergeArguments(rows=rows)
     kernel = load(attention_spec(indices is not None))
     attend = Launcher(kernel, grid=blocks, block=THREADS, smem=SHARED_LIMIT, args=(*maps, arguments))
-    groups = arguments.sequences * ceil_div(rows, ROWS)
-    columns = merge_columns(groups)
-    grid = min(groups, blocks), min(rows, ROWS), VALUE // columns
-    merge = Launcher(
-        load(merge_spec(blocks, columns)), grid=grid, block=MERGE_THREADS, pdl=True, args=(merge_arguments,)
-    )
+    parts, grid = merge_grid(arguments.sequences * ceil_div(rows, ROWS), min(rows, ROWS), blocks)
+    merge = Launcher(load(merge_spec(blocks, parts)), grid=grid, block=MERGE_THREADS, pdl=True, args=(merge_arguments,))
     return _Kernels(attend, merge, maps, arguments, merge_arguments, blocks)
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 
+from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime.jit import KernelSpec, constants
 from fp8moe.runtime.sm90 import SHARED_LIMIT, WARPGROUP, wgmma_source
 
@@ -18,8 +19,10 @@ THREADS = 3 * WARPGROUP
 _STAGES = 2
 _SCORED = TILE // 2
 # Math threads need 128 registers for sums and 16 for scores; all threads together have 65536.
-_MATH_REGISTERS, _PRODUCER_REGISTERS = 224, 56
+_MATH_REGISTERS, _PRODUCER_REGISTERS = 216, 72
 MERGE_THREADS = 512
+_WARP_COLUMNS = 128
+_FEW_GROUPS = 8
 
 
 class Arguments(ctypes.Structure):
@@ -46,7 +49,6 @@ class MergeArguments(ctypes.Structure):
 def attention_spec(chosen: bool) -> KernelSpec:
     """Return the spec of the kernel that attends. chosen: each query reads the latents that indices name."""
     values = {
-        "CHOSEN": int(chosen),
         "THREADS": THREADS,
         "STAGES": _STAGES,
         "MATH_REGISTERS": _MATH_REGISTERS,
@@ -56,21 +58,25 @@ def attention_spec(chosen: bool) -> KernelSpec:
     }
     scores = wgmma_source(_SCORED, name="wgmma_scores", bfloat16=True)
     sums = wgmma_source(VALUE // 2, name="wgmma_values", bfloat16=True, across=True)
-    return KernelSpec("latent_attention.cu", "latent_attention", prelude=constants(values) + scores + sums)
+    defines = (("CHOSEN", int(chosen)),)  # a macro, because it chooses code with #if
+    return KernelSpec("latent_attention.cu", "latent_attention", defines, prelude=constants(values) + scores + sums)
 
 
-def merge_spec(blocks: int, columns: int) -> KernelSpec:
-    """Return the spec of the kernel that adds up what several thread blocks have of one sequence.
+def merge_spec(blocks: int, parts: int) -> KernelSpec:
+    """Return the spec of the kernel that adds up what several thread blocks have of one group.
 
-    blocks: of the kernel that attends. columns: how many of the values a thread block adds up.
+    blocks: of the kernel that attends. parts: how many warps share the pieces of some columns of a row.
     """
-    defines = ("THREADS", MERGE_THREADS), ("COLUMN_THREADS", columns // 4), ("BLOCKS", blocks)
+    defines = ("THREADS", MERGE_THREADS), ("PARTS", parts), ("BLOCKS", blocks)
     return KernelSpec("latent_merge.cu", "latent_merge", (*defines, ("ARGUMENTS_BYTES", ctypes.sizeof(MergeArguments))))
 
 
-def merge_columns(groups: int) -> int:
-    """Return how many columns a thread block adds up: few where few groups, and so many pieces of each, are shared out.
+def merge_grid(groups: int, rows: int, blocks: int) -> tuple[int, tuple[int, int]]:
+    """Return the parts of `merge_spec` and its grid. groups: of `rows` rows, at most ROWS, in all sequences.
 
-    groups: those of ROWS queries and heads, of all sequences.
+    Few groups are of many pieces each, which the warps of a thread block share; of many groups each warp takes rows.
     """
-    return VALUE // 4 if groups <= 8 else VALUE
+    items, warps = rows * (VALUE // _WARP_COLUMNS), MERGE_THREADS // 32
+    if groups <= _FEW_GROUPS:
+        return warps, (groups, items)
+    return 1, (min(groups, blocks), min(4, ceil_div(items, warps)))
