@@ -12,12 +12,19 @@ SWIZZLE_ALIGNMENT = 1024  # bytes; alignment of a tile in shared memory with a 1
 
 
 def wgmma_source(
-    columns: int, *, rows_in_registers: bool = False, name: str = "wgmma", bfloat16: bool = False, across: bool = False
+    columns: int,
+    *,
+    rows_in_registers: bool = False,
+    name: str = "wgmma",
+    bfloat16: bool = False,
+    rows_across: bool = False,
+    across: bool = False,
 ) -> str:
     """Return the CUDA source of ``name(d, a, b, accumulate)``: one m64nNk32 FP8 product with N = ``columns``.
 
     rows_in_registers: ``a`` is four registers of each thread instead of a descriptor of shared memory. bfloat16: one
-    m64nNk16 product of bfloat16 values. across: columns, not K, lie along the memory of a bfloat16 ``b``.
+    m64nNk16 product of bfloat16 values. rows_across, across: not K but rows lie along the memory of a bfloat16 ``a``,
+    columns along that of ``b``.
 
     PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async".
     """
@@ -32,7 +39,10 @@ def wgmma_source(
         a, rows, used, rows_operand, flags = "unsigned long long a", '"l"(a)', 1, f"%{count}", "p, 1, 1"
     kind = "k32.f32.e4m3.e4m3"
     if bfloat16:
-        kind, flags = "k16.f32.bf16.bf16", f"{flags}, {'' if rows_in_registers else '0, '}{int(across)}"
+        kind, flags = (
+            "k16.f32.bf16.bf16",
+            f"{flags}, {'' if rows_in_registers else f'{int(rows_across)}, '}{int(across)}",
+        )
     operands = f"{{{registers}}}, {rows_operand}, %{count + used}, {flags}"
     return f"""
 __device__ __forceinline__ void {name}(float (&d)[{count}], {a}, unsigned long long b, bool accumulate) {{

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8moe.kernels.latent import latent_attention
-from fp8moe.kernels.latent.sm90 import attention_spec, merge_spec
+from fp8moe.kernels.latent.sm90 import ROWS, attention_spec, merge_spec
 from tests import latent_cases
 from tests.errors import refused
 from tests.ptxas import without_spills
@@ -82,5 +82,9 @@ def test_wrong_operands_are_refused_by_name():
 
 
 def test_kernels_compile_without_spills():
-    for spec in (attention_spec(False), attention_spec(True), merge_spec(132, 1), merge_spec(132, 16)):
-        assert not without_spills(spec).complaints
+    for rows in ROWS:
+        for spec in (
+            *(attention_spec(chosen, rows) for chosen in (False, True)),
+            *(merge_spec(132, parts, rows) for parts in (1, 16)),
+        ):
+            assert not without_spills(spec).complaints

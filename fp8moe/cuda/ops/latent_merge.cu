@@ -4,11 +4,11 @@
 // An item is WARP_COLUMNS columns of a row. With PARTS = 1 each warp has items of its own; otherwise PARTS warps, all
 // of the thread block, share the pieces of one.
 //
-// Compile-time constants: THREADS, PARTS, BLOCKS (of latent_attention.cu), ARGUMENTS_BYTES.
+// Compile-time constants: THREADS, PARTS, BLOCKS and ROWS (of latent_attention.cu), ARGUMENTS_BYTES.
 #include "vector.cuh"
 #include "warp.cuh"
 
-constexpr int VALUE = 512, ROWS = 64;
+constexpr int VALUE = 512;
 constexpr int WARPS = THREADS / WARP;
 constexpr int WARP_COLUMNS = 4 * WARP, CHUNKS = VALUE / WARP_COLUMNS;
 constexpr int LANE_PIECES = ceil_div(BLOCKS, WARP);  // pieces of which a lane holds the weight

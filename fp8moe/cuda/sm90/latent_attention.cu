@@ -6,7 +6,8 @@
 //   out[b, t, h] = sum_j softmax_j(scale * q[b, t, h] . latent[b, j]) * latent[b, j, :VALUE]
 //                  over j < length[b] - T + 1 + t
 //
-// A group is up to 64 rows, queries and heads, of one sequence. Two math warpgroups work on a tile of 64 latents: each
+// A group is up to ROWS rows, queries and heads, of one sequence: 64, of which latent_few.cuh computes up to 32 another
+// way, FEW. Two math warpgroups work on a tile of 64 latents: each
 // scores 32 of them for all rows, hands the weights of the softmax to the other through shared memory, and sums one
 // half of the values' columns. Of the four products that a tile could be, the latents are the second operand of both:
 // keys lie along memory, values across (the descriptor's "MN-major").
@@ -14,37 +15,46 @@
 // With CHOSEN (DeepSeek-V3.2, arXiv:2512.02556, section 2) each query reads only the latents that its row of `indices`
 // names, so a group has rows of one query. Four warps gather them by asynchronous copies, in place of one thread's TMA.
 //
-// kernels/latent/sm90.py defines the constants: CHOSEN, THREADS, STAGES, registers, SHARED_BYTES, ARGUMENTS_BYTES.
+// kernels/latent/sm90.py defines the macros CHOSEN and FEW, and the constants ROWS, THREADS, STAGES, registers,
+// SHARED_BYTES, ARGUMENTS_BYTES.
 #include "pipeline.cuh"
 #include "tile_schedule.cuh"
 
 constexpr int WIDTH = 576, VALUE = 512;
-constexpr int ROWS = 64, TILE = 64;
+constexpr int TILE = 64;
 constexpr int PANEL_COLUMNS = 64;  // of 16 bits: 128 bytes, as wide as the swizzle
 constexpr int PANELS = WIDTH / PANEL_COLUMNS, VALUE_PANELS = VALUE / PANEL_COLUMNS;
 constexpr int PANEL_BYTES = TILE * 128;
 constexpr int MATH_WARPS = 8, MATH_THREADS = MATH_WARPS * WARP;
 constexpr int SCORED = TILE / 2;  // latents that a warpgroup scores
 constexpr float LOG2_E = 1.4426950408889634f;
-static_assert(THREADS == MATH_THREADS + WARPGROUP && ROWS == TILE);
+static_assert(THREADS == MATH_THREADS + WARPGROUP && (FEW ? ROWS <= 32 && ROWS % 8 == 0 : ROWS == 64));
 
-using Rows = u8[PANELS][PANEL_BYTES];  // 64 rows of WIDTH values, swizzled
+using Rows = u8[PANELS][PANEL_BYTES];    // 64 rows of WIDTH values, swizzled
+using Queries = u8[PANELS][ROWS * 128];  // ROWS of them
 
 struct alignas(SWIZZLE_ALIGNMENT) Shared {
-  Rows q;
+  Queries q;
   Rows latents[STAGES];
   union {
-    u8 weights[PANEL_BYTES];  // of the softmax, bfloat16
-    TileSums sums;            // before the first tile
+    TileSums sums;  // before the first tile
+#if FEW
+    u8 weights[2][ROWS * 128];  // of the softmax, bfloat16: of each warpgroup
+#else
+    u8 weights[PANEL_BYTES];
+#endif
   };
+#if FEW
+  alignas(8) float exchanged[2][4][ROWS];  // between the warps of each warpgroup
+#else
   float exchanged[2][2][ROWS];  // between the warpgroups, in turns
+#endif
 #if CHOSEN
   alignas(8) u16 there[STAGES][TILE / 16];  // bits of the latents of a tile that there are
 #endif
   Ring<STAGES> ring;
   Ring<1> query_ring;
 };
-static_assert(sizeof(TileSums) <= PANEL_BYTES);
 static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT <= SHARED_BYTES, "kernels/latent/sm90.py counts otherwise");
 
 // What a thread block leaves for latent_merge.cu: the group whose first tiles, but not all, are the block's last
@@ -123,7 +133,7 @@ __device__ __forceinline__ u64 values_descriptor(u32 address) {
 // Loads a group's queries, called by one thread.
 __device__ __forceinline__ void load_queries(Shared& shared, Pipeline<1>& queries, const TensorMap& q, int row) {
   queries.acquire();
-  queries.full().expect(sizeof(Rows));
+  queries.full().expect(sizeof(Queries));
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {
     tma_load(shared_address(shared.q[panel]), q, queries.full().address(), panel * PANEL_COLUMNS, row);
@@ -236,6 +246,9 @@ __device__ __forceinline__ void finish(const Arguments& a, const Groups& groups,
   if (lane == 0) a.records[blockIdx.x] = record;
 }
 
+#if FEW
+#include "latent_few.cuh"
+#else
 // Which latents of a tile a row does not see.
 struct Hidden {
 #if CHOSEN
@@ -482,6 +495,8 @@ struct Math {
     }
   }
 };
+
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     latent_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap latents,

@@ -9,7 +9,6 @@ from fp8moe.kernels.latent import checks, reference
 from fp8moe.kernels.latent.checks import LatentOperands
 from fp8moe.kernels.latent.sm90 import (
     MERGE_THREADS,
-    ROWS,
     THREADS,
     TILE,
     VALUE,
@@ -19,6 +18,7 @@ from fp8moe.kernels.latent.sm90 import (
     attention_spec,
     merge_grid,
     merge_spec,
+    rows_together,
 )
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime import autograd
@@ -89,13 +89,14 @@ class _Kernels(NamedTuple):
     arguments: Arguments
     merge_arguments: MergeArguments
     blocks: int
+    together: int
 
     def launch(self, operands: LatentOperands, out: Tensor) -> None:
         """Enqueue both kernels on PyTorch's current stream."""
         q, latents, lengths, indices, block_table, begin, *_ = operands
         index = q.get_device()
-        sums = q.new_empty((2 * self.blocks, ROWS, VALUE), dtype=torch.float32)
-        statistics = q.new_empty((2 * self.blocks, ROWS, 2), dtype=torch.float32)
+        sums = q.new_empty((2 * self.blocks, self.together, VALUE), dtype=torch.float32)
+        statistics = q.new_empty((2 * self.blocks, self.together, 2), dtype=torch.float32)
         records = q.new_empty((self.blocks, 4), dtype=torch.int32)
         with device_guard(index), self.attend.lock:
             for tensor_map, tensor in zip(self.maps, (q, latents), strict=True):
@@ -119,9 +120,10 @@ def _kernels(device_index: int, operands: LatentOperands) -> _Kernels:
     batch, queries, heads, width = q.shape
     # With indices each query is a sequence of its own to the kernel.
     rows, blocks = heads if indices is not None else queries * heads, num_sms(device_index)
+    together = rows_together(rows)
     maps = tuple(
-        tensor_map(flat, shape=flat.shape, strides=flat.stride(), box=(TILE, 64), swizzle=128)
-        for flat in (q.view(-1, width), latents.view(-1, width))
+        tensor_map(flat, shape=flat.shape, strides=flat.stride(), box=(box, 64), swizzle=128)
+        for flat, box in ((q.view(-1, width), together), (latents.view(-1, width), TILE))
     )
     arguments = Arguments(
         sequences=batch if indices is None else batch * queries,
@@ -136,11 +138,13 @@ def _kernels(device_index: int, operands: LatentOperands) -> _Kernels:
         scale=scale,
     )
     merge_arguments = MergeArguments(rows=rows)
-    kernel = load(attention_spec(indices is not None))
+    kernel = load(attention_spec(indices is not None, together))
     attend = Launcher(kernel, grid=blocks, block=THREADS, smem=SHARED_LIMIT, args=(*maps, arguments))
-    parts, grid = merge_grid(arguments.sequences * ceil_div(rows, ROWS), min(rows, ROWS), blocks)
-    merge = Launcher(load(merge_spec(blocks, parts)), grid=grid, block=MERGE_THREADS, pdl=True, args=(merge_arguments,))
-    return _Kernels(attend, merge, maps, arguments, merge_arguments, blocks)
+    parts, grid = merge_grid(arguments.sequences * ceil_div(rows, together), min(rows, together), blocks)
+    merge = Launcher(
+        load(merge_spec(blocks, parts, together)), grid=grid, block=MERGE_THREADS, pdl=True, args=(merge_arguments,)
+    )
+    return _Kernels(attend, merge, maps, arguments, merge_arguments, blocks, together)
 
 
 def _launch(operands: LatentOperands) -> Tensor:

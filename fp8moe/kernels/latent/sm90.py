@@ -9,8 +9,8 @@ from fp8moe.runtime.sm90 import SHARED_LIMIT, WARPGROUP, wgmma_source
 WIDTH, VALUE = 576, 512
 """Values of a latent, and those of them that are the value: the sizes that the kernels take."""
 
-ROWS = 64
-"""Queries times heads of a sequence that one thread block computes together."""
+ROWS = (16, 24, 32, 64)
+"""Queries times heads of a sequence that one thread block computes together: of these, the fewest that are enough."""
 
 TILE = 64
 """Latents in a tile, and in a block of a paged cache."""
@@ -46,9 +46,19 @@ class MergeArguments(ctypes.Structure):
     )
 
 
-def attention_spec(chosen: bool) -> KernelSpec:
-    """Return the spec of the kernel that attends. chosen: each query reads the latents that indices name."""
+def rows_together(rows: int) -> int:
+    """Return which of ROWS a thread block computes together, of the queries times heads of a sequence."""
+    return next((size for size in ROWS if rows <= size), ROWS[-1])
+
+
+def attention_spec(chosen: bool, rows: int) -> KernelSpec:
+    """Return the spec of the kernel that attends.
+
+    chosen: each query reads the latents that indices name. rows: one of ROWS.
+    """
+    few = rows < ROWS[-1]
     values = {
+        "ROWS": rows,
         "THREADS": THREADS,
         "STAGES": _STAGES,
         "MATH_REGISTERS": _MATH_REGISTERS,
@@ -56,23 +66,24 @@ def attention_spec(chosen: bool) -> KernelSpec:
         "SHARED_BYTES": SHARED_LIMIT,
         "ARGUMENTS_BYTES": ctypes.sizeof(Arguments),
     }
-    scores = wgmma_source(_SCORED, name="wgmma_scores", bfloat16=True)
-    sums = wgmma_source(VALUE // 2, name="wgmma_values", bfloat16=True, across=True)
-    defines = (("CHOSEN", int(chosen)),)  # a macro, because it chooses code with #if
+    scores = wgmma_source(rows if few else _SCORED, name="wgmma_scores", bfloat16=True)
+    how = {"rows_across": True} if few else {"across": True}
+    sums = wgmma_source(rows if few else VALUE // 2, name="wgmma_values", bfloat16=True, **how)
+    defines = ("CHOSEN", int(chosen)), ("FEW", int(few))  # macros, because they choose code with #if
     return KernelSpec("latent_attention.cu", "latent_attention", defines, prelude=constants(values) + scores + sums)
 
 
-def merge_spec(blocks: int, parts: int) -> KernelSpec:
+def merge_spec(blocks: int, parts: int, rows: int) -> KernelSpec:
     """Return the spec of the kernel that adds up what several thread blocks have of one group.
 
-    blocks: of the kernel that attends. parts: how many warps share the pieces of some columns of a row.
+    blocks, rows: of the kernel that attends. parts: how many warps share the pieces of some columns of a row.
     """
-    defines = ("THREADS", MERGE_THREADS), ("PARTS", parts), ("BLOCKS", blocks)
+    defines = ("THREADS", MERGE_THREADS), ("PARTS", parts), ("BLOCKS", blocks), ("ROWS", rows)
     return KernelSpec("latent_merge.cu", "latent_merge", (*defines, ("ARGUMENTS_BYTES", ctypes.sizeof(MergeArguments))))
 
 
 def merge_grid(groups: int, rows: int, blocks: int) -> tuple[int, tuple[int, int]]:
-    """Return the parts of `merge_spec` and its grid. groups: of `rows` rows, at most ROWS, in all sequences.
+    """Return the parts of `merge_spec` and its grid. groups: of `rows` rows, those of a thread block, in all sequences.
 
     Few groups are of many pieces each, which the warps of a thread block share; of many groups each warp takes rows.
     """
