@@ -15,7 +15,10 @@
 // With CHOSEN (DeepSeek-V3.2, arXiv:2512.02556, section 2) each query reads only the latents that its row of `indices`
 // names, so a group has rows of one query. Four warps gather them by asynchronous copies, in place of one thread's TMA.
 //
-// kernels/latent/sm90.py defines the macros CHOSEN and FEW, and the constants ROWS, THREADS, STAGES, registers,
+// With CODES the latents are in FP8: CODED bytes each, of VALUE E4M3 codes, a float32 scale for each 128 of them, and
+// the rest in bfloat16. Four warps copy them as they are, and write tiles of bfloat16 values.
+//
+// kernels/latent/sm90.py defines the macros CHOSEN, FEW and CODES, and the constants ROWS, THREADS, STAGES, registers,
 // SHARED_BYTES, ARGUMENTS_BYTES.
 #include "pipeline.cuh"
 #include "tile_schedule.cuh"
@@ -25,6 +28,8 @@ constexpr int TILE = 64;
 constexpr int PANEL_COLUMNS = 64;  // of 16 bits: 128 bytes, as wide as the swizzle
 constexpr int PANELS = WIDTH / PANEL_COLUMNS, VALUE_PANELS = VALUE / PANEL_COLUMNS;
 constexpr int PANEL_BYTES = TILE * 128;
+constexpr int CODED = VALUE + VALUE / 128 * 4 + (WIDTH - VALUE) * 2;  // bytes of a latent in FP8
+constexpr int PIECE = 8;                                              // such latents that a warp copies at a time
 constexpr int MATH_WARPS = 8, MATH_THREADS = MATH_WARPS * WARP;
 constexpr int SCORED = TILE / 2;  // latents that a warpgroup scores
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -50,7 +55,10 @@ struct alignas(SWIZZLE_ALIGNMENT) Shared {
   float exchanged[2][2][ROWS];  // between the warpgroups, in turns
 #endif
 #if CHOSEN
-  alignas(8) u16 there[STAGES][TILE / 16];  // bits of the latents of a tile that there are
+  u64 there[STAGES];  // bits of the latents of a tile that there are
+#endif
+#if CODES
+  alignas(16) u8 coded[4][2][PIECE * CODED];  // of each warp, in turns
 #endif
   Ring<STAGES> ring;
   Ring<1> query_ring;
@@ -58,8 +66,7 @@ struct alignas(SWIZZLE_ALIGNMENT) Shared {
 static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT <= SHARED_BYTES, "kernels/latent/sm90.py counts otherwise");
 
 // What a thread block leaves for latent_merge.cu: the group whose first tiles, but not all, are the block's last
-// segment
-// (-1 for none), how many tiles of it other blocks have, and how many tiles all groups have.
+// segment (-1 for none), how many tiles of it other blocks have, and how many tiles all groups have.
 struct Record {
   int group, left, all, unused;
 };
@@ -141,7 +148,129 @@ __device__ __forceinline__ void load_queries(Shared& shared, Pipeline<1>& querie
   queries.advance();
 }
 
+#if CODES
+// Converts four E4M3 codes, exactly.
+__device__ __forceinline__ float4 e4m3_to_float(u32 codes) {
+  const uint2 halves = unpack_e4m3(codes);
+  float4 values;
+  asm("{\n.reg .b16 a, b, c, d;\n"
+      "mov.b32 {a, b}, %4;\n"
+      "mov.b32 {c, d}, %5;\n"
+      "cvt.f32.f16 %0, a;\n"
+      "cvt.f32.f16 %1, b;\n"
+      "cvt.f32.f16 %2, c;\n"
+      "cvt.f32.f16 %3, d;\n}\n"
+      : "=f"(values.x), "=f"(values.y), "=f"(values.z), "=f"(values.w)
+      : "r"(halves.x), "r"(halves.y));
+  return values;
+}
+
+// Writes a warp's PIECE latents, from `stored` on, into a tile: eight lanes read the same scale.
+__device__ __forceinline__ void write_values(Rows& tile, const u8* coded, int stored) {
+  const int lane = lane_id(), panel = lane / 4, last = panel % 2;  // odd panels store the other half first
+#pragma unroll(STAGES > 1 ? 4 : 1)
+  for (int r = 0; r < PIECE; ++r) {
+    const uint4 codes = load_shared_16(shared_address(coded) + r * CODED + lane * 16);
+    const float scale = load_shared_float(reinterpret_cast<const float*>(coded + r * CODED + VALUE) + lane / 8);
+    uint4 halves[2];
+    const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+    u32* values = reinterpret_cast<u32*>(halves);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 four = e4m3_to_float(words[i]);
+      values[2 * i] = pack_bfloat16(four.x * scale, four.y * scale);
+      values[2 * i + 1] = pack_bfloat16(four.z * scale, four.w * scale);
+    }
+    const u32 target = shared_address(tile[panel]) + (stored + r) * 128;
+    const int chunk = lane % 4 * 2, swizzle = (stored + r) % 8;
+    store_shared_16(target + ((chunk + last) ^ swizzle) * 16, last ? halves[1] : halves[0]);
+    store_shared_16(target + ((chunk + 1 - last) ^ swizzle) * 16, last ? halves[0] : halves[1]);
+  }
+#pragma unroll
+  for (int r = lane / 8; r < PIECE; r += 4) {
+    const uint4 values = load_shared_16(shared_address(coded) + r * CODED + VALUE + VALUE / 128 * 4 + lane % 8 * 16);
+    store_shared_16(shared_address(tile[VALUE_PANELS]) + (stored + r) * 128 + (lane % 8 ^ (stored + r) % 8) * 16,
+                    values);
+  }
+}
+
+// Called by the four warps that copy: each has PIECE latents of each half of a tile, and copies those of the next half
+// while it writes the values of one. Latents that no row sees are zeros.
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, const TensorMap&, const Arguments& a,
+                                        const Groups& groups, WorkRange work, int warp) {
+  const int lane = lane_id();
+  Pipeline<STAGES> ring(shared.ring);
+  Pipeline<1> queries(shared.query_ring);
+  const u8* latents = reinterpret_cast<const u8*>(a.latents);
+#pragma unroll 1
+  while (true) {
+    const Segment segment = work.next(groups);
+    if (segment.count == 0) return;
+    const Group group = groups.group(segment.group);
+    const int sequence = CHOSEN ? group.sequence / a.queries : group.sequence;
+    const int length = CHOSEN ? groups.length_of(sequence) : group.seen(a, ROWS);
+    const int* indices = a.indices + static_cast<long long>(group.sequence) * a.chosen;
+    const int* ids = a.table + static_cast<long long>(sequence) * a.pitch;
+    const auto first_of = [&](int piece) { return segment.first * TILE + piece * (TILE / 2) + warp * PIECE; };
+    // Starts to copy the warp's latents of a half of a tile; returns a bit for each that there is.
+    const auto copy = [&](int piece) {
+      const int number = first_of(piece) + lane % PIECE;
+      int index = number;
+      if constexpr (CHOSEN) index = number < a.chosen ? __ldg(indices + number) : -1;
+      const bool there = index >= 0 && index < length;
+      int row = sequence * a.stride + group.begin + index;
+      if (a.table && there) row = min(max(__ldg(ids + index / TILE), 0), a.table_blocks - 1) * TILE + index % TILE;
+      const u32 found = __ballot_sync(FULL_WARP, there) & ((1 << PIECE) - 1);
+      const u32 target = shared_address(shared.coded[warp][piece % 2]);
+      const auto copy_chunk = [&](int of, int chunk, bool wanted) {
+        const int from = __shfl_sync(FULL_WARP, row, of);
+        const bool real = found >> of & 1;
+        const u8* source = latents + (real ? static_cast<long long>(from) * CODED + chunk * 16 : 0);
+        if (wanted) async_copy_16(target + of * CODED + chunk * 16, source, real);
+      };
+#pragma unroll(STAGES > 1 ? PIECE : 2)
+      for (int of = 0; of < PIECE; ++of) copy_chunk(of, lane, true);
+      constexpr int REST = CODED / 16 - WARP;  // chunks of 16 bytes that a warp has not copied of a latent
+#pragma unroll 1
+      for (int i = lane; i < round_up(PIECE * REST, WARP); i += WARP) {
+        copy_chunk(min(i / REST, PIECE - 1), WARP + i % REST, i < PIECE * REST);
+      }
+      async_commit();
+      return found;
+    };
+    u32 bits = copy(0);
+#pragma unroll 1
+    for (int piece = 0; piece < 2 * segment.count; ++piece) {
+      u32 later = 0;
+      if (piece + 1 < 2 * segment.count) {
+        later = copy(piece + 1);
+        async_wait<1>();
+      } else {
+        async_wait<0>();
+      }
+      if (piece % 2 == 0) ring.acquire();
+      __syncwarp();
+      write_values(shared.latents[ring.stage], shared.coded[warp][piece % 2], piece % 2 * (TILE / 2) + warp * PIECE);
 #if CHOSEN
+      if (lane == 0) {
+        reinterpret_cast<u8*>(&shared.there[ring.stage])[piece % 2 * 4 + warp] = static_cast<u8>(bits);
+      }
+#endif
+      __syncwarp();
+      bits = later;
+      if (piece % 2 == 0) continue;
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) ring.full().arrive();
+      ring.advance();
+      if (piece == 1 && warp == 0 && lane == 0) {
+        load_queries(shared, queries, q, group.sequence * a.rows + group.first_row);
+      }
+      __syncwarp();
+    }
+  }
+}
+#elif CHOSEN
 // Called by the four warps that gather: each has 16 latents of a tile, of which eight lanes copy one, 128 bytes at a
 // time.
 __device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, const TensorMap&, const Arguments& a,
@@ -179,7 +308,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, cons
         }
       }
       if (lane == 0) {
-        shared.there[ring.stage][warp] = static_cast<u16>(bits);
+        reinterpret_cast<u16*>(&shared.there[ring.stage])[warp] = static_cast<u16>(bits);
         ring.full().arrive();
       }
       async_arrive(ring.full().address());
@@ -398,10 +527,10 @@ struct Math {
   // latent. Returns its stage.
   __device__ __forceinline__ Released add(float (&scores)[SCORED / 2], int first, const Seen& seen, float factor) {
 #if CHOSEN
-    weigh(scores, Hidden{*reinterpret_cast<const u64*>(shared.there[ring.stage])}, factor);
+    weigh(scores, Hidden{shared.there[ring.stage]}, factor);
 #else
     weigh(scores, Hidden{{seen.rows[0] - first, seen.rows[1] - first}, seen.least - first}, factor);
-    if (first + TILE > seen.most) clear(ring.stage, seen.most - first);
+    if (!CODES && first + TILE > seen.most) clear(ring.stage, seen.most - first);
 #endif
     fence_async_proxy();
     named_barrier(2, MATH_THREADS);
@@ -414,7 +543,7 @@ struct Math {
   // Waits for the next tile, and starts to score it.
   __device__ __forceinline__ void next(float (&scores)[SCORED / 2]) {
     ring.arrived();
-    if constexpr (CHOSEN) fence_async_proxy();  // wgmma reads what ordinary copies wrote
+    if constexpr (CHOSEN && !CODES) fence_async_proxy();  // wgmma reads what ordinary copies wrote
     score(scores, ring.stage);
   }
 
@@ -506,8 +635,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == THREADS - 1) {
     prefetch_map(q);
     prefetch_map(latents);
-    shared.ring.init(CHOSEN ? WARPGROUP + 4 : 1,
-                     MATH_WARPS);  // CHOSEN: the copies of each thread, and each warp's bits
+    // CODES: the values that each warp writes. CHOSEN: the copies of each thread, and each warp's bits.
+    shared.ring.init(CODES ? 4 : CHOSEN ? WARPGROUP + 4 : 1, MATH_WARPS);
     shared.query_ring.init(1, MATH_WARPS);
     mbarrier_init_fence();
   }

@@ -161,11 +161,11 @@ struct Math {
   __device__ __forceinline__ Released add(float (&scores)[PER_PART], int first, const int (&seen)[COLUMNS][2],
                                           int least, int most, float factor) {
 #if CHOSEN
-    const u64 there = *reinterpret_cast<const u64*>(shared.there[ring.stage]);
+    const u64 there = shared.there[ring.stage];
     weigh(scores, there != ~u64{0}, [&](int, int, int latent) { return !(there >> latent & 1); }, factor);
 #else
     weigh(scores, first + TILE > least, [&](int j, int k, int latent) { return latent >= seen[j][k] - first; }, factor);
-    if (first + TILE > most) clear(ring.stage, most - first);
+    if (!CODES && first + TILE > most) clear(ring.stage, most - first);
 #endif
     fence_async_proxy();
     sync();
@@ -178,7 +178,7 @@ struct Math {
   // Waits for the next tile, and starts to score it.
   __device__ __forceinline__ void next(float (&scores)[PER_PART]) {
     ring.arrived();
-    if constexpr (CHOSEN) fence_async_proxy();  // wgmma reads what ordinary copies wrote
+    if constexpr (CHOSEN && !CODES) fence_async_proxy();  // wgmma reads what ordinary copies wrote
     score(scores, ring.stage);
   }
 

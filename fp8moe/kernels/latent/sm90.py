@@ -9,6 +9,9 @@ from fp8moe.runtime.sm90 import SHARED_LIMIT, WARPGROUP, wgmma_source
 WIDTH, VALUE = 576, 512
 """Values of a latent, and those of them that are the value: the sizes that the kernels take."""
 
+CODED = VALUE + VALUE // 128 * 4 + (WIDTH - VALUE) * 2
+"""Bytes of a latent in FP8."""
+
 ROWS = (16, 24, 32, 64)
 """Queries times heads of a sequence that one thread block computes together: of these, the fewest that are enough."""
 
@@ -17,9 +20,10 @@ TILE = 64
 
 THREADS = 3 * WARPGROUP
 _STAGES = 2
+_MOST_ROWS_OF_CODES = 24  # with more, two tiles and the FP8 latents that they are made of exceed shared memory
 _SCORED = TILE // 2
-# Math threads need 128 registers for sums and 16 for scores; all threads together have 65536.
-_MATH_REGISTERS, _PRODUCER_REGISTERS = 216, 72
+# Of math threads and of those that load. Sums take 128 of 64 rows, 64 of fewer. All threads together have 65536.
+_REGISTERS, _REGISTERS_OF_FEW = (216, 72), (184, 136)
 MERGE_THREADS = 512
 _WARP_COLUMNS = 128
 _FEW_GROUPS = 8
@@ -51,25 +55,26 @@ def rows_together(rows: int) -> int:
     return next((size for size in ROWS if rows <= size), ROWS[-1])
 
 
-def attention_spec(chosen: bool, rows: int) -> KernelSpec:
+def attention_spec(chosen: bool, rows: int, codes: bool = False) -> KernelSpec:
     """Return the spec of the kernel that attends.
 
-    chosen: each query reads the latents that indices name. rows: one of ROWS.
+    chosen: each query reads the latents that indices name. rows: one of ROWS. codes: whether the latents are in FP8.
     """
     few = rows < ROWS[-1]
+    math_registers, producer_registers = _REGISTERS_OF_FEW if few else _REGISTERS
     values = {
         "ROWS": rows,
         "THREADS": THREADS,
-        "STAGES": _STAGES,
-        "MATH_REGISTERS": _MATH_REGISTERS,
-        "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+        "STAGES": 1 if codes and rows > _MOST_ROWS_OF_CODES else _STAGES,
+        "MATH_REGISTERS": math_registers,
+        "PRODUCER_REGISTERS": producer_registers,
         "SHARED_BYTES": SHARED_LIMIT,
         "ARGUMENTS_BYTES": ctypes.sizeof(Arguments),
     }
     scores = wgmma_source(rows if few else _SCORED, name="wgmma_scores", bfloat16=True)
     how = {"rows_across": True} if few else {"across": True}
     sums = wgmma_source(rows if few else VALUE // 2, name="wgmma_values", bfloat16=True, **how)
-    defines = ("CHOSEN", int(chosen)), ("FEW", int(few))  # macros, because they choose code with #if
+    defines = ("CHOSEN", int(chosen)), ("FEW", int(few)), ("CODES", int(codes))  # macros, because they choose code with #if
     return KernelSpec("latent_attention.cu", "latent_attention", defines, prelude=constants(values) + scores + sums)
 
 
