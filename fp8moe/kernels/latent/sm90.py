@@ -22,7 +22,7 @@ THREADS = 3 * WARPGROUP
 _STAGES = 2
 _MOST_ROWS_OF_CODES = 24  # with more, two tiles and the FP8 latents that they are made of exceed shared memory
 _SCORED = TILE // 2
-# Of math threads and of those that load. Sums take 128 of 64 rows, 64 of fewer. All threads together have 65536.
+# Of math threads and of those that load. Sums take up to 128. All threads together have 65536.
 _REGISTERS, _REGISTERS_OF_FEW = (216, 72), (184, 136)
 MERGE_THREADS = 512
 _WARP_COLUMNS = 128
@@ -61,7 +61,7 @@ def attention_spec(chosen: bool, rows: int, codes: bool = False) -> KernelSpec:
     chosen: each query reads the latents that indices name. rows: one of ROWS. codes: whether the latents are in FP8.
     """
     few = rows < ROWS[-1]
-    math_registers, producer_registers = _REGISTERS_OF_FEW if few else _REGISTERS
+    math_registers, producer_registers = _REGISTERS_OF_FEW if rows <= _MOST_ROWS_OF_CODES else _REGISTERS
     values = {
         "ROWS": rows,
         "THREADS": THREADS,
