@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fp8moe.kernels.decoder_ops import fp8_cache
+from fp8moe.kernels.latent.fp8_latents import quantize_latents
 from fp8moe.quant.formats import FP8Tensor
 
 
@@ -94,7 +95,7 @@ def _layer(index: int, layer: Any, max_length: int, position: CachePosition, chu
             f"model: layer {index} keeps a {name}; GraphDecoder serves full, sliding-window, indexed and linear "
             "attention"
         )
-    name = f"{name} in FP8" if fp8 and name == "StaticLayer" else name
+    name = f"{name} in FP8" if fp8 and f"{name} in FP8" in _own_layers() else name
     own = _own_layers()[name](max_cache_len=max_length, number_of_states=getattr(layer, "number_of_states", 0))
     own.position = position
     return own
@@ -189,6 +190,15 @@ def _allocate(layer: Any, examples: dict[Any, Tensor]) -> None:
             layer.lazy_initialization(**{kind: examples[kind, key], "state_idx": key})
 
 
+def _are_latents(keys: Tensor, values: Tensor) -> bool:
+    """Return whether keys and values (B, key heads, T, D) to cache are latents and their rotary parts."""
+    return keys.shape[1] == 1 and 0 < values.shape[-1] != keys.shape[-1]
+
+
+def _coded(latents: Tensor, rotary: Tensor) -> Tensor:
+    return quantize_latents(torch.cat([latents, rotary], dim=-1), value_size=latents.shape[-1])
+
+
 @functools.cache
 def _own_layers() -> dict[str, type]:
     """Return fp8moe's classes of cache layers, by the names of transformers' classes that they replace."""
@@ -225,18 +235,34 @@ def _own_layers() -> dict[str, type]:
             """Allocate keys and values. Latents and their rotary parts, of one head, are kept side by side."""
             super().lazy_initialization(key_states, value_states)
             sizes = key_states.shape[-1], value_states.shape[-1]
-            if key_states.shape[1] == 1 and sizes[0] != sizes[1]:
+            if _are_latents(key_states, value_states):
                 self.keys, self.values = self.keys.new_zeros((*self.keys.shape[:-1], sum(sizes))).split(sizes, -1)
 
     class FP8Layer(FullLayer):
-        """A layer whose keys and values are E4M3 codes; key_scales, value_scales: (B, key heads, max_length, 1)."""
+        """A layer whose keys and values are E4M3 codes; key_scales, value_scales: (B, key heads, max_length, 1).
+
+        Latents and their rotary parts are keys (B, 1, max_length, bytes), of `quantize_latents`, without values.
+        """
 
         def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+            if _are_latents(key_states, value_states):
+                key_states = _coded(key_states[:, :, :1], value_states[:, :, :1])
+            if key_states.dtype is torch.uint8:
+                super().lazy_initialization(key_states, key_states[..., :0])
+                return
             super().lazy_initialization(*(x.to(torch.float8_e4m3fn) for x in (key_states, value_states)))
             self.key_scales, self.value_scales = (
                 torch.zeros((*data.shape[:-1], 1), dtype=torch.float32, device=data.device)
                 for data in (self.keys, self.values)
             )
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Any, Any]:
+            if not _are_latents(key_states, value_states):
+                return super().update(key_states, value_states)
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            self.written_in = self.position.call
+            return self.position.write(self.keys, 2, _coded(key_states, value_states)), self.values
 
         def cached(self) -> tuple[FP8Tensor, FP8Tensor]:
             return FP8Tensor(self.keys, self.key_scales), FP8Tensor(self.values, self.value_scales)
@@ -255,6 +281,9 @@ def _own_layers() -> dict[str, type]:
                 self.lazy_initialization_indexer(indexer_key_states)
             return self.position.write(self.indexer_keys, 1, indexer_key_states)
 
+    class FP8IndexedLayer(FP8Layer, IndexedLayer):
+        pass
+
     class HybridLayer(PositionedLayer, cache_utils.LinearAttentionAndStaticFullAttentionLayer):
         """A layer that also keeps states of linear attention."""
 
@@ -263,6 +292,7 @@ def _own_layers() -> dict[str, type]:
         "StaticLayer in FP8": FP8Layer,
         "StaticSlidingWindowLayer": FullLayer,
         "StaticIndexedLayer": IndexedLayer,
+        "StaticIndexedLayer in FP8": FP8IndexedLayer,
         "LinearAttentionAndStaticFullAttentionLayer": HybridLayer,
         "LinearAttentionAndStaticSlidingWindowAttentionLayer": HybridLayer,
     }

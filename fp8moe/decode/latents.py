@@ -24,6 +24,7 @@ from fp8moe.hf.fused.attention import AttentionMetadata, UnsupportedAttention, u
 from fp8moe.hf.fused.latent_attention import expands_latents, up_weight
 from fp8moe.hf.replaced import hold, release
 from fp8moe.kernels.latent import latent_attention
+from fp8moe.kernels.latent.fp8_latents import dequantize_latents
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import config
 
@@ -55,8 +56,9 @@ def left_as_cached(model: Any, here: Callable[[], bool]) -> Iterator[None]:
 
 def are_latents(module: Any, key: Any, value: Any) -> bool:
     """Return whether the keys and values that a module passes to its attention are latents and their rotary parts."""
-    (key, value) = (x.data if isinstance(x, FP8Tensor) else x for x in (key, value))
-    return expands_latents(module) and (key.shape[1], key.shape[-1]) == (1, module.kv_lora_rank)
+    if not expands_latents(module) or isinstance(key, FP8Tensor):
+        return False
+    return key.dtype is torch.uint8 or (key.shape[1], key.shape[-1]) == (1, module.kv_lora_rank)
 
 
 def attend(
@@ -72,25 +74,29 @@ def attend(
     """Compute attention over the latents of a static cache; return (B, T, heads, D).
 
     query: (B, heads, T, N + P). latent: (B, 1, columns, R), rotary (B, 1, columns, P), the first columns of the cache.
+    In FP8 latent is (B, 1, columns, bytes) uint8, as by `quantize_latents`, and rotary is empty.
     indices: (B, T, k), the columns that an indexer has chosen for each query; those that the query does not see are
     skipped.
 
-    Raises UnsupportedAttention for latents in FP8, projections that cannot be absorbed, features that the model asks
-    for beside these, and in batch-invariant mode.
+    Raises UnsupportedAttention for projections that cannot be absorbed, features that the model asks for beside these,
+    and in batch-invariant mode.
     """
     unsupported(others)
     batch, heads, new, size = query.shape
     known = isinstance(metadata, AttentionMetadata) and (metadata.new_tokens, metadata.window) == (new, None)
-    if not known or isinstance(latent, FP8Tensor):
-        raise UnsupportedAttention("latents in FP8" if known else "latent attention with a mask of another kind")
+    if not known:
+        raise UnsupportedAttention("latent attention with a mask of another kind")
     if config.settings.batch_invariant:
         raise UnsupportedAttention("latent attention, whose bits depend on the other sequences of a call")
     scale = size**-0.5 if scaling is None else scaling
-    rank, rest = latent.shape[-1], rotary.shape[-1]
+    rank, rest = module.kv_lora_rank, module.qk_rope_head_dim
     if indices is not None and latent.shape[2] <= indices.shape[-1]:
         indices = None  # every column is chosen
     if new > 1 and metadata.before == 0 and indices is None:
-        keys, values = type(module).expand_kv(module, latent[:, :, :new], rotary[:, :, :new])
+        latent, rotary = latent[:, :, :new], rotary[:, :, :new]
+        if latent.dtype is torch.uint8:
+            latent, rotary = dequantize_latents(latent, value_size=rank, dtype=query.dtype).split([rank, rest], dim=-1)
+        keys, values = type(module).expand_kv(module, latent, rotary)
         if flash_attention_3.serves(query, keys, values):
             return flash_attention_3.attend(query, keys, values, scale)
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale).transpose(1, 2)
@@ -98,7 +104,10 @@ def attend(
     if weight is None:
         raise UnsupportedAttention(f"a kv_b_proj that cannot be absorbed ({type(module.kv_b_proj).__name__})")
     to_keys, to_values = weight.view(heads, -1, rank).tensor_split([size - rest], dim=1)
-    latents, chosen = _joined(latent, metadata.length, rest), None if indices is None else metadata.seen(indices)
+    latents, chosen = (
+        _joined(latent, metadata.length, latent.shape[-1] + rotary.shape[-1]),
+        None if indices is None else metadata.seen(indices),
+    )
     out = query.new_empty((batch, new, heads, to_values.shape[1]))
     at_a_time = max(1, ROWS_AT_A_TIME // (batch * heads))
     for first in range(0, new, at_a_time):
@@ -119,13 +128,11 @@ def _by_heads(x: Tensor, weight: Tensor) -> Tensor:
     return flat.view(heads, batch, new, -1).permute(1, 2, 0, 3)
 
 
-def _joined(latent: Tensor, length: int, rest: int) -> Tensor:
-    """Return all columns (B, length, R + P) of a cache whose layers keep latents and rotary parts side by side.
+def _joined(latent: Tensor, length: int, width: int) -> Tensor:
+    """Return all columns (B, length, width) of a cache whose layers keep latents and rotary parts side by side.
 
-    latent: (B, 1, columns, R), the first columns. Raises UnsupportedAttention for another cache.
+    latent: the first part of the first columns. Raises UnsupportedAttention for another cache.
     """
-    batch, _, _, rank = latent.shape
-    width = rank + rest
     if latent.stride() != (length * width, length * width, width, 1):
         raise UnsupportedAttention("latents that are no static cache's")
-    return latent.as_strided((batch, length, width), (length * width, width, 1))
+    return latent.as_strided((len(latent), length, width), (length * width, width, 1))

@@ -1,5 +1,6 @@
 """GraphDecoder attends to the latents of DeepSeek's and GLM's models by latent_attention, on the reference backend."""
 
+import copy
 import threading
 
 import pytest
@@ -142,15 +143,38 @@ def test_another_thread_runs_the_model_meanwhile(models, calls, monkeypatch):
     assert inside.is_set() and torch.equal(results[0], expected)
 
 
-def test_refusals_by_name(models):
-    model = models[DENSE[1]].bfloat16()
-    try:
-        with pytest.raises(ValueError, match="^cache_dtype: DeepseekV3ForCausalLM cannot .* latents in FP8"):
-            GraphDecoder(model, batch_sizes=(1,), max_length=32, cache_dtype=torch.float8_e4m3fn)
-        with fp8moe.batch_invariant(), pytest.raises(ValueError, match="cannot be batch invariant.*latent attention"):
-            GraphDecoder(model, batch_sizes=(1,), max_length=32)
-    finally:
-        model.float()
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("name", [DENSE[0], DENSE[1], SPARSE[0]])
+def test_latents_in_fp8(name, chunk, models, calls):
+    model = copy.deepcopy(models[name]).bfloat16()
+    ids = prompts(len(PADDING), 40, seed=1)
+    mask = left_padded(ids[:, :-NEW], *PADDING).bool()
+    how = {"batch_sizes": (4,), "max_length": 64, "prefill_chunk": chunk}
+    own, fp8 = (GraphDecoder(model, **how, cache_dtype=dtype) for dtype in (None, torch.float8_e4m3fn))
+    expected, found = (forced_logits(decoder, ids, mask) for decoder in (own, fp8))
+    assert not torch.equal(found, expected)
+    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.median() <= 0.1, error
+    layer, config = fp8.steps[4].cache.layers[0], model.config
+    assert layer.keys.shape == (4, 1, 64, config.kv_lora_rank + 4 + 2 * config.qk_rope_head_dim)
+    assert layer.keys.dtype is torch.uint8 and not layer.values.numel()
+
+
+def test_ways_to_generate_in_fp8(models, calls):
+    decoder = GraphDecoder(
+        copy.deepcopy(models[SPARSE[1]]).bfloat16(), batch_sizes=(1, 2), max_length=64, cache_dtype=torch.float8_e4m3fn
+    )
+    ids = prompts(1, 20, seed=3)
+    tokens = decoder.generate(ids, max_new_tokens=NEW, eos_token_id=())
+    asked = [{"input_ids": row, "max_new_tokens": NEW, "eos_token_id": ()} for row in (ids[0], prompts(1, 3)[0])]
+    assert torch.equal(dict(decoder.run(asked * 2))[2], tokens[0, 20:])
+    prefix = decoder.prefix(ids[0, :12])
+    assert decoder.generate(ids[:, 12:], prefix=prefix, max_new_tokens=NEW, eos_token_id=()).shape == (1, 16)
+
+
+def test_batch_invariance_is_refused_by_name(models):
+    with fp8moe.batch_invariant(), pytest.raises(ValueError, match="cannot be batch invariant.*latent attention"):
+        GraphDecoder(copy.deepcopy(models[DENSE[1]]).bfloat16(), batch_sizes=(1,), max_length=32)
 
 
 @pytest.mark.parametrize("name", [DENSE[0], SPARSE[1]])

@@ -46,7 +46,7 @@ def latent_attention(
 
     q: (B, T, heads, R + P) bfloat16, the last T tokens of each sequence, with the keys' up-projection absorbed.
     latents: (B, L, R + P) in the dtype of q, contiguous, at a multiple of 16 bytes; with a block_table (blocks, 64,
-        R + P).
+        R + P). In FP8, as `quantize_latents` returns them, with bytes in place of values.
     lengths: (B,) int32, on the device of q: each sequence's number of latents, clamped to [0, L]. Query t sees the
         first ``length - T + 1 + t``; one that sees none has zeros as its result.
     value_size: R. The kernel takes R = 512 and P = 64.
@@ -123,7 +123,7 @@ def _kernels(device_index: int, operands: LatentOperands) -> _Kernels:
     together = rows_together(rows)
     maps = tuple(
         tensor_map(flat, shape=flat.shape, strides=flat.stride(), box=(box, 64), swizzle=128)
-        for flat, box in ((q.view(-1, width), together), (latents.view(-1, width), TILE))
+        for flat, box in ((q.view(-1, width), together), (latents.view(-1, latents.shape[2]), TILE))
     )
     arguments = Arguments(
         sequences=batch if indices is None else batch * queries,
@@ -138,7 +138,7 @@ def _kernels(device_index: int, operands: LatentOperands) -> _Kernels:
         scale=scale,
     )
     merge_arguments = MergeArguments(rows=rows)
-    kernel = load(attention_spec(indices is not None, together))
+    kernel = load(attention_spec(indices is not None, together, operands.coded))
     attend = Launcher(kernel, grid=blocks, block=THREADS, smem=SHARED_LIMIT, args=(*maps, arguments))
     parts, grid = merge_grid(arguments.sequences * ceil_div(rows, together), min(rows, together), blocks)
     merge = Launcher(

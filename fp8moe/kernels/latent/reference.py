@@ -3,10 +3,14 @@
 from torch import Tensor
 
 from fp8moe.kernels.latent.checks import BLOCK_TOKENS, LatentOperands
+from fp8moe.kernels.latent.fp8_latents import dequantize_latents
 
 
 def latent_attention(operands: LatentOperands) -> Tensor:
     """Compute `latent_attention` for checked operands."""
+    if operands.coded:
+        values = dequantize_latents(operands.latents, value_size=operands.value_size, dtype=operands.q.dtype)
+        operands = operands._replace(latents=values)
     q, _, lengths, indices, _, begin, value_size, scale = operands
     batch, queries, heads, _ = q.shape
     q = q.contiguous()  # products of other layouts may be summed in another order

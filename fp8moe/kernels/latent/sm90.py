@@ -74,7 +74,11 @@ def attention_spec(chosen: bool, rows: int, codes: bool = False) -> KernelSpec:
     scores = wgmma_source(rows if few else _SCORED, name="wgmma_scores", bfloat16=True)
     how = {"rows_across": True} if few else {"across": True}
     sums = wgmma_source(rows if few else VALUE // 2, name="wgmma_values", bfloat16=True, **how)
-    defines = ("CHOSEN", int(chosen)), ("FEW", int(few)), ("CODES", int(codes))  # macros, because they choose code with #if
+    defines = (
+        ("CHOSEN", int(chosen)),
+        ("FEW", int(few)),
+        ("CODES", int(codes)),
+    )  # macros, because they choose code with #if
     return KernelSpec("latent_attention.cu", "latent_attention", defines, prelude=constants(values) + scores + sums)
 
 
