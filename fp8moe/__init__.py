@@ -29,6 +29,7 @@ __all__ = [
     "grouped_gemm_k",
     "grouped_gemm_masked",
     "latent_attention",
+    "quantize_latents",
     "linear",
     "mqa_logits",
     "paged_mqa_logits",
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from fp8moe.kernels.experts.api import experts, experts_masked, experts_rows
     from fp8moe.kernels.gemm import gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked
     from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
-    from fp8moe.kernels.latent import latent_attention
+    from fp8moe.kernels.latent import latent_attention, quantize_latents
     from fp8moe.kernels.linear import linear
     from fp8moe.layers import FP8Linear, FP8MQAIndexer, GroupedExperts, replace_linears, warm
     from fp8moe.quant import (

@@ -962,6 +962,15 @@ LATENT = {
     "latent_attention, padded": Case(
         lambda draw: (*(found := _latents(draw))[:5], found[2] // 3, *found[6:]), fixed=("latents",), rows=(8,)
     ),
+    "latent_attention, FP8": Case(
+        lambda draw: (
+            *(found := _latents(draw))[:1],
+            fp8moe.quantize_latents(found[1], value_size=512),
+            *found[2:],
+        ),
+        fixed=("latents",),
+        rows=(8,),
+    ),
     "latent_attention, paged": Case(lambda draw: _latents(draw, paged=True), fixed=("latents",), rows=(8,)),
     "latent_attention, chosen": Case(
         lambda draw: (

@@ -119,15 +119,19 @@ def cases() -> Iterator[Case]:
 
 
 def latent_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls of `fp8moe.latent_attention`."""
-    for queries, chosen, paged in product((1, 3), (None, 100), (False, True)):
-        q = make.normal(2, queries, 20, 576)
-        latents = make.normal(*((9, 64) if paged else (2, 200)), 576)
-        how = {
-            "indices": None if chosen is None else make.zeros(2, queries, chosen, dtype=torch.int32),
-            "block_table": make.zeros(2, 4, dtype=torch.int32) if paged else None,
-        }
-        yield partial(fp8moe.latent_attention, q, latents, make.integers([70, 3]), value_size=512, scale=0.1, **how)
+    """Yield calls of `fp8moe.latent_attention`: of each number of rows together, few sequences and many."""
+    for (queries, heads), batch in product(((1, 16), (1, 20), (2, 16), (3, 20)), (2, 10)):
+        for chosen, paged, coded in product((None, 100), (False, True), (False, True)):
+            latents = make.normal(*((9, 64) if paged else (batch, 200)), 576)
+            if coded:
+                latents = make.zeros(*latents.shape[:2], 656, dtype=torch.uint8)
+            how = {
+                "indices": None if chosen is None else make.zeros(batch, queries, chosen, dtype=torch.int32),
+                "block_table": make.zeros(batch, 4, dtype=torch.int32) if paged else None,
+                "begin": None if paged or chosen else make.integers([1] * batch),
+            }
+            q, lengths = make.normal(batch, queries, heads, 576), make.integers([70] * batch)
+            yield partial(fp8moe.latent_attention, q, latents, lengths, value_size=512, scale=0.1, **how)
 
 
 def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:

@@ -333,14 +333,17 @@ LATENT_CASES = [
     {"heads": 128, "batch": 1, "tokens": 32768, "queries": 2048, "chosen": 2048},
 ]
 """Numbers of heads, sequences, latents of a sequence, queries of a sequence, and latents that each query has chosen."""
+FP8_LATENT_CASES = [LATENT_CASES[i] for i in (1, 0, 5, 8)]
+"""Those that are timed over latents in FP8, too."""
 LATENT_VALUES, ROTARY = 512, 64
 
 
 def latent() -> Iterator[dict]:
-    """Time attention over bfloat16 latents: of the last tokens of sequences, over all latents or chosen ones.
+    """Time attention over latents: of the last tokens of sequences, over all latents or chosen ones.
 
     The bandwidth counts one read of each latent that is seen, and of each that a query has chosen. `over_pytorch`: the
-    time of products and a softmax in PyTorch, which make all scores, over that of the kernel.
+    time of products and a softmax in PyTorch, which make all scores, over that of the kernel. `of_bf16`: the time over
+    FP8 latents, over that of the row before.
     """
     make, scale = calls.Operands(DEVICE), (LATENT_VALUES + ROTARY) ** -0.5
     for case in LATENT_CASES:
@@ -353,20 +356,26 @@ def latent() -> Iterator[dict]:
             drawn = torch.rand(batch, queries, tokens, device=DEVICE).argsort(-1)[..., :chosen]
             indices = drawn.int()
         how = {"value_size": LATENT_VALUES, "scale": scale}
-        made = [partial(fp8moe.latent_attention, q, latents, lengths, indices=indices, **how)]
-        check("latent attention", made[0])
+        caches = {"bf16": latents}
+        if case in FP8_LATENT_CASES:
+            caches["fp8"] = fp8moe.quantize_latents(latents, value_size=LATENT_VALUES)
+        made = [partial(fp8moe.latent_attention, q, each, lengths, indices=indices, **how) for each in caches.values()]
+        for call in made:
+            check("latent attention", call)
         if queries == 1 and not chosen:
             made.append(partial(_by_products, q[:, 0], latents, scale))
-        own, *products = timing.measure(made, rests=[REST] * len(made))
+        found = timing.measure(made, rests=[REST] * len(made))
         read = batch * queries * chosen if chosen else batch * tokens
         pairs = heads * (read if chosen else batch * (queries * tokens - queries * (queries - 1) // 2))
-        yield {
-            **dict(zip(LATENT_COLUMNS, (heads, batch, tokens, queries, chosen), strict=True)),
-            **rates(2 * read * (LATENT_VALUES + ROTARY), own.median_us),
-            "tflops": 2 * pairs * (2 * LATENT_VALUES + ROTARY) / own.median_us / 1e6,
-            "over_pytorch": products[0].median_us / own.median_us if products else None,
-        }
-        del q, latents, indices, made
+        for (name, cache), time in zip(caches.items(), found, strict=False):
+            yield {
+                **{"cache": name, **dict(zip(LATENT_COLUMNS, (heads, batch, tokens, queries, chosen), strict=True))},
+                **rates(cache.shape[-1] * cache.element_size() * read, time.median_us),
+                "tflops": 2 * pairs * (2 * LATENT_VALUES + ROTARY) / time.median_us / 1e6,
+                "over_pytorch": found[-1].median_us / time.median_us if len(found) > len(caches) else None,
+                "of_bf16": time.median_us / found[0].median_us,
+            }
+        del q, latents, indices, caches, made
 
 
 def _by_products(q: Tensor, latents: Tensor, scale: float) -> Tensor:
@@ -384,12 +393,21 @@ LATENT_COLUMNS = ("heads", "batch", "tokens", "queries", "chosen")
 LATENT = Benchmark(
     "latent",
     latent,
-    (*LATENT_COLUMNS, *RATES, "tflops", "over_pytorch"),
+    ("cache", *LATENT_COLUMNS, *RATES, "tflops", "over_pytorch", "of_bf16"),
     [
+        Bar(
+            "latent attention, 16 heads, 64 x 8192: the time over FP8 latents of that over bfloat16",
+            *("of_bf16", 1 / 1.5, 1 / 1.7, {"cache": "fp8", "heads": 16, "batch": 64, "tokens": 8192, "chosen": 0}),
+        ),
         *(
             Bar(
                 f"latent attention, {heads} heads, 64 x 8192, share of the copy bandwidth",
-                *("of_copy", 0.80, 0.90, {"heads": heads, "batch": 64, "tokens": 8192, "queries": 1, "chosen": 0}),
+                *(
+                    "of_copy",
+                    0.80,
+                    0.90,
+                    {"cache": "bf16", "heads": heads, "batch": 64, "tokens": 8192, "queries": 1, "chosen": 0},
+                ),
                 at_least=True,
             )
             for heads in (16, 20)
@@ -397,14 +415,14 @@ LATENT = Benchmark(
         *(
             Bar(
                 f"latent attention, {heads} heads, 1 x 8192",
-                *("us", 15, 12, {"heads": heads, "batch": 1, "tokens": 8192}),
+                *("us", 15, 12, {"cache": "bf16", "heads": heads, "batch": 1, "tokens": 8192}),
                 unit="us",
             )
             for heads in (16, 20)
         ),
         Bar(
             "latent attention, 128 heads, 64 x 8192",
-            *("tflops", 450, 600, {"heads": 128, "batch": 64, "tokens": 8192, "chosen": 0}),
+            *("tflops", 450, 600, {"cache": "bf16", "heads": 128, "batch": 64, "tokens": 8192, "chosen": 0}),
             at_least=True,
             unit="TFLOPS",
         ),

@@ -5,7 +5,9 @@ from itertools import product
 import pytest
 import torch
 
+import fp8moe
 from fp8moe.kernels.latent import latent_attention
+from fp8moe.kernels.latent.fp8_latents import dequantize_latents
 from fp8moe.kernels.latent.sm90 import ROWS, attention_spec, merge_spec
 from tests import latent_cases
 from tests.errors import refused
@@ -24,6 +26,28 @@ def test_against_float64(queries, paged):
         found.double(), latent_cases.expected(q, latents, lengths, table, **SIZES), atol=1e-5, rtol=1e-5
     )
     assert found.dtype == torch.float32 and (found[2] == 0).all()
+
+
+@pytest.mark.parametrize("size", [32, 200])
+def test_latents_in_fp8(size):
+    q, latents, lengths, table = latent_cases.operands([130, 2, 64], queries=2, heads=5, width=size + 16, paged=True)
+    coded = fp8moe.quantize_latents(latents.nan_to_num(), value_size=size)
+    assert coded.shape == (*latents.shape[:2], size + 4 * (1 + size // 128) + 32) and coded.dtype == torch.uint8
+    values = dequantize_latents(coded, value_size=size)
+    assert torch.equal(values[..., size:], latents.nan_to_num()[..., size:])
+    data, scale = fp8moe.quantize_1x128(latents.nan_to_num()[..., :size].flatten(0, 1).contiguous())
+    assert torch.equal(values[..., :size].flatten(0, 1), fp8moe.dequantize(fp8moe.FP8Tensor(data, scale)).bfloat16())
+    sizes = {"value_size": size, "scale": 0.2}
+    found = latent_attention(q, coded, lengths, block_table=table, **sizes)
+    expected = latent_cases.expected(q, values, lengths, table, **sizes)
+    torch.testing.assert_close(found.double(), expected, atol=1e-2, rtol=1e-2)
+
+
+def test_what_cannot_be_quantized_is_refused_by_name():
+    x = torch.zeros(3, 48)
+    refused(TypeError, "^latents: expected", fp8moe.quantize_latents, x.double(), value_size=32)
+    refused(ValueError, "^value_size: expected 1 to 48", fp8moe.quantize_latents, x, value_size=49)
+    refused(ValueError, "^value_size: expected a multiple of 4", fp8moe.quantize_latents, x, value_size=30)
 
 
 def test_latents_before_the_first_are_not_seen():
@@ -67,7 +91,7 @@ def test_wrong_operands_are_refused_by_name():
     for error, message, change in (
         (TypeError, "^q: expected", {"q": q.double()}),
         (ValueError, r"^q: expected shape \(B, T, heads", {"q": q[0]}),
-        (TypeError, "^latents: expected bfloat16", {"latents": latents.float()}),
+        (TypeError, "^latents: expected bfloat16 or uint8", {"latents": latents.float()}),
         (ValueError, r"^latents: expected shape \(blocks, 64, 48\)", {"latents": latents[:, :32]}),
         (ValueError, "^latents: expected a contiguous tensor", {"latents": latents[::2]}),
         (ValueError, r"^latents: expected shape \(2, L, 48\)", {"block_table": None}),

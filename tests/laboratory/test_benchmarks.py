@@ -108,9 +108,11 @@ def test_attention_over_both_caches(monkeypatch):
 def test_attention_over_latents(monkeypatch):
     cases = [{"heads": 2, "batch": 2, "tokens": 40}, {"heads": 2, "batch": 1, "tokens": 40, "queries": 3, "chosen": 8}]
     monkeypatch.setattr(kernels, "LATENT_CASES", cases)
-    dense, chosen = kernels.latent()
+    monkeypatch.setattr(kernels, "FP8_LATENT_CASES", cases[:1])
+    dense, coded, chosen = kernels.latent()
     assert dense["gbps"] == pytest.approx(2 * 80 * 576 / 3e3) and dense["over_pytorch"] == 1
     assert dense["tflops"] == pytest.approx(2 * 2 * 80 * (576 + 512) / 3e6)
+    assert coded["gbps"] == pytest.approx(80 * 656 / 3e3) and coded["of_bf16"] == 1
     assert chosen["gbps"] == pytest.approx(2 * 24 * 576 / 3e3) and chosen["over_pytorch"] is None
 
 

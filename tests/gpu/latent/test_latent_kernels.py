@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fp8moe.kernels.latent import latent_attention
+from fp8moe.kernels.latent import latent_attention, quantize_latents
+from fp8moe.kernels.latent.fp8_latents import dequantize_latents
 from tests import latent_cases
 from tests.errors import refused
 from tests.gpu.checks import captured
@@ -37,6 +38,24 @@ def test_against_float64(lengths, queries, heads, paged):
     assert error(results[0], expected) < 1e-2 if expected.any() else not results[0].any()
     unseen = ~expected.flatten(2).any(-1)
     assert not results[0][unseen].any()
+    assert all(torch.equal(results[0], again) for again in results[1:])
+
+
+@pytest.mark.parametrize("chosen", [None, 100, 2048])
+@pytest.mark.parametrize("paged", [False, True], ids=["in a row", "paged"])
+@pytest.mark.parametrize(("queries", "heads"), [(1, 16), (1, 20), (1, 128), (2, 16), (3, 40)])
+def test_latents_in_fp8(queries, heads, paged, chosen):
+    lengths = [8192, 3, 700, 0, 129]
+    q, latents, count, table = latent_cases.operands(lengths, queries=queries, heads=heads, paged=paged, device=DEVICE)
+    coded = quantize_latents(latents, value_size=512)
+    how = dict(SIZES)
+    if chosen:
+        draw = torch.Generator().manual_seed(chosen)
+        every = torch.stack([torch.randperm(8192, generator=draw)[:chosen] for _ in range(5 * queries)])
+        how["indices"] = every.view(5, queries, -1).int().to(DEVICE)
+    results = [latent_attention(q, coded, count, block_table=table, **how) for _ in range(20)]
+    expected = latent_cases.expected(q, dequantize_latents(coded, value_size=512), count, table, **how)
+    assert results[0].isfinite().all() and error(results[0], expected) < 1e-2
     assert all(torch.equal(results[0], again) for again in results[1:])
 
 
