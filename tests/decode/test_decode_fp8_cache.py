@@ -9,7 +9,6 @@ from fp8moe.kernels.decoder_ops import fp8_cache
 from fp8moe.layers import replace_linears
 from tests import on_policy_cases
 from tests.decode_models import NEW, forced_logits, fp8moe_attention_on_cpu, tiny_gpt_oss, tiny_mixtral
-from tests.tiny_moe_models import MODELS
 from tests.transformers_models import left_padded, prompts
 
 pytest.importorskip("transformers")
@@ -157,9 +156,6 @@ def test_what_is_refused():
         "^cache_dtype: MixtralForCausalLM is in torch.float32": (ValueError, tiny_mixtral(), FP8),
         "^cache_dtype: MixtralForCausalLM has no layer for FP8.*sliding window": (
             *(ValueError, tiny_mixtral(sliding_window=6).bfloat16(), FP8),
-        ),
-        "^cache_dtype: DeepseekV3ForCausalLM cannot keep keys and values in FP8: ": (
-            *(ValueError, MODELS["DeepseekV3ForCausalLM"].build().bfloat16().eval(), FP8),
         ),
         "^cache_dtype: LlamaForCausalLM cannot keep .*heads of 8 values in FP8, which is no multiple of 16": (
             *(ValueError, on_policy_cases.build("llama", sizes={"head_dim": 8}), FP8),

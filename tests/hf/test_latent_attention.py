@@ -190,9 +190,9 @@ def test_what_is_kept_is_no_part_of_the_module():
 
 def test_a_plain_weight_is_not_copied():
     attention = attention_of(make_model(torch.bfloat16))
-    weight = latent_attention._up_weight(attention.kv_b_proj, torch.bfloat16)
+    weight = latent_attention.up_weight(attention.kv_b_proj, torch.bfloat16)
     assert weight is attention.kv_b_proj.weight
-    assert latent_attention._up_weight(attention.kv_b_proj, torch.float16) is None
+    assert latent_attention.up_weight(attention.kv_b_proj, torch.float16) is None
 
 
 @pytest.mark.parametrize("change", ["hook", "bias", "another class"])
