@@ -32,6 +32,7 @@ constexpr int CODED = VALUE + VALUE / 128 * 4 + (WIDTH - VALUE) * 2;  // bytes o
 constexpr int PIECE = 8;                                              // such latents that a warp copies at a time
 constexpr int MATH_WARPS = 8, MATH_THREADS = MATH_WARPS * WARP;
 constexpr int SCORED = TILE / 2;  // latents that a warpgroup scores
+static_assert(STAGES <= 2);
 constexpr float LOG2_E = 1.4426950408889634f;
 static_assert(THREADS == MATH_THREADS + WARPGROUP && (FEW ? ROWS <= 32 && ROWS % 8 == 0 : ROWS == 64));
 
@@ -574,9 +575,10 @@ struct Math {
 #pragma unroll 1
       for (int later = segment.count - 1; later > 0; --later) {
         const Released stage = add(scores, first, seen, factor);
-        next(scores);
-        wgmma_wait<1>(out);
+        if constexpr (STAGES > 1) next(scores);  // otherwise the next tile takes this one's place
+        wgmma_wait<STAGES - 1>(out);
         stage.arrive();
+        if constexpr (STAGES == 1) next(scores);
         wgmma_wait<0>(scores);
         first += TILE;
       }

@@ -149,7 +149,7 @@ struct Math {
     wgmma_commit();
   }
 
-  // Waits until at most the last `Later` products are in flight, so that the sums may be read.
+  // Waits until at most the last `Later` groups of products are in flight, so that the sums may be read.
   template <int Later>
   __device__ __forceinline__ void wait_for_sums() {
 #pragma unroll
@@ -215,9 +215,10 @@ struct Math {
 #pragma unroll 1
       for (int later = segment.count - 1; later > 0; --later) {
         const Released stage = add(scores, first, seen, least, most, factor);
-        next(scores);
-        wait_for_sums<1>();
+        if constexpr (STAGES > 1) next(scores);  // otherwise the next tile takes this one's place
+        wait_for_sums<STAGES - 1>();
         stage.arrive();
+        if constexpr (STAGES == 1) next(scores);
         wgmma_wait<0>(scores);
         first += TILE;
       }
