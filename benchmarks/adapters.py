@@ -201,6 +201,31 @@ def vllm_experts(layer: GroupedExperts, x: Tensor, index: Tensor, weights: Tenso
     return Call(forward, lambda out: out)
 
 
+def vllm_latent_attention(q: Tensor, latents: Tensor, lengths: Tensor, scale: float) -> Call:
+    """Prepare vLLM's Triton kernels of latent attention for one query a sequence, with vLLM's number of splits.
+
+    q: (B, 1, heads, 576). latents: (B, tokens, 576), tokens a multiple of 64, read in blocks of 64.
+    """
+    from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
+
+    batch, tokens, width = latents.shape
+    heads, value = q.shape[2], 512
+    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    splits = min(1 << max(0, tokens // 512 - 1).bit_length(), 2 * sms)
+    blocks = latents.view(-1, 64, 1, width)
+    table = torch.arange(len(blocks), dtype=torch.int32, device=q.device).view(batch, -1)
+    out, sums = q.new_empty(batch, heads, value), q.new_empty(batch, heads)
+    parts = q.new_empty((batch, heads, splits, value + 1), dtype=torch.float32)
+    one = torch.ones((), device=q.device)
+
+    def forward() -> Tensor:
+        operands = (q[:, 0], blocks, blocks[..., :value], out, sums, table, lengths, parts, splits, scale, 64)
+        decode_attention_fwd(*operands, k_scale=one, v_scale=one, is_mla=True)
+        return out[:, None]
+
+    return Call(forward, lambda found: found)
+
+
 def humming_experts(up: PackedTensor, down: PackedTensor, x: Tensor, index: Tensor) -> Call:
     """Prepare Humming's experts with MXFP4 weights and FP8 activations in groups of 128, up to a result for each row.
 

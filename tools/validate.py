@@ -65,7 +65,9 @@ KERNELS = File(
     ("tests/gpu", "--ignore=tests/gpu/latent"),
 )
 MODELS = File("models.json", "kernels", {"models": ("decode", "requests")})
-LATENT = File("latent.json", "latent", {"benchmarks": ("latent", "latent_decode")}, ("tests/gpu/latent",))
+LATENT = File(
+    "latent.json", "latent", {"benchmarks": ("latent", "sparse_latent", "latent_decode")}, ("tests/gpu/latent",)
+)
 FILES = (KERNELS, MODELS, LATENT)
 """The first file of a group is the evidence that its kernels are right, and its parts run by default."""
 

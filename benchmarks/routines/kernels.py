@@ -7,18 +7,21 @@ bandwidth to the bandwidth of a copy.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fp8moe
-from benchmarks import calls, operands, roofline, shapes, timing
+from benchmarks import adapters, calls, operands, roofline, shapes, timing
 from benchmarks.calls import Case, ceil_div
 from benchmarks.report import Bar, Benchmark, Option, geomean
 from benchmarks.timing import Timing
 from fp8moe.kernels.decoder_ops import fp8_cache
 from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention
 from fp8moe.kernels.gemm.tiles import invariant_parts
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import config
 
 DEVICE = "cuda"  # device of operands; tests set "cpu"
@@ -342,8 +345,9 @@ def latent() -> Iterator[dict]:
     """Time attention over latents: of the last tokens of sequences, over all latents or chosen ones.
 
     The bandwidth counts one read of each latent that is seen, and of each that a query has chosen. `over_pytorch`: the
-    time of products and a softmax in PyTorch, which make all scores, over that of the kernel. `of_bf16`: the time over
-    FP8 latents, over that of the row before.
+    time of products and a softmax in PyTorch, which make all scores, over that of the kernel. `over_vllm`: the same of
+    vLLM's Triton kernels for decode, if vLLM is installed. `of_bf16`: the time over FP8 latents, over that of the row
+    before.
     """
     make, scale = calls.Operands(DEVICE), (LATENT_VALUES + ROTARY) ** -0.5
     for case in LATENT_CASES:
@@ -362,9 +366,16 @@ def latent() -> Iterator[dict]:
         made = [partial(fp8moe.latent_attention, q, each, lengths, indices=indices, **how) for each in caches.values()]
         for call in made:
             check("latent attention", call)
+        others = {}
         if queries == 1 and not chosen:
-            made.append(partial(_by_products, q[:, 0], latents, scale))
-        found = timing.measure(made, rests=[REST] * len(made))
+            others["over_pytorch"] = partial(_by_products, q[:, 0], latents, scale)
+            if find_spec("vllm") is not None:
+                theirs = adapters.vllm_latent_attention(q, latents, lengths, scale).run
+                if (error := operands.relative_error(theirs(), made[0]())) > 1e-2:
+                    raise ValueError(f"vLLM's latent attention: {error:.2g} from fp8moe's")
+                others["over_vllm"] = theirs
+        found = timing.measure([*made, *others.values()], rests=[REST] * (len(made) + len(others)))
+        compared = dict(zip(others, found[len(made) :], strict=True))
         read = batch * queries * chosen if chosen else batch * tokens
         pairs = heads * (read if chosen else batch * (queries * tokens - queries * (queries - 1) // 2))
         for (name, cache), time in zip(caches.items(), found, strict=False):
@@ -372,7 +383,10 @@ def latent() -> Iterator[dict]:
                 **{"cache": name, **dict(zip(LATENT_COLUMNS, (heads, batch, tokens, queries, chosen), strict=True))},
                 **rates(cache.shape[-1] * cache.element_size() * read, time.median_us),
                 "tflops": 2 * pairs * (2 * LATENT_VALUES + ROTARY) / time.median_us / 1e6,
-                "over_pytorch": found[-1].median_us / time.median_us if len(found) > len(caches) else None,
+                **{
+                    name: compared[name].median_us / time.median_us if name in compared else None
+                    for name in ("over_pytorch", "over_vllm")
+                },
                 "of_bf16": time.median_us / found[0].median_us,
             }
         del q, latents, indices, caches, made
@@ -393,11 +407,17 @@ LATENT_COLUMNS = ("heads", "batch", "tokens", "queries", "chosen")
 LATENT = Benchmark(
     "latent",
     latent,
-    ("cache", *LATENT_COLUMNS, *RATES, "tflops", "over_pytorch", "of_bf16"),
+    ("cache", *LATENT_COLUMNS, *RATES, "tflops", "over_pytorch", "over_vllm", "of_bf16"),
     [
         Bar(
             "latent attention, 16 heads, 64 x 8192: the time over FP8 latents of that over bfloat16",
             *("of_bf16", 1 / 1.5, 1 / 1.7, {"cache": "fp8", "heads": 16, "batch": 64, "tokens": 8192, "chosen": 0}),
+        ),
+        Bar(
+            "vLLM's latent attention over fp8moe's, smallest ratio",
+            *("over_vllm", 1.5, None, {"cache": "bf16"}),
+            at_least=True,
+            over=min,
         ),
         *(
             Bar(
@@ -432,6 +452,94 @@ LATENT = Benchmark(
             at_least=True,
             unit="TFLOPS",
         ),
+    ],
+)
+
+SPARSE_TOKENS = {32768: 1.0, 65536: 1.6, 131072: 2.5}
+"""Maps lengths of prompts to bars of `dense_over`."""
+SPARSE = {"heads": 128, "passed": 128, "value": 128, "index_heads": 64, "index_size": 128, "chosen": 2048}
+"""Sizes of a layer of DeepSeek-V3.2; `passed`: values of a head that rotary embeddings leave as they are."""
+SPARSE_QUERIES = 512
+
+
+def sparse_latent() -> Iterator[dict]:
+    """Time attention of whole prompts in a layer of DeepSeek-V3.2: index scores, choice, attention to what was chosen.
+
+    Includes the products that absorb the latents' expansion into queries and results; without projections. `dense_ms`:
+    cuDNN's causal attention on expanded heads, which must be there already. scratch_gb: memory beside operands and
+    result. Times are medians of three calls.
+    """
+    make, latent = calls.Operands(DEVICE), LATENT_VALUES
+    heads, passed, value, index_heads, index_size, chosen = SPARSE.values()
+    scale = (passed + ROTARY) ** -0.5
+    up = make.normal(heads, passed, latent) / 16, make.normal(heads, latent, value) / 16
+    for tokens in SPARSE_TOKENS:
+        q, latents = make.normal(1, tokens, heads, passed + ROTARY), make.normal(1, tokens, latent + ROTARY)
+        index_q = make.codes(tokens, index_heads, index_size)
+        index_k = FP8Tensor(make.codes(tokens, index_size), make.uniform(tokens, mean=1 / calls.STD))
+        weights = make.normal(tokens, index_heads, dtype=torch.float32)
+        ends = torch.arange(1, tokens + 1, dtype=torch.int32, device=DEVICE)
+        out = torch.empty((tokens, heads, value), dtype=torch.bfloat16, device=DEVICE)
+
+        def ours(tokens=tokens, q=q, latents=latents, index=(index_q, index_k, weights), ends=ends, out=out) -> None:
+            for first in range(0, tokens, SPARSE_QUERIES):
+                part = slice(first, min(first + SPARSE_QUERIES, tokens))
+                seen, starts = index[1], torch.zeros_like(ends[part])
+                seen = FP8Tensor(seen.data[: part.stop], seen.scale[: part.stop])
+                scores = fp8moe.mqa_logits(index[0][part], seen, index[2][part], starts, ends[part])
+                columns = scores.topk(min(chosen, part.stop), dim=-1).indices
+                del scores
+                columns = columns.masked_fill(columns >= ends[part, None], -1).int()
+                rows = q[0, part].transpose(0, 1)
+                absorbed = torch.cat([rows[..., :passed] @ up[0], rows[..., passed:]], dim=-1).transpose(0, 1)
+                how = {"indices": columns[None], "value_size": latent, "scale": scale}
+                length = torch.full((1,), part.stop, dtype=torch.int32, device=DEVICE)
+                found = fp8moe.latent_attention(absorbed[None], latents, length, **how)
+                out[part] = (found[0].transpose(0, 1) @ up[1]).transpose(0, 1)
+
+        ms, scratch = _time_whole(ours)
+        k, v = make.normal(1, heads, tokens, passed + ROTARY), make.normal(1, heads, tokens, value)
+        q = q.transpose(1, 2)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, scale=scale)
+            dense_ms, _ = _time_whole(attend)
+        yield {
+            **{"tokens": tokens, "ms": ms, "scratch_gb": scratch / 1e9, "dense_ms": dense_ms},
+            "dense_over": dense_ms / ms,
+        }
+        del q, k, v, latents, attend, ours, index_q, index_k, out
+
+
+def _time_whole(call: Callable[[], object], repeats: int = 3) -> tuple[float, int]:
+    """Return milliseconds of a call, the median of some, and the bytes that it takes beside what there is."""
+    call()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[len(times) // 2], torch.cuda.max_memory_allocated() - before
+
+
+SPARSE_LATENT = Benchmark(
+    "sparse_latent",
+    sparse_latent,
+    ("tokens", "ms", "scratch_gb", "dense_ms", "dense_over"),
+    [
+        *(
+            Bar(
+                f"cuDNN's dense attention over DeepSeek-V3.2's sparse attention, {tokens} tokens",
+                *("dense_over", limit, None, {"tokens": tokens}),
+                at_least=True,
+            )
+            for tokens, limit in SPARSE_TOKENS.items()
+        ),
+        Bar("scratch of sparse attention, most", "scratch_gb", 0.5, None, unit="GB", over=max),
     ],
 )
 

@@ -16,15 +16,14 @@ def wgmma_source(
     *,
     rows_in_registers: bool = False,
     name: str = "wgmma",
-    bfloat16: bool = False,
+    kind: str = "e4m3",
     rows_across: bool = False,
     across: bool = False,
 ) -> str:
-    """Return the CUDA source of ``name(d, a, b, accumulate)``: one m64nNk32 FP8 product with N = ``columns``.
+    """Return the CUDA source of ``name(d, a, b, accumulate)``: one product m64nNk32 of "e4m3", k16 of "bf16" or "f16".
 
-    rows_in_registers: ``a`` is four registers of each thread instead of a descriptor of shared memory. bfloat16: one
-    m64nNk16 product of bfloat16 values. rows_across, across: not K but rows lie along the memory of a bfloat16 ``a``,
-    columns along that of ``b``.
+    columns: N. rows_in_registers: ``a`` is four registers of each thread instead of a descriptor of shared memory.
+    rows_across, across: not K but rows lie along the memory of a 16-bit ``a``, columns along that of ``b``.
 
     PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async".
     """
@@ -37,17 +36,14 @@ def wgmma_source(
         flags = "p, 1, 1"
     else:
         a, rows, used, rows_operand, flags = "unsigned long long a", '"l"(a)', 1, f"%{count}", "p, 1, 1"
-    kind = "k32.f32.e4m3.e4m3"
-    if bfloat16:
-        kind, flags = (
-            "k16.f32.bf16.bf16",
-            f"{flags}, {'' if rows_in_registers else f'{int(rows_across)}, '}{int(across)}",
-        )
+    depth = 32
+    if kind != "e4m3":
+        depth, flags = 16, f"{flags}, {'' if rows_in_registers else f'{int(rows_across)}, '}{int(across)}"
     operands = f"{{{registers}}}, {rows_operand}, %{count + used}, {flags}"
     return f"""
 __device__ __forceinline__ void {name}(float (&d)[{count}], {a}, unsigned long long b, bool accumulate) {{
   asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + used + 1}, 0;\\n"
-               "wgmma.mma_async.sync.aligned.m64n{columns}{kind} {operands};\\n}}\\n"
+               "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{kind}.{kind} {operands};\\n}}\\n"
                : {outputs}
                : {rows}, "l"(b), "r"(static_cast<int>(accumulate)));
 }}

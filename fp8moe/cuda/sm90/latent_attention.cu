@@ -16,7 +16,8 @@
 // names, so a group has rows of one query. Four warps gather them by asynchronous copies, in place of one thread's TMA.
 //
 // With CODES the latents are in FP8: CODED bytes each, of VALUE E4M3 codes, a float32 scale for each 128 of them, and
-// the rest in bfloat16. Four warps copy them as they are, and write tiles of bfloat16 values.
+// the rest in bfloat16. Four warps copy them as they are, and write tiles of bfloat16 values; of few rows,
+// latent_codes.cuh computes with the codes themselves.
 //
 // kernels/latent/sm90.py defines the macros CHOSEN, FEW and CODES, and the constants ROWS, THREADS, STAGES, registers,
 // SHARED_BYTES, ARGUMENTS_BYTES.
@@ -29,42 +30,11 @@ constexpr int PANEL_COLUMNS = 64;  // of 16 bits: 128 bytes, as wide as the swiz
 constexpr int PANELS = WIDTH / PANEL_COLUMNS, VALUE_PANELS = VALUE / PANEL_COLUMNS;
 constexpr int PANEL_BYTES = TILE * 128;
 constexpr int CODED = VALUE + VALUE / 128 * 4 + (WIDTH - VALUE) * 2;  // bytes of a latent in FP8
-constexpr int PIECE = 8;                                              // such latents that a warp copies at a time
 constexpr int MATH_WARPS = 8, MATH_THREADS = MATH_WARPS * WARP;
-constexpr int SCORED = TILE / 2;  // latents that a warpgroup scores
-static_assert(STAGES <= 2);
 constexpr float LOG2_E = 1.4426950408889634f;
 static_assert(THREADS == MATH_THREADS + WARPGROUP && (FEW ? ROWS <= 32 && ROWS % 8 == 0 : ROWS == 64));
 
-using Rows = u8[PANELS][PANEL_BYTES];    // 64 rows of WIDTH values, swizzled
 using Queries = u8[PANELS][ROWS * 128];  // ROWS of them
-
-struct alignas(SWIZZLE_ALIGNMENT) Shared {
-  Queries q;
-  Rows latents[STAGES];
-  union {
-    TileSums sums;  // before the first tile
-#if FEW
-    u8 weights[2][ROWS * 128];  // of the softmax, bfloat16: of each warpgroup
-#else
-    u8 weights[PANEL_BYTES];
-#endif
-  };
-#if FEW
-  alignas(8) float exchanged[2][4][ROWS];  // between the warps of each warpgroup
-#else
-  float exchanged[2][2][ROWS];  // between the warpgroups, in turns
-#endif
-#if CHOSEN
-  u64 there[STAGES];  // bits of the latents of a tile that there are
-#endif
-#if CODES
-  alignas(16) u8 coded[4][2][PIECE * CODED];  // of each warp, in turns
-#endif
-  Ring<STAGES> ring;
-  Ring<1> query_ring;
-};
-static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT <= SHARED_BYTES, "kernels/latent/sm90.py counts otherwise");
 
 // What a thread block leaves for latent_merge.cu: the group whose first tiles, but not all, are the block's last
 // segment (-1 for none), how many tiles of it other blocks have, and how many tiles all groups have.
@@ -79,7 +49,7 @@ struct Arguments {
   float2* statistics;  // (2 * blocks, ROWS): largest score, sum of weights
   Record* records;     // (blocks,)
   const int* indices;  // (queries of all sequences, chosen)
-  const u16* latents;
+  const u16 *latents, *q;
   int sequences, rows, heads, queries, limit, pitch, table_blocks, stride, chosen;
   float scale;
 };
@@ -137,6 +107,43 @@ __device__ __forceinline__ float power_of_two(float x) {
 __device__ __forceinline__ u64 values_descriptor(u32 address) {
   return wgmma_descriptor<128>(address) | (u64{PANEL_BYTES >> 4} << 16);
 }
+
+#if FEW
+#include "latent_softmax.cuh"
+#endif
+#if FEW && CODES
+#include "latent_codes.cuh"
+#else
+constexpr int PIECE = 8;               // such latents that a warp copies at a time
+constexpr int SCORED = TILE / 2;       // latents that a warpgroup scores
+using Rows = u8[PANELS][PANEL_BYTES];  // 64 rows of WIDTH values, swizzled
+
+struct alignas(SWIZZLE_ALIGNMENT) Shared {
+  Queries q;
+  Rows latents[STAGES];
+  union {
+    TileSums sums;  // before the first tile
+#if FEW
+    u8 weights[2][ROWS * 128];  // of the softmax, bfloat16: of each warpgroup
+#else
+    u8 weights[PANEL_BYTES];
+#endif
+  };
+#if FEW
+  alignas(8) float exchanged[2][4][ROWS];  // between the warps of each warpgroup
+#else
+  float exchanged[2][2][ROWS];  // between the warpgroups, in turns
+#endif
+#if CHOSEN
+  u64 there[STAGES];  // bits of the latents of a tile that there are
+#endif
+#if CODES
+  alignas(16) u8 coded[4][2][PIECE * CODED];  // of each warp, in turns
+#endif
+  Ring<STAGES> ring;
+  Ring<1> query_ring;
+};
+static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT <= SHARED_BYTES, "kernels/latent/sm90.py counts otherwise");
 
 // Loads a group's queries, called by one thread.
 __device__ __forceinline__ void load_queries(Shared& shared, Pipeline<1>& queries, const TensorMap& q, int row) {
@@ -353,28 +360,6 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, cons
   }
 }
 #endif
-
-// Writes zeros for groups that see no latent, and the block's record.
-__device__ __forceinline__ void finish(const Arguments& a, const Groups& groups, WorkRange work, int all) {
-  const int lane = lane_id();
-#pragma unroll 1
-  for (int index = blockIdx.x; index < groups.count(); index += gridDim.x) {
-    if (groups.tiles(index).size() > 0) continue;
-    const Group group = groups.group(index);
-    u16* out = a.out + (static_cast<long long>(group.sequence) * a.rows + group.first_row) * VALUE;
-    for (int i = lane; i < group.rows * VALUE / 8; i += WARP) reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
-  }
-  Record record = {-1, 0, all, 0};
-#pragma unroll 1
-  while (true) {
-    const Segment segment = work.next(groups);
-    if (segment.count == 0) break;
-    const int tiles = groups.tiles(segment.group).size();
-    record.group = segment.first == 0 && segment.count < tiles ? segment.group : -1;
-    record.left = tiles - segment.count;
-  }
-  if (lane == 0) a.records[blockIdx.x] = record;
-}
 
 #if FEW
 #include "latent_few.cuh"
@@ -628,6 +613,29 @@ struct Math {
 };
 
 #endif
+#endif
+
+// Writes zeros for groups that see no latent, and the block's record.
+__device__ __forceinline__ void finish(const Arguments& a, const Groups& groups, WorkRange work, int all) {
+  const int lane = lane_id();
+#pragma unroll 1
+  for (int index = blockIdx.x; index < groups.count(); index += gridDim.x) {
+    if (groups.tiles(index).size() > 0) continue;
+    const Group group = groups.group(index);
+    u16* out = a.out + (static_cast<long long>(group.sequence) * a.rows + group.first_row) * VALUE;
+    for (int i = lane; i < group.rows * VALUE / 8; i += WARP) reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
+  }
+  Record record = {-1, 0, all, 0};
+#pragma unroll 1
+  while (true) {
+    const Segment segment = work.next(groups);
+    if (segment.count == 0) break;
+    const int tiles = groups.tiles(segment.group).size();
+    record.group = segment.first == 0 && segment.count < tiles ? segment.group : -1;
+    record.left = tiles - segment.count;
+  }
+  if (lane == 0) a.records[blockIdx.x] = record;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     latent_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap latents,
@@ -638,11 +646,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefetch_map(q);
     prefetch_map(latents);
     // CODES: the values that each warp writes. CHOSEN: the copies of each thread, and each warp's bits.
+#if FEW && CODES
+    shared.ring.init(1, 4);
+#else
     shared.ring.init(CODES ? 4 : CHOSEN ? WARPGROUP + 4 : 1, MATH_WARPS);
     shared.query_ring.init(1, MATH_WARPS);
+#endif
     mbarrier_init_fence();
   }
   const Groups groups(arguments);
+  allow_next_kernel();  // latent_merge, which waits for this kernel's end
   sum_tiles(groups, shared.sums);
   __syncthreads();
   // The weights overwrite the sums, so no warp begins before all have read them.

@@ -8,64 +8,27 @@
 // in the ring. A thread's columns of both products are the same rows of the group.
 #pragma once
 
-// Stores two 8 x 8 matrices of 16 bits, transposed: lanes 0 to 15 have the addresses of their columns, 16 bytes each.
-__device__ __forceinline__ void stmatrix_across_x2(u32 address, u32 a, u32 b) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
-               : "memory");
-}
-
 // The math of one warpgroup.
-struct Math {
-  static constexpr int COLUMNS = ROWS / 8;                             // pairs of a thread's rows of the group
-  static constexpr int PARTS = VALUE_PANELS / 2, PER_PART = ROWS / 2;  // panels of a half, and a thread's sums of one
-  using Of = float[COLUMNS][2];                                        // a value of each row
+struct Math : Softmax {
+  static constexpr int PARTS = VALUE_PANELS / 2;  // panels of a half
 
   Shared& shared;
   const Arguments& a;
   const Groups& groups;
-  const int half, warp, lane;  // half: the warpgroup; warp: in it
   Pipeline<STAGES> ring;
   Pipeline<1> queries;
-  float out[PARTS][PER_PART];  // values 16 * warp + lane / 4 and the eighth after it, of each panel
-  Of largest, total;
+  float out[PARTS][SCORES];  // values 16 * warp + lane / 4 and the eighth after it, of each panel
 
   __device__ __forceinline__ Math(Shared& shared, const Arguments& a, const Groups& groups, int warp)
-      : shared(shared),
+      : Softmax(shared.exchanged, warp),
+        shared(shared),
         a(a),
         groups(groups),
-        half(warp / 4),
-        warp(warp % 4),
-        lane(lane_id()),
         ring(shared.ring),
         queries(shared.query_ring) {}
 
-  __device__ __forceinline__ int row(int j, int k) const { return 8 * j + 2 * (lane % 4) + k; }
-  __device__ __forceinline__ void sync() const { named_barrier(1 + half, WARPGROUP); }
-
-  // Combines a value of each row over the latents of all warps, in their order.
-  template <class Combine>
-  __device__ __forceinline__ void over_latents(Of& values, const Combine& combine) {
-#pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        values[j][k] = warp_reduce<8, 4>(values[j][k], combine);
-        if (lane < 4) shared.exchanged[half][warp][row(j, k)] = values[j][k];
-      }
-    }
-    sync();
-#pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-      float2 found[4];
-#pragma unroll
-      for (int w = 0; w < 4; ++w) found[w] = *reinterpret_cast<const float2*>(&shared.exchanged[half][w][row(j, 0)]);
-      values[j][0] = combine(combine(found[0].x, found[1].x), combine(found[2].x, found[3].x));
-      values[j][1] = combine(combine(found[0].y, found[1].y), combine(found[2].y, found[3].y));
-    }
-  }
-
   // Starts to score the latents of a tile.
-  __device__ __forceinline__ void score(float (&scores)[PER_PART], u32 stage) {
+  __device__ __forceinline__ void score(float (&scores)[SCORES], u32 stage) {
     const u64 latents = wgmma_descriptor<128>(shared_address(shared.latents[stage]));
     const u64 rows = wgmma_descriptor<128>(shared_address(shared.q));
     wgmma_fence();
@@ -77,50 +40,16 @@ struct Math {
     wgmma_commit();
   }
 
-  // Turns scores into weights, in shared memory, and rescales the sums. hidden(j, k, latent): whether a row does not
-  // see a latent of the tile. some: whether any is hidden.
-  template <class Hidden>
-  __device__ __forceinline__ void weigh(float (&scores)[PER_PART], bool some, const Hidden& hidden, float factor) {
-    Of most;
+  // Puts the weights into shared memory, and rescales the sums.
+  __device__ __forceinline__ void put(const float (&scores)[SCORES], const Of& shrink) {
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        most[j][k] = minus_infinity();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& score = scores[4 * j + 2 * i + k];
-          score *= factor;
-          if (some && hidden(j, k, 16 * warp + lane / 4 + 8 * i)) score = minus_infinity();
-          most[j][k] = fmaxf(most[j][k], score);
-        }
-      }
-    }
-    over_latents(most, [](float p, float q) { return fmaxf(p, q); });
-    const u32 weights = shared_address(shared.weights[half]);
-#pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-      float shrink[2];
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const float now = fmaxf(largest[j][k], most[j][k]);
-        const float origin = now == minus_infinity() ? 0.f : now;  // a row that has seen nothing yet
-        shrink[k] = power_of_two(largest[j][k] - origin);
-        largest[j][k] = now;
-        float& upper = scores[4 * j + k];
-        float& lower = scores[4 * j + 2 + k];
-        upper = power_of_two(upper - origin), lower = power_of_two(lower - origin);
-        total[j][k] = __fmaf_rn(total[j][k], shrink[k], upper + lower);
-      }
-      // Of the matrices, this warp's latents 0 to 7 and 8 to 15, lane l % 16 has the address of row l % 8 of the eight.
-      const int stored = 8 * j + lane % 8, chunk = 2 * warp + lane / 8 % 2;
-      stmatrix_across_x2(weights + stored * 128 + (chunk ^ stored % 8) * 16,
-                         pack_bfloat16(scores[4 * j], scores[4 * j + 1]),
-                         pack_bfloat16(scores[4 * j + 2], scores[4 * j + 3]));
+      store_weights(shared_address(shared.weights[half]), j, pack_bfloat16(scores[4 * j], scores[4 * j + 1]),
+                    pack_bfloat16(scores[4 * j + 2], scores[4 * j + 3]));
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) out[part][4 * j + i] *= shrink[i % 2];
+        for (int i = 0; i < 4; ++i) out[part][4 * j + i] *= shrink[j][i % 2];
       }
     }
   }
@@ -158,14 +87,20 @@ struct Math {
 
   // Weighs a tile's latents, whose scores have been computed, and starts to add its values. first: the tile's first
   // latent. seen: how many latents a row sees; those that see fewest and most. Returns its stage.
-  __device__ __forceinline__ Released add(float (&scores)[PER_PART], int first, const int (&seen)[COLUMNS][2],
-                                          int least, int most, float factor) {
+  __device__ __forceinline__ Released add(float (&scores)[SCORES], int first, const int (&seen)[COLUMNS][2], int least,
+                                          int most, float factor) {
+    Of shrink;
 #if CHOSEN
     const u64 there = shared.there[ring.stage];
-    weigh(scores, there != ~u64{0}, [&](int, int, int latent) { return !(there >> latent & 1); }, factor);
+    weigh(scores, shrink, there != ~u64{0}, [&](int, int, int latent) { return !(there >> latent & 1); }, factor);
 #else
-    weigh(scores, first + TILE > least, [&](int j, int k, int latent) { return latent >= seen[j][k] - first; }, factor);
-    if (!CODES && first + TILE > most) clear(ring.stage, most - first);
+    weigh(
+        scores, shrink, first + TILE > least, [&](int j, int k, int latent) { return latent >= seen[j][k] - first; },
+        factor);
+#endif
+    put(scores, shrink);
+#if !CHOSEN
+    if (first + TILE > most) clear(ring.stage, most - first);
 #endif
     fence_async_proxy();
     sync();
@@ -176,9 +111,9 @@ struct Math {
   }
 
   // Waits for the next tile, and starts to score it.
-  __device__ __forceinline__ void next(float (&scores)[PER_PART]) {
+  __device__ __forceinline__ void next(float (&scores)[SCORES]) {
     ring.arrived();
-    if constexpr (CHOSEN && !CODES) fence_async_proxy();  // wgmma reads what ordinary copies wrote
+    if constexpr (CHOSEN) fence_async_proxy();  // wgmma reads what ordinary copies wrote
     score(scores, ring.stage);
   }
 
@@ -193,14 +128,8 @@ struct Math {
       const int least = same_in_warp(group.seen(a, 0)), most = same_in_warp(group.seen(a, ROWS));
       int seen[COLUMNS][2];
 #pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          seen[j][k] = group.seen(a, row(j, k));
-          largest[j][k] = minus_infinity();
-          total[j][k] = 0.f;
-        }
-      }
+      for (int j = 0; j < COLUMNS; ++j) seen[j][0] = group.seen(a, row(j, 0)), seen[j][1] = group.seen(a, row(j, 1));
+      reset();
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
@@ -208,17 +137,16 @@ struct Math {
       }
 
       queries.arrived();
-      float scores[PER_PART];
+      float scores[SCORES];
       next(scores);
       wgmma_wait<0>(scores);
       int first = segment.first * TILE;
 #pragma unroll 1
       for (int later = segment.count - 1; later > 0; --later) {
         const Released stage = add(scores, first, seen, least, most, factor);
-        if constexpr (STAGES > 1) next(scores);  // otherwise the next tile takes this one's place
-        wait_for_sums<STAGES - 1>();
+        next(scores);
+        wait_for_sums<1>();
         stage.arrive();
-        if constexpr (STAGES == 1) next(scores);
         wgmma_wait<0>(scores);
         first += TILE;
       }

@@ -108,7 +108,7 @@ class _Kernels(NamedTuple):
             self.arguments.begin = 0 if begin is None else begin.data_ptr()
             self.arguments.block_table = 0 if block_table is None else block_table.data_ptr()
             self.arguments.indices = 0 if indices is None else indices.data_ptr()
-            self.arguments.latents = latents.data_ptr()
+            self.arguments.latents, self.arguments.q = latents.data_ptr(), q.data_ptr()
             stream = current_stream(index)
             self.attend.launch(stream)
             self.merge.launch(stream)
@@ -120,7 +120,7 @@ def _kernels(device_index: int, operands: LatentOperands) -> _Kernels:
     batch, queries, heads, width = q.shape
     # With indices each query is a sequence of its own to the kernel.
     rows, blocks = heads if indices is not None else queries * heads, num_sms(device_index)
-    together = rows_together(rows)
+    together = rows_together(rows, operands.coded)
     maps = tuple(
         tensor_map(flat, shape=flat.shape, strides=flat.stride(), box=(box, 64), swizzle=128)
         for flat, box in ((q.view(-1, width), together), (latents.view(-1, latents.shape[2]), TILE))

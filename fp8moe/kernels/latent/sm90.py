@@ -19,11 +19,10 @@ TILE = 64
 """Latents in a tile, and in a block of a paged cache."""
 
 THREADS = 3 * WARPGROUP
-_STAGES = 2
-_MOST_ROWS_OF_CODES = 24  # with more, two tiles and the FP8 latents that they are made of exceed shared memory
+_MOST_ROWS_OF_CODES = 24  # whose sums, of all columns, a thread's registers hold
 _SCORED = TILE // 2
 # Of math threads and of those that load. Sums take up to 128. All threads together have 65536.
-_REGISTERS, _REGISTERS_OF_FEW = (216, 72), (184, 136)
+_REGISTERS, _REGISTERS_OF_FEW_CODES = (216, 72), (232, 40)
 MERGE_THREADS = 512
 _WARP_COLUMNS = 128
 _FEW_GROUPS = 8
@@ -34,7 +33,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("lengths", "begin", "block_table", "out", "sums")),
-        *((name, ctypes.c_int64) for name in ("statistics", "records", "indices", "latents")),
+        *((name, ctypes.c_int64) for name in ("statistics", "records", "indices", "latents", "q")),
         *((name, ctypes.c_int) for name in ("sequences", "rows", "heads", "queries", "limit")),
         *((name, ctypes.c_int) for name in ("table_pitch", "num_blocks", "stride", "chosen")),
         ("scale", ctypes.c_float),
@@ -50,9 +49,13 @@ class MergeArguments(ctypes.Structure):
     )
 
 
-def rows_together(rows: int) -> int:
-    """Return which of ROWS a thread block computes together, of the queries times heads of a sequence."""
-    return next((size for size in ROWS if rows <= size), ROWS[-1])
+def rows_together(rows: int, codes: bool) -> int:
+    """Return which of ROWS a thread block computes together, of the queries times heads of a sequence.
+
+    codes: whether the latents are in FP8.
+    """
+    found = next((size for size in ROWS if rows <= size), ROWS[-1])
+    return ROWS[-1] if codes and found > _MOST_ROWS_OF_CODES else found
 
 
 def attention_spec(chosen: bool, rows: int, codes: bool = False) -> KernelSpec:
@@ -61,25 +64,31 @@ def attention_spec(chosen: bool, rows: int, codes: bool = False) -> KernelSpec:
     chosen: each query reads the latents that indices name. rows: one of ROWS. codes: whether the latents are in FP8.
     """
     few = rows < ROWS[-1]
-    math_registers, producer_registers = _REGISTERS_OF_FEW if rows <= _MOST_ROWS_OF_CODES else _REGISTERS
+    math_registers, producer_registers = _REGISTERS_OF_FEW_CODES if few and codes else _REGISTERS
     values = {
         "ROWS": rows,
         "THREADS": THREADS,
-        "STAGES": 1 if codes and rows > _MOST_ROWS_OF_CODES else _STAGES,
+        "STAGES": (3 if few else 1) if codes else 2,
         "MATH_REGISTERS": math_registers,
         "PRODUCER_REGISTERS": producer_registers,
         "SHARED_BYTES": SHARED_LIMIT,
         "ARGUMENTS_BYTES": ctypes.sizeof(Arguments),
     }
-    scores = wgmma_source(rows if few else _SCORED, name="wgmma_scores", bfloat16=True)
-    how = {"rows_across": True} if few else {"across": True}
-    sums = wgmma_source(rows if few else VALUE // 2, name="wgmma_values", bfloat16=True, **how)
+    if few and codes:
+        kinds = {"scores": "f16", "rest": "bf16", "values": "f16"}
+        sources = [wgmma_source(rows, name=f"wgmma_{n}", kind=k, rows_in_registers=True) for n, k in kinds.items()]
+    else:
+        how = {"rows_across": True} if few else {"across": True}
+        sources = [
+            wgmma_source(rows if few else _SCORED, name="wgmma_scores", kind="bf16"),
+            wgmma_source(rows if few else VALUE // 2, name="wgmma_values", kind="bf16", **how),
+        ]
     defines = (
         ("CHOSEN", int(chosen)),
         ("FEW", int(few)),
         ("CODES", int(codes)),
     )  # macros, because they choose code with #if
-    return KernelSpec("latent_attention.cu", "latent_attention", defines, prelude=constants(values) + scores + sums)
+    return KernelSpec("latent_attention.cu", "latent_attention", defines, prelude=constants(values) + "".join(sources))
 
 
 def merge_spec(blocks: int, parts: int, rows: int) -> KernelSpec:

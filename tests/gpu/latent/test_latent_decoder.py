@@ -1,5 +1,7 @@
 """GraphDecoder over latents on a GPU: against the model's own attention, in graphs, for every family."""
 
+import copy
+
 import pytest
 import torch
 
@@ -46,10 +48,12 @@ def test_logits_are_those_of_the_model(name, chunk):
     mask = left_padded(ids[:, :-NEW], 0, 9, 2).bool()
     decoder = GraphDecoder(model, batch_sizes=(4,), max_length=128, prefill_chunk=chunk)
     assert decoder.attention == "flash"
-    found, expected = forced_logits(decoder, ids, mask), expected_logits(model, ids, mask)
-    # Rounding chooses other experts, and other latents, of tiny random models now and then.
-    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert error.median() <= 1e-2, error
+    found, theirs = forced_logits(decoder, ids, mask), expected_logits(model, ids, mask)
+    expected = expected_logits(copy.deepcopy(model).float(), ids, mask)
+    # Rounding chooses other experts, and other latents, of tiny random models now and then, as in the model itself.
+    error, usual = ((some - expected).norm(dim=-1) / expected.norm(dim=-1) for some in (found, theirs))
+    for part in (0.1, 0.5):
+        assert error.quantile(part) <= max(1e-2, 1.2 * usual.quantile(part)), (error, usual)
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"])
