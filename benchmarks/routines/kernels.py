@@ -459,7 +459,8 @@ SPARSE_TOKENS = {32768: 1.0, 65536: 1.6, 131072: 2.5}
 """Maps lengths of prompts to bars of `dense_over`."""
 SPARSE = {"heads": 128, "passed": 128, "value": 128, "index_heads": 64, "index_size": 128, "chosen": 2048}
 """Sizes of a layer of DeepSeek-V3.2; `passed`: values of a head that rotary embeddings leave as they are."""
-SPARSE_QUERIES = 512
+SPARSE_QUERIES, SPARSE_SCORES = 512, 1 << 26
+"""Queries that attend at a time, and scores, of at least as many queries, that are in memory."""
 
 
 def sparse_latent() -> Iterator[dict]:
@@ -473,6 +474,15 @@ def sparse_latent() -> Iterator[dict]:
     heads, passed, value, index_heads, index_size, chosen = SPARSE.values()
     scale = (passed + ROTARY) ** -0.5
     up = make.normal(heads, passed, latent) / 16, make.normal(heads, latent, value) / 16
+
+    def attend(rows: Tensor, indices: Tensor, latents: Tensor, out: Tensor) -> None:
+        rows = rows.transpose(0, 1)
+        absorbed = torch.cat([rows[..., :passed] @ up[0], rows[..., passed:]], dim=-1).transpose(0, 1)
+        how = {"indices": indices[None], "value_size": latent, "scale": scale}
+        length = torch.full((1,), latents.shape[1], dtype=torch.int32, device=DEVICE)
+        found = fp8moe.latent_attention(absorbed[None], latents, length, **how)
+        out.copy_((found[0].transpose(0, 1) @ up[1]).transpose(0, 1))
+
     for tokens in SPARSE_TOKENS:
         q, latents = make.normal(1, tokens, heads, passed + ROTARY), make.normal(1, tokens, latent + ROTARY)
         index_q = make.codes(tokens, index_heads, index_size)
@@ -482,32 +492,30 @@ def sparse_latent() -> Iterator[dict]:
         out = torch.empty((tokens, heads, value), dtype=torch.bfloat16, device=DEVICE)
 
         def ours(tokens=tokens, q=q, latents=latents, index=(index_q, index_k, weights), ends=ends, out=out) -> None:
-            for first in range(0, tokens, SPARSE_QUERIES):
-                part = slice(first, min(first + SPARSE_QUERIES, tokens))
+            scored = max(SPARSE_QUERIES, SPARSE_SCORES // tokens)
+            for first in range(0, tokens, scored):
+                part = slice(first, min(first + scored, tokens))
                 seen, starts = index[1], torch.zeros_like(ends[part])
                 seen = FP8Tensor(seen.data[: part.stop], seen.scale[: part.stop])
                 scores = fp8moe.mqa_logits(index[0][part], seen, index[2][part], starts, ends[part])
                 columns = scores.topk(min(chosen, part.stop), dim=-1).indices
                 del scores
                 columns = columns.masked_fill(columns >= ends[part, None], -1).int()
-                rows = q[0, part].transpose(0, 1)
-                absorbed = torch.cat([rows[..., :passed] @ up[0], rows[..., passed:]], dim=-1).transpose(0, 1)
-                how = {"indices": columns[None], "value_size": latent, "scale": scale}
-                length = torch.full((1,), part.stop, dtype=torch.int32, device=DEVICE)
-                found = fp8moe.latent_attention(absorbed[None], latents, length, **how)
-                out[part] = (found[0].transpose(0, 1) @ up[1]).transpose(0, 1)
+                each = (x.split(SPARSE_QUERIES) for x in (q[0, part], columns, out[part]))
+                for rows, indices, target in zip(*each, strict=True):
+                    attend(rows, indices, latents, target)
 
         ms, scratch = _time_whole(ours)
         k, v = make.normal(1, heads, tokens, passed + ROTARY), make.normal(1, heads, tokens, value)
         q = q.transpose(1, 2)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-            attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, scale=scale)
-            dense_ms, _ = _time_whole(attend)
+            dense = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, scale=scale)
+            dense_ms, _ = _time_whole(dense)
         yield {
             **{"tokens": tokens, "ms": ms, "scratch_gb": scratch / 1e9, "dense_ms": dense_ms},
             "dense_over": dense_ms / ms,
         }
-        del q, k, v, latents, attend, ours, index_q, index_k, out
+        del q, k, v, latents, dense, ours, index_q, index_k, out
 
 
 def _time_whole(call: Callable[[], object], repeats: int = 3) -> tuple[float, int]:

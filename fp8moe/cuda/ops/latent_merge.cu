@@ -40,19 +40,11 @@ __device__ __forceinline__ void add(float4& sum, const float4& value, float weig
   sum.z = __fmaf_rn(value.z, weight, sum.z), sum.w = __fmaf_rn(value.w, weight, sum.w);
 }
 
-// A block whose record has a group: its number, -1 for none, and the record.
-struct Found {
-  int block;
-  Record record;
-};
-
-// Finds the blockIdx.x-th block whose record has a group. Called by all threads.
-__device__ __forceinline__ Found find_block(const Arguments& a) {
+// The block whose record is the blockIdx.x-th that has a group, -1 if there are fewer. Called by all threads.
+__device__ __forceinline__ int find_block(const Arguments& a) {
   __shared__ u32 found[WARPS];  // a bit for each block whose record has a group
-  __shared__ Record record;
   const int thread = threadIdx.x;
-  const Record mine = thread < BLOCKS ? a.records[thread] : Record{-1, 0, 0, 0};
-  const u32 bits = __ballot_sync(FULL_WARP, mine.group >= 0);
+  const u32 bits = __ballot_sync(FULL_WARP, thread < BLOCKS && a.records[min(thread, BLOCKS - 1)].group >= 0);
   if (lane_id() == 0) found[thread / WARP] = bits;
   __syncthreads();
   int block = -1, before = blockIdx.x;
@@ -62,24 +54,20 @@ __device__ __forceinline__ Found find_block(const Arguments& a) {
     if (block < 0 && before < count) block = word * WARP + static_cast<int>(__fns(found[word], 0, before + 1));
     before -= count;
   }
-  if (thread == block) record = mine;
-  __syncthreads();
-  return {block, record};
+  return block;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_constant__ Arguments a) {
   wait_for_previous_kernel();
-  const Found found = find_block(a);
-  const int block = found.block;
-  const Record record = found.record;
-  const int warp = threadIdx.x / WARP, lane = lane_id();
+  const int block = find_block(a), warp = threadIdx.x / WARP, lane = lane_id();
   if (block < 0) return;
+  const Record record = a.records[block];
   const int each = ceil_div(a.rows, ROWS), sequence = record.group / each, first_row = record.group % each * ROWS;
   const int items = min(a.rows - first_row, ROWS) * CHUNKS;
   // The first piece is the block's last, slot 1; the others are the first of the blocks that follow, slot 0.
-  const int least = record.all / BLOCKS, rest = record.all % BLOCKS, larger = max(rest - block - 1, 0);
-  int pieces = 1 + ceil_div(record.left, least + 1);  // if all blocks that follow have one tile more
-  if (pieces - 1 > larger) pieces = 1 + larger + ceil_div(record.left - larger * (least + 1), least);
+  const int least = record.all / BLOCKS, rest = record.all % BLOCKS;
+  int pieces = 1;
+  for (int left = record.left; left > 0; ++pieces) left -= least + (block + pieces < rest);
   const int part = PARTS == 1 ? 0 : warp, first = pieces * part / PARTS, last = pieces * (part + 1) / PARTS;
 
 #pragma unroll 1
@@ -90,18 +78,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
       const int slot = 2 * (block + piece) + (piece == 0);
       return static_cast<long long>(slot) * ROWS + row;
     };
-    const auto load = [&, from = column](int piece) {
-      return __ldcs(reinterpret_cast<const float4*>(a.sums + place(piece) * VALUE + from));
-    };
-    // Of a part's pieces, whose sums are loaded together with the statistics.
-    constexpr int AHEAD = PARTS == 1 ? 1 : ceil_div(BLOCKS, PARTS);
-    float4 values[AHEAD] = {};
-    if constexpr (PARTS > 1) {
-#pragma unroll
-      for (int k = 0; k < AHEAD; ++k) {
-        if (first + k < last) values[k] = load(first + k);
-      }
-    }
     float2 statistics[LANE_PIECES];  // largest score and sum of weights
     float largest = __uint_as_float(0xFF800000u), total = 0.f;
 #pragma unroll
@@ -122,25 +98,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
     total = warp_reduce(total, [](float p, float q) { return p + q; });
 
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-    if constexpr (PARTS == 1) {
 #pragma unroll
-      for (int k = 0; k < LANE_PIECES; ++k) {
+    for (int k = 0; k < LANE_PIECES; ++k) {
 #pragma unroll 4
-        for (int piece = k * WARP; piece < min(last, (k + 1) * WARP); ++piece) {
-          add(sum, load(piece), __shfl_sync(FULL_WARP, weights[k], piece % WARP));
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        const int piece = first + i;
-        float weight = 0.f;
-#pragma unroll
-        for (int k = 0; k < LANE_PIECES; ++k) {
-          const float one = __shfl_sync(FULL_WARP, weights[k], piece % WARP);
-          if (piece / WARP == k) weight = one;
-        }
-        if (piece < last) add(sum, values[i], weight);
+      for (int piece = max(first, k * WARP); piece < min(last, (k + 1) * WARP); ++piece) {
+        const float4 value = __ldcs(reinterpret_cast<const float4*>(a.sums + place(piece) * VALUE + column));
+        add(sum, value, __shfl_sync(FULL_WARP, weights[k], piece % WARP));
       }
     }
     if constexpr (PARTS > 1) {

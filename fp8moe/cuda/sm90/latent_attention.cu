@@ -140,6 +140,8 @@ struct alignas(SWIZZLE_ALIGNMENT) Shared {
 #if CODES
   alignas(16) u8 coded[4][2][PIECE * CODED];  // of each warp, in turns
 #endif
+  WorkRange work;
+  int all;  // tiles of all groups
   Ring<STAGES> ring;
   Ring<1> query_ring;
 };
@@ -647,7 +649,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefetch_map(latents);
     // CODES: the values that each warp writes. CHOSEN: the copies of each thread, and each warp's bits.
 #if FEW && CODES
-    shared.ring.init(1, 4);
+    shared.ring.init(CHOSEN ? WARP : 1, 4);
 #else
     shared.ring.init(CODES ? 4 : CHOSEN ? WARPGROUP + 4 : 1, MATH_WARPS);
     shared.query_ring.init(1, MATH_WARPS);
@@ -655,22 +657,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mbarrier_init_fence();
   }
   const Groups groups(arguments);
-  allow_next_kernel();  // latent_merge, which waits for this kernel's end
   sum_tiles(groups, shared.sums);
   __syncthreads();
-  // The weights overwrite the sums, so no warp begins before all have read them.
-  if (warp >= MATH_WARPS) {
-    registers_decrease<PRODUCER_REGISTERS>();
+  if (warp == 0) {
     const WorkRange work = find_work_range(groups, shared.sums);
     const int all = all_tiles(shared.sums);
-    named_barrier(3, THREADS);
-    produce(shared, q, latents, arguments, groups, work, warp - MATH_WARPS);
+    if (threadIdx.x == 0) shared.work = work, shared.all = all;
+  }
+  __syncthreads();  // the weights overwrite the sums
+  if (warp >= MATH_WARPS) {
+    registers_decrease<PRODUCER_REGISTERS>();
+    produce(shared, q, latents, arguments, groups, shared.work, warp - MATH_WARPS);
     __syncwarp();
-    if (warp == MATH_WARPS + 1) finish(arguments, groups, work, all);
+    if (warp == MATH_WARPS + 1) finish(arguments, groups, shared.work, shared.all);
   } else {
     registers_increase<MATH_REGISTERS>();
-    const WorkRange work = find_work_range(groups, shared.sums);
-    named_barrier(3, THREADS);
-    Math(shared, arguments, groups, warp).run(work);
+    Math(shared, arguments, groups, warp).run(shared.work);
   }
 }

@@ -31,6 +31,8 @@ struct alignas(SWIZZLE_ALIGNMENT) Shared {
   alignas(8) float exchanged[2][4][ROWS];  // between the warps of each warpgroup
   float4 scales[2][4];                     // the largest of each warp's latents
   u64 there[STAGES];                       // CHOSEN: bits of the latents of a tile that there are
+  WorkRange work;
+  int all;  // tiles of all groups
   Ring<STAGES> ring;
 };
 static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT <= SHARED_BYTES, "kernels/latent/sm90.py counts otherwise");
@@ -95,8 +97,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap&, const 
           zero_latent(place);
         }
       }
-      __syncwarp();
-      if (lane == 0) ring.full().arrive();
+      ring.full().arrive();  // by each lane, of its zeros
 #else
       const int row = a.table ? block(first / TILE) : sequence * a.stride + group.begin + first;
       ring.acquire();
@@ -115,9 +116,8 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap&, const 
 // The math of one warpgroup.
 struct Math : Softmax {
   static constexpr int HALF = VALUE_PANELS / 2;
-  static constexpr int IN_FLIGHT =
-      ROWS <= 16 ? 2 : 1;   // panels whose products are, while codes of the next are converted
-  using Rows4 = u32[4][4];  // a thread's part of the first operand of four products
+  static constexpr int IN_FLIGHT = 1;  // panels that are multiplied while codes of the next are converted
+  using Rows4 = u32[4][4];             // a thread's part of the first operand of four products
 
   Shared& shared;
   const Arguments& a;
@@ -326,9 +326,6 @@ struct Math : Softmax {
       if (segment.count == 0) return;
       const Group group = groups.group(segment.group);
       const int least = same_in_warp(group.seen(a, 0)), most = same_in_warp(group.seen(a, ROWS));
-      int seen[COLUMNS][2];
-#pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) seen[j][0] = group.seen(a, row(j, 0)), seen[j][1] = group.seen(a, row(j, 1));
       reset();
 #pragma unroll
       for (float& of : unit) of = SMALLEST;
@@ -337,7 +334,7 @@ struct Math : Softmax {
       load_queries(group);
 #pragma unroll 1
       for (int i = 0; i < segment.count; ++i) {
-        if ((turn + i) % 2 == half) add_tile((segment.first + i) * TILE, seen, least, most, factor);
+        if ((turn + i) % 2 == half) add_tile((segment.first + i) * TILE, group, least, most, factor);
         ring.advance();
       }
       turn += segment.count;
@@ -345,10 +342,9 @@ struct Math : Softmax {
     }
   }
 
-  // Adds a tile's latents, from the group's latent `first` on. seen: how many latents a row sees; least, most: those
-  // that see fewest and most.
-  __device__ __forceinline__ void add_tile(int first, const int (&seen)[COLUMNS][2], int least, int most,
-                                           float factor) {
+  // Adds a tile's latents, from the group's latent `first` on. least, most: how many the rows see that see fewest and
+  // most.
+  __device__ __forceinline__ void add_tile(int first, const Group& group, int least, int most, float factor) {
     const u32 tile = shared_address(shared.latents[ring.stage]);
     ring.arrived();
 #if !CHOSEN
@@ -377,14 +373,16 @@ struct Math : Softmax {
       shared.scales[half][warp] = make_float4(largest_scale[0], largest_scale[1], largest_scale[2], largest_scale[3]);
     }
     Of shrink;
+    weigh(scores, shrink, factor, [&](float (&scores)[SCORES]) {
 #if CHOSEN
-    const u64 there = shared.there[ring.stage];
-    weigh(scores, shrink, there != ~u64{0}, [&](int, int, int latent) { return !(there >> latent & 1); }, factor);
+      const u64 there = shared.there[ring.stage];
+      if (there != ~u64{0}) hide(scores, [&](int, int, int latent) { return !(there >> latent & 1); });
 #else
-    weigh(
-        scores, shrink, first + TILE > least, [&](int j, int k, int latent) { return latent >= seen[j][k] - first; },
-        factor);
+      if (first + TILE > least) {
+        hide(scores, [&](int j, int k, int latent) { return latent >= group.seen(a, row(j, k)) - first; });
+      }
 #endif
+    });
     put(scores, scales, shrink);
     fence_async_proxy();
     sync();

@@ -90,14 +90,16 @@ struct Math : Softmax {
   __device__ __forceinline__ Released add(float (&scores)[SCORES], int first, const int (&seen)[COLUMNS][2], int least,
                                           int most, float factor) {
     Of shrink;
+    weigh(scores, shrink, factor, [&](float (&scores)[SCORES]) {
 #if CHOSEN
-    const u64 there = shared.there[ring.stage];
-    weigh(scores, shrink, there != ~u64{0}, [&](int, int, int latent) { return !(there >> latent & 1); }, factor);
+      const u64 there = shared.there[ring.stage];
+      if (there != ~u64{0}) hide(scores, [&](int, int, int latent) { return !(there >> latent & 1); });
 #else
-    weigh(
-        scores, shrink, first + TILE > least, [&](int j, int k, int latent) { return latent >= seen[j][k] - first; },
-        factor);
+      if (first + TILE > least) {
+        hide(scores, [&](int j, int k, int latent) { return latent >= seen[j][k] - first; });
+      }
 #endif
+    });
     put(scores, shrink);
 #if !CHOSEN
     if (first + TILE > most) clear(ring.stage, most - first);

@@ -55,25 +55,26 @@ struct Softmax {
     }
   }
 
-  // Turns scores into weights. shrink: what earlier sums are to be multiplied by. hidden(j, k, latent): whether a row
-  // does not see a latent of the tile. some: whether any is hidden.
+  // Hides scores of the tile's latents from rows that do not see them: hidden(j, k, latent).
   template <class Hidden>
-  __device__ __forceinline__ void weigh(float (&scores)[SCORES], Of& shrink, bool some, const Hidden& hidden,
-                                        float factor) {
+  __device__ __forceinline__ void hide(float (&scores)[SCORES], const Hidden& hidden) const {
+#pragma unroll
+    for (int i = 0; i < SCORES; ++i) {
+      if (hidden(i / 4, i % 2, 16 * warp + lane / 4 + 8 * (i / 2 % 2))) scores[i] = minus_infinity();
+    }
+  }
+
+  // Turns scores into weights. shrink: what earlier sums are to be multiplied by. hide(scores): hides some.
+  template <class Hide>
+  __device__ __forceinline__ void weigh(float (&scores)[SCORES], Of& shrink, float factor, const Hide& hide) {
+#pragma unroll
+    for (float& score : scores) score *= factor;
+    hide(scores);
     Of most;
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        most[j][k] = minus_infinity();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& score = scores[4 * j + 2 * i + k];
-          score *= factor;
-          if (some && hidden(j, k, 16 * warp + lane / 4 + 8 * i)) score = minus_infinity();
-          most[j][k] = fmaxf(most[j][k], score);
-        }
-      }
+      for (int k = 0; k < 2; ++k) most[j][k] = fmaxf(scores[4 * j + k], scores[4 * j + 2 + k]);
     }
     over_latents(most, [](float p, float q) { return fmaxf(p, q); });
 #pragma unroll

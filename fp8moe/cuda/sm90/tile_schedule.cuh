@@ -1,9 +1,8 @@
 // The schedule of kernels whose work is a list of tiles: which tiles each thread block computes.
 //
 // The list has groups in order, each with consecutive tiles. Each thread block takes an equal part of the list, its
-// work range, and processes it segment by segment. Where that would take hardly less time than whole groups, which
-// leave nothing to merge, each takes a group. `Groups` has count(), the number of groups, and tiles(group), a Range.
-// THREADS: of a thread block.
+// work range, and processes it segment by segment. `Groups` has count(), the number of groups, and tiles(group), a
+// Range. THREADS: of a thread block.
 #pragma once
 
 #include "ptx.cuh"
@@ -41,9 +40,9 @@ struct WorkRange {
 };
 
 // Numbers of tiles. Each thread counts the tiles of consecutive groups. threads[t]: the inclusive sum over the threads
-// of t's warp up to t. warps[w]: the total of warp w. most[w]: of its groups, the most tiles of one.
+// of t's warp up to t. warps[w]: the total of warp w.
 struct TileSums {
-  int threads[THREADS], warps[THREADS / WARP], most[THREADS / WARP];
+  int threads[THREADS], warps[THREADS / WARP];
 };
 
 // Fills `sums`. Called by all threads of the block, which must synchronize before they call find_work_range.
@@ -51,16 +50,12 @@ template <class Groups>
 __device__ __forceinline__ void sum_tiles(const Groups& groups, TileSums& sums) {
   const int count = groups.count(), each = ceil_div(count, THREADS);
   const int first = min(static_cast<int>(threadIdx.x) * each, count), last = min(first + each, count);
-  int sum = 0, most = 0;
+  int sum = 0;
 #pragma unroll 1
-  for (int group = first; group < last; ++group) {
-    const int size = groups.tiles(group).size();
-    sum += size, most = max(most, size);
-  }
+  for (int group = first; group < last; ++group) sum += groups.tiles(group).size();
   sum = warp_inclusive_sum(sum);
-  most = warp_reduce(most, [](int a, int b) { return max(a, b); });
   sums.threads[threadIdx.x] = sum;
-  if (lane_id() == WARP - 1) sums.warps[threadIdx.x / WARP] = sum, sums.most[threadIdx.x / WARP] = most;
+  if (lane_id() == WARP - 1) sums.warps[threadIdx.x / WARP] = sum;
 }
 
 // Returns the number of all tiles. Called by whole warps.
@@ -74,11 +69,6 @@ __device__ __forceinline__ WorkRange find_work_range(const Groups& groups, const
   const int lane = lane_id();
   const int warp_sum = warp_inclusive_sum(lane < THREADS / WARP ? sums.warps[lane] : 0);
   const u32 total = __shfl_sync(FULL_WARP, warp_sum, WARP - 1);
-  const int most = warp_reduce(lane < THREADS / WARP ? sums.most[lane] : 0, [](int a, int b) { return max(a, b); });
-  if (groups.count() <= gridDim.x && static_cast<u64>(most) * gridDim.x * 16 <= total * u64{17}) {
-    const int group = blockIdx.x;
-    return {group, 0, group < groups.count() ? groups.tiles(group).size() : 0};
-  }
   const u32 least = total / gridDim.x, rest = total % gridDim.x;
   const int begin = least * blockIdx.x + min(blockIdx.x, rest), count = least + (blockIdx.x < rest);
   if (count == 0) return {0, 0, 0};
