@@ -86,7 +86,7 @@ def test_a_graph_reads_weights_that_changed():
     up = attention.kv_b_proj
 
     def expand():
-        return latent_attention._up_weight(up, torch.bfloat16).clone()
+        return latent_attention.up_weight(up, torch.bfloat16).clone()
 
     first, graph = expand(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -101,11 +101,11 @@ def test_a_graph_reads_weights_that_changed():
 def test_nothing_is_kept_of_a_capture():
     """Its values are there only once the graph has run."""
     up = attention_of(in_fp8(torch.bfloat16).to(DEVICE)).kv_b_proj
-    expected = latent_attention._up_weight(up, torch.bfloat16).clone()
+    expected = latent_attention.up_weight(up, torch.bfloat16).clone()
     del latent_attention._weight_cache[up]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = latent_attention._up_weight(up, torch.bfloat16)
+        captured = latent_attention.up_weight(up, torch.bfloat16)
     assert up not in latent_attention._weight_cache
     graph.replay()
     assert torch.equal(captured, expected)
