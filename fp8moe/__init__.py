@@ -32,6 +32,7 @@ __all__ = [
     "quantize_latents",
     "linear",
     "mqa_logits",
+    "mqa_top_k",
     "paged_mqa_logits",
     "quantize_1x128",
     "quantize_128x1",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from fp8moe.kernels.experts.api import experts, experts_masked, experts_rows
     from fp8moe.kernels.gemm import gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked
     from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
+    from fp8moe.kernels.indexer.top_k import mqa_top_k
     from fp8moe.kernels.latent import latent_attention, quantize_latents
     from fp8moe.kernels.linear import linear
     from fp8moe.layers import FP8Linear, FP8MQAIndexer, GroupedExperts, replace_linears, warm
@@ -69,6 +71,7 @@ else:
         "kernels.experts.api",
         "kernels.gemm",
         "kernels.indexer.mqa_logits",
+        "kernels.indexer.top_k",
         "kernels.latent",
         "kernels.linear",
         "layers",

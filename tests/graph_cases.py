@@ -218,11 +218,25 @@ CASES = {
         lambda tokens: (*_along_k(tokens), torch.randn(EXPERTS, INTERMEDIATE, HIDDEN)),
     ),
     "mqa_logits": Case(fp8moe.mqa_logits, _scores),
+    "mqa_top_k": Case(
+        lambda logits, starts, ends: fp8moe.mqa_top_k(logits, top_k=5, starts=starts, ends=ends),
+        lambda tokens: (torch.randn(tokens, 8 * tokens), *_scores(tokens)[3:]),
+    ),
     "paged_mqa_logits": Case(
         lambda q, kv_cache, weights, context_lens, block_table: fp8moe.paged_mqa_logits(
             q, kv_cache, weights, context_lens, block_table, max_context_len=64
         ),
         _paged,
+    ),
+    "latent_attention": Case(
+        lambda q, latents, lengths: fp8moe.latent_attention(q, latents, lengths, value_size=512, scale=0.04),
+        lambda tokens: (
+            *(_normal(tokens, 1, 3, 576), _normal(tokens, 9, 576)),
+            torch.arange(tokens, dtype=torch.int32) % 9,
+        ),
+    ),
+    "quantize_latents": Case(
+        lambda latents: fp8moe.quantize_latents(latents, value_size=32), lambda tokens: (_normal(tokens, 40),)
     ),
     "FP8Linear": Case(_call, _inputs, _linear()),
     "FP8Linear, master_dtype": Case(_call, _inputs, _linear(master_dtype=torch.float32)),

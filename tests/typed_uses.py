@@ -66,6 +66,7 @@ def operations(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
     assert_type(fp8moe.mqa_logits(x, (a.data, a.scale), weight, offsets, offsets, fill_masked=False), Tensor)
     assert_type(fp8moe.mqa_logits(x, a, weight, offsets, offsets, max_range=64), Tensor)
     assert_type(fp8moe.paged_mqa_logits(x, x, weight, offsets, offsets, max_context_len=64), Tensor)
+    assert_type(fp8moe.mqa_top_k(x, top_k=5, starts=offsets, ends=offsets), Tensor)
     assert_type(fp8moe.quantize_latents(x, value_size=512), Tensor)
     assert_type(fp8moe.latent_attention(x, x, offsets, value_size=512, scale=0.1, indices=offsets), Tensor)
 

@@ -15,6 +15,7 @@ from fp8moe.hf.versions import CACHE_NAMES
 from fp8moe.kernels.indexer.checks import NUM_HEADS
 from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS
 from fp8moe.kernels.indexer.mqa_logits import mqa_logits
+from fp8moe.kernels.indexer.top_k import mqa_top_k
 from fp8moe.layers.mqa_indexer import LOGITS_AT_A_TIME, TRANSFORMERS_CLASSES, interleaves, score_operands
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
@@ -124,7 +125,7 @@ def _selected(q: Tensor, weights: Tensor, rows: Tensor, attention_mask: Tensor, 
             logits = _logits(q[part], weights[part], rows[b])
             seen = mask[part]
             logits = torch.where(seen, logits, -torch.inf) if seen.dtype is torch.bool else logits + seen
-            selected[part] = logits.topk(selected.shape[-1], dim=-1).indices.int()
+            selected[part] = mqa_top_k(logits.flatten(0, 1), top_k=selected.shape[-1]).view(selected[part].shape)
     return selected
 
 

@@ -3,13 +3,13 @@
 import inspect
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8moe.kernels.indexer import checks as mqa_checks
 from fp8moe.kernels.indexer.mqa_cache import BLOCK_TOKENS, HEAD_DIMS, append_kv, read_kv
 from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
 from fp8moe.kernels.indexer.reference import tokens_seen
+from fp8moe.kernels.indexer.top_k import mqa_top_k
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import FP8Tensor
@@ -227,10 +227,13 @@ class FP8MQAIndexer(nn.Module):
         q, weights, k = self._project(hidden_states, q_resid, position_embeddings)
         q = q.unflatten(0, (batch, next_n))
         mqa_checks.paged(mqa_checks.Paged(q, kv_cache, weights, context_lens, block_table, max_context_len))
-        slots = _slots(tokens_seen(context_lens, next_n), block_table, kv_cache.shape[0])
+        seen = tokens_seen(context_lens, next_n)
+        slots = _slots(seen, block_table, kv_cache.shape[0])
         append_kv(kv_cache, k, slots, scale_format=self.scale_format)
-        logits = paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, max_context_len=max_context_len)
-        return _select(logits, self.top_k)
+        rest = {"max_context_len": max_context_len, "fill_masked": False}
+        logits = paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, **rest)
+        scored = BLOCK_TOKENS * block_table.shape[1] if kv_cache.shape[0] else 0
+        return mqa_top_k(logits, top_k=self.top_k, ends=seen.clamp(max=scored).flatten().int())
 
     def extra_repr(self) -> str:
         return (
@@ -246,7 +249,8 @@ class FP8MQAIndexer(nn.Module):
 
     def _selected(self, kv: FP8Tensor, q: Tensor, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
         """Return the positions of the top_k keys of each query, counted from `starts`, (S, top_k) int32."""
-        return _select(mqa_logits(q, kv, weights, starts, ends), self.top_k, starts.clamp(min=0)[:, None])
+        logits = mqa_logits(q, kv, weights, starts, ends, fill_masked=False)
+        return mqa_top_k(logits, top_k=self.top_k, starts=starts, ends=ends)
 
     def _check_tokens(self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> int:
         """Check types, dtypes, shapes and devices of the inputs to `forward` or `decode`; return the token count."""
@@ -306,13 +310,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
     cos, sin = cos[..., : width // 2], sin[..., : width // 2]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
-
-
-def _select(logits: Tensor, top_k: int, starts: Tensor | int = 0) -> Tensor:
-    """Return the columns of each row's top_k logits, minus `starts`, as int32; -1 for masked or missing logits."""
-    values, columns = logits.topk(min(top_k, logits.shape[1]), dim=-1)
-    columns = torch.where(values == -torch.inf, -1, columns - starts).int()
-    return F.pad(columns, (0, top_k - columns.shape[1]), value=-1)
 
 
 def _slots(seen: Tensor, block_table: Tensor, num_blocks: int) -> Tensor:

@@ -72,7 +72,10 @@ CALLS = dict(calls_of_graphs()) | {
     "transpose_fp8": (transpose_fp8, {"w": B}),
     "warm": None,  # it takes no tensors: test_warmup.py
 }
-OPTIONAL = ("bias", "c", "expert_map", "out", "group_offsets of quantize_with_transpose", "tokens")
+OPTIONAL = (
+    *("bias", "c", "expert_map", "out", "group_offsets of quantize_with_transpose", "tokens"),
+    *("starts of mqa_top_k", "ends of mqa_top_k"),
+)
 OTHERS = ("tensors", "num_rows", "num_experts", "out_dtype")
 BAD = {"None": None, "list": [[1.0, 2.0], [3.0, 4.0]], "array": np.ones((2, 2)), "number": 1.5, "string": "x"}
 

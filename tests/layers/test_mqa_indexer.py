@@ -107,7 +107,9 @@ def test_long_prefill_goes_in_chunks(monkeypatch):
     monkeypatch.setattr(mqa_indexer, "LOGITS_AT_A_TIME", 7 * sum(LENGTHS))
     rows = []
     logits = mqa_indexer.mqa_logits
-    monkeypatch.setattr(mqa_indexer, "mqa_logits", lambda q, *rest: rows.append(len(q)) or logits(q, *rest))
+    monkeypatch.setattr(
+        mqa_indexer, "mqa_logits", lambda q, *rest, **how: rows.append(len(q)) or logits(q, *rest, **how)
+    )
     assert torch.equal(indexer(*arguments), whole)
     assert rows == [7] * 5 + [5]
 

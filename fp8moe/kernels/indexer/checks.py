@@ -54,6 +54,15 @@ class Paged(NamedTuple):
     fill_masked: bool = True
 
 
+class Chosen(NamedTuple):
+    """Operands of ``mqa_top_k``."""
+
+    logits: Tensor
+    top_k: int
+    starts: Tensor | None = None
+    ends: Tensor | None = None
+
+
 def prefill(operands: Prefill) -> tuple[int, int]:
     """Check dtypes, shapes and devices of the operands of ``mqa_logits``; return the numbers of queries and keys."""
     q, kv, kv_scale, weights, starts, ends, *_ = operands
@@ -86,6 +95,18 @@ def paged(operands: Paged) -> None:
     if block_table.dim() != 2:
         raise ValueError(f"block_table: expected shape (B, max_blocks), got {tuple(block_table.shape)}")
     _shaped("block_table", block_table, torch.int32, "(B, max_blocks)", (batch, block_table.shape[1]), q)
+
+
+def chosen(operands: Chosen) -> None:
+    """Check dtypes, shapes and devices of the operands of ``mqa_top_k``."""
+    logits, top_k, *ranges = operands
+    check_dtype("logits", logits, torch.float32)
+    if logits.dim() != 2 or logits.shape[1] >= 1 << 30:
+        raise ValueError(f"logits: expected shape (S, T) with T < 2**30, got {tuple(logits.shape)}")
+    check_int("top_k", top_k, at_least=1)
+    for name, value in zip(("starts", "ends"), ranges, strict=True):
+        if value is not None:
+            _shaped(name, value, torch.int32, "(S,)", (logits.shape[0],), logits, "logits")
 
 
 def row_length(name: str, value: int) -> None:
@@ -134,8 +155,11 @@ def _queries(q: Tensor, dimensions: str) -> torch.Size:
     return shape
 
 
-def _shaped(name: str, value: Tensor, dtype: torch.dtype, dimensions: str, shape: tuple[int, ...], q: Tensor) -> None:
+def _shaped(
+    name: str, value: Tensor, dtype: torch.dtype, dimensions: str, shape: tuple[int, ...], like: Tensor, its: str = "q"
+) -> None:
+    """Check dtype, shape and device of an operand. its: the name of `like`, on whose device it must be."""
     check_dtype(name, value, dtype)
     if value.shape != shape:
         raise ValueError(f"{name}: expected shape {dimensions} = {tuple(shape)}, got {tuple(value.shape)}")
-    check_device(name, value, q.device, "q")
+    check_device(name, value, like.device, its)

@@ -1,10 +1,11 @@
 """Index scores and the paged cache in plain PyTorch, on any device: these define the results of the CUDA kernels."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.kernels.gemm.reference import products, to_float32
-from fp8moe.kernels.indexer.checks import Paged, Prefill
+from fp8moe.kernels.indexer.checks import Chosen, Paged, Prefill
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.reference import quantize_1x128
 
@@ -54,6 +55,22 @@ def paged_mqa_logits(operands: Paged, out: Tensor) -> None:
         mqa_logits(sequence, out[rows, :context])
         if fill_masked:
             out[rows, context:] = -_INF
+
+
+def mqa_top_k(operands: Chosen) -> Tensor:
+    """Compute ``mqa_top_k`` by two stable sorts of each row: by score, then by whether the range has the column."""
+    logits, top_k, starts, ends = operands
+    rows, columns = logits.shape
+    column = torch.arange(columns, device=logits.device)
+    first = torch.zeros(rows, 1, dtype=torch.int64, device=logits.device)
+    first = first if starts is None else starts[:, None].long().clamp(0, columns)
+    last = torch.full_like(first, columns) if ends is None else ends[:, None].long().clamp(0, columns)
+    seen = (column >= first) & (column < last)
+    logits = torch.where(logits.isnan(), torch.nan, logits)  # whose sign would matter to sorts on a GPU
+    order = logits.masked_fill(~seen, -_INF).sort(dim=1, descending=True, stable=True).indices
+    there, place = seen.gather(1, order).sort(dim=1, descending=True, stable=True)
+    found = (order.gather(1, place) - first).masked_fill(~there, -1)[:, :top_k].int()
+    return F.pad(found, (0, top_k - found.shape[1]), value=-1)
 
 
 def tokens_seen(context_lens: Tensor, next_n: int) -> Tensor:
