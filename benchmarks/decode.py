@@ -31,7 +31,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -46,6 +46,7 @@ from benchmarks.report import Bar, Benchmark, Option, start
 from benchmarks.whole_models import CONFIGS, FORMATS, build
 from fp8moe.decode import GraphDecoder, latents
 from fp8moe.hf.fused import flash_attention_3
+from fp8moe.hf.fused import latent_attention as fused_latents
 from fp8moe.hf.fused.attention import UnsupportedAttention
 
 CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (32, 8192))
@@ -295,10 +296,12 @@ GLM_LAYERS = 47
 LATENT_PREFILL = (4, 4096)
 
 
-def own_attention() -> AbstractContextManager:
-    """Return a context in which decoders leave latent attention to the model."""
-    refused = UnsupportedAttention("latent attention, for comparison")
-    return mock.patch.object(latents, "attend", mock.Mock(side_effect=refused))
+@contextmanager
+def own_attention() -> Iterator[None]:
+    """Within the context, have decoders leave latent attention to the model."""
+    refused = mock.Mock(side_effect=UnsupportedAttention("latent attention, for comparison"))
+    with mock.patch.object(latents, "absorption", refused), mock.patch.object(fused_latents, "absorption", refused):
+        yield
 
 
 def measure_cached_step(model: Any, batch: int) -> float:

@@ -935,6 +935,13 @@ INDEXER = {
         fixed=("kv_cache",),
         rows=(8,),
     ),
+    "mqa_top_k": Case(
+        lambda draw: (
+            *(draw.normal(draw.rows, 300, dtype=torch.float32), 40),
+            *(draw.integers(-5, 100, draw.rows), draw.integers(0, 320, draw.rows)),
+        ),
+        exempt={"bad values": "test_mqa_top_k.py: a NaN is chosen first"},
+    ),
     "append_kv": Case(
         lambda draw: (
             *(new_kv_cache(5, 32, device="cpu").fill_(0xAB), draw.normal(draw.rows, 32)),
@@ -955,7 +962,30 @@ def _latents(draw: Draw, **how) -> tuple:
     return q, latents.nan_to_num(), count, None, table, None, 512, 0.04
 
 
+def _appended(draw: Draw, coded: bool = False) -> tuple:
+    sizes = draw.rows, 2
+    cache = torch.full((draw.rows, 9, 656), 7, dtype=torch.uint8) if coded else draw.normal(draw.rows, 9, 576)
+    return (
+        *(draw.normal(*sizes, 3, 64), draw.normal(*sizes, 576), draw.normal(512)),
+        *(draw.normal(*sizes, 64), draw.normal(*sizes, 64), draw.normal(*sizes, 3, 64), cache),
+        *(draw.integers(0, 8, draw.rows, dtype=torch.int64), 1e-6, coded),
+    )
+
+
 LATENT = {
+    "append_latents": Case(
+        _appended,
+        bad={
+            "q": ((BAD_ROW, 1, 2, 3), lambda a: [(BAD_ROW, 1, 2), None]),
+            "latents": ((BAD_ROW, 1, 3), lambda a: [None, (BAD_ROW, int(a.columns[BAD_ROW]) + 1)]),
+        },
+        fixed=("cache",),
+    ),
+    "append_latents, FP8": Case(
+        lambda draw: _appended(draw, coded=True),
+        bad={"q": ((BAD_ROW, 1, 2, 3), lambda a: [(BAD_ROW, 1, 2), None])},
+        fixed=("cache",),
+    ),
     "latent_attention": Case(
         _latents, bad={"q": ((BAD_ROW, 1, 2, 3), lambda a: [(BAD_ROW, 1, 2)])}, fixed=("latents",), rows=(8,)
     ),

@@ -238,6 +238,16 @@ def _own_layers() -> dict[str, type]:
             if _are_latents(key_states, value_states):
                 self.keys, self.values = self.keys.new_zeros((*self.keys.shape[:-1], sum(sizes))).split(sizes, -1)
 
+        def latents(self) -> Tensor:
+            """Return all columns (B, max_length, R + P) of a layer that keeps latents; in FP8 their bytes."""
+            (batch, _, length, _), width = self.keys.shape, self.keys.shape[-1] + self.values.shape[-1]
+            return self.keys.as_strided((batch, length, width), (length * width, width, 1))
+
+        def first_columns(self) -> tuple[Tensor, Tensor]:
+            """Return keys and values of the columns that the call reads."""
+            end = self.position.end
+            return self.keys[:, :, :end], self.values[:, :, :end]
+
     class FP8Layer(FullLayer):
         """A layer whose keys and values are E4M3 codes; key_scales, value_scales: (B, key heads, max_length, 1).
 

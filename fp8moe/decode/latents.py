@@ -11,6 +11,7 @@ operations, unless an indexer has chosen among them.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,13 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8moe.hf.fused import flash_attention_3
-from fp8moe.hf.fused.attention import AttentionMetadata, UnsupportedAttention, unsupported
-from fp8moe.hf.fused.latent_attention import expands_latents, up_weight
+from fp8moe.hf.fused.attention import AttentionMetadata, UnsupportedAttention
+from fp8moe.hf.fused.latent_attention import absorption, expands_latents, multiply
 from fp8moe.hf.replaced import hold, release
 from fp8moe.kernels.latent import latent_attention
 from fp8moe.kernels.latent.fp8_latents import dequantize_latents
 from fp8moe.quant.formats import FP8Tensor
-from fp8moe.runtime import config
 
 ROWS_AT_A_TIME = 1 << 18
 """Absorbed queries, of all heads and sequences, that are in memory at a time: 302 MB for latents of 576 values."""
@@ -81,13 +81,10 @@ def attend(
     Raises UnsupportedAttention for projections that cannot be absorbed, features that the model asks for beside these,
     and in batch-invariant mode.
     """
-    unsupported(others)
     batch, heads, new, size = query.shape
-    known = isinstance(metadata, AttentionMetadata) and (metadata.new_tokens, metadata.window) == (new, None)
-    if not known:
+    if not isinstance(metadata, AttentionMetadata) or metadata.new_tokens != new:
         raise UnsupportedAttention("latent attention with a mask of another kind")
-    if config.settings.batch_invariant:
-        raise UnsupportedAttention("latent attention, whose bits depend on the other sequences of a call")
+    to_keys, to_values = absorption(module, query.dtype, metadata, others)
     scale = size**-0.5 if scaling is None else scaling
     rank, rest = module.kv_lora_rank, module.qk_rope_head_dim
     if indices is not None and latent.shape[2] <= indices.shape[-1]:
@@ -100,32 +97,28 @@ def attend(
         if flash_attention_3.serves(query, keys, values):
             return flash_attention_3.attend(query, keys, values, scale)
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale).transpose(1, 2)
-    weight = up_weight(module.kv_b_proj, query.dtype)
-    if weight is None:
-        raise UnsupportedAttention(f"a kv_b_proj that cannot be absorbed ({type(module.kv_b_proj).__name__})")
-    to_keys, to_values = weight.view(heads, -1, rank).tensor_split([size - rest], dim=1)
     latents, chosen = (
         _joined(latent, metadata.length, latent.shape[-1] + rotary.shape[-1]),
         None if indices is None else metadata.seen(indices),
     )
-    out = query.new_empty((batch, new, heads, to_values.shape[1]))
-    at_a_time = max(1, ROWS_AT_A_TIME // (batch * heads))
-    for first in range(0, new, at_a_time):
-        part = slice(first, first + at_a_time)
-        passed, rotated = query[:, :, part].split([size - rest, rest], dim=-1)
-        q = torch.cat((_by_heads(passed, to_keys), rotated.transpose(1, 2)), dim=-1)
-        how = {"begin": metadata.first} if chosen is None else {"indices": chosen[:, part]}
-        ends = metadata.ends - max(0, new - part.stop)
-        found = latent_attention(q, latents, ends, value_size=rank, scale=scale, **how)
-        out[:, part] = _by_heads(found.transpose(1, 2), to_values.transpose(1, 2))
+    out = query.new_empty((batch, new, heads, to_values.shape[2]))
+    at_a_time = max(1, ROWS_AT_A_TIME // heads)
+    everything = [(slice(batch), slice(new))]
+    pieces = product(_slices(batch, 1), _slices(new, at_a_time)) if batch * new > at_a_time else everything
+    for some, part in pieces:
+        passed, rotated = query[some, :, part].transpose(1, 2).split([size - rest, rest], dim=-1)
+        q = query.new_empty((*passed.shape[:3], rank + rest))
+        multiply(passed, to_keys, q[..., :rank])
+        q[..., rank:] = rotated
+        how = {"begin": metadata.first[some]} if chosen is None else {"indices": chosen[some, part]}
+        ends = metadata.ends[some] - (new - part.stop)
+        found = latent_attention(q, latents[some], ends, value_size=rank, scale=scale, **how)
+        multiply(found, to_values, out[some, part])
     return out
 
 
-def _by_heads(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the products (B, T, heads, N) of x (B, heads, T, K) and weight (heads, K, N)."""
-    batch, heads, new, _ = x.shape
-    flat = torch.bmm(x.transpose(0, 1).reshape(heads, batch * new, -1), weight)
-    return flat.view(heads, batch, new, -1).permute(1, 2, 0, 3)
+def _slices(size: int, each: int) -> list[slice]:
+    return [slice(first, min(first + each, size)) for first in range(0, size, each)]
 
 
 def _joined(latent: Tensor, length: int, width: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 
 import fp8moe
 from fp8moe.decode import GraphDecoder, latents
+from fp8moe.hf.fused import latent_attention as fused_latents
 from tests.decode_models import NEW, forced_logits, fp8moe_attention_on_cpu
 from tests.tiny_moe_models import MODELS
 from tests.transformers_models import left_padded, prompts
@@ -38,7 +39,8 @@ def calls(monkeypatch):
         found.append((q.shape[1], None if indices is None else indices.shape[2]))
         return attend(q, *others, indices=indices, **how)
 
-    monkeypatch.setattr(latents, "latent_attention", counted)
+    for module in (latents, fused_latents):
+        monkeypatch.setattr(module, "latent_attention", counted)
     return found
 
 
@@ -182,7 +184,7 @@ def test_many_queries_are_attended_to_in_parts(name, models, calls, monkeypatch)
     model = models[name]
     ids = prompts(2, 30, seed=2)
     mask = torch.ones(2, 30 - NEW, dtype=torch.bool)
-    monkeypatch.setattr(latents, "ROWS_AT_A_TIME", 5 * 2 * model.config.num_attention_heads)
+    monkeypatch.setattr(latents, "ROWS_AT_A_TIME", 5 * model.config.num_attention_heads)
     decoder = GraphDecoder(model, batch_sizes=(2,), max_length=64, prefill_chunk=13)
     calls.clear()
     close(forced_logits(decoder, ids, mask), expected_logits(model, ids, mask))

@@ -206,7 +206,7 @@ def attend(
     parts = linears.project(normed.quantized or normed.values, inputs(module), cos.dtype)
     q, k, v = (part.view(*lead, -1, size) for part in parts)
     past = past_key_values if cache is None else cache
-    layer = _decoder_layer(past, module.layer_idx, k, v)
+    layer = decoder_layer(past, module.layer_idx, k, v)
     if layer is None:
         batch, tokens, heads, _ = k.shape
         keys, values = torch.empty((2, batch, heads, tokens, size), dtype=k.dtype, device=k.device)
@@ -295,7 +295,7 @@ def _has_norms(module: nn.Module, form: known_forwards.Attention) -> bool:
     return form.norm == "always" or (form.norm == "if use_qk_norm" and bool(module.use_qk_norm))
 
 
-def _decoder_layer(past: Any, index: int, k: Tensor, v: Tensor) -> Any:
+def decoder_layer(past: Any, index: int, k: Tensor, v: Tensor) -> Any:
     """Return layer `index` of a cache if it is GraphDecoder's, otherwise None.
 
     If the layer has no memory yet, allocate it for k and v (B, T, key heads, D).

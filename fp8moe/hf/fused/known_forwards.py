@@ -252,3 +252,4 @@ ROTARY = {
     # the apply_rotary_pos_emb of gpt_oss
     "4c39ab31fe31a341": Rotary("_apply_rotary_emb", "aaee2b19b11930dc", half=True),
 }
+INTERLEAVED_ROTARY = {"6db14a92385ecd21": True}  # the apply_rotary_pos_emb_interleave of deepseek_v3

@@ -2,7 +2,8 @@
 
 For one new token, kv_b_proj is absorbed into the query and the output, so that all heads read the cached latents
 directly: DeepSeek-V2, arXiv:2405.04434, section 2.1.2. For several new tokens, the latents are expanded to keys and
-values as in the module's own forward.
+values as in the module's own forward. Into a static cache of GraphDecoder, one kernel writes the latents of new tokens
+from the projections on, `kernels.latent.append`.
 """
 
 from typing import Any, NamedTuple
@@ -12,13 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.hf.fused import known_forwards, linears, norms
-from fp8moe.hf.fused.attention import WITHOUT_EFFECT, attention_interface
+from fp8moe.hf.fused.attention import (
+    WITHOUT_EFFECT,
+    AttentionMetadata,
+    UnsupportedAttention,
+    attention_interface,
+    decoder_layer,
+    unsupported,
+)
 from fp8moe.hf.fused.known_forwards import called, form_of, runs_as_written
 from fp8moe.hf.versions import update_cache
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
+from fp8moe.kernels.latent import append, latent_attention
 from fp8moe.layers.master import Fingerprint
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
+from fp8moe.runtime import config
 
 
 def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
@@ -58,11 +68,15 @@ def attend(
     q, latent = linears.project(normed.quantized or normed.values, inputs(module), cos.dtype)
     if module.q_lora_rank is not None:
         q = _queries(module, q)
-    q = q.view(*lead, -1, module.qk_head_dim).transpose(1, 2)
+    q = q.view(*lead, -1, module.qk_head_dim)
+    latent = latent.view(*lead, -1)
+    layer = _static_layer(module, past_key_values if cache is None else cache, q, latent, cos, attention_mask)
+    if layer is not None:
+        return module.o_proj(_attend_in_place(module, q, latent, (cos, sin), attention_mask, layer, kwargs).flatten(2))
+    q = q.transpose(1, 2)
     q_pass, q_rot = q.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
     latent, k_rot = latent.split([module.kv_lora_rank, module.qk_rope_head_dim], dim=-1)
-    latent = module.kv_a_layernorm(latent).view(*lead, -1)[:, None]
-    k_rot = k_rot.view(*lead, -1)[:, None]
+    latent, k_rot = module.kv_a_layernorm(latent)[:, None], k_rot[:, None]
     rotate = "apply_rotary_pos_emb_interleave" if module.config.rope_interleave else "apply_rotary_pos_emb"
     q_rot, k_rot = called(module, rotate)(q_rot, k_rot, cos, sin)
     if past_key_values is not None or cache is not None:
@@ -77,6 +91,93 @@ def attend(
         mask = None if attention_mask is None else attention_mask[:, 0]
         output = _absorbed(*q, latent[:, 0], k_rot[:, 0], weight, mask, module.scaling)
     return module.o_proj(output.reshape(*lead, -1))
+
+
+def _static_layer(module: nn.Module, past: Any, q: Tensor, latent: Tensor, cos: Tensor, mask: Any) -> Any:
+    """Return the module's layer of a cache if it is GraphDecoder's, and `append_latents` writes it; otherwise None."""
+    norm, rest = module.kv_a_layernorm, module.qk_rope_head_dim
+    if not isinstance(mask, AttentionMetadata) or not append.serves(q, latent.shape[-1], latent.shape[-1] - rest):
+        return None
+    if _is_interleaved(module) is None or not norms.serves(norm, q.dtype) or cos.shape[1:] != (q.shape[1], rest):
+        return None
+    values, rotary = latent[:, :, None].split([latent.shape[-1] - rest, rest], dim=-1)
+    layer = decoder_layer(past, module.layer_idx, values, rotary)
+    return layer if hasattr(layer, "latents") else None
+
+
+def _is_interleaved(module: nn.Module) -> bool | None:
+    """Return whether rotary pairs are neighbouring values; None for a rotary embedding of another kind."""
+    if not module.config.rope_interleave:
+        form = known_forwards.rotary_of(module)
+        return None if form is None or form.half else False
+    function = called(module, "apply_rotary_pos_emb_interleave")
+    return True if known_forwards.digest(function) in known_forwards.INTERLEAVED_ROTARY else None
+
+
+def _attend_in_place(
+    module: nn.Module,
+    q: Tensor,
+    latent: Tensor,
+    tables: tuple[Tensor, Tensor],
+    metadata: AttentionMetadata,
+    layer: Any,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Write new tokens to a static cache, and attend to it; return (B, T, heads, D).
+
+    q (B, T, heads, N + P), latent (B, T, R + P): as they are projected. q may be overwritten.
+    """
+    rank, rest = module.kv_lora_rank, module.qk_rope_head_dim
+    passed, turned = q.split([q.shape[-1] - rest, rest], dim=-1)
+    one = q.shape[1] == 1
+    if one:
+        to_keys, to_values = absorption(module, q.dtype, metadata, kwargs)
+    query = q.new_empty((*q.shape[:3], rank + rest)) if one else q
+    norm, cached = module.kv_a_layernorm, layer.latents()
+    append.append_latents(
+        *(turned, latent, norm.weight, *tables, query[..., -rest:], cached),
+        columns=layer.position.columns,
+        eps=norm.variance_epsilon,
+        interleaved=_is_interleaved(module),
+    )
+    layer.written_in = layer.position.call
+    if one:
+        multiply(passed, to_keys, query[..., :rank])
+        how = {"value_size": rank, "scale": module.scaling, "begin": metadata.first}
+        found = latent_attention(query, cached, metadata.ends, **how)
+        out = q.new_empty((*q.shape[:3], to_values.shape[2]))
+        multiply(found, to_values, out)
+        return out
+    keys, values = module.expand_kv(*layer.first_columns())
+    kwargs = {"dropout": 0.0, "scaling": module.scaling, **kwargs}
+    return attention_interface(module)(module, query.transpose(1, 2), keys, values, metadata, **kwargs)[0]
+
+
+def absorption(
+    module: nn.Module, dtype: torch.dtype, metadata: AttentionMetadata, others: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return what `latent_attention` needs of kv_b_proj: weights (heads, N, R) to keys and (heads, R, D) to values.
+
+    others: further keyword arguments of the module's attention. Raises UnsupportedAttention for projections that cannot
+    be absorbed, for a mask of another kind, for what others ask for, and in batch-invariant mode.
+    """
+    unsupported(others)
+    if metadata.window is not None:
+        raise UnsupportedAttention("latent attention with a mask of another kind")
+    if config.settings.batch_invariant:
+        raise UnsupportedAttention("latent attention, whose bits depend on the other sequences of a call")
+    weight = up_weight(module.kv_b_proj, dtype)
+    if weight is None:
+        raise UnsupportedAttention(f"a kv_b_proj that cannot be absorbed ({type(module.kv_b_proj).__name__})")
+    passed = module.qk_nope_head_dim
+    to_keys, to_values = weight.view(-1, passed + module.v_head_dim, weight.shape[1]).tensor_split([passed], dim=1)
+    return to_keys, to_values.transpose(1, 2)
+
+
+def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write the products of x (B, T, heads, K) and weight (heads, K, N) into a view (B, T, heads, N) of B * T rows."""
+    rows = out.view(-1, *out.shape[2:])
+    torch.bmm(x.flatten(0, 1).transpose(0, 1), weight, out=rows.transpose(0, 1))
 
 
 def _is_known(module: nn.Module) -> bool:

@@ -265,10 +265,10 @@ def reference(operands: RotaryOperands) -> Tensor:
         q, k = normalized(q, q_weight, eps), normalized(k, k_weight, eps)
     for cache, scale, x in zip((keys, values), scales, (rotated(k, cos, sin), v), strict=True):
         if scale is None:
-            _write(cache, x, columns)
+            write(cache, x, columns)
         else:
             for target, part in zip((cache, scale), fp8_cache.quantized(x), strict=True):
-                _write(target, part, columns)
+                write(target, part, columns)
     return rotated(q, cos, sin).contiguous()
 
 
@@ -281,7 +281,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned, rest], dim=-1)
 
 
-def _write(cache: Tensor, x: Tensor, columns: Tensor | None) -> None:
+def write(cache: Tensor, x: Tensor, columns: Tensor | None) -> None:
     """Write x (B, T, heads, D) to the cache (B, heads, L, D): token t of sequence b to position columns[b] + t.
 
     columns: (B,) int64; None means 0 for every sequence. Positions outside of [0, L) are not written.
