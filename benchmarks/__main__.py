@@ -12,6 +12,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     one.name: one
     for one in (
         *(kernels.QUANTIZE, kernels.TRANSPOSE, kernels.MQA, kernels.ATTENTION, kernels.LATENT),
+        kernels.TOP_K_CHOICE,
         kernels.SPARSE_LATENT,
         kernels.BATCH_INVARIANCE,
         tiles.CHOICE,

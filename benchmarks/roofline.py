@@ -48,6 +48,22 @@ def copy_tbps() -> float:
     return 2 * COPY_BYTES / min(times) / 1e9
 
 
+def sparse_least_ms(tokens: int) -> tuple[float, float, float]:
+    """Return lower bounds in ms for the scores, the choice and the attention of a prompt in a layer of DeepSeek-V3.2.
+
+    64 heads of 128 values in FP8 score each key, scores and the 2048 choices take 4 bytes each, and 128 heads attend to
+    latents of 576 values, 512 of them the value, in bfloat16, at half of the operations a second.
+    """
+    pairs, seen = tokens * (tokens + 1) / 2, sum(min(token, 2048) for token in range(1, tokens + 1))
+    choice = 4 * (pairs + 2048 * tokens) / COPY_TBPS
+    return 2 * 64 * 128 * pairs / TFLOPS / 1e9, choice / 1e9, 2 * 128 * (576 + 512) * seen / (TFLOPS / 2) / 1e9
+
+
+def dense_least_ms(tokens: int) -> float:
+    """Return a lower bound in ms for causal attention of 128 heads with keys of 192 values and values of 128."""
+    return 2 * 128 * (192 + 128) * tokens * (tokens + 1) / 2 / (TFLOPS / 2) / 1e9
+
+
 FP8_BYTES, MXFP4_BYTES = 1 + 4 / 128**2, 0.5 + 1 / 32  # of a weight, with its share of a scale
 
 

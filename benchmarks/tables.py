@@ -13,13 +13,14 @@ from pathlib import Path
 
 from benchmarks.peers import CASES
 from benchmarks.report import ROOT, geomean, select
-from benchmarks.roofline import MXFP4_BYTES, NODE, least_us, predicted
+from benchmarks.roofline import MXFP4_BYTES, NODE, dense_least_ms, least_us, predicted, sparse_least_ms
+from benchmarks.routines.kernels import STAGES
 from benchmarks.shapes import FOUR_BITS, MODEL_NAMES, MODELS, QWEN, WHOLE_MODEL_NAMES
 from benchmarks.training import PROFILED
 
 VALIDATION = ROOT / "validation" / "kernels.json"
 WHOLE_MODELS = VALIDATION.with_name("models.json")
-PEERS = VALIDATION.with_name("peers.json")
+PEERS, LATENT = VALIDATION.with_name("peers.json"), VALIDATION.with_name("latent.json")
 BESIDE = {
     name: VALIDATION.with_name(f"{name}.json")
     for name in ("distributed", "batch_invariance", "policy", "choice", "warmup", "serve_gpu", "titan", "megatron")
@@ -483,7 +484,6 @@ def mqa(benchmarks: dict) -> str:
     rows = benchmarks["mqa"]["rows"]
     uneven = {row["fill_masked"]: row for row in select(rows, "uneven")}
     append = {row["tokens"]: row for row in select(rows, "append_kv")}
-    top_k = {(row["rows"], row["sorted"]): row["us"] for row in select(rows, "topk")}
     (overlap,) = (row["overlap"] for row in select(rows, "overlap"))
     to_bytes, to_even = (f"{uneven[True][name]:.2f}, {uneven[False][name]:.2f}" for name in ("over_bytes", "over_even"))
     long = "131072 among 63 of 512, with -inf and without: time over that of its bytes at the rate of 64 x 8192"
@@ -493,12 +493,47 @@ def mqa(benchmarks: dict) -> str:
         "`append_kv`, 1 and 128 tokens": f"{append[1]['us']:.1f} us, {append[128]['us']:.1f} us",
         "`append_kv`, 65536 tokens": f"{append[65536]['of_copy']:.0%} of the copy bandwidth",
     }
-    for count, columns in ((128, 65536), (2048, 16384)):
-        what = f"torch.topk, 2048 of {columns}, {count} rows, sorted and not"
-        found[what] = f"{top_k[count, True]:.0f} us, {top_k[count, False]:.0f} us"
     found["top 2048 of 16384 shared with float32 scores"] = f"{overlap:.0%}"
     own = table(("", ""), found.items())
-    return own + ("\n" + "\n".join(pictures("images/", "mqa")) if benchmarks["peers"] else "")
+    latent = of("sparse_latent", sparse_latent)(benchmarks)
+    return own + "\n" + latent + ("\n" + "\n".join(pictures("images/", "mqa")) if benchmarks["peers"] else "")
+
+
+def sparse_latent(benchmarks: dict) -> str:
+    """Make the tables of the choice of index scores, and of sparse attention in a layer beside dense attention."""
+    choice, layer = benchmarks["top_k"]["rows"], benchmarks["sparse_latent"]["rows"]
+    chosen = [
+        (
+            f"{row['rows']} x {row['columns']}",
+            f"{row['us']:.0f} us",
+            f"{row['of_copy']:.0%}",
+            f"{row['over_pytorch']:.1f}",
+        )
+        for row in choice
+    ]
+    stages = [
+        (
+            str(row["tokens"]),
+            *(
+                f"{row[f'{stage}_ms']:.2f} ({least:.2f})"
+                for stage, least in zip(STAGES, sparse_least_ms(row["tokens"]), strict=True)
+            ),
+            *(
+                f"{row['ms']:.2f}",
+                f"{row['dense_ms']:.2f} ({dense_least_ms(row['tokens']):.2f})",
+                f"{row['dense_over']:.2f}",
+            ),
+            f"{row['scratch_gb']:.2f} GB",
+        )
+        for row in layer
+    ]
+    header = ("tokens", *STAGES, "all", "dense, cuDNN", "dense over ours", "scratch")
+    return (
+        on(benchmarks["top_k"])
+        + table(("`mqa_top_k`, 2048 of rows x columns", "", "of the copy bandwidth", "torch.topk over it"), chosen)
+        + "\nA layer of DeepSeek-V3.2, a prompt, ms; in brackets the least that operations and bytes allow:\n\n"
+        + table(header, stages)
+    )
 
 
 def by_method(title: str, rows: Sequence[dict], names: dict[str, str]) -> str:
@@ -664,7 +699,9 @@ def stored() -> dict:
     """Return the stored results by benchmark name; "peers" may be None."""
     beside = {name: found for name, path in BESIDE.items() if (found := of_these_kernels(path))}
     kernels, models = (json.loads(path.read_text()) for path in (VALIDATION, WHOLE_MODELS))
-    return kernels["benchmarks"] | models["models"] | beside | {"peers": of_these_kernels(PEERS)}
+    latent = json.loads(LATENT.read_text()) if LATENT.exists() else {}
+    measured = kernels["benchmarks"] | models["models"] | latent.get("benchmarks", {})
+    return measured | beside | {"peers": of_these_kernels(PEERS)}
 
 
 def with_tables(text: str, tables: str, begin: str = BEGIN, end: str = END) -> str:

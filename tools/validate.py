@@ -66,7 +66,10 @@ KERNELS = File(
 )
 MODELS = File("models.json", "kernels", {"models": ("decode", "requests")})
 LATENT = File(
-    "latent.json", "latent", {"benchmarks": ("latent", "sparse_latent", "latent_decode")}, ("tests/gpu/latent",)
+    "latent.json",
+    "latent",
+    {"benchmarks": ("latent", "top_k", "sparse_latent", "latent_decode")},
+    ("tests/gpu/latent",),
 )
 FILES = (KERNELS, MODELS, LATENT)
 """The first file of a group is the evidence that its kernels are right, and its parts run by default."""

@@ -31,6 +31,7 @@ from fp8moe.kernels.experts.operands import Biases, Layer, Masters, Norm, Shard,
 from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
+from fp8moe.kernels.latent.append import append_latents
 from fp8moe.kernels.linear.forward import projection
 from fp8moe.quant.checks import weight_operand
 from fp8moe.quant.formats import FP8Tensor, ceil_div
@@ -119,7 +120,18 @@ def cases() -> Iterator[Case]:
 
 
 def latent_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Yield calls of `fp8moe.latent_attention`: of each number of rows together, few sequences and many."""
+    """Yield calls of attention over latents and of what prepares it.
+
+    `fp8moe.latent_attention` of each number of rows together, few sequences and many; `append_latents`;
+    `fp8moe.mqa_top_k`.
+    """
+    ends = make.integers([70] * 9)
+    yield partial(fp8moe.mqa_top_k, make.normal(9, 300, dtype=torch.float32), top_k=64, ends=ends)
+    rotary, tables = make.normal(2, 3, 20, 64), (make.normal(1, 3, 64), make.normal(1, 3, 64))
+    for coded, interleaved in product((False, True), (False, True)):
+        cache = make.zeros(2, 200, 656, dtype=torch.uint8) if coded else make.normal(2, 200, 576)
+        new = rotary, make.normal(2, 3, 576), make.normal(512), *tables, make.normal(2, 3, 20, 64), cache
+        yield partial(append_latents, *new, eps=1e-6, interleaved=interleaved)
     for (queries, heads), batch in product(((1, 16), (1, 20), (2, 16), (3, 20)), (2, 10)):
         for chosen, paged, coded in product((None, 100), (False, True), (False, True)):
             latents = make.normal(*((9, 64) if paged else (batch, 200)), 576)

@@ -4,10 +4,12 @@ Each call is checked against the reference backend before it is timed. `of_copy`
 bandwidth to the bandwidth of a copy.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -156,7 +158,7 @@ EVEN = (8192,) * 64  # contexts of the batch whose bandwidth is the baseline
 UNEVEN, AS_MANY = (LONG, *[512] * 63), (2552,) * 64  # contexts of two batches with the same number of tokens
 # Maps the number of tokens to append to how many of them go into each cache block.
 APPENDS = {1: 1, 128: 1, 8192: calls.CACHE_BLOCK, 65536: calls.CACHE_BLOCK}
-TOPK = ((128, 65536, 2048), (2048, 16384, 2048))  # (rows, columns, k)
+TOP_K = ((1, 8192), (128, 65536), (2048, 16384), (2048, 65536))  # rows and columns of index scores, of which 2048
 OVERLAP = {"tokens": 16384, "queries": 64, "heads": 64, "head_dim": 128, "top_k": 2048}
 REST = timing.SHORT_REST_S
 
@@ -228,20 +230,6 @@ def append() -> Iterator[dict]:
         yield {"what": "append_kv", "tokens": tokens, "head_dim": 128, **rates(tokens * (3 * 128 + 8), found.median_us)}
 
 
-def topk() -> Iterator[dict]:
-    """Time torch.topk of logits.
-
-    The bandwidth counts one read of the float32 logits, and one write of the float32 values and int64 indices.
-    """
-    cases = [(torch.randn(size[:2], device=DEVICE), *size, ordered) for size in TOPK for ordered in (True, False)]
-    made = [partial(torch.topk, logits, k, sorted=ordered) for logits, _, _, k, ordered in cases]
-    for (_, rows, columns, k, ordered), found in zip(
-        cases, timing.measure(made, rests=[REST] * len(made)), strict=True
-    ):
-        sizes = {"rows": rows, "columns": columns, "k": k, "sorted": ordered}
-        yield {"what": "topk", **sizes, **rates(rows * (4 * columns + 12 * k), found.median_us)}
-
-
 def shared(actual: Tensor, expected: Tensor, k: int) -> Tensor:
     """Return the share of each row's k largest values in `expected` that are also among the k largest in `actual`."""
     chosen = [
@@ -264,7 +252,7 @@ def overlap(tokens: int, queries: int, heads: int, head_dim: int, top_k: int) ->
     yield {"what": "overlap", **sizes, "overlap": shares.mean().item(), "least": shares.min().item()}
 
 
-SCORES = {"paged_mqa_logits": paged, "append_kv": append, "topk": topk, "overlap": lambda: overlap(**OVERLAP)}
+SCORES = {"paged_mqa_logits": paged, "append_kv": append, "overlap": lambda: overlap(**OVERLAP)}
 TO_BYTES = "paged_mqa_logits, one long context among short ones, {}, time over that of its bytes"
 MQA = Benchmark(
     "mqa",
@@ -273,7 +261,6 @@ MQA = Benchmark(
         "paged_mqa_logits": ("batch", "context", "tokens", "next_n", "fill_masked", "us", "gbps", "floor_us", "error"),
         "uneven": ("batch", "context", "fill_masked", "us", "bytes_us", "over_bytes", "even_us", "over_even"),
         "append_kv": ("tokens", "head_dim", *RATES),
-        "topk": ("rows", "columns", "k", "sorted", *RATES),
         "overlap": ("tokens", "queries", "top_k", "overlap", "least"),
     },
     [
@@ -455,20 +442,45 @@ LATENT = Benchmark(
     ],
 )
 
-SPARSE_TOKENS = {32768: 1.0, 65536: 1.6, 131072: 2.5}
+
+def top_k() -> Iterator[dict]:
+    """Time the choice of 2048 index scores of each query.
+
+    The bandwidth counts one read of the scores and one write of the columns. over_pytorch: torch.topk's time over ours.
+    """
+    cases = [(torch.randn(size, device=DEVICE), *size, SPARSE["chosen"]) for size in TOP_K]
+    ours = [partial(fp8moe.mqa_top_k, logits, top_k=k) for logits, *_, k in cases]
+    theirs = [partial(torch.topk, logits, k) for logits, *_, k in cases]
+    found = timing.measure([*ours, *theirs], rests=[REST] * (2 * len(cases)))
+    for (_, rows, columns, k), time, other in zip(cases, found, found[len(cases) :], strict=False):
+        yield {
+            **{"rows": rows, "columns": columns, "k": k, **rates(4 * rows * (columns + k), time.median_us)},
+            "over_pytorch": other.median_us / time.median_us,
+        }
+
+
+TOP_K_CHOICE = Benchmark(
+    "top_k",
+    top_k,
+    ("rows", "columns", "k", *RATES, "over_pytorch"),
+    [Bar("torch.topk over mqa_top_k, smallest ratio", "over_pytorch", 1.0, 3.0, at_least=True, over=min)],
+)
+
+SPARSE_TOKENS = {4096: None, 8192: None, 16384: None, 32768: 1.0, 65536: 1.6, 131072: 2.5}
 """Maps lengths of prompts to bars of `dense_over`."""
 SPARSE = {"heads": 128, "passed": 128, "value": 128, "index_heads": 64, "index_size": 128, "chosen": 2048}
 """Sizes of a layer of DeepSeek-V3.2; `passed`: values of a head that rotary embeddings leave as they are."""
 SPARSE_QUERIES, SPARSE_SCORES = 512, 1 << 26
 """Queries that attend at a time, and scores, of at least as many queries, that are in memory."""
+STAGES = ("scores", "choice", "attention")
 
 
 def sparse_latent() -> Iterator[dict]:
     """Time attention of whole prompts in a layer of DeepSeek-V3.2: index scores, choice, attention to what was chosen.
 
-    Includes the products that absorb the latents' expansion into queries and results; without projections. `dense_ms`:
-    cuDNN's causal attention on expanded heads, which must be there already. scratch_gb: memory beside operands and
-    result. Times are medians of three calls.
+    Attention includes the products that absorb the latents' expansion into queries and results; all is without
+    projections. `dense_ms`: cuDNN's causal attention on expanded heads, which must be there already. scratch_gb: memory
+    beside operands and result. Times are medians of three calls; those of the stages add up to `ms` but for pauses.
     """
     make, latent = calls.Operands(DEVICE), LATENT_VALUES
     heads, passed, value, index_heads, index_size, chosen = SPARSE.values()
@@ -476,12 +488,13 @@ def sparse_latent() -> Iterator[dict]:
     up = make.normal(heads, passed, latent) / 16, make.normal(heads, latent, value) / 16
 
     def attend(rows: Tensor, indices: Tensor, latents: Tensor, out: Tensor) -> None:
-        rows = rows.transpose(0, 1)
-        absorbed = torch.cat([rows[..., :passed] @ up[0], rows[..., passed:]], dim=-1).transpose(0, 1)
+        absorbed = rows.new_empty(*rows.shape[:2], latent + ROTARY)
+        torch.bmm(rows[..., :passed].transpose(0, 1), up[0], out=absorbed[..., :latent].transpose(0, 1))
+        absorbed[..., latent:] = rows[..., passed:]
         how = {"indices": indices[None], "value_size": latent, "scale": scale}
         length = torch.full((1,), latents.shape[1], dtype=torch.int32, device=DEVICE)
         found = fp8moe.latent_attention(absorbed[None], latents, length, **how)
-        out.copy_((found[0].transpose(0, 1) @ up[1]).transpose(0, 1))
+        torch.bmm(found[0].transpose(0, 1), up[1], out=out.transpose(0, 1))
 
     for tokens in SPARSE_TOKENS:
         q, latents = make.normal(1, tokens, heads, passed + ROTARY), make.normal(1, tokens, latent + ROTARY)
@@ -491,53 +504,70 @@ def sparse_latent() -> Iterator[dict]:
         ends = torch.arange(1, tokens + 1, dtype=torch.int32, device=DEVICE)
         out = torch.empty((tokens, heads, value), dtype=torch.bfloat16, device=DEVICE)
 
-        def ours(tokens=tokens, q=q, latents=latents, index=(index_q, index_k, weights), ends=ends, out=out) -> None:
+        def ours(mark, tokens=tokens, q=q, latents=latents, index=(index_q, index_k, weights), ends=ends, out=out):
             scored = max(SPARSE_QUERIES, SPARSE_SCORES // tokens)
             for first in range(0, tokens, scored):
                 part = slice(first, min(first + scored, tokens))
                 seen, starts = index[1], torch.zeros_like(ends[part])
                 seen = FP8Tensor(seen.data[: part.stop], seen.scale[: part.stop])
-                scores = fp8moe.mqa_logits(index[0][part], seen, index[2][part], starts, ends[part])
-                columns = scores.topk(min(chosen, part.stop), dim=-1).indices
+                scores = fp8moe.mqa_logits(index[0][part], seen, index[2][part], starts, ends[part], fill_masked=False)
+                mark("scores")
+                columns = fp8moe.mqa_top_k(scores, top_k=chosen, ends=ends[part])
                 del scores
-                columns = columns.masked_fill(columns >= ends[part, None], -1).int()
+                mark("choice")
                 each = (x.split(SPARSE_QUERIES) for x in (q[0, part], columns, out[part]))
                 for rows, indices, target in zip(*each, strict=True):
                     attend(rows, indices, latents, target)
+                mark("attention")
 
-        ms, scratch = _time_whole(ours)
+        times, scratch = _time_whole(ours)
         k, v = make.normal(1, heads, tokens, passed + ROTARY), make.normal(1, heads, tokens, value)
         q = q.transpose(1, 2)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
             dense = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, scale=scale)
-            dense_ms, _ = _time_whole(dense)
+            dense_ms = _time_whole(lambda mark, dense=dense: dense())[0][""]
+        ms = times.pop("")
         yield {
-            **{"tokens": tokens, "ms": ms, "scratch_gb": scratch / 1e9, "dense_ms": dense_ms},
-            "dense_over": dense_ms / ms,
+            **{"tokens": tokens, **{f"{stage}_ms": times[stage] for stage in STAGES}, "ms": ms},
+            **{"scratch_gb": scratch / 1e9, "dense_ms": dense_ms, "dense_over": dense_ms / ms},
         }
         del q, k, v, latents, dense, ours, index_q, index_k, out
 
 
-def _time_whole(call: Callable[[], object], repeats: int = 3) -> tuple[float, int]:
-    """Return milliseconds of a call, the median of some, and the bytes that it takes beside what there is."""
-    call()
+def _time_whole(call: Callable[[Callable[[str], None]], object], repeats: int = 3) -> tuple[dict[str, float], int]:
+    """Return milliseconds of a call and of its stages, medians, and the bytes that it takes beside what there is.
+
+    call: calls its argument with the name of each stage that it has enqueued. The time of the whole is named "".
+    """
+    call(lambda _: None)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    times = []
+    found: dict[str, list[float]] = {}
     for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times)[len(times) // 2], torch.cuda.max_memory_allocated() - before
+        events = [("", torch.cuda.Event(enable_timing=True))]
+        events[0][1].record()
+
+        def mark(stage: str, events=events) -> None:
+            events.append((stage, torch.cuda.Event(enable_timing=True)))
+            events[-1][1].record()
+
+        call(mark)
+        mark("")
+        events[-1][1].synchronize()
+        times = Counter({"": events[0][1].elapsed_time(events[-1][1])})
+        for (_, begin), (stage, end) in pairwise(events[:-1]):
+            times[stage] += begin.elapsed_time(end)
+        for stage, ms in times.items():
+            found.setdefault(stage, []).append(ms)
+    return {stage: sorted(ms)[len(ms) // 2] for stage, ms in found.items()}, (
+        torch.cuda.max_memory_allocated() - before
+    )
 
 
 SPARSE_LATENT = Benchmark(
     "sparse_latent",
     sparse_latent,
-    ("tokens", "ms", "scratch_gb", "dense_ms", "dense_over"),
+    ("tokens", *(f"{stage}_ms" for stage in STAGES), "ms", "scratch_gb", "dense_ms", "dense_over"),
     [
         *(
             Bar(
@@ -546,6 +576,7 @@ SPARSE_LATENT = Benchmark(
                 at_least=True,
             )
             for tokens, limit in SPARSE_TOKENS.items()
+            if limit
         ),
         Bar("scratch of sparse attention, most", "scratch_gb", 0.5, None, unit="GB", over=max),
     ],

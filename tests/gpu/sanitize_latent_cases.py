@@ -2,13 +2,14 @@
 
 Sequences of no latent, of one, of whole tiles and of tiles in part; several queries; heads that fill a thread block's
 rows and that do not, and those of several thread blocks; latents in a row, in blocks and by indices, some of which mean
-nothing.
+nothing. The choice of index scores, and what writes new latents.
 """
 
 import torch
 
 import fp8moe
 from benchmarks.operands import relative_error
+from fp8moe.kernels.latent.append import append_latents
 from fp8moe.kernels.latent.fp8_latents import dequantize_latents
 from tests import latent_cases
 from tests.gpu.sanitizing import on_gpu
@@ -48,4 +49,36 @@ def coded_error(lengths: list[int], queries: int, heads: int, chosen: int | None
 
 
 CODED = ([130, 1], 1, 20, None), ([130, 70], 2, 64, None), ([130, 70], 2, 16, 60), ([130], 1, 64, 60)
-CASES = [(latent_error, case, LATENT_ERROR) for case in LATENTS] + [(coded_error, case, LATENT_ERROR) for case in CODED]
+
+
+def top_k_error(rows: int, columns: int, top_k: int) -> float:
+    """Of rows whose ranges begin and end anywhere: columns that are not those of the reference backend."""
+    logits = torch.randn(rows, columns)
+    starts = torch.arange(rows, dtype=torch.int32) % 5
+    ends = torch.linspace(0, columns + 3, rows).int()
+    given = {"starts": starts, "ends": ends, "top_k": top_k}
+    return (fp8moe.mqa_top_k(logits.cuda(), **on_gpu(given)).cpu() != fp8moe.mqa_top_k(logits, **given)).sum().item()
+
+
+def append_error(batch: int, tokens: int, heads: int, coded: bool, interleaved: bool) -> float:
+    """Of the rotated queries, and of the latents in a cache, some of which lie outside."""
+    q, latents, out = (torch.randn(batch, tokens, *rest).bfloat16() for rest in ((heads, 64), (576,), (heads, 64)))
+    tables = (torch.randn(1, tokens, 64).bfloat16() for _ in range(2))
+    cache = torch.zeros(batch, 9, 656, dtype=torch.uint8) if coded else torch.zeros(batch, 9, 576).bfloat16()
+    given = (q, latents, torch.randn(512).bfloat16(), *tables, out, cache)
+    how = {"columns": torch.arange(batch) * 3 - 1, "eps": 1e-6, "interleaved": interleaved}
+    moved = on_gpu(given)
+    append_latents(*moved, **on_gpu(how))
+    append_latents(*given, **how)
+    found, wanted = (dequantize_latents(x, value_size=512) if coded else x for x in (moved[-1].cpu(), cache))
+    return max(relative_error(found, wanted), relative_error(moved[-2].cpu(), out))
+
+
+TOP_K = (1, 7, 3), (5, 2500, 64), (3, 20000, 2048)
+APPENDED = (3, 2, 5, False, True), (2, 1, 20, True, False), (1, 70, 16, True, True)
+CASES = [
+    *((latent_error, case, LATENT_ERROR) for case in LATENTS),
+    *((coded_error, case, LATENT_ERROR) for case in CODED),
+    *((top_k_error, case, 0) for case in TOP_K),
+    *((append_error, case, LATENT_ERROR) for case in APPENDED),
+]

@@ -4,7 +4,7 @@
 // An item is WARP_COLUMNS columns of a row. With PARTS = 1 each warp has items of its own; otherwise PARTS warps, all
 // of the thread block, share the pieces of one.
 //
-// Compile-time constants: THREADS, PARTS, BLOCKS and ROWS (of latent_attention.cu), ARGUMENTS_BYTES.
+// Compile-time constants: THREADS, PARTS, BLOCKS, ROWS and FEWEST_TILES (of latent_attention.cu), ARGUMENTS_BYTES.
 #include "vector.cuh"
 #include "warp.cuh"
 
@@ -65,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
   const int each = ceil_div(a.rows, ROWS), sequence = record.group / each, first_row = record.group % each * ROWS;
   const int items = min(a.rows - first_row, ROWS) * CHUNKS;
   // The first piece is the block's last, slot 1; the others are the first of the blocks that follow, slot 0.
-  const int least = record.all / BLOCKS, rest = record.all % BLOCKS;
+  const int blocks = min(BLOCKS, ceil_div(record.all, FEWEST_TILES));
+  const int least = record.all / blocks, rest = record.all % blocks;
   int pieces = 1;
   for (int left = record.left; left > 0; ++pieces) left -= least + (block + pieces < rest);
   const int part = PARTS == 1 ? 0 : warp, first = pieces * part / PARTS, last = pieces * (part + 1) / PARTS;

@@ -19,8 +19,8 @@
 // the rest in bfloat16. Four warps copy them as they are, and write tiles of bfloat16 values; of few rows,
 // latent_codes.cuh computes with the codes themselves.
 //
-// kernels/latent/sm90.py defines the macros CHOSEN, FEW and CODES, and the constants ROWS, THREADS, STAGES, registers,
-// SHARED_BYTES, ARGUMENTS_BYTES.
+// kernels/latent/sm90.py defines the macros CHOSEN, FEW and CODES, and the constants ROWS, THREADS, STAGES,
+// FEWEST_TILES, registers, SHARED_BYTES, ARGUMENTS_BYTES.
 #include "pipeline.cuh"
 #include "tile_schedule.cuh"
 
@@ -91,6 +91,10 @@ struct Groups {
   __device__ __forceinline__ Range tiles(int index) const {
     const Group of = group(index);
     return {0, ceil_div(max(of.seen(a, ROWS), 0), TILE)};
+  }
+  // Spread over the tiles: sequences that lie equally far apart have equal offsets in the same channels of the memory.
+  __device__ __forceinline__ int turn(int index) const {
+    return static_cast<int>(static_cast<long long>(index / each) * tiles(index).size() / a.sequences);
   }
 };
 
@@ -221,10 +225,9 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, cons
     const int length = CHOSEN ? groups.length_of(sequence) : group.seen(a, ROWS);
     const int* indices = a.indices + static_cast<long long>(group.sequence) * a.chosen;
     const int* ids = a.table + static_cast<long long>(sequence) * a.pitch;
-    const auto first_of = [&](int piece) { return segment.first * TILE + piece * (TILE / 2) + warp * PIECE; };
     // Starts to copy the warp's latents of a half of a tile; returns a bit for each that there is.
-    const auto copy = [&](int piece) {
-      const int number = first_of(piece) + lane % PIECE;
+    const auto copy = [&](int piece, int tile) {
+      const int number = tile * TILE + piece % 2 * (TILE / 2) + warp * PIECE + lane % PIECE;
       int index = number;
       if constexpr (CHOSEN) index = number < a.chosen ? __ldg(indices + number) : -1;
       const bool there = index >= 0 && index < length;
@@ -248,12 +251,14 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, cons
       async_commit();
       return found;
     };
-    u32 bits = copy(0);
+    int tile = segment.first + segment.turn;
+    u32 bits = copy(0, tile);
 #pragma unroll 1
     for (int piece = 0; piece < 2 * segment.count; ++piece) {
       u32 later = 0;
       if (piece + 1 < 2 * segment.count) {
-        later = copy(piece + 1);
+        if (piece % 2) tile = segment.after(tile);
+        later = copy(piece + 1, tile);
         async_wait<1>();
       } else {
         async_wait<0>();
@@ -296,9 +301,10 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, cons
     const int sequence = group.sequence / a.queries, length = groups.length_of(sequence);
     const int* indices = a.indices + static_cast<long long>(group.sequence) * a.chosen;
     const int* ids = a.table + static_cast<long long>(sequence) * a.pitch;
+    int tile = segment.first + segment.turn;
 #pragma unroll 1
     for (int i = 0; i < segment.count; ++i) {
-      const int number = (segment.first + i) * TILE + warp * 16 + lane % 16;
+      const int number = tile * TILE + warp * 16 + lane % 16;
       const int index = number < a.chosen ? __ldg(indices + number) : -1;
       const bool there = index >= 0 && index < length;
       int row = sequence * a.stride + index;
@@ -322,6 +328,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, cons
         ring.full().arrive();
       }
       async_arrive(ring.full().address());
+      tile = segment.after(tile);
       ring.advance();
       if (i == 0 && warp == 0 && lane == 0) {
         load_queries(shared, queries, q, group.sequence * a.rows + group.first_row);
@@ -342,13 +349,14 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, cons
     const Segment segment = work.next(groups);
     if (segment.count == 0) return;
     const Group group = groups.group(segment.group);
-    const int* ids = a.table + static_cast<long long>(group.sequence) * a.pitch + segment.first;
-    int id = a.table ? __ldg(ids) : 0;
+    const int* ids = a.table + static_cast<long long>(group.sequence) * a.pitch;
+    int tile = segment.first + segment.turn;
+    int id = a.table ? __ldg(ids + tile) : 0;
 #pragma unroll 1
     for (int i = 0; i < segment.count; ++i) {
-      const int row = a.table ? min(max(id, 0), a.table_blocks - 1) * TILE
-                              : group.sequence * a.stride + group.begin + (segment.first + i) * TILE;
-      if (a.table && i + 1 < segment.count) id = __ldg(ids + i + 1);
+      const int row =
+          a.table ? min(max(id, 0), a.table_blocks - 1) * TILE : group.sequence * a.stride + group.begin + tile * TILE;
+      if (a.table && i + 1 < segment.count) id = __ldg(ids + segment.after(tile));
       ring.acquire();
       ring.full().expect(sizeof(Rows));
 #pragma unroll
@@ -356,6 +364,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& q, cons
         tma_load(shared_address(shared.latents[ring.stage][panel]), latents, ring.full().address(),
                  panel * PANEL_COLUMNS, row);
       }
+      tile = segment.after(tile);
       ring.advance();
       if (i == 0) load_queries(shared, queries, q, group.sequence * a.rows + group.first_row);
     }
@@ -540,7 +549,8 @@ struct Math {
 #pragma unroll 1
     while (true) {
       Segment segment = work.next(groups);
-      segment = {same_in_warp(segment.group), same_in_warp(segment.first), same_in_warp(segment.count)};
+      segment = {same_in_warp(segment.group), same_in_warp(segment.first), same_in_warp(segment.count),
+                 same_in_warp(segment.turn)};
       if (segment.count == 0) return;
       const Group group = groups.group(segment.group);
       const Seen seen = {{group.seen(a, row(0)), group.seen(a, row(1))},
@@ -558,20 +568,20 @@ struct Math {
       float scores[SCORED / 2];
       next(scores);
       wgmma_wait<0>(scores);
-      int first = segment.first * TILE;
+      int tile = segment.first + segment.turn;
 #pragma unroll 1
       for (int later = segment.count - 1; later > 0; --later) {
-        const Released stage = add(scores, first, seen, factor);
+        const Released stage = add(scores, tile * TILE, seen, factor);
         if constexpr (STAGES > 1) next(scores);  // otherwise the next tile takes this one's place
         wgmma_wait<STAGES - 1>(out);
         stage.arrive();
         if constexpr (STAGES == 1) next(scores);
         wgmma_wait<0>(scores);
-        first += TILE;
+        tile = segment.after(tile);
       }
       queries.release();
       queries.advance();
-      const Released stage = add(scores, first, seen, factor);
+      const Released stage = add(scores, tile * TILE, seen, factor);
       wgmma_wait<0>(out);
       stage.arrive();
       store(segment, group);
@@ -650,6 +660,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // CODES: the values that each warp writes. CHOSEN: the copies of each thread, and each warp's bits.
 #if FEW && CODES
     shared.ring.init(CHOSEN ? WARP : 1, 4);
+    shared.meeting.init(MATH_THREADS);
 #else
     shared.ring.init(CODES ? 4 : CHOSEN ? WARPGROUP + 4 : 1, MATH_WARPS);
     shared.query_ring.init(1, MATH_WARPS);
@@ -660,7 +671,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   sum_tiles(groups, shared.sums);
   __syncthreads();
   if (warp == 0) {
-    const WorkRange work = find_work_range(groups, shared.sums);
+    const WorkRange work = find_work_range<!FEW>(groups, shared.sums);
     const int all = all_tiles(shared.sums);
     if (threadIdx.x == 0) shared.work = work, shared.all = all;
   }

@@ -34,6 +34,7 @@ struct alignas(SWIZZLE_ALIGNMENT) Shared {
   WorkRange work;
   int all;  // tiles of all groups
   Ring<STAGES> ring;
+  Barrier meeting;  // of all math threads
 };
 static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT <= SHARED_BYTES, "kernels/latent/sm90.py counts otherwise");
 
@@ -124,6 +125,7 @@ struct Math : Softmax {
   const Groups& groups;
   Pipeline<STAGES> ring;
   int turn = 0;                     // tiles before the segment
+  u32 met = 0;                      // the phase of shared.meeting
   float out[VALUE_PANELS][SCORES];  // values 16 * warp + lane / 4 * 2 and the next, of each panel
   float unit[GROUPS];
 
@@ -139,6 +141,14 @@ struct Math : Softmax {
   template <int Later>
   __device__ __forceinline__ static void wgmma_wait_until() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Later) : "memory");
+  }
+
+  // Waits for all math threads. They meet at an mbarrier, which each arrives at: racecheck loses what threads have stored
+  // before a named barrier of some warps, now and then.
+  __device__ __forceinline__ void meet() {
+    shared.meeting.arrive();
+    shared.meeting.wait(met);
+    met ^= 1;
   }
 
   // Puts a group's queries into shared memory. Called by both warpgroups, each warp with every eighth row.
@@ -399,7 +409,7 @@ struct Math : Softmax {
         for (int k = 0; k < 2; ++k) shared.statistics[half][row(j, k)] = make_float2(largest[j][k], total[j][k]);
       }
     }
-    named_barrier(3, MATH_THREADS);
+    meet();
     Of share;  // what a warpgroup's sums are multiplied by
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
@@ -421,7 +431,7 @@ struct Math : Softmax {
         if (i / HALF != half) shared.sent[half][i % HALF * SCORES + e][thread] = out[i][e];
       }
     }
-    named_barrier(3, MATH_THREADS);
+    meet();
     const bool all = segment.first == 0 && segment.count == groups.tiles(segment.group).size();
     const int slot = 2 * blockIdx.x + (segment.first == 0);
 #pragma unroll

@@ -18,6 +18,9 @@ ROWS = (16, 24, 32, 64)
 TILE = 64
 """Latents in a tile, and in a block of a paged cache."""
 
+FEWEST_TILES = 2
+"""Tiles that a thread block takes at least, if there are as many: what fewer save, merging more sums costs."""
+
 THREADS = 3 * WARPGROUP
 _MOST_ROWS_OF_CODES = 24  # whose sums, of all columns, a thread's registers hold
 _SCORED = TILE // 2
@@ -68,6 +71,7 @@ def attention_spec(chosen: bool, rows: int, codes: bool = False) -> KernelSpec:
     values = {
         "ROWS": rows,
         "THREADS": THREADS,
+        "FEWEST_TILES": FEWEST_TILES,
         "STAGES": (3 if few else 1) if codes else 2,
         "MATH_REGISTERS": math_registers,
         "PRODUCER_REGISTERS": producer_registers,
@@ -97,6 +101,7 @@ def merge_spec(blocks: int, parts: int, rows: int) -> KernelSpec:
     blocks, rows: of the kernel that attends. parts: how many warps share the pieces of some columns of a row.
     """
     defines = ("THREADS", MERGE_THREADS), ("PARTS", parts), ("BLOCKS", blocks), ("ROWS", rows)
+    defines += (("FEWEST_TILES", FEWEST_TILES),)
     return KernelSpec("latent_merge.cu", "latent_merge", (*defines, ("ARGUMENTS_BYTES", ctypes.sizeof(MergeArguments))))
 
 

@@ -19,6 +19,8 @@ LENGTHS = {
     "long and short": [8192, 3, 700, 0, 129],
     "one long": [70000],
     "many": [*range(0, 640, 7)],
+    "one for each thread block": [640] * 131,
+    "two for each thread block": [300] * 66,
 }
 
 
