@@ -143,8 +143,8 @@ struct Math : Softmax {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Later) : "memory");
   }
 
-  // Waits for all math threads. They meet at an mbarrier, which each arrives at: racecheck loses what threads have stored
-  // before a named barrier of some warps, now and then.
+  // Waits for all math threads. They meet at an mbarrier, which each arrives at: racecheck loses what threads have
+  // stored before a named barrier of some warps, now and then.
   __device__ __forceinline__ void meet() {
     shared.meeting.arrive();
     shared.meeting.wait(met);
