@@ -24,8 +24,9 @@ from pathlib import Path
 
 from benchmarks.report import ROOT
 from tools.environments import commands_of, make, parser_of, pip, store, versions
-from tools.vllm_serving import MAX_MEDIAN_DIFFERENCE, compare, free_port, log_probabilities, make_checkpoint, running
+from tools.vllm_serving import compare, expected_of, free_port, log_probabilities, make_checkpoints, running
 
+MAX_MEDIAN_DIFFERENCE = 2e-2
 FILE = ROOT / "validation" / "sglang.json"
 README = ROOT / "integrations/sglang/README.md"
 VERSIONS = ("0.5.23",)
@@ -80,7 +81,8 @@ def main() -> None:
         if not environment.exists():
             install(environment, args.torch, work)
         tests = run_tests(environment)
-        prompts, _, without_experts = make_checkpoint(work)
+        prompts = make_checkpoints(work)
+        _, without_experts = expected_of(work / "blocks", prompts)
         rows = [serve(environment, work, options, prompts) for options in SERVED]
         installed = versions(environment, PACKAGES)
     found = {"bar": {"median": MAX_MEDIAN_DIFFERENCE}, "model_without_experts": without_experts, "served": rows}
@@ -126,7 +128,7 @@ def serve(environment: Path, work: Path, options: str, prompts: list[list[int]])
 
     begin = time.perf_counter()
     port = free_port()
-    readme = [str(work / "fp8") if word == "MODEL" else word for word in commands_of(README)[1]]
+    readme = [str(work / "blocks") if word == "MODEL" else word for word in commands_of(README)[1]]
     more = ["--device", "cpu", "--port", str(port), "--max-total-tokens", "4096", *options.split()]
     command = [str(environment / "bin" / readme[0]), *readme[1:], *more]
     print(*command, flush=True)
@@ -138,7 +140,7 @@ def serve(environment: Path, work: Path, options: str, prompts: list[list[int]])
     with running(command, work, environ, f"{url}/health"), ThreadPoolExecutor() as pool:
         tokens, found = zip(*pool.map(lambda prompt: ask(url, prompt), prompts), strict=True)
     said = sorted(set(re.findall(r"fp8moe: .*", (work / "log").read_text())))
-    differences = compare(found, log_probabilities(load_model(work / "fp8"), tokens))
+    differences = compare(found, log_probabilities(load_model(work / "blocks"), tokens))
     row = {"options": options, "tokens": sum(map(len, found)), **differences}
     row |= {"seconds": round(time.perf_counter() - begin), "log": said}
     print(row, flush=True)

@@ -54,10 +54,13 @@ def test_entry_points_import_nothing_heavy(engine, group):
 def test_what_vllm_served():
     """Every way of serving is within the bar, which a model without experts misses."""
     recorded = json.loads(vllm_serving.FILE.read_text())
-    assert [row["options"] for row in recorded["served"]] == [*vllm_serving.SERVED]
-    assert recorded["model_without_experts"]["median"] > 2 * vllm_serving.MAX_MEDIAN_DIFFERENCE
+    assert [(row["checkpoint"], row["options"]) for row in recorded["served"]] == [*vllm_serving.SERVED]
+    for without in recorded["model_without_experts"].values():
+        assert without["median"] > 2 * vllm_serving.MAX_MEDIAN_DIFFERENCE
     for row in recorded["served"]:
         assert row["median"] <= vllm_serving.MAX_MEDIAN_DIFFERENCE, row
+        assert row["continued"]["median"] <= vllm_serving.MAX_CONTINUED, row
+        assert row["counted"] or row["options"] not in vllm_serving.COUNTED, row
         assert len(row["log"]) == 3 and all(line.endswith("on fp8moe") for line in row["log"])
 
 

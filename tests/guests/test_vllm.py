@@ -97,10 +97,11 @@ def experts_layer(quantization, loaded=True, **options):
     layer = runner.routed_experts
     layer.runner = (runner,)  # no module of the layer
     for name in ("w13", "w2"):
-        weight = getattr(layer, f"{name}_weight")
-        quantized = fp8moe.quantize_128x128(torch.randn(weight.shape) * weight.shape[-1] ** -0.5)
-        weight.data.copy_(quantized.data)
-        getattr(layer, f"{name}_weight_scale_inv").data.copy_(quantized.scale)
+        weight, blocks = getattr(layer, f"{name}_weight"), hasattr(layer, f"{name}_weight_scale_inv")
+        values = torch.randn(weight.shape) * weight.shape[-1] ** -0.5
+        data, scale = fp8moe.quantize_128x128(values) if blocks else in_channels(values)
+        weight.data.copy_(data)
+        getattr(layer, f"{name}_weight_scale_inv" if blocks else f"{name}_weight_scale").data.copy_(scale)
     if loaded:
         layer.quant_method.process_weights_after_loading(layer)
     return layer
@@ -440,27 +441,172 @@ def test_other_checkpoints_are_refused(checkpoint, change, why):
 def test_all_kernels_are_compiled_before_the_first_request(checkpoint, monkeypatch, log):
     warmed = []
     monkeypatch.setattr("fp8moe_vllm.layers.current_platform", SimpleNamespace(is_cuda=lambda: True))
-    monkeypatch.setattr(fp8moe, "warm", lambda shapes, counts: warmed.append((set(shapes), set(counts))))
+    monkeypatch.setattr(fp8moe, "warm", lambda *given, **how: warmed.append((*map(set, given), how)))
     linears = [linear(checkpoint) for _ in range(3)]
     layers = [experts_layer(checkpoint, loaded=False) for _ in range(2)]
     for each in linears:
         load(each)
     for each in layers:
         each.quant_method.process_weights_after_loading(each)
-    assert warmed == [({(384, HIDDEN), (EXPERTS, INTERMEDIATE, HIDDEN, TOP_K)}, {2048})]
+    shapes = {(384, HIDDEN), (EXPERTS, INTERMEDIATE, HIDDEN, TOP_K)}
+    assert warmed == [(shapes, {2048}, {"weight_scales": "block"})]
     assert log == ["fp8moe: gate_up_proj (384, 256): on fp8moe", "fp8moe: experts (8, 128, 256, 2): on fp8moe"]
 
 
-def test_batch_invariance_is_vllms(checkpoint, monkeypatch):
+@pytest.mark.parametrize("config", [CHECKPOINT, pytest.param(None, id="channels")])
+def test_batch_invariance_is_vllms(checkpoint, monkeypatch, config):
     from contextlib import ExitStack
 
     import fp8moe_vllm.config as module
 
-    from fp8moe.runtime import config
+    import fp8moe.runtime.config as runtime
 
     with ExitStack() as modes:
         monkeypatch.setattr(module, "_batch_invariant", modes)
         monkeypatch.setattr(module.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-        type(checkpoint).from_config(CHECKPOINT)
-        assert config.settings.batch_invariant
-    assert not config.settings.batch_invariant
+        type(checkpoint).from_config(config or scheme())
+        assert runtime.settings.batch_invariant
+    assert not runtime.settings.batch_invariant
+
+
+# One scale a channel.
+
+
+def scheme(**changes):
+    """The quantization of a checkpoint of compressed-tensors; changes: of its weights."""
+    codes = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = codes | {"strategy": "channel", "dynamic": False} | changes
+    inputs = codes | {"strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": "float-quantized"}
+    how = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
+    return how | {"config_groups": {"group_0": group}}
+
+
+@pytest.fixture
+def channels(vllm):
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    return get_quantization_config("fp8moe").from_config(scheme())
+
+
+def in_channels(weight):
+    scale = weight.abs().amax(-1, keepdim=True) / 448
+    return (weight / scale).to(torch.float8_e4m3fn), scale
+
+
+def load_channels(layer):
+    parts = [in_channels(torch.randn(rows, HIDDEN) / 16) for rows in layer.output_partition_sizes]
+    for place, (data, scale) in enumerate(parts):
+        layer.weight.weight_loader(layer.weight, data, place)
+        layer.weight_scale.weight_loader(layer.weight_scale, scale, place)
+    layer.quant_method.process_weights_after_loading(layer)
+    return torch.cat([data.float() * scale for data, scale in parts])
+
+
+def test_linear_in_channels(channels):
+    from vllm.model_executor.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
+
+    layer = linear(channels)
+    assert type(layer.quant_method).__name__ in WEIGHT_LOADER_V2_SUPPORTED
+    weight = load_channels(layer)
+    for shape in ((0, HIDDEN), (1, HIDDEN), (3, 5, HIDDEN)):
+        x = torch.randn(shape).bfloat16()
+        out, _ = layer(x)
+        expected = x.float() @ weight.T
+        assert out.shape == expected.shape and out.dtype == torch.bfloat16
+        assert (out - expected).norm() <= 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_experts_in_channels(channels, monkeypatch, tokens):
+    """Also as another rank has them, and by vLLM's modular kernel."""
+    layer = experts_layer(channels)
+    weights = [(getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")) for name in ("w13", "w2")]
+    x, shares, ids = routed(tokens)
+    out = layer.forward_modular(x, shares, ids)
+    assert torch.equal(out, fp8moe.experts(x, ids, shares, *weights))
+    assert torch.equal(modular_kernel(layer, x, shares, ids), out)
+    up, down = (data.float() * scale for data, scale in weights)
+    rows = x.float()
+    expected = torch.zeros_like(rows)
+    for token in range(tokens):
+        for expert, share in zip(ids[token].tolist(), shares[token].tolist(), strict=True):
+            gate, other = (rows[token] @ up[expert].T).chunk(2)
+            expected[token] += share * (torch.nn.functional.silu(gate) * other) @ down[expert].T
+    assert (out - expected).norm() <= 0.06 * expected.norm()
+
+
+def test_what_the_checkpoint_has_in_another_format_is_vllms(vllm, monkeypatch, log):
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    mixed = scheme()
+    of_tensors = scheme(strategy="tensor")["config_groups"]["group_0"] | {"targets": ["re:.*gate_up_proj"]}
+    mixed["config_groups"] = {"group_1": of_tensors} | mixed["config_groups"]
+    config = get_quantization_config("fp8moe").from_config(mixed)
+    monkeypatch.setattr(CompressedTensorsConfig, "get_quant_method", lambda self, layer, prefix: None)
+    layer = experts_layer(config, loaded=False)
+    assert type(layer.quant_method).__name__ == "Fp8moeChannelsMoEMethod"
+    log.clear()
+    from vllm.model_executor.layers.linear import LinearBase
+
+    other = LinearBase.__new__(LinearBase)
+    torch.nn.Module.__init__(other)
+    assert config.get_quant_method(other, "model.layers.0.mlp.gate_up_proj") is None
+    assert log == ["fp8moe: gate_up_proj: on vLLM's kernels: the checkpoint has them in float-quantized"]
+    monkeypatch.setenv("FP8MOE_STRICT", "1")
+    refused(ValueError, "fp8moe: gate_up_proj: the checkpoint has", config.get_quant_method, other, "mlp.gate_up_proj")
+
+
+def test_linears_in_channels_of_other_sizes_are_vllms(channels, monkeypatch, log):
+    from fp8moe_vllm.channels import Fp8moeChannelsLinearMethod
+
+    made = []
+    theirs = SimpleNamespace(
+        create_weights=lambda layer, *sizes, **more: made.append(sizes[1:4]),
+        process_weights_after_loading=lambda layer: made.append("processed"),
+        apply=lambda layer, x, bias: x,
+    )
+    method = Fp8moeChannelsLinearMethod(channels, "indexer", lambda: theirs)
+    layer = torch.nn.Module()
+    method.create_weights(layer, HIDDEN, [60], HIDDEN, 60, torch.bfloat16, weight_loader=None)
+    method.process_weights_after_loading(layer)
+    assert made == [([60], HIDDEN, 60), "processed"] and method.apply(layer, 7) == 7
+    (line,) = log
+    assert line == (
+        "fp8moe: indexer: on vLLM's kernels: it takes multiples of 8 output and 16 input features, not 60 and 256"
+    )
+
+
+def test_linears_without_scales_are_refused(channels):
+    """As a router that the checkpoint has in bfloat16, but does not name."""
+    layer = linear(channels)
+    refused(
+        ValueError,
+        "fp8moe: gate_up_proj: the checkpoint has no",
+        layer.quant_method.process_weights_after_loading,
+        layer,
+    )
+
+
+@pytest.mark.parametrize(
+    "change", [{"strategy": "tensor"}, {"num_bits": 4, "type": "int"}, {"type": "int"}, {"symmetric": False}]
+)
+def test_checkpoints_of_compressed_tensors_without_channels_are_refused(vllm, change):
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    config = get_quantization_config("fp8moe")
+    assert config.override_quantization_method(scheme(), "fp8moe") == "fp8moe"
+    assert config.override_quantization_method(scheme(), None) is None
+    with pytest.raises(
+        ValueError, match="expected a checkpoint of compressed-tensors with FP8 weights, one scale a ch"
+    ):
+        config.from_config(scheme(**change))
+
+
+def test_kernels_for_channels_are_compiled(channels, monkeypatch):
+    warmed = []
+    monkeypatch.setattr("fp8moe_vllm.layers.current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(fp8moe, "warm", lambda *given, **how: warmed.append((*map(set, given), how)))
+    load_channels(linear(channels))
+    assert warmed == [({(384, HIDDEN)}, {2048}, {"weight_scales": "channel"})]

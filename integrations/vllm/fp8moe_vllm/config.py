@@ -8,17 +8,25 @@ import vllm.envs as envs
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 import fp8moe
 from fp8moe_vllm.experts import Fp8moeMoEMethod, refusal
-from fp8moe_vllm.layers import LayersConfig
+from fp8moe_vllm.layers import Layers
 from fp8moe_vllm.linear import Fp8moeLinearMethod
 from fp8moe_vllm.versions import skipped
+
+METHODS = ("fp8", "compressed-tensors")
 
 _batch_invariant = ExitStack()  # never closed: the mode lasts as long as the process
 
 
-class Fp8moeConfig(LayersConfig):
+def _follow_batch_invariance() -> None:
+    if envs.VLLM_BATCH_INVARIANT:
+        _batch_invariant.enter_context(fp8moe.batch_invariant())
+
+
+class Fp8moeConfig(Layers, Fp8Config):
     """Runs linears and experts with FP8 weights in 128x128 blocks, and activations quantized 1x128, on fp8moe.
 
     Layers that fp8moe does not support run on vLLM's own kernels, which is logged once for each kind of layer; with
@@ -35,8 +43,7 @@ class Fp8moeConfig(LayersConfig):
                 f"`fp8moe quantize SOURCE TARGET` makes them, got weight_block_size {self.weight_block_size}, "
                 f"activation_scheme {self.activation_scheme!r}"
             )
-        if envs.VLLM_BATCH_INVARIANT:
-            _batch_invariant.enter_context(fp8moe.batch_invariant())
+        _follow_batch_invariance()
 
     @classmethod
     def get_name(cls) -> str:
@@ -53,14 +60,28 @@ class Fp8moeConfig(LayersConfig):
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict, user_quant: str | None, hf_config: Any = None):
         """Return "fp8moe" for FP8 checkpoints if the user asks for fp8moe by name, otherwise None."""
-        return "fp8moe" if user_quant == "fp8moe" and hf_quant_cfg.get("quant_method") == "fp8" else None
+        return "fp8moe" if user_quant == "fp8moe" and hf_quant_cfg.get("quant_method") in METHODS else None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """Return the config of a checkpoint: this one, or `Fp8moeChannelsConfig` for compressed-tensors."""
+        if config.get("quant_method") != "compressed-tensors":
+            return super().from_config(config)
+        try:
+            from fp8moe_vllm.channels import Fp8moeChannelsConfig
+        except ImportError as error:
+            raise ValueError(
+                f"fp8moe: compressed-tensors is tried with vLLM 0.32.0, not with this one: {error}"
+            ) from None
+        _follow_batch_invariance()
+        return Fp8moeChannelsConfig.from_config(config)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if not isinstance(layer, LinearBase | RoutedExperts) or skipped(self, prefix):
             return super().get_quant_method(layer, prefix)
         if isinstance(layer, LinearBase):
             return Fp8moeLinearMethod(self, prefix)
-        why = "the checkpoint has them in MXFP4" if self.store_dtype == "mxfp4" else refusal(layer.moe_config)
+        why = "the checkpoint has them in MXFP4" if self.store_dtype == "mxfp4" else refusal(layer.moe_config, "block")
         if why:
             self.leave_to_vllm("experts", why)
             return super().get_quant_method(layer, prefix)

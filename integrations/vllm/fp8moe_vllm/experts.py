@@ -13,10 +13,15 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceNoOP,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
-from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+)
 
 import fp8moe
-from fp8moe_vllm.layers import LayersConfig
+from fp8moe_vllm.layers import Layers
 from fp8moe_vllm.versions import not_here
 
 ALL2ALL_BACKEND = "allgather_reducescatter"
@@ -26,8 +31,15 @@ It sends all rows to all ranks, and partial sums back.
 """
 
 
-def refusal(moe: FusedMoEConfig) -> str | None:
-    """Return why fp8moe does not run these experts; None if it does."""
+SCALES = {
+    "block": (kFp8Static128BlockSym, kFp8Dynamic128Sym),
+    "channel": (kFp8StaticChannelSym, kFp8DynamicTokenSym),
+}
+"""Maps scales of weights to vLLM's names of the formats of weights and activations."""
+
+
+def refusal(moe: FusedMoEConfig, scales: str) -> str | None:
+    """Return why fp8moe does not run these experts; None if it does. scales: of their weights, a key of SCALES."""
     parallel = moe.moe_parallel_config
     if why := not_here():
         return why
@@ -44,9 +56,7 @@ def refusal(moe: FusedMoEConfig) -> str | None:
     if moe.swiglu_limit is not None:
         return f"SwiGLU with a limit of {moe.swiglu_limit}"
     experts = experts_class(parallel)
-    able, why = experts.is_supported_config(
-        experts, moe, kFp8Static128BlockSym, kFp8Dynamic128Sym, experts.activation_format()
-    )
+    able, why = experts.is_supported_config(experts, moe, *SCALES[scales], experts.activation_format())
     return None if able else why
 
 
@@ -67,7 +77,7 @@ class _Experts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_quant_scheme(weight_key, activation_key) -> bool:
-        return (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
+        return (weight_key, activation_key) == SCALES["block"]
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
@@ -87,6 +97,10 @@ class Fp8moeExperts(_Experts):
 
     Expert ids index the experts of all ranks; -1 and the ids of other ranks' experts add nothing.
     """
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key, activation_key) -> bool:
+        return (weight_key, activation_key) in SCALES.values()
 
     expects_unquantized_inputs = True  # as the first kernel of fp8moe.experts quantizes its inputs
 
@@ -190,18 +204,16 @@ class Fp8moeBatchedExperts(_Experts):
         fp8moe.experts_masked(rows, expert_tokens_meta.expert_num_tokens, up, down, out=output)
 
 
-class Fp8moeMoEMethod(Fp8MoEMethod):
-    """The quantization method for experts on fp8moe. vLLM creates and loads the weights, which never change later."""
+class OnFp8moe:
+    """Base of quantization methods for experts on fp8moe, before the class of vLLM that creates and loads the weights.
 
-    def __init__(self, quant_config: LayersConfig, layer: RoutedExperts):
-        # skips Fp8MoEMethod.__init__, which would choose a vLLM kernel
-        FusedMoEMethodBase.__init__(self, layer.moe_config)
-        self.quant_config = quant_config
-        self.weight_block_size = self.moe_block_shape = quant_config.weight_block_size
-        self.block_quant, self.per_act_token_quant, self.weight_scale_refine = True, False, None
-        self.weight_scale_name = "weight_scale_inv"
+    The weights never change later.
+    """
+
+    def take(self, experts_cls: type[mk.FusedMoEExpertsModular]) -> None:
+        """Have the experts run by this class, on weights and scales as the checkpoint has them."""
         self.fp8_backend = Fp8MoeBackend.TRITON  # with this backend vLLM leaves weights and scales untouched
-        self.experts_cls = experts_class(self.moe.moe_parallel_config)
+        self.experts_cls = experts_cls
 
     def create_weights(self, layer: RoutedExperts, num_experts: int, hidden_size: int, *args, **more) -> None:
         super().create_weights(layer, num_experts, hidden_size, *args, **more)
@@ -231,3 +243,16 @@ class Fp8moeMoEMethod(Fp8MoEMethod):
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         run = self.moe_kernel.fused_experts.run
         return run(x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, layer.expert_map)
+
+
+class Fp8moeMoEMethod(OnFp8moe, Fp8MoEMethod):
+    """The quantization method for experts whose weights have scales of 128x128 blocks."""
+
+    def __init__(self, quant_config: Layers, layer: RoutedExperts):
+        # skips Fp8MoEMethod.__init__, which would choose a vLLM kernel
+        FusedMoEMethodBase.__init__(self, layer.moe_config)
+        self.quant_config = quant_config
+        self.weight_block_size = self.moe_block_shape = quant_config.weight_block_size
+        self.block_quant, self.per_act_token_quant, self.weight_scale_refine = True, False, None
+        self.weight_scale_name = "weight_scale_inv"
+        self.take(experts_class(self.moe.moe_parallel_config))

@@ -1,10 +1,9 @@
-"""LayersConfig: logs which layers run on fp8moe, and collects their shapes to compile kernels before serving."""
+"""Layers: logs which layers run on fp8moe, and collects their shapes to compile kernels before serving."""
 
 import os
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import current_platform
 
 import fp8moe
@@ -12,8 +11,13 @@ import fp8moe
 logger = init_logger("vllm.fp8moe")
 
 
-class LayersConfig(Fp8Config):
-    """A quantization config that logs which layers run on fp8moe, and compiles their kernels."""
+class Layers:
+    """Base of quantization configs: logs which layers run on fp8moe, and compiles their kernels.
+
+    weight_scales: as for `fp8moe.warm`.
+    """
+
+    weight_scales = "block"
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -34,5 +38,5 @@ class LayersConfig(Fp8Config):
         """Compile the kernels of all recorded layers, so that none is compiled while a request waits."""
         if self._unwarmed and current_platform.is_cuda():
             shapes, counts = zip(*self._unwarmed.items(), strict=True)
-            fp8moe.warm(shapes, counts)
+            fp8moe.warm(shapes, counts, weight_scales=self.weight_scales)
         self._unwarmed.clear()

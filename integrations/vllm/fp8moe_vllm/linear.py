@@ -17,8 +17,15 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 import fp8moe
-from fp8moe_vllm.layers import LayersConfig
+from fp8moe_vllm.layers import Layers
 from fp8moe_vllm.versions import not_here
+
+
+def linear_refusal(n: int, k: int, out_dtype: torch.dtype | None) -> str | None:
+    """Return why fp8moe does not run a linear of N output and K input features; None if it does."""
+    if n % 8 or k % 16:
+        return f"it takes multiples of 8 output and 16 input features, not {n} and {k}"
+    return None if out_dtype == torch.bfloat16 else f"its results are bfloat16, not {out_dtype}"
 
 
 class Fp8moeLinearKernel(Fp8BlockScaledMMLinearKernel):
@@ -37,11 +44,8 @@ class Fp8moeLinearKernel(Fp8BlockScaledMMLinearKernel):
 
     @classmethod
     def can_implement(cls, config: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
-        n, k = config.weight_shape
-        if n % 8 or k % 16:
-            return False, f"it takes multiples of 8 output and 16 input features, not {n} and {k}"
-        if config.out_dtype != torch.bfloat16:
-            return False, f"its results are bfloat16, not {config.out_dtype}"
+        if why := linear_refusal(*config.weight_shape, config.out_dtype):
+            return False, why
         return super().can_implement(config)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -55,7 +59,7 @@ class Fp8moeLinearKernel(Fp8BlockScaledMMLinearKernel):
 class Fp8moeLinearMethod(Fp8LinearMethod):
     """The quantization method for a linear: on fp8moe's kernels or, if fp8moe does not support the linear, vLLM's."""
 
-    def __init__(self, quant_config: LayersConfig, prefix: str):
+    def __init__(self, quant_config: Layers, prefix: str):
         super().__init__(quant_config)
         self.kind = prefix.rpartition(".")[2]
 
