@@ -1,11 +1,11 @@
 """`python -m tools.vllm_serving`: integrations/vllm end to end on the CPU; the result is validation/vllm.json.
 
 Creates an environment and installs into it PyTorch, the CPU build of vLLM (pinned by its hash), and fp8moe as described
-in the README of integrations/vllm. The README's command then serves a tiny Qwen3-MoE with random weights, once for each
-row of `SERVED`: quantized by `fp8moe quantize`, or with one scale a channel, as compressed-tensors stores it. Prompts
-are sent all at once, and then twice to be continued. Their log probabilities, and those of what follows, are compared
-with those that `load_model` gives in this environment. fp8moe's reference backend computes the FP8 layers, as vLLM has
-no CPU kernels for them. Takes about 15 minutes and 4 GB.
+in the README of integrations/vllm. The README's command then serves tiny models with random weights, once for each row
+of `SERVED`: a Qwen3-MoE, quantized by `fp8moe quantize` or with one scale a channel, as compressed-tensors has it; and
+a GPT-OSS in MXFP4. Prompts are sent all at once, and then twice to be continued. Their log probabilities, and those of
+what follows, are compared with those that `load_model` gives in this environment. fp8moe's reference backend computes
+the quantized layers, as vLLM has no CPU kernels for them. Takes about 15 minutes and 4 GB.
 """
 
 import json
@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -49,6 +50,7 @@ DRAFTED = f"--speculative-config {DRAFTS}"
 SERVED = (
     *(("blocks", options) for options in ("", "--enforce-eager", RANKS, f"{RANKS} --enable-expert-parallel")),
     *(("blocks", CACHED), ("blocks", DRAFTED), ("channels", ""), ("channels", RANKS)),
+    *(("mxfp4", options) for options in ("", RANKS, f"{RANKS} --enable-expert-parallel")),
 )
 """Checkpoints, and options that they are served with."""
 COUNTED = {CACHED: "vllm:prefix_cache_hits_total", DRAFTED: "vllm:spec_decode_num_draft_tokens_total"}
@@ -58,6 +60,9 @@ VOCABULARY = 512
 PROMPTS = (64, 48, 17, 5)  # lengths of the prompts in tokens
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+GPT_OSS_SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2}
+GPT_OSS_SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+GPT_OSS_SIZES |= {"sliding_window": 32}
 ENVIRONMENT = {
     "FP8MOE_BACKEND": "reference",
     "FP8MOE_STRICT": "1",
@@ -109,20 +114,11 @@ def install(environment: Path, torch_requirement: str, work: Path) -> None:
 
 def make_checkpoints(work: Path) -> list[list[int]]:
     """Write the checkpoints of SERVED to directories of their names; return prompts."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import GptOssConfig, Qwen3MoeConfig
 
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(vocab_size=VOCABULARY, max_position_embeddings=256, tie_word_embeddings=False, **SIZES)
-    model = Qwen3MoeForCausalLM(config).bfloat16()
-    for name, weight in model.named_parameters():
-        if ".experts." in name:
-            weight.data *= 1.5  # larger weights give the experts more influence on the result
-    model.save_pretrained(work / "bf16")
-    words = {f"t{number}": number for number in range(VOCABULARY)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token="t1").save_pretrained(work / "bf16")
+    common = {"vocab_size": VOCABULARY, "max_position_embeddings": 256, "tie_word_embeddings": False}
+    save_model(Qwen3MoeConfig(**common, **SIZES), work / "bf16", experts=1.5)
     quantize = [sys.executable, "-m", "fp8moe", "quantize", "--quiet", str(work / "bf16"), str(work / "blocks")]
     subprocess.run(quantize, cwd=ROOT, check=True)
     shutil.copytree(work / "bf16", work / "channels")
@@ -134,7 +130,28 @@ def make_checkpoints(work: Path) -> list[list[int]]:
         *(work / "channels", load_file(work / "bf16" / "model.safetensors")),
         *(lambda name: name.endswith("_proj.weight"), json.loads((work / "bf16" / "config.json").read_text())),
     )
+    save_model(GptOssConfig(**common, **GPT_OSS_SIZES), work / "mxfp4")
+    write_layout(
+        *(LAYOUTS["GPT-OSS"], work / "mxfp4", load_file(work / "mxfp4" / "model.safetensors")),
+        *(lambda name: name.endswith("_proj"), json.loads((work / "mxfp4" / "config.json").read_text())),
+    )
     return [torch.randint(2, VOCABULARY, (length,)).tolist() for length in PROMPTS]
+
+
+def save_model(config: Any, directory: Path, experts: float = 1.0) -> None:
+    """Save a model with random weights in bfloat16, and a tokenizer."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, weight in model.named_parameters():
+        if ".experts." in name:
+            weight.data *= experts  # larger weights give the experts more influence on the result
+    model.save_pretrained(directory)
+    words = {f"t{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token="t1").save_pretrained(directory)
 
 
 def expected_of(directory: Path, prompts: list[list[int]]) -> tuple[list[list[float]], dict]:
@@ -144,7 +161,7 @@ def expected_of(directory: Path, prompts: list[list[int]]) -> tuple[list[list[fl
     model = load_model(directory)
     expected = log_probabilities(model, prompts)
     for layer in model.model.layers:
-        layer.mlp.forward = torch.zeros_like
+        layer.mlp.experts.forward = lambda hidden_states, *_, **__: torch.zeros_like(hidden_states)
     return expected, compare(log_probabilities(model, prompts), expected)
 
 

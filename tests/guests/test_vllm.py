@@ -449,7 +449,7 @@ def test_all_kernels_are_compiled_before_the_first_request(checkpoint, monkeypat
     for each in layers:
         each.quant_method.process_weights_after_loading(each)
     shapes = {(384, HIDDEN), (EXPERTS, INTERMEDIATE, HIDDEN, TOP_K)}
-    assert warmed == [(shapes, {2048}, {"weight_scales": "block"})]
+    assert warmed == [(shapes, {2048}, {})]
     assert log == ["fp8moe: gate_up_proj (384, 256): on fp8moe", "fp8moe: experts (8, 128, 256, 2): on fp8moe"]
 
 
@@ -610,3 +610,96 @@ def test_kernels_for_channels_are_compiled(channels, monkeypatch):
     monkeypatch.setattr(fp8moe, "warm", lambda *given, **how: warmed.append((*map(set, given), how)))
     load_channels(linear(channels))
     assert warmed == [({(384, HIDDEN)}, {2048}, {"weight_scales": "channel"})]
+
+
+# MXFP4.
+
+
+@pytest.fixture
+def four_bits(vllm):
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    return get_quantization_config("fp8moe").from_config({"quant_method": "mxfp4"})
+
+
+GPT_OSS = {"has_bias": True, "activation": "swigluoai"}
+
+
+def of_gpt_oss(quantization, load=True):
+    """Experts with random weights in MXFP4, rows of gate and up in turns, and those weights as fp8moe takes them."""
+    from vllm.model_executor.layers import fused_moe
+
+    make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+    prefix = f"model.layers.{experts_layer.made}.mlp.experts"
+    experts_layer.made += 1
+    how = {"params_dtype": torch.bfloat16, "renormalize": True, "quant_config": quantization, "prefix": prefix}
+    layer = make(**sizes, **GPT_OSS, **how).routed_experts
+    state = {}
+    for ours, theirs in (("gate_up_proj", "w13"), ("down_proj", "w2")):
+        count, rows, half = getattr(layer, f"{theirs}_weight").shape
+        packed = fp8moe.quantize_mxfp4(torch.randn(count, rows, 2 * half) * (2 * half) ** -0.5)
+        values = {"weight": packed.data, "weight_scale": packed.scale, "bias": torch.randn(count, rows).bfloat16()}
+        for end, (name, value) in zip(("", "_scale", "_bias"), values.items(), strict=True):
+            getattr(layer, f"{theirs}_{name}").data.copy_(value)
+            apart = torch.cat([value[:, 0::2], value[:, 1::2]], dim=1)
+            state[ours + end] = apart if theirs == "w13" else value
+    if load:
+        layer.quant_method.process_weights_after_loading(layer)
+    expected = fp8moe.GroupedExperts(
+        **{"num_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "bias": True},
+        **{"weight_format": "mxfp4", "swiglu_limit": 7.0, "swiglu_alpha": 1.702, "dtype": torch.bfloat16},
+    )
+    expected.load_state_dict(state)
+    return layer, expected.eval()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_experts_of_gpt_oss(four_bits, tokens):
+    layer, expected = of_gpt_oss(four_bits)
+    assert type(layer.quant_method).__name__ == "Fp8moeMxfp4MoEMethod" and not layer.w13_weight.numel()
+    x, shares, ids = routed(tokens)
+    ids[: tokens // 2, 0] = -1  # of padding
+    out = layer.forward_modular(x, shares, ids)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected(x, ids, shares))
+
+
+def test_experts_of_gpt_oss_on_another_rank(four_bits):
+    layer, expected = of_gpt_oss(four_bits)
+    layer.register_buffer("_expert_map", torch.tensor([-1] * EXPERTS + [*range(EXPERTS)], dtype=torch.int32))
+    x, shares, ids = routed(9)
+    here = torch.where(torch.rand(ids.shape) < 0.5, ids, -1)
+    everywhere = torch.where(here < 0, ids, ids + EXPERTS)
+    assert torch.equal(layer.forward_modular(x, shares, everywhere), expected(x, here, shares))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"parallel": {"dp_size": 2}}, "data parallel attention"),
+        ({"has_bias": False}, "activation and biases"),
+        ({"is_lora_enabled": True}, "LoRA"),
+        ({"hidden_dim": 250}, "multiples of 32"),
+    ],
+)
+def test_experts_in_four_bits_that_fp8moe_does_not_run_are_vllms(four_bits, monkeypatch, log, options, why):
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+
+    layer = changed(of_gpt_oss(four_bits, load=False)[0], **options)
+    log.clear()
+    monkeypatch.setattr(GptOssMxfp4Config, "get_quant_method", lambda self, layer, prefix: "vLLM's")
+    assert four_bits.get_quant_method(layer, "model.layers.0.mlp.experts") == "vLLM's"
+    (line,) = log
+    assert line.startswith("fp8moe: experts: on vLLM's kernels: ")
+    monkeypatch.setenv("FP8MOE_STRICT", "1")
+    refused(ValueError, f"fp8moe: experts: .*{why}", four_bits.get_quant_method, layer, "model.layers.0.mlp.experts")
+
+
+def test_kernels_for_four_bits_are_compiled(four_bits, monkeypatch):
+    warmed = []
+    monkeypatch.setattr("fp8moe_vllm.layers.current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(fp8moe, "warm", lambda *given, **how: warmed.append((*map(set, given), how)))
+    of_gpt_oss(four_bits)
+    ((shapes, counts, how),) = warmed
+    assert (shapes, counts) == ({(EXPERTS, INTERMEDIATE, HIDDEN, TOP_K)}, {2048})
+    assert how["weight_format"] == "mxfp4" and how["bias"] and how["activation"].key == "silu limit=7.0 alpha=1.702"

@@ -54,7 +54,7 @@ class Fp8moeChannelsConfig(Layers, CompressedTensorsConfig):
     Raises ValueError for a checkpoint that has no such layers.
     """
 
-    weight_scales = "channel"
+    how = {"weight_scales": "channel"}
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

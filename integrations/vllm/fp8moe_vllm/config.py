@@ -16,7 +16,8 @@ from fp8moe_vllm.layers import Layers
 from fp8moe_vllm.linear import Fp8moeLinearMethod
 from fp8moe_vllm.versions import skipped
 
-METHODS = ("fp8", "compressed-tensors")
+METHODS = ("fp8", "compressed-tensors", "mxfp4", "gpt_oss_mxfp4")
+"""What checkpoints call the formats that the plug-in takes; in the last, as vLLM renames it for GPT-OSS."""
 
 _batch_invariant = ExitStack()  # never closed: the mode lasts as long as the process
 
@@ -59,22 +60,24 @@ class Fp8moeConfig(Layers, Fp8Config):
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict, user_quant: str | None, hf_config: Any = None):
-        """Return "fp8moe" for FP8 checkpoints if the user asks for fp8moe by name, otherwise None."""
+        """Return "fp8moe" for checkpoints of METHODS if the user asks for fp8moe by name, otherwise None."""
         return "fp8moe" if user_quant == "fp8moe" and hf_quant_cfg.get("quant_method") in METHODS else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """Return the config of a checkpoint: this one, or `Fp8moeChannelsConfig` for compressed-tensors."""
-        if config.get("quant_method") != "compressed-tensors":
+        """Return the config of a checkpoint: this one for FP8 in blocks, others for compressed-tensors and MXFP4."""
+        method = config.get("quant_method")
+        if method not in METHODS[1:]:
             return super().from_config(config)
         try:
-            from fp8moe_vllm.channels import Fp8moeChannelsConfig
+            if method == "compressed-tensors":
+                from fp8moe_vllm.channels import Fp8moeChannelsConfig as Config
+            else:
+                from fp8moe_vllm.mxfp4 import Fp8moeMxfp4Config as Config
         except ImportError as error:
-            raise ValueError(
-                f"fp8moe: compressed-tensors is tried with vLLM 0.32.0, not with this one: {error}"
-            ) from None
+            raise ValueError(f"fp8moe: {method} is tried with vLLM 0.32.0, not with this one: {error}") from None
         _follow_batch_invariance()
-        return Fp8moeChannelsConfig.from_config(config)
+        return Config.from_config(config)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if not isinstance(layer, LinearBase | RoutedExperts) or skipped(self, prefix):

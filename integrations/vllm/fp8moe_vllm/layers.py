@@ -1,6 +1,7 @@
 """Layers: logs which layers run on fp8moe, and collects their shapes to compile kernels before serving."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.logger import init_logger
@@ -14,10 +15,10 @@ logger = init_logger("vllm.fp8moe")
 class Layers:
     """Base of quantization configs: logs which layers run on fp8moe, and compiles their kernels.
 
-    weight_scales: as for `fp8moe.warm`.
+    how: options of `fp8moe.warm` for them.
     """
 
-    weight_scales = "block"
+    how: Mapping[str, Any] = {}
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -38,5 +39,5 @@ class Layers:
         """Compile the kernels of all recorded layers, so that none is compiled while a request waits."""
         if self._unwarmed and current_platform.is_cuda():
             shapes, counts = zip(*self._unwarmed.items(), strict=True)
-            fp8moe.warm(shapes, counts, weight_scales=self.weight_scales)
+            fp8moe.warm(shapes, counts, **self.how)
         self._unwarmed.clear()
