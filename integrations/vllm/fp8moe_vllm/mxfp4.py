@@ -12,7 +12,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
 
 import fp8moe
-from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts import Activation
 from fp8moe_vllm.layers import Layers
 from fp8moe_vllm.versions import not_here
 
