@@ -52,7 +52,7 @@ CODED = ([130, 1], 1, 20, None), ([130, 70], 2, 64, None), ([130, 70], 2, 16, 60
 
 
 def top_k_error(rows: int, columns: int, top_k: int) -> float:
-    """Of rows whose ranges begin and end anywhere: columns that are not those of the reference backend."""
+    """Count the columns that differ from the reference backend's, for rows whose ranges begin and end anywhere."""
     logits = torch.randn(rows, columns)
     starts = torch.arange(rows, dtype=torch.int32) % 5
     ends = torch.linspace(0, columns + 3, rows).int()
@@ -61,7 +61,7 @@ def top_k_error(rows: int, columns: int, top_k: int) -> float:
 
 
 def append_error(batch: int, tokens: int, heads: int, coded: bool, interleaved: bool) -> float:
-    """Of the rotated queries, and of the latents in a cache, some of which lie outside."""
+    """Return the larger error of the rotated queries and of the cached latents, some of which lie outside the cache."""
     q, latents, out = (torch.randn(batch, tokens, *rest).bfloat16() for rest in ((heads, 64), (576,), (heads, 64)))
     tables = (torch.randn(1, tokens, 64).bfloat16() for _ in range(2))
     cache = torch.zeros(batch, 9, 656, dtype=torch.uint8) if coded else torch.zeros(batch, 9, 576).bfloat16()

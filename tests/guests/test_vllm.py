@@ -4,6 +4,7 @@ tools/vllm_serving.py is the test of a whole server.
 """
 
 import logging
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -362,6 +363,17 @@ def changed(layer, **options):
     return layer
 
 
+def experts_are_left(config, theirs, layer, why, monkeypatch, log):
+    """Check that vLLM's own config is asked for the experts and a line says why, or, with FP8MOE_STRICT=1, an error."""
+    log.clear()
+    monkeypatch.setattr(theirs, "get_quant_method", lambda self, layer, prefix: "vLLM's")
+    assert config.get_quant_method(layer, "model.layers.0.mlp.experts") == "vLLM's"
+    (line,) = log
+    assert line.startswith("fp8moe: experts: on vLLM's kernels: ") and re.search(why, line)
+    monkeypatch.setenv("FP8MOE_STRICT", "1")
+    refused(ValueError, f"fp8moe: experts: .*{why}", config.get_quant_method, layer, "model.layers.0.mlp.experts")
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -388,13 +400,7 @@ def test_experts_that_fp8moe_does_not_run_are_vllms(checkpoint, monkeypatch, log
     if "activation" in options:
         options = {"activation": MoEActivation.from_str(options["activation"])}
     layer = changed(experts_layer(checkpoint), **options)
-    log.clear()
-    monkeypatch.setattr(Fp8Config, "get_quant_method", lambda self, layer, prefix: "vLLM's")
-    assert checkpoint.get_quant_method(layer, "model.layers.0.mlp.experts") == "vLLM's"
-    (line,) = log
-    assert line.startswith("fp8moe: experts: on vLLM's kernels: ")
-    monkeypatch.setenv("FP8MOE_STRICT", "1")
-    refused(ValueError, f"fp8moe: experts: .*{why}", checkpoint.get_quant_method, layer, "model.layers.0.mlp.experts")
+    experts_are_left(checkpoint, Fp8Config, layer, why, monkeypatch, log)
 
 
 def test_without_a_hopper_gpu_nothing_runs_unasked(checkpoint, monkeypatch):
@@ -558,6 +564,15 @@ def test_what_the_checkpoint_has_in_another_format_is_vllms(vllm, monkeypatch, l
     refused(ValueError, "fp8moe: gate_up_proj: the checkpoint has", config.get_quant_method, other, "mlp.gate_up_proj")
 
 
+def test_transformed_checkpoints_are_vllms(channels, monkeypatch, log):
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    layer = experts_layer(channels)
+    channels.transform_config = object()
+    experts_are_left(channels, CompressedTensorsConfig, layer, "transforms", monkeypatch, log)
+    refused(ValueError, "fp8moe: gate_up_proj: transforms", linear, channels)
+
+
 def test_linears_in_channels_of_other_sizes_are_vllms(channels, monkeypatch, log):
     from fp8moe_vllm.channels import Fp8moeChannelsLinearMethod
 
@@ -579,7 +594,7 @@ def test_linears_in_channels_of_other_sizes_are_vllms(channels, monkeypatch, log
 
 
 def test_linears_without_scales_are_refused(channels):
-    """As a router that the checkpoint has in bfloat16, but does not name."""
+    """A router, say, that the checkpoint has in bfloat16 but does not name."""
     layer = linear(channels)
     refused(
         ValueError,
@@ -686,13 +701,14 @@ def test_experts_in_four_bits_that_fp8moe_does_not_run_are_vllms(four_bits, monk
     from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
     layer = changed(of_gpt_oss(four_bits, load=False)[0], **options)
-    log.clear()
-    monkeypatch.setattr(GptOssMxfp4Config, "get_quant_method", lambda self, layer, prefix: "vLLM's")
-    assert four_bits.get_quant_method(layer, "model.layers.0.mlp.experts") == "vLLM's"
-    (line,) = log
-    assert line.startswith("fp8moe: experts: on vLLM's kernels: ")
-    monkeypatch.setenv("FP8MOE_STRICT", "1")
-    refused(ValueError, f"fp8moe: experts: .*{why}", four_bits.get_quant_method, layer, "model.layers.0.mlp.experts")
+    experts_are_left(four_bits, GptOssMxfp4Config, layer, why, monkeypatch, log)
+
+
+def test_experts_of_gpt_oss_with_weighted_inputs_are_refused(four_bits):
+    layer, _ = of_gpt_oss(four_bits, load=False)
+    layer.apply_router_weight_on_input = True
+    load = layer.quant_method.process_weights_after_loading
+    refused(ValueError, "fp8moe: experts in MXFP4: apply_router_weight_on_input", load, layer)
 
 
 def test_kernels_for_four_bits_are_compiled(four_bits, monkeypatch):

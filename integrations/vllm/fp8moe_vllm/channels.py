@@ -83,9 +83,11 @@ class Fp8moeChannelsConfig(Layers, CompressedTensorsConfig):
         else:
             return super().get_quant_method(layer, prefix)
         scheme = self.get_scheme_dict(layer, name)
-        if scheme is None or self.transform_config is not None:
+        if scheme is None:
             return super().get_quant_method(layer, prefix)
         why = not_here() or (None if is_channels(scheme) else f"the checkpoint has them in {scheme['format']}")
+        if self.transform_config is not None:
+            why = "transforms of compressed-tensors"
         if kind == "experts" and not why:
             why = refusal(layer.moe_config, "channel")
         if why:

@@ -90,6 +90,8 @@ class Fp8moeMxfp4MoEMethod(GptOssMxfp4MoEMethod):
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Move the weights to a GroupedExperts, rows of gate before those of up; the checkpoint has them in turns."""
+        if layer.apply_router_weight_on_input:
+            raise ValueError("fp8moe: experts in MXFP4: apply_router_weight_on_input is not supported")
         (count, hidden, _), device = layer.w2_weight.shape, layer.w2_weight.device
         experts = fp8moe.GroupedExperts(
             **{"num_experts": count, "hidden_size": hidden, "intermediate_size": 2 * layer.w2_weight.shape[2]},
