@@ -11,7 +11,6 @@ operations, unless an indexer has chosen among them.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import product
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,14 +21,10 @@ from torch import Tensor, nn
 
 from fp8moe.hf.fused import flash_attention_3
 from fp8moe.hf.fused.attention import AttentionMetadata, UnsupportedAttention
-from fp8moe.hf.fused.latent_attention import absorption, expands_latents, multiply
+from fp8moe.hf.fused.latent_attention import absorbed, absorption, expands_latents
 from fp8moe.hf.replaced import hold, release
-from fp8moe.kernels.latent import latent_attention
 from fp8moe.kernels.latent.fp8_latents import dequantize_latents
 from fp8moe.quant.formats import FP8Tensor
-
-ROWS_AT_A_TIME = 1 << 18
-"""Absorbed queries, of all heads and sequences, that are in memory at a time: 302 MB for latents of 576 values."""
 
 _modules: WeakKeyDictionary[Any, tuple[nn.Module, ...]] = WeakKeyDictionary()
 """Maps each model to its modules with latent attention."""
@@ -84,7 +79,7 @@ def attend(
     batch, heads, new, size = query.shape
     if not isinstance(metadata, AttentionMetadata) or metadata.new_tokens != new:
         raise UnsupportedAttention("latent attention with a mask of another kind")
-    to_keys, to_values = absorption(module, query.dtype, metadata, others)
+    absorption(module, query.dtype, metadata, others)
     scale = size**-0.5 if scaling is None else scaling
     rank, rest = module.kv_lora_rank, module.qk_rope_head_dim
     if indices is not None and latent.shape[2] <= indices.shape[-1]:
@@ -97,28 +92,9 @@ def attend(
         if flash_attention_3.serves(query, keys, values):
             return flash_attention_3.attend(query, keys, values, scale)
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale).transpose(1, 2)
-    latents, chosen = (
-        _joined(latent, metadata.length, latent.shape[-1] + rotary.shape[-1]),
-        None if indices is None else metadata.seen(indices),
-    )
-    out = query.new_empty((batch, new, heads, to_values.shape[2]))
-    at_a_time = max(1, ROWS_AT_A_TIME // heads)
-    everything = [(slice(batch), slice(new))]
-    pieces = product(_slices(batch, 1), _slices(new, at_a_time)) if batch * new > at_a_time else everything
-    for some, part in pieces:
-        passed, rotated = query[some, :, part].transpose(1, 2).split([size - rest, rest], dim=-1)
-        q = query.new_empty((*passed.shape[:3], rank + rest))
-        multiply(passed, to_keys, q[..., :rank])
-        q[..., rank:] = rotated
-        how = {"begin": metadata.first[some]} if chosen is None else {"indices": chosen[some, part]}
-        ends = metadata.ends[some] - (new - part.stop)
-        found = latent_attention(q, latents[some], ends, value_size=rank, scale=scale, **how)
-        multiply(found, to_values, out[some, part])
-    return out
-
-
-def _slices(size: int, each: int) -> list[slice]:
-    return [slice(first, min(first + each, size)) for first in range(0, size, each)]
+    latents = _joined(latent, metadata.length, latent.shape[-1] + rotary.shape[-1])
+    how = {"begin": metadata.first} if indices is None else {"indices": metadata.seen(indices)}
+    return absorbed(module, query, latents, metadata.ends, scale, **how)
 
 
 def _joined(latent: Tensor, length: int, width: int) -> Tensor:

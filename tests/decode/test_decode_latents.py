@@ -33,14 +33,13 @@ def models():
 def calls(monkeypatch):
     """GraphDecoder attends as on a GPU. The calls of latent_attention: numbers of queries, and of chosen latents."""
     fp8moe_attention_on_cpu(monkeypatch)
-    found, attend = [], latents.latent_attention
+    found, attend = [], fused_latents.latent_attention
 
     def counted(q, *others, indices=None, **how):
         found.append((q.shape[1], None if indices is None else indices.shape[2]))
         return attend(q, *others, indices=indices, **how)
 
-    for module in (latents, fused_latents):
-        monkeypatch.setattr(module, "latent_attention", counted)
+    monkeypatch.setattr(fused_latents, "latent_attention", counted)
     return found
 
 
@@ -184,7 +183,7 @@ def test_many_queries_are_attended_to_in_parts(name, models, calls, monkeypatch)
     model = models[name]
     ids = prompts(2, 30, seed=2)
     mask = torch.ones(2, 30 - NEW, dtype=torch.bool)
-    monkeypatch.setattr(latents, "ROWS_AT_A_TIME", 5 * model.config.num_attention_heads)
+    monkeypatch.setattr(fused_latents, "ROWS_AT_A_TIME", 5 * model.config.num_attention_heads)
     decoder = GraphDecoder(model, batch_sizes=(2,), max_length=64, prefill_chunk=13)
     calls.clear()
     close(forced_logits(decoder, ids, mask), expected_logits(model, ids, mask))

@@ -56,8 +56,9 @@ def optimize(model: nn.Module) -> Optimized:
     """Run the non-expert parts of a transformers model in fp8moe's fused kernels, where their code is known.
 
     These are fused: RMSNorm with the preceding residual add and the following FP8 quantization; the projections q, k
-    and v as one GEMM; head norms, rotary embedding and the write to the KV cache; MLA attention of one new token; the
-    router; gate and up of FP8 feed-forward modules as one GEMM with the activation. Modules are recognised by the code
+    and v as one GEMM; head norms, rotary embedding and the write to the KV cache; MLA attention of one new token; attention
+    of models with an indexer, whose queries then read only the latents that it chooses (DeepSeek-V3.2, arXiv:2512.02556,
+    section 2); the router; gate and up of FP8 feed-forward modules as one GEMM with the activation. Modules are recognised by the code
     of their forward. A module runs as before if its code is not recognised, if it has hooks, or if its forward has been
     replaced. All modules run as before while gradients are enabled or in training mode.
 
@@ -113,6 +114,8 @@ def _fused_form(module: nn.Module, neighbours: Neighbours) -> tuple[Callable, st
     """Return a module's fused forward and a description of what it fuses, or None if the module's code is unknown."""
     if is_decoder_layer(module):
         return functools.partial(_forward_layer, module, neighbours), _prepare_layer(module)
+    if latent_attention.is_sparse(module):
+        return functools.partial(_forward_sparse, module), "latent attention to what is chosen"
     if form_of(module, known_forwards.RMS_NORM):
         return functools.partial(_forward_norm, module, neighbours.before), "norm"
     if form_of(module, known_forwards.ROUTER):
@@ -231,6 +234,19 @@ def _attend(
             return kind.attend(module, rows, hidden_states.shape[:-1], **kwargs)
     values: Any = normed(False).values
     return module(hidden_states=values.view(hidden_states.shape), **{"attention_mask": None, **kwargs})[0]
+
+
+def _forward_sparse(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run attention to the latents that an indexer has chosen.
+
+    The module's own forward runs if gradients are enabled, in training mode, and for what `attend_sparse` does not
+    take.
+    """
+    if not (torch.is_grad_enabled() or module.training or args):
+        found = latent_attention.attend_sparse(module, **kwargs)
+        if found is not None:
+            return found
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _normed(norm: nn.Module, x: Tensor, before: Handover | None, quantized: bool) -> Normed:

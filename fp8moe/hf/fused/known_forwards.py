@@ -189,6 +189,12 @@ ATTENTION = {
     "22d2a9344e3cc50b": Attention("never", "module", sinks=True),  # GptOssAttention
 }
 LATENT_ATTENTION = {"7035ce544a77a2ac": True}  # DeepseekV3Attention
+# Attention to the latents that an indexer has chosen, and whether its forward returns the choice, too. In transformers
+# 5.17 these classes cache expanded keys and values, so their forwards are not known.
+SPARSE_ATTENTION = {
+    "c1663e0a09b5d851": False,  # DeepseekV32Attention
+    "46259a3da3e115e0": True,  # GlmMoeDsaAttention
+}
 EXPANSION = {"4cf8bd8cc9c9b3aa": True}  # DeepseekV3Attention.expand_kv
 ROUTER = {
     "9df852d229406d32": Router("softmax", "if norm_topk_prob"),  # Qwen3MoeTopKRouter

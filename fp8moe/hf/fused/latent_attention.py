@@ -6,6 +6,8 @@ values as in the module's own forward. Into a static cache of GraphDecoder, one 
 from the projections on, `kernels.latent.append`.
 """
 
+from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -107,7 +109,7 @@ def _static_layer(module: nn.Module, past: Any, q: Tensor, latent: Tensor, cos: 
 
 def _is_interleaved(module: nn.Module) -> bool | None:
     """Return whether rotary pairs are neighbouring values; None for a rotary embedding of another kind."""
-    if not module.config.rope_interleave:
+    if form_of(module, known_forwards.SPARSE_ATTENTION) is None and not module.config.rope_interleave:
         form = known_forwards.rotary_of(module)
         return None if form is None or form.half else False
     function = called(module, "apply_rotary_pos_emb_interleave")
@@ -122,10 +124,12 @@ def _attend_in_place(
     metadata: AttentionMetadata,
     layer: Any,
     kwargs: dict[str, Any],
+    choose: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Write new tokens to a static cache, and attend to it; return (B, T, heads, D).
 
-    q (B, T, heads, N + P), latent (B, T, R + P): as they are projected. q may be overwritten.
+    q (B, T, heads, N + P), latent (B, T, R + P): as they are projected. q may be overwritten. choose: called once the
+    latents are written; returns the columns (B, T, k) that the queries read. None: all that they see.
     """
     rank, rest = module.kv_lora_rank, module.qk_rope_head_dim
     passed, turned = q.split([q.shape[-1] - rest, rest], dim=-1)
@@ -141,16 +145,161 @@ def _attend_in_place(
         interleaved=_is_interleaved(module),
     )
     layer.written_in = layer.position.call
+    keys, values = layer.first_columns()
+    chosen = None if choose is None else choose()
     if one:
         multiply(passed, to_keys, query[..., :rank])
-        how = {"value_size": rank, "scale": module.scaling, "begin": metadata.first}
-        found = latent_attention(query, cached, metadata.ends, **how)
+        how: dict[str, Any] = {"begin": metadata.first}
+        if chosen is not None and chosen.shape[-1] < keys.shape[2]:  # otherwise every column is chosen
+            how = {"indices": metadata.seen(chosen)}
+        found = latent_attention(query, cached, metadata.ends, value_size=rank, scale=module.scaling, **how)
         out = q.new_empty((*q.shape[:3], to_values.shape[2]))
         multiply(found, to_values, out)
         return out
-    keys, values = module.expand_kv(*layer.first_columns())
+    keys, values = module.expand_kv(keys, values)
     kwargs = {"dropout": 0.0, "scaling": module.scaling, **kwargs}
+    if chosen is not None:
+        kwargs["indices"] = chosen
     return attention_interface(module)(module, query.transpose(1, 2), keys, values, metadata, **kwargs)[0]
+
+
+def is_sparse(module: nn.Module) -> bool:
+    """Return whether the module attends to the latents that an indexer chooses, by known code."""
+    known = form_of(module, known_forwards.SPARSE_ATTENTION) is not None
+    return known and expands_latents(module) and _is_interleaved(module) is True
+
+
+def attend_sparse(
+    module: nn.Module,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any,
+    past_key_values: Any = None,
+    cache: Any = None,
+    position_ids: Tensor | None = None,
+    prev_topk_indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Any, ...] | None:
+    """Compute the result of a module's forward, in which queries read only the latents that its indexer has chosen.
+
+    Arguments are those of the module's own forward. Returns None for what is not computed here: a mask that is neither
+    boolean nor GraphDecoder's, latents or a dtype that the kernel does not take, projections that cannot be absorbed,
+    batch-invariant results, and hooks.
+    """
+    plain = isinstance(attention_mask, Tensor) and attention_mask.dtype is torch.bool
+    size, rest, rank = module.qk_head_dim, module.qk_rope_head_dim, module.kv_lora_rank
+    cos, sin = position_embeddings
+    if not (plain or isinstance(attention_mask, AttentionMetadata)) or not runs_as_written(module):
+        return None
+    if cos.dtype is not hidden_states.dtype or not append.serves(hidden_states, rank + rest, rank):
+        return None
+    if plain and (config.settings.batch_invariant or up_weight(module.kv_b_proj, hidden_states.dtype) is None):
+        return None
+    lead = hidden_states.shape[:-1]
+    q_resid, latent = linears.project(hidden_states.flatten(0, 1), inputs(module), hidden_states.dtype)
+    q_resid = module.q_a_layernorm(q_resid)
+    q = module.q_b_proj(q_resid).view(*lead, -1, size)
+    q_resid, latent = q_resid.view(*lead, -1), latent.view(*lead, -1)
+    past = past_key_values if cache is None else cache
+    if module.indexer is None and prev_topk_indices is None:
+        raise ValueError("prev_topk_indices: expected the choice of an earlier layer for a layer without an indexer")
+
+    def choose() -> Tensor:
+        if module.indexer is None:
+            return prev_topk_indices
+        given = hidden_states, q_resid, position_embeddings, attention_mask[:, 0, :, :], position_ids, past
+        return module.indexer(*given)
+
+    chosen: list[Tensor] = []
+    layer = _static_layer(module, past, q, latent, cos, attention_mask)
+    if layer is not None:
+        found = _attend_in_place(
+            *(module, q, latent, (cos, sin), attention_mask, layer, kwargs),
+            choose=lambda: chosen.append(choose()) or chosen[0],
+        )
+    else:
+        found = _attend_to_chosen(module, q, latent, (cos, sin), attention_mask, past, chosen, choose, kwargs)
+    out = module.o_proj(found.reshape(*lead, -1))
+    return (out, None, *chosen) if form_of(module, known_forwards.SPARSE_ATTENTION) else (out, None)
+
+
+def _attend_to_chosen(
+    module: nn.Module,
+    q: Tensor,
+    latent: Tensor,
+    tables: tuple[Tensor, Tensor],
+    mask: Any,
+    past: Any,
+    chosen: list[Tensor],
+    choose: Callable[[], Tensor],
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attend to the chosen latents of a cache of any kind; return (B, T, heads, D). chosen: receives the choice."""
+    rank, rest = module.kv_lora_rank, module.qk_rope_head_dim
+    q_pass, q_rot = q.transpose(1, 2).split([q.shape[-1] - rest, rest], dim=-1)
+    latent, k_rot = latent.split([rank, rest], dim=-1)
+    latent, k_rot = module.kv_a_layernorm(latent)[:, None], k_rot[:, None]
+    q_rot, k_rot = called(module, "apply_rotary_pos_emb_interleave")(q_rot, k_rot, *tables)
+    if past is not None:
+        latent, k_rot = update_cache(past, None, latent, k_rot, module.layer_idx, {})
+    chosen.append(choose())
+    query = torch.cat((q_pass, q_rot), dim=-1)
+    if not isinstance(mask, Tensor):  # GraphDecoder's, in a cache that `append_latents` does not write
+        keys, values = module.expand_kv(latent, k_rot)
+        kwargs = {"dropout": 0.0, "scaling": module.scaling, **kwargs, "indices": chosen[0]}
+        return attention_interface(module)(module, query, keys, values, mask, **kwargs)[0]
+    if chosen[0].shape[-1] >= latent.shape[2]:  # everything that a query sees
+        return _expanded(module, query, latent, k_rot, mask, kwargs)
+    seen = mask[:, 0].expand(-1, query.shape[2], -1).gather(-1, chosen[0].long())
+    latents = torch.cat((latent, k_rot), dim=-1)[:, 0]
+    lengths = torch.full((len(latents),), latents.shape[1], dtype=torch.int32, device=latents.device)
+    indices = torch.where(seen, chosen[0], -1).int()
+    return absorbed(module, query, latents, lengths, module.scaling, indices=indices)
+
+
+ROWS_AT_A_TIME = 1 << 18
+"""Absorbed queries, of all heads and sequences, that are in memory at a time: 302 MB for latents of 576 values."""
+
+
+def absorbed(
+    module: nn.Module,
+    query: Tensor,
+    latents: Tensor,
+    ends: Tensor,
+    scale: float,
+    *,
+    begin: Tensor | None = None,
+    indices: Tensor | None = None,
+) -> Tensor:
+    """Attend to latents by kv_b_proj's absorption into queries and results, part by part; return (B, T, heads, D).
+
+    query: (B, heads, T, N + P). latents, begin, indices: as `latent_attention` takes them. ends: (B,), the number of
+    latents that each sequence's last query sees.
+    """
+    batch, heads, new, size = query.shape
+    rank, rest = module.kv_lora_rank, module.qk_rope_head_dim
+    to_keys, to_values = _absorption(module, query.dtype)
+    out = query.new_empty((batch, new, heads, to_values.shape[2]))
+    at_a_time = max(1, ROWS_AT_A_TIME // heads)
+    everything = [(slice(batch), slice(new))]
+    pieces = product(_slices(batch, 1), _slices(new, at_a_time)) if batch * new > at_a_time else everything
+    for some, part in pieces:
+        passed, rotated = query[some, :, part].transpose(1, 2).split([size - rest, rest], dim=-1)
+        q = query.new_empty((*passed.shape[:3], rank + rest))
+        multiply(passed, to_keys, q[..., :rank])
+        q[..., rank:] = rotated
+        last, how = ends[some], {"begin": None if begin is None else begin[some]}
+        if indices is None:
+            last = last - (new - part.stop)
+        else:
+            how = {"indices": indices[some, part]}
+        found = latent_attention(q, latents[some], last, value_size=rank, scale=scale, **how)
+        multiply(found, to_values, out[some, part])
+    return out
+
+
+def _slices(size: int, each: int) -> list[slice]:
+    return [slice(first, min(first + each, size)) for first in range(0, size, each)]
 
 
 def absorption(
@@ -166,6 +315,10 @@ def absorption(
         raise UnsupportedAttention("latent attention with a mask of another kind")
     if config.settings.batch_invariant:
         raise UnsupportedAttention("latent attention, whose bits depend on the other sequences of a call")
+    return _absorption(module, dtype)
+
+
+def _absorption(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     weight = up_weight(module.kv_b_proj, dtype)
     if weight is None:
         raise UnsupportedAttention(f"a kv_b_proj that cannot be absorbed ({type(module.kv_b_proj).__name__})")
