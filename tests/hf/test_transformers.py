@@ -442,7 +442,7 @@ def test_graph_decoder_on_a_loaded_model(checkpoints):
     """Routing, FP8 experts and linears inside the decoder's step."""
     _, _, directory = checkpoints
     model = load_model(directory, dtype=torch.float32)
-    fuse = model.config.model_type != "deepseek_v3"  # absorbed attention does not quantize the latents
+    fuse = model.config.model_type not in ("deepseek_v3", "deepseek_v32")  # absorbed attention quantizes no latents
     out = GraphDecoder(model, batch_sizes=(4,), max_length=24, fuse=fuse).generate(TOKENS, max_new_tokens=10)
     expected = model.generate(
         TOKENS, attention_mask=torch.ones_like(TOKENS), max_new_tokens=10, do_sample=False, eos_token_id=None
