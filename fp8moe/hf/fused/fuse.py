@@ -56,11 +56,12 @@ def optimize(model: nn.Module) -> Optimized:
     """Run the non-expert parts of a transformers model in fp8moe's fused kernels, where their code is known.
 
     These are fused: RMSNorm with the preceding residual add and the following FP8 quantization; the projections q, k
-    and v as one GEMM; head norms, rotary embedding and the write to the KV cache; MLA attention of one new token; attention
-    of models with an indexer, whose queries then read only the latents that it chooses (DeepSeek-V3.2, arXiv:2512.02556,
-    section 2); the router; gate and up of FP8 feed-forward modules as one GEMM with the activation. Modules are recognised by the code
-    of their forward. A module runs as before if its code is not recognised, if it has hooks, or if its forward has been
-    replaced. All modules run as before while gradients are enabled or in training mode.
+    and v as one GEMM; head norms, rotary embedding and the write to the KV cache; MLA attention of one new token;
+    attention of models with an indexer, whose queries then read only the latents that it chooses (DeepSeek-V3.2,
+    arXiv:2512.02556, section 2); the router; gate and up of FP8 feed-forward modules as one GEMM with the activation.
+    Modules are recognised by the code of their forward. A module runs as before if its code is not recognised, if it
+    has hooks, or if its forward has been replaced. All modules run as before while gradients are enabled or in training
+    mode.
 
     Weights of projections that read the same input are made adjacent in memory, which changes no name, value or
     `state_dict()`. If they become separated again (`.to()`, loading), they run as separate GEMMs.
