@@ -18,7 +18,6 @@ from fp8moe.layers.master import (
     MasterModule,
     WeightFormat,
     check_master_dtype,
-    drop_after_use,
     part_of,
     quantized,
 )
@@ -494,7 +493,7 @@ class GroupedExperts(MasterModule):
         normed = None
         if self.trains(weights, x, routing):
             check_derivatives(_NAME, x, routing, *weights.tensors())
-            out = drop_after_use(experts_training(x, index, routing, *weights), *weights.masters)
+            out = experts_training(x, index, routing, *weights)
             out = out if residual is None else residual + out
         else:
             capacity, order = self.decode_capacity, (groups, rows)
@@ -527,7 +526,7 @@ class GroupedExperts(MasterModule):
         dtype = rows.dtype if isinstance(rows, Tensor) else torch.bfloat16
         options = {"row_dtype": row_dtype(dtype), "training": self.trainable and self.training}
         out = experts_of_rows(rows, group_offsets, weights.layer, masters=weights.masters, **options)
-        return drop_after_use(out, *weights.masters).to(dtype)
+        return out.to(dtype)
 
     def whole_weights(self) -> Weights:
         """Return `local_weights()`; raise ValueError if this rank has only a part of the experts."""
@@ -555,13 +554,14 @@ class GroupedExperts(MasterModule):
         for name, master in ((self.up_name, up), ("down_proj", down)):
             check_dtype(f"{_NAME}: {name}", master, *MASTER_DTYPES)  # .half() may have cast it
         masters = [part_of(f"{_NAME}: {self.up_name}", up), part_of(f"{_NAME}: down_proj", down)]
-        # Quantize gate and up separately, so that no block holds rows of both.
-        size = self.intermediate_size
-        both = masters[0].detach().unflatten(1, (-1, size if size % BLOCK else masters[0].shape[1]))
-        both_ways = recorded(*masters)
-        data, scale = quantized(both, parameter=up, both_ways=both_ways)
-        down_copy = quantized(masters[1].detach(), parameter=down, both_ways=both_ways)
-        up_copy = FP8Tensor(data.flatten(1, 2), scale.flatten(1, 2))
+        backward, size = recorded(*masters), self.intermediate_size
+        both = masters[0].detach()
+        if size % BLOCK:  # quantize gate and up separately, so that no block holds rows of both
+            both = both.unflatten(1, (-1, size))
+        up_copy = quantized(both, parameter=up, backward=backward)
+        if size % BLOCK:
+            up_copy = FP8Tensor(*(part.flatten(1, 2) for part in up_copy))
+        down_copy = quantized(masters[1].detach(), parameter=down, backward=backward)
         return Weights(Layer(up_copy, down_copy, self.activation), Masters(*masters))
 
     def trains(self, weights: Weights, *inputs: Tensor) -> bool:

@@ -2,10 +2,10 @@
 
 An FP8 copy is an attribute of its master's storage. So the copy lives as long as the master's memory, is found through
 every alias of the weight (detached, or as a compiled graph sees it), and is not saved, moved or copied with the weight.
-The copy is valid until the weight's version counter changes, any optimizer makes a step (some optimizers write through
-``.data``), or `invalidate` is called. The copy is dropped after its last backward pass before an optimizer's step
-(`drop_after_use`), and when another Parameter takes the master's place in its module. FSDP2 does this when it frees
-gathered weights; it later gathers new values into the same memory without changing the version.
+The copy is valid until the weight's version counter changes. All copies are dropped before and after a step of any
+optimizer (some optimizers write through ``.data``), and by `invalidate`. The last forward before a step keeps none
+(`_Copy.last_use`). A copy is dropped, too, when another Parameter takes the master's place in its module. FSDP2 does
+this when it frees gathered weights; it later gathers new values into the same memory without changing the version.
 
 A compiled graph keeps copies only for Parameters of modules, not for weights that it computes: it may reuse one storage
 for several weights that it computes.
@@ -13,12 +13,13 @@ for several weights that it computes.
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Self
+from weakref import WeakValueDictionary
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8moe.layers.parameters import frozen, is_sharded, local
@@ -36,41 +37,63 @@ _generation = 0  # number of calls of invalidate
 _master_generation = 0  # number of calls of invalidate_masters, including those made by invalidate
 
 
-class _Copies:
-    """The FP8 copies of the weights in one storage.
+class _Copy:
+    """What is kept of a weight.
 
-    by_layout: maps (offset, shape, strides, dtype) of a weight, or of the two weights that share a copy, to the copy
-        and the state in which it was made: version counters, the `_Copies` of the second weight, and
-        `_master_generation`.
-    captured: whether a CUDA graph quantizes or changes one of the weights; its replays change no version counter.
-    gathered: whether FSDP2 has gathered the weights. Their copies have no transposes: autograd keeps the copies of all
-        layers from forward to backward, on every rank.
-    uses: backward passes through the copies since `_master_generation` became `generation`. expected: the same between
-        the two optimizer steps before, 0 if not known.
+    value, state: the FP8 copy, if there is one, and the state in which it was made: version counters, the `_Copies` of
+        the second of two weights that share it, and `_master_generation`.
+    uses: forwards with a backward since `_master_generation` became `generation`. expected: the same between the two
+        optimizer steps before, 0 if not known.
     """
 
     def __init__(self):
-        self.by_layout: dict[tuple, tuple[FP8Tensor, tuple]] = {}
-        self.captured = self.gathered = False
+        self.value: FP8Tensor | None = None
+        self.state: tuple | None = None
         self.uses = self.expected = self.generation = 0
 
-    def used(self) -> None:
-        """Count a backward pass, and drop the copies if it is the last that is expected before an optimizer's step."""
+    def last_use(self) -> bool:
+        """Count a forward with a backward; return whether it is the last that is expected before an optimizer's step.
+
+        As many are expected as there were between the two optimizer steps before. If there are more, the next one
+        quantizes again; if there are fewer, the copy stays until the step.
+        """
         if self.generation != _master_generation:
             self.expected, self.uses, self.generation = self.uses, 0, _master_generation
         self.uses += 1
-        if self.uses == self.expected:
-            self.by_layout.clear()
+        return self.uses == self.expected
 
 
-def quantized(weight: Tensor, *, parameter: Tensor | None = None, both_ways: bool = False) -> FP8Tensor:
+class _Copies:
+    """The FP8 copies of the weights in one storage.
+
+    by_layout: maps (offset, shape, strides, dtype) of a weight, or of the two weights that share a copy, to the copy.
+    captured: whether a CUDA graph quantizes or changes one of the weights; its replays change no version counter.
+    gathered: whether FSDP2 has gathered the weights. Their copies have no transposes: autograd keeps the copies of all
+        layers from forward to backward, on every rank.
+    """
+
+    def __init__(self):
+        self.by_layout: dict[tuple, _Copy] = {}
+        self.captured = self.gathered = False
+        _every[id(self)] = self
+
+    def drop(self) -> None:
+        for kept in self.by_layout.values():
+            kept.value = kept.state = None
+
+
+_every: WeakValueDictionary[int, _Copies] = WeakValueDictionary()
+
+
+def quantized(weight: Tensor, *, parameter: Tensor | None = None, backward: bool = False) -> FP8Tensor:
     """Return ``quantize_128x128(weight)``, cached from the last call if the weight has not changed since.
 
     weight: a master, or a view of one, (..., N, K) bfloat16, float16 or float32.
     parameter: the tensor, possibly a DTensor, of which `weight` is this rank's shard; changes of a DTensor show only in
         its own version counter, not in its shard's.
-    both_ways: a new copy keeps its transpose for the backward (`quantize_both_ways`), unless FSDP2 has gathered the
-        weight or a compiled graph calls.
+    backward: whether a backward will read the copy. A new copy then has its transpose (`quantize_both_ways`), unless
+        FSDP2 has gathered the weight or a compiled graph calls. What was returned to the last forward that is expected
+        before an optimizer's step is not kept here: autograd has what the backward needs (`backward_operand`).
     Returns data (..., N, K) and scale (..., ceil(N/128), ceil(K/128)), detached. The results must not be written to.
 
     A weight counts as changed if its version counter has changed or if any optimizer has made a step. For changes that
@@ -80,11 +103,11 @@ def quantized(weight: Tensor, *, parameter: Tensor | None = None, both_ways: boo
     """
     if torch.compiler.is_compiling():
         return FP8Tensor(*torch.ops.fp8moe.quantized_master(weight.detach()))
-    return _quantized((weight,), (parameter,), both_ways)
+    return _quantized((weight,), (parameter,), backward)
 
 
 def quantized_gate_up(
-    gate: Tensor, up: Tensor, *, parameters: tuple[Tensor, Tensor], both_ways: bool = False
+    gate: Tensor, up: Tensor, *, parameters: tuple[Tensor, Tensor], backward: bool = False
 ) -> FP8Tensor:
     """Quantize gate and up, masters (E, I, H), into one (E, 2I, H), cached while neither has changed; see `quantized`.
 
@@ -93,29 +116,7 @@ def quantized_gate_up(
     """
     if torch.compiler.is_compiling():
         return FP8Tensor(*torch.ops.fp8moe.quantized_gate_up(gate.detach(), up.detach()))
-    return _quantized((gate, up), parameters, both_ways)
-
-
-def drop_after_use(out: Tensor, *weights: Tensor | None) -> Tensor:
-    """Let the last backward pass before an optimizer's step drop the FP8 copies of the weights; return `out`.
-
-    out: a result that the copies were made for. As many backward passes are expected as there were between the two
-    optimizer steps before. A forward after them all quantizes once again; if there are fewer, the copies stay until the
-    next forward after the step.
-    """
-    if torch.compiler.is_compiling() or out.grad_fn is None:
-        return out
-    try:
-        found = {_copies(weight.untyped_storage()) for weight in weights if weight is not None}
-    except NotImplementedError:  # torch.func.vmap's tensors have no storage
-        return out
-
-    def count(*gradients: object) -> None:
-        for copies in found:
-            copies.used()
-
-    out.grad_fn.register_hook(count)
-    return out
+    return _quantized((gate, up), parameters, backward)
 
 
 def part_of(name: str, weight: nn.Parameter) -> Tensor:
@@ -143,11 +144,20 @@ def invalidate_masters() -> None:
     """Discard the FP8 copies of masters only, not of transformers' experts. For changes that affect only masters."""
     global _master_generation
     _master_generation += 1
+    for reference in _every.valuerefs():
+        copies = reference()
+        if copies is not None:
+            copies.drop()
 
 
 def generation() -> int:
     """Return a number that grows with every step of an optimizer and every call of `invalidate`."""
     return _master_generation
+
+
+@register_optimizer_step_pre_hook
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    invalidate_masters()  # the first step allocates the optimizer's state
 
 
 @register_optimizer_step_post_hook
@@ -335,31 +345,31 @@ class _Part(torch.autograd.Function):
         return grad, None
 
 
-def _quantized(
-    weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...], both_ways: bool = False
-) -> FP8Tensor:
+def _quantized(weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...], backward: bool = False) -> FP8Tensor:
     try:
         copies, *others = [_copies(weight.untyped_storage()) for weight in weights]
     except NotImplementedError:  # torch.func.vmap's tensors have no storage
         return _quantize(*weights)
-    both_ways = both_ways and not any(each.gathered for each in (copies, *others))
+    both_ways = backward and not any(each.gathered for each in (copies, *others))
     if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
         for each in (copies, *others):
             each.captured = True
     # Keep no copy where changes do not show: replays of CUDA graphs change no version counter, inference tensors have
     # none.
     if any(each.captured for each in (copies, *others)) or any(weight.is_inference() for weight in weights):
-        copies.by_layout.clear()
+        copies.drop()
         return _quantize(*weights, both_ways=both_ways)
     layout = tuple((weight.storage_offset(), weight.shape, weight.stride(), weight.dtype) for weight in weights)
     versions = [None if value is None else value._version for value in (*weights, *parameters)]
     state = (versions, others, _master_generation)
-    copy, copied_state = copies.by_layout.get(layout, (None, None))
-    if copied_state != state:
-        copy = None
-        copies.by_layout.pop(layout, None)  # frees the old copy's memory before the new one is allocated
-        copy = _quantize(*weights, both_ways=both_ways)
-        copies.by_layout[layout] = copy, state
+    kept = copies.by_layout.setdefault(layout, _Copy())
+    copy = kept.value if kept.state == state else None
+    if copy is None:
+        kept.value = None  # frees the old copy's memory before the new one is allocated
+        copy = kept.value = _quantize(*weights, both_ways=both_ways)
+        kept.state = state
+    if backward and kept.last_use():
+        kept.value = kept.state = None
     return copy
 
 

@@ -7,7 +7,7 @@ from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.operands import Layer, Masters, row_dtype
 from fp8moe.kernels.experts.operator import experts_of_rows
 from fp8moe.layers.experts import Weights
-from fp8moe.layers.master import MASTER_DTYPES, drop_after_use, part_of, quantized, quantized_gate_up
+from fp8moe.layers.master import MASTER_DTYPES, part_of, quantized, quantized_gate_up
 from fp8moe.layers.parameters import local
 from fp8moe.runtime.autograd import check_derivatives, recorded
 from fp8moe.runtime.checks import check_dtype, check_tensor
@@ -47,7 +47,7 @@ def experts_rows_training(
     check_derivatives(name, rows, *weights.tensors())
     options = {"row_dtype": row_dtype(rows.dtype), "masters": weights.masters, "training": True}
     out = experts_of_rows(rows, group_offsets, weights.layer, **options)
-    return drop_after_use(out, *weights.masters).to(rows.dtype)
+    return out.to(rows.dtype)
 
 
 def experts_tokens_training(
@@ -87,7 +87,7 @@ def experts_tokens_training(
     }.items():
         check_tensor(argument, value)
     check_derivatives(name, hidden_states, top_k_weights, *weights.tensors())
-    return drop_after_use(experts_training(hidden_states, top_k_index, top_k_weights, *weights), *weights.masters)
+    return experts_training(hidden_states, top_k_index, top_k_weights, *weights)
 
 
 def _weights_of(name: str, gate: Tensor, up: Tensor, down: Tensor, activation: Activation) -> Weights:
@@ -105,7 +105,7 @@ def _weights_of(name: str, gate: Tensor, up: Tensor, down: Tensor, activation: A
     ]
     if gate_part.shape != up_part.shape:
         raise ValueError(f"up: expected shape {tuple(gate_part.shape)} like gate, got {tuple(up_part.shape)}")
-    both_ways = recorded(*masters)
-    gate_up = quantized_gate_up(gate_part.detach(), up_part.detach(), parameters=(gate, up), both_ways=both_ways)
-    layer = Layer(gate_up, quantized(down_part.detach(), parameter=down, both_ways=both_ways), activation)
+    backward = recorded(*masters)
+    gate_up = quantized_gate_up(gate_part.detach(), up_part.detach(), parameters=(gate, up), backward=backward)
+    layer = Layer(gate_up, quantized(down_part.detach(), parameter=down, backward=backward), activation)
     return Weights(layer, Masters(up_part, down_part, gate_part))

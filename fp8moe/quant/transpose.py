@@ -25,7 +25,7 @@ from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
 from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import WARP
 
-_TRANSPOSED = "_fp8moe_transposed"  # attribute of the storage of FP8 weights
+_TURNED = "_fp8moe_turned"  # attribute of the storage of FP8 weights
 TILE_BYTES = BLOCK * BLOCK  # bytes of the transposed tile in shared memory
 _WARPS = 8  # warps per thread block
 _STRIP = 3  # the most tiles that a thread block processes, side by side
@@ -114,21 +114,29 @@ def quantize_both_ways(w: Tensor, below: Tensor | None = None) -> FP8Tensor:
     w: (..., N, K) bfloat16, float16 or float32, any strides. below: (..., N, K), rows that follow those of w, in blocks
         of their own, as `up` follows `gate`; None for none.
     Returns data (..., N or 2N, K) and scale (..., the blocks of w and of below, ceil(K/128)), contiguous, detached. As
-    long as the data's memory lives, it holds the transpose, a byte for each value, which `transposed_weight` returns.
+    long as the data's memory lives, it holds the transpose, a byte for each value; see `backward_operand`.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong rank, or a `below` that is not like w.
     """
-    data, scale, *transposed = _quantize_both_ways(detached(w), None if below is None else detached(below))
-    setattr(data.untyped_storage(), _TRANSPOSED, FP8Tensor(*transposed))
+    data, scale, *turned = _quantize_both_ways(detached(w), None if below is None else detached(below))
+    setattr(data.untyped_storage(), _TURNED, FP8Tensor(*turned))
     return FP8Tensor(data, scale)
 
 
+def backward_operand(w: FP8Tensor) -> FP8Tensor:
+    """Return weights for a backward to keep: of the shape and values of w, transposed in memory if that is at hand.
+
+    It is where w is the whole result of `quantize_both_ways`. What is returned then does not keep the memory of w. No
+    PyTorch operator is called: selective activation checkpointing would expect it again.
+    """
+    turned = getattr(w.data.untyped_storage(), _TURNED, None)
+    return turned if turned is not None and turned.data.shape == w.data.shape and w.data.is_contiguous() else w
+
+
 def transposed_weight(w: FP8Tensor) -> FP8Tensor:
-    """Return `transpose_fp8(w)`: what `quantize_both_ways` has kept if w is a view of all of its result."""
-    kept = getattr(w.data.untyped_storage(), _TRANSPOSED, None)
-    if kept is None or kept.data.numel() != w.data.numel() or not w.data.is_contiguous():
-        return transpose_fp8(w)
-    return FP8Tensor(kept.data.view(w.data.mT.shape), kept.scale.view(w.scale.mT.shape))
+    """Return `transpose_fp8(w)`, without a kernel if w is transposed in memory, as `backward_operand` may return it."""
+    data, scale = w.data.mT, w.scale.mT
+    return FP8Tensor(data, scale) if data.is_contiguous() and scale.is_contiguous() else transpose_fp8(w)
 
 
 class _ResultPointers(ctypes.Structure):
@@ -390,13 +398,13 @@ def _check_both_ways(w: Tensor, below: Tensor | None) -> None:
 
 
 def _launch_both_ways(w: Tensor, below: Tensor | None) -> tuple[Tensor, ...]:
-    results = data, scale, data_t, scale_t = _empty_both_ways(w, below)
+    results = data, scale, *_ = _empty_both_ways(w, below)
     places = Places(data.shape[-2], scale.shape[-2])
     rows, blocks = w.shape[-2], ceil_div(w.shape[-2], BLOCK)
     for half, weight in enumerate([w] if below is None else [w, below]):
-        first, block = half * rows, half * blocks
-        out = data[..., first:, :], scale[..., block:, :]
-        launch_128x128(weight, "float32", out, places, (data_t[..., first:], scale_t[..., block:]))
+        firsts = (half * rows, half * blocks) * 2
+        out = [result[..., first:, :] for result, first in zip(results, firsts, strict=True)]
+        launch_128x128(weight, "float32", out[:2], places, out[2:])
     return results
 
 
@@ -404,15 +412,16 @@ def _reference_both_ways(w: Tensor, below: Tensor | None) -> tuple[Tensor, ...]:
     halves = [quantize_128x128(weight) for weight in ([w] if below is None else [w, below])]
     data = torch.cat([half.data.view(torch.uint8) for half in halves], -2).view(torch.float8_e4m3fn)
     scale = torch.cat([half.scale for half in halves], -2)
-    return data, scale, *_reference_fp8(data, scale)
+    return data, scale, *(result.mT for result in _reference_fp8(data, scale))
 
 
 def _empty_both_ways(w: Tensor, below: Tensor | None) -> tuple[Tensor, ...]:
+    """Return empty data and scale, and others of their shapes that are transposed in memory."""
     *lead, n, k = w.shape
     halves = 1 if below is None else 2
     data = w.new_empty((*lead, halves * n, k), dtype=torch.float8_e4m3fn)
     scale = w.new_empty((*lead, halves * ceil_div(n, BLOCK), ceil_div(k, BLOCK)), dtype=torch.float32)
-    return data, scale, *_empty_fp8(data, scale)
+    return data, scale, *(result.mT for result in _empty_fp8(data, scale))
 
 
 _quantize_both_ways = operator(

@@ -35,6 +35,7 @@ from fp8moe.quant.checks import weight_operand
 from fp8moe.quant.formats import has_block_scales
 from fp8moe.quant.packed import blocks_of_nvfp4, quantize_nvfp4
 from fp8moe.quant.transpose import (
+    backward_operand,
     quantize_both_ways,
     quantize_columns,
     quantize_with_transpose,
@@ -335,7 +336,7 @@ def both_ways_errors(*shape: int) -> int:
 
     def quantized(w: Tensor, below: Tensor) -> tuple[Tensor, ...]:
         found = quantize_both_ways(w, below)
-        return *found, *transposed_weight(found)
+        return *found, *transposed_weight(backward_operand(found))
 
     return differing(both(quantized, w, below))
 

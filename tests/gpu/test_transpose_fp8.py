@@ -8,7 +8,7 @@ import torch
 from fp8moe.quant import transpose
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize import Places, has_vector_rows, launch_128x128, quantize_128x128
-from fp8moe.quant.transpose import quantize_both_ways, transpose_fp8, transposed_weight
+from fp8moe.quant.transpose import backward_operand, quantize_both_ways, transpose_fp8, transposed_weight
 from tests.gpu.checks import marked
 
 pytestmark = pytest.mark.gpu
@@ -110,21 +110,21 @@ def test_both_ways_have_the_bits_of_quantization_and_transpose(lead, n, k, dtype
     assert torch.equal(found.data[..., :n, :].view(torch.uint8), expected.data.view(torch.uint8))
     assert torch.equal(found.data[..., n:, :].view(torch.uint8), other.data.view(torch.uint8))
     assert torch.equal(found.scale.view(torch.int32), torch.cat([expected.scale, other.scale], -2).view(torch.int32))
-    assert_transposed(*found, *transposed_weight(found))
+    assert_transposed(*found, *transposed_weight(backward_operand(found)))
 
 
 def test_both_ways_of_strided_weights_and_in_a_graph():
     w = torch.randn(2, 256, 400, device="cuda", dtype=torch.bfloat16)
     for view in (w[:, :, 8:264], w[:, 128:, :136], w.mT, w[:, :, ::2]):
         found = quantize_both_ways(view)
-        transposed = transposed_weight(found)
+        transposed = transposed_weight(backward_operand(found))
         assert_transposed(*quantize_128x128(view.contiguous()), *transposed)
         assert torch.equal(found.data.view(torch.uint8), quantize_128x128(view.contiguous()).data.view(torch.uint8))
     graph = torch.cuda.CUDAGraph()
     quantize_both_ways(w)
     with torch.cuda.graph(graph):
         found = quantize_both_ways(w)
-        transposed = transposed_weight(found)
+        transposed = transposed_weight(backward_operand(found))
     for seed in range(3):
         w.copy_(torch.randn(w.shape, generator=torch.Generator().manual_seed(seed)))
         graph.replay()

@@ -382,7 +382,8 @@ def kept_bytes(layer, x, index, weights):
     """Bytes of the tensors that autograd saves, but for the inputs, parameters and FP8 weights."""
     left_out = {value.untyped_storage().data_ptr() for value in (*layer.parameters(), x, weights)}
     if layer.trainable:
-        left_out |= {value.untyped_storage().data_ptr() for copy in layer.local_weights().layer[:2] for value in copy}
+        copies = [kept for copy in layer.local_weights().layer[:2] for kept in (copy, transpose.backward_operand(copy))]
+        left_out |= {value.untyped_storage().data_ptr() for copy in copies for value in copy}
     kept = {}
 
     def pack(value):

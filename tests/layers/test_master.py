@@ -2,16 +2,21 @@
 
 import copy
 import functools
+import gc
 import pickle
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fp8moe import FP8Linear, GroupedExperts, replace_linears
 from fp8moe.layers import master
 from fp8moe.layers.separate_masters import experts_rows_training, experts_tokens_training
+from fp8moe.quant import transpose
 from tests.compilers import INDUCTOR
 from tests.errors import refused, relative_error
 from tests.layers.test_fsdp import quantizations
@@ -83,7 +88,7 @@ def test_gate_and_up_are_quantized_once(backend, fresh_compiler):
     run = experts if backend is None else torch.compile(experts, backend=backend)
     optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
     x = torch.randn(8, 256)
-    # Fewer micro-batches each time, so that no backward is the last that is expected.
+    # Fewer micro-batches each time, so that no forward is the last that is expected.
     for change, count, batches in (
         (lambda: None, 3, 9),
         (optimizer.step, 3, 8),
@@ -101,6 +106,33 @@ def test_gate_and_up_are_quantized_once(backend, fresh_compiler):
         for name, weight in experts.named_parameters():
             setattr(expected, name, nn.Parameter(weight.detach().clone()))
         assert torch.equal(out, expected(x))
+
+
+class Watched(torch.optim.SGD):
+    """With whether there were copies of masters at the beginning of each step."""
+
+    found = ()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        copies = [getattr(weight.untyped_storage(), master._ATTRIBUTE) for weight in self.param_groups[0]["params"]]
+        self.found = *self.found, any(kept.value is not None for each in copies for kept in each.by_layout.values())
+        super().step(closure)
+
+
+def test_a_step_has_the_memory_of_the_copies():
+    _, fp8 = plain_and_fp8()
+    optimizer = Watched(fp8.parameters(), lr=0.1)
+    for batches in (1, 3, 2):
+        for _ in range(batches):
+            fp8(torch.randn(8, 256)).sum().backward()
+        with torch.no_grad():
+            fp8(torch.randn(8, 256))  # leaves copies
+        optimizer.step()
+    assert optimizer.found == (False,) * 3
+
+
+KINDS = "linear", "experts", "experts of rows", "rows, gate and up apart", "tokens, gate and up apart"
 
 
 def trained(kind):
@@ -124,10 +156,8 @@ def trained(kind):
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["kept", "recomputed", "recomputed reentrantly"])
-@pytest.mark.parametrize(
-    "kind", ["linear", "experts", "experts of rows", "rows, gate and up apart", "tokens, gate and up apart"]
-)
-def test_the_last_backward_before_a_step_drops_the_copies(kind, use_reentrant):
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_forward_before_a_step_keeps_no_copies(kind, use_reentrant):
     module, run = trained(kind)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     x = torch.randn(8, 256, requires_grad=True)
@@ -146,31 +176,62 @@ def test_the_last_backward_before_a_step_drops_the_copies(kind, use_reentrant):
                 out = run(x) if use_reentrant is None else checkpoint(run, x, use_reentrant=use_reentrant)
                 out.sum().backward()
                 copies = [getattr(weight.untyped_storage(), master._ATTRIBUTE) for weight in module.parameters()]
-                held.append(any(each.by_layout for each in copies))
+                found = [kept for each in copies for kept in each.by_layout.values()]
+                held.append(any(kept.value is not None for kept in found))
         whole = whole or len(weights)
         assert held == expected
         assert len(weights) == whole * (1 + (expected == [True, False, True]))
         optimizer.step()
+        assert all(kept.value is None for kept in found)
         optimizer.zero_grad()
-    assert copies[0].uses == 1
+    assert {kept.uses for kept in found} == {1 if use_reentrant is not False else 2}
 
 
-def test_gradients_after_dropped_copies_are_those_of_kept_ones(monkeypatch):
+@pytest.mark.parametrize("hooks", [nullcontext, save_on_cpu], ids=["kept", "on the CPU"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_dropped_copies_are_those_of_kept_ones(kind, hooks, monkeypatch):
     def gradients():
-        module, run = trained("experts")
+        module, run = trained(kind)
         optimizer, found = torch.optim.SGD(module.parameters(), lr=0.1), []
         for batches in (1, 1, 3):
             for seed in range(batches):
-                x = torch.randn(8, 256, generator=torch.Generator().manual_seed(seed))
-                run(x).square().sum().backward()
+                x = torch.randn(8, 256, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+                with hooks():
+                    out = run(x)
+                out.square().mean().backward()
+                found.append(x.grad)
             found += [weight.grad.clone() for weight in module.parameters()]
             optimizer.step()
             optimizer.zero_grad()
         return found
 
     dropped = gradients()
-    monkeypatch.setattr(master._Copies, "used", lambda self: None)
+    monkeypatch.setattr(master._Copy, "last_use", lambda self: False)
     assert all(torch.equal(*pair) for pair in zip(dropped, gradients(), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_between_forward_and_backward_there_are_transposes_alone(kind, monkeypatch):
+    module, run = trained(kind)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x = torch.randn(8, 256, requires_grad=True)
+    made, quantize = [], master._quantize
+
+    def watched(*weights, both_ways=False):
+        copy = quantize(*weights, both_ways=both_ways)
+        made.append((weakref.ref(copy.data.untyped_storage()), both_ways))
+        return copy
+
+    monkeypatch.setattr(master, "_quantize", watched)
+    monkeypatch.delattr(transpose, "transpose_fp8")  # not called
+    for expected in (True, False):  # how many forwards there will be is not known in the first step
+        made.clear()
+        out = run(x)
+        gc.collect()
+        assert made and all((rows() is not None, both_ways) == (expected, True) for rows, both_ways in made)
+        out.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def exchanged(model):

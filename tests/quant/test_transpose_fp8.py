@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fp8moe import FP8Tensor
 from fp8moe.quant import transpose
 from fp8moe.quant.quantize import dequantize, quantize_128x128
-from fp8moe.quant.transpose import quantize_both_ways, transpose_fp8, transposed_weight
+from fp8moe.quant.transpose import backward_operand, quantize_both_ways, transpose_fp8, transposed_weight
 from tests.ptxas import without_spills
 
 
@@ -95,8 +95,8 @@ def test_both_ways_are_quantization_and_transpose(shape, dtype):
     w = torch.randn(shape).to(dtype).requires_grad_()
     found, expected = quantize_both_ways(w), quantize_128x128(w)
     assert same_bits(found, expected) and not found.data.requires_grad
-    assert same_bits(transposed_weight(found), transpose_fp8(expected))
-    for value in (*found, *transposed_weight(found)):
+    assert same_bits(transposed_weight(backward_operand(found)), transpose_fp8(expected))
+    for value in (*found, *transposed_weight(backward_operand(found))):
         assert value.is_contiguous()
 
 
@@ -105,24 +105,37 @@ def test_rows_below_have_blocks_of_their_own():
     found = quantize_both_ways(gate, up)
     expected = quantize_128x128(torch.stack([gate, up], 1))
     assert same_bits(found, FP8Tensor(*(part.flatten(1, 2) for part in expected)))
-    assert same_bits(transposed_weight(found), transpose_fp8(found))
+    assert same_bits(transposed_weight(backward_operand(found)), transpose_fp8(found))
 
 
 def test_the_transpose_is_kept_as_long_as_the_weight():
-    w = quantize_both_ways(torch.randn(2, 1, 128, 256))
-    kept = transposed_weight(w)
-    assert transposed_weight(w).data.data_ptr() == kept.data.data_ptr()
-    merged = FP8Tensor(w.data.flatten(0, 1), w.scale.flatten(0, 1))  # a view of all of it
-    assert transposed_weight(merged).data.data_ptr() == kept.data.data_ptr()
-    assert transposed_weight(merged).data.shape == (2, 256, 128)
-    one = FP8Tensor(w.data[0], w.scale[0])  # a part of it, and a copy, are transposed
-    assert same_bits(transposed_weight(one), transpose_fp8(one))
-    copy = FP8Tensor(w.data.clone(), w.scale)
-    assert transposed_weight(copy).data.data_ptr() != kept.data.data_ptr()
+    w = quantize_both_ways(torch.randn(2, 2, 128, 256))
+    kept = backward_operand(w)
+    assert backward_operand(w).data.data_ptr() == kept.data.data_ptr() != w.data.data_ptr()
+    assert kept.data.shape == w.data.shape and same_bits(FP8Tensor(*(part.contiguous() for part in kept)), w)
+    assert transposed_weight(kept).data.data_ptr() == kept.data.data_ptr()
+    alias = FP8Tensor(w.data.detach(), w.scale)
+    assert backward_operand(alias).data.data_ptr() == kept.data.data_ptr()
+    merged = FP8Tensor(w.data.flatten(1, 2), w.scale.flatten(1, 2))
+    part, copy = FP8Tensor(w.data[:1], w.scale[:1]), FP8Tensor(w.data.clone(), w.scale)
+    for other in (merged, part, copy):
+        assert backward_operand(other) is other and same_bits(transposed_weight(other), transpose_fp8(other))
     freed = weakref.ref(kept.data.untyped_storage())
-    del w, merged, one, kept
+    del merged, part, copy, other, alias, kept
+    gc.collect()
+    assert freed() is not None
+    del w
     gc.collect()
     assert freed() is None
+
+
+def test_the_transpose_outlives_the_weight():
+    w = quantize_both_ways(torch.randn(128, 256))
+    kept, freed = backward_operand(w), weakref.ref(w.data.untyped_storage())
+    expected = transpose_fp8(w)
+    del w
+    gc.collect()
+    assert freed() is None and same_bits(transposed_weight(kept), expected)
 
 
 def test_refusals_of_both_ways():

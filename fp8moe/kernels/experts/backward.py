@@ -37,7 +37,13 @@ from fp8moe.kernels.experts.swiglu import (
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu_keeping, grouped_rows, weight_gradients
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
-from fp8moe.quant.transpose import Transposed, quantize_columns, quantize_with_transpose, transposed_weight
+from fp8moe.quant.transpose import (
+    Transposed,
+    backward_operand,
+    quantize_columns,
+    quantize_with_transpose,
+    transposed_weight,
+)
 from fp8moe.runtime.operator import Signature, define
 
 
@@ -428,7 +434,8 @@ def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*others)
     # Save the FP8 weights too, so that autograd refuses a backward after adapters were merged into the weights.
-    ctx.save_for_backward(*routed, *layer.up, *layer.down, *operands.kept_input, *factors, projected, *others)
+    kept = *backward_operand(layer.up), *backward_operand(layer.down), *operands.kept_input
+    ctx.save_for_backward(*routed, *kept, *factors, projected, *others)
     ctx.num_rows, ctx.whole = order.num_rows, order.whole
     ctx.activation, ctx.input_dtype = layer.activation, operands.x.dtype
     # Masters are not saved tensors, so that `_check_unchanged` can name a master that changed. Autograd's error for a

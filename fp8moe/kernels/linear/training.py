@@ -11,7 +11,7 @@ from fp8moe.kernels.gemm.api import gemm, weight_gradients
 from fp8moe.quant.checks import check_block_scales, check_weight_scale, fp8_data
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, empty_quantized
 from fp8moe.quant.quantize import quantize_1x128
-from fp8moe.quant.transpose import quantize_with_transpose, transposed_weight
+from fp8moe.quant.transpose import backward_operand, quantize_with_transpose, transposed_weight
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
 from fp8moe.runtime.operator import define
 
@@ -172,7 +172,7 @@ def _setup_context(ctx, inputs, output) -> None:
     _, *columns = output
     ctx.mark_non_differentiable(*columns)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(weight, scale, *columns)
+    ctx.save_for_backward(*backward_operand(FP8Tensor(weight, scale)), *columns)
     # The master is not a saved tensor: PyTorch's error for a changed saved tensor would not name the parameter. It is
     # in a tuple because compiled autograd treats tensors and numbers in attributes of ctx as inputs of its graph.
     ctx.masters = (master,)
