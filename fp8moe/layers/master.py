@@ -50,6 +50,7 @@ class _Copy:
         self.value: FP8Tensor | None = None
         self.state: tuple | None = None
         self.uses = self.expected = self.generation = 0
+        _every[id(self)] = self
 
     def last_use(self) -> bool:
         """Count a forward with a backward; return whether it is the last that is expected before an optimizer's step.
@@ -61,6 +62,9 @@ class _Copy:
             self.expected, self.uses, self.generation = self.uses, 0, _master_generation
         self.uses += 1
         return self.uses == self.expected
+
+
+_every: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
 
 
 class _Copies:
@@ -75,14 +79,6 @@ class _Copies:
     def __init__(self):
         self.by_layout: dict[tuple, _Copy] = {}
         self.captured = self.gathered = False
-        _every[id(self)] = self
-
-    def drop(self) -> None:
-        for kept in self.by_layout.values():
-            kept.value = kept.state = None
-
-
-_every: WeakValueDictionary[int, _Copies] = WeakValueDictionary()
 
 
 def quantized(weight: Tensor, *, parameter: Tensor | None = None, backward: bool = False) -> FP8Tensor:
@@ -145,9 +141,9 @@ def invalidate_masters() -> None:
     global _master_generation
     _master_generation += 1
     for reference in _every.valuerefs():
-        copies = reference()
-        if copies is not None:
-            copies.drop()
+        kept = reference()
+        if kept is not None:
+            kept.value = kept.state = None
 
 
 def generation() -> int:
@@ -357,12 +353,14 @@ def _quantized(weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...
     # Keep no copy where changes do not show: replays of CUDA graphs change no version counter, inference tensors have
     # none.
     if any(each.captured for each in (copies, *others)) or any(weight.is_inference() for weight in weights):
-        copies.drop()
+        copies.by_layout.clear()
         return _quantize(*weights, both_ways=both_ways)
     layout = tuple((weight.storage_offset(), weight.shape, weight.stride(), weight.dtype) for weight in weights)
     versions = [None if value is None else value._version for value in (*weights, *parameters)]
     state = (versions, others, _master_generation)
-    kept = copies.by_layout.setdefault(layout, _Copy())
+    kept = copies.by_layout.get(layout)
+    if kept is None:
+        kept = copies.by_layout[layout] = _Copy()
     copy = kept.value if kept.state == state else None
     if copy is None:
         kept.value = None  # frees the old copy's memory before the new one is allocated
