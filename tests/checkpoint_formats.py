@@ -437,7 +437,7 @@ LAYOUTS = {
         int4,
         "int4",
         True,
-        _compressed("group", "pack-quantized", bits=4, kind="int", group_size=32),
+        _compressed("group", "pack-quantized", bits=4, kind="int", group_size=32, actorder="static"),
         experts="alone",
     ),
     "INT4, no quantization_config": Layout(int4, "int4", False, None),

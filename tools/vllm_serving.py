@@ -2,10 +2,11 @@
 
 Creates an environment and installs into it PyTorch, the CPU build of vLLM (pinned by its hash), and fp8moe as described
 in the README of integrations/vllm. The README's command then serves tiny models with random weights, once for each row
-of `SERVED`: a Qwen3-MoE, quantized by `fp8moe quantize` or with one scale a channel, as compressed-tensors has it; and
-a GPT-OSS in MXFP4. Prompts are sent all at once, and then twice to be continued. Their log probabilities, and those of
-what follows, are compared with those that `load_model` gives in this environment. fp8moe's reference backend computes
-the quantized layers, as vLLM has no CPU kernels for them. Takes about 15 minutes and 4 GB.
+of `SERVED`: a Qwen3-MoE, quantized by `fp8moe quantize`, or with one scale a channel, or with experts in INT4 or NVFP4,
+as compressed-tensors has them; and a GPT-OSS in MXFP4. Prompts are sent all at once, and then twice to be continued.
+Their log probabilities, and those of what follows, are compared with those that `load_model` gives in this environment.
+fp8moe's reference backend computes the quantized layers, as vLLM has no CPU kernels for them. Takes about 15 minutes
+and 4 GB.
 """
 
 import json
@@ -50,7 +51,11 @@ DRAFTED = f"--speculative-config {DRAFTS}"
 SERVED = (
     *(("blocks", options) for options in ("", "--enforce-eager", RANKS, f"{RANKS} --enable-expert-parallel")),
     *(("blocks", CACHED), ("blocks", DRAFTED), ("channels", ""), ("channels", RANKS)),
-    *(("mxfp4", options) for options in ("", RANKS, f"{RANKS} --enable-expert-parallel")),
+    *(
+        (name, options)
+        for name in ("mxfp4", "int4", "nvfp4")
+        for options in ("", RANKS, f"{RANKS} --enable-expert-parallel")
+    ),
 )
 """Checkpoints, and options that they are served with."""
 COUNTED = {CACHED: "vllm:prefix_cache_hits_total", DRAFTED: "vllm:spec_decode_num_draft_tokens_total"}
@@ -121,15 +126,20 @@ def make_checkpoints(work: Path) -> list[list[int]]:
     save_model(Qwen3MoeConfig(**common, **SIZES), work / "bf16", experts=1.5)
     quantize = [sys.executable, "-m", "fp8moe", "quantize", "--quiet", str(work / "bf16"), str(work / "blocks")]
     subprocess.run(quantize, cwd=ROOT, check=True)
-    shutil.copytree(work / "bf16", work / "channels")
-    layout = LAYOUTS["compressed-tensors channel"]
-    (group,) = layout.config["config_groups"].values()
-    groups = {"group_0": group | {"input_activations": FP8_TOKENS}}
-    write_layout(
-        layout._replace(config=layout.config | {"config_groups": groups, "ignore": ["lm_head", "re:.*mlp.gate$"]}),
-        *(work / "channels", load_file(work / "bf16" / "model.safetensors")),
-        *(lambda name: name.endswith("_proj.weight"), json.loads((work / "bf16" / "config.json").read_text())),
-    )
+    others, attention = ["lm_head", "re:.*mlp.gate$"], ["re:.*self_attn.*"]
+    for name, layout, wanted, ignored, change in (
+        ("channels", "compressed-tensors channel", "_proj.weight", others, {"input_activations": FP8_TOKENS}),
+        ("int4", "compressed-tensors INT4 experts", ".experts.", others + attention, {}),
+        ("nvfp4", "compressed-tensors NVFP4 experts", ".experts.", others + attention, {}),
+    ):
+        shutil.copytree(work / "bf16", work / name)
+        form = LAYOUTS[layout].config
+        (group,) = form["config_groups"].values()
+        write_layout(
+            LAYOUTS[layout]._replace(config=form | {"config_groups": {"group_0": group | change}, "ignore": ignored}),
+            *(work / name, load_file(work / "bf16" / "model.safetensors")),
+            *(lambda tensor, wanted=wanted: wanted in tensor, json.loads((work / "bf16" / "config.json").read_text())),
+        )
     save_model(GptOssConfig(**common, **GPT_OSS_SIZES), work / "mxfp4")
     write_layout(
         *(LAYOUTS["GPT-OSS"], work / "mxfp4", load_file(work / "mxfp4" / "model.safetensors")),

@@ -274,6 +274,10 @@ def _compressed_tensors(where: str, content: Mapping[str, Any]) -> Declared:
     return _of_kinds(where, "compressed-tensors", kinds)._replace(groups=of_int4)
 
 
+_IN_ORDER = (None, False, "static", "weight")
+"""Orders of columns, as compressed-tensors calls them, that matter to who quantizes, not in what is stored."""
+
+
 def _scheme(weights: Mapping[str, Any], group: Mapping[str, Any]) -> str:
     """Return the key in `KINDS` of a compressed-tensors scheme, or a description if there is no such kind."""
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
@@ -293,7 +297,8 @@ def _scheme(weights: Mapping[str, Any], group: Mapping[str, Any]) -> str:
         inputs = group.get("input_activations")
         if _is(inputs) and inputs.get("num_bits") == 8 and inputs.get("type") != "float":
             return "w4a8"
-        plain = weights.get("symmetric") is True and weights.get("actorder") is None and size in INT4_GROUPS
+        in_order = weights.get("actorder") in _IN_ORDER
+        plain = weights.get("symmetric") is True and in_order and size in INT4_GROUPS
         return "int4" if plain else "int4-other"
     return "int8" if kind == "int" and bits == 8 else f"{shown(bits)}-bit {shown(kind)} weights"
 

@@ -6,6 +6,7 @@ tools/vllm_serving.py is the test of a whole server.
 import logging
 import re
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import fp8moe
+from tests.checkpoint_formats import int4, nvfp4
 from tests.errors import refused
 from tests.experts_cases import dense
 
@@ -247,7 +249,7 @@ def test_data_parallel_attention(checkpoint, monkeypatch, first):
     layer = changed(experts_layer(checkpoint, loaded=False), parallel={"dp_size": 2, "ep_size": 2, "use_ep": True})
     layer.quant_method = method = checkpoint.get_quant_method(layer, "model.layers.0.mlp.experts")
     method.create_weights(torch.nn.Module(), EXPERTS, HIDDEN, INTERMEDIATE, torch.bfloat16, weight_loader=None)
-    assert checkpoint._unwarmed == {(EXPERTS, INTERMEDIATE, HIDDEN, TOP_K): 2 * method.moe.max_num_tokens}
+    assert checkpoint._unwarmed == {(): {(EXPERTS, INTERMEDIATE, HIDDEN, TOP_K): 2 * method.moe.max_num_tokens}}
     place = torch.full((2 * EXPERTS,), -1, dtype=torch.int32)
     place[first : first + EXPERTS] = torch.arange(EXPERTS)
     layer.register_buffer("_expert_map", place)
@@ -574,7 +576,7 @@ def test_transformed_checkpoints_are_vllms(channels, monkeypatch, log):
 
 
 def test_linears_in_channels_of_other_sizes_are_vllms(channels, monkeypatch, log):
-    from fp8moe_vllm.channels import Fp8moeChannelsLinearMethod
+    from fp8moe_vllm.compressed import Fp8moeChannelsLinearMethod
 
     made = []
     theirs = SimpleNamespace(
@@ -593,6 +595,16 @@ def test_linears_in_channels_of_other_sizes_are_vllms(channels, monkeypatch, log
     )
 
 
+def test_a_channel_of_zeros_is_loaded(channels):
+    layer = linear(channels)
+    for place, rows in enumerate(layer.output_partition_sizes):
+        for parameter in (layer.weight, layer.weight_scale):
+            parameter.weight_loader(parameter, torch.zeros(rows, parameter.shape[1], dtype=parameter.dtype), place)
+    layer.quant_method.process_weights_after_loading(layer)
+    out, _ = layer(torch.randn(3, HIDDEN).bfloat16())
+    assert not out.any()
+
+
 def test_linears_without_scales_are_refused(channels):
     """A router, say, that the checkpoint has in bfloat16 but does not name."""
     layer = linear(channels)
@@ -607,7 +619,7 @@ def test_linears_without_scales_are_refused(channels):
 @pytest.mark.parametrize(
     "change", [{"strategy": "tensor"}, {"num_bits": 4, "type": "int"}, {"type": "int"}, {"symmetric": False}]
 )
-def test_checkpoints_of_compressed_tensors_without_channels_are_refused(vllm, change):
+def test_other_checkpoints_of_compressed_tensors_are_refused(vllm, change):
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     config = get_quantization_config("fp8moe")
@@ -625,6 +637,155 @@ def test_kernels_for_channels_are_compiled(channels, monkeypatch):
     monkeypatch.setattr(fp8moe, "warm", lambda *given, **how: warmed.append((*map(set, given), how)))
     load_channels(linear(channels))
     assert warmed == [({(384, HIDDEN)}, {2048}, {"weight_scales": "channel"})]
+
+
+# INT4 and NVFP4 of compressed-tensors.
+
+
+CODES = {"symmetric": True, "dynamic": False, "num_bits": 4}
+PACKED = {
+    "int4": (
+        CODES | {"type": "int", "strategy": "group", "group_size": 128},
+        "pack-quantized",
+        partial(int4, group=128),
+    ),
+    "int4-32": (CODES | {"type": "int", "strategy": "group", "group_size": 32}, "pack-quantized", int4),
+    "nvfp4": (CODES | {"type": "float", "strategy": "tensor_group", "group_size": 16}, "nvfp4-pack-quantized", nvfp4),
+}
+"""Maps formats of experts to compressed-tensors' names of them, and to functions that quantize a matrix."""
+
+
+def packed_scheme(form, **changes):
+    weights, name, _ = PACKED[form]
+    found = scheme()
+    group = {"targets": ["Linear"], "weights": weights | changes, "input_activations": None}
+    return found | {"format": name, "config_groups": {"group_0": group}}
+
+
+def packed_experts(form, load=True):
+    """Experts with random weights in four bits, as vLLM loads them, and the values: (E, 2I, H) and (E, H, I)."""
+    from vllm.model_executor.layers import fused_moe
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    config = get_quantization_config("fp8moe").from_config(packed_scheme(form))
+    make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+    prefix = f"model.layers.{experts_layer.made}.mlp.experts"
+    experts_layer.made += 1
+    how = {"params_dtype": torch.bfloat16, "renormalize": True, "quant_config": config, "prefix": prefix}
+    layer = make(**sizes, **how).routed_experts
+    up, down = torch.empty(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.empty(EXPERTS, HIDDEN, INTERMEDIATE)
+    for expert in range(EXPERTS):
+        for shard, values in {
+            "w1": up[expert, :INTERMEDIATE],
+            "w3": up[expert, INTERMEDIATE:],
+            "w2": down[expert],
+        }.items():
+            made = PACKED[form][2](torch.randn(values.shape) * values.shape[1] ** -0.5 * (1 + expert + len(shard)))
+            values.copy_(made.values)
+            for end, part in made.stored.items():
+                name = f"{'w2' if shard == 'w2' else 'w13'}_{end}"
+                parameter = getattr(layer, name)
+                parameter.weight_loader(parameter, part, name, shard_id=shard, expert_id=expert)
+    if load:
+        layer.quant_method.process_weights_after_loading(layer)
+    return layer, up, down, config
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+@pytest.mark.parametrize("form", PACKED)
+def test_experts_in_four_bits(form, tokens, vllm):
+    layer, up, down, _ = packed_experts(form)
+    assert not layer.w13_weight_packed.numel() and not layer.w2_weight_scale.numel()
+    x, shares, ids = routed(tokens)
+    ids[: tokens // 2, 0] = -1  # of padding
+    out = layer.forward_modular(x, shares, ids)
+    expected = torch.zeros(tokens, HIDDEN)
+    for token in range(tokens):
+        for expert, share in zip(ids[token].tolist(), shares[token].tolist(), strict=True):
+            if expert >= 0:
+                gate, other = (x[token].float() @ up[expert].T).chunk(2)
+                expected[token] += share * (torch.nn.functional.silu(gate) * other) @ down[expert].T
+    assert out.dtype == torch.bfloat16 and (out - expected).norm() <= 0.06 * expected.norm()
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_experts_in_four_bits_on_another_rank(form, vllm):
+    layer, *_ = packed_experts(form)
+    x, shares, ids = routed(9)
+    here = torch.where(torch.rand(ids.shape) < 0.5, ids, -1)
+    expected = layer.forward_modular(x, shares, here)
+    layer.register_buffer("_expert_map", torch.tensor([-1] * EXPERTS + [*range(EXPERTS)], dtype=torch.int32))
+    assert torch.equal(layer.forward_modular(x, shares, torch.where(here < 0, ids, ids + EXPERTS)), expected)
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "why"),
+    [
+        ("int4", {"parallel": {"dp_size": 2}}, "data parallel attention"),
+        ("int4", {"parallel": {"enable_eplb": True}}, "load balancing"),
+        ("int4-32", {"has_bias": True}, "without biases"),
+        ("nvfp4", {"swiglu_limit": 7.0}, "without a limit"),
+        ("nvfp4", {"is_lora_enabled": True}, "LoRA"),
+        ("int4", {"hidden_dim": 192}, "multiples of 128, not 192 and 128"),
+        ("int4-32", {"hidden_dim": 250}, "multiples of 32, not 250 and 128"),
+    ],
+)
+def test_experts_in_int4_and_nvfp4_that_fp8moe_does_not_run_are_vllms(form, options, why, vllm, monkeypatch, log):
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    layer, _, _, config = packed_experts(form, load=False)
+    experts_are_left(config, CompressedTensorsConfig, changed(layer, **options), why, monkeypatch, log)
+
+
+def test_linears_in_four_bits_are_vllms(vllm, monkeypatch, log):
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    config = get_quantization_config("fp8moe").from_config(packed_scheme("int4"))
+    monkeypatch.setattr(CompressedTensorsConfig, "get_quant_method", lambda self, layer, prefix: "vLLM's")
+    layer = LinearBase.__new__(LinearBase)
+    torch.nn.Module.__init__(layer)
+    assert config.get_quant_method(layer, "model.layers.0.self_attn.o_proj") == "vLLM's"
+    assert log == ["fp8moe: o_proj: on vLLM's kernels: the checkpoint has them in pack-quantized"]
+
+
+@pytest.mark.parametrize(
+    ("form", "change"),
+    [
+        ("int4", {"group_size": 64}),
+        ("int4", {"symmetric": False}),
+        ("int4", {"num_bits": 8}),
+        ("int4", {"strategy": "channel", "group_size": None}),
+        ("nvfp4", {"strategy": "group", "group_size": 32}),
+    ],
+)
+def test_other_experts_of_compressed_tensors_are_refused(form, change, vllm):
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    config = get_quantization_config("fp8moe")
+    with pytest.raises(ValueError, match="INT4, symmetric in groups of 32 or 128"):
+        config.from_config(packed_scheme(form, **change))
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_kernels_for_experts_in_four_bits_are_compiled(form, vllm, monkeypatch):
+    warmed = []
+    monkeypatch.setattr("fp8moe_vllm.layers.current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(fp8moe, "warm", lambda *given, **how: warmed.append((*map(set, given), how)))
+    packed_experts(form)
+    ((shapes, counts, how),) = warmed
+    assert (shapes, counts) == ({(EXPERTS, INTERMEDIATE, HIDDEN, TOP_K)}, {2048})
+    assert (how["weight_format"], how["bias"], how["activation"].key) == (form, False, "silu")
+
+
+@pytest.mark.parametrize("order", ["static", "weight", False])
+def test_columns_may_be_quantized_in_any_order(order, vllm):
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    config = get_quantization_config("fp8moe").from_config(packed_scheme("int4", actorder=order))
+    assert type(config).__name__ == "Fp8moeCompressedConfig"
 
 
 # MXFP4.
@@ -697,7 +858,7 @@ def test_experts_of_gpt_oss_on_another_rank(four_bits):
         ({"hidden_dim": 250}, "multiples of 32"),
     ],
 )
-def test_experts_in_four_bits_that_fp8moe_does_not_run_are_vllms(four_bits, monkeypatch, log, options, why):
+def test_experts_of_gpt_oss_that_fp8moe_does_not_run_are_vllms(four_bits, monkeypatch, log, options, why):
     from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
     layer = changed(of_gpt_oss(four_bits, load=False)[0], **options)

@@ -71,7 +71,7 @@ class Fp8moeConfig(Layers, Fp8Config):
             return super().from_config(config)
         try:
             if method == "compressed-tensors":
-                from fp8moe_vllm.channels import Fp8moeChannelsConfig as Config
+                from fp8moe_vllm.compressed import Fp8moeCompressedConfig as Config
             else:
                 from fp8moe_vllm.mxfp4 import Fp8moeMxfp4Config as Config
         except ImportError as error:

@@ -1,5 +1,7 @@
 """fp8moe's experts as vLLM modular kernels, and the quantization method for layers of experts."""
 
+from collections.abc import Mapping
+
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
@@ -207,8 +209,10 @@ class Fp8moeBatchedExperts(_Experts):
 class OnFp8moe:
     """Base of quantization methods for experts on fp8moe, before the class of vLLM that creates and loads the weights.
 
-    The weights never change later.
+    The weights never change later. how: options of `fp8moe.warm` for them.
     """
+
+    how: Mapping[str, str] = {}
 
     def take(self, experts_cls: type[mk.FusedMoEExpertsModular]) -> None:
         """Have the experts run by this class, on weights and scales as the checkpoint has them."""
@@ -218,7 +222,7 @@ class OnFp8moe:
     def create_weights(self, layer: RoutedExperts, num_experts: int, hidden_size: int, *args, **more) -> None:
         super().create_weights(layer, num_experts, hidden_size, *args, **more)
         shape = num_experts, layer.w2_weight.shape[2], hidden_size, self.moe.experts_per_token
-        self.quant_config.taken("experts", shape, self.moe.max_num_tokens * self.moe.dp_size)
+        self.quant_config.taken("experts", shape, self.moe.max_num_tokens * self.moe.dp_size, **self.how)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         super().process_weights_after_loading(layer)
