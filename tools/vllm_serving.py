@@ -3,10 +3,10 @@
 Creates an environment and installs into it PyTorch, the CPU build of vLLM (pinned by its hash), and fp8moe as described
 in the README of integrations/vllm. The README's command then serves tiny models with random weights, once for each row
 of `SERVED`: a Qwen3-MoE, quantized by `fp8moe quantize`, or with one scale a channel, or with experts in INT4 or NVFP4,
-as compressed-tensors has them; and a GPT-OSS in MXFP4. Prompts are sent all at once, and then twice to be continued.
-Their log probabilities, and those of what follows, are compared with those that `load_model` gives in this environment.
-fp8moe's reference backend computes the quantized layers, as vLLM has no CPU kernels for them. Takes about 15 minutes
-and 4 GB.
+as compressed-tensors and ModelOpt have them; and a GPT-OSS in MXFP4. Prompts are sent all at once, and then twice to be
+continued. Their log probabilities, and those of what follows, are compared with those that `load_model` gives in this
+environment. fp8moe's reference backend computes the quantized layers, as vLLM has no CPU kernels for them. Takes about
+20 minutes and 4 GB.
 """
 
 import json
@@ -51,11 +51,8 @@ DRAFTED = f"--speculative-config {DRAFTS}"
 SERVED = (
     *(("blocks", options) for options in ("", "--enforce-eager", RANKS, f"{RANKS} --enable-expert-parallel")),
     *(("blocks", CACHED), ("blocks", DRAFTED), ("channels", ""), ("channels", RANKS)),
-    *(
-        (name, options)
-        for name in ("mxfp4", "int4", "nvfp4")
-        for options in ("", RANKS, f"{RANKS} --enable-expert-parallel")
-    ),
+    *(("mxfp4", options) for options in ("", RANKS, f"{RANKS} --enable-expert-parallel")),
+    *(("int4", RANKS), ("int4", f"{RANKS} --enable-expert-parallel"), ("nvfp4", RANKS), ("modelopt", RANKS)),
 )
 """Checkpoints, and options that they are served with."""
 COUNTED = {CACHED: "vllm:prefix_cache_hits_total", DRAFTED: "vllm:spec_decode_num_draft_tokens_total"}
@@ -126,19 +123,21 @@ def make_checkpoints(work: Path) -> list[list[int]]:
     save_model(Qwen3MoeConfig(**common, **SIZES), work / "bf16", experts=1.5)
     quantize = [sys.executable, "-m", "fp8moe", "quantize", "--quiet", str(work / "bf16"), str(work / "blocks")]
     subprocess.run(quantize, cwd=ROOT, check=True)
-    others, attention = ["lm_head", "re:.*mlp.gate$"], ["re:.*self_attn.*"]
-    for name, layout, wanted, ignored, change in (
-        ("channels", "compressed-tensors channel", "_proj.weight", others, {"input_activations": FP8_TOKENS}),
-        ("int4", "compressed-tensors INT4 experts", ".experts.", others + attention, {}),
-        ("nvfp4", "compressed-tensors NVFP4 experts", ".experts.", others + attention, {}),
+    routers = ["lm_head", "re:.*mlp.gate$"]
+    for name, layout, part, ignored in (
+        ("channels", "compressed-tensors channel", "_proj.weight", routers),
+        ("int4", "compressed-tensors INT4 experts", ".experts.", [*routers, "re:.*self_attn.*"]),
+        ("nvfp4", "compressed-tensors NVFP4 experts", ".experts.", [*routers, "re:.*self_attn.*"]),
+        ("modelopt", "ModelOpt NVFP4", ".experts.", ["lm_head", "*.mlp.gate", "*.self_attn*"]),
     ):
         shutil.copytree(work / "bf16", work / name)
-        form = LAYOUTS[layout].config
-        (group,) = form["config_groups"].values()
+        form = LAYOUTS[layout].config | {"ignore": ignored}
+        if name == "channels":
+            (group,) = form["config_groups"].values()
+            form |= {"config_groups": {"group_0": group | {"input_activations": FP8_TOKENS}}}
         write_layout(
-            LAYOUTS[layout]._replace(config=form | {"config_groups": {"group_0": group | change}, "ignore": ignored}),
-            *(work / name, load_file(work / "bf16" / "model.safetensors")),
-            *(lambda tensor, wanted=wanted: wanted in tensor, json.loads((work / "bf16" / "config.json").read_text())),
+            *(LAYOUTS[layout]._replace(config=form), work / name, load_file(work / "bf16" / "model.safetensors")),
+            *(lambda name, part=part: part in name, json.loads((work / "bf16" / "config.json").read_text())),
         )
     save_model(GptOssConfig(**common, **GPT_OSS_SIZES), work / "mxfp4")
     write_layout(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fp8moe
-from tests.checkpoint_formats import int4, nvfp4
+from tests.checkpoint_formats import int4, nvfp4, nvfp4_of_modelopt
 from tests.errors import refused
 from tests.experts_cases import dense
 
@@ -639,27 +639,34 @@ def test_kernels_for_channels_are_compiled(channels, monkeypatch):
     assert warmed == [({(384, HIDDEN)}, {2048}, {"weight_scales": "channel"})]
 
 
-# INT4 and NVFP4 of compressed-tensors.
+# INT4 and NVFP4.
 
 
-CODES = {"symmetric": True, "dynamic": False, "num_bits": 4}
+def packed_scheme(weights, form):
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, "num_bits": 4} | weights, "input_activations": None}
+    return scheme() | {"format": form, "config_groups": {"group_0": group}}
+
+
+def in_groups(size, **more):
+    return packed_scheme({"type": "int", "strategy": "group", "group_size": size, **more}, "pack-quantized")
+
+
+def in_nvfp4(**more):
+    weights = {"type": "float", "strategy": "tensor_group", "group_size": 16, **more}
+    return packed_scheme(weights, "nvfp4-pack-quantized")
+
+
 PACKED = {
-    "int4": (
-        CODES | {"type": "int", "strategy": "group", "group_size": 128},
-        "pack-quantized",
-        partial(int4, group=128),
+    "int4": ("int4", in_groups(128), partial(int4, group=128)),
+    "int4-32": ("int4-32", in_groups(32), int4),
+    "nvfp4": ("nvfp4", in_nvfp4(), nvfp4),
+    "ModelOpt": (
+        "nvfp4",
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        nvfp4_of_modelopt,
     ),
-    "int4-32": (CODES | {"type": "int", "strategy": "group", "group_size": 32}, "pack-quantized", int4),
-    "nvfp4": (CODES | {"type": "float", "strategy": "tensor_group", "group_size": 16}, "nvfp4-pack-quantized", nvfp4),
 }
-"""Maps formats of experts to compressed-tensors' names of them, and to functions that quantize a matrix."""
-
-
-def packed_scheme(form, **changes):
-    weights, name, _ = PACKED[form]
-    found = scheme()
-    group = {"targets": ["Linear"], "weights": weights | changes, "input_activations": None}
-    return found | {"format": name, "config_groups": {"group_0": group}}
+"""Maps checkpoints to the format of their experts, their quantization, and functions that quantize a matrix."""
 
 
 def packed_experts(form, load=True):
@@ -667,7 +674,8 @@ def packed_experts(form, load=True):
     from vllm.model_executor.layers import fused_moe
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    config = get_quantization_config("fp8moe").from_config(packed_scheme(form))
+    _, checkpoint, quantize = PACKED[form]
+    config = get_quantization_config("fp8moe").from_config(checkpoint)
     make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
     sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
     prefix = f"model.layers.{experts_layer.made}.mlp.experts"
@@ -676,12 +684,9 @@ def packed_experts(form, load=True):
     layer = make(**sizes, **how).routed_experts
     up, down = torch.empty(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.empty(EXPERTS, HIDDEN, INTERMEDIATE)
     for expert in range(EXPERTS):
-        for shard, values in {
-            "w1": up[expert, :INTERMEDIATE],
-            "w3": up[expert, INTERMEDIATE:],
-            "w2": down[expert],
-        }.items():
-            made = PACKED[form][2](torch.randn(values.shape) * values.shape[1] ** -0.5 * (1 + expert + len(shard)))
+        gate, other = up[expert].chunk(2)
+        for shard, values in {"w1": gate, "w3": other, "w2": down[expert]}.items():
+            made = quantize(torch.randn(values.shape) * values.shape[1] ** -0.5 * (1 + expert + int(shard[1])))
             values.copy_(made.values)
             for end, part in made.stored.items():
                 name = f"{'w2' if shard == 'w2' else 'w13'}_{end}"
@@ -696,7 +701,7 @@ def packed_experts(form, load=True):
 @pytest.mark.parametrize("form", PACKED)
 def test_experts_in_four_bits(form, tokens, vllm):
     layer, up, down, _ = packed_experts(form)
-    assert not layer.w13_weight_packed.numel() and not layer.w2_weight_scale.numel()
+    assert not layer.w2_weight_scale.numel()
     x, shares, ids = routed(tokens)
     ids[: tokens // 2, 0] = -1  # of padding
     out = layer.forward_modular(x, shares, ids)
@@ -729,44 +734,46 @@ def test_experts_in_four_bits_on_another_rank(form, vllm):
         ("nvfp4", {"is_lora_enabled": True}, "LoRA"),
         ("int4", {"hidden_dim": 192}, "multiples of 128, not 192 and 128"),
         ("int4-32", {"hidden_dim": 250}, "multiples of 32, not 250 and 128"),
+        ("ModelOpt", {"parallel": {"pcp_size": 2}}, "prefill context"),
     ],
 )
 def test_experts_in_int4_and_nvfp4_that_fp8moe_does_not_run_are_vllms(form, options, why, vllm, monkeypatch, log):
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-
     layer, _, _, config = packed_experts(form, load=False)
-    experts_are_left(config, CompressedTensorsConfig, changed(layer, **options), why, monkeypatch, log)
+    experts_are_left(config, type(config).__mro__[2], changed(layer, **options), why, monkeypatch, log)
 
 
-def test_linears_in_four_bits_are_vllms(vllm, monkeypatch, log):
+@pytest.mark.parametrize(("form", "name"), [("int4", "pack-quantized"), ("ModelOpt", "NVFP4")])
+def test_linears_in_four_bits_are_vllms(form, name, vllm, monkeypatch, log):
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.quantization import get_quantization_config
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
-    config = get_quantization_config("fp8moe").from_config(packed_scheme("int4"))
-    monkeypatch.setattr(CompressedTensorsConfig, "get_quant_method", lambda self, layer, prefix: "vLLM's")
+    config = get_quantization_config("fp8moe").from_config(PACKED[form][1])
+    monkeypatch.setattr(type(config).__mro__[2], "get_quant_method", lambda self, layer, prefix: "vLLM's")
     layer = LinearBase.__new__(LinearBase)
     torch.nn.Module.__init__(layer)
     assert config.get_quant_method(layer, "model.layers.0.self_attn.o_proj") == "vLLM's"
-    assert log == ["fp8moe: o_proj: on vLLM's kernels: the checkpoint has them in pack-quantized"]
+    assert log == [f"fp8moe: o_proj: on vLLM's kernels: the checkpoint has them in {name}"]
 
 
 @pytest.mark.parametrize(
-    ("form", "change"),
+    ("checkpoint", "why"),
     [
-        ("int4", {"group_size": 64}),
-        ("int4", {"symmetric": False}),
-        ("int4", {"num_bits": 8}),
-        ("int4", {"strategy": "channel", "group_size": None}),
-        ("nvfp4", {"strategy": "group", "group_size": 32}),
+        (in_groups(64), "INT4, symmetric in groups of 32 or 128"),
+        (in_groups(128, symmetric=False), "INT4, symmetric"),
+        (in_groups(128, num_bits=8), "INT4, symmetric"),
+        (in_groups(None, strategy="channel"), "INT4, symmetric"),
+        (in_nvfp4(strategy="group", group_size=32), "INT4, symmetric .* or in NVFP4"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            "ModelOpt's checkpoints expected one in NVFP4, got .* 'FP8'",
+        ),
     ],
 )
-def test_other_experts_of_compressed_tensors_are_refused(form, change, vllm):
+def test_other_experts_in_four_bits_are_refused(checkpoint, why, vllm):
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    config = get_quantization_config("fp8moe")
-    with pytest.raises(ValueError, match="INT4, symmetric in groups of 32 or 128"):
-        config.from_config(packed_scheme(form, **change))
+    with pytest.raises(ValueError, match=why):
+        get_quantization_config("fp8moe").from_config(checkpoint)
 
 
 @pytest.mark.parametrize("form", PACKED)
@@ -777,14 +784,14 @@ def test_kernels_for_experts_in_four_bits_are_compiled(form, vllm, monkeypatch):
     packed_experts(form)
     ((shapes, counts, how),) = warmed
     assert (shapes, counts) == ({(EXPERTS, INTERMEDIATE, HIDDEN, TOP_K)}, {2048})
-    assert (how["weight_format"], how["bias"], how["activation"].key) == (form, False, "silu")
+    assert (how["weight_format"], how["bias"], how["activation"].key) == (PACKED[form][0], False, "silu")
 
 
 @pytest.mark.parametrize("order", ["static", "weight", False])
 def test_columns_may_be_quantized_in_any_order(order, vllm):
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    config = get_quantization_config("fp8moe").from_config(packed_scheme("int4", actorder=order))
+    config = get_quantization_config("fp8moe").from_config(in_groups(128, actorder=order))
     assert type(config).__name__ == "Fp8moeCompressedConfig"
 
 

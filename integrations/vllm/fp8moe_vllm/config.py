@@ -16,8 +16,8 @@ from fp8moe_vllm.layers import Layers
 from fp8moe_vllm.linear import Fp8moeLinearMethod
 from fp8moe_vllm.versions import skipped
 
-METHODS = ("fp8", "compressed-tensors", "mxfp4", "gpt_oss_mxfp4")
-"""What checkpoints call the formats that the plug-in takes; in the last, as vLLM renames it for GPT-OSS."""
+METHODS = ("fp8", "compressed-tensors", "modelopt", "modelopt_fp4", "mxfp4", "gpt_oss_mxfp4")
+"""What checkpoints, or vLLM for them, call the formats that the plug-in takes."""
 
 _batch_invariant = ExitStack()  # never closed: the mode lasts as long as the process
 
@@ -65,13 +65,15 @@ class Fp8moeConfig(Layers, Fp8Config):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """Return the config of a checkpoint: this one for FP8 in blocks, others for compressed-tensors and MXFP4."""
+        """Return the config of a checkpoint: this one for FP8 in blocks, one of another module for another format."""
         method = config.get("quant_method")
         if method not in METHODS[1:]:
             return super().from_config(config)
         try:
             if method == "compressed-tensors":
                 from fp8moe_vllm.compressed import Fp8moeCompressedConfig as Config
+            elif method.startswith("modelopt"):
+                from fp8moe_vllm.modelopt import Fp8moeModelOptConfig as Config
             else:
                 from fp8moe_vllm.mxfp4 import Fp8moeMxfp4Config as Config
         except ImportError as error:
