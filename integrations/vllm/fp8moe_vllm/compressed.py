@@ -1,7 +1,6 @@
 """The quantization config for compressed-tensors: FP8 with one scale a channel, and experts in INT4 or NVFP4."""
 
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -22,14 +21,12 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w8a8_fp8 as fp8,
 )
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-    compressed_tensors_moe_wna16 as wna16,
-)
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     create_fp8_scale_parameter,
     create_fp8_weight_parameter,
 )
 from vllm.model_executor.parameter import ChannelQuantScaleParameter
+from vllm.model_executor.utils import set_weight_attrs
 
 import fp8moe
 from fp8moe_vllm.experts import OnFp8moe, experts_class, refusal
@@ -195,7 +192,34 @@ class Fp8moeChannelsMoEMethod(OnFp8moe, fp8.CompressedTensorsW8A8Fp8MoEMethod):
         self.take(experts_class(self.moe.moe_parallel_config))
 
 
-class Fp8moeInt4MoEMethod(OnGroupedExperts, wna16.CompressedTensorsWNA16MoEMethod):
+class Int4Weights(FusedMoEMethodBase):
+    """Creates the weights of experts in INT4 for vLLM to load, rows of codes as the checkpoint has them."""
+
+    group_size: int
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        attributes |= {"is_transposed": False, "quant_method": "group"}
+        up, down = (2 * intermediate_size_per_partition, hidden_size), (hidden_size, intermediate_size_per_partition)
+        for name, (rows, columns) in {"w13": up, "w2": down}.items():
+            for end, value in {
+                "packed": torch.empty(num_experts, rows, columns // 8, dtype=torch.int32),
+                "scale": torch.empty(num_experts, rows, columns // self.group_size, dtype=params_dtype),
+                "shape": torch.empty(num_experts, 2),  # loaded, but not read
+            }.items():
+                parameter = torch.nn.Parameter(value, requires_grad=False)
+                layer.register_parameter(f"{name}_weight_{end}", parameter)
+                set_weight_attrs(parameter, attributes)
+
+
+class Fp8moeInt4MoEMethod(OnGroupedExperts, Int4Weights):
     """The quantization method for experts in INT4, codes 8 more than they stand for."""
 
     shown = "INT4"
@@ -203,7 +227,6 @@ class Fp8moeInt4MoEMethod(OnGroupedExperts, wna16.CompressedTensorsWNA16MoEMetho
     def __init__(self, quant_config: Fp8moeCompressedConfig, layer: RoutedExperts, scheme: Scheme):
         super().__init__(quant_config, layer)
         self.weight_format, self.group_size = kind_of(scheme), scheme["weights"].group_size
-        self.symmetric, self.strategy, self.num_bits, self.packed_factor = True, "group", 4, Fraction(8)
 
     def state(self, layer: RoutedExperts) -> dict[str, Tensor]:
         found = {}
