@@ -161,10 +161,7 @@ def _add_serve(commands: Any) -> argparse.ArgumentParser:
     add("--slots", type=_count, default=64, metavar="N", help="answers that run at once; default: %(default)s")
     most = "most tokens of a prompt with its answer; default: 4096, or the model's positions"
     add("--max-length", type=_count, metavar="L", help=most)
-    kept = "how keys and values are kept: in FP8 they take half of the memory; default: in the model's dtype"
-    add("--cache-dtype", choices=("fp8",), help=kept)
-    output = "how the output layer runs: in FP8 a step reads half of its bytes; default: as the model has it"
-    add("--output-dtype", choices=("fp8",), help=output)
+    _add_dtypes(parser)
     add("--device", metavar="D", help="such as cuda:1 or cpu; default: a GPU if there is one")
     add("--served-model-name", metavar="NAME", help="what clients call the model; default: MODEL")
     add("--api-key", metavar="KEY", help="what clients must bring as their bearer token; default: none is asked for")
@@ -194,6 +191,7 @@ def _add_warmup(commands: Any) -> argparse.ArgumentParser:
     add("--tokens", type=tokens, default=8192, metavar="T", help="most tokens of a prefill; default: %(default)s")
     stored = "how load_model keeps experts in four bits: as stored, or in FP8; default: %(default)s"
     add("--experts", choices=("stored", "fp8"), default="stored", help=stored)
+    _add_dtypes(parser)
     sms = f"SMs of the target GPU; default: those of the GPU here, or {USUAL_SMS}"
     add("--sms", type=_count, metavar="N", help=sms)
     add("--output", type=Path, metavar="DIR", help="where to keep the kernels; default: FP8MOE_CACHE_DIR")
@@ -230,6 +228,14 @@ def _add_writing(parser: argparse.ArgumentParser, source: str) -> None:
     force = "write to a DST that holds other files, and overwrite those of the same names; default: an error"
     add("--force", action="store_true", help=force)
     _add_quiet(parser)
+
+
+def _add_dtypes(parser: argparse.ArgumentParser) -> None:
+    """Add the dtypes of GraphDecoder."""
+    kept = "how keys and values are kept: in FP8 they take half of the memory; default: in the model's dtype"
+    parser.add_argument("--cache-dtype", choices=("fp8",), help=kept)
+    output = "how the output layer runs: in FP8 a step reads half of its bytes; default: as the model has it"
+    parser.add_argument("--output-dtype", choices=("fp8",), help=output)
 
 
 def _add_json(parser: argparse.ArgumentParser, when: str = "") -> None:

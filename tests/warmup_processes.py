@@ -22,11 +22,11 @@ def in_processes(*calls):
             pool.shutdown()
 
 
-def needed(source, batch_sizes, tokens):
-    """The kernels and families that `fp8moe warmup` finds for a configuration."""
+def needed(source, batch_sizes, tokens, *dtypes):
+    """The kernels and families that `fp8moe warmup` finds for a configuration. dtypes: of the cache and the output."""
     from fp8moe.commands.warmup import _record
 
-    return _record(source, batch_sizes, tokens, SMS)
+    return _record(source, batch_sizes, tokens, SMS, ("stored", *dtypes))
 
 
 def needed_for(source, lengths):
@@ -53,7 +53,7 @@ def end(spec):
     os._exit(1)
 
 
-def launched(directory, batch_sizes, lengths):
+def launched(directory, batch_sizes, lengths, cache_dtype=None, output_dtype=None):
     """The kernels that a decoder of an FP8 checkpoint launches: its constructor, and prompts of these lengths.
 
     PyTorch's kernels of a GPU do nothing.
@@ -77,13 +77,14 @@ def launched(directory, batch_sizes, lengths):
         own = hasattr(model.config, "kv_lora_rank")
         self.attention = model.config._attn_implementation if own else "flash"
         flash = decoder.FLASH if self.attention == "flash" else None
-        found = Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused)
+        found = Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused, cache_dtype=cache_dtype)
         with suppress(ValueError):  # the kernels do nothing, so the logits are wrong
             check_step(model, self.device, False, found)
         return found
 
     GraphDecoder._find_capabilities = capabilities
-    graph = GraphDecoder(model, batch_sizes=batch_sizes, max_length=max(lengths) + 2)
+    dtypes = {"cache_dtype": cache_dtype, "output_dtype": output_dtype}
+    graph = GraphDecoder(model, batch_sizes=batch_sizes, max_length=max(lengths) + 2, **dtypes)
     for length in lengths:
         for rows in (1, max(batch_sizes)) if length <= 64 else (1,):
             tokens = torch.ones(rows, length, dtype=torch.int64)

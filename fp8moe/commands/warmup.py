@@ -97,24 +97,25 @@ def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argpars
     decoder = min(max(options.batch_sizes) * options.max_length, MOST_WHOLE_TOKENS)
     tokens = max(options.tokens, decoder)
     few = min(tokens, _FEW_ENOUGH)
-    kernels, families = in_own_process(
-        _record, source, options.batch_sizes, few, sms, options.experts, dict(options.set)
-    )
+    fp8 = [None if asked is None else torch.float8_e4m3fn for asked in (options.cache_dtype, options.output_dtype)]
+    how = options.experts, *fp8
+    kernels, families = in_own_process(_record, source, options.batch_sizes, few, sms, how, dict(options.set))
     variants = [pool.submit(_variants, *item, tokens, decoder, sms) for item in families.items()]
     return list(kernels.union(*(future.result() for future in variants)))
 
 
 def _record(
-    source: dict, batch_sizes: list[int], tokens: int, sms: int, experts: str = "stored", given: Iterable[str] = ()
+    source: dict, batch_sizes: list[int], tokens: int, sms: int, how: Iterable[Any] = (), given: Iterable[str] = ()
 ) -> RequiredKernels:
     """Return the kernels and GEMM families that a model needs.
 
-    source: the model's configuration. experts: see `load_model`. given: names of the values that --set sets.
+    source: the model's configuration. how: the `Options` of `required_kernels`. given: names of the values that --set
+    sets.
     """
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
-    from fp8moe.decode.required_kernels import required_kernels
+    from fp8moe.decode.required_kernels import Options, required_kernels
     from fp8moe.hf.architecture import reason_of
 
     logging.set_verbosity_error()
@@ -128,7 +129,7 @@ def _record(
         made = CONFIG_MAPPING[model_type].from_dict(source)
     except Exception as error:  # transformers may raise anything for a broken config.json
         raise ValueError(f"config.json: transformers cannot read it ({reason_of(error)})") from None
-    return required_kernels([made], batch_sizes, tokens, sms, experts)
+    return required_kernels([made], batch_sizes, tokens, sms, Options(*how))
 
 
 def _variants(family: Family, rows: int, tokens: int, decoder: int, sms: int) -> set[KernelSpec]:

@@ -478,9 +478,6 @@ class GraphDecoder:
         flash = FLASH if self.device.type == "cuda" or self._batch_invariant or cache_dtype else None
         fused = (find_fused(self.model) or None) if fuse else None
         capabilities, refusals = find_capabilities(self.model, self.device, self.captured, flash, fused, cache_dtype)
-        if capabilities.cache_dtype is not cache_dtype:
-            reason = refusals.get("attention", refusals["cache_dtype"])
-            raise ValueError(f"cache_dtype: {type(self.model).__name__} cannot keep keys and values in FP8: {reason}")
         if fused and not capabilities.fused:
             name = type(self.model).__name__
             warnings.warn(f"GraphDecoder: {name} runs unfused: {refusals['fused']}", stacklevel=3)

@@ -147,9 +147,10 @@ def find_capabilities(
     """Find the capabilities with which the model gives the right logits; return them, and why others are refused.
 
     flash: the name of the attention implementation to try. fused: modules to try in fp8moe's kernels. cache_dtype: that
-        of keys and values to try.
+        of keys and values.
     Raises the ValueError of `check_step` if the model's logits are wrong even with every capability off, that is, with
-    the model's own forwards and attention, rows of one length and prompts in one piece.
+    the model's own forwards and attention, rows of one length and prompts in one piece; ValueError, too, if keys and
+    values cannot have the cache_dtype.
     """
     best = Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused, cache_dtype=cache_dtype)
     if _refusal(model, device, captured, best) is None:
@@ -163,6 +164,9 @@ def find_capabilities(
             capabilities = better
         else:
             refusals[name] = str(refusal)
+    if capabilities.cache_dtype is not cache_dtype:
+        reason = refusals.get("attention", refusals["cache_dtype"])
+        raise ValueError(f"cache_dtype: {type(model).__name__} cannot keep keys and values in FP8: {reason}")
     return capabilities, refusals
 
 

@@ -47,8 +47,17 @@ def preloaded(monkeypatch):
     monkeypatch.setattr(warmup, "get_context", lambda _: forkserver)
 
 
-@pytest.mark.parametrize("model_type", [*MODELS, "gpt_oss in MXFP4"])
-def test_what_a_decoder_launches_is_found(tmp_path, model_type):
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtypes"),
+    [
+        *((model_type, ()) for model_type in (*MODELS, "gpt_oss in MXFP4")),
+        *(("qwen3_moe", dtypes) for dtypes in ((FP8, None), (None, FP8), (FP8, FP8))),
+    ],
+)
+def test_what_a_decoder_launches_is_found(tmp_path, model_type, dtypes):
     pytest.importorskip("transformers")
     if model_type in MODELS:
         _, directory = write_checkpoints(random_model(model_type, BASE | SHAPE | MODELS[model_type]), tmp_path)
@@ -56,7 +65,7 @@ def test_what_a_decoder_launches_is_found(tmp_path, model_type):
         directory = written("GPT-OSS", tmp_path)
     source = json.loads((directory / "config.json").read_text())
     recorded, (kernels, families) = in_processes(
-        (launched, directory, BATCH_SIZES, LENGTHS), (needed, source, BATCH_SIZES, TOKENS)
+        (launched, directory, BATCH_SIZES, LENGTHS, *dtypes), (needed, source, BATCH_SIZES, TOKENS, *dtypes)
     )
     of_gemms = set().union(*(warmup._variants(*item, TOKENS, 3 * TOKENS, SMS) for item in families.items()))
     assert recorded <= kernels | of_gemms

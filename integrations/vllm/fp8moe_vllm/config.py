@@ -77,7 +77,9 @@ class Fp8moeConfig(Layers, Fp8Config):
             else:
                 from fp8moe_vllm.mxfp4 import Fp8moeMxfp4Config as Config
         except ImportError as error:
-            raise ValueError(f"fp8moe: {method} is tried with vLLM 0.26.0 to 0.33.0, not with this one: {error}") from None
+            raise ValueError(
+                f"fp8moe: {method} is tried with vLLM 0.26.0 to 0.33.0, not with this one: {error}"
+            ) from None
         _follow_batch_invariance()
         return Config.from_config(config)
 
