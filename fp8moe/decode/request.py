@@ -396,8 +396,10 @@ def _prompt(decoder: Any, ids: Tensor, mask: Tensor | None, padding: int | None)
     """
     if mask is not None:
         mask = mask.to(ids.device, torch.bool)
-    elif padding is not None and (ids == padding).any():
+    elif padding is not None:
         mask = ids != padding
+    if mask is not None and mask.all():  # what most tokenizers give of one prompt
+        mask = None
     if mask is not None and not mask[:, -1].all():
         raise ValueError(
             "attention_mask: expected ones in the last column, as of prompts padded on the left (a tokenizer's "

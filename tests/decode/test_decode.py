@@ -19,6 +19,7 @@ from fp8moe.decode import decoder as decoding
 from fp8moe.decode.request import Options, end_tokens
 from fp8moe.decode.scheduler import STEPS_PER_END_CHECK
 from fp8moe.decode.stats import Stats
+from fp8moe.decode.step import Step
 from tests.decode_models import LateReadback
 from tests.linear_attention_models import build
 from tests.transformers_models import BASE, MLA, left_padded, prompts, random_model
@@ -93,6 +94,22 @@ def test_without_and_with_a_mask_of_ones(model, decoder):
     expected = decoder.generate(ids, max_new_tokens=8)
     assert torch.equal(decoder.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8), expected)
     assert torch.equal(decoder.generate(ids.int(), max_new_tokens=8), expected)
+
+
+def test_a_mask_of_ones_is_no_padding(model, monkeypatch):
+    """As tokenizers give it with one prompt: what is quicker without padding is so then."""
+    decoder, padded, read = GraphDecoder(model, max_length=40, prefill_chunk=4), [], Step.read_several
+
+    def noted(step, tokens, start, before, has_padding):
+        padded.append(has_padding)
+        return read(step, tokens, start, before, has_padding)
+
+    monkeypatch.setattr(Step, "read_several", noted)
+    ids = prompts(1, 9)
+    for mask in (None, torch.ones_like(ids), torch.ones(1, 9, dtype=torch.bool), left_padded(ids, 2)):
+        padded.clear()
+        decoder.generate(ids, attention_mask=mask, max_new_tokens=2)
+        assert padded == [mask is not None and not mask.all()] * 3
 
 
 @pytest.mark.parametrize("eos", [None, 5, 0])
