@@ -425,3 +425,14 @@ def test_a_model_is_fused_once():
     with pytest.raises(TypeError, match="^model: expected an nn.Module, got int"):
         optimize(3)
     assert optimize(nn.Linear(2, 2)) == ()
+
+
+@pytest.mark.parametrize("name", [NAME, "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"])
+def test_compiled(name, fresh_compiler):
+    """Looking for known code breaks no graph, and what does break leaves the logits as they are."""
+    model = MODELS[name].build()
+    fuse(model)
+    expected, reasons = logits(model), torch._dynamo.utils.counters["graph_break"]
+    reasons.clear()
+    assert distance(logits(torch.compile(model, backend="eager")), expected) <= 1e-5
+    assert not any("inspect" in reason or "skipped" in reason for reason in reasons), reasons

@@ -24,6 +24,7 @@ from fp8moe.hf.versions import LATER_DIGESTS
 
 
 @functools.cache
+@torch.compiler.assume_constant_result
 def digest(function: Callable) -> str:
     """Return a hash of the function's source code, ignoring its name, annotations, docstring and decorators."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
