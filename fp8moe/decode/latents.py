@@ -79,7 +79,7 @@ def attend(
     batch, heads, new, size = query.shape
     if not isinstance(metadata, AttentionMetadata) or metadata.new_tokens != new:
         raise UnsupportedAttention("latent attention with a mask of another kind")
-    absorption(module, query.dtype, metadata, others)
+    weights = absorption(module, query.dtype, metadata, others)
     scale = size**-0.5 if scaling is None else scaling
     rank, rest = module.kv_lora_rank, module.qk_rope_head_dim
     if indices is not None and latent.shape[2] <= indices.shape[-1]:
@@ -94,7 +94,7 @@ def attend(
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale).transpose(1, 2)
     latents = _joined(latent, metadata.length, latent.shape[-1] + rotary.shape[-1])
     how = {"begin": metadata.first} if indices is None else {"indices": metadata.seen(indices)}
-    return absorbed(module, query, latents, metadata.ends, scale, **how)
+    return absorbed(module, query, weights, latents, metadata.ends, scale, **how)
 
 
 def _joined(latent: Tensor, length: int, width: int) -> Tensor:

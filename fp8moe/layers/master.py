@@ -50,7 +50,6 @@ class _Copy:
         self.value: FP8Tensor | None = None
         self.state: tuple | None = None
         self.uses = self.expected = self.generation = 0
-        _every[id(self)] = self
 
     def last_use(self) -> bool:
         """Count a forward with a backward; return whether it is the last that is expected before an optimizer's step.
@@ -64,7 +63,8 @@ class _Copy:
         return self.uses == self.expected
 
 
-_every: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
+_held: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
+"""What may have a value, by its id. Where each weight has an optimizer of its own, all but the first find none."""
 
 
 class _Copies:
@@ -140,9 +140,10 @@ def invalidate_masters() -> None:
     """Discard the FP8 copies of masters only, not of transformers' experts. For changes that affect only masters."""
     global _master_generation
     _master_generation += 1
-    for reference in _every.valuerefs():
+    for reference in _held.valuerefs():
         kept = reference()
         if kept is not None:
+            _held.pop(id(kept), None)
             kept.value = kept.state = None
 
 
@@ -366,6 +367,7 @@ def _quantized(weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...
         kept.value = None  # frees the old copy's memory before the new one is allocated
         copy = kept.value = _quantize(*weights, both_ways=both_ways)
         kept.state = state
+        _held[id(kept)] = kept
     if backward and kept.last_use():
         kept.value = kept.state = None
     return copy

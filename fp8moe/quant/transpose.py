@@ -25,7 +25,7 @@ from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
 from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import WARP
 
-_TURNED = "_fp8moe_turned"  # attribute of the storage of FP8 weights
+_TRANSPOSED = "_fp8moe_transposed"  # attribute of the storage of FP8 weights
 TILE_BYTES = BLOCK * BLOCK  # bytes of the transposed tile in shared memory
 _WARPS = 8  # warps per thread block
 _STRIP = 3  # the most tiles that a thread block processes, side by side
@@ -118,19 +118,20 @@ def quantize_both_ways(w: Tensor, below: Tensor | None = None) -> FP8Tensor:
 
     Raises TypeError for a wrong dtype, ValueError for a wrong rank, or a `below` that is not like w.
     """
-    data, scale, *turned = _quantize_both_ways(detached(w), None if below is None else detached(below))
-    setattr(data.untyped_storage(), _TURNED, FP8Tensor(*turned))
+    data, scale, *transposed = _quantize_both_ways(detached(w), None if below is None else detached(below))
+    setattr(data.untyped_storage(), _TRANSPOSED, FP8Tensor(*transposed))
     return FP8Tensor(data, scale)
 
 
 def backward_operand(w: FP8Tensor) -> FP8Tensor:
-    """Return weights for a backward to keep: of the shape and values of w, transposed in memory if that is at hand.
+    """Return the weights that a backward should keep: w, or its transpose where `quantize_both_ways` has made that.
 
-    It is where w is the whole result of `quantize_both_ways`. What is returned then does not keep the memory of w. No
-    PyTorch operator is called: selective activation checkpointing would expect it again.
+    The transpose has the shape of w, strides of a transposed matrix, and memory of its own. It is there if w is the
+    whole result of `quantize_both_ways`. No PyTorch operator is called: selective activation checkpointing would expect
+    it again.
     """
-    turned = getattr(w.data.untyped_storage(), _TURNED, None)
-    return turned if turned is not None and turned.data.shape == w.data.shape and w.data.is_contiguous() else w
+    kept = getattr(w.data.untyped_storage(), _TRANSPOSED, None)
+    return kept if kept is not None and kept.data.shape == w.data.shape and w.data.is_contiguous() else w
 
 
 def transposed_weight(w: FP8Tensor) -> FP8Tensor:

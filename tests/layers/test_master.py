@@ -132,6 +132,17 @@ def test_a_step_has_the_memory_of_the_copies():
     assert optimizer.found == (False,) * 3
 
 
+def test_optimizers_of_single_weights_search_for_copies_once():
+    _, fp8 = plain_and_fp8()
+    optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in fp8.parameters()]
+    for _ in range(3):
+        fp8(torch.randn(8, 256)).sum().backward()
+        assert len(master._held) >= len(optimizers)
+        for optimizer in optimizers:
+            optimizer.step()
+            assert not master._held
+
+
 KINDS = "linear", "experts", "experts of rows", "rows, gate and up apart", "tokens, gate and up apart"
 
 

@@ -204,21 +204,21 @@ def attend_sparse(
     if module.indexer is None and prev_topk_indices is None:
         raise ValueError("prev_topk_indices: expected the choice of an earlier layer for a layer without an indexer")
 
+    chosen: list[Tensor] = []
+
     def choose() -> Tensor:
         if module.indexer is None:
-            return prev_topk_indices
-        given = hidden_states, q_resid, position_embeddings, attention_mask[:, 0, :, :], position_ids, past
-        return module.indexer(*given)
+            chosen.append(prev_topk_indices)
+        else:
+            given = hidden_states, q_resid, position_embeddings, attention_mask[:, 0, :, :], position_ids, past
+            chosen.append(module.indexer(*given))
+        return chosen[0]
 
-    chosen: list[Tensor] = []
     layer = _static_layer(module, past, q, latent, cos, attention_mask)
     if layer is not None:
-        found = _attend_in_place(
-            *(module, q, latent, (cos, sin), attention_mask, layer, kwargs),
-            choose=lambda: chosen.append(choose()) or chosen[0],
-        )
+        found = _attend_in_place(module, q, latent, (cos, sin), attention_mask, layer, kwargs, choose)
     else:
-        found = _attend_to_chosen(module, q, latent, (cos, sin), attention_mask, past, chosen, choose, kwargs)
+        found = _attend_to_chosen(module, q, latent, (cos, sin), attention_mask, past, kwargs, choose)
     out = module.o_proj(found.reshape(*lead, -1))
     return (out, None, *chosen) if form_of(module, known_forwards.SPARSE_ATTENTION) else (out, None)
 
@@ -230,11 +230,10 @@ def _attend_to_chosen(
     tables: tuple[Tensor, Tensor],
     mask: Any,
     past: Any,
-    chosen: list[Tensor],
-    choose: Callable[[], Tensor],
     kwargs: dict[str, Any],
+    choose: Callable[[], Tensor],
 ) -> Tensor:
-    """Attend to the chosen latents of a cache of any kind; return (B, T, heads, D). chosen: receives the choice."""
+    """Attend to the chosen latents of a cache of any kind; arguments and result are those of `_attend_in_place`."""
     rank, rest = module.kv_lora_rank, module.qk_rope_head_dim
     q_pass, q_rot = q.transpose(1, 2).split([q.shape[-1] - rest, rest], dim=-1)
     latent, k_rot = latent.split([rank, rest], dim=-1)
@@ -242,19 +241,20 @@ def _attend_to_chosen(
     q_rot, k_rot = called(module, "apply_rotary_pos_emb_interleave")(q_rot, k_rot, *tables)
     if past is not None:
         latent, k_rot = update_cache(past, None, latent, k_rot, module.layer_idx, {})
-    chosen.append(choose())
+    chosen = choose()
     query = torch.cat((q_pass, q_rot), dim=-1)
     if not isinstance(mask, Tensor):  # GraphDecoder's, in a cache that `append_latents` does not write
         keys, values = module.expand_kv(latent, k_rot)
-        kwargs = {"dropout": 0.0, "scaling": module.scaling, **kwargs, "indices": chosen[0]}
+        kwargs = {"dropout": 0.0, "scaling": module.scaling, **kwargs, "indices": chosen}
         return attention_interface(module)(module, query, keys, values, mask, **kwargs)[0]
-    if chosen[0].shape[-1] >= latent.shape[2]:  # everything that a query sees
+    if chosen.shape[-1] >= latent.shape[2]:  # everything that a query sees
         return _expanded(module, query, latent, k_rot, mask, kwargs)
-    seen = mask[:, 0].expand(-1, query.shape[2], -1).gather(-1, chosen[0].long())
+    seen = mask[:, 0].expand(-1, query.shape[2], -1).gather(-1, chosen.long())
     latents = torch.cat((latent, k_rot), dim=-1)[:, 0]
     lengths = torch.full((len(latents),), latents.shape[1], dtype=torch.int32, device=latents.device)
-    indices = torch.where(seen, chosen[0], -1).int()
-    return absorbed(module, query, latents, lengths, module.scaling, indices=indices)
+    indices = torch.where(seen, chosen, -1).int()
+    weights = _absorption(module, query.dtype)
+    return absorbed(module, query, weights, latents, lengths, module.scaling, indices=indices)
 
 
 ROWS_AT_A_TIME = 1 << 18
@@ -264,6 +264,7 @@ ROWS_AT_A_TIME = 1 << 18
 def absorbed(
     module: nn.Module,
     query: Tensor,
+    weights: tuple[Tensor, Tensor],
     latents: Tensor,
     ends: Tensor,
     scale: float,
@@ -273,12 +274,12 @@ def absorbed(
 ) -> Tensor:
     """Attend to latents by kv_b_proj's absorption into queries and results, part by part; return (B, T, heads, D).
 
-    query: (B, heads, T, N + P). latents, begin, indices: as `latent_attention` takes them. ends: (B,), the number of
-    latents that each sequence's last query sees.
+    query: (B, heads, T, N + P). weights: those of `absorption`. latents, begin, indices: as `latent_attention` takes
+    them. ends: (B,), the number of latents that each sequence's last query sees.
     """
     batch, heads, new, size = query.shape
     rank, rest = module.kv_lora_rank, module.qk_rope_head_dim
-    to_keys, to_values = _absorption(module, query.dtype)
+    to_keys, to_values = weights
     out = query.new_empty((batch, new, heads, to_values.shape[2]))
     at_a_time = max(1, ROWS_AT_A_TIME // heads)
     everything = [(slice(batch), slice(new))]

@@ -42,8 +42,8 @@ Scheme = Mapping[str, Any]
 def kind_of(scheme: Scheme | None) -> str | None:
     """Return "channel" or a `weight_format` of GroupedExperts in four bits; None for other schemes.
 
-    "channel": FP8 weights with a scale for each output channel, and activations that are quantized when they are there,
-    not with scales of the checkpoint.
+    "channel": FP8 weights with a scale for each output channel, and activations that are quantized dynamically, with a
+    scale for each token.
     """
     weights, inputs = (None, None) if scheme is None else (scheme.get("weights"), scheme.get("input_activations"))
     if weights is None or not weights.symmetric or weights.dynamic:
@@ -117,7 +117,7 @@ class Fp8moeCompressedConfig(Layers, CompressedTensorsConfig):
             return Fp8moeChannelsLinearMethod(self, name, theirs)
         if kind == "channel":
             return Fp8moeChannelsMoEMethod(self, layer, scheme)
-        return (Fp8moeNvfp4MoEMethod if kind == "nvfp4" else Fp8moeInt4MoEMethod)(self, layer, scheme)
+        return Fp8moeNvfp4MoEMethod(self, layer) if kind == "nvfp4" else Fp8moeInt4MoEMethod(self, layer, scheme)
 
 
 @register_weight_loader_v2_supported_method  # vLLM chooses the weight loader by the class name of the method
@@ -228,12 +228,9 @@ class Fp8moeInt4MoEMethod(OnGroupedExperts, Int4Weights):
         super().__init__(quant_config, layer)
         self.weight_format, self.group_size = kind_of(scheme), scheme["weights"].group_size
 
-    def state(self, layer: RoutedExperts) -> dict[str, Tensor]:
-        found = {}
-        for ours, theirs in (("gate_up_proj", "w13"), ("down_proj", "w2")):
-            found[ours] = getattr(layer, f"{theirs}_weight_packed").data.view(torch.uint8) ^ 0x88
-            found[f"{ours}_scale"] = getattr(layer, f"{theirs}_weight_scale").data
-        return found
+    def parts(self, layer: RoutedExperts, name: str) -> dict[str, Tensor]:
+        codes = getattr(layer, f"{name}_weight_packed").data.view(torch.uint8) ^ 0x88
+        return {"": codes, "_scale": getattr(layer, f"{name}_weight_scale").data}
 
 
 class Fp8moeNvfp4MoEMethod(OnGroupedExperts, nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod):
@@ -242,13 +239,8 @@ class Fp8moeNvfp4MoEMethod(OnGroupedExperts, nvfp4.CompressedTensorsW4A4Nvfp4MoE
     weight_format, shown = "nvfp4", "NVFP4"
     group_size = 16
 
-    def __init__(self, quant_config: Fp8moeCompressedConfig, layer: RoutedExperts, scheme: Scheme):
-        super().__init__(quant_config, layer)
-
-    def state(self, layer: RoutedExperts) -> dict[str, Tensor]:
-        found = {}
-        for ours, theirs in (("gate_up_proj", "w13"), ("down_proj", "w2")):
-            found[ours] = getattr(layer, f"{theirs}_weight_packed").data
-            found[f"{ours}_scale"] = getattr(layer, f"{theirs}_weight_scale").data
-            found[f"{ours}_tensor_scale"] = 1 / getattr(layer, f"{theirs}_weight_global_scale").data
-        return found
+    def parts(self, layer: RoutedExperts, name: str) -> dict[str, Tensor]:
+        codes, scale, whole = (
+            getattr(layer, f"{name}_weight_{end}").data for end in ("packed", "scale", "global_scale")
+        )
+        return {"": codes, "_scale": scale, "_tensor_scale": 1 / whole}

@@ -55,11 +55,25 @@ def refusal(moe: FusedMoEConfig, scales: str) -> str | None:
         return "data parallel attention is untried but with --enable-expert-parallel and without tensor parallelism"
     if moe.has_bias:
         return "experts with biases"
-    if moe.swiglu_limit is not None:
-        return f"SwiGLU with a limit of {moe.swiglu_limit}"
+    if why := other_swiglu(moe):
+        return why
     experts = experts_class(parallel)
     able, why = experts.is_supported_config(experts, moe, *SCALES[scales], experts.activation_format())
     return None if able else why
+
+
+def other_swiglu(moe: FusedMoEConfig) -> str | None:
+    """Return what of the activation's constants differs from those of SiLU, or of GPT-OSS's SwiGLU; None if nothing."""
+    limit, alpha, beta = (7.0, 1.702, 1.0) if moe.activation == MoEActivation.SWIGLUOAI else (None, 1.0, 0.0)
+    for name, words, usual in (
+        ("swiglu_limit", "a limit", limit),
+        ("swiglu_alpha", "an alpha", alpha),
+        ("swiglu_beta", "a beta", beta),
+    ):
+        given = getattr(moe, name)
+        if given not in (None, usual):
+            return f"SwiGLU with {words} of {given}"
+    return None
 
 
 def experts_class(parallel: FusedMoEParallelConfig) -> type[mk.FusedMoEExpertsModular]:

@@ -49,9 +49,6 @@ class Fp8moeModelOptMoEMethod(OnGroupedExperts, ModelOptNvFp4FusedMoE):  # vLLM 
     weight_format, shown = "nvfp4", "NVFP4"
     supports_pre_processed_weights = use_global_sf = False
 
-    def state(self, layer: RoutedExperts) -> dict[str, Tensor]:
-        found = {}
-        for ours, theirs in (("gate_up_proj", "w13"), ("down_proj", "w2")):
-            for end, name in (("", "weight"), ("_scale", "weight_scale"), ("_tensor_scale", "weight_scale_2")):
-                found[ours + end] = getattr(layer, f"{theirs}_{name}").data
-        return found
+    def parts(self, layer: RoutedExperts, name: str) -> dict[str, Tensor]:
+        ends = {"": "weight", "_scale": "weight_scale", "_tensor_scale": "weight_scale_2"}
+        return {end: getattr(layer, f"{name}_{theirs}").data for end, theirs in ends.items()}

@@ -35,10 +35,9 @@ class Fp8moeMxfp4MoEMethod(OnGroupedExperts, GptOssMxfp4MoEMethod):
     weight_format, shown = "mxfp4", "MXFP4"
     weight_dtype = "gpt_oss_mxfp4"  # by this, and the name of the config, vLLM knows how to load the weights
 
-    def state(self, layer: RoutedExperts) -> dict[str, Tensor]:
-        found = {}
-        for ours, theirs in (("gate_up_proj", "w13"), ("down_proj", "w2")):
-            for end, name in (("", "weight"), ("_scale", "weight_scale"), ("_bias", "bias")):
-                value = getattr(layer, f"{theirs}_{name}").data
-                found[ours + end] = value if theirs == "w2" else torch.cat([value[:, 0::2], value[:, 1::2]], dim=1)
-        return found
+    def parts(self, layer: RoutedExperts, name: str) -> dict[str, Tensor]:
+        ends = {"": "weight", "_scale": "weight_scale", "_bias": "bias"}
+        found = {end: getattr(layer, f"{name}_{theirs}").data for end, theirs in ends.items()}
+        if name == "w2":
+            return found
+        return {end: torch.cat([value[:, 0::2], value[:, 1::2]], dim=1) for end, value in found.items()}

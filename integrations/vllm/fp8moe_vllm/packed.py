@@ -12,6 +12,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 import fp8moe
 from fp8moe.kernels.experts import Activation
+from fp8moe_vllm.experts import other_swiglu
 from fp8moe_vllm.layers import Layers
 from fp8moe_vllm.versions import not_here
 
@@ -29,8 +30,10 @@ def refusal(moe: FusedMoEConfig, weight_format: str) -> str | None:
         return "fp8moe arranges weights in four bits, which expert load balancing could not move"
     if weight_format == "mxfp4" and (moe.activation != MoEActivation.SWIGLUOAI or not moe.has_bias):
         return f"experts in MXFP4 are taken with GPT-OSS's activation and biases, not with {moe.activation.value}"
-    if weight_format != "mxfp4" and (moe.activation != MoEActivation.SILU or moe.has_bias or moe.swiglu_limit):
-        return "experts in INT4 and NVFP4 are taken with SiLU without a limit, and without biases"
+    if weight_format != "mxfp4" and (moe.activation != MoEActivation.SILU or moe.has_bias):
+        return "experts in INT4 and NVFP4 are taken with SiLU, and without biases"
+    if why := other_swiglu(moe):
+        return why
     if moe.is_lora_enabled:
         return "LoRA on experts"
     multiple = 128 if weight_format == "int4" else 32
@@ -56,8 +59,8 @@ class OnGroupedExperts:
         FusedMoEMethodBase.__init__(self, layer.moe_config)
         self.quant_config = quant_config
 
-    def state(self, layer: RoutedExperts) -> Mapping[str, Tensor]:
-        """Return the state dict of the `GroupedExperts` with the layer's weights."""
+    def parts(self, layer: RoutedExperts, name: str) -> Mapping[str, Tensor]:
+        """Return the loaded tensors of "w13" or "w2" by the ends of their names in a `GroupedExperts`."""
         raise NotImplementedError
 
     @property
@@ -106,7 +109,8 @@ class OnGroupedExperts:
             **{"swiglu_limit": activation.limit, "swiglu_alpha": activation.alpha},
             **{"weight_format": self.weight_format, "device": "meta", "dtype": torch.bfloat16},
         )
-        state = self.state(layer)
+        names = {"gate_up_proj": "w13", "down_proj": "w2"}
+        state = {f"{own}{end}": part for own, name in names.items() for end, part in self.parts(layer, name).items()}
         for name, value in list(layer.named_parameters(recurse=False)):
             if name.startswith(("w13_", "w2_")):
                 setattr(layer, name, torch.nn.Parameter(value.data.new_empty(0), requires_grad=False))
