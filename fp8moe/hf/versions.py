@@ -52,8 +52,13 @@ LATER_DIGESTS = {
     "93f60903d45cea90": "7035ce544a77a2ac",  # DeepseekV3Attention
     "816ee7ef0bb81415": "22d2a9344e3cc50b",  # GptOssAttention
     "3192a71454cbfc54": "5ad457d5ec4d898d",  # GptOssDecoderLayer
+    "eb363fda9040af86": "4d38bfa9ff6accf4",  # MixtralRotaryEmbedding
+    "d993ac0e1390ec42": "4d38bfa9ff6accf4",  # Qwen3NextRotaryEmbedding
 }
-"""Maps digests of forwards with `past_key_values` to the digests in `known_forwards` of later versions of them."""
+"""Maps digests of earlier forwards to the digests in `known_forwards` of what later versions made of them.
+
+Attention and decoder layers had `past_key_values`. Rotary embeddings multiplied by ``@``, with one product for each sum.
+"""
 
 
 # 5.17: transformers' mask for eager attention copies a 0 from the CPU, which cannot be captured in a CUDA graph.

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from transformers.utils.generic import maybe_autocast
 
 from fp8moe import FP8Linear, GroupedExperts, replace_linears
 from fp8moe.hf import optimize, register
-from fp8moe.hf.fused import linears
+from fp8moe.hf.fused import known_forwards, linears
 from fp8moe.hf.fused.attention import _whole
-from fp8moe.hf.fused.fuse import is_decoder_layer
+from fp8moe.hf.fused.fuse import _fused_tables, is_decoder_layer
 from fp8moe.hf.fused.known_forwards import digest, runs_as_written
 from fp8moe.hf.versions import LATER_DIGESTS
 from fp8moe.kernels.experts import operator
@@ -378,7 +379,54 @@ KNOWN_IN_EARLIER_VERSIONS = {
     "deepseek_v3": ("DeepseekV3Attention",),
     "gpt_oss": ("GptOssDecoderLayer", "GptOssAttention"),
 }
-"""For each digest of `LATER_DIGESTS` a class that has it."""
+"""For each digest of `LATER_DIGESTS` a class that has it; rotary embeddings, which had another body, are below."""
+
+
+class Rotary(nn.Module):
+    """A rotary embedding whose forward is that of transformers 5.17."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", 1e4 ** -(torch.arange(0, 64, 2) / 64), persistent=False)
+        self.rope_type, self.attention_scaling = "default", 1.25
+
+
+class EarlierRotary(Rotary):
+    def forward(self, x, position_ids):
+        inv_freq_expanded = (
+            self.inv_freq[None, :, None].expand(position_ids.shape[0], -1, 1).to(dtype=torch.float, device=x.device)
+        )
+        position_ids_expanded = position_ids[:, None, :].float()
+        device_type = x.device.type if isinstance(x.device.type, str) and x.device.type != "mps" else "cpu"
+        with maybe_autocast(device_type=device_type, enabled=False):
+            freqs = (inv_freq_expanded @ position_ids_expanded).transpose(1, 2)
+            emb = torch.cat((freqs, freqs), dim=-1)
+            cos = emb.cos() * self.attention_scaling
+            sin = emb.sin() * self.attention_scaling
+        return (cos.to(dtype=x.dtype), sin.to(dtype=x.dtype))
+
+
+class EarlierRotaryOfNext(Rotary):
+    def forward(self, x, position_ids):
+        inv_freq_expanded = self.inv_freq[None, :, None].float().expand(position_ids.shape[0], -1, 1).to(x.device)
+        position_ids_expanded = position_ids[:, None, :].float()
+        device_type = x.device.type if isinstance(x.device.type, str) and x.device.type != "mps" else "cpu"
+        with maybe_autocast(device_type=device_type, enabled=False):
+            freqs = (inv_freq_expanded.float() @ position_ids_expanded.float()).transpose(1, 2)
+            emb = torch.cat((freqs, freqs), dim=-1)
+            cos = emb.cos() * self.attention_scaling
+            sin = emb.sin() * self.attention_scaling
+        return (cos.to(dtype=x.dtype), sin.to(dtype=x.dtype))
+
+
+@pytest.mark.parametrize("kind", [EarlierRotary, EarlierRotaryOfNext])
+def test_the_rotary_embedding_of_an_earlier_version_is_known(kind):
+    module = kind()
+    assert digest(kind.forward) in known_forwards.ROTARY_TABLES
+    forward, what = _fused_tables(module)
+    x, positions = torch.zeros(1, dtype=torch.bfloat16), torch.tensor([[0, 1, 7, 4095], [3, 8191, 100_000, 2]])
+    with torch.no_grad():
+        assert what == TABLES and all(map(torch.equal, forward(x, positions), module(x, positions)))
 
 
 def test_a_forward_of_an_earlier_version_is_known(tmp_path):
@@ -401,7 +449,7 @@ def test_a_forward_of_an_earlier_version_is_known(tmp_path):
     spec.loader.exec_module(earlier := importlib.util.module_from_spec(spec))
     for index, cls in enumerate(classes):
         assert digest(getattr(earlier, f"forward_{index}")) == digest(cls.forward), cls
-    assert {digest(cls.forward) for cls in classes} == set(LATER_DIGESTS.values())
+    assert {digest(cls.forward) for cls in classes} == set(LATER_DIGESTS.values()) - known_forwards.ROTARY_TABLES.keys()
 
 
 def test_a_decoder_says_that_it_cannot_fuse(monkeypatch):
