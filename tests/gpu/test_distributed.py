@@ -32,6 +32,8 @@ METHODS = (
     {"exact": True},
 )
 GRADIENTS = 3e-2
+# With `exact` the gradient of down_proj is of activations without routing weights, which FP8 rounds to other values.
+DOWN_EXACT = 6e-2
 
 
 def without_peers():
@@ -179,7 +181,8 @@ def training():
             for name, value in grads.items():
                 whole = isinstance(value, DTensor)
                 like = expected[name] if whole else mine([expected[name]], counts, options)[0]
-                assert relative_error(value.full_tensor() if whole else value, like) <= GRADIENTS, (options, name)
+                bound = DOWN_EXACT if options.get("exact") and name == "down_proj" else GRADIENTS
+                assert relative_error(value.full_tensor() if whole else value, like) <= bound, (options, name)
             for _ in range(5):
                 again, repeated = backward(spread, *arguments)
                 assert torch.equal(again, ours)
