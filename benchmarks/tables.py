@@ -657,10 +657,11 @@ def megatron(benchmarks: dict) -> str:
             *(f"{row['fp8']['peak_gib']:.0f}, {row['bf16']['peak_gib']:.0f} GiB" for row in rows),
         )
     ]
+    seeds = runs[0]["loss"]["seeds"]
     lines += [
         (
-            f"loss of the small model apart from bfloat16's, {what}",
-            *(f"{100 * each[part]['last_ten']:.2f}%" for each in apart),
+            f"loss of the small model beside bfloat16's, mean of {seeds} seeds, {what}",
+            *(f"{100 * each[part]['last_ten']:+.2f} ± {100 * each[part]['error']:.2f}%" for each in apart),
         )
         for part, what in (*parts.items(), ("control", "bfloat16 rounded in another way"))
     ]
