@@ -598,8 +598,7 @@ DeepSeek-V3's layer (256 experts, 8 for each token), with even routing: microsec
 on each rank. In brackets: the ratio to "experts alone", the experts of one rank on the tokens of all ranks, without
 communication. all_to_all is eager, `exact` is all_to_all with `exact=True`; the others are replays of a CUDA graph. The
 last two tables are predictions. The measurements are kept in
-[validation/distributed.json](../validation/distributed.json), from two runs on one machine: layers, then training and
-decode.
+[validation/distributed.json](../validation/distributed.json), from one run.
 """
 """Text before the tables of times on several GPUs."""
 
@@ -645,7 +644,6 @@ def megatron(benchmarks: dict) -> str:
     spread = [f", experts over {run['expert_parallel']}" if run["expert_parallel"] > 1 else "" for run in runs]
     names = (f"{run['world']} GPU{'s' * (run['world'] > 1)}{over}" for run, over in zip(runs, spread, strict=True))
     rows = [{row["variant"]: row for row in run["speed"]["rows"]} for run in runs]
-    apart = [run["loss"]["apart"] for run in runs]
     parts = {"experts": "experts alone in FP8", "fp8": "experts and linears in FP8"}
     lines = [
         (f"tokens/s of bfloat16's, {what}", *(f"{run['speed']['over_bf16'][part]:.2f}" for run in runs))
@@ -661,13 +659,21 @@ def megatron(benchmarks: dict) -> str:
     lines += [
         (
             f"loss of the small model beside bfloat16's, mean of {seeds} seeds, {what}",
-            *(f"{100 * each[part]['last_ten']:+.2f} ± {100 * each[part]['error']:.2f}%" for each in apart),
+            *(_apart(run, part) for run in runs),
         )
         for part, what in (*parts.items(), ("control", "bfloat16 rounded in another way"))
     ]
     layers = runs[0]["speed"]["sizes"]["layers"]
     header = (f"Megatron-Core {runs[0]['versions']['megatron-core']}, {layers} layers of Qwen3-30B-A3B's size", *names)
     return on({"gpu": runs[0]["device"]}) + table(header, lines)
+
+
+def _apart(run: dict, part: str) -> str:
+    """Return how far a variant's losses are from bfloat16's, with the standard error; "-" if they were not measured."""
+    if "loss" not in run:
+        return "-"
+    apart = run["loss"]["apart"][part]
+    return f"{100 * apart['last_ten']:+.2f} ± {100 * apart['error']:.2f}%"
 
 
 def of(name: str, tables: Callable[[dict], str]) -> Callable[[dict], str]:
