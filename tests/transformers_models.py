@@ -1,8 +1,17 @@
 """Small transformers models with random weights, and what tests of them share."""
 
+import pytest
 import torch
 
 from fp8moe.weights import quantize_checkpoint
+
+
+def newer_than_5_17(why: str) -> pytest.MarkDecorator:
+    """Skips a test with the oldest supported transformers. why: what that version does, as the rest of a sentence."""
+    from fp8moe.hf import versions
+
+    return pytest.mark.skipif(versions.has_styles(), reason=f"transformers 5.17 {why}")
+
 
 BASE = {
     "vocab_size": 128,

@@ -18,7 +18,7 @@ from fp8moe.weights import (
     load_fp8_checkpoint,
     quantize_checkpoint,
 )
-from tests.transformers_models import BASE, random_model
+from tests.transformers_models import BASE, newer_than_5_17, random_model
 
 transformers = pytest.importorskip("transformers")
 from tests.tiny_moe_models import MODELS  # noqa: E402
@@ -336,7 +336,10 @@ EMBEDDING = "model.embed_tokens.weight"
         (other_names, {}, r"model.norm.weight: (missing|extra)"),
         (dict, {"num_hidden_layers": 1}, f"{LAST}: extra"),
         (dict, {"num_hidden_layers": 3}, "model.layers.2.self_attn.o_proj.weight: missing"),
-        (dict, {"vocab_size": 130}, rf"{EMBEDDING}: shape \(128, 128\), expected \(130, 128\)"),
+        pytest.param(
+            *(dict, {"vocab_size": 130}, rf"{EMBEDDING}: shape \(128, 128\), expected \(130, 128\)"),
+            marks=newer_than_5_17("compares no shapes of quantized checkpoints"),
+        ),
         (dict, {"architectures": ["MixtralForSequenceClassification"]}, "score.weight: missing"),
     ],
 )

@@ -7,11 +7,14 @@ import fp8moe
 from fp8moe.hf import optimize
 from fp8moe.hf.fused import latent_attention
 from tests.tiny_moe_models import MODELS
-from tests.transformers_models import left_padded, prompts
+from tests.transformers_models import left_padded, newer_than_5_17, prompts
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.usefixtures("one_thread", "registered")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "registered"),
+    newer_than_5_17("caches expanded keys and values of these models"),
+]
 
 NAMES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 LENGTH = 40
