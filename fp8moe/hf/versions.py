@@ -57,7 +57,7 @@ LATER_DIGESTS = {
 }
 """Maps digests of earlier forwards to the digests in `known_forwards` of what later versions made of them.
 
-Attention and decoder layers had `past_key_values`. Rotary embeddings multiplied by ``@``, with one product for each sum.
+Attention and decoder layers had `past_key_values`. Rotary embeddings multiplied by ``@``, one product for each sum.
 """
 
 
