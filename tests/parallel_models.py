@@ -12,25 +12,28 @@ from tests.tiny_moe_models import MODELS
 
 NAMES = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
 FORMS = ("bf16", "fp8")
-HALVES = {"intermediate_size": 256, "moe_intermediate_size": 256, "hidden_size": 256}
-"""Half of each is a block."""
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
 
 
-def write_checkpoints(root: Path) -> None:
-    """Of each model in bfloat16 and in FP8; broken-fp8: half of its experts is no block; odd: with seven experts."""
+def write_checkpoints(root: Path, ranks: int = 2) -> None:
+    """Of each model in bfloat16 and in FP8; a rank gets a block of each size, in broken-fp8 half a block of an expert.
+
+    odd: with one expert too few.
+    """
     from fp8moe.weights import quantize_checkpoint
+
+    sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "hidden_size"), 128 * ranks)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32 * ranks}
 
     def write(name: str, directory: str, **options: Any) -> None:
         tiny = MODELS[name]
-        tiny._replace(options=tiny.options | HALVES | options).build(torch.bfloat16).save_pretrained(root / directory)
+        tiny._replace(options=tiny.options | sizes | options).build(torch.bfloat16).save_pretrained(root / directory)
 
     for name in NAMES:
-        write(name, f"{name}-bf16", **({} if "Deepseek" in name else HEADS))
+        write(name, f"{name}-bf16", **({} if "Deepseek" in name else heads))
         quantize_checkpoint(root / f"{name}-bf16", root / f"{name}-fp8")
-    write("Qwen3MoeForCausalLM", "broken-bf16", **HEADS, moe_intermediate_size=128)
+    write("Qwen3MoeForCausalLM", "broken-bf16", **heads, moe_intermediate_size=64 * ranks)
     quantize_checkpoint(root / "broken-bf16", root / "broken-fp8")
-    write("MixtralForCausalLM", "odd-bf16", **HEADS, num_local_experts=7)
+    write("MixtralForCausalLM", "odd-bf16", **heads, num_local_experts=7)
 
 
 def load(directory: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -54,20 +57,20 @@ def has_sizes() -> bool:
     return "ep_size" in DistributedConfig.__dataclass_fields__
 
 
-def config_of(way: str, directory: Path) -> Any:
-    """The DistributedConfig for a model on two ranks."""
+def config_of(way: str, directory: Path, ranks: int = 2) -> Any:
+    """The DistributedConfig for a model on so many ranks."""
     from transformers import AutoConfig
     from transformers.distributed import DistributedConfig
 
     if way == "tp":
-        return DistributedConfig(tp_size=2)
+        return DistributedConfig(tp_size=ranks)
     if has_sizes():
-        return DistributedConfig(tp_size=2, ep_size=2, tp_plan={} if way == "ep" else None)
+        return DistributedConfig(tp_size=ranks, ep_size=ranks, tp_plan={} if way == "ep" else None)
     if way == "ep":
-        return DistributedConfig(tp_size=2, enable_expert_parallel=True)
+        return DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
     config = AutoConfig.from_pretrained(directory)
     rules = config.base_model_tp_plan | config.base_model_ep_plan
-    return DistributedConfig(tp_size=2, tp_plan={f"model.{name}": style for name, style in rules.items()})
+    return DistributedConfig(tp_size=ranks, tp_plan={f"model.{name}": style for name, style in rules.items()})
 
 
 @contextlib.contextmanager

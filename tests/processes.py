@@ -14,6 +14,9 @@ HOST = "127.0.0.1"
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
+GPUS = 4 if torch.cuda.device_count() >= 4 else 2
+"""Processes of a test on several GPUs, one on each."""
+
 # One process imports what takes seconds, and every process of a group is forked from it.
 IMPORTED = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "networkx"),

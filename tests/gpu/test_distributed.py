@@ -1,6 +1,7 @@
-"""ExpertParallel on two GPUs, a process each, against the layer of one: NCCL, and GPUs that write to each other."""
+"""ExpertParallel on two or four GPUs, a process each, against the layer of one: NCCL, and peers' memory."""
 
 import copy
+import itertools
 from contextlib import nullcontext
 from unittest.mock import patch
 
@@ -17,12 +18,12 @@ from tests.errors import equal_but_for_steps, relative_error
 from tests.experts_cases import inputs, make, make_trained
 from tests.gpu.checks import captured
 from tests.peer_cases import on_one_gpu
-from tests.processes import in_processes
+from tests.processes import GPUS, in_processes
 from tests.waiting import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")]
 
-WORLD, EXPERTS, TOP_K, HIDDEN, SIZE = 2, 8, 3, 1040, 208
+EXPERTS, TOP_K, HIDDEN, SIZE = 8, 3, 1040, 208
 METHODS = (
     {"method": "gather"},
     {"method": "gather", "payload": "bf16"},
@@ -42,8 +43,13 @@ def without_peers():
 
 
 def parallel(layer, **options):
-    mesh = init_device_mesh("cuda", (WORLD,))
+    mesh = init_device_mesh("cuda", (GPUS,))
     return parallelize_module(copy.deepcopy(layer), mesh, ExpertParallel(**options))
+
+
+def on_ranks(*counts):
+    """Numbers of tokens, in turn, for as many ranks as there are."""
+    return tuple(itertools.islice(itertools.cycle(counts), GPUS))
 
 
 def tokens(counts, seed=0, **options):
@@ -92,9 +98,9 @@ def eager():
         for way in (nullcontext, without_peers):
             for options in METHODS:
                 spread = parallel(layer, **options)
-                for counts in ((40, 40), *([] if options.get("uniform") else ((0, 5), (33, 700), (0, 0)))):
+                for counts in ((40,), *([] if options.get("uniform") else ((0, 5), (33, 700, 8), (0,)))):
                     for dtype in (torch.bfloat16, torch.float32):
-                        check(layer, spread, counts, dtype, options, way)
+                        check(layer, spread, on_ranks(*counts), dtype, options, way)
 
 
 def odd_sizes():
@@ -113,9 +119,9 @@ def check(layer, spread, counts, dtype, options, way):
 
 def skewed():
     """All tokens to the experts of one rank: several passes, nothing is lost."""
-    layer, counts = make(EXPERTS, HIDDEN, SIZE, device="cuda"), (600, 600)
+    layer, counts = make(EXPERTS, HIDDEN, SIZE, device="cuda"), on_ranks(600)
     x, index, weights, _ = tokens(counts)
-    index = index % (EXPERTS // WORLD)
+    index = index % (EXPERTS // GPUS)
     expected = layer(x, index, weights)
     for way in (nullcontext, without_peers):
         for options in METHODS:
@@ -135,7 +141,7 @@ def graphs():
         for options in METHODS:
             for count in (1, 64, 400):
                 with way():
-                    replay(layer, parallel(layer, **options), (count, count), options, is_exact(options, way))
+                    replay(layer, parallel(layer, **options), on_ranks(count), options, is_exact(options, way))
 
 
 def replay(layer, spread, counts, options, exact):
@@ -143,7 +149,7 @@ def replay(layer, spread, counts, options, exact):
     graph, out = captured(lambda: spread(*static))
     for seed in range(5):
         x, index, weights, _ = tokens(counts, seed=seed)
-        index = index % (EXPERTS // WORLD) if seed == 3 else index
+        index = index % (EXPERTS // GPUS) if seed == 3 else index
         for value, new in zip(static, mine([x, index, weights], counts, options), strict=True):
             value.copy_(new)
         out.fill_(float("nan"))
@@ -157,7 +163,7 @@ def replay(layer, spread, counts, options, exact):
 
 def nothing_waits():
     """Gather and replicated, for tokens that one pass has room for."""
-    layer, counts = make(EXPERTS, HIDDEN, SIZE, device="cuda"), (40, 40)
+    layer, counts = make(EXPERTS, HIDDEN, SIZE, device="cuda"), on_ranks(40)
     for way in (nullcontext, without_peers):
         for options in ({"method": "gather"}, {"method": "replicated"}):
             spread, arguments = parallel(layer, **options), mine(tokens(counts)[:3], counts, options)
@@ -168,7 +174,7 @@ def nothing_waits():
 
 
 def training():
-    counts = (300, 170)
+    counts = on_ranks(300, 170, 90)
     for master_dtype in (torch.bfloat16, torch.float32):
         layer = make_trained(EXPERTS, HIDDEN, SIZE, master_dtype=master_dtype, device="cuda")
         x, index, weights, grad = tokens(counts)
@@ -206,7 +212,7 @@ def wrong_on_one_rank():
     x, index, weights, _ = tokens((40,))
     for options in ({"method": "gather"}, {"method": "all_to_all"}, {"method": "replicated"}, {"exact": True}):
         spread = parallel(layer, **options)
-        times = 1 if options.get("method") == "replicated" else WORLD
+        times = 1 if options.get("method") == "replicated" else GPUS
         expected = layer(*(torch.cat([value] * times) for value in (x, index, weights)))[: len(x)]
         with pytest.raises(ValueError, match="^rank 1: top_k_index: expected int32 or int64, got torch.float32$"):
             spread(x, index.float() if dist.get_rank() == 1 else index, weights)
@@ -214,5 +220,5 @@ def wrong_on_one_rank():
 
 
 @pytest.mark.parametrize("work", [eager, skewed, graphs, nothing_waits, training, wrong_on_one_rank])
-def test_two_gpus(work):
-    in_processes(work, world=WORLD, backend="nccl")
+def test_gpus(work):
+    in_processes(work, world=GPUS, backend="nccl")

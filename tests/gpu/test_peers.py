@@ -1,4 +1,7 @@
-"""GPUs that write to each other's memory: the results of one GPU's layer, bit for bit. Two GPUs, a process each."""
+"""Two or four GPUs, a process each, that write to each other's memory: the results of one GPU's layer, bit for bit."""
+
+import itertools
+import math
 
 import pytest
 import torch
@@ -16,7 +19,8 @@ from tests.peer_cases import on_one_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")]
 
-WORLD, EACH, TOP_K = 2, 4, 3  # ranks, experts of each
+WORLD, EACH = processes.GPUS, 4  # ranks, experts of each
+TOP_K = WORLD + 1
 EXPERTS = WORLD * EACH
 HIDDEN, SIZE = 1040, 208
 
@@ -57,6 +61,11 @@ def tokens_of(counts, dtype, seed):
     return found
 
 
+def on_ranks(*counts):
+    """Numbers of tokens, in turn, for as many ranks as there are."""
+    return tuple(itertools.islice(itertools.cycle(counts), WORLD))
+
+
 def share(counts):
     return ceil_div(sum(counts) * TOP_K, WORLD)
 
@@ -66,7 +75,8 @@ def gather_eager(peers):
         layer = make_layer(**options)
         local = local_experts(peers, layer, dtype)
         # A rank without tokens, uneven ones, growing buffers, more than all warps take at a time.
-        for seed, counts in enumerate(((1, 1), (0, 5), (3, 0), (64, 64), (0, 0), (33, 40), (900, 700), (2000, 2000))):
+        for seed, some in enumerate(((1,), (0, 5), (3, 0, 1), (64,), (0,), (33, 40, 7), (900, 700), (2000,))):
+            counts = on_ranks(*some)
             tokens = tokens_of(counts, dtype, seed)
             mine = tokens[peers.rank]
             residual = torch.randn_like(mine.hidden_states) if seed % 2 else None
@@ -82,14 +92,14 @@ def skewed(peers):
     """All tokens to the experts of one rank: more than one pass, nothing lost."""
     layer = make_layer()
     local = local_experts(peers, layer, torch.bfloat16)
-    counts = (1500, 1500)
+    counts = on_ranks(1500)
     for owner in range(WORLD):
         tokens = [
             own._replace(top_k_index=own.top_k_index % EACH + owner * EACH)
             for own in tokens_of(counts, torch.bfloat16, owner)
         ]
         everything = torch.cat([own.top_k_index for own in tokens])
-        assert len(local.passes(everything, share(counts))) == (2 if peers.rank == owner else 1)
+        assert len(local.passes(everything, share(counts))) == (math.ceil(WORLD / 1.25) if peers.rank == owner else 1)
         out = peers.gather(local, tokens[peers.rank], max(counts), share(counts))
         assert torch.equal(out, on_one_gpu(layer, tokens)[peers.rank])
 
@@ -112,7 +122,7 @@ def layers_in_a_graph(peers, count):
     """Both methods one after the other over the same buffers, replayed with tokens and routing that change."""
     layers = [make_layer(seed=seed) for seed in range(4)]
     locals_ = [local_experts(peers, layer, torch.bfloat16) for layer in layers]
-    counts = (count,) * WORLD
+    counts = on_ranks(count)
     static = [Tokens(*(value.clone() for value in tokens)) for tokens in tokens_of(counts, torch.bfloat16, 0)]
     mine, shared = static[peers.rank], static[0]
 
@@ -139,13 +149,13 @@ def layers_in_a_graph(peers, count):
         if seed % 5 == peers.rank:
             torch.cuda._sleep(20_000_000)  # one rank is late
     # Larger ones do not touch what the graph has; a graph cannot make them.
-    peers.gather(locals_[0], tokens_of((count + 50,) * WORLD, torch.bfloat16, 1)[peers.rank], count + 50, 2 * count)
+    peers.gather(locals_[0], tokens_of(on_ranks(count + 50), torch.bfloat16, 1)[peers.rank], count + 50, 2 * count)
     for out in outs:
         out.fill_(float("nan"))
     graph.replay()
     assert all(map(torch.equal, outs, expected))
     torch.cuda.synchronize()
-    more = tokens_of((count + 500,) * WORLD, torch.bfloat16, 1)[peers.rank]
+    more = tokens_of(on_ranks(count + 500), torch.bfloat16, 1)[peers.rank]
     refused = torch.cuda.CUDAGraph()
     message = "^hidden_states: expected at most as many tokens in a CUDA graph"
     with pytest.raises(ValueError, match=message), torch.cuda.graph(refused):
@@ -156,12 +166,13 @@ def what_earlier_calls_left(peers):
     """Tokens go only to the ranks of their experts, and rows come only from these: what lies elsewhere is not read."""
     layer = make_layer()
     local = local_experts(peers, layer, torch.bfloat16)
-    counts = (70, 70)
+    counts = on_ranks(70)
     for seed, dtype in enumerate((torch.int64, torch.int32)):
         tokens = [
             own._replace(top_k_index=own.top_k_index.to(dtype)) for own in tokens_of(counts, torch.bfloat16, seed)
         ]
-        everywhere = torch.tensor([[0, EACH, -1]], dtype=dtype, device="cuda").repeat(70, 1)
+        of_each = [rank * EACH for rank in range(WORLD)]
+        everywhere = torch.tensor([[*of_each, -1]], dtype=dtype, device="cuda").repeat(70, 1)
         spoilt = Tokens(torch.full_like(tokens[0].hidden_states, float("nan")), everywhere, tokens[0].top_k_weights)
         assert peers.gather(local, spoilt, 70, share(counts)).isnan().all()
         assert peers.replicated(local, spoilt, share((70,))).isnan().all()

@@ -1,4 +1,4 @@
-"""Checkpoints and new weights of a model shared out among two GPUs, over NCCL: the files and bits of one process."""
+"""Checkpoints and new weights of a model on two or four GPUs, over NCCL: the files and bits of one process."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fp8moe import refit
 from fp8moe.weights import load_fp8_checkpoint, save_fp8_checkpoint
-from tests.processes import in_processes
+from tests.processes import GPUS, in_processes
 from tests.sharded_models import SHARD_SIZE, files_of, save_whole, shard_all, shard_experts
 from tests.small_checkpoints import Model, unquantized
 from tests.weights.test_refit import masters
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif("torch.cuda.device_count() < 2
 
 
 def one_checkpoint(directory):
-    mesh = init_device_mesh("cuda", (2,))
+    mesh = init_device_mesh("cuda", (GPUS,))
     for shard in (shard_experts, shard_all):
         torch.manual_seed(1)
         model = shard(Model().cuda(), mesh)
@@ -30,12 +30,12 @@ def one_checkpoint(directory):
 
 def test_a_sharded_model_has_the_checkpoint_of_one_process(tmp_path):
     save_whole(tmp_path)
-    in_processes(one_checkpoint, tmp_path, backend="nccl")
+    in_processes(one_checkpoint, tmp_path, world=GPUS, backend="nccl")
 
 
 def new_weights(device):
     """From tensors, and from a trainer in FSDP2."""
-    mesh = init_device_mesh(device, (2,))
+    mesh = init_device_mesh(device, (GPUS,))
     for shard in (shard_experts, shard_all):
         model, expected, tensors = shard(Model().to(device), mesh), Model().to(device), unquantized(5)
         refits(model)
@@ -46,4 +46,4 @@ def new_weights(device):
 
 @pytest.mark.parametrize("work", [new_weights, decodes_and_runs_after_a_refit])
 def test_new_weights_have_the_bits_of_one_process(work):
-    in_processes(work, "cuda", backend="nccl")
+    in_processes(work, "cuda", world=GPUS, backend="nccl")
