@@ -33,7 +33,7 @@ def _fp8moe(arguments: list[str]) -> int:
     from fp8moe.cli import _parser, main
     from fp8moe.commands import warmup
 
-    if arguments[0] == "serve":  # it would run for ever
+    if arguments[0] == "serve":  # it would run for ever; tests/serving/test_ranks.py runs it by torchrun, too
         _parser().parse_args(arguments)
         return 0
     if not torch.cuda.is_available():  # to import PyTorch in each process and to compile all kernels takes minutes
@@ -62,6 +62,8 @@ def torchrun(arguments: list[str]) -> int:
     from torch.distributed.run import get_args_parser
 
     options = get_args_parser().parse_args(arguments)
+    if options.module and options.training_script == "fp8moe":
+        return fp8moe(options.training_script_args)
     assert options.standalone and not options.training_script_args, arguments
     store = meeting_place()
     return _run(_script, options.training_script, store.port, count=int(options.nproc_per_node))

@@ -5,6 +5,7 @@ import copy
 import json
 import socket
 import warnings
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,22 +33,30 @@ def run(options: argparse.Namespace) -> int:
         raise RuntimeError(f"{', '.join(missing)}: not installed, and needed to serve: pip install 'fp8moe[serve]'")
     from transformers.utils import logging
 
-    from fp8moe.serving import BatchingManager, DecoderManager, make_app, serve
+    from fp8moe.serving import BatchingManager, DecoderManager, Ranks, make_app, serve
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    with socket.create_server((options.host, options.port), family=family) as listener:
-        with shown(not options.quiet):
-            device = _device(options.device)
+    ranks = Ranks.join(options.device)
+    serves = ranks is None or ranks.serves
+    address = nullcontext() if not serves else socket.create_server((options.host, options.port), family=family)
+    with address as listener:
+        with shown(serves and not options.quiet):
+            device = _device(options.device) if ranks is None else ranks.device
             directory = str(open_checkpoint(options.model).directory)
             with still_running("loading the model"):
-                model, tokenizer = load(directory, device, trust_remote_code=options.trust_remote_code)
+                size = 1 if ranks is None else ranks.size
+                model, tokenizer = load(directory, device, trust_remote_code=options.trust_remote_code, ranks=size)
                 decoder = make_decoder(
-                    model, options.slots, options.max_length, options.cache_dtype, options.output_dtype
+                    *(model, options.slots, options.max_length, options.cache_dtype, options.output_dtype),
+                    alone=ranks is None,
                 )
+        if not serves:
+            ranks.follow(decoder, tokenizer)
+            return 0
         most = options.max_length or min(MAX_LENGTH, positions(model))
-        manager = DecoderManager(decoder) if decoder else BatchingManager(model, most)
+        manager = DecoderManager(decoder, ranks) if decoder else BatchingManager(model, most)
         name = options.served_model_name or options.model
         hosts = {options.host, "localhost"} if options.host in LOOPBACK else None
         app = make_app(name, model, tokenizer, manager, api_key=options.api_key, hosts=hosts)
@@ -56,9 +65,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def load(directory: str, device: str | None, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
+def load(directory: str, device: str | None, *, trust_remote_code: bool = False, ranks: int = 1) -> tuple[Any, Any]:
     """Load a model with its experts on fp8moe, and its tokenizer. device: None for a GPU if there is one, else the CPU.
 
+    ranks: how many processes of `torch.distributed` hold the model together; each gets whole experts, and its part of
+    what transformers' plan shards.
     trust_remote_code: if config.json names model code in the checkpoint (auto_map), build the model with that code.
     Raises ValueError if the model or its tokenizer cannot be loaded, if one of the two needs code that
     trust_remote_code does not allow, and if tensors are missing, left over or misshapen.
@@ -68,6 +79,7 @@ def load(directory: str, device: str | None, *, trust_remote_code: bool = False)
     from fp8moe.hf import load_model, register
     from fp8moe.hf.architecture import read_config, reason_of
     from fp8moe.hf.experts import NAME
+    from fp8moe.hf.versions import over_ranks
 
     register()
     device, stored, checkpoint = _device(device), find_format(directory), open_checkpoint(directory)
@@ -90,10 +102,19 @@ def load(directory: str, device: str | None, *, trust_remote_code: bool = False)
         raise ValueError(f"{directory}: {what}{reason}{way_out}") from error
     if not tokenizer.is_fast:
         raise ValueError(f"{directory}: its tokenizer is not a fast one (tokenizer.json), which serve needs")
+    kind, options = transformers.AutoModelForCausalLM, {"dtype": "auto", "experts_implementation": NAME}
+    if ranks > 1:
+        if stored.scales not in ("128x128", "none"):
+            raise ValueError(
+                f"{directory}: several processes serve weights in bfloat16 or in FP8 with a scale for 128x128 values, "
+                f"not {stored.name}"
+            )
+        plan = over_ranks(transformers.AutoConfig.from_pretrained(directory), ranks)
+        options |= {"distributed_config": plan, "trust_remote_code": trust_remote_code}
+        return kind.from_pretrained(directory, **options).eval(), tokenizer
     if has_code:
-        options = {"dtype": "auto", "device_map": device, "experts_implementation": NAME}
-        kind = transformers.AutoModelForCausalLM
-        return kind.from_pretrained(directory, trust_remote_code=True, **options).eval(), tokenizer
+        options |= {"device_map": device, "trust_remote_code": True}
+        return kind.from_pretrained(directory, **options).eval(), tokenizer
     with warnings.catch_warnings():
         # The warning would be wrong: the experts are put on fp8moe below.
         warnings.filterwarnings("ignore", ".*nothing of it runs on fp8moe")
@@ -118,11 +139,18 @@ def _device(name: str | None) -> str:
 
 
 def make_decoder(
-    model: Any, slots: int, max_length: int | None, cache_dtype: str | None = None, output_dtype: str | None = None
+    model: Any,
+    slots: int,
+    max_length: int | None,
+    cache_dtype: str | None = None,
+    output_dtype: str | None = None,
+    *,
+    alone: bool = True,
 ) -> Any:
     """Return a GraphDecoder for `slots` sequences; or warn and return None if only transformers can serve the model.
 
     cache_dtype, output_dtype: "fp8" for keys and values, or the output layer, in FP8; None for the model's dtype.
+    alone: whether this process has the whole model, as transformers' server needs.
 
     Raises ValueError for a model that neither GraphDecoder nor transformers can serve, for a max_length above the
     model's number of positions, for caches that do not fit into memory, and for a dtype that the model's decoder cannot
@@ -152,7 +180,7 @@ def make_decoder(
                 raise ValueError(f"{option}: {reason.removeprefix(f'{name}: ')}") from error
         if not reason.startswith("model:"):
             raise ValueError(f"--slots {slots}, --max-length {max_length}: {reason}") from error
-        if config.settings.batch_invariant:  # transformers' continuous batching is not batch invariant
+        if config.settings.batch_invariant or not alone:  # transformers' continuous batching can be neither
             raise
     try:
         model.init_continuous_batching(copy.deepcopy(model.generation_config))

@@ -86,6 +86,19 @@ def has_styles() -> bool:
     return dist.is_available() and not has_ep_size()
 
 
+def over_ranks(config: Any, ranks: int) -> Any:
+    """Return the DistributedConfig of a model that so many ranks hold: whole experts, all else by transformers' plan.
+
+    config: the model's.
+    """
+    from transformers.distributed import DistributedConfig
+
+    if has_ep_size():
+        return DistributedConfig(tp_size=ranks, ep_size=ranks)
+    rules = (config.base_model_tp_plan or {}) | (config.base_model_ep_plan or {})
+    return DistributedConfig(tp_size=ranks, tp_plan={f"model.{name}": style for name, style in rules.items()})
+
+
 STYLE = f"{NAME}_experts"
 """The name of fp8moe's style for experts in a plan."""
 

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8moe.decode import GraphDecoder
-from fp8moe.decode.request import Request, parse_one
+from fp8moe.decode.request import parse_one
+from fp8moe.decode.sampling import random_seeds
 from fp8moe.decode.scheduler import Scheduler
 from fp8moe.serving.fields import Asked
+from fp8moe.serving.ranks import Begun, Orders, Ranks
 
 
 class Piece(NamedTuple):
@@ -44,6 +46,7 @@ class Answer:
         self.tokens = 0
         self.began = self.first = 0.0
         self.request: Any = None
+        self.begun: Any = None  # what a `DecoderManager` tells other ranks of it
         self.told = 0  # number of tokens that pieces already contain
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -118,15 +121,19 @@ class DecoderManager(Manager):
     """Serves many clients with the rows of one decoder; requests join and leave between decode steps.
 
     A separate thread runs the decoder. While there are requests, the thread holds `GraphDecoder.turn`, so that other
-    users of the decoder wait.
+    users of the decoder wait. ranks: other processes that hold the model, and follow (`Ranks.follow`); None: there are
+    none.
     """
 
-    def __init__(self, decoder: GraphDecoder):
+    def __init__(self, decoder: GraphDecoder, ranks: Ranks | None = None):
         super().__init__()
         self.decoder = decoder
         self.max_length = decoder.max_length
+        self._ranks = ranks
+        self._numbers = itertools.count()
         self._scheduler: Scheduler | None = None
-        self._inbox: SimpleQueue[Request | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Answer | None] = SimpleQueue()
+        self._gone: SimpleQueue[Answer] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="fp8moe serve", daemon=True)
         self._thread.start()
 
@@ -135,13 +142,16 @@ class DecoderManager(Manager):
         arguments = asked.options | {
             "input_ids": torch.tensor(tokens, dtype=torch.int64, device="cpu"),
             "max_new_tokens": asked.new_tokens(self.max_length, len(tokens)),
-            "tokenizer": tokenizer,
         }
+        if arguments.get("do_sample") and arguments.get("seed") is None:
+            (arguments["seed"],) = random_seeds(1)
+        whole = arguments | {"tokenizer": tokenizer}
         try:
-            answer.request = parse_one(self.decoder, arguments, answer, asked.config, stops_in_answer=True)
+            answer.request = parse_one(self.decoder, whole, answer, asked.config, stops_in_answer=True)
         except TypeError as error:
             raise ValueError(str(error)) from error
         answer.request.stepwise = asked.stream
+        answer.begun = Begun(next(self._numbers), arguments, asked.config, asked.stream)
         return answer
 
     @property
@@ -161,16 +171,19 @@ class DecoderManager(Manager):
         if self.ending:
             self.fail()
         else:
-            self._inbox.put(answer.request)
+            self._inbox.put(answer)
 
     def _cancel(self, answer: Answer) -> None:
-        answer.request.cancelled = True
+        self._gone.put(answer)
         self.open.discard(answer)
 
     def _work(self) -> None:
         try:
-            while (request := self._inbox.get()) is not None:
-                self._serve(request)
+            while not self._stopping and (answer := self._inbox.get()) is not None:
+                self._serve(answer)
+            if self._ranks is not None:
+                self._ranks.tell(Orders([], [], stop=True))
+                self._ranks.leave()
         except Exception as error:
             logging.getLogger(__name__).exception("the decoder has failed")
             self.error = error
@@ -178,16 +191,23 @@ class DecoderManager(Manager):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _serve(self, first: Request) -> None:
-        """Decode the request `first` and those that arrive meanwhile, until no request is left."""
+    def _serve(self, first: Answer) -> None:
+        """Generate the answer `first` and those that begin meanwhile, until none is left."""
         with self.decoder.turn(), self.decoder.on_device():
             scheduler = self._scheduler = Scheduler(self.decoder)
-            scheduler.add(first)
+            begun = [first]
             try:
-                while scheduler.busy and not self._stopping:
-                    while not self._inbox.empty():
-                        if (request := self._inbox.get()) is not None:
-                            scheduler.add(request)
+                while (begun or scheduler.busy) and not self._stopping:
+                    gone = _all_of(self._gone)  # before those that begin: one that did not begin cannot be cancelled
+                    begun += [answer for answer in _all_of(self._inbox) if answer is not None]
+                    if self._ranks is not None:
+                        cancelled = [answer.begun.number for answer in gone]
+                        self._ranks.tell(Orders([answer.begun for answer in begun], cancelled))
+                    for answer in begun:
+                        scheduler.add(answer.request)
+                    for answer in gone:
+                        answer.request.cancelled = True
+                    begun = []
                     self.steps += 1
                     if news := scheduler.advance():
                         told = [(answer, _piece(answer, value, last)) for answer, value, last in news]
@@ -200,6 +220,10 @@ class DecoderManager(Manager):
         for answer, piece in told:
             if answer in self.open:
                 answer.put(piece)
+
+
+def _all_of(queue: SimpleQueue) -> list[Any]:
+    return [queue.get() for _ in range(queue.qsize())]
 
 
 def _piece(answer: Answer, value: Any, last: bool) -> Piece | Exception:
