@@ -13,6 +13,7 @@ import urllib.request
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ uvicorn = pytest.importorskip("uvicorn", reason="serving needs fp8moe[serve]")
 openai = pytest.importorskip("openai", reason="serving needs fp8moe[serve]")
 
 from fp8moe import serving  # noqa: E402
+from fp8moe.serving.fields import Asked  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -270,6 +272,29 @@ def test_what_runs_at_the_end_is_cancelled(decoder, tokenizer):
     del decoder.steps[1].replay
     assert not manager._thread.is_alive() and not manager.open
     wait_until_idle(manager)
+
+
+def test_a_stop_that_comes_with_a_request(decoder, tokenizer, monkeypatch):
+    """The thread takes the word to stop from the queue of requests, and ends all the same."""
+    manager, stopping = serving.DecoderManager(decoder), threading.Event()
+
+    class Gone(SimpleQueue):
+        def qsize(self):  # the thread looks here just before it takes requests
+            if not stopping.is_set():
+                stopping.set()
+                manager._stopping = True
+                manager._inbox.put(None)
+            return super().qsize()
+
+    monkeypatch.setattr(manager, "_gone", Gone())
+
+    async def ask():
+        asked = Asked([[5]], {"max_new_tokens": 4}, decoder.model.generation_config, [], None, None, *[False] * 3)
+        manager._submit(manager.start([5], asked, tokenizer))
+        await asyncio.to_thread(manager._thread.join, 20)
+
+    asyncio.run(ask())
+    assert stopping.is_set() and not manager._thread.is_alive()
 
 
 def test_models_without_a_decoder(tokenizer, decoder, monkeypatch):
