@@ -1,5 +1,6 @@
 """Activations between the two GEMMs of an expert: SwiGLU, clamped variants of SwiGLU, and plain activations."""
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
@@ -85,10 +86,15 @@ class Activation:
             return FUNCTIONS[self.name](projected)
         gate, up = projected.chunk(2, dim=-1)
         if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            gate, up = _limited(gate, -math.inf, self.limit), _limited(up, -self.limit, self.limit)
         if self.alpha is not None:
             return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
         return FUNCTIONS[self.name](gate) * up
+
+
+def _limited(x: Tensor, low: float, high: float) -> Tensor:
+    """Return ``x.clamp(low, high)``. Its derivative at a limit is 1; that of PyTorch's own is 0 from 2.14 on."""
+    return torch.where((x < low) | (x > high), x.detach().clamp(low, high), x)
 
 
 # ---- derivatives ----
