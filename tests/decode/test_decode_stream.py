@@ -180,7 +180,26 @@ def interrupted(call, number, files):
     return seen >= number
 
 
-def test_an_interrupt_at_any_line_leaves_no_turn_behind(decoder):
+def autocasts():
+    """How many contexts of torch.autocast this thread is in, and one more."""
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+@pytest.fixture
+def no_more_autocasts():
+    """Leaves those that an interrupt between two of Python's instructions has kept open.
+
+    In one of them PyTorch would keep bfloat16 copies of the weights of whatever trains under autocast later.
+    """
+    before = autocasts()
+    yield
+    while autocasts() > before:
+        torch.autocast_decrement_nesting()
+
+
+def test_an_interrupt_at_any_line_leaves_no_turn_behind(decoder, no_more_autocasts):
     """Another thread gets its turn."""
 
     def turn():
