@@ -15,7 +15,7 @@ FORMS = ("bf16", "fp8")
 
 
 def write_checkpoints(root: Path, ranks: int = 2) -> None:
-    """Of each model in bfloat16 and in FP8; a rank gets a block of each size, in broken-fp8 half a block of an expert.
+    """Writes each model in bfloat16 and in FP8, of whose sizes a rank gets a block; broken-fp8: half of one in experts.
 
     odd: with one expert too few.
     """
@@ -62,15 +62,15 @@ def config_of(way: str, directory: Path, ranks: int = 2) -> Any:
     from transformers import AutoConfig
     from transformers.distributed import DistributedConfig
 
+    from fp8moe.hf import versions
+
     if way == "tp":
         return DistributedConfig(tp_size=ranks)
+    if way == "tp and ep":
+        return versions.over_ranks(AutoConfig.from_pretrained(directory), ranks)
     if has_sizes():
-        return DistributedConfig(tp_size=ranks, ep_size=ranks, tp_plan={} if way == "ep" else None)
-    if way == "ep":
-        return DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
-    config = AutoConfig.from_pretrained(directory)
-    rules = config.base_model_tp_plan | config.base_model_ep_plan
-    return DistributedConfig(tp_size=ranks, tp_plan={f"model.{name}": style for name, style in rules.items()})
+        return DistributedConfig(tp_size=ranks, ep_size=ranks, tp_plan={})
+    return DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
 
 
 @contextlib.contextmanager

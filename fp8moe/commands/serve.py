@@ -76,6 +76,7 @@ def load(directory: str, device: str | None, *, trust_remote_code: bool = False,
     """
     import transformers
 
+    from fp8moe.decode.use import ranks_of
     from fp8moe.hf import load_model, register
     from fp8moe.hf.architecture import read_config, reason_of
     from fp8moe.hf.experts import NAME
@@ -109,9 +110,14 @@ def load(directory: str, device: str | None, *, trust_remote_code: bool = False,
                 f"{directory}: several processes serve weights in bfloat16 or in FP8 with a scale for 128x128 values, "
                 f"not {stored.name}"
             )
-        plan = over_ranks(transformers.AutoConfig.from_pretrained(directory), ranks)
+        plan = over_ranks(transformers.AutoConfig.from_pretrained(directory, trust_remote_code=has_code), ranks)
         options |= {"distributed_config": plan, "trust_remote_code": trust_remote_code}
-        return kind.from_pretrained(directory, **options).eval(), tokenizer
+        model = kind.from_pretrained(directory, **options).eval()
+        if not ranks_of(model).groups:
+            raise ValueError(
+                f"{directory}: transformers has no plan that spreads {type(model).__name__} over processes"
+            )
+        return model, tokenizer
     if has_code:
         options |= {"device_map": device, "trust_remote_code": True}
         return kind.from_pretrained(directory, **options).eval(), tokenizer

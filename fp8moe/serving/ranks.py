@@ -60,7 +60,7 @@ class Ranks:
 
         device: "cpu", "cuda", or None for GPUs if there are any. Raises ValueError for another, or for too few GPUs.
         """
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if not (dist.is_available() and dist.is_torchelastic_launched()) or os.environ["WORLD_SIZE"] == "1":
             return None
         gpus, local = torch.cuda.device_count() if torch.cuda.is_available() else 0, int(os.environ["LOCAL_RANK"])
         kind = device or ("cuda" if gpus else "cpu")
@@ -101,7 +101,7 @@ class Ranks:
             with decoder.turn(), decoder.on_device():
                 scheduler, requests = Scheduler(decoder), dict[int, Request]()
                 try:
-                    while not orders.stop:
+                    while True:
                         for number, arguments, config, stepwise in orders.begun:
                             arguments["tokenizer"] = tokenizer
                             request = parse_one(decoder, arguments, number, config, stops_in_answer=True)
@@ -116,11 +116,10 @@ class Ranks:
                                 del requests[news.key]
                         if not scheduler.busy:
                             break
-                        orders = self._told()
+                        if (orders := self._told()).stop:
+                            return
                 finally:
                     scheduler.close()
-            if orders.stop:
-                return
 
     def _told(self) -> Orders:
         received: list[Any] = [None]

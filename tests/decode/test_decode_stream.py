@@ -189,7 +189,7 @@ def autocasts():
 
 @pytest.fixture
 def no_more_autocasts():
-    """Leaves those that an interrupt between two of Python's instructions has kept open.
+    """Closes contexts of torch.autocast that an interrupt between two of Python's instructions has left open.
 
     In one of them PyTorch would keep bfloat16 copies of the weights of whatever trains under autocast later.
     """
