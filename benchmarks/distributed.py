@@ -485,9 +485,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "RANK" in os.environ:
         work(args)
         return 0
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-    given = sys.argv[1:] if argv is None else argv
-    start += ["-m", "benchmarks.distributed", *given]
+    return start_ranks("benchmarks.distributed", args.ranks, argv)
+
+
+def start_ranks(module: str, ranks: int, argv: Sequence[str] | None) -> int:
+    """Run a module in a process for each GPU; return the exit status. argv: as `main` got it."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    start += ["-m", module, *(sys.argv[1:] if argv is None else argv)]
     return subprocess.run(start, env=WITHOUT_MULTICAST | os.environ, check=False).returncode
 
 

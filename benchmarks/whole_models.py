@@ -1,10 +1,12 @@
 """Whole transformers models with random weights on the GPU, to measure decode and prefill."""
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fp8moe import GroupedExperts, replace_linears
 from fp8moe.layers.experts import PACKED_WEIGHTS
@@ -24,6 +26,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {"num_hidden_layers": 4, "first_k_dense_replace": 1, "rope_parameters": _YARN}
         | {"max_position_embeddings": 163840},
+    ),
+    "qwen3-235b-a22b": (
+        "qwen3_moe",
+        {"hidden_size": 4096, "moe_intermediate_size": 1536, "intermediate_size": 12288, "num_hidden_layers": 94}
+        | {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True}
+        | {"rope_theta": 5e6, "max_position_embeddings": 40960},
     ),
     "glm-4.7-flash": ("glm4_moe_lite", {}),
     "gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
@@ -51,12 +59,15 @@ def build(
     experts: str | None = "fp8",
     layers: int | None = None,
     device: str = "cuda",
+    prepare: Callable[[nn.Module], object] = nn.Module.eval,
 ) -> Any:
     """Build the model in eval mode.
 
     experts: one of FORMATS, the format of the experts' weights. Linear layers are then in FP8, except in models of
         EXPERTS_ALONE. With None, all weights are bfloat16.
     layers: the number of layers, if it differs from that of CONFIGS.
+    prepare: called with the model before it has values, on the meta device: for `parallelize_module`. Values of a
+        DTensor depend only on its name, as others' do: all ranks have the same.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -72,6 +83,7 @@ def build(
                 model.set_submodule(path, GroupedExperts.from_experts(module, weight_format=experts))
         if model_type not in EXPERTS_ALONE:
             replace_linears(model, skip=DEFAULT_SKIP)
+    prepare(model)
     model.to_empty(device=device)
     model.tie_weights()
     for path, module in list(model.named_modules()):
@@ -83,7 +95,8 @@ def build(
         if parameter_name in packed:
             _fill_packed(parameter_name, *packed[parameter_name], generator)
         elif not parameter_name.endswith("_proj_scale"):  # these are written with their codes
-            _fill(parameter_name, parameter.data, generator)
+            values = parameter.data
+            _fill(parameter_name, values.to_local() if isinstance(values, DTensor) else values, generator)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             buffer.zero_()

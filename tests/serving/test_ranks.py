@@ -1,4 +1,4 @@
-"""`torchrun -m fp8moe serve`: two processes hold a model, the first answers, the other makes the same forwards."""
+"""`torchrun -m fp8moe serve`: processes hold a model together, the first answers, others make the same forwards."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fp8moe.decode import GraphDecoder
-from tests.processes import WITHOUT_MULTICAST
+from tests.processes import GPUS, WITHOUT_MULTICAST
 from tests.tiny_tokenizer import tiny_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -41,10 +41,11 @@ def directory(tmp_path_factory):
 
 
 @contextmanager
-def served(directory, *arguments):
-    """The address of a server of two processes, and torchrun's process."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "fp8moe", "serve", str(directory), "--port", "0", "--device", "cpu", "--json"]
+def served(directory, device, *arguments):
+    """torchrun's process, which serves with two processes on a CPU, or one on each GPU."""
+    ranks = {"cpu": 2, "cuda": GPUS}[device]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*torchrun, "-m", "fp8moe", "serve", str(directory), "--port", "0", "--device", device, "--json"]
     environment = os.environ | WITHOUT_MULTICAST | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -59,16 +60,16 @@ def served(directory, *arguments):
         process.communicate()
 
 
-def test_answers_are_those_of_one_process(directory):
-    model, tokenizer = load(str(directory), "cpu")
+def test_answers_are_those_of_one_process(directory, device):
+    model, tokenizer = load(str(directory), device)
     decoder = GraphDecoder(model, batch_sizes=(1,), max_length=64)
 
     def expected(prompt):
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=device)
         tokens = decoder.generate(ids, max_new_tokens=NEW)[0, ids.shape[1] :]
         return tokenizer.decode(tokens, skip_special_tokens=True)
 
-    with served(directory, "--slots", "3", "--max-length", "64") as process:
+    with served(directory, device, "--slots", "3", "--max-length", "64") as process:
         line = process.stdout.readline()
         assert line, process.stderr.read()
         facts = json.loads(line)
@@ -106,7 +107,7 @@ def test_answers_are_those_of_one_process(directory):
         assert "closed by peer" not in errors and "fp8moe serve:" not in errors
 
 
-def test_what_several_processes_cannot_serve(directory):
-    with served(directory, "--max-length", "9999") as process:
+def test_what_several_processes_cannot_serve(directory, device):
+    with served(directory, device, "--max-length", "9999") as process:
         _, errors = process.communicate(timeout=60)
     assert process.returncode and "fp8moe serve: --max-length 9999: the model has 64 positions" in errors
