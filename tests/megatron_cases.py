@@ -88,12 +88,12 @@ def experts_compute_and_start_as_sequential_ones():
     assert not ours(rows, counts, torch.rand(140))[0][138:].any()
 
 
-def layers_of(**config):
+def layers_of(expert_parallel=1, expert_tensor_parallel=1, **config):
     """MoELayers of one seed: Megatron's own, one that has FP8 experts behind Megatron's dispatcher, and an FP8MoELayer.
 
     The weights of the last two have a main_grad of zeros.
     """
-    config = started(**config)
+    config = started(expert_parallel, expert_tensor_parallel, **config)
     from functools import partial
 
     from fp8moe_megatron import FP8MoELayer, in_fp8
@@ -153,8 +153,36 @@ def layers_agree(config):
     assert all(relative_error(each, kept[0].double()) < ROUNDING for each in kept[1:])
 
 
-def layers_leave_rows_to_the_dispatcher(expert_parallel, expert_tensor_parallel):
-    plain, _, ours = layers_of(expert_parallel=expert_parallel, expert_tensor_parallel=expert_tensor_parallel)
+def layers_of_two_ranks_agree(config):
+    """Layers that send whole tokens to other ranks compute what those compute that dispatch rows."""
+    plain, rows, tokens = layers = layers_of(expert_parallel=2, **config)
+    assert type(plain.token_dispatcher) is not type(tokens.token_dispatcher) and rows.experts.parallel is None
+    seen = []
+    tokens.experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
+    rank = dist.get_rank()
+    equal = "moe_pad_expert_input_to_capacity" in config  # for Megatron's own layers
+    for length in (60, 60 - 20 * rank)[: 2 - equal]:
+        for layer in layers:
+            layer.zero_grad()
+            for weight in layer.experts.parameters():
+                if layer is not plain:
+                    weight.main_grad.zero_()
+        torch.manual_seed(2 + rank)
+        x = torch.randn(length, 2, 128).bfloat16().float().requires_grad_()
+        gradient = torch.randn(x.shape)
+        expected, *found = (trained_once(layer, x, gradient) for layer in layers)
+        for results in found:
+            for result, wanted in zip(results, expected, strict=True):
+                assert result.dtype is wanted.dtype and relative_error(result, wanted.double()) < ROUNDING
+        assert {*seen} == {(2 * length, 128)}  # once more where layers are recomputed
+        with torch.no_grad():
+            kept = [layer.eval()(x)[0] for layer in layers]
+        assert all(relative_error(each, kept[0].double()) < ROUNDING for each in kept[1:])
+        seen.clear(), [layer.train() for layer in layers]
+
+
+def layers_leave_rows_to_the_dispatcher():
+    plain, _, ours = layers_of(expert_tensor_parallel=2)
     assert type(ours.token_dispatcher) is type(plain.token_dispatcher)
     assert ours(torch.randn(6, 2, 128))[0].shape == (6, 2, 128)
 
@@ -165,16 +193,20 @@ def layers_under_graphs_and_other_routers():
     from fp8moe_megatron.layer import _WholeTokens, chosen_experts
 
     assert type(layer.token_dispatcher) is _WholeTokens
-    dispatcher = SimpleNamespace(ep_size=1, tp_size=1)
-    for name, value in (("cuda_graph_impl", "local"), ("moe_shared_expert_overlap", True)):
-        before = getattr(layer.config, name)
-        layer.token_dispatcher = dispatcher
-        assert layer._has_all()
-        setattr(layer.config, name, value)
-        assert not layer._has_all()
-        setattr(layer.config, name, before)
+    layer.token_dispatcher = SimpleNamespace(ep_size=2, tp_size=1)
+    for owner, name, value in (
+        (layer.config, "cuda_graph_impl", "local"),
+        (layer.config, "moe_shared_expert_overlap", True),
+        (layer.config, "moe_token_dispatcher_type", "flex"),
+        (layer.token_dispatcher, "tp_size", 2),
+    ):
+        before = getattr(owner, name)
+        assert layer._takes_tokens()
+        setattr(owner, name, value)
+        assert not layer._takes_tokens()
+        setattr(owner, name, before)
     layer.router.__class__ = type("Threshold", (type(layer.router),), {})
-    assert not layer._has_all()
+    assert not layer._takes_tokens()
     probs = torch.tensor([[0, 0.5, 0, 0.25], [0, 0, 0, 1.0], [0, 0, 0, 0]])
     for routing_map in (probs != 0, torch.ones(3, 4, dtype=torch.bool)):
         assert chosen_experts(probs, routing_map, 2).tolist() == [[1, 3], [3, 4], [4, 4]]

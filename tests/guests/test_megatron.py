@@ -33,7 +33,7 @@ def test_one_process(case):
     in_processes(case, world=1)
 
 
-@pytest.mark.parametrize(
+LAYERS = pytest.mark.parametrize(
     "config",
     [
         {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3, "moe_router_dtype": "fp32"},
@@ -47,8 +47,20 @@ def test_one_process(case):
     ],
     ids=["allgather", "shared", "recomputed", "dropped", "padded"],
 )
+
+
+@LAYERS
 def test_layers(config):
     in_processes(cases.layers_agree, config, world=1)
+
+
+@LAYERS
+def test_layers_of_two_ranks(config):
+    in_processes(cases.layers_of_two_ranks_agree, config | {"moe_token_dispatcher_type": "alltoall"})
+
+
+def test_layers_leave_rows_to_the_dispatcher():
+    in_processes(cases.layers_leave_rows_to_the_dispatcher)
 
 
 @pytest.mark.parametrize("expert_parallel, expert_tensor_parallel", [(2, 1), (1, 2)])
@@ -56,7 +68,6 @@ def test_layers(config):
     "case",
     [
         cases.checkpoints_are_those_of_sequential_experts,
-        cases.layers_leave_rows_to_the_dispatcher,
         cases.whole_runs,
     ],
 )

@@ -1,4 +1,4 @@
-"""Megatron's MoELayer around FP8Experts: on a rank with all of the experts no rows are sorted, copied or summed."""
+"""Megatron's MoELayer around FP8Experts, which get whole tokens: no rows are sorted, copied or summed around them."""
 
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from fp8moe.distributed.dispatcher import Dispatcher, Options
 from fp8moe_megatron.experts import FP8Experts
 
 # Settings under which Megatron looks into its dispatcher, or has it compute something else.
@@ -21,15 +22,19 @@ _DISPATCHED = {
     "overlap_moe_expert_parallel_comm": False,
     "cuda_graph_impl": "none",
 }
+# As training sends tokens in any case, so does evaluation: unquantized, by collectives of Megatron's own group.
+_OVER_RANKS = Options(method="auto", payload="bf16", exact=False, uniform=False)
 
 
 class FP8MoELayer(MoELayer):
-    """Megatron's MoELayer; its forward gives `FP8Experts` whole tokens if this rank has all of the experts.
+    """Megatron's MoELayer; its forward gives `FP8Experts` whole tokens.
 
-    The kernels that quantize and sum then read and write tokens in their own order, and the CPU does not wait for the
-    numbers of tokens. Router, losses, dropped tokens, shared experts and recomputation are Megatron's in any case. Rows
-    are dispatched as Megatron does it under expert parallelism, expert tensor parallelism, CUDA graphs and overlapped
-    communication, and for routers and experts of other classes. What pads the rows of experts is ignored otherwise.
+    The kernels that quantize and sum then read and write tokens in their own order. If this rank has all experts, the
+    CPU does not wait for the numbers of tokens. Under expert parallelism tokens go to other ranks, and sums come back,
+    as with `fp8moe.distributed.ExpertParallel`: a token goes to a rank once, however many of its experts are there.
+    Router, losses, dropped tokens, shared experts and recomputation are Megatron's in any case. Rows are dispatched as
+    Megatron does it under expert tensor parallelism, CUDA graphs and overlapped communication, with its flex
+    dispatcher, and for routers and experts of other classes. What pads the rows of experts is ignored otherwise.
 
     Args: those of MoELayer.
     """
@@ -44,15 +49,18 @@ class FP8MoELayer(MoELayer):
     ):
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         super().__init__(config, submodules, layer_number, groups, **options)
-        if self._has_all():
+        if self._takes_tokens():
+            if self.token_dispatcher.ep_size > 1:
+                self.experts.parallel = Dispatcher(groups.ep, config.num_moe_experts, _OVER_RANKS)
             self.token_dispatcher = _WholeTokens(config, groups)
 
-    def _has_all(self) -> bool:
+    def _takes_tokens(self) -> bool:
         config, dispatcher = self.config, self.token_dispatcher
         # A router of another class may choose more than K experts, or return their indices.
         ours = isinstance(self.experts, FP8Experts) and type(self.router) is TopKRouter
-        spread = dispatcher.ep_size > 1 or dispatcher.tp_size > 1 or hasattr(self, "_inference_token_dispatcher")
-        return ours and not spread and all(getattr(config, name, to) == to for name, to in _DISPATCHED.items())
+        others = dispatcher.tp_size > 1 or hasattr(self, "_inference_token_dispatcher")
+        others |= dispatcher.ep_size > 1 and config.moe_token_dispatcher_type == "flex"
+        return ours and not others and all(getattr(config, name, to) == to for name, to in _DISPATCHED.items())
 
 
 class _WholeTokens(MoETokenDispatcher):
