@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from benchmarks import report, roofline
 from benchmarks.decode import MANY, ROOM, seconds, step_seconds
 from benchmarks.distributed import generator, start_ranks
-from benchmarks.report import tables_of, write_json
+from benchmarks.report import ROOT, tables_of, write_json
 from benchmarks.whole_models import CONFIGS, build
 from fp8moe import GroupedExperts
 from fp8moe.decode import GraphDecoder
@@ -128,15 +128,14 @@ def work(args: Any) -> None:
     model = build(MODEL, layers=args.layers, prepare=lambda model: spread(model, mesh))
     gb = sum(map(local_bytes, model.parameters())) / 1e9
     about = {"ranks": world, "model": MODEL, "layers": model.config.num_hidden_layers, "gb": gb}
-    rows, path, made = [], args.out / "node.json", {}
+    rows: list[dict] = []
     for row in measure(model):
         rows.append(row)
         if dist.get_rank() == 0:
-            made = report.result(gpu, rows, [], **about)
-            write_json(path, made)
+            write_json(args.out / "node.json", {"digest": report.digest(ROOT), "gpu": gpu, **about, "rows": rows})
             print(f"{time.perf_counter() - begin:.0f} s: {row}", flush=True)
     if dist.get_rank() == 0:
-        report.finish(path, made, *tables_of(rows, COLUMNS))
+        print(*tables_of(rows, COLUMNS), sep="\n\n")
     dist.barrier()  # ExpertParallel uses gloo: a process that exits without waiting may abort (pytorch/pytorch#179291)
     dist.destroy_process_group()
 

@@ -23,7 +23,9 @@ WHOLE_MODELS = VALIDATION.with_name("models.json")
 PEERS, LATENT = VALIDATION.with_name("peers.json"), VALIDATION.with_name("latent.json")
 BESIDE = {
     name: VALIDATION.with_name(f"{name}.json")
-    for name in ("distributed", "batch_invariance", "policy", "choice", "warmup", "serve_gpu", "titan", "megatron")
+    for name in (
+        *("distributed", "node", "batch_invariance", "policy", "choice", "warmup", "serve_gpu", "titan", "megatron"),
+    )
 }
 """Maps benchmarks that `tools.validate` does not run to the files of their stored results."""
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
@@ -638,6 +640,26 @@ def titan(benchmarks: dict) -> str:
     return on(rows["bf16"]) + table(header, lines)
 
 
+def node(benchmarks: dict) -> str:
+    """Make the table of a model that no card holds."""
+    result = benchmarks["node"]
+    name, cards = MODEL_NAMES["qwen3_235b"], f"{result['ranks']} {result['gpu']}"
+    lines = [
+        (
+            f"step, {row['batch']} sequence{'s' * (row['batch'] > 1)}, {row['method']}",
+            f"{row['ms']:.1f} ms",
+            f"{row['floor_ms']:.1f} ms",
+            f"{row['tokens_s']:.0f}",
+        )
+        for row in select(result["rows"], "decode")
+    ]
+    lines += [
+        (f"{row['batch']} prompts of {row['prompt']} tokens", f"{row['ms']:.0f} ms", "", f"{row['tokens_s']:.0f}")
+        for row in select(result["rows"], "prefill")
+    ]
+    return table((f"{name} on {cards}, {result['gb']:.0f} GB on each", "", "its bytes allow", "tokens/s"), lines)
+
+
 def megatron(benchmarks: dict) -> str:
     """Make the table of Megatron-Core's model, trained on several numbers of GPUs."""
     runs = benchmarks["megatron"]["runs"]
@@ -689,7 +711,9 @@ FILES: dict[str, Callable[[dict], str]] = {
     "docs/rl.md": of("policy", policy),
     "docs/finetuning.md": lora,
     "docs/mqa.md": mqa,
-    "docs/distributed.md": of("distributed", distributed),
+    "docs/distributed.md": lambda benchmarks: (
+        of("distributed", distributed)(benchmarks) + "\n" + of("node", node)(benchmarks)
+    ),
     "docs/warmup.md": of("warmup", warmup),
     "docs/serving.md": of("serve_gpu", serving),
     "docs/engines.md": lambda benchmarks: of("titan", titan)(benchmarks) + "\n" + of("megatron", megatron)(benchmarks),

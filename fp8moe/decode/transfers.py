@@ -2,12 +2,15 @@
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from contextvars import Token
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fp8moe.runtime.capture import rehearsed
 
 aten = torch.ops.aten
 WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -65,13 +68,23 @@ class Readback:
 class HostReads(TorchDispatchMode):
     """Records operations on tensors of a device that read values on the host, which a CUDA graph cannot capture.
 
-    Such an operation returns values to the host, or the shape of its result depends on values.
+    Such an operation returns values to the host, or the shape of its result depends on values. What runs rehearses a
+    capture: an operation that would not read there does not here.
     """
 
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
         self.operations: list[str] = []
+        self._before: list[Token[bool]] = []
+
+    def __enter__(self) -> Self:
+        self._before.append(rehearsed.set(True))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        rehearsed.reset(self._before.pop())
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

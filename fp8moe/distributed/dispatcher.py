@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8moe.distributed.agreement import Agreement, CallSummary
-from fp8moe.distributed.local import LocalExperts, capturing
+from fp8moe.distributed.local import LocalExperts
 from fp8moe.distributed.peers import Peers
 from fp8moe.distributed.transport import (
     AllToAll,
@@ -32,6 +32,7 @@ from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import autograd
 from fp8moe.runtime.autograd import check_derivatives, recorded
+from fp8moe.runtime.capture import capturing
 from fp8moe.runtime.checks import FLOATING
 
 _NAME = "fp8moe.GroupedExperts"
@@ -91,7 +92,8 @@ class Dispatcher:
         residual: Tensor | None = None,
     ) -> Tensor:
         """Return what a `GroupedExperts` with all E experts would return for the tokens of this rank."""
-        alone = self.options.uniform or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        captured = isinstance(hidden_states, Tensor) and capturing(hidden_states)
+        alone = self.options.uniform or captured
         inputs, error = None, None
         try:
             inputs = self._inputs(experts, Tokens(hidden_states, top_k_index, top_k_weights), residual)

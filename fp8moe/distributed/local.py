@@ -13,6 +13,7 @@ from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.layers.experts import Weights
 from fp8moe.quant.formats import FP8Tensor, align
+from fp8moe.runtime.capture import capturing
 
 # A pass runs the experts on part of the rows that a rank has received, one row per (token, expert) assignment. Its
 # buffers hold _SLACK times the rows that the rank would get if routing were even, but at least as many as _ALWAYS
@@ -99,8 +100,3 @@ class LocalExperts(NamedTuple):
         """
         options = {"row_dtype": row_dtype(self.dtype), "whole": (assignments, self.total), "training": training}
         return experts_of_rows(x, groups, self.weights.layer, masters=self.weights.masters, **options)
-
-
-def capturing(like: Tensor) -> bool:
-    """Return whether an operation on this tensor would be captured in a CUDA graph."""
-    return like.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,11 +1,14 @@
 """Which models GraphDecoder takes: those whose step gives model.generate's tokens, and refusals that say why."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from fp8moe.decode import GraphDecoder
 from fp8moe.decode.probe import check_step
 from fp8moe.decode.transfers import HostReads
+from fp8moe.runtime.capture import capturing, rehearsed
 from tests.decode_models import tiny_mixtral
 from tests.linear_attention_models import NAMES, PROMPTS, READ_ON_THE_HOST, build
 from tests.tiny_moe_models import MODELS
@@ -258,6 +261,16 @@ def test_what_the_host_reads(operation, found):
     with HostReads(CPU) as reads:
         operation()
     assert reads.operations == found
+
+
+def test_what_is_searched_for_reads_does_as_in_a_capture():
+    on_a_gpu = SimpleNamespace(is_cuda=True)
+    reads = HostReads(torch.device("cuda"))
+    for _ in range(2):
+        with pytest.raises(KeyError), reads:
+            assert capturing(on_a_gpu) and not capturing(torch.ones(1))
+            raise KeyError
+        assert not rehearsed.get()
 
 
 def test_copies_to_the_host_are_read_there():

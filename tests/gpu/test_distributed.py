@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from fp8moe.decode.transfers import HostReads
 from fp8moe.distributed import ExpertParallel
 from fp8moe.distributed.peers import Peers
 from tests.errors import equal_but_for_steps, relative_error
@@ -162,7 +163,7 @@ def replay(layer, spread, counts, options, exact):
 
 
 def nothing_waits():
-    """Gather and replicated, for tokens that one pass has room for."""
+    """Gather and replicated, for tokens that one pass has room for, and for any number where a capture is rehearsed."""
     layer, counts = make(EXPERTS, HIDDEN, SIZE, device="cuda"), on_ranks(40)
     for way in (nullcontext, without_peers):
         for options in ({"method": "gather"}, {"method": "replicated"}):
@@ -171,6 +172,11 @@ def nothing_waits():
                 spread(*arguments)
                 with no_waiting():
                     spread(*arguments)
+                many = mine(tokens(on_ranks(600))[:3], on_ranks(600), options)
+                spread(*many)
+                with HostReads(torch.device("cuda", dist.get_rank())) as reads, no_waiting():
+                    rehearsed = spread(*many)
+                assert reads.operations == [] and relative_error(rehearsed, spread(*many)) < 1e-3
 
 
 def training():
