@@ -155,12 +155,12 @@ def layers_agree(config):
 
 def layers_of_two_ranks_agree(config):
     """Layers that send whole tokens to other ranks compute what those compute that dispatch rows."""
-    plain, rows, tokens = layers = layers_of(expert_parallel=2, **config)
+    equal = "moe_pad_expert_input_to_capacity" in config  # for Megatron's own layers
+    plain, rows, tokens = layers = layers_of(expert_parallel=2, variable_seq_lengths=not equal, **config)
     assert type(plain.token_dispatcher) is not type(tokens.token_dispatcher) and rows.experts.parallel is None
     seen = []
     tokens.experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
     rank = dist.get_rank()
-    equal = "moe_pad_expert_input_to_capacity" in config  # for Megatron's own layers
     for length in (60, 60 - 20 * rank)[: 2 - equal]:
         for layer in layers:
             layer.zero_grad()

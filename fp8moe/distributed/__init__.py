@@ -47,7 +47,8 @@ class ExpertParallel(ParallelStyle):
         exact: return one row per token and expert to the token's rank, which adds up these rows, so that the result has
             the same bits as on one GPU. For methods all_to_all and auto. In a CUDA graph, every rank allocates room for
             all rows.
-        uniform: each call has the same number of tokens on all ranks. Nothing is exchanged or checked across ranks.
+        uniform: each call has the same number of tokens on all ranks. No rank waits for the others' numbers; training
+            compares them while it computes, inference does not.
 
     Raises ValueError for an unknown method or payload, or for `exact` with another method. `parallelize_module` raises
     the same ValueError on all ranks for a mesh that is not 1-D or does not divide the experts, for other modules, and

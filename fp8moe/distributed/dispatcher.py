@@ -1,5 +1,6 @@
 """Dispatcher: the forward of a layer whose experts are spread over the ranks of a process group."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fp8moe.distributed.agreement import Agreement, CallSummary
+from fp8moe.distributed.agreement import Agreement, CallSummary, Exchange
 from fp8moe.distributed.local import LocalExperts
 from fp8moe.distributed.peers import Peers
 from fp8moe.distributed.transport import (
@@ -78,6 +79,7 @@ class Dispatcher:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.agreement = Agreement.of(group)
         self.layer = self.agreement.new_layer()
+        self._fits = True  # whether the rows of the last call in training fitted into the room of an even share
 
     def __deepcopy__(self, memo: dict) -> "Dispatcher":
         return self
@@ -102,11 +104,15 @@ class Dispatcher:
                 raise
             error = caught
         counts = [len(inputs.tokens.top_k_index)] * self.world if alone else self._counts(inputs, error)
-        if inputs.trains or recorded(inputs.residual):
-            out = self._run(inputs._replace(residual=None), counts)
-            out = out if inputs.residual is None else inputs.residual + out
+        if inputs.trains:
+            # What is uniform in training is compared while the GPU computes. Nothing is in inference, nor in a graph.
+            exchange = Exchange(self.agreement, inputs.summary(self.layer)) if alone and not captured else None
+            out = self._train(inputs, counts, exchange.check_uniform if exchange else lambda: None)
+        elif not recorded(inputs.residual):
+            return self._run(inputs, counts).view(hidden_states.shape)
         else:
-            out = self._run(inputs, counts)
+            out = self._run(inputs._replace(residual=None), counts)
+        out = out if inputs.residual is None else inputs.residual + out
         return out.view(hidden_states.shape)
 
     def _inputs(self, experts: nn.Module, tokens: Tokens, residual: Tensor | None) -> Inputs:
@@ -129,13 +135,24 @@ class Dispatcher:
         return counts
 
     def _run(self, inputs: Inputs, counts: list[int]) -> Tensor:
-        local, (x, index, routing) = inputs.local, inputs.tokens
-        if not inputs.trains:
-            return autograd.run(lambda *_: self._infer(inputs, counts), _NAME, x, routing, *local.weights.tensors())
+        x, _, routing = inputs.tokens
+        weights = inputs.local.weights.tensors()
+        return autograd.run(lambda *_: self._infer(inputs, counts), _NAME, x, routing, *weights)
+
+    def _train(self, inputs: Inputs, counts: list[int], agree: Callable[[], None]) -> Tensor:
+        """Return the layer's result without a residual. agree: called before the CPU waits for the GPU."""
+        local, index = inputs.local, inputs.tokens.top_k_index
+        method = self._method(index, counts)
+        if self.options.exact or method == "all_to_all":
+            agree()
         if self.options.exact:
             return self._run_exact(inputs, counts)
-        transport = self._transport(index, counts)
-        partial = local.partial_sums_with_gradients(send(transport, inputs.tokens), transport.num_rows)
+        transport = self._transport(method, index, counts)
+        received, expected_rows = send(transport, inputs.tokens), self._expected_rows(index, counts)
+        if method == "all_to_all":
+            partial = local.train(received, transport.num_rows)
+        else:
+            partial, self._fits = local.train_without_waiting(received, expected_rows, self._fits, agree)
         return collect(transport, partial, local.dtype)
 
     def _run_exact(self, inputs: Inputs, counts: list[int]) -> Tensor:
@@ -160,17 +177,21 @@ class Dispatcher:
         if self.options.exact:
             return self._run_exact(inputs, counts)
         replicated = self.options.method == "replicated"
-        total = counts[0] if replicated else sum(counts)
-        expected_rows = ceil_div(total * index.shape[1], self.world)
+        expected_rows = self._expected_rows(index, counts)
         peers = self._peers(x)
         if peers is None:
-            transport = self._transport(index, counts)
+            transport = self._transport(self._method(index, counts), index, counts)
             tokens = transport.send(self._quantized(inputs.tokens))
             partial = local.partial_sums(tokens, expected_rows, transport.num_rows)
             return transport.back(partial, local.dtype, residual)
         if replicated:
             return peers.replicated(local, inputs.tokens, expected_rows, residual)
         return peers.gather(local, inputs.tokens, max(counts), expected_rows, residual)
+
+    def _expected_rows(self, index: Tensor, counts: list[int]) -> int:
+        """Return the number of assignments to this rank's experts if routing is even. counts: those of `_counts`."""
+        tokens = counts[0] if self.options.method == "replicated" else sum(counts)
+        return ceil_div(tokens * index.shape[1], self.world)
 
     def _quantized(self, tokens: Tokens) -> Tokens:
         """Return the tokens in the format in which inference sends them, FP8 or unchanged (`Options.payload`)."""
@@ -187,12 +208,14 @@ class Dispatcher:
         supported = method == "replicated" or (method != "all_to_all" and payload == "fp8")
         return Peers.of(self.group, x) if supported and x.is_cuda and x.shape[1] % 16 == 0 else None
 
-    def _transport(self, index: Tensor, counts: list[int]) -> Transport:
+    def _method(self, index: Tensor, counts: list[int]) -> str:
+        """Return the method by which collectives send the tokens: gather, all_to_all or replicated."""
         method = self.options.method
-        if method == "replicated":
-            return Replicated(self.group, counts)
         if method == "auto":
             method = choose_method(max(counts), index.shape[1], self.world)
-        if method == "gather" or capturing(index):
-            return Gather(self.group, counts)
-        return AllToAll(self.group, index, self.num_experts)
+        return "gather" if method == "all_to_all" and capturing(index) else method
+
+    def _transport(self, method: str, index: Tensor, counts: list[int]) -> Transport:
+        if method == "all_to_all":
+            return AllToAll(self.group, index, self.num_experts)
+        return {"gather": Gather, "replicated": Replicated}[method](self.group, counts)

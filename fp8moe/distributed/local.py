@@ -1,5 +1,6 @@
 """LocalExperts: runs the experts of one rank on the tokens that this rank has received."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -56,25 +57,49 @@ class LocalExperts(NamedTuple):
             number is assumed.
         The list goes from the last rows to the first. Passes over rows that turn out not to exist cost little.
         """
-        room = max(int(expected_rows * _SLACK), _ALWAYS * max(top_k_index.shape[1], 1))
-        most = top_k_index.numel()
+        room, most = self.room(top_k_index, expected_rows), top_k_index.numel()
         if num_rows is None:
-            num_rows = most if most <= room or capturing(top_k_index) else self.rows_here(top_k_index)
-        shard = Shard(self.first, self.total, num_rows=min(room, most), row_dtype=row_dtype(self.dtype))
-        return [shard._replace(first_row=row) for row in reversed(range(0, max(num_rows, 1), room))]
+            num_rows = most if most <= room or capturing(top_k_index) else int(self.rows_here(top_k_index))
+        shard = Shard(self.first, self.total, num_rows=room, row_dtype=row_dtype(self.dtype))
+        return [shard._replace(first_row=row) for row in reversed(range(0, max(num_rows, 1), max(room, 1)))]
 
-    def partial_sums_with_gradients(self, tokens: Tokens, num_rows: int | None) -> Tensor:
-        """Compute `partial_sums` differentiably, in one pass with room for all rows."""
-        if num_rows is None and not capturing(tokens.top_k_index):
-            num_rows = self.rows_here(tokens.top_k_index)
+    def room(self, top_k_index: Tensor, expected_rows: int) -> int:
+        """Return how many rows one pass has room for. expected_rows: as for `passes`."""
+        room = max(int(expected_rows * _SLACK), _ALWAYS * max(top_k_index.shape[1], 1))
+        return min(room, top_k_index.numel())
+
+    def train(self, tokens: Tokens, num_rows: int | None) -> Tensor:
+        """Compute `partial_sums` differentiably, in one pass with room for num_rows rows; None: for any number."""
         if num_rows is not None:
             num_rows = min(align(max(num_rows, 1), 128), tokens.top_k_index.numel())
         shard = Shard(self.first, self.total, num_rows=num_rows, out_dtype=torch.float32)
         return experts_training(*tokens, *self.weights, shard=shard)
 
-    def rows_here(self, index: Tensor) -> int:
-        """Return the number of assignments to this rank's experts. The CPU waits for the GPU."""
-        return int(((index >= self.first) & (index < self.first + self.count)).sum())
+    def train_without_waiting(
+        self, tokens: Tokens, expected_rows: int, fits: bool, launched: Callable[[], None]
+    ) -> tuple[Tensor, bool]:
+        """Compute `train` with the `room` of an even share if the rows fit; return also whether they did.
+
+        fits: whether to expect that. If so, the CPU launches the pass before it waits for the number of rows, and
+        again if they do not fit. The room is then a function of the number of tokens, equal in a recomputation.
+        launched: called before the CPU waits.
+        """
+        index = tokens.top_k_index
+        room = self.room(index, expected_rows)
+        if capturing(index) or index.numel() <= room:
+            launched()
+            return self.train(tokens, None), fits
+        came = _Arriving(self.rows_here(index))
+        sums = self.train(tokens, room) if fits else None
+        launched()
+        fits = int(came) <= room
+        if sums is None or not fits:
+            sums = self.train(tokens, room if fits else int(came))
+        return sums, fits
+
+    def rows_here(self, index: Tensor) -> Tensor:
+        """Return the number of assignments to this rank's experts, of shape ()."""
+        return ((index >= self.first) & (index < self.first + self.count)).sum()
 
     def sort(self, tokens: Tokens, num_rows: int | None) -> tuple[Tensor, Tensor, int]:
         """Sort the assignments to this rank's experts: return `sort_by_expert`'s groups and rows, and the row count.
@@ -100,3 +125,22 @@ class LocalExperts(NamedTuple):
         """
         options = {"row_dtype": row_dtype(self.dtype), "whole": (assignments, self.total), "training": training}
         return experts_of_rows(x, groups, self.weights.layer, masters=self.weights.masters, **options)
+
+
+class _Arriving:
+    """A number that a device computes and copies to the host; int() waits for it, but not for later operations.
+
+    value: of shape ().
+    """
+
+    def __init__(self, value: Tensor):
+        self._value, self._copied = value, None
+        if value.is_cuda:
+            self._value = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+            self._copied = torch.cuda.current_stream(value.device).record_event()
+
+    def __int__(self) -> int:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return int(self._value)

@@ -1,6 +1,7 @@
 """ExpertParallel in several processes on the CPU against the layer of one process: gradients and training."""
 
 import copy
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe.distributed import ExpertParallel
+from fp8moe.distributed import local as local_experts
 from tests.distributed.test_distributed import EXPERTS, agree, parallel, share, uneven
 from tests.errors import relative_error
 from tests.experts_cases import VARIANTS, inputs, make, make_trained
@@ -128,6 +130,41 @@ def ranks_without_rows(world):
             for name in ("x", "weights"):
                 value = expected[name][: len(grads[name])]
                 assert relative_error(grads[name], value) <= TOLERANCE if value.any() else not grads[name].any()
+
+
+def more_rows_than_an_even_share(world):
+    """Rows that do not fit run again: once behind calls whose rows did, and not at all behind calls whose did not."""
+    layer = make_trained(EXPERTS)
+    x, index, weights, grad = inputs(40, EXPERTS)
+    counts = [40 // world] * world
+    for options in ({"method": "gather"}, {"method": "replicated"}, {"method": "gather", "uniform": True}):
+        spread = parallel(layer, **options)
+        everywhere = options["method"] == "replicated"
+        for route, passes in ((index, 1), (index % 2, 2), (index % 2, 1), (index, 1), (index % 2, 2)):
+            out, expected = backward(layer, x, route, weights, grad)
+            arguments = x, route, weights, grad
+            arguments = arguments if everywhere else share(arguments, counts)
+            with (
+                patch.object(local_experts, "_ALWAYS", 0),
+                patch.object(local_experts, "experts_training", wraps=local_experts.experts_training) as runs,
+            ):
+                ours, grads = backward(spread, *arguments)
+            assert runs.call_count == (passes if dist.get_rank() == 0 else 1)
+            agree(ours, *([out] if everywhere else share([out], counts)))
+            for name in ("gate_up_proj", "down_proj"):
+                assert relative_error(grads[name].full_tensor(), expected[name]) <= tolerance(name)
+
+
+def uniform_calls_that_are_not(world):
+    """What training assumes to be equal is compared while it computes."""
+    x, index, weights, _ = inputs(6, EXPERTS)
+    mine = [value[: 6 - 2 * dist.get_rank()] for value in (x, index, weights)]
+    for method in ("replicated", "all_to_all"):  # the only ones whose collectives do not depend on it
+        spread = parallel(make_trained(EXPERTS), method=method, uniform=True)
+        spread(x, index, weights)
+        sentence = r"^hidden_states: expected the same number of tokens on all ranks, got 6 on rank 0; 4 on rank 1$"
+        with pytest.raises(ValueError, match=sentence):
+            spread(*mine)
 
 
 def same_bits_without_gradients(world):
@@ -276,6 +313,7 @@ CASES = {
     2: (
         *(gradients, sizes, frozen, one_of_the_inputs, same_bits_without_gradients, optimizers, changed_masters),
         *(ranks_without_rows, no_second_derivatives, a_rank_without_a_backward),
+        *(more_rows_than_an_even_share, uniform_calls_that_are_not),
     ),
     4: (gradients, beside_fsdp),
 }

@@ -22,8 +22,6 @@ _DISPATCHED = {
     "overlap_moe_expert_parallel_comm": False,
     "cuda_graph_impl": "none",
 }
-# As training sends tokens in any case, so does evaluation: unquantized, by collectives of Megatron's own group.
-_OVER_RANKS = Options(method="auto", payload="bf16", exact=False, uniform=False)
 
 
 class FP8MoELayer(MoELayer):
@@ -31,7 +29,9 @@ class FP8MoELayer(MoELayer):
 
     The kernels that quantize and sum then read and write tokens in their own order. If this rank has all experts, the
     CPU does not wait for the numbers of tokens. Under expert parallelism tokens go to other ranks, and sums come back,
-    as with `fp8moe.distributed.ExpertParallel`: a token goes to a rank once, however many of its experts are there.
+    as with `fp8moe.distributed.ExpertParallel`: a token goes to a rank once, however many of its experts are there. The
+    ranks exchange their numbers of tokens beforehand if the config has variable_seq_lengths; otherwise the numbers must
+    be equal, which training checks.
     Router, losses, dropped tokens, shared experts and recomputation are Megatron's in any case. Rows are dispatched as
     Megatron does it under expert tensor parallelism, CUDA graphs and overlapped communication, with its flex
     dispatcher, and for routers and experts of other classes. What pads the rows of experts is ignored otherwise.
@@ -51,7 +51,10 @@ class FP8MoELayer(MoELayer):
         super().__init__(config, submodules, layer_number, groups, **options)
         if self._takes_tokens():
             if self.token_dispatcher.ep_size > 1:
-                self.experts.parallel = Dispatcher(groups.ep, config.num_moe_experts, _OVER_RANKS)
+                # As training sends tokens in any case, so does evaluation: unquantized, by collectives of this group.
+                uniform = not config.variable_seq_lengths
+                options = Options(method="auto", payload="bf16", exact=False, uniform=uniform)
+                self.experts.parallel = Dispatcher(groups.ep, config.num_moe_experts, options)
             self.token_dispatcher = _WholeTokens(config, groups)
 
     def _takes_tokens(self) -> bool:
