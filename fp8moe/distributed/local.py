@@ -78,11 +78,10 @@ class LocalExperts(NamedTuple):
     def train_without_waiting(
         self, tokens: Tokens, expected_rows: int, fits: bool, launched: Callable[[], None]
     ) -> tuple[Tensor, bool]:
-        """Compute `train` with the `room` of an even share if the rows fit; return also whether they did.
+        """Compute `train` with the `room` of an even share; return also whether the rows fit into it.
 
-        fits: whether to expect that. If so, the CPU launches the pass before it waits for the number of rows, and
-        again if they do not fit. The room is then a function of the number of tokens, equal in a recomputation.
-        launched: called before the CPU waits.
+        fits: whether to expect that. If so, the CPU launches the pass before it waits for the number of rows, and again
+        if they do not fit. launched: called before the CPU waits.
         """
         index = tokens.top_k_index
         room = self.room(index, expected_rows)
@@ -90,12 +89,10 @@ class LocalExperts(NamedTuple):
             launched()
             return self.train(tokens, None), fits
         came = _Arriving(self.rows_here(index))
-        sums = self.train(tokens, room) if fits else None
+        sums = self.train(tokens, room) if fits and not _saved_by_hooks() else None
         launched()
         fits = int(came) <= room
-        if sums is None or not fits:
-            sums = self.train(tokens, room if fits else int(came))
-        return sums, fits
+        return self.train(tokens, int(came)) if sums is None or not fits else sums, fits
 
     def rows_here(self, index: Tensor) -> Tensor:
         """Return the number of assignments to this rank's experts, of shape ()."""
@@ -125,6 +122,15 @@ class LocalExperts(NamedTuple):
         """
         options = {"row_dtype": row_dtype(self.dtype), "whole": (assignments, self.total), "training": training}
         return experts_of_rows(x, groups, self.weights.layer, masters=self.weights.masters, **options)
+
+
+def _saved_by_hooks() -> bool:
+    """Return whether hooks keep the tensors that autograd saves, or true where PyTorch does not say.
+
+    `torch.utils.checkpoint` counts these tensors: a pass that runs again in the forward must in the recomputation, too.
+    """
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return hooks is None or hooks(True) is not None
 
 
 class _Arriving:

@@ -149,7 +149,9 @@ def more_rows_than_an_even_share(world):
                 patch.object(local_experts, "experts_training", wraps=local_experts.experts_training) as runs,
             ):
                 ours, grads = backward(spread, *arguments)
-            assert runs.call_count == (passes if dist.get_rank() == 0 else 1)
+                assert runs.call_count == (passes if dist.get_rank() == 0 else 1)
+                repeated, again = backward(checkpointed(parallel(layer, **options)), *arguments)
+                assert repeated.equal(ours) and all(local(again[key]).equal(local(grads[key])) for key in grads)
             agree(ours, *([out] if everywhere else share([out], counts)))
             for name in ("gate_up_proj", "down_proj"):
                 assert relative_error(grads[name].full_tensor(), expected[name]) <= tolerance(name)
@@ -167,6 +169,16 @@ def uniform_calls_that_are_not(world):
             spread(*mine)
 
 
+def checkpointed(layer, reentrant=False):
+    """The layer, recomputed in its backward."""
+
+    def run(*arguments, residual=None):
+        return checkpoint(layer, *arguments, use_reentrant=reentrant)
+
+    run.zero_grad, run.named_parameters = layer.zero_grad, layer.named_parameters
+    return run
+
+
 def same_bits_without_gradients(world):
     """In training mode, as checkpointing needs it; and checkpointing itself."""
     layer = make_trained(EXPERTS)
@@ -177,12 +189,7 @@ def same_bits_without_gradients(world):
         with torch.no_grad():
             assert torch.equal(spread(x, index, weights), out)
         for reentrant in (False, True):
-
-            def checkpointed(*arguments, residual=None, reentrant=reentrant, spread=spread):
-                return checkpoint(spread, *arguments, use_reentrant=reentrant)
-
-            checkpointed.zero_grad, checkpointed.named_parameters = spread.zero_grad, spread.named_parameters
-            again, repeated = backward(checkpointed, x, index, weights, grad)
+            again, repeated = backward(checkpointed(spread, reentrant), x, index, weights, grad)
             assert torch.equal(again, out)
             assert all(torch.equal(local(repeated[name]), local(value)) for name, value in grads.items())
 
