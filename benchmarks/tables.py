@@ -677,12 +677,8 @@ def megatron(benchmarks: dict) -> str:
             *(f"{row['fp8']['peak_gib']:.0f}, {row['bf16']['peak_gib']:.0f} GiB" for row in rows),
         )
     ]
-    seeds = runs[0]["loss"]["seeds"]
     lines += [
-        (
-            f"loss of the small model beside bfloat16's, mean of {seeds} seeds, {what}",
-            *(_apart(run, part) for run in runs),
-        )
+        (f"loss of the small model beside bfloat16's, {what}", *(_apart(run, part) for run in runs))
         for part, what in (*parts.items(), ("control", "bfloat16 rounded in another way"))
     ]
     layers = runs[0]["speed"]["sizes"]["layers"]
@@ -695,7 +691,7 @@ def _apart(run: dict, part: str) -> str:
     if "loss" not in run:
         return "-"
     apart = run["loss"]["apart"][part]
-    return f"{100 * apart['last_ten']:+.2f} ± {100 * apart['error']:.2f}%"
+    return f"{100 * apart['last_ten']:+.2f} ± {100 * apart['error']:.2f}%, {run['loss']['seeds']} seeds"
 
 
 def of(name: str, tables: Callable[[dict], str]) -> Callable[[dict], str]:

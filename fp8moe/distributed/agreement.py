@@ -106,7 +106,8 @@ class Exchange:
 
     def __init__(self, agreement: Agreement, call: CallSummary, error: Exception | None = None):
         self._agreement, self._call, self._error = agreement, call, error
-        mine = torch.tensor([call._replace(wrong=int(error is not None))] * agreement.world, device="cpu")
+        row = call._replace(wrong=int(error is not None))
+        mine = torch.tensor([row] * agreement.world, dtype=torch.int64, device="cpu")
         self._all = torch.empty_like(mine)
         # Over gloo, an all-to-all that sends the same row to every rank takes a third less time than an all-gather.
         self._work = dist.all_to_all_single(self._all, mine, group=agreement.group, async_op=True)
