@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -79,9 +80,19 @@ class ExpertParallel(ParallelStyle):
         for name, value in module._parameters.items():
             if value is not None and not isinstance(value, DTensor):
                 setattr(module, name, _shard(value, device_mesh, self.src_data_rank))
-        dispatcher = Dispatcher(group, module.num_experts, self.options)
-        setattr(module, "parallel" if isinstance(module, GroupedExperts) else "_fp8moe_parallel", dispatcher)
+        self.connect(module, group, module.num_experts)
         return module
+
+    def connect(self, module: nn.Module, group: ProcessGroup, num_experts: int) -> None:
+        """Have a layer that holds this rank's experts alone take tokens for the experts of all ranks of a group.
+
+        For modules of trainers that shard experts themselves. All ranks must connect their layers together, in the same
+        order, and rank r of the group must have the r-th part of the experts.
+
+        num_experts: the number of experts on all ranks.
+        """
+        dispatcher = Dispatcher(group, num_experts, self.options)
+        setattr(module, "parallel" if isinstance(module, GroupedExperts) else "_fp8moe_parallel", dispatcher)
 
 
 def _describe(module: nn.Module, mesh: DeviceMesh) -> str:

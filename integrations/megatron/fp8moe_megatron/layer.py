@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from fp8moe.distributed.dispatcher import Dispatcher, Options
+from fp8moe.distributed import ExpertParallel
 from fp8moe_megatron.experts import FP8Experts
 
 # Settings under which Megatron looks into its dispatcher, or has it compute something else.
@@ -52,9 +52,8 @@ class FP8MoELayer(MoELayer):
         if self._takes_tokens():
             if self.token_dispatcher.ep_size > 1:
                 # As training sends tokens in any case, so does evaluation: unquantized, by collectives of this group.
-                uniform = not config.variable_seq_lengths
-                options = Options(method="auto", payload="bf16", exact=False, uniform=uniform)
-                self.experts.parallel = Dispatcher(groups.ep, config.num_moe_experts, options)
+                style = ExpertParallel(payload="bf16", uniform=not config.variable_seq_lengths)
+                style.connect(self.experts, groups.ep, config.num_moe_experts)
             self.token_dispatcher = _WholeTokens(config, groups)
 
     def _takes_tokens(self) -> bool:
