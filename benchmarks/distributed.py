@@ -300,7 +300,7 @@ def measure_training(tokens: int, layers: int) -> Iterator[dict]:
         both()
         same = all(layer.down_proj.grad.to_local().equal(ours) for layer, ours in zip(trained, found, strict=True))
         us = microseconds(both, repeats=8)
-        checked = {"gradient_error": _largest(max(errors)), "repeats": _largest(not same) == 0}
+        checked = {"gradient_error": largest(max(errors)), "repeats": largest(not same) == 0}
         yield {**about, "method": method, "us": us, "over_local": us / local, **checked}
 
 
@@ -338,7 +338,8 @@ def _all(value: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _largest(value: float) -> float:
+def largest(value: float) -> float:
+    """Return the largest of the ranks' values."""
     found = torch.tensor(float(value), device=DEVICE)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)

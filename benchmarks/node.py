@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from benchmarks import report, roofline
 from benchmarks.decode import MANY, ROOM, seconds, step_seconds
-from benchmarks.distributed import generator, start_ranks
+from benchmarks.distributed import change, generator, largest, start_ranks
 from benchmarks.report import ROOT, tables_of, write_json
 from benchmarks.whole_models import CONFIGS, build
 from fp8moe import GroupedExperts
 from fp8moe.decode import GraphDecoder
 from fp8moe.distributed import ExpertParallel
+from fp8moe.layers.parameters import is_sharded, local
 
 MODEL = "qwen3-235b-a22b"
 BATCHES, PROMPT = (1, 8, 64), 512
@@ -42,16 +42,12 @@ COLUMNS = {
 }
 
 
-def local_bytes(value: Tensor) -> int:
-    return (value.to_local() if isinstance(value, DTensor) else value).nbytes
-
-
 def spread(model: nn.Module, mesh: DeviceMesh) -> None:
     """Spread the experts over the mesh. ValueError if a GPU of this rank has less memory than its weights need."""
     for module in model.modules():
         if isinstance(module, GroupedExperts):
             parallelize_module(module, mesh, ExpertParallel(method="gather", uniform=True))
-    need, have = sum(map(local_bytes, model.parameters())), torch.cuda.mem_get_info()[0]
+    need, have = sum(local(value).nbytes for value in model.parameters()), torch.cuda.mem_get_info()[0]
     if need > have:
         raise ValueError(f"{MODEL}: {need / 1e9:.0f} GB of weights on each rank, its GPU has {have / 1e9:.0f} GB free")
 
@@ -62,7 +58,7 @@ def read_bytes(model: Any, batch: int) -> float:
     used = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** batch
     embedding = model.get_input_embeddings().weight
     return sum(
-        local_bytes(value) * (used if isinstance(value, DTensor) else 1)
+        local(value).nbytes * (used if is_sharded(value) else 1)
         for value in model.parameters()
         if value is not embedding
     )
@@ -78,16 +74,10 @@ def prompts_of(model: Any, batch: int, length: int) -> tuple[Tensor, str]:
     return prompts, "replicated" if replicated else "gather"
 
 
-def slowest(value: float) -> float:
-    found = torch.tensor(value, device="cuda")
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
-
-
 def set_method(model: nn.Module, method: str) -> None:
     for module in model.modules():
         if isinstance(module, GroupedExperts):
-            module.parallel.options = ExpertParallel(method=method, uniform=True).options
+            change(module, method=method, uniform=True)
 
 
 def measure(model: Any) -> Iterator[dict]:
@@ -95,7 +85,7 @@ def measure(model: Any) -> Iterator[dict]:
         prompts, method = prompts_of(model, batch, PROMPT)
         set_method(model, method)
         decoder = GraphDecoder(model, batch_sizes=(len(prompts),), max_length=PROMPT + ROOM)
-        step = slowest(step_seconds(decoder, prompts))
+        step = largest(step_seconds(decoder, prompts))
         cached = decoder.stats().cache_bytes * (PROMPT + MANY / 2) / (PROMPT + ROOM)
         floor = (read_bytes(model, batch) + cached) / (1e12 * roofline.copy_tbps())
         decoder.close()
@@ -111,7 +101,7 @@ def measure(model: Any) -> Iterator[dict]:
 
         for _ in range(2):  # run twice before timing, because the graph of a short prompt is captured at its second use
             read()
-        spent = slowest(seconds(read))
+        spent = largest(seconds(read))
         decoder.close()
         rates = {"ms": 1e3 * spent, "tokens_s": batch * length / spent}
         yield {"what": "prefill", "batch": batch, "prompt": length, **rates}
@@ -126,7 +116,7 @@ def work(args: Any) -> None:
     mesh = init_device_mesh("cuda", (world,))
     begin = time.perf_counter()
     model = build(MODEL, layers=args.layers, prepare=lambda model: spread(model, mesh))
-    gb = sum(map(local_bytes, model.parameters())) / 1e9
+    gb = sum(local(value).nbytes for value in model.parameters()) / 1e9
     about = {"ranks": world, "model": MODEL, "layers": model.config.num_hidden_layers, "gb": gb}
     rows: list[dict] = []
     for row in measure(model):

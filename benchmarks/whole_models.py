@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fp8moe import GroupedExperts, replace_linears
 from fp8moe.layers.experts import PACKED_WEIGHTS
+from fp8moe.layers.parameters import local
 from fp8moe.quant.packed import quantize_arranged
 from fp8moe.weights import DEFAULT_SKIP
 
@@ -59,7 +59,7 @@ def build(
     experts: str | None = "fp8",
     layers: int | None = None,
     device: str = "cuda",
-    prepare: Callable[[nn.Module], object] = nn.Module.eval,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
 ) -> Any:
     """Build the model in eval mode.
 
@@ -95,8 +95,7 @@ def build(
         if parameter_name in packed:
             _fill_packed(parameter_name, *packed[parameter_name], generator)
         elif not parameter_name.endswith("_proj_scale"):  # these are written with their codes
-            values = parameter.data
-            _fill(parameter_name, values.to_local() if isinstance(values, DTensor) else values, generator)
+            _fill(parameter_name, local(parameter.data), generator)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             buffer.zero_()

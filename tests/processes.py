@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterable
+from itertools import cycle, islice
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,11 @@ IMPORTED = (
 )
 forkserver = mp.get_context("forkserver")
 forkserver.set_forkserver_preload([*IMPORTED])
+
+
+def on_gpus(*counts: int) -> tuple[int, ...]:
+    """Numbers of tokens, in turn, for as many processes as `GPUS`."""
+    return tuple(islice(cycle(counts), GPUS))
 
 
 def in_processes(work: Callable, *arguments, world: int = 2, backend: str = "gloo"):

@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fp8moe.distributed.agreement import Agreement, check_same
 from fp8moe.distributed.dispatcher import Dispatcher, Options
+from fp8moe.layers import parameters
 from fp8moe.layers.experts import GroupedExperts
 
 __all__ = ["ExpertParallel"]
@@ -89,8 +90,11 @@ class ExpertParallel(ParallelStyle):
         For modules of trainers that shard experts themselves. All ranks must connect their layers together, in the same
         order, and rank r of the group must have the r-th part of the experts.
 
-        num_experts: the number of experts on all ranks.
+        num_experts: the number of experts on all ranks. Raises ValueError if those here are not that part of them.
         """
+        here, world = len(parameters.local(next(module.parameters()))), dist.get_world_size(group)
+        if here * world != num_experts:
+            raise ValueError(f"num_experts: expected {world} ranks with {here} experts each, got {num_experts}")
         dispatcher = Dispatcher(group, num_experts, self.options)
         setattr(module, "parallel" if isinstance(module, GroupedExperts) else "_fp8moe_parallel", dispatcher)
 

@@ -86,8 +86,9 @@ class LocalExperts(NamedTuple):
         index = tokens.top_k_index
         room = self.room(index, expected_rows)
         if capturing(index) or index.numel() <= room:
+            sums = self.train(tokens, None)
             launched()
-            return self.train(tokens, None), fits
+            return sums, fits
         came = _Arriving(self.rows_here(index))
         sums = self.train(tokens, room) if fits and not _saved_by_hooks() else None
         launched()

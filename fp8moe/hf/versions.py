@@ -87,9 +87,9 @@ def has_styles() -> bool:
 
 
 def over_ranks(config: Any, ranks: int) -> Any:
-    """Return the DistributedConfig of a model that so many ranks hold: whole experts, all else by transformers' plan.
+    """Return the DistributedConfig that spreads a model over ranks: whole experts, all else by transformers' plan.
 
-    config: the model's.
+    config: the model's. ranks: their number.
     """
     from transformers.distributed import DistributedConfig
 

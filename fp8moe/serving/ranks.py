@@ -1,4 +1,4 @@
-"""A model that several processes hold together: the first serves it, the others make the forwards that it makes."""
+"""A model that is spread over several processes: the first serves it, the others run every forward pass with it."""
 
 import os
 import signal
@@ -30,9 +30,9 @@ class Begun(NamedTuple):
 
 
 class Orders(NamedTuple):
-    """What comes before a forward: requests that begin, and numbers of requests that were cancelled.
+    """What to do before a forward pass: requests that begin, and numbers of requests that were cancelled.
 
-    stop: no forward follows, nor will any other.
+    stop: no pass follows, nor will any other.
     """
 
     begun: list[Begun]
@@ -43,8 +43,8 @@ class Orders(NamedTuple):
 class Ranks:
     """The processes of a torchrun, each with a device of its own.
 
-    `GraphDecoder` takes the same steps in all of them if its requests come and go before the same forwards. So the
-    first process tells the others, before each forward, what has come and gone since the last. Nothing else is sent.
+    `GraphDecoder` takes the same steps in all of them if requests begin and end before the same forward passes. So the
+    first process tells the others, before each pass, which have begun and been cancelled. Nothing else is sent.
 
     device: this process's device. size: the number of processes.
     """
@@ -85,7 +85,7 @@ class Ranks:
         dist.broadcast_object_list([orders], src=0, group=self._group)
 
     def follow(self, decoder: GraphDecoder, tokenizer: Any) -> None:
-        """Make the forwards that the first process makes, until it stops, and leave. For the others.
+        """Run the forward passes that the first process runs, until it stops; then leave. For the others.
 
         decoder, tokenizer: equal to those of the first process. Raises RuntimeError if that process ends otherwise.
         """

@@ -157,6 +157,14 @@ def more_rows_than_an_even_share(world):
                 assert relative_error(grads[name].full_tensor(), expected[name]) <= tolerance(name)
 
 
+def experts_that_are_not_a_part(world):
+    for here, total in ((EXPERTS, EXPERTS), (EXPERTS // world, EXPERTS + 1)):
+        with pytest.raises(
+            ValueError, match=f"^num_experts: expected {world} ranks with {here} experts each, got {total}$"
+        ):
+            ExpertParallel().connect(make_trained(here), dist.group.WORLD, total)
+
+
 def uniform_calls_that_are_not(world):
     """What training assumes to be equal is compared while it computes."""
     x, index, weights, _ = inputs(6, EXPERTS)
@@ -320,7 +328,7 @@ CASES = {
     2: (
         *(gradients, sizes, frozen, one_of_the_inputs, same_bits_without_gradients, optimizers, changed_masters),
         *(ranks_without_rows, no_second_derivatives, a_rank_without_a_backward),
-        *(more_rows_than_an_even_share, uniform_calls_that_are_not),
+        *(more_rows_than_an_even_share, uniform_calls_that_are_not, experts_that_are_not_a_part),
     ),
     4: (gradients, beside_fsdp),
 }

@@ -1,7 +1,6 @@
 """ExpertParallel on two or four GPUs, a process each, against the layer of one: NCCL, and peers' memory."""
 
 import copy
-import itertools
 from contextlib import nullcontext
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ from tests.errors import equal_but_for_steps, relative_error
 from tests.experts_cases import inputs, make, make_trained
 from tests.gpu.checks import captured
 from tests.peer_cases import on_one_gpu
-from tests.processes import GPUS, in_processes
+from tests.processes import GPUS, in_processes, on_gpus
 from tests.waiting import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")]
@@ -46,11 +45,6 @@ def without_peers():
 def parallel(layer, **options):
     mesh = init_device_mesh("cuda", (GPUS,))
     return parallelize_module(copy.deepcopy(layer), mesh, ExpertParallel(**options))
-
-
-def on_ranks(*counts):
-    """Numbers of tokens, in turn, for as many ranks as there are."""
-    return tuple(itertools.islice(itertools.cycle(counts), GPUS))
 
 
 def tokens(counts, seed=0, **options):
@@ -101,7 +95,7 @@ def eager():
                 spread = parallel(layer, **options)
                 for counts in ((40,), *([] if options.get("uniform") else ((0, 5), (33, 700, 8), (0,)))):
                     for dtype in (torch.bfloat16, torch.float32):
-                        check(layer, spread, on_ranks(*counts), dtype, options, way)
+                        check(layer, spread, on_gpus(*counts), dtype, options, way)
 
 
 def odd_sizes():
@@ -120,7 +114,7 @@ def check(layer, spread, counts, dtype, options, way):
 
 def skewed():
     """All tokens to the experts of one rank: several passes, nothing is lost."""
-    layer, counts = make(EXPERTS, HIDDEN, SIZE, device="cuda"), on_ranks(600)
+    layer, counts = make(EXPERTS, HIDDEN, SIZE, device="cuda"), on_gpus(600)
     x, index, weights, _ = tokens(counts)
     index = index % (EXPERTS // GPUS)
     expected = layer(x, index, weights)
@@ -142,7 +136,7 @@ def graphs():
         for options in METHODS:
             for count in (1, 64, 400):
                 with way():
-                    replay(layer, parallel(layer, **options), on_ranks(count), options, is_exact(options, way))
+                    replay(layer, parallel(layer, **options), on_gpus(count), options, is_exact(options, way))
 
 
 def replay(layer, spread, counts, options, exact):
@@ -164,7 +158,7 @@ def replay(layer, spread, counts, options, exact):
 
 def nothing_waits():
     """Gather and replicated, for tokens that one pass has room for, and for any number where a capture is rehearsed."""
-    layer, counts = make(EXPERTS, HIDDEN, SIZE, device="cuda"), on_ranks(40)
+    layer, counts = make(EXPERTS, HIDDEN, SIZE, device="cuda"), on_gpus(40)
     for way in (nullcontext, without_peers):
         for options in ({"method": "gather"}, {"method": "replicated"}):
             spread, arguments = parallel(layer, **options), mine(tokens(counts)[:3], counts, options)
@@ -172,7 +166,7 @@ def nothing_waits():
                 spread(*arguments)
                 with no_waiting():
                     spread(*arguments)
-                many = mine(tokens(on_ranks(600))[:3], on_ranks(600), options)
+                many = mine(tokens(on_gpus(600))[:3], on_gpus(600), options)
                 spread(*many)
                 with HostReads(torch.device("cuda", dist.get_rank())) as reads, no_waiting():
                     rehearsed = spread(*many)
@@ -180,7 +174,7 @@ def nothing_waits():
 
 
 def training():
-    counts = on_ranks(300, 170, 90)
+    counts = on_gpus(300, 170, 90)
     for master_dtype in (torch.bfloat16, torch.float32):
         layer = make_trained(EXPERTS, HIDDEN, SIZE, master_dtype=master_dtype, device="cuda")
         x, index, weights, grad = tokens(counts)

@@ -1,6 +1,5 @@
 """Two or four GPUs, a process each, that write to each other's memory: the results of one GPU's layer, bit for bit."""
 
-import itertools
 import math
 
 import pytest
@@ -61,11 +60,6 @@ def tokens_of(counts, dtype, seed):
     return found
 
 
-def on_ranks(*counts):
-    """Numbers of tokens, in turn, for as many ranks as there are."""
-    return tuple(itertools.islice(itertools.cycle(counts), WORLD))
-
-
 def share(counts):
     return ceil_div(sum(counts) * TOP_K, WORLD)
 
@@ -76,7 +70,7 @@ def gather_eager(peers):
         local = local_experts(peers, layer, dtype)
         # A rank without tokens, uneven ones, growing buffers, more than all warps take at a time.
         for seed, some in enumerate(((1,), (0, 5), (3, 0, 1), (64,), (0,), (33, 40, 7), (900, 700), (2000,))):
-            counts = on_ranks(*some)
+            counts = processes.on_gpus(*some)
             tokens = tokens_of(counts, dtype, seed)
             mine = tokens[peers.rank]
             residual = torch.randn_like(mine.hidden_states) if seed % 2 else None
@@ -92,7 +86,7 @@ def skewed(peers):
     """All tokens to the experts of one rank: more than one pass, nothing lost."""
     layer = make_layer()
     local = local_experts(peers, layer, torch.bfloat16)
-    counts = on_ranks(1500)
+    counts = processes.on_gpus(1500)
     for owner in range(WORLD):
         tokens = [
             own._replace(top_k_index=own.top_k_index % EACH + owner * EACH)
@@ -122,7 +116,7 @@ def layers_in_a_graph(peers, count):
     """Both methods one after the other over the same buffers, replayed with tokens and routing that change."""
     layers = [make_layer(seed=seed) for seed in range(4)]
     locals_ = [local_experts(peers, layer, torch.bfloat16) for layer in layers]
-    counts = on_ranks(count)
+    counts = processes.on_gpus(count)
     static = [Tokens(*(value.clone() for value in tokens)) for tokens in tokens_of(counts, torch.bfloat16, 0)]
     mine, shared = static[peers.rank], static[0]
 
@@ -149,13 +143,15 @@ def layers_in_a_graph(peers, count):
         if seed % 5 == peers.rank:
             torch.cuda._sleep(20_000_000)  # one rank is late
     # Larger ones do not touch what the graph has; a graph cannot make them.
-    peers.gather(locals_[0], tokens_of(on_ranks(count + 50), torch.bfloat16, 1)[peers.rank], count + 50, 2 * count)
+    peers.gather(
+        locals_[0], tokens_of(processes.on_gpus(count + 50), torch.bfloat16, 1)[peers.rank], count + 50, 2 * count
+    )
     for out in outs:
         out.fill_(float("nan"))
     graph.replay()
     assert all(map(torch.equal, outs, expected))
     torch.cuda.synchronize()
-    more = tokens_of(on_ranks(count + 500), torch.bfloat16, 1)[peers.rank]
+    more = tokens_of(processes.on_gpus(count + 500), torch.bfloat16, 1)[peers.rank]
     refused = torch.cuda.CUDAGraph()
     message = "^hidden_states: expected at most as many tokens in a CUDA graph"
     with pytest.raises(ValueError, match=message), torch.cuda.graph(refused):
@@ -166,7 +162,7 @@ def what_earlier_calls_left(peers):
     """Tokens go only to the ranks of their experts, and rows come only from these: what lies elsewhere is not read."""
     layer = make_layer()
     local = local_experts(peers, layer, torch.bfloat16)
-    counts = on_ranks(70)
+    counts = processes.on_gpus(70)
     for seed, dtype in enumerate((torch.int64, torch.int32)):
         tokens = [
             own._replace(top_k_index=own.top_k_index.to(dtype)) for own in tokens_of(counts, torch.bfloat16, seed)

@@ -54,7 +54,8 @@ def decodes(root, name, form):
         decoder, tokens, logprobs = decode(model)
         assert same_on_all_ranks(tokens) and same_on_all_ranks(logprobs)
         apart = (logprobs[:, 0] - likely[:, 0]).abs()
-        assert apart.min() < 0.1 and apart.max() < 0.4  # where a router nearly ties, other sums choose another expert
+        # Of more sums, one chooses another expert where a router nearly ties.
+        assert apart.min() < 0.1 and apart.max() < (0.1 if GPUS == 2 else 0.4)
         if way == "ep":
             assert tokens.equal(expected)
         torch.manual_seed(rank)

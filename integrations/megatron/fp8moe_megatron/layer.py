@@ -32,6 +32,7 @@ class FP8MoELayer(MoELayer):
     as with `fp8moe.distributed.ExpertParallel`: a token goes to a rank once, however many of its experts are there. The
     ranks exchange their numbers of tokens beforehand if the config has variable_seq_lengths; otherwise the numbers must
     be equal, which training checks.
+
     Router, losses, dropped tokens, shared experts and recomputation are Megatron's in any case. Rows are dispatched as
     Megatron does it under expert tensor parallelism, CUDA graphs and overlapped communication, with its flex
     dispatcher, and for routers and experts of other classes. What pads the rows of experts is ignored otherwise.
