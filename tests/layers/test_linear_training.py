@@ -129,7 +129,7 @@ def calls(monkeypatch):
 
     count(master, "_quantize")
     count(transpose, "transpose_fp8")
-    for name in ("quantize_with_transpose", "quantize_1x128", "gemm", "weight_gradients"):
+    for name in ("quantize_with_transpose", "quantize_1x128", "gemm", "weight_gradient"):
         count(linear_training, name)
     return names
 
@@ -142,7 +142,7 @@ def test_each_quantization_happens_once(calls):
         for _ in range(2):
             layer(torch.randn(40, 272, requires_grad=True)).sum().backward()
         per_call = ["quantize_with_transpose", "gemm"]
-        per_call += ["quantize_with_transpose", "weight_gradients", "gemm"]
+        per_call += ["quantize_with_transpose", "weight_gradient", "gemm"]
         assert calls == ["_quantize", *per_call, *per_call]
         optimizer.step()
 
@@ -150,7 +150,7 @@ def test_each_quantization_happens_once(calls):
 def test_only_what_is_needed_is_computed(calls):
     layer = make()
     layer(torch.randn(40, 272)).sum().backward()  # the first layer of a model
-    assert calls == ["_quantize", *2 * ["quantize_with_transpose", "gemm"]][:-1] + ["weight_gradients"]
+    assert calls == ["_quantize", *2 * ["quantize_with_transpose", "gemm"]][:-1] + ["weight_gradient"]
     calls.clear()
     x = torch.randn(40, 272, requires_grad=True)
     layer.weight.requires_grad_(False).grad = None

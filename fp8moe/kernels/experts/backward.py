@@ -34,7 +34,7 @@ from fp8moe.kernels.experts.swiglu import (
     swiglu_backward_quantize,
     swiglu_quantize,
 )
-from fp8moe.kernels.gemm.api import grouped_gemm_swiglu_keeping, grouped_rows, weight_gradients
+from fp8moe.kernels.gemm.api import grouped_gemm_swiglu_keeping, grouped_rows, weight_gradient
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.quant.transpose import (
@@ -323,8 +323,7 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     d_rows, dots, d_columns, offsets, h_columns = d[:5]
     del d  # with it d_projected and values, the largest temporary tensors of LoRA
     if masters.down_master is not None:
-        shape, dtype = (1, hidden, size), masters.down_master.dtype
-        grads["down_master"] = _weight_gradient(grad_columns, h_columns, offsets, shape, dtype)
+        grads["down_master"] = weight_gradient(grad_columns, h_columns, offsets, masters.down_master)
     del grad_columns, h_columns
     if routing_grad:
         grads["top_k_weights"] = order.by_assignment(dots).to(top_k_weights.dtype)
@@ -345,13 +344,11 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
     x_columns = order.transposed(x if x_scale is None else FP8Tensor(x, x_scale), columns, tokens)
     both = 2 if layer.activation.gated else 1
     if masters.up_master is not None and masters.up_master.shape[1] == both * size:
-        shape, dtype = (both, size, hidden), masters.up_master.dtype
-        grads["up_master"] = _weight_gradient(d_columns, x_columns, offsets, shape, dtype)
+        grads["up_master"] = weight_gradient(d_columns, x_columns, offsets, masters.up_master, both)
     else:
         for name, *half in zip(("gate_master", "up_master"), *(part.chunk(2) for part in d_columns), strict=True):
             if (master := getattr(masters, name)) is not None:
-                shape = (1, size, hidden)
-                grads[name] = _weight_gradient(FP8Tensor(*half), x_columns, offsets, shape, master.dtype)
+                grads[name] = weight_gradient(FP8Tensor(*half), x_columns, offsets, master)
     return [grads[name] for name in operands.wanted]
 
 
@@ -408,15 +405,6 @@ def activate_backward(
     return ActivationGradient(quantize_1x128(d_projected), dots, None, None, None, *both)
 
 
-def _weight_gradient(
-    grad_columns: FP8Tensor, columns: FP8Tensor, offsets: Tensor, shape: tuple[int, int, int], dtype: torch.dtype
-) -> Tensor:
-    """Compute `weight_gradients` and cut off padding: return (E, projections * N, K). shape: (projections, N, K)."""
-    projections, rows, width = shape
-    padded = weight_gradients(grad_columns, columns, offsets, dtype)
-    return padded.unflatten(1, (projections, -1))[:, :, :rows, :width].flatten(1, 2).contiguous()
-
-
 # ---- the operators ----
 
 
@@ -464,7 +452,14 @@ def _differentiate(ctx, grad, *_) -> tuple[Tensor | None, ...]:
         x,
         x_scale,
     )
-    grads = dict(zip(operands.wanted, _training_backward(*_BACKWARD.pack(operands)), strict=True))
+    if any(hasattr(master, "grad_sum") for master in ctx.masters):
+        # No operator: one that writes to grad_sum could have no autograd formula.
+        if torch.is_grad_enabled():
+            no_double_backward(ctx)
+        found = _backward(operands)
+    else:
+        found = _training_backward(*_BACKWARD.pack(operands))
+    grads = dict(zip(operands.wanted, found, strict=True))
     return tuple(grads.get(name) if need else None for name, need in needed.items())
 
 

@@ -89,7 +89,8 @@ class Masters(NamedTuple):
     """Master weights that get gradients: the sources of the quantized weights, or None for weights without a gradient.
 
     Each has the shape of its FP8 weight. If gate and up are separate parameters, gate_master and up_master are
-    (E, I, H) each; otherwise up_master has the rows of both and gate_master is None.
+    (E, I, H) each; otherwise up_master has the rows of both and gate_master is None. For an attribute ``grad_sum`` of
+    a master see `kernels.gemm.api.weight_gradient`.
     """
 
     up_master: Tensor | None = None

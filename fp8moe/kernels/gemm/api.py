@@ -602,12 +602,31 @@ def _rows_of_outs(a: FP8Tensor, outs: Sequence[Tensor]) -> list[FP8Tensor]:
     return [FP8Tensor(*part) for part in zip(a.data.split(sizes), a.scale.split(sizes), strict=True)]
 
 
-def weight_gradients(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `grouped_gemm_k` with a result (E, M, N) in any floating dtype, rounded once from float32."""
-    shape = (group_offsets.shape[0] - 1, a.data.shape[0], b.data.shape[0])
-    direct = dtype in (torch.float32, torch.bfloat16)
-    out = torch.empty(shape, dtype=dtype if direct else torch.float32, device=a.data.device)
-    return grouped_gemm_k(a, b, group_offsets, out=out).to(dtype)
+def weight_gradient(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, master: Tensor, projections: int = 1) -> Tensor:
+    """Compute the gradient of a master weight, rounded once from float32 to its dtype.
+
+    a, b, group_offsets: as for `grouped_gemm_k`, (P * N', K) and (H', K).
+    master: (E, P * N, H), or (N, H) for one group, P being `projections`. N' and H' are N and H with padding.
+    Returns a tensor like the master. If the master has an attribute ``grad_sum``, a float32 tensor of its shape, the
+    gradient is added to that, and the result has no values.
+    """
+    total = getattr(master, "grad_sum", None)
+    rows, width = master.shape[-2:]
+    sizes = group_offsets.shape[0] - 1, a.data.shape[0], b.data.shape[0]
+    whole = sizes[1:] == (rows, width)
+    nothing = master.new_empty(()).expand(master.shape)
+    if total is not None and whole and total.is_contiguous() and total.data_ptr() % 16 == 0:
+        grouped_gemm_k(a, b, group_offsets, out=total.view(sizes), accumulate=True)
+        return nothing
+    dtype = torch.float32 if total is not None or master.dtype is torch.float16 else master.dtype
+    out = grouped_gemm_k(a, b, group_offsets, out=torch.empty(sizes, dtype=dtype, device=a.data.device))
+    if not whole:
+        out = out.unflatten(1, (projections, -1))[:, :, : rows // projections, :width].flatten(1, 2).contiguous()
+    out = out.view(master.shape)
+    if total is None:
+        return out.to(master.dtype)
+    total.add_(out)
+    return nothing
 
 
 def _multiply_along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool) -> None:

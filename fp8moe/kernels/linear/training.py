@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8moe.kernels.gemm.api import gemm, weight_gradients
+from fp8moe.kernels.gemm.api import gemm, weight_gradient
 from fp8moe.quant.checks import check_block_scales, check_weight_scale, fp8_data
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, empty_quantized
 from fp8moe.quant.quantize import quantize_1x128
@@ -116,7 +116,7 @@ def _backward(operands: _Backward) -> tuple[Tensor, Tensor, Tensor]:
         d_bias = grad.reshape(math.prod(grad.shape[:-1]), n).sum(0, dtype=torch.float32)
     if master is not None:
         rows, grad_columns, offsets = quantize_with_transpose(_matrix(grad))
-        d_weight = weight_gradients(grad_columns, columns, offsets, master.dtype)[0, :n, :k].contiguous()
+        d_weight = weight_gradient(grad_columns, columns, offsets, master)
         del grad_columns
     elif input_grad:
         rows = quantize_1x128(_matrix(grad))
@@ -190,7 +190,14 @@ def _run_backward(ctx, grad, *_):
                 "weights"
             )
     input_grad, _, _, bias_grad, _ = ctx.needs_input_grad
-    d_x, d_weight, d_bias = _backward_op(grad, *ctx.saved_tensors, *ctx.masters, input_grad, bias_grad)
+    if hasattr(*ctx.masters, "grad_sum"):  # which an operator with an autograd formula may not write to
+        if torch.is_grad_enabled():
+            _no_double_backward(ctx)
+        weight, scale, *columns = ctx.saved_tensors
+        operands = _Backward(grad, weight, scale, FP8Tensor(*columns), *ctx.masters, input_grad, bias_grad)
+        d_x, d_weight, d_bias = _backward(operands)
+    else:
+        d_x, d_weight, d_bias = _backward_op(grad, *ctx.saved_tensors, *ctx.masters, input_grad, bias_grad)
     input_grads = d_x if input_grad else None, None, None
     return *input_grads, d_bias if bias_grad else None, None if ctx.masters[0] is None else d_weight
 

@@ -35,9 +35,6 @@ class _MainGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         weight = ctx.weight
-        # Not a copy in a step's first micro-batch: nothing says surely that main_grad is zero. Megatron's hook adds
-        # other gradients without setting grad_added_to_main_grad, and a CUDA graph would copy in each micro-batch.
-        weight.main_grad.add_(grad)
         weight.grad_added_to_main_grad = True
         # Megatron's hook runs where autograd has a gradient; it ignores the values, unless zero_out_wgrad is set.
         make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
@@ -47,14 +44,18 @@ class _MainGrad(torch.autograd.Function):
 def with_main_grad(weight: Tensor) -> Tensor:
     """Return what stands for a weight as the master of a training operator: it has the weight's shape, and no values.
 
-    Its gradient, float32, is added to ``weight.main_grad``. Returns the weight itself where Megatron's
+    The kernel adds its gradient, float32, to ``weight.main_grad``. It does not copy in a step's first micro-batch, as
+    nothing says surely that main_grad is zero: Megatron's hook adds other gradients without setting
+    grad_added_to_main_grad, and a CUDA graph would copy in each micro-batch. Returns the weight itself where Megatron's
     DistributedDataParallel has not given it a main_grad, or where no gradients are recorded.
     """
     if not (weight.requires_grad and torch.is_grad_enabled() and hasattr(weight, "grad_added_to_main_grad")):
         return weight
     if hasattr(weight, "__fsdp_param__"):
         raise NotImplementedError("fp8moe_megatron: Megatron-FSDP is not supported; use DistributedDataParallel")
-    return _MainGrad.apply(weight)
+    standing = _MainGrad.apply(weight)
+    standing.grad_sum = weight.main_grad
+    return standing
 
 
 def refuse(owner: str, config: Any, reasons: dict[str, object]) -> None:
