@@ -209,7 +209,14 @@ def layers_under_graphs_and_other_routers():
     assert not layer._takes_tokens()
     probs = torch.tensor([[0, 0.5, 0, 0.25], [0, 0, 0, 1.0], [0, 0, 0, 0]])
     for routing_map in (probs != 0, torch.ones(3, 4, dtype=torch.bool)):
-        assert chosen_experts(probs, routing_map, 2).tolist() == [[1, 3], [3, 4], [4, 4]]
+        leaf = probs.clone().requires_grad_()
+        index, picked = chosen_experts(leaf, routing_map, 2)
+        found = [{*zip(*row, strict=True)} for row in zip(index.tolist(), picked.tolist(), strict=True)]
+        assert found == [{(1, 0.5), (3, 0.25)}, {(3, 1.0), (4, 0.0)}, {(4, 0.0)}]
+        (picked * (index + 1.0) * (index < 4)).sum().backward()
+        assert leaf.grad.tolist() == [[0, 2, 0, 4], [0, 0, 0, 4], [0, 0, 0, 0]]
+    lost = torch.tensor([[0, float("nan"), 0.5, 0]])
+    assert {*chosen_experts(lost, lost != 0, 2)[0][0].tolist()} == {1, 2}  # NaN must not get lost
 
 
 def weights_that_change_without_a_step_are_quantized_anew():

@@ -10,8 +10,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
 from fp8moe.distributed import ExpertParallel
 from fp8moe_megatron.experts import FP8Experts
@@ -71,8 +69,8 @@ class _WholeTokens(MoETokenDispatcher):
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         self._shape = tokens.shape
-        self._index = chosen_experts(probs, routing_map, self.config.moe_router_topk)
-        return tokens.flatten(0, -2), _Picked.apply(probs, self._index)
+        self._index, picked = chosen_experts(probs, routing_map, self.config.moe_router_topk)
+        return tokens.flatten(0, -2), picked
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_states, probs
@@ -91,34 +89,11 @@ class _WholeTokens(MoETokenDispatcher):
         return hidden_states.view(self._shape)
 
 
-@torch.no_grad()
-def chosen_experts(probs: Tensor, routing_map: Tensor, top_k: int) -> Tensor:
-    """Return the experts of each token, (T, top_k) int64, ascending; E in place of those that it lacks.
+def chosen_experts(probs: Tensor, routing_map: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the experts of each token and their probabilities, (T, top_k), differentiably.
 
     probs, routing_map: (T, E), of which at most top_k are not 0 and True in each row. The map may also be True where a
-    router pads to a capacity; probs are 0 there.
+    router pads to a capacity; probs are 0 there. The index is E in place of experts that a token lacks.
     """
-    experts = probs.shape[1]
-    # int16 takes a radix sort a quarter of the passes of int64.
-    numbers = torch.arange(experts, dtype=torch.int16, device=probs.device)
-    return torch.where(routing_map & (probs != 0), numbers, experts).topk(top_k, dim=1, largest=False).values.long()
-
-
-class _Picked(torch.autograd.Function):
-    """``probs.gather(1, index)``, (T, E) -> (T, K), 0 for an index E. Unlike that of gather, its backward adds nothing.
-
-    So equal inputs give equal bits, also under torch.use_deterministic_algorithms.
-    """
-
-    @staticmethod
-    def forward(ctx, probs: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.experts = probs.shape[1]
-        return pad(probs, (0, 1)).gather(1, index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        dense = grad.new_zeros(len(grad), ctx.experts + 1).scatter_(1, index, grad)
-        return dense[:, :-1], None
+    values, index = torch.where(routing_map, probs, 0).topk(top_k, dim=1, sorted=False)
+    return torch.where(values != 0, index, probs.shape[1]), values
