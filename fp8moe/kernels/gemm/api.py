@@ -614,10 +614,9 @@ def weight_gradient(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, master: T
     rows, width = master.shape[-2:]
     sizes = group_offsets.shape[0] - 1, a.data.shape[0], b.data.shape[0]
     whole = sizes[1:] == (rows, width)
-    nothing = master.new_empty(()).expand(master.shape)
     if total is not None and whole and total.is_contiguous() and total.data_ptr() % 16 == 0:
         grouped_gemm_k(a, b, group_offsets, out=total.view(sizes), accumulate=True)
-        return nothing
+        return master.new_empty(()).expand(master.shape)
     dtype = torch.float32 if total is not None or master.dtype is torch.float16 else master.dtype
     out = grouped_gemm_k(a, b, group_offsets, out=torch.empty(sizes, dtype=dtype, device=a.data.device))
     if not whole:
@@ -626,7 +625,7 @@ def weight_gradient(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, master: T
     if total is None:
         return out.to(master.dtype)
     total.add_(out)
-    return nothing
+    return master.new_empty(()).expand(master.shape)
 
 
 def _multiply_along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool) -> None:
