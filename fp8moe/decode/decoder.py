@@ -201,7 +201,7 @@ class GraphDecoder:
         self._batch_invariant = config.settings.batch_invariant
         self._records = Records()
         self._pool: tuple[int, int] | None = None
-        self._reader: Step | None = None
+        self._readers: dict[int, Step] = {}
         with self.on_device():
             self.capabilities = self._find_capabilities(fuse, cache_dtype)
             self._check_memory(sizes, output_dtype is not None)
@@ -392,11 +392,9 @@ class GraphDecoder:
 
     def _release(self) -> None:
         # The constructor may have raised before it set these attributes.
-        for step in (*getattr(self, "steps", {}).values(), getattr(self, "_reader", None)):
-            if step is not None:
-                step.release()
-        self.steps = {}
-        self._reader = self._pool = None
+        for step in (*getattr(self, "steps", {}).values(), *getattr(self, "_readers", {}).values()):
+            step.release()
+        self.steps, self._readers, self._pool = {}, {}, None
         output = getattr(self, "capabilities", PLAIN).output
         if output is not None:
             output.release()
@@ -434,13 +432,27 @@ class GraphDecoder:
         """Return a new step without a graph, with a cache of its own."""
         return Step(self.model, size, max_length, self.device, self.capabilities, self.prefill_chunk)
 
-    def reader(self) -> Step | None:
-        """Return the step that prefills short prompts for `run` with CUDA graphs, or None if prefill has no graphs."""
-        if self._pool is not None and self._reader is None:
-            size = ceil_div(self.batch_sizes[-1], ROWS_PER_NEWCOMER)
-            self._reader = self.step_of(size, MOST_GRAPH_TOKENS // size)
-            self._reader.keep_short_prompts(capture_stream(torch.cuda.current_device()), self._pool)
-        return None if self._reader is None or self._reader.short_prompts is None else self._reader
+    def reader(self, rows: int, length: int) -> Step | None:
+        """Return the step that prefills so many prompts of this length for `run` with a CUDA graph; None for no graph.
+
+        One step has a row for a prompt that comes alone, one has `newcomers` rows.
+        """
+        for size in sorted({1, self.newcomers}):
+            most = min(MOST_GRAPH_TOKENS // size, self.max_length)
+            if self._pool is None or rows > size or length > most:
+                continue
+            if size not in self._readers:
+                self._readers[size] = self.step_of(size, most)
+                self._readers[size].keep_short_prompts(capture_stream(torch.cuda.current_device()), self._pool)
+            graphs = self._readers[size].short_prompts
+            if graphs is not None and (columns := graphs.columns_of(length)) is not None and columns <= most:
+                return self._readers[size]
+        return None
+
+    @property
+    def newcomers(self) -> int:
+        """The number of free rows for which `run` prefills waiting prompts."""
+        return ceil_div(self.batch_sizes[-1], ROWS_PER_NEWCOMER)
 
     @contextmanager
     def on_device(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8moe.decode.memory import MOST_TOKENS
+from fp8moe.decode.prefill import shared_columns
 from fp8moe.decode.request import Request, parse_one
 from fp8moe.decode.stats import Record
 from fp8moe.decode.step import Step
@@ -185,7 +186,6 @@ class Scheduler:
         self._empty_steps, self._has_read = 0, False  # has_read: the last forward was a prefill
         self._piece = MOST_TOKENS if decoder.device.type == "cuda" else CPU_PIECE_TOKENS
         self._record, self._lengths = Record(decoder.device), list[int]()
-        self._reader = None if self._alone else decoder.reader()
 
     def add(self, request: Request) -> None:
         """Queue a request of one prompt until a row is free."""
@@ -287,17 +287,17 @@ class Scheduler:
             together = [*group, other]
             longest = max(request.length for request in together)
             columns, tokens = len(together) * longest, sum(request.length for request in together)
-            new = max(request.new_tokens for request in together)
-            if len(together) > len(self._free) or columns > most or self._graphed(len(group), longest):
+            new, padded = max(request.new_tokens for request in together), len(together) * self._columns(longest)
+            if len(together) > len(self._free) or padded > most or self._graphed(len(group), longest):
                 break
             if columns <= max(MOST_PADDING * tokens, FEW_TOKENS) and longest + new <= self._decoder.max_length:
                 group = together
         return group
 
     def _graphed(self, rows: int, columns: int) -> bool:
-        """Return whether ``rows`` prompts of ``columns`` columns fill the step that prefills by CUDA graphs."""
-        reader = self._reader
-        return reader is not None and rows >= reader.size and columns <= reader.short_prompts.most
+        """Return whether ``rows`` prompts of ``columns`` columns fill a step that prefills with a CUDA graph."""
+        size = self._decoder.newcomers
+        return rows >= size and self._decoder.reader(size, columns) is not None
 
     def _begin(self, group: list[Request], followed: bool) -> _Reading:
         """Begin to prefill the prompts of these requests.
@@ -352,10 +352,15 @@ class Scheduler:
 
     def _reading_step(self, group: list[Request]) -> Step:
         """Return the step that prefills a group's prompts; their rows are then moved to the decode step."""
-        step, most = self._reader, max(request.length for request in group)
-        if step is None or group[0].prefix is not None or len(group) > step.size or most > step.short_prompts.most:
-            return self._decoder.step_of(len(group), most)
+        longest = max(request.length for request in group)
+        step = None if group[0].prefix is not None else self._decoder.reader(len(group), longest)
+        if step is None:
+            step = self._decoder.step_of(len(group), min(self._columns(longest), self._decoder.max_length))
         return step
+
+    def _columns(self, longest: int) -> int:
+        """Return the columns of prompts that are padded to the length ``longest``, if they have no graph."""
+        return shared_columns(longest) if self._step.shares_shapes else longest
 
     def _joined(self, group: list[Request]) -> tuple[Tensor, Tensor | None]:
         """Return the prompts of a group as one batch (B, L), padded on the left, and its mask or None."""

@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fp8moe.decode.attention import AttentionMetadataBuilder, used_by
 from fp8moe.decode.cache import CachePosition, clear_rows, copy_rows, has_states, reset, static_cache
-from fp8moe.decode.memory import columns_at_a_time
+from fp8moe.decode.memory import MOST_TOKENS, columns_at_a_time
 from fp8moe.decode.output import OutputLayer
-from fp8moe.decode.prefill import ShortPrompts
+from fp8moe.decode.prefill import ShortPrompts, pad_to, shared_columns
 from fp8moe.decode.prefix import Prefix
 from fp8moe.decode.sampling import GREEDY, Sampling, empty_state, write
 from fp8moe.decode.transfers import integers_on
@@ -163,11 +163,27 @@ class Step:
         self.refits.check(self.begun)
 
     def fit(self, tokens: Tensor, mask: Tensor | None, room: int) -> tuple[Tensor, Tensor | None]:
-        """Pad prompts (batch, length) and their mask to a length that has a graph, for `start` and `prefill`.
+        """Pad prompts (batch, length) and their mask to one of few lengths, with a graph if they are short.
 
-        room: the most columns to pad to.
+        For `start` and `prefill`. room: the most columns to pad to.
         """
-        return (tokens, mask) if self.short_prompts is None else self.short_prompts.fit(tokens, mask, room)
+        length, graphs = tokens.shape[1], self.short_prompts
+        columns = None if graphs is None else graphs.columns_of(length)
+        if columns is None:
+            columns = shared_columns(length)
+            if columns == length or self.size * columns > MOST_TOKENS or not self.shares_shapes:
+                return tokens, mask
+        return (tokens, mask) if columns > room else pad_to(columns, tokens, mask)
+
+    @property
+    def shares_shapes(self) -> bool:
+        """Whether prompts that are read at once are padded to one of few lengths: a new one costs a GPU time."""
+        return self.columns.is_cuda and self.prefill_chunk is None and self.takes_padding
+
+    @cached_property
+    def takes_padding(self) -> bool:
+        """Whether the model allows rows to be padded by any amount."""
+        return self.capabilities.attention is not None and self.capabilities.ragged and not has_states(self.cache)
 
     def prefill(self, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None = None) -> Tensor:
         """Prefill prompts (batch, length), after a prefix if there is one; return logits (B, vocabulary) that follow.
@@ -382,8 +398,8 @@ class Step:
                 write(self.sampling, row, sampling, tokens[row], None if mask is None else mask[row])
 
     def keep_short_prompts(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
-        """Prefill short prompts with CUDA graphs from now on, if the model allows rows to be padded by any amount."""
-        if self.capabilities.attention is not None and self.capabilities.ragged and not has_states(self.cache):
+        """Prefill short prompts with CUDA graphs from now on, if the model takes padding."""
+        if self.takes_padding:
             self.short_prompts = ShortPrompts(self.size, self.prefill_chunk, stream, pool)
 
     def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:

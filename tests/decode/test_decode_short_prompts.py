@@ -8,7 +8,7 @@ import torch
 
 from fp8moe.decode import GraphDecoder, prefill
 from fp8moe.decode import decoder as decoder_module
-from fp8moe.decode.prefill import COLUMNS, MOST_GRAPH_TOKENS, ShortPrompts, _Graph
+from fp8moe.decode.prefill import COLUMNS, MOST_GRAPH_TOKENS, ShortPrompts, _Graph, pad_to, shared_columns
 from fp8moe.decode.step import Step
 from tests.decode_models import VOCABULARY, tiny_mixtral
 from tests.transformers_models import prompts
@@ -109,7 +109,50 @@ def test_requests_share_a_reader(decoders):
     expected, found = (dict(decoder.run(asked)) for decoder in (plain, graphed))
     assert expected.keys() == found.keys()
     assert all(all(map(torch.equal, found[index], result)) for index, result in expected.items())
-    assert sum(graphed._reader.short_prompts.replays.values()) > 3
+    several = graphed._readers.pop(graphed.newcomers)
+    assert several.size == 2 and sum(several.short_prompts.replays.values()) > 3
+
+
+def test_a_prompt_that_comes_alone_has_a_reader_of_one_row(decoders):
+    plain, graphed = decoders
+    asked = [{"input_ids": prompts(1, 20, seed=seed)[0], "max_new_tokens": 5, "eos_token_id": ()} for seed in range(4)]
+    for index in range(4):  # nobody else waits
+        ((_, expected),), ((_, found),) = plain.run(asked[index : index + 1]), graphed.run(asked[index : index + 1])
+        assert torch.equal(found, expected)
+    assert {size: step.short_prompts.replays for size, step in graphed._readers.items()} == {1: {32: 2}}
+    assert graphed.reader(2, 20).size == 2 and graphed.reader(3, 20) is None and plain.reader(1, 20) is None
+    assert graphed.reader(1, MAX_LENGTH + 1) is None
+    graphed.close()
+    assert not graphed._readers
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_prompts_without_a_graph_are_padded_to_few_lengths(monkeypatch, alone):
+    decoder = GraphDecoder(tiny_mixtral(), batch_sizes=(1, 4), max_length=MAX_LENGTH)
+    asked = [{"input_ids": prompts(1, length)[0], "max_new_tokens": 6} for length in (*range(33, 49), MAX_LENGTH - 6)]
+
+    def answers():
+        if alone:
+            return [decoder.generate(one["input_ids"][None], max_new_tokens=6, eos_token_id=())[0] for one in asked]
+        found = dict(decoder.run([one | {"eos_token_id": ()} for one in asked]))
+        return [found[index] for index in range(len(asked))]
+
+    expected, read, pieces = answers(), [], Step.pieces
+    monkeypatch.setattr(Step, "shares_shapes", True)
+    monkeypatch.setattr(
+        Step, "pieces", lambda self, tokens, *others: read.append(tokens.shape[1]) or pieces(self, tokens, *others)
+    )
+    assert all(map(torch.equal, answers(), expected))
+    # The last has no room for padding.
+    assert {*read} == {48, MAX_LENGTH - 6}
+
+
+def test_few_lengths():
+    padded = {length: shared_columns(length) for length in range(1, 10000)}
+    assert all(length <= columns <= max(length * 1.125, 16 + length) for length, columns in padded.items())
+    assert padded[16] == 16 and padded[1084] == 1152 and padded[2049] == 2304 and padded[4096] == 4096
+    assert all(padded[columns] == columns for columns in padded.values() if columns in padded)
+    assert len({columns for columns in padded.values() if 1024 < columns <= 2048}) == 8
 
 
 def test_what_reads_values_on_the_host_is_not_captured():
@@ -122,17 +165,15 @@ def test_what_reads_values_on_the_host_is_not_captured():
     for _ in range(2):
         assert short.read(tokens, reads)[0, 0] == 120
     # Nor is it asked again, and nothing is padded for it.
-    assert not short.replays and 16 not in short.columns and not short.most
-    assert short.fit(tokens, None, 64)[0] is tokens
+    assert not short.replays and 16 not in short.columns and not short.most and short.columns_of(16) is None
 
 
 def test_columns_that_have_a_graph():
     assert ShortPrompts(1, None, None, None).most == max(COLUMNS) == MOST_GRAPH_TOKENS
     assert ShortPrompts(8, None, None, None).most == 512
     assert ShortPrompts(MOST_GRAPH_TOKENS, None, None, None).most == 0
-    tokens, mask = ShortPrompts(8, None, None, None).fit(torch.ones(2, 100, dtype=torch.int64), None, 128)
+    assert ShortPrompts(8, None, None, None).columns_of(100) == 128
+    tokens, mask = pad_to(128, torch.ones(2, 100, dtype=torch.int64), None)
     assert tokens.shape == mask.shape == (2, 128) and mask.sum() == 200 and mask[:, 28:].all()
     assert ShortPrompts(1, 100, None, None).most == 96  # prompts that are read in chunks have none
     assert ShortPrompts(1, 8, None, None).most == 0
-    longer = torch.ones(2, 100, dtype=torch.int64)
-    assert ShortPrompts(8, None, None, None).fit(longer, None, 127) == (longer, None)

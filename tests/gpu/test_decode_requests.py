@@ -90,6 +90,24 @@ def test_requests_get_likely_tokens(name):
     assert count <= 0.02 * sum(map(len, found.values()))
 
 
+def test_prompts_that_come_alone_and_long_ones(monkeypatch):
+    """Alone they have a graph of one row; long ones that come together have none, and share few lengths."""
+    monkeypatch.setitem(SHAPE, "max_position_embeddings", 2048)
+    model, read = make_model("qwen3_moe"), []
+    decoder = GraphDecoder(model, batch_sizes=(16,), max_length=1024)
+    step_of = decoder.step_of
+    monkeypatch.setattr(decoder, "step_of", lambda size, length: read.append((size, length)) or step_of(size, length))
+    for turn in range(4):
+        asked = [
+            {"input_ids": prompts(1, length, seed=turn + length, device=DEVICE)[0], "max_new_tokens": 9}
+            for length in (700 + turn, 730 - turn, 740 - turn)
+        ]
+        for count in (1, 3):
+            for index, tokens in decoder.run(one | {"eos_token_id": ()} for one in asked[:count]):
+                check_likely(model, asked[index]["input_ids"], tokens)
+    assert read == [(1, 1024), *4 * [(3, 768)]]
+
+
 def test_a_request_alone_gets_what_generate_gives(model):
     """The same shapes, so the same bits."""
     decoder = GraphDecoder(model, max_length=MAX_LENGTH)
