@@ -28,7 +28,7 @@ from fp8moe.distributed.transport import (
 )
 from fp8moe.kernels.experts import checks
 from fp8moe.kernels.experts.operands import TokenOperands
-from fp8moe.layers.experts import flattened
+from fp8moe.layers.experts import flattened, unflattened
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import autograd
@@ -109,11 +109,11 @@ class Dispatcher:
             exchange = Exchange(self.agreement, inputs.summary(self.layer)) if alone and not captured else None
             out = self._train(inputs, counts, exchange.check_uniform if exchange else lambda: None)
         elif not recorded(inputs.residual):
-            return self._run(inputs, counts).view(hidden_states.shape)
+            return unflattened(self._run(inputs, counts), hidden_states)
         else:
             out = self._run(inputs._replace(residual=None), counts)
         out = out if inputs.residual is None else inputs.residual + out
-        return out.view(hidden_states.shape)
+        return unflattened(out, hidden_states)
 
     def _inputs(self, experts: nn.Module, tokens: Tokens, residual: Tensor | None) -> Inputs:
         x, index, routing, residual = flattened(*tokens, residual)

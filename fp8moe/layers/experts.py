@@ -17,6 +17,7 @@ from fp8moe.layers.master import (
     MASTER_DTYPES,
     MasterModule,
     WeightFormat,
+    check_master,
     check_master_dtype,
     part_of,
     quantized,
@@ -28,7 +29,7 @@ from fp8moe.quant.formats import BLOCK, MX_BLOCK, PACKED_FORMATS, FP8Tensor, Pac
 from fp8moe.quant.packed import quantize_arranged
 from fp8moe.quant.quantize import dequantize, quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
-from fp8moe.runtime.checks import check_dtype, check_floating, check_int, check_like, check_tensor
+from fp8moe.runtime.checks import check_floating, check_int, check_like, check_tensor
 
 _NAME = "fp8moe.GroupedExperts"
 
@@ -505,7 +506,7 @@ class GroupedExperts(MasterModule):
             if quantized is not None and capacity is None and not recorded(x):
                 operands = operands.quantized(quantized)
             out, normed = experts_of_tokens(operands)
-        return out.view(hidden_states.shape), normed
+        return unflattened(out, hidden_states), normed
 
     def forward_rows(self, rows: Tensor | FP8Tensor, group_offsets: Tensor) -> Tensor:
         """Run the experts on rows that are already sorted by expert, without routing weights.
@@ -530,8 +531,7 @@ class GroupedExperts(MasterModule):
 
     def whole_weights(self) -> Weights:
         """Return `local_weights()`; raise ValueError if this rank has only a part of the experts."""
-        weights = self.local_weights()
-        down = self.down_proj
+        weights, down = self._weights()
         here = weights.layer.down.data.shape
         if here != down.shape:
             raise ValueError(
@@ -543,16 +543,21 @@ class GroupedExperts(MasterModule):
 
     def local_weights(self) -> Weights:
         """Return the FP8 weights, biases and masters of the experts on this rank."""
+        return self._weights()[0]
+
+    def _weights(self) -> tuple[Weights, Tensor]:
+        """Return `local_weights()` and down_proj. Each parameter is read once, as a parametrization computes it."""
         parameters = [getattr(self, name) for name in self.weight_names]
         if not self.trainable:
             check_not_parametrized(_NAME, self)
             up, up_scale, down, down_scale = map(local, parameters)
             biases = (getattr(self, name) for name in self.bias_names)
             biases = Biases(*(bias if bias is None else local(bias) for bias in biases))
-            return Weights(Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), self.activation, biases))
+            layer = Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), self.activation, biases)
+            return Weights(layer), parameters[2]
         up, _, down, _ = parameters
         for name, master in ((self.up_name, up), ("down_proj", down)):
-            check_dtype(f"{_NAME}: {name}", master, *MASTER_DTYPES)  # .half() may have cast it
+            check_master(f"{_NAME}: {name}", master, MASTER_DTYPES)  # .half() may have cast it
         masters = [part_of(f"{_NAME}: {self.up_name}", up), part_of(f"{_NAME}: down_proj", down)]
         backward, size = recorded(*masters), self.intermediate_size
         both = masters[0].detach()
@@ -562,7 +567,7 @@ class GroupedExperts(MasterModule):
         if size % BLOCK:
             up_copy = FP8Tensor(*(part.flatten(1, 2) for part in up_copy))
         down_copy = quantized(masters[1].detach(), parameter=down, backward=backward)
-        return Weights(Layer(up_copy, down_copy, self.activation), Masters(*masters))
+        return Weights(Layer(up_copy, down_copy, self.activation), Masters(*masters)), down
 
     def trains(self, weights: Weights, *inputs: Tensor) -> bool:
         """Whether a call with these inputs must run the training kernels, which support a backward."""
@@ -596,6 +601,14 @@ class GroupedExperts(MasterModule):
             if value is not None:
                 text += f", {name}={value}"
         return text
+
+
+def unflattened(out: Tensor, hidden_states: Tensor) -> Tensor:
+    """Return a new tensor (T, H) in the shape of hidden_states, not as a view of it.
+
+    FSDP2 changes a layer's result in place, and schedules of pipelines detach it in place.
+    """
+    return torch.ops.aten._unsafe_view.default(out, hidden_states.shape)
 
 
 def flattened(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fp8moe.kernels.linear.forward import apply as linear
 from fp8moe.kernels.linear.training import linear_training
-from fp8moe.layers.master import MasterModule, check_master_dtype, quantized
+from fp8moe.layers.master import MasterModule, check_master, check_master_dtype, quantized
 from fp8moe.layers.parameters import check_not_parametrized, check_not_sharded, frozen
 from fp8moe.layers.replaced import as_patterns, check_no_casts, check_no_hooks, check_only_weights, check_skip, matches
 from fp8moe.layers.wrapped import check_replaceable, names_inside, unwrapped
@@ -186,6 +186,7 @@ def linear_of_master(
     Returns (..., N) in the dtype of x. Raises as `FP8Linear` does.
     """
     check_derivatives("fp8moe.FP8Linear", x, weight, bias)
+    check_master("fp8moe.FP8Linear: weight", weight, FLOATING)
     copy = quantized(weight, backward=recorded(x))
     if recorded(weight):
         return linear_training(x, *copy, bias, weight if receiver is None else receiver)

@@ -11,7 +11,7 @@ A compiled graph keeps copies only for Parameters of modules, not for weights th
 for several weights that it computes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Self
 from weakref import WeakValueDictionary
 
@@ -27,7 +27,7 @@ from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import quantize_128x128
 from fp8moe.quant.transpose import quantize_both_ways
 from fp8moe.runtime.autograd import recorded
-from fp8moe.runtime.checks import FLOATING
+from fp8moe.runtime.checks import FLOATING, check_dtype
 from fp8moe.runtime.operator import define
 
 MASTER_DTYPES = (torch.bfloat16, torch.float32)
@@ -315,6 +315,16 @@ def check_master_dtype(dtype: torch.dtype | None) -> None:
     """Raise TypeError unless `dtype` is an allowed dtype of master weights, or None, which means no masters."""
     if dtype is not None and dtype not in MASTER_DTYPES:
         raise TypeError(f"master_dtype: expected torch.bfloat16, torch.float32 or None, got {dtype}")
+
+
+def check_master(name: str, master: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Check a master of a call. Raises TypeError for another dtype, RuntimeError if it is trained and cannot be."""
+    check_dtype(name, master, *dtypes)
+    if not torch.compiler.is_compiling() and master.is_inference() and recorded(master):
+        raise RuntimeError(
+            f"{name} is a tensor of inference mode, which autograd does not record: clone it outside of "
+            "torch.inference_mode(), or call the layer under torch.no_grad()"
+        )
 
 
 def _copies(storage: torch.UntypedStorage) -> _Copies:

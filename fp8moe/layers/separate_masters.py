@@ -7,10 +7,10 @@ from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.operands import Layer, Masters, row_dtype
 from fp8moe.kernels.experts.operator import experts_of_rows
 from fp8moe.layers.experts import Weights
-from fp8moe.layers.master import MASTER_DTYPES, part_of, quantized, quantized_gate_up
+from fp8moe.layers.master import MASTER_DTYPES, check_master, part_of, quantized, quantized_gate_up
 from fp8moe.layers.parameters import local
 from fp8moe.runtime.autograd import check_derivatives, recorded
-from fp8moe.runtime.checks import check_dtype, check_tensor
+from fp8moe.runtime.checks import check_tensor
 
 
 def experts_rows_training(
@@ -95,7 +95,7 @@ def _weights_of(name: str, gate: Tensor, up: Tensor, down: Tensor, activation: A
     parameters = {"gate": gate, "up": up, "down": down}
     for argument, master in parameters.items():
         check_tensor(argument, master)
-        check_dtype(argument, master, *MASTER_DTYPES)
+        check_master(argument, master, MASTER_DTYPES)
         if master.dim() != 3:
             raise ValueError(f"{argument}: expected three dimensions, got shape {tuple(master.shape)}")
     if not activation.gated:

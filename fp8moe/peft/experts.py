@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8moe.hf.experts import cached_layer
 from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.operands import Layer, LowRank
-from fp8moe.layers.experts import GroupedExperts, flattened
+from fp8moe.layers.experts import GroupedExperts, flattened, unflattened
 from fp8moe.peft.layer import FP8LoraLayer, Stored, check_base, check_config, check_frozen
 from fp8moe.quant.formats import BLOCK, is_packed, weight_k
 from fp8moe.runtime.checks import FLOATING
@@ -156,7 +156,7 @@ class LoraExperts(FP8LoraLayer, ParamWrapper):
             dropped = F.dropout(x, dropout) if dropout else None
             low_rank = self._low_rank(added)._replace(dropped=dropped, dropout=dropout)
             out = experts_training(x, index, weights, self._layer(), low_rank=low_rank)
-        out = out.view(hidden_states.shape)
+        out = unflattened(out, hidden_states)
         return out if residual is None else residual + out
 
     def stored(self, adapters: Iterable[str]) -> list[Stored]:

@@ -1,7 +1,8 @@
-"""Operators without a backward: the forward accepts inputs that require gradients, the backward raises an error."""
+"""What operators share that autograd records: those without a backward, and masters kept for a backward."""
 
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +84,50 @@ def _tracked(value: Tensor) -> bool:
             return True
         value = torch._C._functorch.get_unwrapped(value)
     return False
+
+
+class _Kept(NamedTuple):
+    """A master that is kept: itself or, if it is computed, a tensor of its shape and dtype and a weak reference."""
+
+    name: str
+    tensor: Tensor | None
+    version: int = 0
+    computed: weakref.ref | None = None
+
+
+class KeptMasters:
+    """The master weights of a call, from its forward to its backward.
+
+    They are not saved tensors: PyTorch's error for a saved tensor that has changed would not name the parameter. The
+    backward reads no value of them. Of a master that is computed, such as one with a parametrization, only the shape
+    and the dtype are kept, so that the result of the call does not keep it in memory.
+
+    owner: the public name of the layer. masters: by the names of their parameters; None for weights without a master.
+    """
+
+    def __init__(self, owner: str, masters: Mapping[str, Tensor | None]):
+        self._owner = owner
+        self._kept = [self._keep(name, master) for name, master in masters.items()]
+
+    def unchanged(self) -> list[Tensor | None]:
+        """Return the masters, or what has their shape. Raises RuntimeError for one that has changed in place."""
+        for name, tensor, version, computed in self._kept:
+            master = tensor if computed is None else computed()
+            if master is not None and master._version != version:
+                raise RuntimeError(
+                    f"{self._owner}: {name}, shape {tuple(master.shape)}, has been changed in place between forward "
+                    "and backward: call the backward before the optimizer's step, or the forward again"
+                )
+        return [kept.tensor for kept in self._kept]
+
+    def _keep(self, name: str, master: Tensor | None) -> _Kept:
+        if master is None:
+            return _Kept(name, None)
+        plain = type(master) is Tensor and not _transformed() and not hasattr(master, "grad_sum")
+        if master.is_leaf or not plain:
+            return _Kept(name, master, master._version)
+        likeness = torch.empty((), dtype=master.dtype, device=master.device).expand(master.shape)
+        return _Kept(name, likeness.requires_grad_(), master._version, weakref.ref(master))
 
 
 class _ForwardOnly(torch.autograd.Function):

@@ -296,4 +296,8 @@ def _watched(arguments: tuple) -> bool:
     """Return whether the dispatcher has more to do with these arguments than autograd."""
     if torch._C._are_functorch_transforms_active() or _get_current_dispatch_mode() is not None:
         return True
+    if torch._C._len_torch_function_stack() or torch._C._get_tracing_state() is not None:
+        return True
+    if torch._ops._len_torch_dispatch_stack_pre_dispatch():
+        return True
     return any(isinstance(value, Tensor) and type(value) not in _PLAIN for value in arguments)

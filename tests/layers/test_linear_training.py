@@ -603,5 +603,7 @@ def test_bad_input():
     weight, scale = master.quantized(layer.weight)
     with pytest.raises(ValueError, match=r"^master: expected shape \(136, 272\) like the weight, got \(272, 136\)"):
         linear_training.linear_training(torch.randn(4, 272), weight, scale, None, layer.weight.t())
-    with pytest.raises(TypeError, match="^w: expected bfloat16, float16 or float32, got torch.float64"):
+    with pytest.raises(
+        TypeError, match="^fp8moe.FP8Linear: weight: expected bfloat16, float16 or float32, got torch.float64"
+    ):
         layer.double()(torch.randn(4, 272))

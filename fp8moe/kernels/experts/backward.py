@@ -44,7 +44,10 @@ from fp8moe.quant.transpose import (
     quantize_with_transpose,
     transposed_weight,
 )
+from fp8moe.runtime.autograd import KeptMasters
 from fp8moe.runtime.operator import Signature, define
+
+_NAME = "fp8moe.GroupedExperts"
 
 
 def experts_training(
@@ -237,7 +240,7 @@ class TrainingBackwardOperands(NamedTuple):
 
     @property
     def wanted(self) -> list[str]:
-        """Names of the forward's operands that get gradients, in the order in which `_backward` returns them."""
+        """Names of the forward's operands that get gradients."""
         low = self.low_rank
         given = {"x": self.input_dtype, "top_k_weights": self.routing_grad or None, **self.masters._asdict()}
         given |= {} if low is None else low._replace(dropout=None)._asdict()
@@ -280,8 +283,20 @@ def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
     return out, projected, up_ranks, down_ranks, kept
 
 
-def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
-    """Return the gradients of the operands named by `operands.wanted`, in that order."""
+_GRADIENTS = "x", "top_k_weights", *Masters._fields, *LowRank._fields[:-1]
+
+
+def _backward(operands: TrainingBackwardOperands) -> tuple[Tensor, ...]:
+    """Return the gradients of `_GRADIENTS`, empty where none is wanted.
+
+    PyTorch's vmap takes no operator that returns a list.
+    """
+    grads = _gradients(operands)
+    return tuple(grads[name] if name in grads else operands.grad.new_empty(0) for name in _GRADIENTS)
+
+
+def _gradients(operands: TrainingBackwardOperands) -> dict[str, Tensor]:
+    """Return the gradients of the operands named by `operands.wanted`."""
     grad, order, top_k_weights, layer, masters, saved, input_dtype, routing_grad, low, x, x_scale = operands
     layer = layer.in_blocks()
     hidden, size = layer.down.data.shape[1:]
@@ -339,7 +354,7 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
         dx = order.sum(adapter_product(d_ranks, low.up_a, order.groups), None, low.dropped.dtype)
         grads["dropped"] = without_padding(dx, hidden)
     if not masters.of_up:
-        return [grads[name] for name in operands.wanted]
+        return {name: grads[name] for name in operands.wanted}
     # The largest gradients are allocated last, when temporary tensors for the other gradients have been freed.
     x_columns = order.transposed(x if x_scale is None else FP8Tensor(x, x_scale), columns, tokens)
     both = 2 if layer.activation.gated else 1
@@ -349,7 +364,7 @@ def _backward(operands: TrainingBackwardOperands) -> list[Tensor]:
         for name, *half in zip(("gate_master", "up_master"), *(part.chunk(2) for part in d_columns), strict=True):
             if (master := getattr(masters, name)) is not None:
                 grads[name] = weight_gradient(FP8Tensor(*half), x_columns, offsets, master)
-    return [grads[name] for name in operands.wanted]
+    return {name: grads[name] for name in operands.wanted}
 
 
 def _factor_gradients(
@@ -426,17 +441,16 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*routed, *kept, *factors, projected, *others)
     ctx.num_rows, ctx.whole = order.num_rows, order.whole
     ctx.activation, ctx.input_dtype = layer.activation, operands.x.dtype
-    # Masters are not saved tensors, so that `_check_unchanged` can name a master that changed. Autograd's error for a
-    # changed saved tensor would not name the master.
-    ctx.masters = operands.masters
-    ctx.versions = [None if master is None else master._version for master in operands.masters]
+    both = layer.activation.gated and operands.masters.gate_master is None
+    names = "gate_up_proj" if both else "up_proj", "down_proj", "gate_proj"
+    ctx.masters = KeptMasters(_NAME, dict(zip(names, operands.masters, strict=True)))
 
 
 def _differentiate(ctx, grad, *_) -> tuple[Tensor | None, ...]:
     needed = dict(zip(_TRAINING.names, ctx.needs_input_grad, strict=True))
     if grad is None:
         return (None,) * len(needed)
-    _check_unchanged(ctx.masters, ctx.versions, ctx.activation.gated)
+    masters = Masters(*ctx.masters.unchanged())
     groups, rows, top_k_weights, up, up_scale, down, down_scale, x, x_scale, *others = ctx.saved_tensors
     up_a, up_b, down_a, down_b, dropped, *saved = others
     operands = TrainingBackwardOperands(
@@ -444,7 +458,7 @@ def _differentiate(ctx, grad, *_) -> tuple[Tensor | None, ...]:
         RowOrder(groups, rows, ctx.num_rows, ctx.whole),
         top_k_weights,
         Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), ctx.activation),
-        ctx.masters,
+        masters,
         SavedForBackward(*saved),
         ctx.input_dtype if needed["x"] else None,
         needed["top_k_weights"],
@@ -452,35 +466,24 @@ def _differentiate(ctx, grad, *_) -> tuple[Tensor | None, ...]:
         x,
         x_scale,
     )
-    if any(hasattr(master, "grad_sum") for master in ctx.masters):
+    if any(hasattr(master, "grad_sum") for master in masters):
         # No operator: one that writes to grad_sum could have no autograd formula.
         if torch.is_grad_enabled():
             no_double_backward(ctx)
-        found = _backward(operands)
+        grads = _gradients(operands)
     else:
-        found = _training_backward(*_BACKWARD.pack(operands))
-    grads = dict(zip(operands.wanted, found, strict=True))
+        grads = dict(zip(_GRADIENTS, _training_backward(*_BACKWARD.pack(operands)), strict=True))
     return tuple(grads.get(name) if need else None for name, need in needed.items())
 
 
-def _check_unchanged(masters: Masters, versions: list[int | None], gated: bool) -> None:
-    names = ("gate_up_proj" if gated and masters.gate_master is None else "up_proj", "down_proj", "gate_proj")
-    for name, master, version in zip(names, masters, versions, strict=True):
-        if master is not None and master._version != version:
-            raise RuntimeError(
-                f"fp8moe.GroupedExperts: {name}, shape {tuple(master.shape)}, has been changed in place between "
-                "forward and backward: call the backward before the optimizer's step, or the forward again"
-            )
-
-
 def no_double_backward(ctx, *grads):
-    raise RuntimeError("fp8moe.GroupedExperts: there is no double backward; its gradients cannot be differentiated")
+    raise RuntimeError(f"{_NAME}: there is no double backward; its gradients cannot be differentiated")
 
 
 # `_forward` and `_backward` call only operators that have fakes, so each function is also the fake of its operator.
 _TRAINING, _BACKWARD = Signature(TrainingOperands), Signature(TrainingBackwardOperands)
 _training_backward = define(
-    "experts_training_backward -> Tensor[]",
+    f"experts_training_backward -> ({', '.join(['Tensor'] * len(_GRADIENTS))})",
     _backward,
     _backward,
     backward=no_double_backward,

@@ -617,7 +617,7 @@ def weight_gradient(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, master: T
     if total is not None and whole and total.is_contiguous() and total.data_ptr() % 16 == 0:
         grouped_gemm_k(a, b, group_offsets, out=total.view(sizes), accumulate=True)
         return master.new_empty(()).expand(master.shape)
-    dtype = torch.float32 if total is not None or master.dtype is torch.float16 else master.dtype
+    dtype = torch.bfloat16 if total is None and master.dtype is torch.bfloat16 else torch.float32
     out = grouped_gemm_k(a, b, group_offsets, out=torch.empty(sizes, dtype=dtype, device=a.data.device))
     if not whole:
         out = out.unflatten(1, (projections, -1))[:, :, : rows // projections, :width].flatten(1, 2).contiguous()

@@ -12,11 +12,13 @@ from fp8moe.quant.checks import check_block_scales, check_weight_scale, fp8_data
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, empty_quantized
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.quant.transpose import backward_operand, quantize_with_transpose, transposed_weight
+from fp8moe.runtime.autograd import KeptMasters
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
 from fp8moe.runtime.operator import define
 
 # N and K are padded to multiples of this: K is the inner dimension of the forward GEMM, N of the input gradient's GEMM.
 _MULTIPLE = 16
+_NAME = "fp8moe.FP8Linear"
 
 
 def linear_training(
@@ -173,37 +175,28 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(*columns)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*backward_operand(FP8Tensor(weight, scale)), *columns)
-    # The master is not a saved tensor: PyTorch's error for a changed saved tensor would not name the parameter. It is
-    # in a tuple because compiled autograd treats tensors and numbers in attributes of ctx as inputs of its graph.
-    ctx.masters = (master,)
-    ctx.versions = [None if master is None else master._version]
+    ctx.masters = KeptMasters(_NAME, {"weight": master})
 
 
 def _run_backward(ctx, grad, *_):
     if grad is None:
         return (None,) * 5
-    for master, version in zip(ctx.masters, ctx.versions, strict=True):
-        if master is not None and master._version != version:
-            raise RuntimeError(
-                f"fp8moe.FP8Linear: weight, shape {tuple(master.shape)}, has been changed in place between forward and "
-                f"backward (version {master._version}, expected {version}), so its gradient would be one of other "
-                "weights"
-            )
+    (master,) = ctx.masters.unchanged()
     input_grad, _, _, bias_grad, _ = ctx.needs_input_grad
-    if hasattr(*ctx.masters, "grad_sum"):  # which an operator with an autograd formula may not write to
+    if hasattr(master, "grad_sum"):  # which an operator with an autograd formula may not write to
         if torch.is_grad_enabled():
             _no_double_backward(ctx)
         weight, scale, *columns = ctx.saved_tensors
-        operands = _Backward(grad, weight, scale, FP8Tensor(*columns), *ctx.masters, input_grad, bias_grad)
+        operands = _Backward(grad, weight, scale, FP8Tensor(*columns), master, input_grad, bias_grad)
         d_x, d_weight, d_bias = _backward(operands)
     else:
-        d_x, d_weight, d_bias = _backward_op(grad, *ctx.saved_tensors, *ctx.masters, input_grad, bias_grad)
+        d_x, d_weight, d_bias = _backward_op(grad, *ctx.saved_tensors, master, input_grad, bias_grad)
     input_grads = d_x if input_grad else None, None, None
-    return *input_grads, d_bias if bias_grad else None, None if ctx.masters[0] is None else d_weight
+    return *input_grads, d_bias if bias_grad else None, None if master is None else d_weight
 
 
 def _no_double_backward(ctx, *grads):
-    raise RuntimeError("fp8moe.FP8Linear: there is no double backward; differentiate its gradients no further")
+    raise RuntimeError(f"{_NAME}: there is no double backward; differentiate its gradients no further")
 
 
 _op = define(
