@@ -94,7 +94,7 @@ def test_prompts_that_come_alone_and_long_ones(monkeypatch):
     """Alone they have a graph of one row; long ones that come together have none, and share few lengths."""
     monkeypatch.setitem(SHAPE, "max_position_embeddings", 2048)
     model, read = make_model("qwen3_moe"), []
-    decoder = GraphDecoder(model, batch_sizes=(16,), max_length=1024)
+    decoder = GraphDecoder(model, batch_sizes=(64,), max_length=1024)
     step_of = decoder.step_of
     monkeypatch.setattr(decoder, "step_of", lambda size, length: read.append((size, length)) or step_of(size, length))
     for turn in range(4):
