@@ -1156,6 +1156,11 @@ def _adapted_training(draw: Draw, activation: str = "silu", dropped: bool = Fals
     return x, None, *order, weights, *layer, activation, None, None, None, *dtypes, *factors, given, 0.0
 
 
+def _places(x=None, up=None, down=None, gate=None):
+    """Places in the results of experts_training_backward."""
+    return [x, None, up, down, gate, *5 * [None]]
+
+
 def _training_backward(draw: Draw, training: Callable[[Draw], tuple], routing_grad: bool) -> tuple:
     x, x_scale, *kept, _, _, up_a, up_b, down_a, down_b, dropped, dropout = arguments = training(draw)
     out, *saved = OPS.experts_training(*arguments)
@@ -1368,15 +1373,20 @@ LAYERS = {
         bad={
             "grad": (
                 (BAD_ROW, 5),
-                lambda a: [BAD_ROW, group := group_of(a.groups, BAD_ROW), (group, 5)],
+                lambda a: _places(x=BAD_ROW, up=(group := group_of(a.groups, BAD_ROW)), down=(group, 5)),
             ),
-            "x": ((BAD_ROW, 5), lambda a: [None, (group_of(a.groups, BAD_ROW), slice(None), 5), None]),
+            "x": ((BAD_ROW, 5), lambda a: _places(up=(group_of(a.groups, BAD_ROW), slice(None), 5))),
         },
         exempt=SAVED,
     ),
     "experts_training_backward, quantized rows": Case(
         lambda draw: _training_backward(draw, _quantized_rows_training, False),
-        bad={"x_scale": ((BAD_ROW, 1), lambda a: [(group_of(a.groups, BAD_ROW), slice(None), slice(128, None)), None])},
+        bad={
+            "x_scale": (
+                (BAD_ROW, 1),
+                lambda a: _places(up=(group_of(a.groups, BAD_ROW), slice(None), slice(128, None))),
+            )
+        },
         exempt=SAVED,
     ),
     "experts_training_backward, gate and up apart": Case(
@@ -1384,7 +1394,7 @@ LAYERS = {
         bad={
             "grad": (
                 (BAD_ROW, 5),
-                lambda a: [BAD_ROW, group := group_of(a.groups, BAD_ROW), (group, 5), group],
+                lambda a: _places(x=BAD_ROW, up=(group := group_of(a.groups, BAD_ROW)), down=(group, 5), gate=group),
             )
         },
         exempt=SAVED,
