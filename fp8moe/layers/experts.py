@@ -22,7 +22,7 @@ from fp8moe.layers.master import (
     part_of,
     quantized,
 )
-from fp8moe.layers.parameters import check_not_parametrized, frozen, local
+from fp8moe.layers.parameters import check_not_parametrized, frozen, is_sharded, local
 from fp8moe.layers.replaced import check_no_hooks
 from fp8moe.quant.arranged import ARRANGED, arranged_shape
 from fp8moe.quant.formats import BLOCK, MX_BLOCK, PACKED_FORMATS, FP8Tensor, PackedTensor, ceil_div, has_channel_scales
@@ -531,9 +531,11 @@ class GroupedExperts(MasterModule):
 
     def whole_weights(self) -> Weights:
         """Return `local_weights()`; raise ValueError if this rank has only a part of the experts."""
-        weights, down = self._weights()
+        weights, down = self.local_weights(), self._parameters.get("down_proj")
+        if down is None and any(map(is_sharded, self.parameters())):  # a parametrization computes it once more
+            down = self.down_proj
         here = weights.layer.down.data.shape
-        if here != down.shape:
+        if down is not None and here != down.shape:
             raise ValueError(
                 f"down_proj: expected all of it on this rank, got {tuple(here)} of a DTensor "
                 f"{tuple(down.shape)} with {down.placements}; call the module that fully_shard was applied to, or "
@@ -543,18 +545,13 @@ class GroupedExperts(MasterModule):
 
     def local_weights(self) -> Weights:
         """Return the FP8 weights, biases and masters of the experts on this rank."""
-        return self._weights()[0]
-
-    def _weights(self) -> tuple[Weights, Tensor]:
-        """Return `local_weights()` and down_proj. Each parameter is read once, as a parametrization computes it."""
         parameters = [getattr(self, name) for name in self.weight_names]
         if not self.trainable:
             check_not_parametrized(_NAME, self)
             up, up_scale, down, down_scale = map(local, parameters)
             biases = (getattr(self, name) for name in self.bias_names)
             biases = Biases(*(bias if bias is None else local(bias) for bias in biases))
-            layer = Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), self.activation, biases)
-            return Weights(layer), parameters[2]
+            return Weights(Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), self.activation, biases))
         up, _, down, _ = parameters
         for name, master in ((self.up_name, up), ("down_proj", down)):
             check_master(f"{_NAME}: {name}", master, MASTER_DTYPES)  # .half() may have cast it
@@ -567,7 +564,7 @@ class GroupedExperts(MasterModule):
         if size % BLOCK:
             up_copy = FP8Tensor(*(part.flatten(1, 2) for part in up_copy))
         down_copy = quantized(masters[1].detach(), parameter=down, backward=backward)
-        return Weights(Layer(up_copy, down_copy, self.activation), Masters(*masters)), down
+        return Weights(Layer(up_copy, down_copy, self.activation), Masters(*masters))
 
     def trains(self, weights: Weights, *inputs: Tensor) -> bool:
         """Whether a call with these inputs must run the training kernels, which support a backward."""
