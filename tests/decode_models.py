@@ -18,7 +18,7 @@ PIECES = (
     *("st", "op", "stop", "sto", "pper", "s", "top", "o", "p", "t", "é", "Ã", " ", " st"),
     *("x", "op ", "p s", "!", "€"),
 )
-BYTES = (0xC3, 0xA9, 0x83, 0xE2, 0x82, 0xAC)  # of é, Ã and €
+BYTES = (0xC3, 0xA9, 0x83, 0xE2, 0x82, 0xAC, 0x0A, 0xF0, 0x9F, 0x98, 0x80)  # of é, Ã, €, a line's end and 😀
 
 
 class LateReadback(Readback):

@@ -65,9 +65,9 @@ class StopStrings:
             raise TypeError(f"tokenizer: expected a tokenizer of transformers, got {describe(tokenizer)}")
         self.strings = several
         self.tokenizer = tokenizer
-        # A stop string spans at most as many tokens as it has bytes, since each token decodes to at least one byte. One
-        # more token is kept, because decoding may drop the space before the first token's text.
-        self.window = 1 + max(len(string.encode()) for string in several)
+        # A stop string spans at most as many tokens as it has bytes, since each token decodes to at least one byte.
+        # Four more are kept: at most three of a character that began before them, and a space that decoding may drop.
+        self.window = 4 + max(len(string.encode()) for string in several)
 
     def text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -88,10 +88,17 @@ class Tail:
         self.tokens.append(token)
         tokens = [*self.tokens]
         text = self.stop.text(tokens)
+        if _INCOMPLETE in text and len(tokens) == self.stop.window:
+            # The window may begin within a character. Then some decoders replace all the bytes in a row behind it, too.
+            later = (tokens[skip:] for skip in range(4))
+            tokens = min(later, key=lambda some: self.stop.text(some).count(_INCOMPLETE))
+            text = self.stop.text(tokens)
         matches = [string for string in self.stop.strings if string in text]
         if not matches:
             return False
-        before = len(self.stop.text(tokens[:-1]).rstrip(_INCOMPLETE))
+        # An incomplete character has at most three tokens, so one of these texts ends with a whole one.
+        earlier = [self.stop.text(tokens[:-drop]) for drop in range(1, 5)]
+        before = len(next((one for one in earlier if not one.endswith(_INCOMPLETE)), earlier[-1]))
         return any(text.find(string, max(0, before - len(string) + 1)) >= 0 for string in matches)
 
 

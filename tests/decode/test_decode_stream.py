@@ -16,8 +16,10 @@ from fp8moe.decode import decoder as decoder_module
 from fp8moe.decode.request import StopStrings, Tail
 from fp8moe.decode.transfers import Readback
 from tests.decode_models import (
+    BYTES,
     END,
     PAD,
+    PIECES,
     VOCABULARY,
     LateReadback,
     Puts,
@@ -322,6 +324,26 @@ def test_stop_strings_equal_transformers_criteria(name):
             for end in range(5, 25):
                 expected = bool(criteria(tokens[None, :end], None))
                 assert tail.ends_with(int(tokens[end - 1])) == expected, (some, tokens[:end])
+                hits += expected
+    assert hits > 100
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_stop_strings_among_characters_of_several_tokens(name):
+    """Also behind such a character, and in a prompt in front of one, where they end nothing."""
+    tokenizer = TOKENIZERS[name]()
+    generator = torch.Generator().manual_seed(0)
+    of_byte = {byte: 3 + len(PIECES) + index for index, byte in enumerate(BYTES)}
+    hits = 0
+    for stop in ("\n", "\n\n", "é\n", "😀", "\n😀é"):
+        criteria = transformers.StopStringCriteria(tokenizer, stop)
+        for _ in range(40):
+            text = "".join("\né€😀"[index] for index in torch.randint(0, 4, (9,), generator=generator))
+            tokens = [of_byte[byte] for byte in text.encode()]
+            tail = Tail(StopStrings(stop, tokenizer), tokens[:4])
+            for end in range(5, len(tokens) + 1):
+                expected = bool(criteria(torch.tensor([tokens[:end]]), None))
+                assert tail.ends_with(tokens[end - 1]) == expected, (stop, text, end)
                 hits += expected
     assert hits > 100
 
