@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from tokenizers.decoders import DecodeStream
 from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template, response_events_to_chunks
 from transformers.utils.chat_parsing import ResponseParser
 
@@ -18,6 +17,38 @@ class Part(NamedTuple):
     value: Any
 
 
+class Increments:
+    """Decodes tokens one by one to the text that each adds to that of the tokens before it.
+
+    With tokenizers that fall back to bytes, an invalid byte spoils the text of the bytes before it, too; text that was
+    returned before stays.
+    """
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool):
+        self._decoder, self._skip = tokenizer.backend_tokenizer, skip_special_tokens
+        self._tokens: list[int] = []  # those that added the last text, then those since
+        self._count, self._before = 0, ""  # of those that added the last text: how many, and their text
+
+    def add(self, token: int) -> str:
+        """Return the text that a token adds; none while a character is incomplete."""
+        self._tokens.append(token)
+        added = self.rest()
+        if added.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        if added:
+            del self._tokens[: self._count]
+            self._count, self._before = len(self._tokens), self._text(self._tokens)
+        return added
+
+    def rest(self) -> str:
+        """Return the text of an incomplete character, which may be the end of an answer."""
+        text, known = self._text(self._tokens), len(self._before)
+        return text[known:] if text.startswith(self._before) else self._text(self._tokens[self._count :])
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._decoder.decode(tokens, skip_special_tokens=self._skip)
+
+
 class Text:
     """Decodes the tokens of one answer to text, as they arrive.
 
@@ -29,38 +60,21 @@ class Text:
         template = None if asked.text is None else get_response_template(tokenizer, model)
         self._parser = template and ResponseParser(template, prefix=asked.text, tools=asked.tools)
         self._stops, self._longest = asked.stops, max(map(len, asked.stops), default=0)
-        self._tokenizer, self._skip = tokenizer, asked.skip_special_tokens and not self._parser
-        self._stream = DecodeStream([], skip_special_tokens=self._skip)
-        self._tokens: list[int] = []
-        self._length = 0  # number of characters decoded so far
+        self._increments = Increments(tokenizer, asked.skip_special_tokens and not self._parser)
         self._held, self.stopped = "", False
         self._calls = 0
         self._first = self._parser.initial_events if self._parser else []
 
     def read(self, tokens: list[int], last: bool) -> list[Part]:
         """Decode further tokens; return the parts of the answer that they add. last: the answer ends with them."""
-        text = self._decode(tokens, last)
+        text = self._held + "".join(map(self._increments.add, tokens)) + (self._increments.rest() if last else "")
         if self.stopped:
             return []
-        text = self._held + text
         found = [start for stop in self._stops if (start := text.find(stop)) >= 0]
         self.stopped = bool(found)
         end = min(found) if found else len(text) if last or not self._stops else max(0, len(text) - self._longest + 1)
         text, self._held = text[:end], text[end:]
         return [*self._parts(text, last or self.stopped)]
-
-    def _decode(self, tokens: list[int], last: bool) -> str:
-        """Return the text of further tokens. last: the answer ends with them, so include an incomplete character."""
-        self._tokens += tokens
-        steps = (self._stream.step(self._tokenizer.backend_tokenizer, token) for token in tokens)
-        text = "".join(step for step in steps if step)
-        self._length += len(text)
-        if last:
-            # the same options as those of the DecodeStream
-            how = {"skip_special_tokens": self._skip, "clean_up_tokenization_spaces": False}
-            rest = self._tokenizer.decode(self._tokens, **how)[self._length :]
-            text, self._length = text + rest, self._length + len(rest)
-        return text
 
     def _parts(self, text: str, last: bool) -> Iterator[Part]:
         if self._parser is None:

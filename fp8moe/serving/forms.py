@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -186,8 +187,12 @@ async def streamed(form: Form, texts: Texts, asked: Asked, ended: Ended) -> Asyn
                     yield form.chunk([form.change(index, parts, piece, reason)])
         if asked.usage:
             yield form.chunk([], usage=usage_of(texts))
-    except RuntimeError as error:
-        yield f"data: {json.dumps(error_of(str(error), 500))}\n\n"
+    except Exception as error:
+        told = str(error)
+        if not isinstance(error, RuntimeError):  # an error of this package
+            logging.getLogger(__name__).exception("a stream has failed")
+            told = f"{type(error).__name__}: {told}"
+        yield f"data: {json.dumps(error_of(told, 500))}\n\n"
     yield "data: [DONE]\n\n"
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fp8moe.decode import GraphDecoder
-from tests.decode_models import tiny_mixtral
+from tests.decode_models import byte_fallback_tokenizer, tiny_mixtral
 from tests.tiny_tokenizer import tiny_tokenizer
 
 pytest.importorskip("fastapi", reason="serving needs fp8moe[serve]")
@@ -162,6 +162,27 @@ def test_an_incomplete_character_is_shown_at_the_end(decoder):
     asked = Reader("m", decoder.model, tokenizer, 400, True).read(b'{"prompt": "x"}', False)
     text, ids = Text(asked, decoder.model, tokenizer), tokenizer("aé")["input_ids"]
     assert [[part.value for part in text.read([one], one == ids[1])] for one in ids[:2]] == [["a"], ["\ufffd"]]
+
+
+def test_invalid_characters_are_shown(decoder):
+    """Where bytes in a row are decoded together, they would change text in front of them."""
+    tokenizer = byte_fallback_tokenizer()
+    said = ["<0x0A>", "<0xF0>", "<0x9F>", "a", "▁st", "<0xC3>", "<0xA9>", "<0xF0>"]
+    ids = tokenizer.convert_tokens_to_ids(said)
+    for step in (1, 3, len(ids)):
+        asked = Reader("m", decoder.model, tokenizer, 400, True).read(b'{"prompt": "x"}', False)
+        text = Text(asked, decoder.model, tokenizer)
+        parts = [
+            part.value
+            for start in range(0, len(ids), step)
+            for part in text.read(ids[start : start + step], start + step >= len(ids))
+        ]
+        assert "".join(parts) == "\n\ufffd\ufffda sté\ufffd"
+
+
+def test_whatever_ends_a_stream_is_told(client, monkeypatch):
+    monkeypatch.setattr(Text, "read", lambda *how: {}["nothing"])
+    assert events(complete(client, stream=True))[-1]["error"]["message"] == "KeyError: 'nothing'"
 
 
 def test_models_by_name(client):
