@@ -52,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
                     *(model, options.slots, options.max_length, options.cache_dtype, options.output_dtype),
                     alone=ranks is None,
                 )
+            if decoder is not None:
+                check_settings(decoder, tokenizer)
         if not serves:
             ranks.follow(decoder, tokenizer)
             return 0
@@ -200,6 +202,24 @@ def make_decoder(
         stacklevel=2,
     )
     return None
+
+
+def check_settings(decoder: Any, tokenizer: Any) -> None:
+    """Raise ValueError if the decoder would refuse every request because of the model's generation config."""
+    from fp8moe.decode.request import parse_one
+    from fp8moe.serving.fields import Reader
+
+    body = b'{"prompt": [0], "max_tokens": 1, "seed": 0}'
+    asked = Reader("", decoder.model, tokenizer, decoder.max_length, own_settings=True).read(body, chat=False)
+    arguments = asked.options | {
+        "input_ids": torch.tensor([0], dtype=torch.int64, device="cpu"),
+        "tokenizer": tokenizer,
+    }
+    try:
+        parse_one(decoder, arguments, None, asked.config, stops_in_answer=True)
+    except (TypeError, ValueError) as error:
+        reason = str(error).removeprefix("generation_config.").partition("; set it to None")[0]
+        raise ValueError(f"generation_config.{reason}, so every request would be refused") from error
 
 
 def positions(model: Any) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,7 +108,14 @@ def test_answers_are_those_of_one_process(directory, device):
         assert "closed by peer" not in errors and "fp8moe serve:" not in errors
 
 
-def test_what_several_processes_cannot_serve(directory, device):
-    with served(directory, device, "--max-length", "9999") as process:
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode and "fp8moe serve: --max-length 9999: the model has 64 positions" in errors
+def test_what_several_processes_cannot_serve(directory, device, tmp_path):
+    """All of them end."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "min_new_tokens": 5}')
+    for model, most, message in (
+        (directory, "9999", "--max-length 9999: the model has 64 positions"),
+        (tmp_path, "64", "generation_config.min_new_tokens: GraphDecoder does not apply 5, so every request would"),
+    ):
+        with served(model, device, "--max-length", most) as process:
+            _, errors = process.communicate(timeout=60)
+        assert process.returncode and f"fp8moe serve: {message}" in errors

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -363,6 +364,23 @@ def test_what_cannot_be_served(directory, tmp_path, monkeypatch):
     assert refusal() == (
         "fp8moe serve: no_such_package: not installed, and needed to serve: pip install 'fp8moe[serve]'"
     )
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"min_new_tokens": 5}, "min_new_tokens: GraphDecoder does not apply 5, so every request would be refused"),
+        ({"eos_token_id": [1, 97]}, "eos_token_id: expected tokens between 0 and 96, got [1, 97]"),
+        ({"repetition_penalty": -2.0}, "repetition_penalty: expected "),
+        ({"do_sample": True, "typical_p": 0.5}, "typical_p: GraphDecoder does not apply 0.5, so"),
+    ],
+)
+def test_settings_with_which_every_request_would_be_refused(directory, tmp_path, setting, message):
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps(setting))
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve", str(tmp_path), "--port", "0", "--slots", "1", "--max-length", "32"])
+    assert stopped.value.code.startswith(f"fp8moe serve: generation_config.{message}")
 
 
 def test_a_checkpoint_in_fp8_stays_in_fp8(directory, tmp_path):
