@@ -1,13 +1,18 @@
 """Decode the tokens of an answer to text, end it at stop strings, and separate reasoning and tool calls from it."""
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template, response_events_to_chunks
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_parsing import ResponseParser
 
 from fp8moe.serving.fields import Asked
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""The character that tokenizers decode an incomplete UTF-8 sequence to."""
 
 
 class Part(NamedTuple):
@@ -33,7 +38,7 @@ class Increments:
         """Return the text that a token adds; none while a character is incomplete."""
         self._tokens.append(token)
         added = self.rest()
-        if added.endswith("\N{REPLACEMENT CHARACTER}"):
+        if added.endswith(_INCOMPLETE):
             return ""
         if added:
             del self._tokens[: self._count]
@@ -47,6 +52,42 @@ class Increments:
 
     def _text(self, tokens: list[int]) -> str:
         return self._decoder.decode(tokens, skip_special_tokens=self._skip)
+
+
+class TokenText(NamedTuple):
+    """A token of an answer: what it adds to the text, where in the text, and its bytes.
+
+    The last token of a character of several adds the character, the others nothing. A special token is shown by its
+    name, also where the text leaves it out.
+    """
+
+    string: str
+    offset: int
+    data: bytes
+
+
+class TokenTexts:
+    """Tells, of the tokens of one answer, the text and the bytes of each."""
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool):
+        self._tokenizer, self._length = tokenizer, 0
+        self._increments = Increments(tokenizer, skip_special_tokens)
+        decoder = tokenizer.backend_tokenizer.decoder
+        byte_level = decoder is not None and decoder.decode(["Ġ"]) == " "
+        self._byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()} if byte_level else {}
+        self._special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+
+    def add(self, token: int) -> TokenText:
+        string, offset = self._increments.add(token), self._length
+        self._length += len(string)
+        name = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if self._byte_of.keys() >= {*name}:
+            data = bytes(self._byte_of[letter] for letter in name)
+        elif re.fullmatch("<0x[0-9A-F]{2}>", name):
+            data = bytes.fromhex(name[3:5])
+        else:
+            data = (string.lstrip(_INCOMPLETE) or name).encode()
+        return TokenText(string or (name if token in self._special else ""), offset, data)
 
 
 class Text:

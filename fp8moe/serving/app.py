@@ -82,7 +82,7 @@ def make_app(
     async def answer(request: Request, chat: bool) -> Response:
         asked = await read(request, chat)
         answers = [manager.start(tokens, asked, tokenizer) for tokens in asked.prompts]
-        form = (ChatForm if chat else CompletionForm)(name, tokenizer)
+        form = (ChatForm if chat else CompletionForm)(name, tokenizer, asked.skip_special_tokens)
         texts = [(one, Text(asked, model, tokenizer)) for one in answers]
         if asked.stream:
             return StreamingResponse(streamed(form, texts, asked, metrics.ended), media_type="text/event-stream")

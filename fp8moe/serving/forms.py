@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fp8moe.serving.answers import Part, Text
+from fp8moe.serving.answers import Part, Text, TokenText, TokenTexts
 from fp8moe.serving.fields import Asked
 from fp8moe.serving.manager import Answer, Piece
 
@@ -68,10 +69,9 @@ class Form(ABC):
 
     whole_kind = chunk_kind = ""
 
-    def __init__(self, name: str, tokenizer: Any):
+    def __init__(self, name: str, tokenizer: Any, skip_special_tokens: bool):
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
-        self._tokenizer = tokenizer
-        self._offsets: dict[int, int] = {}
+        self._tokens = defaultdict[int, TokenTexts](lambda: TokenTexts(tokenizer, skip_special_tokens))
 
     async def whole(self, texts: Texts, ended: Ended) -> dict[str, Any]:
         found: list[tuple[list[Part], list[int], list[float], str]] = [([], [], [], "")] * len(texts)
@@ -99,8 +99,8 @@ class Form(ABC):
     def first(self, index: int) -> str:
         return ""
 
-    def _strings(self, tokens: list[int]) -> list[str]:
-        return [self._tokenizer.decode([token]) for token in tokens]
+    def _texts(self, index: int, piece: Piece) -> list[TokenText]:
+        return [*map(self._tokens[index].add, piece.tokens)]
 
 
 class CompletionForm(Form):
@@ -115,10 +115,8 @@ class CompletionForm(Form):
         return {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
 
     def _logprobs(self, index: int, piece: Piece) -> dict:
-        strings, offsets = self._strings(piece.tokens), []
-        for string in strings:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(string)
+        texts = self._texts(index, piece)
+        strings, offsets = [text.string for text in texts], [text.offset for text in texts]
         return {"tokens": strings, "token_logprobs": piece.logprobs, "top_logprobs": None, "text_offset": offsets}
 
 
@@ -129,13 +127,13 @@ class ChatForm(Form):
         message: dict[str, Any] = {"role": "assistant", "content": ""} | self._fields(parts)
         for call in message.get("tool_calls", ()):
             del call["index"]
-        told = self._logprobs(Piece(tokens, logprobs, None))
+        told = self._logprobs(index, Piece(tokens, logprobs, None))
         reason = "tool_calls" if "tool_calls" in message else reason
         return {"index": index, "message": message, "logprobs": told, "finish_reason": reason}
 
     def change(self, index: int, parts: list[Part], piece: Piece, reason: str | None) -> dict:
         return {
-            **{"index": index, "delta": self._fields(parts), "logprobs": self._logprobs(piece)},
+            **{"index": index, "delta": self._fields(parts), "logprobs": self._logprobs(index, piece)},
             "finish_reason": reason,
         }
 
@@ -151,12 +149,12 @@ class ChatForm(Form):
                 fields[kind] = fields.get(kind, "") + value
         return fields
 
-    def _logprobs(self, piece: Piece) -> dict | None:
+    def _logprobs(self, index: int, piece: Piece) -> dict | None:
         if not piece.logprobs:
             return None
-        pairs = zip(self._strings(piece.tokens), piece.logprobs, strict=True)
+        pairs = zip(self._texts(index, piece), piece.logprobs, strict=True)
         told = [
-            {"token": token, "logprob": value, "bytes": [*token.encode()], "top_logprobs": []} for token, value in pairs
+            {"token": text.string, "logprob": value, "bytes": [*text.data], "top_logprobs": []} for text, value in pairs
         ]
         return {"content": told}
 

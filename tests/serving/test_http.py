@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import json
 import re
 import socket
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from fp8moe.decode import GraphDecoder
-from tests.decode_models import byte_fallback_tokenizer, tiny_mixtral
+from tests.decode_models import BYTES, END, PIECES, byte_fallback_tokenizer, byte_level_tokenizer, tiny_mixtral
 from tests.tiny_tokenizer import tiny_tokenizer
 
 pytest.importorskip("fastapi", reason="serving needs fp8moe[serve]")
@@ -30,6 +31,8 @@ from fp8moe.serving import app as application  # noqa: E402
 from fp8moe.serving import server  # noqa: E402
 from fp8moe.serving.answers import Text  # noqa: E402
 from fp8moe.serving.fields import Reader  # noqa: E402
+from fp8moe.serving.forms import ChatForm, CompletionForm  # noqa: E402
+from fp8moe.serving.manager import Piece  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,7 +88,8 @@ def test_several_prompts(client, decoder):
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs(client, decoder, stream):
     tokens, logprobs = answer(decoder, "hi")
-    strings = [tiny_tokenizer().decode([token]) for token in tokens]
+    texts = [tiny_tokenizer().decode(tokens[:end]) for end in range(5)]
+    strings = [text.removeprefix(before) for before, text in itertools.pairwise(texts)]
     offsets = [sum(map(len, strings[:index])) for index in range(4)]
     how = {"stream": stream, "max_tokens": 4}
     text, chat = complete(client, logprobs=0, **how), complete(client, True, logprobs=True, **how)
@@ -98,6 +102,28 @@ def test_logprobs(client, decoder, stream):
     found = [one for part in of_chat if part for one in part["content"]]
     assert [one["token"] for one in found] == strings and [one["logprob"] for one in found] == got
     assert [bytes(one["bytes"]).decode() for one in found] == strings
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, byte_fallback_tokenizer])
+def test_logprobs_of_parts_of_characters(make):
+    """Their bytes can be joined, and their texts are those of the answer."""
+    tokenizer = make()
+    first = 3 + len(PIECES)
+    grin = [first + BYTES.index(byte) for byte in "😀".encode()]
+    ids = [3 + PIECES.index("x"), 3 + PIECES.index(" "), 3 + PIECES.index("é"), *grin, END, 3 + PIECES.index(" st")]
+    strings, offsets = ["x", " ", "é", "", "", "", "😀", "<end>", " st"], [0, 1, 2, 3, 3, 3, 3, 4, 4]
+    parts = [b"x", b" ", "é".encode(), b"\xf0", b"\x9f", b"\x98", b"\x80", b"<end>", b" st"]
+    for step in (1, 2, len(ids)):
+        of_text, of_chat = CompletionForm("m", tokenizer, True), ChatForm("m", tokenizer, True)
+        pieces = [
+            Piece(ids[at : at + step], [-0.5] * len(ids[at : at + step]), None) for at in range(0, len(ids), step)
+        ]
+        completion = [of_text.change(0, [], piece, None)["logprobs"] for piece in pieces]
+        chat = [one for piece in pieces for one in of_chat.change(0, [], piece, None)["logprobs"]["content"]]
+        assert [one for part in completion for one in part["tokens"]] == strings
+        assert [one for part in completion for one in part["text_offset"]] == offsets
+        assert [one["token"] for one in chat] == strings
+        assert [bytes(one["bytes"]) for one in chat] == parts
 
 
 @pytest.mark.parametrize("chat", [False, True])
