@@ -199,7 +199,8 @@ def check_linear(name: str, module: nn.Module) -> None:
     Hooks are checked by `fp8moe.layers.replaced.check_no_hooks`.
     """
     if not isinstance(module, nn.Linear | FP8Linear):
-        raise TypeError(f"{name}: expected an nn.Linear, got {type(module).__name__}")
+        kind = type(module)  # with its module, as peft's layers are called Linear, too
+        raise TypeError(f"{name}: expected an nn.Linear, got {kind.__module__}.{kind.__qualname__}")
     if type(module).forward not in (nn.Linear.forward, FP8Linear.forward):
         raise TypeError(f"{name}: expected the forward of nn.Linear, got that of {type(module).__name__}")
     check_only_weights(name, module)

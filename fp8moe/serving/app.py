@@ -81,7 +81,10 @@ def make_app(
 
     async def answer(request: Request, chat: bool) -> Response:
         asked = await read(request, chat)
-        answers = [manager.start(tokens, asked, tokenizer) for tokens in asked.prompts]
+        try:
+            answers = [manager.start(tokens, asked, tokenizer) for tokens in asked.prompts]
+        except ValueError as error:
+            raise ValueError(asked.told(error)) from error
         form = (ChatForm if chat else CompletionForm)(name, tokenizer, asked.skip_special_tokens)
         texts = [(one, Text(asked, model, tokenizer)) for one in answers]
         if asked.stream:

@@ -6,7 +6,7 @@ Each field is either applied, or accepted only with values that have no effect o
 import copy
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
@@ -181,6 +181,7 @@ class Asked:
 
     prompts: a list of tokens for each prompt. options, config: arguments of `parse_one`, the same for all prompts.
     stops: stop strings. text: the formatted chat, None for completions. usage: whether a stream ends with token counts.
+    fields: the fields that the arguments of `parse_one` come from, where they have other names.
     """
 
     prompts: list[list[int]]
@@ -192,6 +193,12 @@ class Asked:
     stream: bool
     usage: bool
     skip_special_tokens: bool
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    def told(self, error: Exception) -> str:
+        """Return the message of an error of `parse_one`, with the field's name in place of the argument's."""
+        name, colon, reason = str(error).partition(":")
+        return f"{self.fields.get(name, name)}{colon}{reason}"
 
     def new_tokens(self, max_length: int, prompt: int) -> int:
         """Return the most tokens of an answer to a prompt. prompt: the prompt's number of tokens."""
@@ -244,6 +251,7 @@ class Reader:
             stream=bool(given.stream),
             usage=bool(given.stream_options and given.stream_options.include_usage),
             skip_special_tokens=given.skip_special_tokens is not False,
+            fields=_fields(given),
         )
 
     def _options(self, given: Any) -> tuple[dict[str, Any], Any]:
@@ -316,7 +324,7 @@ class Reader:
                 prompt = self._tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
             except (TypeError, UnicodeError) as error:  # raised for a lone surrogate
                 raise ValueError(f"{name}: it is not Unicode ({error})") from error
-        if not prompt or any(isinstance(token, bool) or not isinstance(token, int) for token in prompt):
+        if not prompt or not all(type(token) is int and abs(token) < 2**63 for token in prompt):
             raise ValueError(f"{name}: expected one or more tokens, got {shown(prompt)}")
         return prompt
 
@@ -345,6 +353,16 @@ class Reader:
         if left_out:
             raise ValueError("tools: the chat template of this model leaves them out")
         return text
+
+
+def _fields(given: Any) -> dict[str, str]:
+    """Return `Asked.fields` of a parsed body. Where it sets no limit, a prompt is what can be too long."""
+    prompt = "messages" if isinstance(given, _Chat) else "prompt"
+    limits = [name for name in ("max_completion_tokens", "max_tokens") if getattr(given, name, None) is not None]
+    if given.generation_config is not None and given.generation_config.max_new_tokens is not None:
+        limits.append("generation_config.max_new_tokens")
+    ends = "stop_token_ids" if given.stop_token_ids else "generation_config.eos_token_id"
+    return {"input_ids": prompt, "max_new_tokens": [*limits, prompt][0], "eos_token_id": ends}
 
 
 def _message(message: _Message) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def test_what_is_refused(monkeypatch):
         f"{layer}: expected the forward of nn.Linear, got that of OwnLinear": (
             *(TypeError, changed(lambda model: setattr(model, "lm_head", OwnLinear(128, 128).bfloat16())), FP8),
         ),
-        f"{layer}: expected an nn.Linear, got Sequential": (
+        f"{layer}: expected an nn.Linear, got torch.nn.modules.container.Sequential": (
             *(TypeError, changed(lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head))), FP8),
         ),
         f"{layer}: expected no hooks": (

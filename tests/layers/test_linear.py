@@ -345,7 +345,12 @@ def test_bad_input(arguments, exception, message):
 def test_bad_construction():
     refused(TypeError, r"^dtype: .* got torch.float64", FP8Linear, 16, 8, dtype=torch.float64)
     refused(TypeError, r"^master_dtype: .* got torch.float16", FP8Linear, 16, 8, master_dtype=torch.float16)
-    refused(TypeError, r"^linear: expected an nn.Linear, got Conv1d", FP8Linear.from_linear, nn.Conv1d(1, 1, 1))
+    refused(
+        TypeError,
+        r"^linear: expected an nn.Linear, got torch.nn.modules.conv.Conv1d",
+        FP8Linear.from_linear,
+        nn.Conv1d(1, 1, 1),
+    )
     with pytest.raises(TypeError, match=r"^linear\.weight: .* got torch.float64"):
         FP8Linear.from_linear(nn.Linear(16, 8, dtype=torch.float64))
     refused(ValueError, "scale_format", FP8Linear.from_linear, nn.Linear(16, 8), scale_format="e8m0")
