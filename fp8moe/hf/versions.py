@@ -239,13 +239,18 @@ def complete_scales(theirs):
 
 
 def conversions_to_save(model: Any) -> list:
-    """Return the renamings and fusions of experts that save_pretrained must undo in a model with FP8 weights."""
+    """Return the renamings and fusions of experts that saving must undo in a model with FP8 weights.
+
+    A change of prefix is none of them: checkpoints have names with and without the prefix, and both are read.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
     from transformers.utils.quantization_config import FineGrainedFP8Config
 
     conversions = get_model_conversion_mapping(model, add_legacy=False)
+    conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
     if "model" not in inspect.signature(HfQuantizer.update_weight_conversions).parameters:
         return _with_scales(conversions, model)
     # Not pre_quantized: fusions of experts that are not in FP8 would get a dequantization, which saving cannot undo.
