@@ -31,6 +31,7 @@ from fp8moe.weights.names import (
     GATE_UP,
     GLOBAL_SCALE,
     GROUPS,
+    OTHER,
     SCALE,
     TENSOR_SCALES,
     WEIGHT,
@@ -44,6 +45,7 @@ from fp8moe.weights.names import (
 )
 from fp8moe.weights.source import (
     E5M2,
+    FLOATS,
     FP8,
     Checkpoint,
     CheckpointError,
@@ -369,7 +371,14 @@ def _paired(checkpoint: Checkpoint, declaration: Declared | None) -> tuple[list[
         if scale is not None and not weight.shared:
             own_scales |= {scale} if weight.tensor_scale is None else {scale, weight.tensor_scale.name}
     unused = {text for text, info in tensors.items() if math.prod(info.shape[1:]) == 1 and is_unused_scale(text)}
-    return [weight for weight in stored if weight.codes.name not in own_scales], unused
+    left = (weight for weight in stored if weight.codes.name not in own_scales)
+    return [weight if checkpoint.incomplete else _as_alone(weight) for weight in left], unused
+
+
+def _as_alone(weight: StoredWeight) -> StoredWeight:
+    """Return a tensor that is the scale of no weight; one called X.scale is then a parameter of the model."""
+    is_parameter = weight.name.text.endswith(".scale") and weight.dtype in FLOATS
+    return weight._replace(name=weight.name._replace(role=OTHER)) if is_parameter else weight
 
 
 def _weight_of(name: Name, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> Name | None:
