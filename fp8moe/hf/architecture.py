@@ -1,6 +1,6 @@
 """Makes transformers' model for a checkpoint, and maps tensors of a checkpoint to tensors of the model.
 
-`fp8moe.weights` calls find_expert_names, locator, convert, ignored_layers and refresh through
+`fp8moe.weights` calls expert_patterns, stored_names, locator, convert, ignored_layers and refresh through
 `fp8moe.weights.place.provider`.
 """
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fp8moe.hf import experts, linears
 from fp8moe.hf.fused import latent_attention
-from fp8moe.weights.names import DOWN, GATE, GATE_UP, UP, W_BLOCK, W_NAMES, ExpertNames, Location, Name, parse
+from fp8moe.hf.versions import conversions_to_save
+from fp8moe.weights.names import DOWN, GATE, GATE_UP, SCALE, UP, Location, Name, one_by_one, parse
 from fp8moe.weights.place import class_of, state_of
 from fp8moe.weights.source import GENERATION_CONFIG, Checkpoint, count_problems, read_json, shown
 
@@ -26,7 +27,6 @@ construction_lock = threading.RLock()
 
 
 _LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-_ONE_EXPERT = "experts.*."  # prefix of one expert's tensors in transformers' conversion patterns
 
 
 def read_config(checkpoint: Checkpoint) -> Any:
@@ -183,25 +183,80 @@ def is_of_transformers(model: nn.Module) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-def find_expert_names(model: nn.Module) -> ExpertNames | None:
-    """Return how checkpoints of this model name the tensors of experts, or None if they hold fused experts.
+def expert_patterns(model: nn.Module) -> Callable[[Name], tuple[str, ...]]:
+    """Return a function that names the matrices of a fused weight of experts as the model's checkpoints hold them.
 
-    The names are those in transformers' conversion mapping; for models of other libraries, DeepSeek's.
+    The function returns the matrices' names in order, with * for the expert, before `stored_names` renames them; no
+    names if the checkpoints hold the weight fused. The names are those in transformers' conversion mapping; for models
+    of other libraries, DeepSeek's.
     """
     if not is_of_transformers(model) or not class_of(model).__module__.startswith("transformers."):
-        return ExpertNames()
-    from transformers.conversion_mapping import get_model_conversion_mapping
+        return one_by_one
+    from transformers.core_model_loading import WeightConverter
 
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    patterns = [pattern.replace("\\.", ".") for conversion in conversions for pattern in conversion.source_patterns]
-    projections = {
-        pattern.partition(_ONE_EXPERT)[2].removesuffix(".weight") for pattern in patterns if _ONE_EXPERT in pattern
+    converters = [each for each in conversions_to_save(model) if isinstance(each, WeightConverter)]
+    pairs = [(each.reverse_transform(), _stacked(each)) for each in reversed(converters)]
+
+    def patterns(name: Name) -> tuple[str, ...]:
+        for converter, stacked in pairs:
+            first, matched = converter.rename_source_key(name.text)
+            if matched is not None:
+                targets = converter.target_patterns if stacked is not None else ()
+                return tuple(first.replace(targets[0], target, 1) for target in targets)
+        return ()
+
+    return patterns
+
+
+def stored_names(model: nn.Module, names: Mapping[str, Iterable[Name]]) -> dict[str, str]:
+    """Return the names in the model's checkpoints by names in the model, with transformers' renamings undone.
+
+    names: maps each key of the state dict to the names of what it is stored as: its own, or those of single experts. A
+    name stays as it is if it would not be read back otherwise, as of fused experts whose scales are not renamed.
+
+    Raises ValueError for a tensor that would not be read back into its place.
+    """
+    if not is_of_transformers(model):
+        return {name.text: name.text for of_key in names.values() for name in of_key}
+    from transformers.core_model_loading import WeightRenaming, dot_natural_key
+
+    renamings = [each.reverse_transform() for each in reversed(conversions_to_save(model))]
+    renamings = [each for each in renamings if isinstance(each, WeightRenaming)]
+    wanted = {name.text: (name, key) for key, of_key in names.items() for name in of_key}
+    stored = {}
+    for text in sorted(wanted, key=dot_natural_key):  # a renaming may depend on earlier names
+        stored[text] = text
+        for renaming in renamings:
+            stored[text] = renaming.rename_source_key(stored[text])[0]
+    stored |= {text: text for text in _misread(model, wanted, stored)}
+    for text in _misread(model, wanted, stored):
+        raise ValueError(f"model: {text} cannot be stored: no name is known that is read back as this tensor")
+    return stored
+
+
+def _misread(model: nn.Module, wanted: Mapping[str, tuple[Name, str]], stored: Mapping[str, str]) -> list[str]:
+    """List the names in the model whose tensors would not be read back from the names in ``stored``.
+
+    wanted: maps names in the model to the parsed names and the keys of the state dict.
+    """
+    state = state_of(model)
+    ends = {
+        text: ("", SCALE) if name.expert is None and key + SCALE in state else ("",)
+        for text, (name, key) in wanted.items()
     }
-    if projections and projections <= W_NAMES.keys():
-        return ExpertNames()
-    if projections and projections <= set(W_NAMES.values()):
-        return ExpertNames(W_NAMES, w_block=W_BLOCK in patterns)
-    return None
+    found = locate(model, [parse(stored[text] + end) for text in wanted for end in ends[text]])
+    wrong = []
+    for text, (name, key) in wanted.items():
+        own = found[stored[text]]
+        if name.expert is None or text == key:
+            right = all(found[stored[text] + end].key == key + end for end in ends[text])
+        else:
+            part = own.name.module, own.name.projection, own.name.expert
+            right = part == (key.rpartition(".")[0], name.projection, name.expert)
+        # A conversion of a name to itself leaves alone what has the model's shape.
+        if not right or (own.converter is not None and stored[text] != text):
+            wrong.append(text)
+    return wrong
 
 
 def reason_of(error: Exception) -> str:

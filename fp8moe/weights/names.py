@@ -5,11 +5,8 @@ of X.weight is called X.weight_scale_inv, X.weight_scale or X.scale; the scale o
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
-
-from torch import nn
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 GATE_UP = "gate_up_proj"
@@ -189,30 +186,7 @@ def from_vllm(text: str) -> str:
     return _OF_VLLM.sub(lambda match: _FUSED_BY_VLLM[match[1]], text)
 
 
-@dataclass(frozen=True)
-class ExpertNames:
-    """How a model's checkpoints name the tensors of experts that are stored one by one.
-
-    projections: maps fp8moe's name of a projection to the checkpoint's name, if the two names differ. w_block: whether
-    names in checkpoints contain `W_BLOCK` where names in the model contain `BLOCK_IN_MODEL`.
-    """
-
-    projections: Mapping[str, str] = field(default_factory=dict)
-    w_block: bool = False
-
-    def stored(self, name: Name) -> Name:
-        """Return the checkpoint's name of a tensor of the model."""
-        if not self.w_block:
-            return name
-        module = f"{name.module}.".replace(BLOCK_IN_MODEL, W_BLOCK).removesuffix(".")
-        return name._replace(text=name.text.replace(BLOCK_IN_MODEL, W_BLOCK), module=module)
-
-    def of_expert(self, name: Name, expert: int, projection: str) -> Name:
-        """Return the checkpoint's name of one projection of one expert. name: the fused weight's name in the model."""
-        module = self.stored(name).module
-        text = f"{module}.{expert}.{self.projections.get(projection, projection)}.weight"
-        return Name(text, module, WEIGHT, projection, expert)
-
-
-FindExpertNames = Callable[[nn.Module], ExpertNames | None]
-"""A function that returns how a model's checkpoints name its experts, or None if they store experts fused."""
+def one_by_one(name: Name) -> tuple[str, ...]:
+    """Return the names, with * for the expert, that DeepSeek's checkpoints give the matrices of a fused weight."""
+    projections = (GATE, UP) if name.projection == GATE_UP else (name.projection,)
+    return tuple(f"{name.module}.*.{projection}.weight" for projection in projections)

@@ -24,7 +24,6 @@ from fp8moe.weights.formats import NVFP4_GROUP, low_fp8_fraction, packed_config,
 from fp8moe.weights.names import (
     CHANNEL_SCALE,
     DOWN,
-    GATE,
     GATE_UP,
     GLOBAL_SCALE,
     GROUPS,
@@ -32,8 +31,8 @@ from fp8moe.weights.names import (
     SCALE_ROLE,
     UP,
     WEIGHT,
-    ExpertNames,
     Name,
+    one_by_one,
     parse,
 )
 from fp8moe.weights.place import Box, Ranks, Target, class_of, held, inside, overlap, provider, state_of, whole
@@ -67,7 +66,8 @@ def save_fp8_checkpoint(
     """Write a model with FP8Linear and GroupedExperts in it as a DeepSeek-style FP8 checkpoint.
 
     Writes the state dict, tied tensors once, to model.safetensors or, above ``max_shard_size``, to shards and an index.
-    A transformers model also gets config.json, with a quantization_config, and generation_config.json.
+    A transformers model also gets config.json, with a quantization_config, and generation_config.json; its tensors get
+    the names that its own checkpoints have.
 
     A model wrapped by torch.compile, DistributedDataParallel or peft is stored under the names that it has without the
     wrapper; peft's adapters must be merged.
@@ -79,9 +79,8 @@ def save_fp8_checkpoint(
     then declares.
 
     experts: "separate" stores each expert's weights separately, under the names of DeepSeek's checkpoints, such as
-        experts.7.gate_proj.weight. A transformers model gets the names of its own checkpoints (w1, w3, w2 in
-        block_sparse_moe for Mixtral); if those checkpoints have fused experts, experts are stored fused. "fused" stores
-        the parameters as they are.
+        experts.7.gate_proj.weight, or of the transformers model's own (w1, w3, w2 in block_sparse_moe for Mixtral); if
+        those have fused experts, experts are stored fused. "fused" stores the parameters as they are.
     scale_format: "float32", or "ue8m0" for one byte a scale (float8_e8m0fnu): all scales must be powers of two.
     max_shard_size: the most bytes of a shard, unless a single tensor and its scale are larger.
 
@@ -101,7 +100,7 @@ def save_fp8_checkpoint(
     Raises ValueError, before anything is written, for unknown options, a directory that already holds a checkpoint, a
     model with parameters on the meta device or in a dtype that checkpoints do not have, "ue8m0" with scales that are
     not powers of two, block scales in some modules and channel scales in others, adapters that are not merged, a model
-    of FSDP1, or models that differ between processes.
+    of FSDP1, models that differ between processes, or a tensor that transformers would read back under no name.
     """
     directory = Path(directory)
     inner = unwrapped("model", model)
@@ -114,7 +113,8 @@ def save_fp8_checkpoint(
         _check(directory if ranks.first else None, state, experts, scale_format)
         packed = {name for name, value in tensors.items() if value.dtype == torch.uint8 and f"{name}_scale" in tensors}
         in_turns = bool(packed) and is_interleaved(_config(inner))
-        scales = Target(tensors).scales - {f"{name}_scale" for name in packed}
+        all_scales = Target(tensors).scales
+        scales = all_scales - {f"{name}_scale" for name in packed}
         channels = {name for name in scales if has_channel_scales(tensors[name.removesuffix(SCALE)], tensors[name])}
         if packed:
             forms = {_form(tensors[name], tensors[f"{name}_scale"]) for name in packed}
@@ -125,10 +125,9 @@ def save_fp8_checkpoint(
             raise ValueError(f"scale_format: expected 'float32' for scales of channels, got {scale_format!r}")
         if scale_format == "ue8m0":
             _check_powers_of_two({name: held(tensors[name])[0] for name in scales})
-        names = {name: parse(name, value.dim()) for name, value in state.items()}
-        expert_names = provider().find_expert_names(inner) if experts == "separate" else None
-        expert_names = None if in_turns else expert_names or (ExpertNames() if packed else None)
-        found = _groups(tensors, names, scales, packed, expert_names, scale_format, in_turns=in_turns)
+        weights = {name: value for name, value in tensors.items() if name not in all_scales}
+        parts = _parts(inner, weights, packed, separate=experts == "separate" and not in_turns)
+        found = _groups(tensors, parts, scales, packed, scale_format, in_turns=in_turns)
         groups = {group[0].name.text: group for group in found}
         split = split_state_dict_into_shards_factory(
             groups,
@@ -152,8 +151,8 @@ def save_fp8_checkpoint(
                 if packed:
                     quantization = packed_config(layout, in_turns=in_turns)
                 elif any(spec.dtype == FP8 for spec in layout.values()):
-                    tied = (name for name, value in state.items() if name not in tensors and value.dtype not in _FP8)
-                    others = [names[name].module for name in tied if names[name].role == WEIGHT]
+                    plain = (name for name, value in state.items() if value.dim() > 1 and value.dtype not in _FP8)
+                    others = [name.module for name in map(parse, plain) if name.role == WEIGHT]  # as the model has them
                     stored = [(tensor.name, tensor.spec) for content in files.values() for tensor in content]
                     quantization = quantization_config(stored, scale_format, others, channels=bool(channels))
                 _write_configs(inner, directory, tensors, quantization)
@@ -199,49 +198,61 @@ class StoredTensor(NamedTuple):
             yield range(index, index + 1), *self.box[1:]
 
 
+def _parts(
+    model: nn.Module, weights: Mapping[str, Tensor], packed: set[str], *, separate: bool
+) -> dict[str, list[Name]]:
+    """Return under which names each tensor is stored: one, or for experts stored one by one, that of every matrix.
+
+    weights: the model's tensors without scales. packed: the names of weights in four bits. separate: whether experts
+    are stored one by one, if the model's checkpoints have names for that.
+    """
+    parts = {text: [parse(text, value.dim())] for text, value in weights.items()}
+    find = provider().expert_patterns(model) if separate else None
+    for text, (name,) in parts.items() if find is not None else ():
+        if text in packed or _splits(name, weights):
+            patterns = find(name) or (one_by_one(name) if text in packed else ())
+            matrices = [
+                pattern.replace("*", f"{expert}") for expert in range(len(weights[text])) for pattern in patterns
+            ]
+            parts[text] = [parse(matrix) for matrix in matrices] or [name]
+    stored = provider().stored_names(model, parts)
+    return {text: [parse(stored[part.text], weights[text].dim()) for part in names] for text, names in parts.items()}
+
+
 def _groups(
     tensors: Mapping[str, Tensor],
-    names: Mapping[str, Name],
+    parts: Mapping[str, list[Name]],
     scales: set[str],
     packed: set[str],
-    expert_names: ExpertNames | None,
     scale_format: str,
     *,
     in_turns: bool,
 ) -> Iterator[list[StoredTensor]]:
     """Yield lists of tensors to write: each weight together with its scale, any other tensor alone.
 
-    tensors, names: the model's tensors and their parsed names. scales: names of the scales of FP8 weights.
-    packed: the names of weights in four bits. expert_names: names in the checkpoint for experts stored one by one; None
-    to store them fused. in_turns: whether rows of gate and up alternate in the checkpoint, as in GPT-OSS.
+    tensors: the model's tensors. parts: the names under which each of them is stored, from `_parts`. scales: names of
+    the scales of FP8 weights. packed: the names of weights in four bits. in_turns: whether rows of gate and up
+    alternate in the checkpoint, as in GPT-OSS.
     """
-    for text, value in tensors.items():
-        if text in scales or text.removesuffix("_scale") in packed and text not in packed:
-            continue
-        name = names[text]
+    for text, names in parts.items():
+        value = tensors[text]
         if text in packed:
-            make = _fused_mxfp4(tensors, name) if in_turns else _packed_experts(tensors, name, expert_names)
-            yield from make
+            yield from (_fused_mxfp4(tensors, text, names[0]) if in_turns else _packed_experts(tensors, text, names))
             continue
         if in_turns and text.endswith(f"{GATE_UP}_bias"):
             spec = TensorSpec(DTYPE_NAMES[value.dtype], tuple(value.shape))
-            yield [StoredTensor(name, text, whole(value.shape), spec, _in_turns)]
+            yield [StoredTensor(names[0], text, whole(value.shape), spec, _in_turns)]
             continue
-        scale = tensors.get(name.scale) if name.scale in scales else None
+        scale = tensors[text + SCALE] if text + SCALE in scales else None
         as_compressed = bool(packed) and not in_turns or scale is not None and has_channel_scales(value, scale)
         suffix = CHANNEL_SCALE if as_compressed else SCALE
-        single = expert_names is not None and _splits(name, tensors)
-        parts = [name if expert_names is None else expert_names.stored(name)]
-        if single:
-            projections = (GATE, UP) if name.projection == GATE_UP else (name.projection,)
-            experts = range(value.shape[0])
-            parts = [expert_names.of_expert(name, expert, part) for expert in experts for part in projections]
-        for index, part_name in enumerate(parts):
+        single = value.dim() == 3 and names[0].expert is not None
+        for index, part_name in enumerate(names):
             group = []
-            for tensor, source, end in ((value, text, ""), (scale, name.scale, suffix)):
+            for tensor, source, end in ((value, text, ""), (scale, text + SCALE, suffix)):
                 if tensor is None:
                     continue
-                box = _box(tensor, index, len(parts)) if single else whole(tensor.shape)
+                box = _box(tensor, index, len(names)) if single else whole(tensor.shape)
                 dtype = scale_dtype(scale_format) if end else DTYPE_NAMES[tensor.dtype]
                 spec = TensorSpec(dtype, tuple(map(len, box[1:] if single else box)))
                 own_name = part_name._replace(text=part_name.text + end, role=SCALE_ROLE if end else part_name.role)
@@ -249,9 +260,12 @@ def _groups(
             yield group
 
 
-def _fused_mxfp4(tensors: Mapping[str, Tensor], name: Name) -> Iterator[list[StoredTensor]]:
-    """Yield experts in MXFP4 as GPT-OSS stores them: X_blocks (E, N, K/32, 16) and X_scales, gate and up in turns."""
-    data, scale = tensors[name.text], tensors[f"{name.text}_scale"]
+def _fused_mxfp4(tensors: Mapping[str, Tensor], text: str, name: Name) -> Iterator[list[StoredTensor]]:
+    """Yield experts in MXFP4 as GPT-OSS stores them: X_blocks (E, N, K/32, 16) and X_scales, gate and up in turns.
+
+    text: the weight's name in the model. name: X.
+    """
+    data, scale = tensors[text], tensors[f"{text}_scale"]
     experts, n, half = data.shape
     order = _in_turns if name.projection == GATE_UP else Tensor.clone
     exponents = partial(stored_exponents, n=n, k=2 * half, projections=name.matrices)
@@ -260,14 +274,14 @@ def _fused_mxfp4(tensors: Mapping[str, Tensor], name: Name) -> Iterator[list[Sto
     yield [
         StoredTensor(
             name._replace(text=f"{name.text}{GROUPS}"),
-            name.text,
+            text,
             whole(data.shape),
             blocks,
             lambda part: order(stored_codes(part)),
         ),
         StoredTensor(
             name._replace(text=f"{name.text}_scales"),
-            f"{name.text}_scale",
+            f"{text}_scale",
             whole(scale.shape),
             TensorSpec("U8", (experts, n, groups)),
             lambda part: order(exponents(part)),
@@ -275,16 +289,16 @@ def _fused_mxfp4(tensors: Mapping[str, Tensor], name: Name) -> Iterator[list[Sto
     ]
 
 
-def _packed_experts(tensors: Mapping[str, Tensor], name: Name, names: ExpertNames) -> Iterator[list[StoredTensor]]:
+def _packed_experts(tensors: Mapping[str, Tensor], text: str, names: list[Name]) -> Iterator[list[StoredTensor]]:
     """Yield experts in four bits, one by one, as compressed-tensors stores them.
+
+    text: the weight's name in the model. names: the names of its matrices.
 
     Source: https://github.com/vllm-project/compressed-tensors, formats "mxfp4-pack-quantized", "nvfp4-pack-quantized"
     and "pack-quantized".
     """
-    data, scale = tensors[name.text], tensors[f"{name.text}_scale"]
-    projections = (GATE, UP) if name.projection == GATE_UP else (name.projection,)
-    parts = [names.of_expert(name, expert, part) for expert in range(len(data)) for part in projections]
-    n, k = data.shape[1] // len(projections), 2 * data.shape[2]
+    data, scale = tensors[text], tensors[f"{text}_scale"]
+    n, k = data.shape[0] * data.shape[1] // len(names), 2 * data.shape[2]
     bytes_of_codes = "_packed", TensorSpec("U8", (n, k // 2)), stored_codes
     shape = torch.tensor([n, k], dtype=torch.int64, device="cpu")
     wanted = {  # the end of the name, dtype and shape, and what makes it: of codes, of scales, of their first row
@@ -304,9 +318,9 @@ def _packed_experts(tensors: Mapping[str, Tensor], name: Name, names: ExpertName
             ("_shape", TensorSpec("I64", (2,)), lambda _: shape),
         ),
     }[packed_format(scale)]
-    sources = name.text, f"{name.text}_scale", f"{name.text}_scale"
-    for index, part in enumerate(parts):
-        codes, (expert, rows, columns) = (_box(tensor, index, len(parts)) for tensor in (data, scale))
+    sources = text, f"{text}_scale", f"{text}_scale"
+    for index, part in enumerate(names):
+        codes, (expert, rows, columns) = (_box(tensor, index, len(names)) for tensor in (data, scale))
         boxes = codes, (expert, rows, columns), (expert, rows[:1], columns)
         yield [
             StoredTensor(part._replace(text=part.text + end), source, box, spec, make)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8moe import FP8Linear, GroupedExperts, dequantize, refit
 from fp8moe.hf import load_model
-from fp8moe.weights import DEFAULT_SKIP, CheckpointError, quantize_checkpoint
+from fp8moe.weights import DEFAULT_SKIP, CheckpointError, inspect_checkpoint, quantize_checkpoint, save_fp8_checkpoint
 from tests.errors import relative_error
 from tests.small_checkpoints import same
 from tests.transformers_models import TOKENS
@@ -102,6 +102,32 @@ def test_what_is_quantized_loads(name, tmp_path):
     assert torch.allclose(logits(ours), logits(theirs), rtol=1e-5, atol=1e-5)
     assert torch.cosine_similarity(logits(ours).flatten(), logits(model).flatten(), dim=0) > 0.85
     refitted_to_the_same_bits(ours, load_file(tmp_path / "source" / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("LagunaForCausalLM", "DeepseekOcr2ForConditionalGeneration", "Dots3NoteForConditionalGeneration"),
+        "MistralLarge4ForConditionalGeneration",
+    ],
+)
+def test_what_is_saved_again_is_fp8_where_it_was(name, tmp_path):
+    """transformers would rename the model's own names anew, and makes FP8 modules of all that config.json leaves."""
+    if name not in MODELS:
+        pytest.skip("the installed transformers does not have it")
+    _, directory, _ = quantized(name, tmp_path)
+    model, expected = load_model(directory, dtype=torch.float32), read_by_transformers(name, directory)
+    for experts in ("separate", "fused"):
+        save_fp8_checkpoint(model, tmp_path / experts, experts=experts)
+        assert not inspect_checkpoint(tmp_path / experts).problems
+        same(load_model(tmp_path / experts, dtype=torch.float32).state_dict(), model.state_dict())
+        same(read_by_transformers(name, tmp_path / experts), expected)
+
+
+def read_by_transformers(name, directory):
+    model, info = MODELS[name].auto_class.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values())
+    return {key: value.float() for key, value in model.state_dict().items()}  # some keep the dtype in the file
 
 
 @pytest.mark.parametrize(

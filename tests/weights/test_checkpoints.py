@@ -730,7 +730,7 @@ def test_sizes_that_are_not_multiples_of_the_block(tmp_path, quantizer_on_cpu, m
     [
         ("phimoe", "model.layers.0.block_sparse_moe.experts.1.w2.weight"),
         ("jamba", "model.layers.1.feed_forward.experts.1.down_proj.weight"),
-        ("granitemoe", "model.layers.0.block_sparse_moe.experts.gate_up_proj"),  # fused in its checkpoints, too
+        ("granitemoe", "model.layers.0.block_sparse_moe.input_linear.weight"),  # fused in its checkpoints, too
     ],
 )
 def test_experts_are_called_what_transformers_calls_them(tmp_path, model_type, name):
@@ -761,6 +761,41 @@ def test_experts_of_a_class_of_ones_own_are_stored_one_by_one(tmp_path):
 
     save_fp8_checkpoint(Own(PretrainedConfig()), tmp_path)
     assert "mlp.experts.1.gate_proj.weight" in read(tmp_path)
+
+
+def test_a_tensor_that_would_not_be_read_back_is_refused(tmp_path, monkeypatch):
+    from transformers import conversion_mapping, core_model_loading
+
+    theirs = conversion_mapping.get_model_conversion_mapping
+
+    def renaming_norms(model, *arguments, **options):
+        to_nothing = core_model_loading.WeightRenaming("norm.weight", "embed_tokens.weight")
+        return [*theirs(model, *arguments, **options), to_nothing]
+
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", renaming_norms)
+    with pytest.raises(ValueError, match=r"^model: model\.norm\.weight cannot be stored: no name is known"):
+        save_fp8_checkpoint(with_fp8_modules(tiny("mixtral")), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("beside", [None, "weight"])
+def test_parameters_called_scale(tmp_path, beside):
+    """X.scale is the scale of X.weight only if that is quantized: others may be zero."""
+
+    class Scaled(Model):
+        def __init__(self):
+            super().__init__()
+            self.softmax = nn.Module()
+            for name in filter(None, ("scale", beside)):
+                setattr(self.softmax, name, nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)))
+
+    model = Scaled()
+    save_fp8_checkpoint(model, tmp_path)
+    assert not inspect_checkpoint(tmp_path).problems
+    other = Scaled()
+    nn.init.ones_(other.softmax.scale)
+    load_fp8_checkpoint(other, tmp_path)
+    same(other.state_dict(), model.state_dict())
 
 
 def test_models_whose_checkpoints_transformers_renames(tmp_path):
@@ -796,7 +831,9 @@ def test_configuration_that_is_written(tmp_path):
         "lm_head",
         "model.embed_tokens",
         "model.layers.0.block_sparse_moe.gate",
+        "model.layers.0.mlp.gate",
         "model.layers.1.block_sparse_moe.gate",
+        "model.layers.1.mlp.gate",
     ]
     assert GenerationConfig.from_pretrained(tmp_path).max_new_tokens == 17
     names = read(tmp_path)
