@@ -241,16 +241,26 @@ def complete_scales(theirs):
 def conversions_to_save(model: Any) -> list:
     """Return the renamings and fusions of experts that saving must undo in a model with FP8 weights.
 
-    A change of prefix is none of them: checkpoints have names with and without the prefix, and both are read.
+    A change of prefix is none of them: checkpoints have names with and without the prefix, and both are read. Nor is a
+    renaming of FP8 weights that leaves the names of their scales.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
+    from transformers.core_model_loading import PrefixChange, WeightRenaming
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
     from transformers.utils.quantization_config import FineGrainedFP8Config
 
     conversions = get_model_conversion_mapping(model, add_legacy=False)
+    names = {name for name, _ in model.named_parameters()}
+    quantized = [name for name in names if name + SCALE in names]
+
+    def separates(conversion: Any) -> bool:
+        new_name = conversion.reverse_transform().rename_source_key
+        pairs = ((name, new_name(name)[0], new_name(name + SCALE)[0]) for name in quantized)
+        return any(new not in (name, scale.removesuffix(SCALE)) for name, new, scale in pairs)
+
     conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
+    conversions = [each for each in conversions if not (isinstance(each, WeightRenaming) and separates(each))]
     if "model" not in inspect.signature(HfQuantizer.update_weight_conversions).parameters:
         return _with_scales(conversions, model)
     # Not pre_quantized: fusions of experts that are not in FP8 would get a dequantization, which saving cannot undo.

@@ -371,14 +371,11 @@ def _paired(checkpoint: Checkpoint, declaration: Declared | None) -> tuple[list[
         if scale is not None and not weight.shared:
             own_scales |= {scale} if weight.tensor_scale is None else {scale, weight.tensor_scale.name}
     unused = {text for text, info in tensors.items() if math.prod(info.shape[1:]) == 1 and is_unused_scale(text)}
-    left = (weight for weight in stored if weight.codes.name not in own_scales)
-    return [weight if checkpoint.incomplete else _as_alone(weight) for weight in left], unused
-
-
-def _as_alone(weight: StoredWeight) -> StoredWeight:
-    """Return a tensor that is the scale of no weight; one called X.scale is then a parameter of the model."""
-    is_parameter = weight.name.text.endswith(".scale") and weight.dtype in FLOATS
-    return weight._replace(name=weight.name._replace(role=OTHER)) if is_parameter else weight
+    left = [weight for weight in stored if weight.codes.name not in own_scales]
+    for index, weight in enumerate(() if checkpoint.incomplete else left):
+        if weight.name.text.endswith(".scale") and weight.dtype in FLOATS:  # of no weight: a parameter of the model
+            left[index] = weight._replace(name=weight.name._replace(role=OTHER))
+    return left, unused
 
 
 def _weight_of(name: Name, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> Name | None:
