@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from fp8moe.layers import linear_of_master
 from tests.errors import relative_error
 from tests.megatron_cpu import stand_in
 
@@ -56,6 +57,24 @@ def experts_of(config):
 
 def stacked(module, name, values=lambda weight: weight):
     return torch.stack([values(getattr(expert, name).weight) for expert in module.local_experts])
+
+
+def sums_of_any_dtype_and_in_compiled_graphs():
+    from fp8moe_megatron.main_grad import with_main_grad
+
+    started()
+    x = torch.randn(4, 128)
+
+    def run(weight):
+        return linear_of_master(x, weight, receiver=with_main_grad(weight))
+
+    for dtype, compiled in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
+        weight = torch.nn.Parameter(torch.randn(256, 128))
+        (expected,) = torch.autograd.grad(linear_of_master(x, weight).sum(), weight)
+        weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight, dtype=dtype), False
+        (torch.compile(run, backend="aot_eager") if compiled else run)(weight).sum().backward()
+        assert weight.grad_added_to_main_grad, (dtype, compiled)
+        assert relative_error(weight.main_grad, 1 + expected.double()) < 4e-3, (dtype, compiled)
 
 
 def experts_compute_and_start_as_sequential_ones():

@@ -205,7 +205,7 @@ def make_decoder(
 
 
 def check_settings(decoder: Any, tokenizer: Any) -> None:
-    """Raise ValueError if the decoder would refuse every request because of the model's generation config."""
+    """Raise ValueError if the model's generation config makes the decoder refuse a request that sets nothing itself."""
     from fp8moe.decode.request import parse_one
     from fp8moe.serving.fields import Reader
 
@@ -219,7 +219,9 @@ def check_settings(decoder: Any, tokenizer: Any) -> None:
         parse_one(decoder, arguments, None, asked.config, stops_in_answer=True)
     except (TypeError, ValueError) as error:
         reason = str(error).removeprefix("generation_config.").partition("; set it to None")[0]
-        raise ValueError(f"generation_config.{reason}, so every request would be refused") from error
+        raise ValueError(
+            f"generation_config.{reason}, so a request that sets nothing itself would be refused"
+        ) from error
 
 
 def positions(model: Any) -> int:

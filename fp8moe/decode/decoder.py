@@ -433,13 +433,15 @@ class GraphDecoder:
         return Step(self.model, size, max_length, self.device, self.capabilities, self.prefill_chunk)
 
     def reader(self, rows: int, length: int) -> Step | None:
-        """Return the step that prefills so many prompts of this length for `run` with a CUDA graph; None for no graph.
+        """Return the step that reads ``rows`` prompts of ``length`` columns for `run` with a CUDA graph, or None.
 
-        One step has a row for a prompt that comes alone, one has `newcomers` rows.
+        There are two such steps: one with a single row, one with `newcomers` rows.
         """
+        if self._pool is None or not self.steps[self.batch_sizes[0]].takes_padding:
+            return None
         for size in sorted({1, self.newcomers}):
             most = min(MOST_GRAPH_TOKENS // size, self.max_length)
-            if self._pool is None or rows > size or length > most:
+            if rows > size or length > most:
                 continue
             if size not in self._readers:
                 self._readers[size] = self.step_of(size, most)
@@ -451,7 +453,7 @@ class GraphDecoder:
 
     @property
     def newcomers(self) -> int:
-        """The number of free rows for which `run` prefills waiting prompts."""
+        """The rows of the larger `reader`: an eighth of the largest batch size, rounded up."""
         return ceil_div(self.batch_sizes[-1], ROWS_PER_NEWCOMER)
 
     @contextmanager

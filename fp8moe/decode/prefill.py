@@ -20,9 +20,10 @@ COLUMNS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072,
 
 
 def shared_columns(length: int) -> int:
-    """Return the number of columns that prompts of ``length`` are padded to, so that few shapes are read.
+    """Return the number of columns that prompts of ``length`` are padded to, so that few shapes occur.
 
-    At most an eighth more. What a GPU runs is planned once for each shape, by cuDNN in some 60 ms.
+    That is at most an eighth more, or the next multiple of 16. A GPU's plans are made once for each shape; cuDNN's take
+    some 60 ms.
     """
     step = 1 << max((length - 1).bit_length() - 4, 4)
     return (length + step - 1) // step * step
@@ -67,11 +68,6 @@ class ShortPrompts:
         self.columns = [columns for columns in COLUMNS if columns <= most]
         # By number of columns, and whether they record routing; None until the second use.
         self._graphs: dict[tuple[int, bool], _Graph | None] = {}
-
-    @property
-    def most(self) -> int:
-        """Return the most columns of a prompt that may have a graph; 0 if no prompt may."""
-        return max(self.columns, default=0)
 
     def columns_of(self, length: int) -> int | None:
         """Return the columns of the shortest graph that may prefill prompts of this length; None if no graph may."""

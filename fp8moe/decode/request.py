@@ -42,7 +42,7 @@ class Options(TypedDict, total=False):
     return_routing: bool
 
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """The character that tokenizers decode an incomplete UTF-8 sequence to."""
 
 
@@ -88,17 +88,17 @@ class Tail:
         self.tokens.append(token)
         tokens = [*self.tokens]
         text = self.stop.text(tokens)
-        if _INCOMPLETE in text and len(tokens) == self.stop.window:
-            # The window may begin within a character. Then some decoders replace all the bytes in a row behind it, too.
+        if INCOMPLETE in text and len(tokens) == self.stop.window:
+            # The window may begin within a character. Some decoders then replace complete characters behind it, too.
             later = (tokens[skip:] for skip in range(4))
-            tokens = min(later, key=lambda some: self.stop.text(some).count(_INCOMPLETE))
+            tokens = min(later, key=lambda some: self.stop.text(some).count(INCOMPLETE))
             text = self.stop.text(tokens)
         matches = [string for string in self.stop.strings if string in text]
         if not matches:
             return False
         # An incomplete character has at most three tokens, so one of these texts ends with a whole one.
         earlier = [self.stop.text(tokens[:-drop]) for drop in range(1, 5)]
-        before = len(next((one for one in earlier if not one.endswith(_INCOMPLETE)), earlier[-1]))
+        before = len(next((one for one in earlier if not one.endswith(INCOMPLETE)), earlier[-1]))
         return any(text.find(string, max(0, before - len(string) + 1)) >= 0 for string in matches)
 
 

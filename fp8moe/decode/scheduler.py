@@ -355,12 +355,13 @@ class Scheduler:
         longest = max(request.length for request in group)
         step = None if group[0].prefix is not None else self._decoder.reader(len(group), longest)
         if step is None:
-            step = self._decoder.step_of(len(group), min(self._columns(longest), self._decoder.max_length))
+            columns = longest if group[0].prefix is not None else self._columns(longest)
+            step = self._decoder.step_of(len(group), min(columns, self._decoder.max_length))
         return step
 
     def _columns(self, longest: int) -> int:
         """Return the columns of prompts that are padded to the length ``longest``, if they have no graph."""
-        return shared_columns(longest) if self._step.shares_shapes else longest
+        return shared_columns(longest) if self._step.shares_shapes and longest <= MOST_TOKENS else longest
 
     def _joined(self, group: list[Request]) -> tuple[Tensor, Tensor | None]:
         """Return the prompts of a group as one batch (B, L), padded on the left, and its mask or None."""

@@ -169,7 +169,7 @@ class Step:
         """
         length, graphs = tokens.shape[1], self.short_prompts
         columns = None if graphs is None else graphs.columns_of(length)
-        if columns is None:
+        if columns is None or columns > room:
             columns = shared_columns(length)
             if columns == length or self.size * columns > MOST_TOKENS or not self.shares_shapes:
                 return tokens, mask
@@ -177,7 +177,7 @@ class Step:
 
     @property
     def shares_shapes(self) -> bool:
-        """Whether prompts that are read at once are padded to one of few lengths: a new one costs a GPU time."""
+        """Whether prompts that are read in one piece are padded to one of few lengths: a GPU plans each new one."""
         return self.columns.is_cuda and self.prefill_chunk is None and self.takes_padding
 
     @cached_property

@@ -229,8 +229,8 @@ def stored_names(model: nn.Module, names: Mapping[str, Iterable[Name]]) -> dict[
         for renaming in renamings:
             stored[text] = renaming.rename_source_key(stored[text])[0]
     stored |= {text: text for text in _misread(model, wanted, stored)}
-    for text in _misread(model, wanted, stored):
-        raise ValueError(f"model: {text} cannot be stored: no name is known that is read back as this tensor")
+    if lost := _misread(model, wanted, stored):
+        raise ValueError(f"model: {lost[0]} cannot be stored: no name is known that is read back as this tensor")
     return stored
 
 
@@ -253,7 +253,7 @@ def _misread(model: nn.Module, wanted: Mapping[str, tuple[Name, str]], stored: M
         else:
             part = own.name.module, own.name.projection, own.name.expert
             right = part == (key.rpartition(".")[0], name.projection, name.expert)
-        # A conversion of a name to itself leaves alone what has the model's shape.
+        # A converter whose pattern is the model's own name leaves a tensor of the model's shape as it is.
         if not right or (own.converter is not None and stored[text] != text):
             wrong.append(text)
     return wrong

@@ -140,10 +140,8 @@ def padded_rows(rows: int, groups: int) -> int:
 
     rows: number of rows in all groups together, before padding. groups: number of groups.
     """
-    least = (
-        min(groups, rows) if type(rows) is type(groups) is int else torch.sym_min(groups, rows)
-    )  # sym_min takes 3 us
-    return (rows + (BLOCK - 1) * least) // BLOCK * BLOCK
+    minimum = min if type(rows) is type(groups) is int else torch.sym_min  # which takes 3 us
+    return (rows + (BLOCK - 1) * minimum(groups, rows)) // BLOCK * BLOCK
 
 
 def empty_mn_major(shape: tuple[int, ...], *, device: torch.device | str) -> torch.Tensor:

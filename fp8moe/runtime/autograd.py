@@ -1,4 +1,4 @@
-"""What operators share that autograd records: those without a backward, and masters kept for a backward."""
+"""Help for operators that autograd records: those without a backward, and masters that are kept for a backward."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -124,7 +124,9 @@ class KeptMasters:
         if master is None:
             return _Kept(name, None)
         plain = type(master) is Tensor and not _transformed() and not hasattr(master, "grad_sum")
-        if master.is_leaf or not plain:
+        # A view of a parameter is kept, too: it takes no memory, and shows changes of the parameter.
+        viewed = master._is_view() and master._base.is_leaf
+        if master.is_leaf or viewed or not plain:
             return _Kept(name, master, master._version)
         likeness = torch.empty((), dtype=master.dtype, device=master.device).expand(master.shape)
         return _Kept(name, likeness.requires_grad_(), master._version, weakref.ref(master))

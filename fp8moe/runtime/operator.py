@@ -259,10 +259,10 @@ def define(
 
 
 class _Differentiable:
-    """An operator with a backward. Where autograd records plain tensors, a call is an `autograd.Function` of its name.
+    """An operator with a backward. A call that autograd alone records is an `autograd.Function` of the same name.
 
-    What `torch.library` registers takes 22 us of the CPU in a call with 4 arguments and 150 with 30, the Function 7.
-    Where someone else looks at the call, such as torch.compile, a mode or a subclass of Tensor, the operator is called.
+    The Function takes 7 us of CPU time; what `torch.library` registers takes 22 us for 4 arguments and 150 us for 30.
+    Under torch.compile, a tracer, a mode, a transform or a subclass of Tensor, the operator itself is called.
     """
 
     def __init__(
@@ -278,18 +278,16 @@ class _Differentiable:
             output = implementation(*arguments)
             if setup_context is not None:
                 setup_context(ctx, arguments, output)
-            return tuple(output) if isinstance(output, list) else output  # it finds no tensors in a list
+            return output
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self._function = type(overload.name(), (torch.autograd.Function,), methods)
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the operator with all of its arguments, by position."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _watched(arguments):
-            return self.overload(*arguments)
-        if not any(isinstance(value, Tensor) and value.requires_grad for value in arguments):
-            return self.overload(*arguments)
-        return self._function.apply(*arguments)
+        records = torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in arguments)
+        alone = records and not torch.compiler.is_compiling() and not _watched(arguments)
+        return (self._function.apply if alone else self.overload)(*arguments)
 
 
 def _watched(arguments: tuple) -> bool:

@@ -9,10 +9,8 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_parsing import ResponseParser
 
+from fp8moe.decode.request import INCOMPLETE
 from fp8moe.serving.fields import Asked
-
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""The character that tokenizers decode an incomplete UTF-8 sequence to."""
 
 
 class Part(NamedTuple):
@@ -38,7 +36,7 @@ class Increments:
         """Return the text that a token adds; none while a character is incomplete."""
         self._tokens.append(token)
         added = self.rest()
-        if added.endswith(_INCOMPLETE):
+        if added.endswith(INCOMPLETE):
             return ""
         if added:
             del self._tokens[: self._count]
@@ -75,19 +73,22 @@ class TokenTexts:
         decoder = tokenizer.backend_tokenizer.decoder
         byte_level = decoder is not None and decoder.decode(["Ġ"]) == " "
         self._byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()} if byte_level else {}
-        self._special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        self._added = tokenizer.added_tokens_decoder
 
     def add(self, token: int) -> TokenText:
         string, offset = self._increments.add(token), self._length
         self._length += len(string)
         name = self._tokenizer.convert_ids_to_tokens(token) or ""
-        if self._byte_of.keys() >= {*name}:
+        if token in self._added:
+            data = name.encode()
+        elif self._byte_of.keys() >= {*name}:
             data = bytes(self._byte_of[letter] for letter in name)
         elif re.fullmatch("<0x[0-9A-F]{2}>", name):
             data = bytes.fromhex(name[3:5])
         else:
-            data = (string.lstrip(_INCOMPLETE) or name).encode()
-        return TokenText(string or (name if token in self._special else ""), offset, data)
+            data = (string.lstrip(INCOMPLETE) or name.replace("▁", " ")).encode()
+        special = token in self._added and self._added[token].special
+        return TokenText(string or (name if special else ""), offset, data)
 
 
 class Text:

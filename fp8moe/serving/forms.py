@@ -187,7 +187,7 @@ async def streamed(form: Form, texts: Texts, asked: Asked, ended: Ended) -> Asyn
             yield form.chunk([], usage=usage_of(texts))
     except Exception as error:
         told = str(error)
-        if not isinstance(error, RuntimeError):  # an error of this package
+        if not isinstance(error, RuntimeError):  # not one that the decoder reports
             logging.getLogger(__name__).exception("a stream has failed")
             told = f"{type(error).__name__}: {told}"
         yield f"data: {json.dumps(error_of(told, 500))}\n\n"

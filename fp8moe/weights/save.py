@@ -100,7 +100,7 @@ def save_fp8_checkpoint(
     Raises ValueError, before anything is written, for unknown options, a directory that already holds a checkpoint, a
     model with parameters on the meta device or in a dtype that checkpoints do not have, "ue8m0" with scales that are
     not powers of two, block scales in some modules and channel scales in others, adapters that are not merged, a model
-    of FSDP1, models that differ between processes, or a tensor that transformers would read back under no name.
+    of FSDP1, models that differ between processes, or a tensor that would not be read back under any name.
     """
     directory = Path(directory)
     inner = unwrapped("model", model)

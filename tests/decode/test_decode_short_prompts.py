@@ -49,6 +49,7 @@ def decoders(monkeypatch):
     # With the mask that attention takes on a CPU, transformers asks whether it hides anything.
     monkeypatch.setattr(prefill, "HostReads", lambda device: nullcontext(SimpleNamespace(operations=[])))
     monkeypatch.setattr(decoder_module, "capture_stream", lambda device: None)
+    monkeypatch.setattr(Step, "takes_padding", True)
     monkeypatch.setattr(decoder_module.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
         Step, "keep_short_prompts", lambda self, stream, pool: setattr(self, "short_prompts", Recorded(self.size))
@@ -129,22 +130,37 @@ def test_a_prompt_that_comes_alone_has_a_reader_of_one_row(decoders):
 @pytest.mark.parametrize("alone", [False, True])
 def test_prompts_without_a_graph_are_padded_to_few_lengths(monkeypatch, alone):
     decoder = GraphDecoder(tiny_mixtral(), batch_sizes=(1, 4), max_length=MAX_LENGTH)
-    asked = [{"input_ids": prompts(1, length)[0], "max_new_tokens": 6} for length in (*range(33, 49), MAX_LENGTH - 6)]
+    how = {"max_new_tokens": 6, "eos_token_id": (), "return_routing": True}
+    asked = [prompts(1, length)[0] for length in (*range(33, 49), MAX_LENGTH - 6)]
+    prefix = decoder.prefix(prompts(1, 10))
 
     def answers():
         if alone:
-            return [decoder.generate(one["input_ids"][None], max_new_tokens=6, eos_token_id=())[0] for one in asked]
-        found = dict(decoder.run([one | {"eos_token_id": ()} for one in asked]))
-        return [found[index] for index in range(len(asked))]
+            found = [decoder.generate(one[None], **how) for one in asked]
+            return [*found, decoder.generate(asked[0][None], **how, prefix=prefix)]
+        requests = [{"input_ids": one} | how for one in asked]
+        found = dict(decoder.run([*requests, requests[0] | {"prefix": prefix}]))
+        return [found[index] for index in range(len(found))]
 
     expected, read, pieces = answers(), [], Step.pieces
     monkeypatch.setattr(Step, "shares_shapes", True)
     monkeypatch.setattr(
         Step, "pieces", lambda self, tokens, *others: read.append(tokens.shape[1]) or pieces(self, tokens, *others)
     )
-    assert all(map(torch.equal, answers(), expected))
-    # The last has no room for padding.
-    assert {*read} == {48, MAX_LENGTH - 6}
+    assert all(all(map(torch.equal, one, other)) for one, other in zip(answers(), expected, strict=True))
+    # The last prompt has no room for padding, and the one after a prefix gets none.
+    assert {*read} == {48, MAX_LENGTH - 6, 33}
+
+
+@pytest.mark.parametrize("change", ["on a CPU", "in chunks", "without padding"])
+def test_prompts_that_keep_their_lengths(monkeypatch, change):
+    step = GraphDecoder(tiny_mixtral(), batch_sizes=(1,), max_length=MAX_LENGTH).steps[1]
+    monkeypatch.setattr(step, "columns", SimpleNamespace(is_cuda=change != "on a CPU"))
+    monkeypatch.setattr(step, "takes_padding", change != "without padding", raising=False)
+    monkeypatch.setattr(step, "prefill_chunk", 64 if change == "in chunks" else None)
+    assert not step.shares_shapes
+    tokens = prompts(1, 33)
+    assert step.fit(tokens, None, MAX_LENGTH) == (tokens, None)
 
 
 def test_few_lengths():
@@ -165,15 +181,16 @@ def test_what_reads_values_on_the_host_is_not_captured():
     for _ in range(2):
         assert short.read(tokens, reads)[0, 0] == 120
     # Nor is it asked again, and nothing is padded for it.
-    assert not short.replays and 16 not in short.columns and not short.most and short.columns_of(16) is None
+    assert not short.replays and not short.columns and short.columns_of(16) is None
 
 
 def test_columns_that_have_a_graph():
-    assert ShortPrompts(1, None, None, None).most == max(COLUMNS) == MOST_GRAPH_TOKENS
-    assert ShortPrompts(8, None, None, None).most == 512
-    assert ShortPrompts(MOST_GRAPH_TOKENS, None, None, None).most == 0
+    def most(size, chunk=None):
+        return max(ShortPrompts(size, chunk, None, None).columns, default=0)
+
+    assert most(1) == max(COLUMNS) == MOST_GRAPH_TOKENS
+    assert (most(8), most(MOST_GRAPH_TOKENS)) == (512, 0)
     assert ShortPrompts(8, None, None, None).columns_of(100) == 128
     tokens, mask = pad_to(128, torch.ones(2, 100, dtype=torch.int64), None)
     assert tokens.shape == mask.shape == (2, 128) and mask.sum() == 200 and mask[:, 28:].all()
-    assert ShortPrompts(1, 100, None, None).most == 96  # prompts that are read in chunks have none
-    assert ShortPrompts(1, 8, None, None).most == 0
+    assert (most(1, 100), most(1, 8)) == (96, 0)  # prompts that are read in chunks have none

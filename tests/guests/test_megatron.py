@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[2] / "integrations/megatron"))
 @pytest.mark.parametrize(
     "case",
     [
+        cases.sums_of_any_dtype_and_in_compiled_graphs,
         cases.experts_compute_and_start_as_sequential_ones,
         cases.layers_under_graphs_and_other_routers,
         cases.weights_that_change_without_a_step_are_quantized_anew,

@@ -305,6 +305,13 @@ def test_models_with_unquantized_experts_are_saved_by_transformers(mixtral, tmp_
     assert_equal_states(load_model(tmp_path / "saved"), loaded)
 
 
+NOT_QUANTIZED = ("Ernie4_5_VLMoeForConditionalGeneration",)
+NOT_READ = (  # in FP8, by transformers
+    *("GraniteMoeHybridForCausalLM", "NemotronHForCausalLM", "Step3p7ForConditionalGeneration"),
+    "UnlimitedOcrForConditionalGeneration",
+)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_saved_again_is_read_as_before(name, tmp_path):
     """Both readers find every tensor again, in models of which transformers renames tensors."""
@@ -319,8 +326,10 @@ def test_what_is_saved_again_is_read_as_before(name, tmp_path):
     try:
         quantize_checkpoint(tmp_path / "source", tmp_path / "fp8")
     except CheckpointError as error:
+        assert name in NOT_QUANTIZED or has_styles(), error
         pytest.skip(str(error))
     model, expected = load_model(tmp_path / "fp8"), read_by_transformers(name, tmp_path / "fp8")
+    assert expected is not None or name in NOT_READ or has_styles()
     save_fp8_checkpoint(model, tmp_path / "ours")
     assert not inspect_checkpoint(tmp_path / "ours").problems
     model.save_pretrained(tmp_path / "theirs")

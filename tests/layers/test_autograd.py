@@ -126,6 +126,23 @@ def test_a_computed_weight_changed_before_the_backward(kind):
 
 
 @KINDS
+def test_a_parameter_changed_under_a_view_of_it(kind):
+    """Parametrized by a view, of which nothing else keeps the object."""
+
+    class View(nn.Module):
+        def forward(self, weight):
+            return weight.view(weight.shape)
+
+    layer, name, call = trained(kind)
+    parametrize.register_parametrization(layer, name, View())
+    result = call(torch.randn(TOKENS, SIZE))
+    with torch.no_grad():
+        layer.parametrizations[name].original.add_(1)
+    with pytest.raises(RuntimeError, match=f"{name}, shape .* has been changed in place between forward and backward"):
+        result.sum().backward()
+
+
+@KINDS
 def test_gradients_in_a_batch_are_those_of_a_loop(kind):
     layer, _, call = trained(kind)
     x, grads = torch.randn(TOKENS, SIZE, requires_grad=True), torch.randn(3, TOKENS, SIZE)

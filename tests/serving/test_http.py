@@ -29,7 +29,7 @@ from starlette.testclient import TestClient  # noqa: E402
 from fp8moe import serving  # noqa: E402
 from fp8moe.serving import app as application  # noqa: E402
 from fp8moe.serving import server  # noqa: E402
-from fp8moe.serving.answers import Text  # noqa: E402
+from fp8moe.serving.answers import Text, TokenTexts  # noqa: E402
 from fp8moe.serving.fields import Reader  # noqa: E402
 from fp8moe.serving.forms import ChatForm, CompletionForm  # noqa: E402
 from fp8moe.serving.manager import Piece  # noqa: E402
@@ -124,6 +124,15 @@ def test_logprobs_of_parts_of_characters(make):
         assert [one for part in completion for one in part["text_offset"]] == offsets
         assert [one["token"] for one in chat] == strings
         assert [bytes(one["bytes"]) for one in chat] == parts
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, byte_fallback_tokenizer])
+def test_bytes_of_a_first_space_and_of_added_tokens(make):
+    tokenizer = make()
+    tokenizer.add_tokens(["‹é›"])
+    texts = TokenTexts(tokenizer, True)
+    added = [texts.add(token).data for token in (3 + PIECES.index(" "), tokenizer.convert_tokens_to_ids("‹é›"))]
+    assert added == [b" ", "‹é›".encode()]
 
 
 @pytest.mark.parametrize("chat", [False, True])

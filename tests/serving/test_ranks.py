@@ -114,7 +114,7 @@ def test_what_several_processes_cannot_serve(directory, device, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"do_sample": true, "min_new_tokens": 5}')
     for model, most, message in (
         (directory, "9999", "--max-length 9999: the model has 64 positions"),
-        (tmp_path, "64", "generation_config.min_new_tokens: GraphDecoder does not apply 5, so every request would"),
+        (tmp_path, "64", "generation_config.min_new_tokens: GraphDecoder does not apply 5, so a request that sets"),
     ):
         with served(model, device, "--max-length", most) as process:
             _, errors = process.communicate(timeout=60)

@@ -381,13 +381,13 @@ def test_what_cannot_be_served(directory, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"min_new_tokens": 5}, "min_new_tokens: GraphDecoder does not apply 5, so every request would be refused"),
+        ({"min_new_tokens": 5}, "min_new_tokens: GraphDecoder does not apply 5, so a request that sets nothing"),
         ({"eos_token_id": [1, 97]}, "eos_token_id: expected tokens between 0 and 96, got [1, 97]"),
         ({"repetition_penalty": -2.0}, "repetition_penalty: expected "),
         ({"do_sample": True, "typical_p": 0.5}, "typical_p: GraphDecoder does not apply 0.5, so"),
     ],
 )
-def test_settings_with_which_every_request_would_be_refused(directory, tmp_path, setting, message):
+def test_settings_with_which_requests_without_their_own_would_be_refused(directory, tmp_path, setting, message):
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps(setting))
     with pytest.raises(SystemExit) as stopped:

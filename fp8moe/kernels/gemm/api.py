@@ -608,7 +608,8 @@ def weight_gradient(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, master: T
     a, b, group_offsets: as for `grouped_gemm_k`, (P * N', K) and (H', K).
     master: (E, P * N, H), or (N, H) for one group, P being `projections`. N' and H' are N and H with padding.
     Returns a tensor like the master. If the master has an attribute ``grad_sum``, a float32 tensor of its shape, the
-    gradient is added to that, and the result has no values.
+    gradient is added to that, in every backward of the call, also in one that asks only for other gradients; the result
+    has no values.
     """
     total = getattr(master, "grad_sum", None)
     rows, width = master.shape[-2:]

@@ -28,23 +28,26 @@ class Trained(MasterModule):
 
 class _MainGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight: Tensor) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx, weight: Tensor, by_kernel: bool) -> Tensor:
+        ctx.weight, ctx.by_kernel = weight, by_kernel
         return weight.new_empty((), dtype=torch.float32).expand(weight.shape)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         weight = ctx.weight
+        if not ctx.by_kernel:
+            weight.main_grad.add_(grad)
         weight.grad_added_to_main_grad = True
         # Megatron's hook runs where autograd has a gradient; it ignores the values, unless zero_out_wgrad is set.
         make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-        return make(weight)
+        return make(weight), None
 
 
 def with_main_grad(weight: Tensor) -> Tensor:
     """Return what stands for a weight as the master of a training operator: it has the weight's shape, and no values.
 
-    The kernel adds its gradient, float32, to ``weight.main_grad``. It does not copy in a step's first micro-batch, as
+    The kernel adds its gradient to a float32 ``weight.main_grad``; autograd does where that has another dtype, and in a
+    compiled graph, which does not see `grad_sum`. Neither copies in a step's first micro-batch, as
     nothing says surely that main_grad is zero: Megatron's hook adds other gradients without setting
     grad_added_to_main_grad, and a CUDA graph would copy in each micro-batch. Returns the weight itself where Megatron's
     DistributedDataParallel has not given it a main_grad, or where no gradients are recorded.
@@ -53,8 +56,10 @@ def with_main_grad(weight: Tensor) -> Tensor:
         return weight
     if hasattr(weight, "__fsdp_param__"):
         raise NotImplementedError("fp8moe_megatron: Megatron-FSDP is not supported; use DistributedDataParallel")
-    standing = _MainGrad.apply(weight)
-    standing.grad_sum = weight.main_grad
+    by_kernel = weight.main_grad.dtype == torch.float32 and not torch.compiler.is_compiling()
+    standing = _MainGrad.apply(weight, by_kernel)
+    if by_kernel:
+        standing.grad_sum = weight.main_grad
     return standing
 
 
