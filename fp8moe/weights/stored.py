@@ -372,10 +372,13 @@ def _paired(checkpoint: Checkpoint, declaration: Declared | None) -> tuple[list[
             own_scales |= {scale} if weight.tensor_scale is None else {scale, weight.tensor_scale.name}
     unused = {text for text, info in tensors.items() if math.prod(info.shape[1:]) == 1 and is_unused_scale(text)}
     left = [weight for weight in stored if weight.codes.name not in own_scales]
-    if not checkpoint.incomplete:
-        alone = [one.name.text.endswith(".scale") and one.dtype in FLOATS for one in left]  # parameters of the model
-        renamed = (one._replace(name=one.name._replace(role=OTHER)) for one in left)
-        left = [new if is_alone else old for old, new, is_alone in zip(left, renamed, alone, strict=True)]
+    if not checkpoint.incomplete:  # a scale of no weight is a parameter of the model
+        left = [
+            one._replace(name=one.name._replace(role=OTHER))
+            if one.name.text.endswith(".scale") and one.dtype in FLOATS
+            else one
+            for one in left
+        ]
     return left, unused
 
 
